@@ -1,0 +1,50 @@
+# Every target makes the environment it needs: .venv (python3, pinned) or .venv-latest (Python 3.12, newest releases).
+PYTHON ?= python3
+PYTHON_LATEST ?=
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+
+VENV := .venv
+LATEST := .venv-latest
+BIN := $(VENV)/bin
+
+export OMP_NUM_THREADS := 1
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-latest lint format bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/.installed ## train a small model by SFT and GRPO on 2 CPU workers and check its export
+	$(BIN)/python examples/quickstart/run.py $(DEMO_ARGS)
+
+test: $(VENV)/.installed ## run the tests; those that need GPUs skip where there are none
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-latest: $(LATEST)/.installed ## run the tests on Python 3.12 with the newest megatron-core
+	$(LATEST)/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed ## ruff, formatting, and mypy (strict on floors 0, 1 and 3)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed ## mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed ## measure against the floors; one JSON line a row in benchmarks/results.jsonl
+	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+
+clean: ## remove environments, builds and caches
+	rm -rf $(VENV) $(LATEST) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.installed: pyproject.toml .ci/constraints.txt .ci/venv
+	.ci/venv $(VENV) $(PYTHON) .ci/constraints.txt
+
+$(LATEST)/.installed: pyproject.toml .ci/constraints-latest.txt .ci/venv
+	python=$$(PYTHON_LATEST="$(PYTHON_LATEST)" .ci/python-latest) && .ci/venv $(LATEST) "$$python" .ci/constraints-latest.txt

@@ -1,0 +1,154 @@
+"""The command line; heavy imports stay inside the commands, so that asking for help is quick."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from megatron_policy.config import PolicyConfig
+    from megatron_policy.converters.architecture import Architecture
+    from megatron_policy.topology import Topology
+
+app = typer.Typer(
+    name="megatron-policy",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+SHOWN_SIZES = 8
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from megatron_policy import __version__
+
+        typer.echo(f"megatron-policy {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Megatron-Core policies for reinforcement learning, from and to Hugging Face checkpoints."""
+
+
+@app.command("inspect-config")
+def inspect_config(
+    path: Annotated[Path, typer.Argument(help="A YAML file with a `policy` section.")],
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Number of ranks; the fewest possible if not given.")
+    ] = None,
+) -> None:
+    """Check a configuration against its model, and show which rank holds what and what fits."""
+    from rich.console import Console
+
+    from megatron_policy.config import PolicyConfig
+    from megatron_policy.layout import check_layout, topology_of
+
+    with _errors_for_users():
+        config = PolicyConfig.from_yaml(path)
+        topology = topology_of(config, world_size or _ranks_of_a_replica(config))
+        architecture = _architecture(config)
+        check_layout(config, architecture, topology)
+    console = Console(highlight=False)
+    console.print(_summary(config, architecture, topology))
+    console.print(_stages(config, architecture, topology))
+
+
+@contextmanager
+def _errors_for_users() -> Iterator[None]:
+    from megatron_policy.errors import ConfigError, ConversionError
+
+    try:
+        yield
+    except (ConfigError, ConversionError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+def _ranks_of_a_replica(config: PolicyConfig) -> int:
+    megatron = config.megatron_cfg
+    return (
+        megatron.tensor_model_parallel_size
+        * megatron.pipeline_model_parallel_size
+        * megatron.context_parallel_size
+    )
+
+
+def _architecture(config: PolicyConfig) -> Architecture:
+    from megatron_policy.converters.hf_files import read_config
+    from megatron_policy.converters.table import bind
+
+    return bind(read_config(config.model_name)).architecture
+
+
+def _summary(config: PolicyConfig, architecture: Architecture, topology: Topology) -> Table:
+    from rich.table import Table
+
+    from megatron_policy.layout import microbatches
+
+    rounds = microbatches(config.train_global_batch_size, config.train_micro_batch_size, topology)
+    axes = " x ".join(f"{axis}={getattr(topology, axis)}" for axis in ("pp", "dp", "cp", "tp"))
+    table = Table(show_header=False, box=None)
+    table.add_row("model", config.model_name)
+    table.add_row(
+        "shape",
+        f"{architecture.num_layers} layers, {architecture.num_attention_heads} heads in "
+        f"{architecture.num_query_groups} groups, width {architecture.hidden_size}",
+    )
+    table.add_row("precision", config.precision)
+    table.add_row("ranks", f"{topology.world_size} = {axes}")
+    table.add_row(
+        "train step",
+        f"{config.train_global_batch_size} samples = {topology.dp} data-parallel ranks x {rounds} "
+        f"microbatches of {config.train_micro_batch_size}",
+    )
+    table.add_row("ranks that fit", _listed(_legal_world_sizes(config)))
+    return table
+
+
+def _legal_world_sizes(config: PolicyConfig) -> list[int]:
+    """Ranks over which the global batch divides, in increasing order."""
+    from megatron_policy.errors import ConfigError
+    from megatron_policy.layout import microbatches, topology_of
+
+    replica = _ranks_of_a_replica(config)
+    legal = []
+    for replicas in range(1, config.train_global_batch_size + 1):
+        topology = topology_of(config, replica * replicas)
+        try:
+            microbatches(config.train_global_batch_size, config.train_micro_batch_size, topology)
+        except ConfigError:
+            continue
+        legal.append(topology.world_size)
+    return legal
+
+
+def _listed(sizes: list[int]) -> str:
+    return ", ".join(map(str, sizes[:SHOWN_SIZES])) + (", ..." if len(sizes) > SHOWN_SIZES else "")
+
+
+def _stages(config: PolicyConfig, architecture: Architecture, topology: Topology) -> Table:
+    from rich.table import Table
+
+    from megatron_policy.layout import layer_split
+
+    table = Table("stage", "ranks", "layers")
+    per_stage = topology.world_size // topology.pp
+    for stage, chunks in enumerate(layer_split(config, architecture, topology).stages):
+        layers = " and ".join(f"{chunk.start}-{chunk.stop - 1}" for chunk in chunks)
+        first = stage * per_stage
+        table.add_row(str(stage), f"{first}-{first + per_stage - 1}", layers)
+    return table

@@ -1,0 +1,136 @@
+"""Tiny random Hugging Face checkpoints of the real architectures, with nothing in them trivial."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+SPECIAL = ("<unk>", "<pad>", "<s>", "</s>")
+TEXT = Path(__file__).resolve().parent.parent / "LICENSE"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n"
+    "{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+def make_checkpoint(
+    path: Path | str,
+    family: str,
+    *,
+    hidden: int = 64,
+    layers: int = 4,
+    heads: int = 4,
+    groups: int = 2,
+    head_dim: int | None = None,
+    ffn: int = 128,
+    vocab: int = 256,
+    max_position: int = 512,
+    tied: bool = False,
+    dtype: torch.dtype | str = torch.float32,
+    rope_theta: float = 10000.0,
+    rope_scaling: Mapping[str, Any] | None = None,
+    window: int | None = None,
+    full_layers: int = 0,
+    max_shard_size: str | int | None = None,
+    tokenizer: bool = True,
+    seed: int = 0,
+    **config: Any,
+) -> Path:
+    """Write a checkpoint of `family` (weights, config, tokenizer) and return its path.
+
+    `window` is the sliding window in tokens; of the qwen families, the first `full_layers` layers
+    do without it. `max_shard_size` ("40KB" or bytes) splits the weights over files with an index.
+    Further keywords go to the family's config as they are (`attention_bias=True`, ...).
+    The same arguments give the same bytes.
+    """
+    assert family in FAMILIES, f"no tiny checkpoint for {family!r}, only for {FAMILIES}"
+    fields: dict[str, Any] = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": hidden // heads if head_dim is None else head_dim,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "max_position_embeddings": max_position,
+        "tie_word_embeddings": tied,
+        "rope_theta": rope_theta,
+        "rms_norm_eps": 1e-6,
+        # Large enough that attention is far from uniform and the layers matter.
+        "initializer_range": 0.1,
+        # With a padding token torch's embedding would keep that row from learning.
+        "pad_token_id": None,
+        "bos_token_id": SPECIAL.index("<s>"),
+        "eos_token_id": SPECIAL.index("</s>"),
+    }
+    if family == "qwen2" and head_dim is None:
+        del fields["head_dim"]  # the architecture has none
+    if rope_scaling is not None:
+        fields["rope_scaling"] = dict(rope_scaling)
+    fields |= _window_fields(family, window, full_layers) | config
+    model = _random_model(family, fields, seed).to(_dtype(dtype))
+    sharding = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+    model.save_pretrained(path, **sharding)
+    if tokenizer:
+        make_tokenizer(vocab).save_pretrained(path)
+    return Path(path)
+
+
+def make_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
+    """A byte-pair tokenizer of at most `vocab` tokens, trained on this project's licence."""
+    assert vocab >= 128, f"{vocab} tokens are too few for the letters of a text"
+    inner = Tokenizer(models.BPE(unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.post_processor = processors.ByteLevel(trim_offsets=False)
+    inner.decoder = ByteLevelDecoder()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=list(SPECIAL), show_progress=False
+    )
+    inner.train_from_iterator(TEXT.read_text(encoding="utf-8").splitlines(), trainer)
+    unk, pad, bos, eos = SPECIAL
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token=unk, pad_token=pad, bos_token=bos, eos_token=eos
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    assert len(tokenizer) <= vocab
+    return tokenizer
+
+
+def _window_fields(family: str, window: int | None, full_layers: int) -> dict[str, Any]:
+    if family == "mistral":
+        return {"sliding_window": window}
+    if window is None:
+        return {}
+    assert family.startswith("qwen"), f"{family} has no sliding window"
+    return {
+        "use_sliding_window": True,
+        "sliding_window": window,
+        "max_window_layers": full_layers,
+    }
+
+
+def _random_model(family: str, fields: dict[str, Any], seed: int) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(family, **fields), dtype=torch.float32
+        )
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_(0.0, 0.1)
+                elif "norm" in name:
+                    parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)

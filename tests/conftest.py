@@ -1,0 +1,82 @@
+"""Fixtures and markers of the whole suite: rank pools, tiny checkpoints, skips without GPUs."""
+
+from __future__ import annotations
+
+import os
+
+# Before anybody imports torch, tokenizers or huggingface_hub: few threads, and no network.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+from tests.ranks import RankPool
+
+settings.register_profile("suite", deadline=None, derandomize=True)
+settings.load_profile("suite")
+
+
+def needed_gpus(item: pytest.Item) -> int:
+    """How many GPUs the markers of a test ask for."""
+    several = item.get_closest_marker("multi_gpu")
+    if several is not None:
+        return int(several.args[0])
+    return 1 if item.get_closest_marker("gpu") is not None else 0
+
+
+def reason_to_skip(needed: int, visible: int) -> str | None:
+    """Why a test that needs `needed` GPUs cannot run where `visible` are, if so."""
+    return None if needed <= visible else f"needs {needed} GPU(s), {visible} visible"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    wanting = [(item, needed_gpus(item)) for item in items]
+    if not any(needed for _, needed in wanting):
+        return
+    import torch
+
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item, needed in wanting:
+        reason = reason_to_skip(needed, visible)
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Rank processes on the CPU, over gloo, also where there are GPUs."""
+    pool = RankPool()
+    yield pool
+    pool.end()
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks() -> Iterator[RankPool]:
+    """Rank processes that see the GPUs; for tests marked `gpu` or `multi_gpu(n)`."""
+    pool = RankPool(on_gpus=True)
+    yield pool
+    pool.end()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`checkpoint(family, **sizes)`: the path of that tiny checkpoint, made once; read only."""
+    made: dict[str, Path] = {}
+
+    def path_of(family: str, **sizes: Any) -> Path:
+        from tests.checkpoints import make_checkpoint
+
+        key = repr((family, sorted(sizes.items())))
+        if key not in made:
+            made[key] = make_checkpoint(
+                tmp_path_factory.mktemp(f"{family}-", numbered=True), family, **sizes
+            )
+        return made[key]
+
+    return path_of

@@ -1,0 +1,29 @@
+"""Imported once by the fork server: a rank is a fork of a process that has imported everything.
+
+It leaves the server with a single thread, no process group and no GPU context: a fork copies none.
+"""
+
+import contextlib
+import importlib
+
+SLOW = (
+    "megatron.core",
+    "megatron.core.distributed",
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mistral.modeling_mistral",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen3.modeling_qwen3",
+    "pytest",
+    "megatron_policy.policy",
+)
+
+# What fails here fails again in the rank that needs it, and is reported there.
+with contextlib.suppress(Exception):
+    importlib.import_module("megatron_policy.device").prepare_platform()
+for name in SLOW:
+    with contextlib.suppress(Exception):
+        importlib.import_module(name)

@@ -1,0 +1,192 @@
+"""The floors hold for this tree, and a tree that breaks a rule is reported."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.floors import (
+    Module,
+    check_floors,
+    check_foreign_imports,
+    check_lengths,
+    check_names,
+    check_swallowed_errors,
+    package_modules,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKS = (check_floors, check_foreign_imports, check_names, check_lengths, check_swallowed_errors)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_package_keeps_the_house_rules(check) -> None:
+    modules = package_modules(ROOT)
+    assert {"", "policy", "device", "converters.rows"} <= {module.name for module in modules}
+    problems = check(modules)
+    assert not problems, "\n" + "\n".join(problems)
+
+
+@pytest.mark.parametrize("folder", ["examples", "benchmarks"])
+def test_code_around_the_package_keeps_the_lengths(folder: str) -> None:
+    files = sorted((ROOT / folder).rglob("*.py"))
+    modules = [
+        Module("", path.relative_to(ROOT).as_posix(), source, ast.parse(source), False)
+        for path in files
+        for source in [path.read_text(encoding="utf-8")]
+    ]
+    assert check_lengths(modules) + check_swallowed_errors(modules) == []
+
+
+def tree(root: Path, **sources: str) -> list[Module]:
+    """A synthetic package: keyword `a__b` is file a/b.py, `__init__` of a folder is a__INIT."""
+    for key, source in sources.items():
+        inside = key.replace("__", "/").replace("INIT", "__init__") + ".py"
+        path = root / (inside if inside.startswith("converters/") else f"megatron_policy/{inside}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return package_modules(root)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from megatron_policy.policy import MegatronPolicy",
+        "from megatron_policy import policy",
+        "import megatron_policy.policy",
+        "from ..policy import MegatronPolicy",
+        "from .. import policy",
+        "def late():\n    from ..policy import MegatronPolicy",
+        "if TYPE_CHECKING:\n    from megatron_policy.policy import MegatronPolicy",
+    ],
+)
+def test_an_import_that_goes_up_is_reported_however_it_is_written(tmp_path, source) -> None:
+    modules = tree(tmp_path, INIT="", policy="class MegatronPolicy: ...", model__build=source)
+    (problem,) = check_floors(modules)
+    assert "model/build.py" in problem
+    assert "floor 2 imports 'policy' of floor 3" in problem
+
+
+def test_imports_that_go_down_or_stay_are_not_reported(tmp_path) -> None:
+    modules = tree(
+        tmp_path,
+        INIT="",
+        errors="",
+        model__INIT="from .build import build",
+        model__build="from megatron_policy import errors\nfrom . import spec",
+        model__spec="from ..errors import ConfigError",
+        converters__rows="import torch",
+        converters__table="from .rows import Row\nfrom megatron_policy.converters import rows",
+    )
+    assert check_floors(modules) == []
+
+
+def test_the_reexports_of_the_package_are_not_for_its_own_modules(tmp_path) -> None:
+    modules = tree(tmp_path, INIT="", train__step="from megatron_policy import PolicyConfig")
+    assert "floor 2 imports 'megatron_policy' of floor 4" in check_floors(modules)[0]
+
+
+def test_an_import_of_a_module_that_does_not_exist_is_reported(tmp_path) -> None:
+    (problem,) = check_floors(tree(tmp_path, INIT="", batch="from megatron_policy.gone import x"))
+    assert "'megatron_policy.gone.x', which does not exist" in problem
+
+
+def test_a_module_that_has_no_floor_is_named(tmp_path) -> None:
+    (problem,) = check_floors(tree(tmp_path, INIT="", attic__old=""))
+    assert "'attic.old'" in problem
+
+
+@pytest.mark.parametrize(
+    ("where", "source"),
+    [
+        ("policy", "import ray"),
+        ("train__step", "def late():\n    from ray.util import placement_group"),
+        ("workers__group", "import nemo_rl"),
+        ("policy", "from megatron.core import parallel_state"),
+        ("converters__rows", "import megatron.core"),
+        ("converters__rows", "import safetensors"),
+        ("config", "from transformers import AutoConfig"),
+        ("model__load", "from converters.rows import Row"),
+    ],
+)
+def test_a_foreign_import_outside_its_place_is_reported(tmp_path, where, source) -> None:
+    (problem,) = check_foreign_imports(tree(tmp_path, **{where: source}))
+    assert where.replace("__", "/") in problem
+
+
+def test_foreign_imports_in_their_place_are_not_reported(tmp_path) -> None:
+    modules = tree(
+        tmp_path,
+        workers__group="import ray",
+        hosts__nemo_rl="import nemo_rl",
+        groups="from megatron.core import parallel_state",
+        model__build="import megatron.core, transformer_engine",
+        converters__hf_files="import safetensors, transformers",
+        config="import yaml, pydantic, difflib",
+    )
+    assert check_foreign_imports(modules) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "source"),
+    [
+        ("model__load", "import torch\nx = torch.cuda"),
+        ("model__load", "device = 'cuda:0'"),
+        ("model__load", "device = f'cuda:{rank}'"),
+        ("train__step", "backend = 'nccl'"),
+        ("train__step", "import torch.cuda"),
+        ("train__step", "from torch import cuda"),
+        ("train__step", "move(cuda=True)"),
+        ("policy", "def cuda(): ..."),
+        ("model__build", "from megatron.core import parallel_state as ps"),
+        ("model__build", "from megatron.core.parallel_state import get_world_size"),
+        ("config", "import os\nx = os.environ['A']"),
+    ],
+)
+def test_a_word_outside_its_place_is_reported(tmp_path, where, source) -> None:
+    problems = check_names(tree(tmp_path, **{where: source}))
+    assert problems and all(where.replace("__", "/") in problem for problem in problems)
+
+
+def test_comments_docstrings_longer_names_and_the_device_are_free(tmp_path) -> None:
+    modules = tree(
+        tmp_path,
+        device__INIT="import torch\nx = torch.cuda, 'nccl'",
+        groups="from megatron.core import parallel_state",
+        workers__worker='"""cuda"""\ndef move_to_cuda(model):\n    """nccl."""  # cuda\n',
+    )
+    assert check_names(modules) == []
+
+
+def lines(count: int) -> str:
+    return "".join(f"    x{number} = {number}\n" for number in range(count))
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("\n" * 301, "301 lines"),
+        ("def long():\n" + lines(60), "long 61 lines"),
+        ("async def long():\n" + lines(60), "long 61 lines"),
+        ("class Long:\n" + lines(200), "Long 201 lines"),
+    ],
+)
+def test_what_is_too_long_is_reported_and_one_line_less_is_not(tmp_path, source, said) -> None:
+    (problem,) = check_lengths(tree(tmp_path, policy=source))
+    assert said in problem
+    shorter = source[: source.rstrip("\n").rfind("\n") + 1] if source.strip() else source[1:]
+    assert check_lengths(tree(tmp_path, policy=shorter)) == []
+
+
+@pytest.mark.parametrize("handler", ["except:", "except Exception:", "except BaseException:"])
+def test_a_handler_that_swallows_every_error_is_reported(tmp_path, handler) -> None:
+    modules = tree(tmp_path, policy=f"try:\n    x = 1\n{handler}\n    pass\n")
+    assert len(check_swallowed_errors(modules)) == 1
+
+
+def test_the_link_to_the_converters_is_not_walked_twice(tmp_path) -> None:
+    tree(tmp_path, INIT="", converters__rows="")
+    (tmp_path / "megatron_policy" / "converters").symlink_to("../converters")
+    assert [module.name for module in package_modules(tmp_path)] == ["", "converters.rows"]

@@ -1,0 +1,89 @@
+"""The tiny checkpoints are what the other tests take them for: loadable and nowhere trivial."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.checkpoints import FAMILIES, make_checkpoint
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_every_family_without_a_missing_or_unknown_weight(
+    checkpoint, family: str, tied: bool
+) -> None:
+    path = checkpoint(family, tied=tied, layers=2)
+    model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert model.config.model_type == family
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert model.get_input_embeddings().padding_idx is None
+    assert ("lm_head.weight" in load_file(path / "model.safetensors")) is not tied
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_tensor_is_constant_and_biases_stand_where_the_family_has_them(
+    checkpoint, family: str
+) -> None:
+    tensors = load_file(checkpoint(family, layers=2) / "model.safetensors")
+    assert all(tensor.std() > 0.01 for tensor in tensors.values())
+    assert all(row.std() > 0.01 for row in tensors["model.embed_tokens.weight"])
+    assert any(name.endswith("bias") for name in tensors) is (family == "qwen2")
+    assert any("q_norm" in name for name in tensors) is (family == "qwen3")
+
+
+def test_the_same_arguments_give_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
+    files = [
+        make_checkpoint(tmp_path / name, "qwen2", layers=1, seed=seed) / "model.safetensors"
+        for name, seed in [("a", 0), ("b", 0), ("c", 1)]
+    ]
+    first, again, other = (file.read_bytes() for file in files)
+    assert first == again
+    assert first != other
+
+
+def test_shards_dtype_scaling_and_windows_are_written_as_asked(tmp_path: Path) -> None:
+    llama = make_checkpoint(
+        tmp_path / "llama", "llama", layers=2, dtype="bfloat16", rope_scaling=LLAMA3,
+        max_shard_size=100_000,
+    )  # fmt: skip
+    index = json.loads((llama / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype="auto")
+    assert model.dtype == torch.bfloat16
+    assert "llama3" in json.dumps(model.config.to_dict())
+
+    qwen = make_checkpoint(tmp_path / "qwen", "qwen2", window=8, full_layers=1)
+    config = AutoModelForCausalLM.from_pretrained(qwen).config
+    assert config.layer_types == ["full_attention"] + ["sliding_attention"] * 3
+    mistral = make_checkpoint(tmp_path / "mistral", "mistral", window=8, head_dim=32)
+    config = AutoModelForCausalLM.from_pretrained(mistral).config
+    assert (config.sliding_window, config.head_dim) == (8, 32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tokenizer_loads_and_gives_text_back(checkpoint, family: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint(family, layers=2))
+    text = "Licensed under the Apache License, Version 2.0"
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) < len(text)
+    assert max(ids) < 256
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2, 3)
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "License"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat.endswith("<s>assistant\n")

@@ -1,0 +1,73 @@
+"""The command line: what it says of a configuration that fits, and of one that does not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from typer.testing import CliRunner
+
+import megatron_policy
+from megatron_policy.cli import app
+
+
+def write(path: Path, model: Path, **megatron: Any) -> str:
+    policy = {
+        "model_name": str(model),
+        "train_global_batch_size": 8,
+        "train_micro_batch_size": 2,
+        "megatron_cfg": {"enabled": True, **megatron},
+    }
+    file = path / "policy.yaml"
+    file.write_text(yaml.safe_dump({"policy": policy}))
+    return str(file)
+
+
+def run(*args: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, args)
+    return result.exit_code, re.sub(r"\s+", " ", result.output)
+
+
+def test_a_layout_is_shown_with_the_layers_and_ranks_of_each_stage(checkpoint, tmp_path) -> None:
+    file = write(
+        tmp_path,
+        checkpoint("qwen2"),
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        num_layers_in_first_pipeline_stage=1,
+    )
+    code, said = run("inspect-config", file, "--world-size", "8")
+    assert code == 0, said
+    assert "8 = pp=2 x dp=2 x cp=1 x tp=2" in said
+    assert "8 samples = 2 data-parallel ranks x 2 microbatches of 2" in said
+    assert "ranks that fit 4, 8, 16" in said
+    assert "0 │ 0-3 │ 0-0" in said and "1 │ 4-7 │ 1-3" in said
+
+
+def test_without_a_world_size_one_replica_is_shown(checkpoint, tmp_path) -> None:
+    file = write(tmp_path, checkpoint("qwen2"), tensor_model_parallel_size=2)
+    code, said = run("inspect-config", file)
+    assert code == 0, said
+    assert "2 = pp=1 x dp=1 x cp=1 x tp=2" in said
+
+
+def test_a_layout_that_does_not_fit_is_an_error_with_the_legal_values(checkpoint, tmp_path) -> None:
+    file = write(tmp_path, checkpoint("qwen2"), tensor_model_parallel_size=3)
+    code, said = run("inspect-config", file)
+    assert code == 2
+    assert "tensor_model_parallel_size=3" in said and "[1, 2, 4]" in said
+
+
+def test_an_unknown_key_and_a_missing_file_are_errors_without_a_traceback(
+    checkpoint, tmp_path
+) -> None:
+    file = write(tmp_path, checkpoint("qwen2"), tensor_parallel_model_size=2)
+    for code, said in [run("inspect-config", file), run("inspect-config", str(tmp_path / "no"))]:
+        assert code == 2
+        assert said.startswith("error: ") and "Traceback" not in said
+
+
+def test_the_version_is_the_packages() -> None:
+    assert run("--version") == (0, f"megatron-policy {megatron_policy.__version__} ")

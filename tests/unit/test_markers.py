@@ -1,0 +1,36 @@
+"""The GPU markers: a test that asks for more GPUs than there are is skipped, and says so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+ASKING = """
+import pytest
+
+@pytest.mark.multi_gpu(1000)
+def test_that_asks_for_a_thousand():
+    raise AssertionError("ran all the same")
+
+def test_that_asks_for_none():
+    pass
+"""
+
+
+def test_a_test_that_asks_for_more_gpus_than_there_are_is_skipped_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    asking = tmp_path / "test_asking.py"
+    asking.write_text(ASKING)
+    options = ["-c", "pyproject.toml", "-p", "tests.conftest", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, str(asking)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert "1 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
+    assert "needs 1000 GPU(s), " in done.stdout

@@ -1,0 +1,134 @@
+"""What a user gets: a light import, a wheel and a source distribution that stand on their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import megatron_policy
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+HEAVY = ("megatron", "ray", "torch", "transformers", "transformer_engine", "pydantic", "rich")
+
+
+def python(code: str, *, cwd: Path, path: Path) -> str:
+    """What a fresh interpreter prints that finds the package under `path`."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def loaded_by(code: str, cwd: Path) -> set[str]:
+    report = f"import sys; print(*(name for name in {HEAVY!r} if name in sys.modules))"
+    return set(python(f"{code}\n{report}", cwd=cwd, path=ROOT).splitlines()[-1].split())
+
+
+def test_importing_the_package_imports_nothing_heavy(tmp_path: Path) -> None:
+    assert loaded_by("import megatron_policy; dir(megatron_policy)", tmp_path) == set()
+
+
+def test_importing_configuration_and_errors_starts_neither_megatron_nor_ray(tmp_path: Path) -> None:
+    code = "from megatron_policy import ConfigError, PolicyConfig"
+    assert not loaded_by(code, tmp_path) & {"megatron", "ray", "transformers"}
+
+
+def test_help_imports_neither_torch_nor_ray_nor_megatron(tmp_path: Path) -> None:
+    code = (
+        "from megatron_policy.cli import app\n"
+        "try:\n    app(['--help'])\nexcept SystemExit as done:\n    assert not done.code\n"
+    )
+    assert loaded_by(code, tmp_path) <= {"rich"}
+
+
+@pytest.mark.parametrize("name", megatron_policy.__all__)
+def test_every_reexported_name_is_there(name: str) -> None:
+    value = getattr(megatron_policy, name)
+    assert getattr(value, "__name__", name) == name
+    assert name in dir(megatron_policy)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'megatron_policy' has no attribute 'Polciy'"):
+        megatron_policy.Polciy  # noqa: B018
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A wheel and a source distribution, built from a copy so that the tree stays as it is."""
+    tree = tmp_path_factory.mktemp("tree")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    ignore = shutil.ignore_patterns("__pycache__")
+    for name in ("megatron_policy", "converters", "tests", "configs", "examples"):
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignore)
+    built = tmp_path_factory.mktemp("dist")
+    code = (
+        "from setuptools import build_meta as build\n"
+        f"build.build_wheel({str(built)!r}); build.build_sdist({str(built)!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = built.glob("*.whl")
+    (sdist,) = built.glob("*.tar.gz")
+    return {"wheel": wheel, "sdist": sdist}
+
+
+def sources() -> set[str]:
+    """Every module of the package by its path in a wheel."""
+    package = {path.relative_to(ROOT) for path in (ROOT / "megatron_policy").rglob("*.py")}
+    converters = {path.relative_to(ROOT) for path in (ROOT / "converters").rglob("*.py")}
+    return {path.as_posix() for path in package} | {
+        f"megatron_policy/{path}" for path in converters
+    }
+
+
+def test_the_wheel_holds_one_package_with_every_module_and_the_converters(distributions) -> None:
+    names = zipfile.ZipFile(distributions["wheel"]).namelist()
+    assert len(names) == len(set(names))
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"megatron_policy"}
+    assert {name for name in names if name.endswith(".py")} == sources()
+    assert "megatron_policy/converters/rows.py" in names
+    assert "megatron_policy/py.typed" in names
+
+
+def test_the_wheel_works_outside_the_repository(distributions, tmp_path: Path) -> None:
+    installed, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    zipfile.ZipFile(distributions["wheel"]).extractall(installed)
+    code = (
+        "import megatron_policy, megatron_policy.cli\n"
+        "from megatron_policy.converters import registry, rows\n"
+        "from importlib.metadata import distribution\n"
+        "print(megatron_policy.__file__, rows.__file__, registry.family_of('qwen2').name)\n"
+        "print(distribution('megatron-policy').version)\n"
+        "(command,) = distribution('megatron-policy').entry_points\n"
+        "print(command.group, command.name, command.load() is megatron_policy.cli.app)"
+    )
+    files, version, command = python(code, cwd=elsewhere, path=installed).splitlines()
+    package, rows, family = files.split()
+    assert Path(package).is_relative_to(installed) and Path(rows).is_relative_to(installed)
+    assert family == "qwen2"
+    assert version == megatron_policy.__version__
+    assert command == "console_scripts megatron-policy True"
+
+
+def test_the_source_distribution_builds_the_same_package(distributions) -> None:
+    with tarfile.open(distributions["sdist"]) as archive:
+        members = [m for m in archive.getmembers() if m.name.count("/") > 0]
+    inside = {member.name.split("/", 1)[1] for member in members if member.isfile()}
+    assert sources() | {"LICENSE", "README.md", "pyproject.toml"} <= inside
+    assert not [member.name for member in members if member.issym() or member.islnk()]
