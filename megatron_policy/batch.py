@@ -1,0 +1,186 @@
+"""Rows of tensors and lists that travel together; knows what a row is, not what the keys mean.
+
+Shapes: B rows, S positions.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+class BatchedDataDict(UserDict[str, Any]):
+    """A dict of tensors (dimension 0 is the row) and lists (one item a row), all equally long.
+
+    Methods that cut or choose rows return a new batch; slices share memory with this one.
+    ValueError names the key and both sizes when something does not fit.
+    """
+
+    @property
+    def size(self) -> int:
+        """Number of rows B, 0 without keys. ValueError when the keys disagree."""
+        first: tuple[str, int] | None = None
+        for key, value in self.data.items():
+            rows = _rows(value)
+            if first is None:
+                first = (key, rows)
+            elif rows != first[1]:
+                raise ValueError(f"{first[0]!r} has {first[1]} rows, but {key!r} has {rows}")
+        return 0 if first is None else first[1]
+
+    def get_dict(self) -> dict[str, Any]:
+        """The underlying dict itself."""
+        return self.data
+
+    def slice(self, start: int, end: int) -> BatchedDataDict:
+        """Rows `start` to `end`, the latter not included; both lie within the batch."""
+        if not 0 <= start <= end <= self.size:
+            raise ValueError(f"rows {start} to {end} are not within the {self.size} rows there are")
+        return self._each(lambda value: value[start:end])
+
+    def get_batch(self, batch_idx: int, batch_size: int) -> BatchedDataDict:
+        """The `batch_idx`-th part of `batch_size` rows."""
+        return self.slice(batch_idx * batch_size, (batch_idx + 1) * batch_size)
+
+    def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[BatchedDataDict]:
+        """Parts of `microbatch_size` rows in order; the size must divide the number of rows."""
+        if microbatch_size < 1 or self.size % microbatch_size:
+            raise ValueError(
+                f"{self.size} rows cannot be cut into microbatches of {microbatch_size}"
+            )
+        return (self.slice(i, i + microbatch_size) for i in range(0, self.size, microbatch_size))
+
+    def chunk(self, rank: int, chunks: int) -> BatchedDataDict:
+        """The `rank`-th of `chunks` equal parts."""
+        if not 0 <= rank < chunks or self.size % chunks:
+            raise ValueError(f"{self.size} rows have no part {rank} of {chunks} equal parts")
+        return self.get_batch(rank, self.size // chunks)
+
+    def shard_by_batch_size(
+        self, shards: int, batch_size: int | None = None
+    ) -> list[BatchedDataDict]:
+        """Deal rows to `shards`: each group of `batch_size` rows (default all) evenly, in order.
+
+        A shard holds its part of every group, one after another, so that each group, a global
+        batch, is what the shards' n-th parts make together.
+        """
+        batch_size = self.size if batch_size is None else batch_size
+        if batch_size < 1 or self.size % batch_size or batch_size % shards:
+            raise ValueError(
+                f"{self.size} rows cannot be dealt to {shards} shards in groups of {batch_size}: "
+                f"rows must be a multiple of the group, and the group one of {shards}"
+            )
+        share = batch_size // shards
+        starts = range(0, self.size, batch_size)
+
+        def part(shard: int) -> BatchedDataDict:
+            pieces = [self.slice(s + shard * share, s + (shard + 1) * share) for s in starts]
+            return pieces[0] if len(pieces) == 1 else type(self).from_batches(pieces)
+
+        return [part(shard) for shard in range(shards)]
+
+    def select_indices(self, indices: Sequence[int] | torch.Tensor) -> BatchedDataDict:
+        """The rows at `indices`, in that order; a row may be chosen more than once."""
+        chosen = torch.as_tensor(indices, dtype=torch.long)
+        rows = chosen.tolist()
+        bad = [row for row in rows if not -self.size <= row < self.size]
+        if bad:
+            raise ValueError(f"row {bad[0]} is not within the {self.size} rows there are")
+
+        def pick(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value[chosen.to(value.device)]
+            return [value[row] for row in rows]
+
+        return self._each(pick)
+
+    def reorder_data(self, reorded_indices: Sequence[int]) -> None:
+        """Move row i to position `reorded_indices[i]`, in place; undoes `select_indices`."""
+        if sorted(reorded_indices) != list(range(self.size)):
+            raise ValueError(
+                f"a new order of {self.size} rows names each once, not {list(reorded_indices)}"
+            )
+        order = sorted(range(self.size), key=lambda row: reorded_indices[row])
+        self.data = self.select_indices(order).data
+
+    def repeat_interleave(self, num_repeats: int) -> BatchedDataDict:
+        """Every row `num_repeats` times over; items of lists are copied, so they can diverge."""
+
+        def repeat(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value.repeat_interleave(num_repeats, dim=0)
+            return [copy.deepcopy(item) for item in value for _ in range(num_repeats)]
+
+        return self._each(repeat)
+
+    def truncate_tensors(self, dim: int, truncated_len: int) -> None:
+        """Cut tensors that have dimension `dim` to the first `truncated_len` entries, in place."""
+        for key, value in self.data.items():
+            if isinstance(value, torch.Tensor) and value.ndim > dim:
+                if value.size(dim) < truncated_len:
+                    raise ValueError(
+                        f"{key!r} has {value.size(dim)} entries in dimension {dim}, fewer than "
+                        f"{truncated_len}"
+                    )
+                self.data[key] = value.narrow(dim, 0, truncated_len)
+
+    def to(self, device: str | torch.device) -> BatchedDataDict:
+        """Move the tensors to `device`, in place; returns this batch."""
+        for key, value in self.data.items():
+            if isinstance(value, torch.Tensor):
+                self.data[key] = value.to(device)
+        return self
+
+    @classmethod
+    def from_batches(
+        cls,
+        batches: Sequence[Mapping[str, Any]],
+        pad_value_dict: Mapping[str, float] | None = None,
+    ) -> BatchedDataDict:
+        """All rows of `batches` in order.
+
+        Tensors of two or more dimensions are padded on the right of dimension 1 to the longest,
+        with 0 or with `pad_value_dict[key]`. All batches have the same keys, or none at all.
+        """
+        filled = [batch for batch in batches if len(batch)]
+        joined: BatchedDataDict = cls()
+        for key in filled[0] if filled else ():
+            for index, batch in enumerate(filled):
+                if batch.keys() != filled[0].keys():
+                    odd = sorted(batch.keys() ^ filled[0].keys())
+                    raise ValueError(f"batches 0 and {index} differ in their keys: {odd}")
+            pad = (pad_value_dict or {}).get(key, 0)
+            joined[key] = _concatenate(key, [batch[key] for batch in filled], pad)
+        return joined
+
+    def _each(self, change: Any) -> BatchedDataDict:
+        return type(self)({key: change(value) for key, value in self.data.items()})
+
+
+def _rows(value: Any) -> int:
+    return value.size(0) if isinstance(value, torch.Tensor) else len(value)
+
+
+def _concatenate(key: str, values: list[Any], pad: float) -> Any:
+    tensors = [isinstance(value, torch.Tensor) for value in values]
+    if not any(tensors):
+        return [item for value in values for item in value]
+    if not all(tensors):
+        raise ValueError(f"{key!r} is a tensor in some batches and a list in others")
+    shapes = [tuple(value.shape) for value in values]
+    if any(shape[2:] != shapes[0][2:] or len(shape) != len(shapes[0]) for shape in shapes):
+        raise ValueError(f"{key!r} has shapes that cannot be joined: {shapes}")
+    if len(shapes[0]) < 2:
+        return torch.cat(values)
+    # One allocation: rows, the longest sequence, and the rest as it is.
+    longest = max(shape[1] for shape in shapes)
+    whole = values[0].new_full((sum(s[0] for s in shapes), longest, *shapes[0][2:]), pad)
+    start = 0
+    for value in values:
+        whole[start : start + value.size(0), : value.size(1)] = value
+        start += value.size(0)
+    return whole

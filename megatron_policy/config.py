@@ -1,0 +1,164 @@
+"""The one door for configuration: a mapping or YAML in, a complete, consistent PolicyConfig out.
+
+Knows neither models nor ranks; whether a layout fits them is for layout.py to say.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+
+from megatron_policy.config_classify import classify
+from megatron_policy.config_complete import check, complete
+from megatron_policy.config_sections import (
+    DTensorConfig,
+    Dtype,
+    DynamicBatchingConfig,
+    GenerationConfig,
+    MegatronConfig,
+    MegatronDDPConfig,
+    MegatronOptimizerConfig,
+    MegatronSchedulerConfig,
+    Norm,
+    PytorchOptimizerConfig,
+    SchedulerMilestones,
+    Section,
+    SequencePackingConfig,
+    SinglePytorchSchedulerConfig,
+    TokenizerConfig,
+)
+from megatron_policy.errors import ConfigError
+
+__all__ = [
+    "DTensorConfig",
+    "DynamicBatchingConfig",
+    "GenerationConfig",
+    "MegatronConfig",
+    "MegatronDDPConfig",
+    "MegatronOptimizerConfig",
+    "MegatronSchedulerConfig",
+    "PolicyConfig",
+    "PytorchOptimizerConfig",
+    "SchedulerMilestones",
+    "SequencePackingConfig",
+    "SinglePytorchSchedulerConfig",
+    "TokenizerConfig",
+    "ignored_keys",
+]
+
+_log = logging.getLogger(__name__)
+
+
+class PolicyConfig(Section):
+    """A policy: model, batch sizes in samples, and one section per concern.
+
+    Make it with `parse` or `from_yaml`. It pickles, and `PolicyConfig.parse(config.model_dump())`
+    gives it back.
+    """
+
+    model_name: str
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    precision: Dtype = "bfloat16"
+    train_global_batch_size: PositiveInt
+    train_micro_batch_size: PositiveInt
+    logprob_batch_size: PositiveInt = 1
+    """Rows of one forward pass; `train_micro_batch_size` when not given."""
+    generation_batch_size: PositiveInt = 1
+    """Rows generated at once; `logprob_batch_size` when not given."""
+    generation: GenerationConfig | None = None
+    max_total_sequence_length: PositiveInt = 4096
+    """Tokens of a prompt and its continuation together: where `generate` ends at the latest."""
+    make_sequence_length_divisible_by: PositiveInt = 1
+    max_grad_norm: Norm = 1.0
+    """Counts where `megatron_cfg.optimizer.clip_grad` is not given."""
+    learning_rate: NonNegativeFloat | None = None
+    """Counts where `megatron_cfg.optimizer.lr` is not given."""
+    seed: NonNegativeInt = 1234
+    """Of sampling and dropout."""
+    megatron_cfg: MegatronConfig = MegatronConfig()
+    dtensor_cfg: DTensorConfig = DTensorConfig()
+    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
+    sequence_packing: SequencePackingConfig = SequencePackingConfig()
+    refit_buffer_size_gb: PositiveFloat | None = None
+    fsdp_offload_enabled: bool = False
+    activation_checkpointing_enabled: bool = False
+    optimizer: PytorchOptimizerConfig | None = None
+    scheduler: (
+        tuple[SinglePytorchSchedulerConfig | SchedulerMilestones, ...] | SchedulerMilestones | None
+    ) = None
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any] | PolicyConfig) -> PolicyConfig:
+        """Check a host's `policy` section and fill in what follows from other keys.
+
+        Raises ConfigError for unknown keys, wrong types, contradictions, and keys that ask for
+        what is not built.
+        """
+        if isinstance(raw, PolicyConfig):
+            config = raw
+        elif isinstance(raw, Mapping):
+            classified = classify(raw, cls)
+            if classified.ignored:
+                _log.info("keys without effect: %s", ", ".join(sorted(classified.ignored)))
+            config = _validate(cls, classified.kept)
+        else:
+            raise ConfigError(f"a policy's configuration is a mapping, not a {type(raw).__name__}")
+        config = complete(config)
+        check(config)
+        return config
+
+    @classmethod
+    def from_yaml(cls, path: str | PathLike[str]) -> PolicyConfig:
+        """Parse the `policy` section of a YAML file, as in configs/; other sections are not read.
+
+        Raises ConfigError, also for what only the host resolves (`defaults`, `${...}`).
+        """
+        file = Path(path)
+        if not file.is_file():
+            raise ConfigError(f"there is no configuration file {file}")
+        try:
+            document = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{file} is not valid YAML: {error}") from error
+        if not isinstance(document, Mapping) or not isinstance(document.get("policy"), Mapping):
+            raise ConfigError(f"{file} has no section `policy`; see configs/ for examples")
+        unresolved = list(_interpolations(document["policy"], "policy"))
+        if "defaults" in document or unresolved:
+            what = f"{unresolved[0]} is an interpolation" if unresolved else "it has `defaults`"
+            raise ConfigError(f"{file}: {what}, which only the host resolves; write the values out")
+        return cls.parse(document["policy"])
+
+
+def ignored_keys(raw: Mapping[str, Any]) -> dict[str, str]:
+    """The keys of a `policy` mapping that have no effect here: path below `policy` -> reason."""
+    return classify(raw, PolicyConfig).ignored
+
+
+def _validate(cls: type[PolicyConfig], kept: dict[str, Any]) -> PolicyConfig:
+    try:
+        return cls.model_validate(kept)
+    except ValidationError as error:
+        lines = []
+        for item in error.errors():
+            path = ".".join(str(part) for part in item["loc"])
+            got = "" if item["type"] == "missing" else f", not {item['input']!r}"
+            lines.append(f"policy.{path}: {item['msg']}{got}")
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _interpolations(value: Any, path: str) -> Iterator[str]:
+    """Paths of strings with an unresolved `${...}`."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _interpolations(item, f"{path}.{key}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _interpolations(item, f"{path}[{index}]")
+    elif isinstance(value, str) and "${" in value:
+        yield path

@@ -1,0 +1,119 @@
+"""Sorts the keys of a raw mapping by the table of keys; knows no defaults and checks no types."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_policy.config_keys import KEYS, Ignored, Nested, Rejected, Rule
+from megatron_policy.config_sections import Section
+from megatron_policy.errors import ConfigError
+
+_OWN_ENGINES = (None, "megatron")
+_NULL_IS_A_VALUE = ("max_grad_norm", "megatron_cfg.optimizer.clip_grad")
+"""Everywhere else null means that the key is not given."""
+
+
+@dataclass
+class Classified:
+    """`kept` is what the typed sections take, `ignored` path and reason of keys without effect."""
+
+    kept: dict[str, Any] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
+
+
+def classify(raw: Mapping[str, Any], root: type[Section]) -> Classified:
+    """Split a policy's mapping by what becomes of its keys.
+
+    ConfigError lists every unknown key, with the nearest valid one, and every key set to a value
+    that would change results but is not built.
+    """
+    result = Classified()
+    problems = list(_walk(raw, raw, root, "", result.kept, result.ignored))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return result
+
+
+def _walk(
+    raw: Mapping[str, Any],
+    section: Mapping[str, Any],
+    cls: type[Section],
+    prefix: str,
+    kept: dict[str, Any],
+    ignored: dict[str, str],
+) -> Iterator[str]:
+    """Fill `kept` and `ignored` from one section; yield what is wrong with it."""
+    for name, value in section.items():
+        path = f"{prefix}{name}"
+        rule = KEYS.get(path) or KEYS.get(f"{prefix}*")
+        if rule is None:
+            yield _unknown(prefix, str(name))
+        elif value is None and path not in _NULL_IS_A_VALUE:
+            continue
+        elif isinstance(rule, Nested):
+            if not isinstance(value, Mapping):
+                yield f"policy.{path} must be a section of keys, not {value!r}"
+                continue
+            kept[name] = {}
+            yield from _walk(raw, value, rule.section, f"{path}.", kept[name], ignored)
+        else:
+            if isinstance(rule, Ignored):
+                ignored[path] = rule.why
+            elif isinstance(rule, Rejected) and not _harmless(rule, path, value, raw):
+                yield _rejection(rule, path, value)
+            if name in cls.model_fields:
+                kept[name] = value
+
+
+def _harmless(rule: Rejected, path: str, value: Any, raw: Mapping[str, Any]) -> bool:
+    if path.startswith("generation.") and raw["generation"].get("backend") not in _OWN_ENGINES:
+        return True  # speaks to another engine
+    if not rule.same_as:
+        return _asks_for_nothing(value)
+    *sections, name = rule.same_as.split(".")
+    twin: Any = raw
+    for section in sections:
+        twin = twin.get(section) or {}
+    return bool(value == twin.get(name))
+
+
+def _asks_for_nothing(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return not value or ("enabled" in value and not value["enabled"])
+    return not value
+
+
+def _rejection(rule: Rejected, path: str, value: Any) -> str:
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    fix = (
+        f"leave it out or give it the value of policy.{rule.same_as}"
+        if rule.same_as
+        else ("leave it out or disable it" if isinstance(value, Mapping) else "leave it out")
+    )
+    return f"policy.{path}={shown} would change results and is not supported: {rule.why}; {fix}"
+
+
+def _unknown(prefix: str, name: str) -> str:
+    """Name the same key elsewhere, or the nearest of the section, or all that have an effect."""
+    siblings = [path.removeprefix(prefix) for path in KEYS if _section(path) == prefix]
+    elsewhere = [path for path in KEYS if path.rsplit(".", 1)[-1] == name]
+    near = difflib.get_close_matches(name, siblings, n=1)
+    if elsewhere:
+        hint = f"did you mean policy.{elsewhere[0]}?"
+    elif near:
+        hint = f"did you mean {near[0]!r}?"
+    else:
+        hint = "its keys are " + ", ".join(key for key in siblings if _applies(KEYS[prefix + key]))
+    return f"policy.{prefix}{name} is unknown: {hint}"
+
+
+def _section(path: str) -> str:
+    return path[: path.rfind(".") + 1]
+
+
+def _applies(rule: Rule) -> bool:
+    return not isinstance(rule, Ignored | Rejected)

@@ -1,0 +1,153 @@
+"""Fills in keys that follow from others and refuses contradictions; knows no ranks and no model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megatron_policy.config_sections import MegatronConfig, Section
+from megatron_policy.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_policy.config import PolicyConfig
+
+S = TypeVar("S", bound=Section)
+
+
+def complete(config: PolicyConfig) -> PolicyConfig:
+    """Give keys that were not given what follows from others; doing it twice changes nothing."""
+    megatron = config.megatron_cfg
+    optimizer = _where_absent(megatron.optimizer, clip_grad=config.max_grad_norm)
+    if config.learning_rate is not None:
+        optimizer = _where_absent(optimizer, lr=config.learning_rate)
+    scheduler = _where_absent(
+        megatron.scheduler,
+        start_weight_decay=optimizer.weight_decay,
+        end_weight_decay=optimizer.weight_decay,
+    )
+    scheduler = _set(scheduler, lr_decay_iters=_decay_iters(megatron))
+    ddp = megatron.distributed_data_parallel_config
+    # Without the distributed optimizer every rank has all parameters: there is nothing to gather.
+    gather = ddp.overlap_param_gather and optimizer.use_distributed_optimizer
+    megatron = _set(
+        megatron,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        distributed_data_parallel_config=_set(ddp, overlap_param_gather=gather),
+        **_recompute(megatron),
+    )
+    tokenizer = _set(config.tokenizer, name=config.tokenizer.name or config.model_name)
+    config = _set(config, tokenizer=tokenizer, megatron_cfg=megatron)
+    config = _where_absent(config, logprob_batch_size=config.train_micro_batch_size)
+    return _where_absent(config, generation_batch_size=config.logprob_batch_size)
+
+
+def check(config: PolicyConfig) -> None:
+    """ConfigError listing every pair of keys that contradict each other, with the legal values."""
+    problems = [*_backend(config), *_dtypes(config), *_schedule(config.megatron_cfg)]
+    problems += [*_recompute_keys(config.megatron_cfg)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _set(section: S, **values: Any) -> S:
+    return section.model_copy(update=values)
+
+
+def _where_absent(section: S, **values: Any) -> S:
+    given = section.model_fields_set
+    return _set(section, **{name: value for name, value in values.items() if name not in given})
+
+
+def _decay_iters(megatron: MegatronConfig) -> int:
+    """As given, else all of training; a constant schedule outlasts its warm-up. 0: unknown."""
+    schedule = megatron.scheduler
+    asked = schedule.lr_decay_iters or megatron.train_iters or 0
+    constant = schedule.lr_decay_style == schedule.weight_decay_incr_style == "constant"
+    return max(asked, schedule.lr_warmup_iters + 1) if constant else asked
+
+
+def _recompute(megatron: MegatronConfig) -> dict[str, Any]:
+    """The recompute keys mean something only under `activation_checkpointing`."""
+    if not megatron.activation_checkpointing:
+        names = ("granularity", "method", "num_layers", "modules")
+        return {f"recompute_{name}": None for name in names}
+    if megatron.recompute_granularity == "selective":
+        return {"recompute_modules": megatron.recompute_modules or ("core_attn",)}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": megatron.recompute_method or "uniform",
+        "recompute_num_layers": megatron.recompute_num_layers or 1,
+    }
+
+
+def _backend(config: PolicyConfig) -> Iterator[str]:
+    ours, theirs = config.megatron_cfg.enabled, config.dtensor_cfg.enabled
+    if ours and not theirs:
+        return
+    state = "both true" if ours else "both false"
+    if theirs and not ours:
+        yield (
+            "policy.dtensor_cfg.enabled chooses the host's DTensor worker, which this project does "
+            "not run: set megatron_cfg.enabled to true and dtensor_cfg.enabled to false"
+        )
+    else:
+        yield (
+            f"policy.megatron_cfg.enabled and policy.dtensor_cfg.enabled are {state}: exactly one "
+            "chooses the worker; set megatron_cfg.enabled to true and dtensor_cfg.enabled to false"
+        )
+
+
+def _dtypes(config: PolicyConfig) -> Iterator[str]:
+    optimizer = config.megatron_cfg.optimizer
+    # The distributed optimizer keeps fp32 main parameters whatever bf16 says.
+    if config.precision == "float32" or optimizer.bf16 is not False:
+        return
+    if not optimizer.use_distributed_optimizer:
+        yield (
+            "policy.megatron_cfg.optimizer.bf16=false asks for bfloat16 updates without fp32 main "
+            "parameters, which are always kept: leave bf16 out, or set policy.precision to float32"
+        )
+
+
+def _schedule(megatron: MegatronConfig) -> Iterator[str]:
+    optimizer, schedule = megatron.optimizer, megatron.scheduler
+    at = "policy.megatron_cfg.scheduler"
+    if optimizer.min_lr > optimizer.lr:
+        yield (
+            f"policy.megatron_cfg.optimizer.min_lr={optimizer.min_lr} is above lr={optimizer.lr}: "
+            "min_lr is at most lr"
+        )
+    if schedule.lr_warmup_init > optimizer.lr:
+        yield (
+            f"{at}.lr_warmup_init={schedule.lr_warmup_init} is above optimizer.lr={optimizer.lr}: "
+            "warm-up starts at or below lr"
+        )
+    start, end = schedule.start_weight_decay, schedule.end_weight_decay
+    if start > end:
+        yield f"{at}.start_weight_decay={start} is above end_weight_decay={end}: it is at most that"
+    elif start != end and schedule.weight_decay_incr_style == "constant":
+        yield (
+            f"{at}.start_weight_decay={start} differs from end_weight_decay={end}: make them "
+            "equal, or weight_decay_incr_style 'linear' or 'cosine'"
+        )
+    if not schedule.lr_decay_iters:
+        yield (
+            f"{at}.lr_decay_iters is missing: give it or megatron_cfg.train_iters, or make both "
+            "styles 'constant'"
+        )
+    elif schedule.lr_decay_iters <= schedule.lr_warmup_iters:
+        yield (
+            f"{at}.lr_decay_iters={schedule.lr_decay_iters} ends within the warm-up: it is more "
+            f"than lr_warmup_iters={schedule.lr_warmup_iters}"
+        )
+
+
+def _recompute_keys(megatron: MegatronConfig) -> Iterator[str]:
+    at = "policy.megatron_cfg.recompute"
+    if megatron.recompute_granularity == "selective":
+        for name in ("method", "num_layers"):
+            if getattr(megatron, f"recompute_{name}") is not None:
+                yield f"{at}_{name} needs {at}_granularity 'full': leave it out or choose that"
+    elif megatron.recompute_modules is not None:
+        yield f"{at}_modules needs {at}_granularity 'selective': leave it out or choose that"

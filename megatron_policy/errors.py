@@ -1,0 +1,32 @@
+"""The errors a user can meet; they survive pickling and know nothing of where they are raised."""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be run; the message names key, value and legal values."""
+
+
+class ConversionError(ValueError):
+    """A checkpoint and the table of its model family disagree; the message lists both sides."""
+
+
+class CheckpointError(RuntimeError):
+    """A training checkpoint cannot be written or read back."""
+
+
+class RefitError(RuntimeError):
+    """Weights could not be handed to an inference engine."""
+
+
+class WorkerError(RuntimeError):
+    """A rank failed or died.
+
+    `rank` is the global rank that failed (None when no single rank can be named) and `cause` its
+    own error text, traceback included.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, cause: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.cause = cause

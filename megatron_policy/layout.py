@@ -1,0 +1,141 @@
+"""Whether a configuration fits ranks and model, told before any process starts; builds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
+
+from megatron_policy.errors import ConfigError
+from megatron_policy.topology import LayerSplit, Topology
+
+if TYPE_CHECKING:
+    from megatron_policy.config import PolicyConfig
+
+
+class Shape(Protocol):
+    """What a layout has to fit: the counts of a model that parallel ranks share."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_query_groups(self) -> int: ...
+    @property
+    def ffn_hidden_size(self) -> int: ...
+
+
+def topology_of(config: PolicyConfig, world_size: int) -> Topology:
+    """The grid of `world_size` ranks; the data-parallel size is what the other axes leave.
+
+    Raises ConfigError, naming legal world sizes, when the ranks do not divide.
+    """
+    megatron = config.megatron_cfg
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    cp = megatron.context_parallel_size
+    replica = tp * cp * pp
+    if world_size < 1 or world_size % replica:
+        raise ConfigError(
+            f"{world_size} ranks do not hold whole replicas of the model, each "
+            f"tensor_model_parallel_size={tp} x context_parallel_size={cp} x "
+            f"pipeline_model_parallel_size={pp} = {replica} ranks: start {replica}, {2 * replica}, "
+            f"{3 * replica}, ... ranks, or make these sizes smaller"
+        )
+    return Topology(
+        tp=tp,
+        cp=cp,
+        ep=megatron.expert_model_parallel_size,
+        dp=world_size // replica,
+        pp=pp,
+        vpp=megatron.virtual_pipeline_model_parallel_size,
+    )
+
+
+def check_layout(config: PolicyConfig, architecture: Shape, topology: Topology) -> None:
+    """ConfigError listing, with legal values, where configuration, model and ranks do not fit."""
+    problems = [*_not_built(config), *_tensor_parallel(config, architecture, topology)]
+    try:
+        layer_split(config, architecture, topology)
+    except ConfigError as error:
+        problems.append(f"policy.megatron_cfg: {error}")
+    try:
+        microbatches(config.train_global_batch_size, config.train_micro_batch_size, topology)
+    except ConfigError as error:
+        problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def microbatches(global_batch_size: int, micro_batch_size: int, topology: Topology) -> int:
+    """Microbatches of one data-parallel rank per optimizer step.
+
+    Raises ConfigError, naming the nearest legal global batch sizes, unless everything divides.
+    """
+    unit = micro_batch_size * topology.dp
+    interleaved = topology.vpp > 1
+    # The interleaved schedule runs whole rounds of one microbatch per stage.
+    step = unit * topology.pp if interleaved else unit
+    if global_batch_size % step or not global_batch_size:
+        stages = f" x {topology.pp} interleaved pipeline stages" if interleaved else ""
+        below = global_batch_size // step * step
+        legal = " or ".join(str(size) for size in (below, below + step) if size)
+        raise ConfigError(
+            f"policy.train_global_batch_size={global_batch_size} is no multiple of "
+            f"train_micro_batch_size={micro_batch_size} x {topology.dp} data-parallel "
+            f"ranks{stages} = {step}: use {legal}"
+        )
+    return global_batch_size // unit
+
+
+def layer_split(config: PolicyConfig, architecture: Shape, topology: Topology) -> LayerSplit:
+    """Which layers each stage and chunk holds; ConfigError when there is no such split."""
+    megatron = config.megatron_cfg
+    return LayerSplit.of(
+        architecture.num_layers,
+        topology.pp,
+        topology.vpp,
+        megatron.num_layers_in_first_pipeline_stage,
+        megatron.num_layers_in_last_pipeline_stage,
+    )
+
+
+def _not_built(config: PolicyConfig) -> Iterator[str]:
+    megatron = config.megatron_cfg
+    sizes = {
+        "context_parallel_size": megatron.context_parallel_size,
+        "expert_model_parallel_size": megatron.expert_model_parallel_size,
+    }
+    for name, size in sizes.items():
+        if size != 1:
+            yield f"policy.megatron_cfg.{name}={size} is not built yet: use 1"
+    sections = {
+        "dynamic_batching": config.dynamic_batching.enabled,
+        "sequence_packing": config.sequence_packing.enabled,
+    }
+    for name, enabled in sections.items():
+        if enabled:
+            yield f"policy.{name}.enabled=true is not built yet: use false"
+
+
+def _tensor_parallel(
+    config: PolicyConfig, architecture: Shape, topology: Topology
+) -> Iterator[str]:
+    tp = topology.tp
+    heads, groups = architecture.num_attention_heads, architecture.num_query_groups
+    ffn = architecture.ffn_hidden_size
+    legal = [
+        size
+        for size in range(1, heads + 1)
+        if heads % size == 0 and ffn % size == 0 and (groups % size == 0 or size % groups == 0)
+    ]
+    if tp not in legal:
+        yield (
+            f"policy.megatron_cfg.tensor_model_parallel_size={tp} does not divide {heads} "
+            f"attention heads and {ffn} feed-forward channels, or neither divides nor is a "
+            f"multiple of {groups} key-value groups: use one of {legal}"
+        )
+    if config.megatron_cfg.sequence_parallel and tp == 1:
+        yield (
+            "policy.megatron_cfg.sequence_parallel=true splits sequences over tensor-parallel "
+            "ranks: set tensor_model_parallel_size to 2 or more, or sequence_parallel to false"
+        )

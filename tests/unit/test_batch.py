@@ -1,0 +1,210 @@
+"""Rows stay together and in order through every way of cutting, dealing and joining them."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_policy.batch import BatchedDataDict
+
+
+def batch(rows: int, width: int = 3, first: int = 0) -> BatchedDataDict:
+    """Row i holds i + `first` everywhere: in a matrix, a vector, a cube and a list."""
+    at = torch.arange(first, first + rows)
+    return BatchedDataDict(
+        {
+            "ids": at[:, None].expand(rows, width).clone(),
+            "lengths": at.clone(),
+            "topk": at[:, None, None].expand(rows, width, 2).clone(),
+            "names": [str(i) for i in at.tolist()],
+        }
+    )
+
+
+def order(data: BatchedDataDict) -> list[int]:
+    """The rows that `data` holds; fails when a key disagrees with the others."""
+    rows = [int(name) for name in data["names"]]
+    for key in ("ids", "lengths", "topk"):
+        assert data[key].reshape(len(rows), -1).float().mean(1).tolist() == rows
+    return rows
+
+
+def same(a: BatchedDataDict, b: BatchedDataDict) -> bool:
+    """Whether two batches have equal keys and values."""
+    return a.keys() == b.keys() and all(
+        torch.equal(a[key], b[key]) if isinstance(a[key], torch.Tensor) else a[key] == b[key]
+        for key in a
+    )
+
+
+def test_size_is_the_common_number_of_rows_and_names_who_disagrees() -> None:
+    assert batch(5).size == 5
+    assert BatchedDataDict().size == 0
+    data = batch(5)
+    data["odd"] = [1, 2]
+    with pytest.raises(ValueError, match="'ids' has 5 rows, but 'odd' has 2"):
+        _ = data.size
+
+
+def test_a_slice_shares_memory_and_keeps_the_rows() -> None:
+    data = batch(6)
+    part = data.slice(2, 4)
+    assert order(part) == [2, 3]
+    part["lengths"][0] = 99
+    assert data["lengths"][2] == 99
+
+
+@pytest.mark.parametrize(("start", "end"), [(-1, 2), (3, 2), (0, 7)])
+def test_a_slice_outside_the_batch_is_refused(start: int, end: int) -> None:
+    with pytest.raises(ValueError, match="6 rows"):
+        batch(6).slice(start, end)
+
+
+def test_get_batch_and_microbatches_walk_through_all_rows() -> None:
+    data = batch(6)
+    assert order(data.get_batch(1, 2)) == [2, 3]
+    assert [order(mb) for mb in data.make_microbatch_iterator(3)] == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ValueError, match="6 rows cannot be cut into microbatches of 4"):
+        data.make_microbatch_iterator(4)
+
+
+def test_chunks_are_equal_and_in_order() -> None:
+    assert [order(batch(6).chunk(i, 3)) for i in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    for rank, chunks in ((3, 3), (0, 4)):
+        with pytest.raises(ValueError, match=f"6 rows have no part {rank} of {chunks}"):
+            batch(6).chunk(rank, chunks)
+
+
+def test_each_shard_gets_its_part_of_every_global_batch_one_after_another() -> None:
+    shards = batch(8).shard_by_batch_size(2, batch_size=4)
+    assert [order(shard) for shard in shards] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert [order(shard) for shard in batch(8).shard_by_batch_size(2)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
+
+
+@given(shards=st.integers(1, 4), share=st.integers(1, 3), groups=st.integers(1, 3))
+def test_global_batch_i_is_what_the_shards_i_th_batches_make_together(
+    shards: int, share: int, groups: int
+) -> None:
+    gbs = shards * share
+    parts = batch(gbs * groups).shard_by_batch_size(shards, batch_size=gbs)
+    for i in range(groups):
+        together = [row for part in parts for row in order(part.get_batch(i, share))]
+        assert together == list(range(i * gbs, (i + 1) * gbs))
+
+
+@pytest.mark.parametrize(("shards", "size"), [(3, None), (2, 3), (4, 6), (2, 0)])
+def test_rows_that_cannot_be_dealt_evenly_name_all_three_numbers(
+    shards: int, size: int | None
+) -> None:
+    size_said = 8 if size is None else size
+    with pytest.raises(ValueError, match=f"8 rows .* {shards} shards in groups of {size_said}"):
+        batch(8).shard_by_batch_size(shards, batch_size=size)
+
+
+@given(st.permutations(range(5)))
+def test_reordering_undoes_a_selection(rows: list[int]) -> None:
+    data = batch(5).select_indices(rows)
+    assert order(data) == rows
+    data.reorder_data(rows)
+    assert order(data) == [0, 1, 2, 3, 4]
+
+
+def test_a_selection_may_repeat_rows_and_count_from_the_end() -> None:
+    assert order(batch(3).select_indices(torch.tensor([2, 2, -3]))) == [2, 2, 0]
+    with pytest.raises(ValueError, match="row 3 is not within the 3 rows"):
+        batch(3).select_indices([3])
+
+
+def test_an_order_that_loses_a_row_is_refused() -> None:
+    with pytest.raises(ValueError, match="names each once"):
+        batch(3).reorder_data([0, 0, 1])
+
+
+def test_repeated_rows_stand_together_and_their_list_items_can_diverge() -> None:
+    data = batch(2)
+    data["log"] = [[0], [1]]
+    repeated = data.repeat_interleave(2)
+    assert order(repeated) == [0, 0, 1, 1]
+    repeated["log"][0].append(7)
+    assert repeated["log"] == [[0, 7], [0], [1], [1]]
+    assert data["log"] == [[0], [1]]
+
+
+def test_truncation_cuts_every_tensor_with_the_dimension_and_no_other() -> None:
+    data = batch(2, width=4)
+    data.truncate_tensors(dim=1, truncated_len=3)
+    assert [tuple(data[key].shape) for key in ("ids", "topk", "lengths")] == [
+        (2, 3),
+        (2, 3, 2),
+        (2,),
+    ]
+    with pytest.raises(ValueError, match="'ids' has 3 entries in dimension 1, fewer than 4"):
+        data.truncate_tensors(dim=1, truncated_len=4)
+
+
+def test_joined_batches_are_padded_on_the_right_with_the_value_of_their_key() -> None:
+    joined = BatchedDataDict.from_batches(
+        [batch(1, width=2), batch(1, width=3, first=1)], pad_value_dict={"ids": -1}
+    )
+    assert joined["ids"].tolist() == [[0, 0, -1], [1, 1, 1]]
+    assert joined["topk"].tolist() == [[[0, 0], [0, 0], [0, 0]], [[1, 1], [1, 1], [1, 1]]]
+    assert joined["lengths"].tolist() == [0, 1]
+    assert joined["names"] == ["0", "1"]
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+def test_joining_undoes_cutting(sizes: list[int]) -> None:
+    whole = batch(sum(sizes))
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    parts = [whole.slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    assert same(BatchedDataDict.from_batches(parts), whole)
+
+
+def test_joining_skips_batches_without_keys() -> None:
+    assert BatchedDataDict.from_batches([]).size == 0
+    assert order(BatchedDataDict.from_batches([{}, batch(2), BatchedDataDict()])) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"x": torch.zeros(1, 2), "y": [1]}, r"batches 0 and 1 differ in their keys: \['y'\]"),
+        ({"x": [1]}, "'x' is a tensor in some batches and a list in others"),
+        (
+            {"x": torch.zeros(1, 2, 2)},
+            r"'x' has shapes that cannot be joined: \[\(1, 2\), \(1, 2, 2\)",
+        ),
+    ],
+)
+def test_batches_that_do_not_match_name_the_key(other: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BatchedDataDict.from_batches([{"x": torch.zeros(1, 2)}, other])
+
+
+def test_dtypes_survive_dealing_and_joining() -> None:
+    data = BatchedDataDict(
+        {"mask": torch.tensor([[True], [False]]), "half": torch.ones(2, 1, dtype=torch.bfloat16)}
+    )
+    joined = BatchedDataDict.from_batches(data.shard_by_batch_size(2))
+    assert (joined["mask"].dtype, joined["half"].dtype) == (torch.bool, torch.bfloat16)
+
+
+def test_moving_changes_the_batch_itself_and_returns_it() -> None:
+    data = batch(2)
+    assert data.to("meta") is data
+    assert data["ids"].device.type == "meta"
+    assert data["names"] == ["0", "1"]
+
+
+def test_a_batch_survives_pickling_and_gives_out_its_dict() -> None:
+    data = batch(3)
+    assert same(pickle.loads(pickle.dumps(data)), data)
+    assert data.get_dict() is data.data

@@ -1,0 +1,264 @@
+"""Parsing a configuration: defaults that follow from other keys, and refusals with a fix."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron_policy.config import PolicyConfig
+from megatron_policy.errors import ConfigError
+from tests.unit import host_policies
+
+
+def minimal(**changes: Any) -> dict[str, Any]:
+    """The least a policy needs; a key `a.b` sets b of section a."""
+    raw: dict[str, Any] = {
+        "model_name": "some/model",
+        "train_global_batch_size": 8,
+        "train_micro_batch_size": 2,
+        "megatron_cfg": {"enabled": True},
+    }
+    for path, value in changes.items():
+        *sections, name = path.split(".")
+        at = raw
+        for section in sections:
+            at = at.setdefault(section, {})
+        at[name] = value
+    return raw
+
+
+MEGATRON, OPTIMIZER = "megatron_cfg.", "megatron_cfg.optimizer."
+SCHEDULER = "megatron_cfg.scheduler."
+
+
+def test_a_minimal_configuration_is_complete() -> None:
+    config = PolicyConfig.parse(minimal())
+    assert config.precision == "bfloat16"
+    assert config.tokenizer.name == "some/model"
+    assert (config.logprob_batch_size, config.generation_batch_size) == (2, 2)
+    assert config.megatron_cfg.optimizer.clip_grad == config.max_grad_norm == 1.0
+    assert config.megatron_cfg.scheduler.end_weight_decay == 0.01
+    assert config.generation is None
+
+
+def test_keys_that_are_not_given_follow_from_those_that_are() -> None:
+    config = PolicyConfig.parse(
+        minimal(
+            logprob_batch_size=4,
+            max_grad_norm=0.5,
+            learning_rate=3e-4,
+            **{OPTIMIZER + "weight_decay": 0.2, MEGATRON + "train_iters": 70},
+        )
+    )
+    assert config.generation_batch_size == 4
+    megatron = config.megatron_cfg
+    assert (megatron.optimizer.clip_grad, megatron.optimizer.lr) == (0.5, 3e-4)
+    assert megatron.scheduler.start_weight_decay == megatron.scheduler.end_weight_decay == 0.2
+    assert megatron.scheduler.lr_decay_iters == 70
+
+
+def test_keys_that_are_given_are_kept() -> None:
+    config = PolicyConfig.parse(
+        minimal(
+            tokenizer={"name": "other"},
+            max_grad_norm=0.5,
+            learning_rate=1.0,
+            **{OPTIMIZER + "clip_grad": 2.0, OPTIMIZER + "lr": 1e-5},
+        )
+    )
+    assert config.tokenizer.name == "other"
+    assert config.megatron_cfg.optimizer.clip_grad == 2.0
+    assert config.megatron_cfg.optimizer.lr == 1e-5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_grad_norm": None}, {OPTIMIZER + "clip_grad": None}, {OPTIMIZER + "clip_grad": 0}],
+)
+def test_a_norm_of_null_or_zero_clips_nothing(changes: dict[str, Any]) -> None:
+    assert PolicyConfig.parse(minimal(**changes)).megatron_cfg.optimizer.clip_grad == 0.0
+
+
+def test_null_means_not_given() -> None:
+    nulls = {MEGATRON + "env_vars": None, SCHEDULER + "lr_decay_iters": None}
+    nulls |= {MEGATRON + "optimizer": None, MEGATRON + "virtual_pipeline_model_parallel_size": None}
+    assert PolicyConfig.parse(minimal(generation=None, **nulls)) == PolicyConfig.parse(minimal())
+
+
+@pytest.mark.parametrize(("name", "full"), [("fp32", "float32"), ("bf16", "bfloat16")])
+def test_short_names_of_precisions_are_understood(name: str, full: str) -> None:
+    assert PolicyConfig.parse(minimal(precision=name)).precision == full
+
+
+def test_recompute_keys_mean_something_only_with_activation_checkpointing() -> None:
+    off = PolicyConfig.parse(minimal(**{MEGATRON + "recompute_granularity": "full"})).megatron_cfg
+    assert off.recompute_granularity is None
+    on = PolicyConfig.parse(minimal(**{MEGATRON + "activation_checkpointing": True})).megatron_cfg
+    assert (on.recompute_granularity, on.recompute_method, on.recompute_num_layers) == (
+        "full",
+        "uniform",
+        1,
+    )
+
+
+def test_parameters_are_gathered_in_the_background_only_where_they_are_spread() -> None:
+    overlap = {MEGATRON + "distributed_data_parallel_config.overlap_param_gather": True}
+    for spread in (True, False):
+        raw = minimal(**overlap, **{OPTIMIZER + "use_distributed_optimizer": spread})
+        ddp = PolicyConfig.parse(raw).megatron_cfg.distributed_data_parallel_config
+        assert ddp.overlap_param_gather is spread
+
+
+def test_a_configuration_survives_parsing_pickling_dicts_and_json() -> None:
+    config = PolicyConfig.parse(host_policies.GRPO)
+    assert PolicyConfig.parse(config) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert PolicyConfig.parse(config.model_dump()) == config
+    assert PolicyConfig.parse(json.loads(config.model_dump_json())) == config
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    config = PolicyConfig.parse(minimal())
+    with pytest.raises(ValueError, match="frozen"):
+        config.megatron_cfg.tensor_model_parallel_size = 2
+
+
+def test_parsing_leaves_the_mapping_as_it_was() -> None:
+    raw = minimal(**{MEGATRON + "env_vars": {"N": 1}})
+    before = copy.deepcopy(raw)
+    config = PolicyConfig.parse(raw)
+    assert raw == before
+    assert config.megatron_cfg.env_vars == {"N": "1"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({MEGATRON + "tensor_model_paralel_size": 2}, "did you mean 'tensor_model_parallel_size'"),
+        ({"tensor_model_parallel_size": 2}, "did you mean policy.megatron_cfg.tensor_model_par"),
+        ({"colour": 1}, r"policy.colour is unknown: its keys are model_name, "),
+        ({"precision": "float16"}, "policy.precision: .*'float32' or 'bfloat16', not 'float16'"),
+        ({MEGATRON + "transformer_impl": "apex"}, "'auto', 'local' or 'transformer_engine'"),
+        ({MEGATRON + "tensor_model_parallel_size": 0}, "greater than 0, not 0"),
+        ({"train_global_batch_size": None}, "policy.train_global_batch_size: Field required"),
+        ({"train_micro_batch_size": "two"}, "valid integer"),
+        ({"megatron_cfg": 3}, "policy.megatron_cfg must be a section of keys, not 3"),
+        ({OPTIMIZER + "optimizer": "lion"}, "'adam' or 'sgd'"),
+        ({OPTIMIZER + "min_lr": 1.0}, "min_lr is at most lr"),
+        ({OPTIMIZER + "fp16": True}, "fp16=True would change results"),
+        ({SCHEDULER + "lr_decay_style": "WSD"}, "'constant', 'linear', 'cosine' or 'inverse-"),
+        ({SCHEDULER + "lr_decay_style": "cosine"}, "lr_decay_iters is missing: give it"),
+        ({SCHEDULER + "end_weight_decay": 0.5}, "make them equal, or weight_decay_incr_style"),
+        ({MEGATRON + "pipeline_dtype": "float32"}, "value of policy.precision"),
+        ({MEGATRON + "peft": {"enabled": True}}, "peft=.*leave it out or disable it"),
+        ({"dtensor_cfg.enabled": True}, "are both true: exactly one"),
+        ({MEGATRON + "enabled": False}, "are both false: exactly one"),
+        (
+            {MEGATRON + "enabled": False, "dtensor_cfg.enabled": True},
+            "does not run: set megatron_cfg.enabled to true and dtensor_cfg.enabled to false",
+        ),
+        (
+            {OPTIMIZER + "bf16": False, OPTIMIZER + "use_distributed_optimizer": False},
+            "leave bf16 out, or set policy.precision to float32",
+        ),
+        ({"generation": {"temperature": 1.0}}, "policy.generation.max_new_tokens: Field required"),
+        ({"generation": {"max_new_tokens": 4, "top_p": 0}}, "top_p: .*greater than 0, not 0"),
+        (
+            {"generation": {"max_new_tokens": 4, "stop_strings": ["</s>"]}},
+            "put their ids into stop_token_ids",
+        ),
+        (
+            {
+                MEGATRON + "activation_checkpointing": True,
+                MEGATRON + "recompute_granularity": "selective",
+                MEGATRON + "recompute_num_layers": 2,
+            },
+            "recompute_num_layers needs .*recompute_granularity 'full'",
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_refused_with_its_path_and_a_fix(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PolicyConfig.parse(minimal(**changes))
+
+
+def test_everything_wrong_is_said_at_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        PolicyConfig.parse(minimal(foo=1, **{MEGATRON + "bar": 1, MEGATRON + "is_vlm": True}))
+    assert len(str(raised.value).splitlines()) == 3
+
+
+def test_a_configuration_that_is_no_mapping_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is a mapping, not a list"):
+        PolicyConfig.parse([1])  # type: ignore[arg-type]
+
+
+def test_settings_of_another_engine_are_left_to_it() -> None:
+    section = {"backend": "vllm", "max_new_tokens": 4, "stop_strings": ["x"], "val_top_p": 0.5}
+    assert PolicyConfig.parse(minimal(generation=section)).generation is not None
+    with pytest.raises(ConfigError, match="stop_strings"):
+        PolicyConfig.parse(minimal(generation=section | {"backend": "megatron"}))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lr=st.sampled_from([0.0, 1e-3, 1e-2]),
+    min_lr=st.sampled_from([0.0, 1e-3, 1e-2]),
+    schedule=st.fixed_dictionaries(
+        {
+            "lr_warmup_init": st.sampled_from([0.0, 1e-3, 1e-2]),
+            "lr_warmup_iters": st.integers(0, 3),
+            "lr_decay_style": st.sampled_from(
+                ["constant", "linear", "cosine", "inverse-square-root"]
+            ),
+            "weight_decay_incr_style": st.sampled_from(["constant", "linear", "cosine"]),
+            "start_weight_decay": st.sampled_from([0.0, 0.1]),
+            "end_weight_decay": st.sampled_from([0.0, 0.1]),
+        },
+        optional={"lr_decay_iters": st.integers(1, 5)},
+    ),
+)
+def test_a_schedule_is_refused_exactly_where_megatron_core_refuses_it(
+    lr: float, min_lr: float, schedule: dict[str, Any]
+) -> None:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    # A constant schedule is stretched over its warm-up; Megatron-Core would stop at its length.
+    constant = schedule["lr_decay_style"] == schedule["weight_decay_incr_style"] == "constant"
+    assume("lr_decay_iters" in schedule or constant)
+    raw = minimal(
+        **{OPTIMIZER + "lr": lr, OPTIMIZER + "min_lr": min_lr, "megatron_cfg.scheduler": schedule}
+    )
+    try:
+        parsed = PolicyConfig.parse(raw).megatron_cfg.scheduler
+    except ConfigError:
+        parsed = None
+    iters = parsed.lr_decay_iters if parsed else schedule.get("lr_decay_iters", 9)
+    group = {"lr": lr, "max_lr": lr, "min_lr": min_lr, "weight_decay": 0.0}
+    try:
+        theirs = OptimizerParamScheduler(
+            SimpleNamespace(param_groups=[group]),  # type: ignore[arg-type]
+            init_lr=schedule["lr_warmup_init"],
+            max_lr=lr,
+            min_lr=min_lr,
+            lr_warmup_steps=schedule["lr_warmup_iters"],
+            lr_decay_steps=max(iters, schedule["lr_warmup_iters"] + 1) if constant else iters,
+            lr_decay_style=schedule["lr_decay_style"],
+            start_wd=schedule["start_weight_decay"],
+            end_wd=schedule["end_weight_decay"],
+            wd_incr_steps=iters,
+            wd_incr_style=schedule["weight_decay_incr_style"],
+        )
+        theirs.step(2)
+    except AssertionError:
+        theirs = None
+    assert (parsed is None) == (theirs is None)

@@ -1,0 +1,73 @@
+"""Configs field by field, and which family reads them."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_policy.converters.config_fields import Fields
+from megatron_policy.converters.registry import family_of
+from megatron_policy.converters.table import bind
+from megatron_policy.errors import ConversionError
+from tests.unit.test_table import raw, small
+
+
+def test_an_unknown_model_type_names_those_there_are_and_the_nearest() -> None:
+    with pytest.raises(ConversionError) as caught:
+        family_of("qwen22")
+    for said in ("llama, mistral, qwen2, qwen3", "did you mean qwen2?", "megatron_policy.models"):
+        assert said in str(caught.value)
+
+
+def test_an_installed_package_can_add_a_family(tmp_path, monkeypatch) -> None:
+    (tmp_path / "added-1.0.dist-info").mkdir()
+    (tmp_path / "added-1.0.dist-info" / "METADATA").write_text("Name: added\nVersion: 1.0\n")
+    (tmp_path / "added-1.0.dist-info" / "entry_points.txt").write_text(
+        "[megatron_policy.models]\nminiature = added_family:FAMILY\nbroken = added_family:TYPE\n"
+    )
+    (tmp_path / "added_family.py").write_text(
+        "from megatron_policy.converters.registry import FAMILIES, Family\n"
+        "TYPE = Family\n"
+        "q = FAMILIES['qwen2']\n"
+        "FAMILY = Family('miniature', q.table, q.architecture, ('MiniatureForCausalLM',))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    table = bind(
+        raw("qwen2") | {"model_type": "miniature", "architectures": ["MiniatureForCausalLM"]}
+    )
+    assert table.family == "miniature" and table.hf_shapes() == small().hf_shapes()
+    with pytest.raises(ConversionError, match="is not a Family"):
+        family_of("broken")
+    with pytest.raises(ConversionError, match="broken, llama, miniature"):
+        family_of("nothing")
+
+
+def test_every_field_is_taken_ignored_or_named() -> None:
+    fields = Fields({"a": 1, "b": 2, "c": 3, "d": None, "deep": {"x": 1, "y": 2}, "odd": "no"})
+    deep = fields.section("deep")
+    assert fields.take("a") == 1 and fields.take("d", 7) == 7 and deep.take("x") == 1
+    fields.expect("odd", ("yes",), "it must be")
+    with pytest.raises(ConversionError) as caught:
+        fields.finish({"b": "harmless"})
+    said = str(caught.value)
+    assert "odd = 'no': it must be; can be 'yes'" in said
+    assert "c = 3: unknown field" in said and "deep.y = 2: unknown field" in said
+    assert all(f"\n  {name} = " not in said for name in "abd") and "deep.x" not in said
+
+
+def test_the_newer_spelling_of_the_rope_has_the_last_word() -> None:
+    newer = {"rope_type": "default", "rope_theta": 5e5}
+    assert small("llama", rope_parameters=newer).architecture.rope.base == 5e5
+    with pytest.raises(ConversionError, match="rope_scaling = "):
+        small("llama", rope_parameters=newer, rope_scaling={"rope_type": "default"})
+
+
+def test_a_field_that_is_needed_and_absent_is_named() -> None:
+    fields = raw("llama")
+    del fields["rms_norm_eps"]
+    with pytest.raises(ConversionError, match="no rms_norm_eps"):
+        bind(fields)
+
+
+def test_a_checkpoint_of_another_task_is_refused_by_its_class() -> None:
+    with pytest.raises(ConversionError, match=r"ForSequenceClassification.*Qwen2ForCausalLM"):
+        small(architectures=["Qwen2ForSequenceClassification"])

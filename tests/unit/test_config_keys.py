@@ -1,0 +1,150 @@
+"""The table of keys and the typed sections say the same, and the host's sections parse."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_policy.config import PolicyConfig, ignored_keys
+from megatron_policy.config_keys import IGNORED, KEYS, Applied, Ignored, Nested, Rejected
+from megatron_policy.config_sections import Section
+from megatron_policy.errors import ConfigError
+from tests.unit import host_policies
+
+PACKAGE = Path(__file__).parents[2] / "megatron_policy"
+
+PUBLIC = {
+    "": """model_name tokenizer train_global_batch_size train_micro_batch_size learning_rate
+        logprob_batch_size generation generation_batch_size precision dtensor_cfg megatron_cfg
+        dynamic_batching sequence_packing make_sequence_length_divisible_by
+        max_total_sequence_length max_grad_norm fsdp_offload_enabled
+        activation_checkpointing_enabled refit_buffer_size_gb optimizer scheduler""",
+    "tokenizer.": "name chat_template",
+    "megatron_cfg.": """enabled empty_unused_memory_level activation_checkpointing converter_type
+        tensor_model_parallel_size pipeline_model_parallel_size num_layers_in_first_pipeline_stage
+        num_layers_in_last_pipeline_stage context_parallel_size pipeline_dtype sequence_parallel
+        optimizer scheduler distributed_data_parallel_config expert_model_parallel_size
+        expert_tensor_parallel_size freeze_moe_router moe_router_dtype
+        moe_router_load_balancing_type moe_router_bias_update_rate apply_rope_fusion
+        bias_activation_fusion attention_backend recompute_granularity recompute_method
+        recompute_num_layers recompute_modules defer_fp32_logits env_vars peft
+        virtual_pipeline_model_parallel_size transformer_impl""",
+    "megatron_cfg.optimizer.": """optimizer lr min_lr weight_decay bf16 fp16 params_dtype adam_beta1
+        adam_beta2 adam_eps sgd_momentum use_distributed_optimizer use_precision_aware_optimizer
+        clip_grad optimizer_cpu_offload optimizer_offload_fraction""",
+    "megatron_cfg.scheduler.": """start_weight_decay end_weight_decay weight_decay_incr_style
+        lr_decay_style lr_decay_iters lr_warmup_iters lr_warmup_init""",
+    "megatron_cfg.distributed_data_parallel_config.": """grad_reduce_in_fp32 overlap_grad_reduce
+        overlap_param_gather average_in_collective use_custom_fsdp
+        data_parallel_sharding_strategy""",
+    "dtensor_cfg.": """enabled cpu_offload sequence_parallel activation_checkpointing
+        tensor_parallel_size context_parallel_size custom_parallel_plan""",
+    "dynamic_batching.": "enabled train_mb_tokens logprob_mb_tokens sequence_length_round",
+    "sequence_packing.": "enabled train_mb_tokens logprob_mb_tokens algorithm",
+}
+"""The keys that are public API, whether or not they have an effect here."""
+
+
+def _fields(section: type[Section], prefix: str = "") -> Iterator[str]:
+    for name in section.model_fields:
+        yield prefix + name
+        rule = KEYS.get(prefix + name)
+        if isinstance(rule, Nested):
+            yield from _fields(rule.section, f"{prefix}{name}.")
+
+
+FIELDS = set(_fields(PolicyConfig))
+
+
+def test_every_field_of_every_section_has_a_rule() -> None:
+    without = {p for p in FIELDS if p not in KEYS and f"{p.rsplit('.', 1)[0]}.*" not in KEYS}
+    assert without == set()
+
+
+def test_every_applied_key_and_every_section_is_a_typed_field() -> None:
+    needed = {path for path, rule in KEYS.items() if isinstance(rule, Applied | Nested)}
+    assert needed - FIELDS == set()
+
+
+def test_every_public_key_is_a_typed_field() -> None:
+    public = {prefix + name for prefix, names in PUBLIC.items() for name in names.split()}
+    assert public - FIELDS == set()
+
+
+def test_every_key_without_effect_states_why() -> None:
+    assert {path: r.why for path, r in KEYS.items() if isinstance(r, Ignored)} == IGNORED
+    assert all(rule.why for rule in KEYS.values() if isinstance(rule, Ignored | Rejected))
+
+
+def test_every_applied_key_is_read_by_some_module() -> None:
+    read: set[str] = set()
+    for file in PACKAGE.rglob("*.py"):
+        if file.name in ("config_keys.py", "config_sections.py") or "converters" in file.parts:
+            continue
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    applied = {path for path, rule in KEYS.items() if isinstance(rule, Applied)}
+    assert {path for path in applied if path.rsplit(".", 1)[-1] not in read} == set()
+
+
+@pytest.mark.parametrize("name", host_policies.ALL)
+def test_a_section_of_the_host_parses_and_its_idle_keys_are_listed(name: str) -> None:
+    raw = copy.deepcopy(host_policies.ALL[name])
+    config = PolicyConfig.parse(raw)
+    assert raw == host_policies.ALL[name]
+    assert PolicyConfig.parse(config.model_dump()) == config
+    assert config.megatron_cfg.optimizer.adam_eps == 1e-8
+    listed = ignored_keys(raw)
+    assert "megatron_cfg.empty_unused_memory_level" in listed
+    assert listed.keys() & {"model_name", "megatron_cfg.optimizer.lr"} == set()
+
+
+def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        path = prefix + name
+        if isinstance(KEYS.get(path), Nested) and isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}.")
+        else:
+            yield path, value
+
+
+@pytest.mark.parametrize("name", host_policies.ALL)
+def test_one_letter_more_in_any_key_of_the_host_is_found(name: str) -> None:
+    for path, value in _leaves(host_policies.ALL[name]):
+        if path.startswith("dtensor_cfg."):
+            continue  # the section belongs to another worker as a whole
+        raw = copy.deepcopy(host_policies.ALL[name])
+        *sections, key = path.split(".")
+        at = raw
+        for section in sections:
+            at = at[section]
+        at[key + "x"] = value
+        with pytest.raises(ConfigError, match=f"{key}x is unknown"):
+            PolicyConfig.parse(raw)
+
+
+REJECTED = sorted(path for path, rule in KEYS.items() if isinstance(rule, Rejected))
+
+
+@pytest.mark.parametrize("path", REJECTED)
+def test_a_rejected_key_passes_only_when_it_asks_for_nothing(path: str) -> None:
+    *sections, key = path.split(".")
+    raw = copy.deepcopy(host_policies.EARLY)
+    at = raw
+    for section in sections:
+        at = at[section]
+    at[key] = None
+    PolicyConfig.parse(raw)
+    rule = KEYS[path]
+    assert isinstance(rule, Rejected)
+    at[key] = "something else" if rule.same_as else {"enabled": True}
+    with pytest.raises(ConfigError, match=rf"policy\.{path}.*would change results.*leave it out"):
+        PolicyConfig.parse(raw)
+    if not rule.same_as and path not in FIELDS:
+        at[key] = {"enabled": False, "other": 1}
+        PolicyConfig.parse(raw)

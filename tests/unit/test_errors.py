@@ -1,0 +1,25 @@
+"""Errors reach the driver as they were raised; knows no process."""
+
+import pickle
+
+import pytest
+
+from megatron_policy.errors import (
+    CheckpointError,
+    ConfigError,
+    ConversionError,
+    RefitError,
+    WorkerError,
+)
+
+
+@pytest.mark.parametrize("kind", [ConfigError, ConversionError, CheckpointError, RefitError])
+def test_errors_survive_pickling(kind: type[Exception]) -> None:
+    again = pickle.loads(pickle.dumps(kind("what and how to fix it")))
+    assert type(again) is kind
+    assert str(again) == "what and how to fix it"
+
+
+def test_a_worker_error_keeps_rank_and_cause_through_pickling() -> None:
+    again = pickle.loads(pickle.dumps(WorkerError("rank 3 failed", rank=3, cause="ValueError: x")))
+    assert (str(again), again.rank, again.cause) == ("rank 3 failed", 3, "ValueError: x")

@@ -1,0 +1,146 @@
+"""A layout that does not fit is refused before any process starts, with the legal values."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_policy.config import PolicyConfig
+from megatron_policy.errors import ConfigError
+from megatron_policy.layout import check_layout, layer_split, microbatches, topology_of
+from megatron_policy.topology import LayerSplit, Topology
+
+
+def shape(**changes: int) -> Any:
+    """A model of 8 layers, 8 attention heads, 4 key-value heads and 96 feed-forward channels."""
+    counts = {
+        "num_layers": 8,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "ffn_hidden_size": 96,
+    }
+    return SimpleNamespace(**(counts | changes))
+
+
+def config(gbs: int = 16, mbs: int = 2, **megatron: Any) -> PolicyConfig:
+    """A policy with these keys in its megatron_cfg."""
+    return PolicyConfig.parse(
+        {
+            "model_name": "m",
+            "train_global_batch_size": gbs,
+            "train_micro_batch_size": mbs,
+            "megatron_cfg": {"enabled": True, **megatron},
+        }
+    )
+
+
+def test_data_parallelism_is_what_the_other_axes_leave() -> None:
+    policy = config(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+    )
+    assert topology_of(policy, 8) == Topology(tp=2, pp=2, dp=2, vpp=2)
+
+
+@pytest.mark.parametrize("world", [0, 2, 6])
+def test_ranks_that_hold_no_whole_replica_are_told_how_many_do(world: int) -> None:
+    policy = config(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"start 4, 8, 12, \.\.\. ranks"):
+        topology_of(policy, world)
+
+
+def refusal(policy: PolicyConfig, model: Any, world: int) -> str:
+    """What the layout check says, one problem a line."""
+    with pytest.raises(ConfigError) as raised:
+        check_layout(policy, model, topology_of(policy, world))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_tensor_parallelism_fits_fewer_and_more_ranks_than_key_value_heads(tp: int) -> None:
+    policy = config(tensor_model_parallel_size=tp)
+    check_layout(policy, shape(), topology_of(policy, tp))
+
+
+@pytest.mark.parametrize(
+    ("tp", "model", "legal"),
+    [
+        (3, shape(), r"[1, 2, 4, 8]"),
+        (16, shape(), r"[1, 2, 4, 8]"),
+        (8, shape(ffn_hidden_size=12), r"[1, 2, 4]"),
+        (3, shape(num_attention_heads=12, num_query_groups=4), r"[1, 2, 4, 12]"),
+    ],
+)
+def test_tensor_parallelism_that_splits_nothing_evenly_names_the_legal_sizes(
+    tp: int, model: Any, legal: str
+) -> None:
+    message = refusal(config(tensor_model_parallel_size=tp), model, tp)
+    assert f"tensor_model_parallel_size={tp} " in message
+    assert f"use one of {legal}" in message
+
+
+def test_sequence_parallelism_without_tensor_parallelism_is_refused() -> None:
+    message = refusal(config(sequence_parallel=True), shape(), 1)
+    assert "tensor_model_parallel_size to 2 or more, or sequence_parallel to false" in message
+
+
+@pytest.mark.parametrize(
+    ("keys", "legal"),
+    [
+        ({"pipeline_model_parallel_size": 3}, "use one of [1, 2, 4, 8]"),
+        (
+            {"pipeline_model_parallel_size": 4, "num_layers_in_first_pipeline_stage": 3},
+            "num_layers_in_first_pipeline_stage can be one of [2, 5]",
+        ),
+        (
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3},
+            "use one of [1, 2, 4]",
+        ),
+        ({"virtual_pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size of at least 2"),
+    ],
+)
+def test_layers_that_do_not_split_name_the_legal_sizes(keys: dict[str, int], legal: str) -> None:
+    world = keys.get("pipeline_model_parallel_size", 1)
+    assert legal in refusal(config(gbs=48, **keys), shape(), world)
+
+
+def test_the_layer_split_is_that_of_the_configuration() -> None:
+    policy = config(pipeline_model_parallel_size=2, num_layers_in_last_pipeline_stage=3)
+    split = layer_split(policy, shape(), topology_of(policy, 2))
+    assert split == LayerSplit(stages=((range(0, 5),), (range(5, 8),)))
+
+
+def test_batch_sizes_that_do_not_divide_name_the_next_ones_that_do() -> None:
+    policy = config(gbs=18, mbs=2)
+    assert "2 x 4 data-parallel ranks = 8: use 16 or 24" in refusal(policy, shape(), 4)
+    with pytest.raises(ConfigError, match=r"= 8: use 8$"):
+        microbatches(2, 2, Topology(dp=4))
+    assert microbatches(24, 2, Topology(dp=4)) == 3
+
+
+def test_interleaved_stages_need_whole_rounds_of_microbatches() -> None:
+    grid = Topology(pp=2, vpp=2)
+    assert microbatches(8, 2, grid) == 4
+    with pytest.raises(ConfigError, match="2 interleaved pipeline stages = 4: use 4 or 8"):
+        microbatches(6, 2, grid)
+
+
+@pytest.mark.parametrize("key", ["context_parallel_size", "expert_model_parallel_size"])
+def test_axes_that_are_not_built_name_their_key(key: str) -> None:
+    assert f"{key}=2 is not built yet: use 1" in refusal(config(**{key: 2}), shape(), 2)
+
+
+@pytest.mark.parametrize("section", ["dynamic_batching", "sequence_packing"])
+def test_batching_that_is_not_built_names_its_section(section: str) -> None:
+    policy = PolicyConfig.parse(config().model_dump() | {section: {"enabled": True}})
+    assert f"policy.{section}.enabled=true is not built yet: use false" in refusal(
+        policy, shape(), 1
+    )
+
+
+def test_every_misfit_is_said_at_once() -> None:
+    policy = config(gbs=17, tensor_model_parallel_size=3, pipeline_model_parallel_size=3)
+    assert len(refusal(policy, shape(), 9).splitlines()) == 3

@@ -1,0 +1,180 @@
+"""The rank grid and the layer split equal Megatron-Core's own; knows no process group."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_policy.errors import ConfigError
+from megatron_policy.topology import Coords, LayerSplit, Topology
+
+SIZE = st.integers(1, 4)
+
+
+@given(tp=SIZE, cp=SIZE, dp=SIZE, pp=SIZE)
+def test_rank_inverts_coords_on_every_rank(tp: int, cp: int, dp: int, pp: int) -> None:
+    grid = Topology(tp=tp, cp=cp, dp=dp, pp=pp)
+    assert [grid.rank(grid.coords(rank)) for rank in range(grid.world_size)] == list(
+        range(tp * cp * dp * pp)
+    )
+
+
+def test_tp_runs_fastest_then_cp_dp_pp() -> None:
+    grid = Topology(tp=2, cp=2, dp=2, pp=2)
+    assert [
+        grid.rank(Coords(**{"pp": 0, "dp": 0, "cp": 0, "tp": 0} | {axis: 1}))
+        for axis in ("tp", "cp", "dp", "pp")
+    ] == [1, 2, 4, 8]
+
+
+@settings(max_examples=25, deadline=None)
+@given(tp=SIZE, cp=SIZE, dp=SIZE, pp=SIZE)
+def test_groups_along_every_axis_equal_those_of_megatron_core(
+    tp: int, cp: int, dp: int, pp: int
+) -> None:
+    from megatron.core.parallel_state import RankGenerator
+
+    grid = Topology(tp=tp, cp=cp, dp=dp, pp=pp)
+    theirs = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
+    for axis in ("tp", "cp", "dp", "pp"):
+        ours: dict[Coords, list[int]] = {}
+        for rank in range(grid.world_size):
+            at = grid.coords(rank)
+            ours.setdefault(Coords(**(vars(at) | {axis: 0})), []).append(rank)
+        assert sorted(ours.values()) == sorted(theirs.get_ranks(axis)), axis
+
+
+def test_reporters_are_the_first_rank_of_each_data_parallel_replica() -> None:
+    assert Topology(tp=2, cp=2, dp=3, pp=2).reporters() == (0, 4, 8)
+
+
+def test_an_axis_of_size_zero_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="cp is 0"):
+        Topology(cp=0)
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> dict[str, int | None]:
+    """A legal split: layers per stage drawn first, so that uneven and chunked cases are common."""
+    pp = draw(st.integers(1, 5))
+    vpp = draw(st.integers(1, 3)) if pp > 1 else 1
+    inner = draw(st.integers(1, 3)) * vpp
+    first = draw(st.none() | st.integers(1, 4)) if pp > 1 else None
+    both = st.none() | st.integers(1, 4)
+    last = draw(both) if pp > 2 or (pp == 2 and (first is None or vpp == 1)) else None
+    ends = [n * vpp for n in (first, last) if n is not None]
+    return {
+        "num_layers": sum(ends) + inner * (pp - len(ends)),
+        "pp": pp,
+        "vpp": vpp,
+        "first": None if first is None else first * vpp,
+        "last": None if last is None else last * vpp,
+    }
+
+
+@settings(max_examples=150, deadline=None)
+@given(split=splits())
+def test_layer_split_equals_that_of_megatron_core(split: dict[str, int | None]) -> None:
+    import torch
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    pp, vpp = split["pp"], split["vpp"]
+    config = TransformerConfig(
+        num_layers=split["num_layers"],
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=split["first"],
+        num_layers_in_last_pipeline_stage=split["last"],
+        pipeline_dtype=torch.float32,
+    )
+    ours = LayerSplit.of(**split)
+    for stage in range(pp):
+        for chunk in range(vpp):
+            at = {"vp_stage": chunk if vpp > 1 else None, "pp_rank": stage}
+            start = get_transformer_layer_offset(config, **at)
+            theirs = range(start, start + get_num_layers_to_build(config, **at))
+            assert ours.stages[stage][chunk] == theirs, (stage, chunk)
+
+
+@given(split=splits())
+def test_every_layer_has_exactly_one_owner(split: dict[str, int | None]) -> None:
+    ours = LayerSplit.of(**split)
+    held = [layer for stage in ours.stages for chunk in stage for layer in chunk]
+    assert sorted(held) == list(range(split["num_layers"]))
+    for layer in held:
+        stage, chunk = ours.owner(layer)
+        assert layer in ours.stages[stage][chunk]
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ({"num_layers": 10, "pp": 4}, r"one of \[1, 2, 5, 10\]"),
+        ({"num_layers": 8, "pp": 2, "vpp": 3}, r"use one of \[1, 2, 4\]"),
+        ({"num_layers": 8, "pp": 1, "vpp": 2}, "at least 2"),
+        ({"num_layers": 8, "pp": 1, "first": 4}, "at least 2"),
+        ({"num_layers": 8, "pp": 3, "first": 3}, r"first_pipeline_stage can be one of \[2, 4, 6\]"),
+        ({"num_layers": 8, "pp": 3, "last": 3}, r"last_pipeline_stage can be one of \[2, 4, 6\]"),
+        ({"num_layers": 8, "pp": 4, "first": 2, "last": 3}, r"can be one of \[1, 3\]"),
+        ({"num_layers": 8, "pp": 2, "first": 2, "last": 3}, r"can be one of \[5\]"),
+        ({"num_layers": 8, "pp": 3, "first": 4, "last": 4}, r"can be one of \[1, 2, 3\]"),
+        ({"num_layers": 8, "pp": 2, "first": 0}, r"can be one of \[1, 2, 3, 4, 5, 6, 7\]"),
+        ({"num_layers": 8, "pp": 3, "first": 1, "last": 9}, "lower num_layers_in_last"),
+        ({"num_layers": 8, "pp": 2, "first": 4, "last": 4, "vpp": 2}, "not both"),
+    ],
+)
+def test_an_impossible_split_names_the_legal_values(split: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LayerSplit.of(**split)
+
+
+def _built_by_megatron_core(split: dict[str, int | None]) -> int:
+    """How many layers Megatron-Core's stages build together; raises what it raises."""
+    import torch
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    pp, vpp = split["pp"], split["vpp"]
+    config = TransformerConfig(
+        num_layers=split["num_layers"],
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=split["first"],
+        num_layers_in_last_pipeline_stage=split["last"],
+        pipeline_dtype=torch.float32,
+    )
+    built = 0
+    for stage in range(pp):
+        for chunk in range(vpp):
+            at = {"vp_stage": chunk if vpp > 1 else None, "pp_rank": stage}
+            count = get_num_layers_to_build(config, **at)
+            get_transformer_layer_offset(config, **at)
+            if count < 1:
+                raise ValueError("a stage without layers")
+            built += count
+    return built
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    num_layers=st.integers(1, 12),
+    pp=st.integers(2, 4),
+    vpp=st.integers(1, 3),
+    first=st.none() | st.integers(0, 6),
+    last=st.none() | st.integers(0, 6),
+)
+def test_a_split_is_refused_only_where_megatron_core_has_none(**split: int | None) -> None:
+    try:
+        LayerSplit.of(**split)
+    except ConfigError:
+        try:
+            built = _built_by_megatron_core(split)
+        except (AssertionError, ValueError, ZeroDivisionError):
+            return
+        assert built != split["num_layers"]
