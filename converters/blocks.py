@@ -1,0 +1,137 @@
+"""Moving a parameter between its HF tensors and a rank's shard, along the blocks its row describes.
+
+Knows no layout of its own, no files, no process groups and no names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Protocol
+
+from .architecture import Architecture
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """`hf[part].view(hf_view)[hf_index]` holds what `shard.view(shard_view)[shard_index]` does."""
+
+    part: int
+    hf_view: Shape
+    hf_index: tuple[slice, ...]
+    shard_view: Shape
+    shard_index: tuple[slice, ...]
+
+
+class Taken(Protocol):
+    """A viewed HF tensor, of which a block takes its elements."""
+
+    def __getitem__(self, index: tuple[slice, ...], /) -> Tensor:
+        """The elements as a tensor view."""
+
+
+class Part(Protocol):
+    """An HF tensor to read from: a tensor, or a stand-in that fetches what is taken out of it."""
+
+    def view(self, shape: Shape, /) -> Taken:
+        """The same elements in another shape."""
+
+
+class Row(Hashable, Protocol):
+    """One Megatron parameter, its HF tensors, and where their elements lie in a shard."""
+
+    @property
+    def megatron(self) -> str:
+        """Name template; {layer} is the global layer number."""
+
+    @property
+    def hf(self) -> tuple[str, ...]:
+        """Name templates of the HF tensors, in the order of `parts`."""
+
+    @property
+    def when(self) -> str:
+        """Condition on the architecture, see `Architecture.holds`."""
+
+    @property
+    def owns(self) -> bool:
+        """False when the HF tensors belong to another row, which exports them."""
+
+    @property
+    def shard_dim(self) -> int | None:
+        """Dimension that tensor-parallel ranks share out; None: each holds the whole parameter."""
+
+    def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
+        """Shapes of the HF tensors."""
+
+    def local_shape(self, arch: Architecture, size: int) -> Shape:
+        """Shape of one shard of `size`; ConversionError naming the legal sizes if uneven."""
+
+    def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
+        """Rows at the end of this shard that no HF element fills: vocabulary padding, zeros."""
+
+    def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
+        """Shard `rank` of `size`: disjoint blocks, together all of it but its padding."""
+
+
+@lru_cache(maxsize=4096)
+def blocks_of(row: Row, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
+    """`row.blocks`, computed once for all the layers that share the row."""
+    return row.blocks(arch, rank, size)
+
+
+def fill_shard(
+    row: Row, arch: Architecture, shard: Tensor, parts: Sequence[Part], rank: int, size: int
+) -> None:
+    """Copy this rank's elements of the HF tensors into `shard`, casting; padding becomes 0."""
+    for block in blocks_of(row, arch, rank, size):
+        _region(shard, block).copy_(parts[block.part].view(block.hf_view)[block.hf_index])
+    if rows := row.pad_rows(arch, rank, size):
+        shard.detach()[-rows:].zero_()
+
+
+def fill_parts(
+    row: Row, arch: Architecture, parts: Sequence[Tensor], shard: Tensor, rank: int, size: int
+) -> None:
+    """Copy the elements of `shard` into the HF tensors, casting; padding is dropped."""
+    for block in blocks_of(row, arch, rank, size):
+        parts[block.part].view(block.hf_view)[block.hf_index].copy_(_region(shard, block))
+
+
+def shard(row: Row, arch: Architecture, whole: Tensor, rank: int, size: int) -> Tensor:
+    """Shard `rank` of `size` of the unsharded parameter."""
+    out = whole.new_empty(row.local_shape(arch, size))
+    fill_shard(row, arch, out, unpack(row, arch, whole), rank, size)
+    return out
+
+
+def unshard(row: Row, arch: Architecture, shards: Sequence[Tensor]) -> Tensor:
+    """The unsharded parameter from all its shards, in rank order."""
+    parts = [shards[0].new_empty(shape) for shape in row.hf_shapes(arch)]
+    for rank, piece in enumerate(shards):
+        fill_parts(row, arch, parts, piece, rank, len(shards))
+    return pack(row, arch, parts)
+
+
+def pack(row: Row, arch: Architecture, parts: Sequence[Tensor]) -> Tensor:
+    """The unsharded parameter (as one rank alone would hold it) from its HF tensors."""
+    whole = parts[0].new_empty(row.local_shape(arch, 1))
+    fill_shard(row, arch, whole, parts, 0, 1)
+    return whole
+
+
+def unpack(row: Row, arch: Architecture, whole: Tensor) -> list[Tensor]:
+    """The HF tensors from the unsharded parameter; inverse of `pack`."""
+    parts = [whole.new_empty(shape) for shape in row.hf_shapes(arch)]
+    fill_parts(row, arch, parts, whole, 0, 1)
+    return parts
+
+
+def _region(shard: Tensor, block: Block) -> Tensor:
+    """The block's elements of a shard: a view, written to past autograd when it is a parameter."""
+    return shard.detach().view(block.shard_view)[block.shard_index]

@@ -1,0 +1,22 @@
+"""Llama 2 and 3: no biases, or one on every linear layer; scaled rotary frequencies."""
+
+from __future__ import annotations
+
+from . import dense
+from .architecture import Architecture
+from .config_fields import Fields
+
+TABLE = (*dense.ENDS, *dense.BLOCK, *dense.LINEAR_BIAS)
+
+
+def architecture(fields: Fields) -> Architecture:
+    """The architecture a LlamaConfig describes."""
+    attention, mlp = fields.take("attention_bias", False), fields.take("mlp_bias", False)
+    if attention != mlp:
+        fields.refuse(
+            "attention_bias", attention, f"mlp_bias is {mlp}, and Megatron-Core has both or neither"
+        )
+    fields.expect("rope_interleaved", (False,), "each head is rotated in halves")
+    fields.ignore("is_llama_config", "a mark of the tool that converted the checkpoint")
+    fields.ignore("pretraining_tp", "only the order of summation in pretraining")
+    return dense.architecture(fields, add_bias_linear=attention)

@@ -1,0 +1,16 @@
+"""Qwen2 and Qwen2.5: biases on query, key and value; some layers may have a window."""
+
+from __future__ import annotations
+
+from . import dense
+from .architecture import Architecture
+from .config_fields import Fields
+
+TABLE = (*dense.ENDS, *dense.BLOCK, *dense.QKV_BIAS)
+
+
+def architecture(fields: Fields) -> Architecture:
+    """The architecture a Qwen2Config describes."""
+    fields.expect("use_mrope", (False,), "positions are of text only")
+    window, windowed = dense.take_windows(fields)
+    return dense.architecture(fields, add_qkv_bias=True, window=window, windowed=windowed)

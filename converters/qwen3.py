@@ -1,0 +1,20 @@
+"""Qwen3 (dense): queries and keys normalised per head; some layers may have a window."""
+
+from __future__ import annotations
+
+from . import dense
+from .architecture import Architecture
+from .config_fields import Fields
+
+TABLE = (*dense.ENDS, *dense.BLOCK, *dense.QK_NORM)
+
+
+def architecture(fields: Fields) -> Architecture:
+    """The architecture a Qwen3Config describes."""
+    fields.expect(
+        "attention_bias",
+        (False,),
+        "Megatron-Core has no bias on all of attention without one on the MLP",
+    )
+    window, windowed = dense.take_windows(fields)
+    return dense.architecture(fields, qk_layernorm=True, window=window, windowed=windowed)

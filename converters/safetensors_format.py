@@ -1,0 +1,86 @@
+"""The header of a safetensors file, decoded and encoded; knows no paths.
+
+A file is 8 bytes of header length, the header in JSON, then the bytes of the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+Shape = tuple[int, ...]
+
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class Extent(NamedTuple):
+    """Where a tensor lies in its file: bytes from the file's start."""
+
+    start: int
+    dtype: torch.dtype
+    shape: Shape
+
+    @property
+    def end(self) -> int:
+        """The byte after its last."""
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
+
+
+def decode(file: BinaryIO, size: int) -> dict[str, Extent]:
+    """The tensors of a file of `size` bytes; ValueError saying what is wrong with it."""
+    head = file.read(8)
+    length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+    if 8 + length > size:
+        raise ValueError(f"it ends after {size} bytes, within its header")
+    try:
+        entries = json.loads(file.read(length))
+        entries.pop("__metadata__", None)
+        return {name: _extent(name, entry, 8 + length, size) for name, entry in entries.items()}
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"its header is unreadable: {error!r}") from error
+
+
+def _extent(name: str, entry: Mapping[str, Any], data: int, size: int) -> Extent:
+    first, last = entry["data_offsets"]
+    extent = Extent(data + first, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
+    if first < 0 or extent.end != data + last:
+        raise ValueError(f"the offsets of {name} contradict its shape")
+    if extent.end > size:
+        raise ValueError(f"it ends after {size} bytes, before the end of {name}")
+    return extent
+
+
+def encode(inventory: Mapping[str, tuple[torch.dtype, Shape]]) -> tuple[bytes, dict[str, Extent]]:
+    """The bytes before the tensors, and the place of each in the file: widest first, so aligned."""
+    order = sorted(inventory, key=lambda name: (-inventory[name][0].itemsize, name))
+    extents: dict[str, Extent] = {}
+    end = 0
+    for name in order:
+        extents[name] = Extent(end, *inventory[name])
+        end = extents[name].end
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, (start, dtype, shape) in extents.items():
+        offsets = [start, extents[name].end]
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    header = struct.pack("<Q", len(text) + -len(text) % 8) + text + b" " * (-len(text) % 8)
+    return header, {n: e._replace(start=e.start + len(header)) for n, e in extents.items()}

@@ -1,0 +1,190 @@
+"""A family's rows bound to one config: the inventory of both sides, known before a byte is read.
+
+Closed world: every Megatron parameter is filled once, every HF tensor is used once or ignored for
+a stated reason, and anything else is an error that names both sides. Knows no files, no groups.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_policy.errors import ConversionError
+
+from .architecture import Architecture
+from .config_fields import Fields
+from .mismatch import Expected, compare
+from .registry import Family, family_of
+from .rows import Ignore, Row, Shape
+
+EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
+
+# Transformer Engine fuses a norm into the linear layer after it, and names its weight there.
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+_LAYER_NAME = re.compile(r"(?:module\.)*decoder\.layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row for one layer: the Megatron parameter's canonical name and its HF tensors."""
+
+    megatron: str
+    hf: tuple[str, ...]
+    row: Row
+    layer: int | None
+    where: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """All entries of one model, embedding first and head last, and the HF tensors to ignore."""
+
+    family: str
+    architecture: Architecture
+    entries: tuple[Entry, ...]
+    ignored: Mapping[str, Ignore]
+
+    def exported(self) -> tuple[Entry, ...]:
+        """The entries that own their HF tensors: together they hold each HF tensor exactly once."""
+        return tuple(entry for entry in self.entries if entry.row.owns)
+
+    def hf_shapes(self) -> dict[str, Shape]:
+        """Every HF tensor of the model with its shape, in table order."""
+        return {name: e.shape for name, e in self._hf(self.exported()).items()}
+
+    def copies(self) -> dict[str, str]:
+        """Ignored HF tensors that must repeat another one, with that one's name."""
+        return {name: row.equals for name, row in self.ignored.items() if row.equals}
+
+    def entries_of(self, layers: Iterable[int], first: bool, last: bool) -> tuple[Entry, ...]:
+        """What a chunk of these global layers holds; `first` has the embedding, `last` the head."""
+        wanted = set(layers)
+
+        def held(entry: Entry) -> bool:
+            if entry.where == LAYER:
+                return entry.layer in wanted
+            if entry.where == EMBEDDING:
+                return first
+            # A chunk that has the embedding itself needs no second copy of it.
+            return last and (entry.row.owns or not first)
+
+        return tuple(filter(held, self.entries))
+
+    def check_hf(self, found: Mapping[str, Shape]) -> None:
+        """ConversionError unless a checkpoint holds just the tensors of this model, in shape."""
+        seen = {name: shape for name, shape in found.items() if name not in self.ignored}
+        problems = compare(self._hf(self.exported()), seen, f"no row of {self.family} uses it")
+        if problems:
+            raise ConversionError(
+                f"the checkpoint is no {self.family} model as its config.json says:\n{problems}\n"
+                "Correct the checkpoint or its config.json, or give the family's TABLE another row."
+            )
+
+    def check_megatron(self, found: Mapping[str, Shape], tp: int, entries: Sequence[Entry]) -> None:
+        """ConversionError unless a built chunk's parameters (canonical names) are `entries`."""
+        expected = {
+            entry.megatron: Expected(
+                entry.row.local_shape(self.architecture, tp),
+                f"filled from {' + '.join(entry.hf)} ({type(entry.row).__name__} row)",
+            )
+            for entry in entries
+        }
+        problems = compare(expected, found, f"no row of {self.family} fills it")
+        if problems:
+            raise ConversionError(
+                f"the built model does not fit the table of {self.family} (tp {tp}):\n{problems}\n"
+                "Give the family's TABLE a row for it, or build the model that the table describes."
+            )
+
+    def _hf(self, entries: Iterable[Entry]) -> dict[str, Expected]:
+        """The HF tensors of `entries` by name."""
+        shapes: dict[Row, tuple[Shape, ...]] = {}
+        expected: dict[str, Expected] = {}
+        for entry in entries:
+            if entry.row not in shapes:
+                shapes[entry.row] = entry.row.hf_shapes(self.architecture)
+            use = f"feeds {entry.megatron} ({type(entry.row).__name__} row)"
+            expected |= {
+                name: Expected(s, use) for name, s in zip(entry.hf, shapes[entry.row], strict=True)
+            }
+        return expected
+
+
+def bind(raw: Mapping[str, Any], family: Family | None = None) -> Table:
+    """The table of one HF config, a mapping of all its fields; its model_type names the family.
+
+    ConversionError for a config that cannot be translated faithfully, or a faulty table.
+    """
+    fields = Fields(raw)
+    family = family or family_of(fields.take("model_type"))
+    for name in raw.get("architectures") or ():
+        if name not in family.hf_architectures:
+            fields.refuse(
+                "architectures",
+                name,
+                f"{family.name} converts {' or '.join(family.hf_architectures)}",
+            )
+    architecture = family.architecture(fields)
+    fields.finish()
+    rows = [row for row in family.table if architecture.holds(row.when)]
+    entries = _entries(
+        [row for row in rows if not isinstance(row, Ignore)], architecture.num_layers
+    )
+    _refuse_duplicates(family.name, entries)
+    ignored = {
+        name: row
+        for row in rows
+        if isinstance(row, Ignore)
+        for name in _expand(row.hf, architecture.num_layers)
+    }
+    return Table(family.name, architecture, entries, ignored)
+
+
+def canonical_name(name: str, layer_offset: int) -> str:
+    """The table's name for a built model's parameter; the chunk's first layer is `layer_offset`."""
+    match = _LAYER_NAME.fullmatch(name)
+    if match is None:
+        return re.sub(r"^(module\.)+", "", name)
+    layer, rest = match.groups()
+    return f"decoder.layers.{int(layer) + layer_offset}.{_FUSED_NORMS.get(rest, rest)}"
+
+
+def _expand(template: str, num_layers: int) -> list[str]:
+    if "{layer}" not in template:
+        return [template]
+    return [template.replace("{layer}", str(layer)) for layer in range(num_layers)]
+
+
+def _entries(rows: Sequence[Row], num_layers: int) -> tuple[Entry, ...]:
+    repeated = [row for row in rows if "{layer}" in row.megatron]
+    single = [row for row in rows if "{layer}" not in row.megatron]
+    before = [row for row in single if row.megatron.startswith("embedding.")]
+    after = [row for row in single if not row.megatron.startswith("embedding.")]
+    return (
+        *(Entry(row.megatron, row.hf, row, None, EMBEDDING) for row in before),
+        *(_layer_entry(row, layer) for layer in range(num_layers) for row in repeated),
+        *(Entry(row.megatron, row.hf, row, None, HEAD) for row in after),
+    )
+
+
+def _layer_entry(row: Row, layer: int) -> Entry:
+    number = str(layer)
+    names = tuple(name.replace("{layer}", number) for name in row.hf)
+    return Entry(row.megatron.replace("{layer}", number), names, row, layer, LAYER)
+
+
+def _refuse_duplicates(family: str, entries: Sequence[Entry]) -> None:
+    for side, names in (
+        ("Megatron parameter", [entry.megatron for entry in entries]),
+        ("HF tensor", [name for entry in entries if entry.row.owns for name in entry.hf]),
+    ):
+        if len(set(names)) < len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ConversionError(
+                f"the table of {family} uses a {side} in two rows: {', '.join(twice[:20])}"
+            )

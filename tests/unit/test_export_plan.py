@@ -1,0 +1,75 @@
+"""The export plan: every tensor in one file, every file with one writer, names known beforehand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_policy.errors import ConfigError
+from megatron_policy.refit.plan import ExportTensor, parse_size, plan_export
+
+
+def tensors(*sizes: int, stage: int = 0) -> list[ExportTensor]:
+    """Float32 tensors of so many elements."""
+    return [ExportTensor(f"s{stage}.t{i}", (n,), torch.float32, stage) for i, n in enumerate(sizes)]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.lists(st.lists(st.integers(0, 30), max_size=12), min_size=1, max_size=3),
+    st.integers(1, 200),
+    st.integers(1, 4),
+)
+def test_every_tensor_is_in_one_file_of_its_stage_in_order_and_within_the_limit(
+    sizes: list[list[int]], limit: int, writers: int
+) -> None:
+    inventory = [t for stage, of in enumerate(sizes) for t in tensors(*of, stage=stage)]
+    plan = plan_export(inventory, limit, writers)
+    assert [tensor for file in plan.files for tensor in file.tensors] == inventory
+    for file in plan.files:
+        assert {tensor.stage for tensor in file.tensors} == {file.stage}
+        assert len(file.tensors) == 1 or sum(t.nbytes for t in file.tensors) <= limit
+    dealt = [
+        file
+        for stage in range(len(sizes))
+        for writer in range(writers)
+        for file in plan.files_of(stage, writer)
+    ]
+    assert sorted(dealt, key=lambda f: f.name) == list(plan.files)
+    assert plan.total_bytes == sum(tensor.nbytes for tensor in inventory)
+    assert plan.weight_map == {t.name: file.name for file in plan.files for t in file.tensors}
+
+
+def test_files_are_named_as_transformers_names_them() -> None:
+    assert [f.name for f in plan_export(tensors(1, 1), 8).files] == ["model.safetensors"]
+    assert [f.name for f in plan_export(tensors(1, 1), 4).files] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+
+
+def test_the_writers_of_each_stage_share_its_files() -> None:
+    plan = plan_export([*tensors(1, 1, 1), *tensors(1, 1, stage=1)], 4, writers=2)
+    assert [(f.stage, f.writer) for f in plan.files] == [(0, 0), (0, 1), (0, 0), (1, 0), (1, 1)]
+
+
+def test_tensors_of_mixed_width_count_their_bytes() -> None:
+    half = ExportTensor("half", (3, 2), torch.bfloat16)
+    assert half.nbytes == 12
+    assert len(plan_export([*tensors(1), half], 16).files) == 1
+    assert len(plan_export([*tensors(1), half], 15).files) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("2 MiB", 2**21), (7, 7), ("100", 100), ("1kb", 1000)]
+)
+def test_a_size_is_bytes_or_a_number_with_a_unit(text: int | str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["5 apples", "", "-1", 0, "1.5GB"])
+def test_a_size_that_is_none_is_refused(text: int | str) -> None:
+    with pytest.raises(ConfigError, match="5GB"):
+        parse_size(text)

@@ -1,0 +1,305 @@
+"""Checkpoint directories: which bytes are read, what is refused, and exports that are whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from megatron_policy.converters.hf_files import (
+    INDEX,
+    SINGLE,
+    HfReader,
+    copy_side_files,
+    locate,
+    partial_dir,
+    publish,
+    read_config,
+    stage,
+    write_index,
+    write_shard,
+)
+from megatron_policy.errors import ConfigError, ConversionError
+
+TENSORS = {
+    "a.weight": torch.arange(12, dtype=torch.bfloat16).view(3, 4),
+    "b.weight": torch.arange(6, dtype=torch.float32).view(2, 3) / 7,
+    "c.scalar": torch.tensor(2.5, dtype=torch.float16),
+    "d.empty": torch.empty(0, 4),
+    "e.bias": torch.tensor([1.5, -2.0, 3.0], dtype=torch.bfloat16),
+}
+
+
+def single(path: Path) -> Path:
+    save_file(TENSORS, path / SINGLE)
+    return path
+
+
+def sharded(path: Path) -> Path:
+    """Two files and their index."""
+    halves = {
+        "one.safetensors": ["a.weight", "b.weight"],
+        "two.safetensors": ["c.scalar", "e.bias"],
+    }
+    for file, names in halves.items():
+        save_file({name: TENSORS[name] for name in names}, path / file)
+    weight_map = {name: file for file, names in halves.items() for name in names}
+    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ConversionError) as caught:
+        HfReader(path)
+    return str(caught.value)
+
+
+def header_of(path: Path) -> tuple[dict, bytes]:
+    content = path.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def write_raw(path: Path, header: dict, data: bytes) -> None:
+    encoded = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data)
+
+
+def test_a_single_file_is_read_as_safetensors_reads_it(tmp_path: Path) -> None:
+    with HfReader(single(tmp_path)) as reader:
+        assert reader.shapes == {name: tuple(t.shape) for name, t in TENSORS.items()}
+        assert reader.dtypes == {name: t.dtype for name, t in TENSORS.items()}
+        for name, tensor in TENSORS.items():
+            assert torch.equal(reader.tensor(name), tensor)
+
+
+def test_an_indexed_checkpoint_is_read_from_all_its_files_and_no_others(tmp_path: Path) -> None:
+    save_file({"stray": torch.ones(1)}, sharded(tmp_path) / "consolidated.safetensors")
+    with HfReader(tmp_path) as reader:
+        assert sorted(reader.shapes) == ["a.weight", "b.weight", "c.scalar", "e.bias"]
+        for name in reader.shapes:
+            assert torch.equal(reader.tensor(name), TENSORS[name])
+
+
+def test_only_what_is_taken_is_counted(tmp_path: Path) -> None:
+    with HfReader(single(tmp_path)) as reader:
+        part = reader.part("a.weight").view((3, 2, 2))
+        assert reader.bytes_read == 0
+        assert torch.equal(part[slice(1, 2), slice(0, 1)], torch.tensor([[[4, 5]]]).bfloat16())
+        assert reader.bytes_read == 2 * 2
+        assert reader.part("b.weight")[(slice(None),)].shape == (2, 3)
+        assert reader.bytes_read == 2 * 2 + 6 * 4
+
+
+def test_a_tensor_outlives_its_reader_and_writing_to_it_leaves_the_file_alone(
+    tmp_path: Path,
+) -> None:
+    with HfReader(single(tmp_path)) as reader:
+        tensor = reader.tensor("b.weight")
+    tensor.zero_()
+    assert torch.equal(load_file(tmp_path / SINGLE)["b.weight"], TENSORS["b.weight"])
+
+
+def test_a_tensor_that_starts_at_an_odd_byte_is_read_all_the_same(tmp_path: Path) -> None:
+    bits = TENSORS["e.bias"].view(torch.uint8).numpy().tobytes()
+    header = {
+        "flag": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+        "e.bias": {"dtype": "BF16", "shape": [3], "data_offsets": [1, 7]},
+    }
+    for pad in (0, 1):  # one of the two puts e.bias on an odd byte of the file
+        write_raw(tmp_path / SINGLE, header | {"__metadata__": {"x": "y" * pad}}, b"\1" + bits)
+        with HfReader(tmp_path) as reader:
+            assert torch.equal(reader.tensor("e.bias"), TENSORS["e.bias"])
+
+
+@pytest.mark.parametrize("kept", [0, 5, 60, -1])
+def test_a_truncated_file_is_named(tmp_path: Path, kept: int) -> None:
+    content = (single(tmp_path) / SINGLE).read_bytes()
+    (tmp_path / SINGLE).write_bytes(content[:kept])
+    assert f"{tmp_path / SINGLE} is truncated" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"dtype": "F32", "shape": [2, 4], "data_offsets": [0, 24]}, "offsets of x contradict"),
+        ({"dtype": "F32", "shape": [2, 3], "data_offsets": [-4, 20]}, "offsets of x contradict"),
+        ({"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}, "F99"),
+        ({"dtype": "F32", "shape": [1]}, "data_offsets"),
+        ([1, 2], "unreadable"),
+    ],
+)
+def test_a_header_that_makes_no_sense_is_named(tmp_path: Path, entry: object, said: str) -> None:
+    write_raw(tmp_path / SINGLE, {"x": entry}, bytes(24))
+    assert str(tmp_path / SINGLE) in refusal(tmp_path) and said in refusal(tmp_path)
+
+
+def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path) -> None:
+    (tmp_path / SINGLE).write_bytes(struct.pack("<Q", 20) + b"PK this is not json." + bytes(40))
+    assert "no safetensors file" in refusal(tmp_path)
+
+
+def test_missing_files_of_an_index_are_all_named(tmp_path: Path) -> None:
+    for file in ("one.safetensors", "two.safetensors"):
+        (sharded(tmp_path) / file).unlink()
+        assert f"lacks files that its index names: {file}" in refusal(tmp_path)
+
+
+def test_an_index_that_lies_is_refused_with_both_lies(tmp_path: Path) -> None:
+    index = json.loads((sharded(tmp_path) / INDEX).read_text())
+    index["weight_map"]["ghost"] = "one.safetensors"
+    index["weight_map"]["b.weight"] = "two.safetensors"
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    said = refusal(tmp_path)
+    assert "one.safetensors lacks ghost" in said and "holds b.weight" in said
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": [1]}'])
+def test_an_index_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / INDEX).write_text(content)
+    assert f"{tmp_path / INDEX} is no index" in refusal(tmp_path)
+
+
+def test_a_checkpoint_without_safetensors_says_what_it_has_instead(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    said = refusal(tmp_path)
+    assert "neither model.safetensors nor" in said and "weights found: pytorch_model.bin" in said
+
+
+def test_a_model_that_is_nowhere_is_refused_by_name(tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    for ask in (locate, read_config, HfReader):
+        with pytest.raises(ConfigError, match="nowhere' is no directory here, nor on the hub"):
+            ask(nowhere)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "has no config.json"),
+        ("{", "cannot be read"),
+        ("{}", "cannot be read"),
+        ('{"model_type": "unheard-of"}', "unheard-of"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "cannot be read"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_refused(
+    tmp_path: Path, content: str | None, said: str
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=said) as caught:
+        read_config(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_copies_are_compared_slice_by_slice_over_the_ranks(tmp_path: Path) -> None:
+    embedding = torch.randn(10, 4)
+    other = embedding.clone()
+    other[7, 2] += 1
+    save_file({"e": embedding, "same": embedding.clone(), "other": other}, tmp_path / SINGLE)
+    with HfReader(tmp_path) as reader:
+        reader.check_copies({"same": "e", "absent": "e"})
+        reader.check_copies({"other": "e"}, rank=0, size=2)
+        with pytest.raises(ConversionError, match="other differs from e"):
+            reader.check_copies({"other": "e"}, rank=1, size=2)
+
+
+def test_a_written_file_is_read_by_safetensors_bit_for_bit_and_aligned(tmp_path: Path) -> None:
+    leaf = torch.nn.Parameter(torch.randn(4, 4))
+    written = TENSORS | {"strided": leaf[:, ::2], "leaf": leaf}
+    inventory = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in written.items()}
+    write_shard(tmp_path, SINGLE, inventory, reversed(list(written.items())))
+    with safe_open(tmp_path / SINGLE, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    for name, tensor in load_file(tmp_path / SINGLE).items():
+        assert tensor.dtype == written[name].dtype and torch.equal(tensor, written[name])
+    header, data = header_of(tmp_path / SINGLE)
+    begin = (tmp_path / SINGLE).stat().st_size - len(data)
+    for entry in (header[name] for name in written):
+        assert (begin + entry["data_offsets"][0]) % (4 if entry["dtype"] == "F32" else 2) == 0
+
+
+def test_only_a_checkpoint_of_several_files_has_an_index(tmp_path: Path) -> None:
+    write_index(tmp_path, {"a": SINGLE, "b": SINGLE}, 8)
+    assert not (tmp_path / INDEX).exists()
+    write_index(tmp_path, {"a": "one", "b": "two"}, 8)
+    assert json.loads((tmp_path / INDEX).read_text()) == {
+        "metadata": {"total_size": 8},
+        "weight_map": {"a": "one", "b": "two"},
+    }
+
+
+def test_side_files_are_copied_byte_for_byte_and_weights_are_not(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    copied = {
+        "config.json": b'{"model_type":"llama",  "dtype": "bfloat16"}',
+        "generation_config.json": b'{"top_p": 0.9}',
+        "tokenizer.json": "{'ä': 1}".encode(),
+        "tokenizer.model": b"\0\1\2",
+        "chat_template.jinja": b"{{ x }}\r\n",
+    }
+    left = [SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json", ".gitattributes"]
+    for directory in (source / "original", out):
+        directory.mkdir(parents=True)
+    for name, content in (copied | dict.fromkeys(left, b"x")).items():
+        (source / name).write_bytes(content)
+    copy_side_files(source, out)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == copied
+    copy_side_files(source, out, torch.bfloat16)
+    assert (out / "config.json").read_bytes() == copied["config.json"]
+    copy_side_files(source, out, torch.float32)
+    assert json.loads((out / "config.json").read_text()) == {
+        "model_type": "llama",
+        "dtype": "float32",
+    }
+
+
+def export(destination: Path, text: str, overwrite: bool = False) -> None:
+    partial = stage(destination, overwrite)
+    (partial / "config.json").write_text(text)
+    assert all(text not in path.read_text() for path in destination.glob("*"))
+    publish(partial, destination, overwrite)
+
+
+def test_an_export_appears_at_once_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    export(out, "first")
+    assert (out / "config.json").read_text() == "first"
+    assert os.listdir(out.parent) == ["out"]
+
+
+def test_what_a_broken_export_left_is_cleared_away(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (stage(out) / "model-00001-of-00002.safetensors").write_text("half")
+    assert not out.exists() and partial_dir(out).is_dir()
+    export(out, "second")
+    assert os.listdir(out) == ["config.json"] and os.listdir(tmp_path) == ["out"]
+
+
+def test_an_existing_checkpoint_is_replaced_only_on_request(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    export(out, "first")
+    with pytest.raises(ConfigError, match="overwrite=True"):
+        stage(out)
+    assert os.listdir(tmp_path) == ["out"]
+    export(out, "second", overwrite=True)
+    assert (out / "config.json").read_text() == "second"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_directory_of_something_else_is_never_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    export(out, "into an empty directory")
+    (out / "config.json").rename(out / "thesis.tex")
+    for overwrite in (False, True):
+        with pytest.raises(ConfigError, match="is no HF checkpoint"):
+            stage(out, overwrite)
+    assert os.listdir(out) == ["thesis.tex"]

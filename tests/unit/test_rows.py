@@ -1,0 +1,274 @@
+"""The layout algebra against plain tensor code, for every row of every family and random models."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron_policy.converters.architecture import Architecture, Rope, padded_vocab
+from megatron_policy.converters.registry import FAMILIES
+from megatron_policy.converters.rows import (
+    Columns,
+    GateUp,
+    Ignore,
+    Qkv,
+    Row,
+    Rows,
+    Tied,
+    Vocab,
+    Whole,
+    fill_parts,
+    fill_shard,
+    pack,
+    shard,
+    unpack,
+    unshard,
+)
+from megatron_policy.errors import ConversionError
+
+ROWS = sorted(
+    {row for family in FAMILIES.values() for row in family.table if not isinstance(row, Ignore)}
+    | {Columns("up", ("up",), ("ffn_hidden_size", "hidden_size"))},
+    key=repr,
+)
+SIZES = [1, 2, 3, 4, 6, 8]
+
+
+def model(**changes: object) -> Architecture:
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 8,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 2,
+        "ffn_hidden_size": 12,
+        "vocab_size": 300,
+        "max_position_embeddings": 64,
+        "layernorm_epsilon": 1e-6,
+        "rope": Rope(1e4),
+        "tied": False,
+    }
+    return Architecture(**sizes | changes)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Architecture:
+    """Any dense model; nothing is made to divide by anything but heads by groups."""
+    groups = draw(st.integers(1, 8))
+    return model(
+        num_query_groups=groups,
+        num_attention_heads=groups * draw(st.integers(1, 6)),
+        kv_channels=2 * draw(st.integers(1, 4)),
+        hidden_size=draw(st.sampled_from([6, 8, 12, 24])),
+        ffn_hidden_size=draw(st.sampled_from([8, 12, 24, 48])),
+        vocab_size=draw(st.integers(1, 1500)),
+    )
+
+
+def legal(row: Row, arch: Architecture, size: int) -> bool:
+    try:
+        row.local_shape(arch, size)
+    except ConversionError:
+        return False
+    return True
+
+
+def numbered(row: Row, arch: Architecture, start: int = 1) -> list[torch.Tensor]:
+    """HF tensors in which no two elements are equal and none is zero."""
+    parts = []
+    for shape in row.hf_shapes(arch):
+        count = torch.Size(shape).numel()
+        parts.append(torch.arange(start, start + count).view(shape))
+        start += count
+    return parts
+
+
+def megatron_shard(
+    row: Row, arch: Architecture, parts: list[torch.Tensor], rank: int, size: int
+) -> torch.Tensor:
+    """What Megatron-Core holds on a rank, written out with cat, chunk and loops."""
+    match row:
+        case Whole():
+            return parts[0]
+        case Columns():
+            return parts[0].chunk(size, 0)[rank]
+        case Rows():
+            return parts[0].chunk(size, 1)[rank]
+        case GateUp():
+            return torch.cat([part.chunk(size, 0)[rank] for part in parts])
+        case Vocab() | Tied():
+            rows = padded_vocab(arch.vocab_size, size) - arch.vocab_size
+            padding = parts[0].new_zeros(rows, parts[0].shape[1])
+            return torch.cat([parts[0], padding]).chunk(size, 0)[rank]
+        case Qkv():
+            query, key, value = (part.split(arch.kv_channels) for part in parts)
+            per, heads = arch.heads_per_group, []
+            for group in range(arch.num_query_groups):
+                heads += [*query[group * per : (group + 1) * per], key[group], value[group]]
+            return torch.cat(heads).chunk(size, 0)[rank]
+    raise AssertionError(f"no oracle for {row}")
+
+
+every_row = pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{type(r).__name__}-{r.megatron}")
+thorough = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+@every_row
+@thorough
+@given(arch=models())
+def test_unpack_inverts_pack_for_every_row_of_every_family(row: Row, arch: Architecture) -> None:
+    parts = numbered(row, arch)
+    back = unpack(row, arch, pack(row, arch, parts))
+    assert all(torch.equal(one, other) for one, other in zip(back, parts, strict=True))
+
+
+@every_row
+@thorough
+@given(arch=models(), size=st.sampled_from(SIZES))
+def test_unshard_inverts_shard_for_every_row_and_size(
+    row: Row, arch: Architecture, size: int
+) -> None:
+    assume(legal(row, arch, size))
+    whole = pack(row, arch, numbered(row, arch))
+    shards = [shard(row, arch, whole, rank, size) for rank in range(size)]
+    assert torch.equal(unshard(row, arch, shards), whole)
+
+
+@every_row
+@thorough
+@given(arch=models(), size=st.sampled_from(SIZES))
+def test_a_shard_is_what_megatron_holds(row: Row, arch: Architecture, size: int) -> None:
+    assume(legal(row, arch, size))
+    parts = numbered(row, arch)
+    for rank in range(size):
+        held = torch.full(row.local_shape(arch, size), -1)
+        fill_shard(row, arch, held, parts, rank, size)
+        assert torch.equal(held, megatron_shard(row, arch, parts, rank, size))
+
+
+@every_row
+@thorough
+@given(arch=models(), size=st.sampled_from(SIZES))
+def test_every_hf_element_is_in_one_shard_and_every_shard_element_is_filled(
+    row: Row, arch: Architecture, size: int
+) -> None:
+    assume(legal(row, arch, size))
+    uses = [torch.zeros(shape, dtype=torch.long) for shape in row.hf_shapes(arch)]
+    for rank in range(size):
+        filled = torch.zeros(row.local_shape(arch, size), dtype=torch.long)
+        for block in row.blocks(arch, rank, size):
+            uses[block.part].view(block.hf_view)[block.hf_index] += 1
+            filled.view(block.shard_view)[block.shard_index] += 1
+        real = filled.shape[0] - row.pad_rows(arch, rank, size)
+        assert (filled[:real] == 1).all() and (filled[real:] == 0).all()
+    replicas = size if row.shard_dim is None else 1
+    assert all((count == replicas).all() for count in uses)
+
+
+@every_row
+@thorough
+@given(arch=models(), size=st.sampled_from(SIZES))
+def test_a_shard_differs_from_the_whole_only_along_the_declared_dimension(
+    row: Row, arch: Architecture, size: int
+) -> None:
+    assume(legal(row, arch, size))
+    whole, local = row.local_shape(arch, 1), row.local_shape(arch, size)
+    if row.shard_dim is None:
+        assert local == whole
+    elif isinstance(row, Vocab | Tied):
+        assert local[0] * size == padded_vocab(arch.vocab_size, size)
+        assert local[1:] == whole[1:]
+    else:
+        split = [n * size if dim == row.shard_dim else n for dim, n in enumerate(local)]
+        assert tuple(split) == whole
+
+
+def test_more_ranks_than_groups_cut_inside_a_group_and_inside_a_head() -> None:
+    row = Qkv("qkv", ("q", "k", "v"), ())
+    arch = model(num_attention_heads=4, num_query_groups=1, kv_channels=2)  # 12 fused rows
+    parts = [torch.arange(8), torch.arange(8, 10), torch.arange(10, 12)]
+    held = [shard(row, arch, pack(row, arch, parts), rank, 4).tolist() for rank in range(4)]
+    assert held == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+
+
+def test_few_blocks_describe_a_shard() -> None:
+    arch = model(num_attention_heads=32, num_query_groups=8, kv_channels=4)
+    weight = Qkv("qkv", ("q", "k", "v"), ("hidden_size",))
+    assert [len(weight.blocks(arch, 0, size)) for size in (1, 2, 4, 8)] == [3, 3, 3, 3]
+    assert all(len(weight.blocks(arch, rank, 16)) <= 3 for rank in range(16))
+
+
+def test_filling_a_shard_casts_writes_into_the_parameter_and_clears_its_padding() -> None:
+    row, arch = Vocab("e", ("e",), ("vocab_size", "hidden_size")), model(vocab_size=130)
+    source = torch.randn(130, 8, dtype=torch.bfloat16)
+    parameter = torch.nn.Parameter(torch.full(row.local_shape(arch, 2), torch.nan))
+    fill_shard(row, arch, parameter, [source], 1, 2)
+    assert torch.equal(parameter[:2], source[128:].float())
+    assert row.pad_rows(arch, 1, 2) == 126 and (parameter[2:] == 0).all()
+    assert parameter.requires_grad and parameter.is_leaf
+
+
+def test_filling_the_hf_tensors_casts_back_to_the_same_bits_and_leaves_the_rest_alone() -> None:
+    row, arch = Rows("o", ("o",), ("hidden_size", "query_size")), model()
+    source = torch.randn(8, 8, dtype=torch.bfloat16)
+    target = torch.full((8, 8), torch.nan, dtype=torch.bfloat16)
+    fill_parts(row, arch, [target], shard(row, arch, source.float(), 1, 2), 1, 2)
+    assert torch.equal(target[:, 4:], source[:, 4:]) and target[:, :4].isnan().all()
+
+
+def test_a_rank_whose_vocabulary_is_all_padding_holds_zeros() -> None:
+    row, arch = Vocab("e", ("e",), ("vocab_size", "hidden_size")), model(vocab_size=100)
+    held = shard(row, arch, torch.ones(row.local_shape(arch, 1)), 3, 4)
+    assert row.blocks(arch, 3, 4) == () and row.pad_rows(arch, 3, 4) == 128
+    assert held.shape == (128, 8) and (held == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("row", "size", "said"),
+    [
+        (Rows("fc2.weight", ("f",), ("hidden_size", "ffn_hidden_size")), 5, "fc2.weight: 12 "),
+        (GateUp("fc1.weight", ("g", "u"), ("ffn_hidden_size",)), 8, "fc1.weight: 12 "),
+        (Qkv("qkv.weight", ("q", "k", "v"), ()), 5, "qkv.weight: 16 "),
+    ],
+)
+def test_a_size_that_does_not_divide_is_refused_with_the_sizes_that_do(
+    row: Row, size: int, said: str
+) -> None:
+    with pytest.raises(ConversionError) as caught:
+        row.local_shape(model(), size)
+    assert said in str(caught.value) and "[1, 2, " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_attention_heads": 5}, "5 attention heads"),
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"vocab_size": 10.0}, "vocab_size"),
+        ({"kv_channels": 3}, "even head size"),
+        ({"windowed": (True,), "window": 4}, "windowed names 1 layers"),
+        ({"windowed": (True, False)}, "have a window"),
+    ],
+)
+def test_numbers_that_contradict_each_other_are_refused(changes: dict, said: str) -> None:
+    with pytest.raises(ConversionError, match=said):
+        model(**changes)
+
+
+def test_a_window_belongs_to_the_layers_that_have_it() -> None:
+    assert [model(window=4).window_of(layer) for layer in (0, 1)] == [4, 4]
+    some = model(window=4, windowed=(False, True))
+    assert [some.window_of(layer) for layer in (0, 1)] == [None, 4]
+    assert some != dataclasses.replace(some, windowed=(True, False))
+
+
+@pytest.mark.parametrize(
+    ("condition", "holds"),
+    [("", True), ("tied", False), ("!tied", True), ("qkv_bias", True), ("!qkv_bias", False)],
+)
+def test_a_condition_is_an_attribute_or_its_negation(condition: str, holds: bool) -> None:
+    assert model(add_bias_linear=True).holds(condition) is holds

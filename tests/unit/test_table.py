@@ -1,0 +1,253 @@
+"""The closed world: inventories of both sides, what chunks hold, errors that name what is off."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy.converters.blocks import blocks_of
+from megatron_policy.converters.mismatch import SHOWN
+from megatron_policy.converters.registry import FAMILIES, Family
+from megatron_policy.converters.rows import Ignore, Row, Whole, fill_shard
+from megatron_policy.converters.table import Table, bind, canonical_name
+from megatron_policy.errors import ConversionError
+from megatron_policy.topology import LayerSplit
+
+FULL = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 16},
+    "qwen2": {},
+    "qwen3": {},
+}
+"""Settings under which every row of a family's table applies, but for the one choice of tying."""
+
+
+def raw(family: str, layers: int = 3, **changes: Any) -> dict[str, Any]:
+    """The fields of a small config."""
+    return {
+        "model_type": family,
+        "architectures": list(FAMILIES[family].hf_architectures),
+        "num_hidden_layers": layers,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "intermediate_size": 24,
+        "vocab_size": 200,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "rope_theta": 1e4,
+        "tie_word_embeddings": False,
+        **({"layer_types": ["full_attention"] * layers} if family.startswith("qwen") else {}),
+        **FULL[family],
+        **changes,
+    }
+
+
+def small(family: str = "qwen2", layers: int = 3, **changes: Any) -> Table:
+    return bind(raw(family, layers, **changes))
+
+
+def without(family: str, row: Row | Ignore) -> Family:
+    whole = FAMILIES[family]
+    return replace(whole, table=tuple(other for other in whole.table if other != row))
+
+
+def rows_in_use() -> list[Any]:
+    """(family, tied, row) for every row of every family, with a config to which it applies."""
+    return [
+        pytest.param(
+            family, tied, row, id=f"{family}-{'tied' if tied else 'untied'}-{row.megatron}"
+        )
+        for family in FAMILIES
+        for tied in (False, True)
+        for row in FAMILIES[family].table
+        if not isinstance(row, Ignore)
+        and small(family, tie_word_embeddings=tied).architecture.holds(row.when)
+    ]
+
+
+@pytest.mark.parametrize(("family", "tied", "row"), rows_in_use())
+def test_removing_any_row_names_the_parameter_nobody_fills(
+    family: str, tied: bool, row: Row
+) -> None:
+    fields = raw(family, tie_word_embeddings=tied)
+    chunk = {"layers": range(3), "first": row.owns, "last": True}  # a copy is on a later stage only
+    built = {
+        entry.megatron: entry.row.local_shape(bind(fields).architecture, 2)
+        for entry in bind(fields).entries_of(**chunk)
+    }
+    poorer = bind(fields, without(family, row))
+    with pytest.raises(ConversionError) as caught:
+        poorer.check_megatron(built, 2, poorer.entries_of(**chunk))
+    assert f"unexpected: {row.megatron.replace('{layer}', '2')} [" in str(caught.value)
+
+
+@pytest.mark.parametrize(("family", "tied", "row"), rows_in_use())
+def test_removing_any_row_names_the_hf_tensors_nobody_uses(
+    family: str, tied: bool, row: Row
+) -> None:
+    fields = raw(family, tie_word_embeddings=tied)
+    poorer, tensors = bind(fields, without(family, row)), bind(fields).hf_shapes()
+    if not row.owns:
+        poorer.check_hf(tensors)  # its tensors are another row's
+        return
+    with pytest.raises(ConversionError) as caught:
+        poorer.check_hf(tensors)
+    for name in row.hf:
+        assert f"unexpected: {name.replace('{layer}', '2')} [" in str(caught.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_renaming_any_hf_tensor_names_it_and_what_it_feeds(family: str, tied: bool) -> None:
+    table = small(family, layers=1, tie_word_embeddings=tied)
+    fed = {name: entry.megatron for entry in table.exported() for name in entry.hf}
+    for name, shape in table.hf_shapes().items():
+        found = {k: v for k, v in table.hf_shapes().items() if k != name} | {f"{name}x": shape}
+        with pytest.raises(ConversionError) as caught:
+            table.check_hf(found)
+        assert f"missing: {name} {list(shape)}, which feeds {fed[name]} (" in str(caught.value)
+        assert f"unexpected: {name}x {list(shape)}" in str(caught.value)
+        assert f"misspelt {name}?" in str(caught.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reshaping_any_hf_tensor_names_both_shapes_and_what_it_feeds(family: str) -> None:
+    table = small(family, layers=1)
+    for name, shape in table.hf_shapes().items():
+        with pytest.raises(ConversionError) as caught:
+            table.check_hf(table.hf_shapes() | {name: (*shape, 1)})
+        said = f"misshapen: {name} is {[*shape, 1]}, must be {list(shape)}; it feeds"
+        assert said in str(caught.value)
+
+
+def test_adding_any_hf_tensor_names_it() -> None:
+    table = small()
+    for name in ("model.layers.3.mlp.up_proj.weight", "lm_head.bias", "score.weight"):
+        with pytest.raises(ConversionError) as caught:
+            table.check_hf(table.hf_shapes() | {name: (1,)})
+        assert f"unexpected: {name} [1]" in str(caught.value)
+
+
+def test_all_problems_are_listed_at_once_and_a_flood_is_counted() -> None:
+    table = small("llama", layers=60)
+    found = {k: v for k, v in table.hf_shapes().items() if not k.endswith("up_proj.weight")}
+    found |= {"one.weight": (1,), "model.norm.weight": (3,)}
+    with pytest.raises(ConversionError) as caught:
+        table.check_hf(found)
+    said = str(caught.value)
+    assert said.count("missing: ") == SHOWN and f"and {60 - SHOWN} more missing" in said
+    assert "unexpected: one.weight" in said and "misshapen: model.norm.weight" in said
+
+
+def test_a_tensor_that_may_be_ignored_may_be_there_or_not() -> None:
+    table = small("llama", tie_word_embeddings=True)
+    extra = {"lm_head.weight": (200, 16), "model.layers.1.self_attn.rotary_emb.inv_freq": (2,)}
+    table.check_hf(table.hf_shapes())
+    table.check_hf(table.hf_shapes() | extra)
+    assert all(table.ignored[name].why for name in extra)
+    assert table.copies() == {"lm_head.weight": "model.embed_tokens.weight"}
+    with pytest.raises(ConversionError, match=r"missing: lm_head\.weight"):
+        small("llama").check_hf(table.hf_shapes())
+    (copy,) = (row for row in FAMILIES["llama"].table if getattr(row, "equals", ""))
+    with pytest.raises(ConversionError, match=r"unexpected: lm_head\.weight"):
+        fields = raw("llama", tie_word_embeddings=True)
+        bind(fields, without("llama", copy)).check_hf(table.hf_shapes() | extra)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "split", [LayerSplit.of(4, 2), LayerSplit.of(4, 2, 2), LayerSplit.of(4, 1)]
+)
+def test_the_chunks_of_a_pipeline_hold_every_entry_and_copies_only_where_needed(
+    tied: bool, split: LayerSplit
+) -> None:
+    table = small(layers=4, tie_word_embeddings=tied)
+    chunks = [(pp, vp) for pp, stage in enumerate(split.stages) for vp in range(len(stage))]
+    held = [
+        entry
+        for pp, vp in chunks
+        for entry in table.entries_of(
+            split.stages[pp][vp],
+            first=(pp, vp) == (0, 0),
+            last=(pp, vp) == (len(split.stages) - 1, len(split.stages[0]) - 1),
+        )
+    ]
+    copies = 1 if tied and len(chunks) > 1 else 0
+    exported = table.exported()
+    assert len(held) == len(exported) + copies and set(exported) <= set(held)
+    assert {entry.megatron for entry in held} - {e.megatron for e in exported} == (
+        {"output_layer.weight"} if copies else set()
+    )
+    assert list(table.hf_shapes()) == [name for entry in exported for name in entry.hf]
+
+
+@pytest.mark.parametrize(
+    ("local", "offset", "canonical"),
+    [
+        ("decoder.layers.1.mlp.linear_fc2.weight", 6, "decoder.layers.7.mlp.linear_fc2.weight"),
+        (
+            "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
+            2,
+            "decoder.layers.2.input_layernorm.weight",
+        ),
+        (
+            "module.module.decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+            0,
+            "decoder.layers.0.pre_mlp_layernorm.weight",
+        ),
+        ("decoder.final_layernorm.weight", 6, "decoder.final_layernorm.weight"),
+        ("module.output_layer.weight", 6, "output_layer.weight"),
+    ],
+)
+def test_both_specs_and_any_offset_lead_to_one_name(
+    local: str, offset: int, canonical: str
+) -> None:
+    assert canonical_name(local, offset) == canonical
+
+
+def test_a_built_model_of_another_tensor_parallel_size_is_refused_with_both_shapes() -> None:
+    table = small()
+    entries = table.entries_of(range(3), first=True, last=True)
+    shapes = {e.megatron: e.row.local_shape(table.architecture, 1) for e in entries}
+    table.check_megatron(shapes, 1, entries)
+    with pytest.raises(ConversionError) as caught:
+        table.check_megatron(shapes, 2, entries)
+    assert "(tp 2)" in str(caught.value)
+    assert "linear_fc1.weight is [48, 16], must be [24, 16]" in str(caught.value)
+    assert "mlp.gate_proj.weight + model.layers.0.mlp.up_proj.weight (GateUp row)" in str(
+        caught.value
+    )
+
+
+def test_a_table_that_uses_a_tensor_twice_is_refused() -> None:
+    qwen = FAMILIES["qwen2"]
+    norm = Whole("decoder.second_norm.weight", ("model.norm.weight",), ("hidden_size",))
+    with pytest.raises(ConversionError, match=r"HF tensor in two rows: model\.norm\.weight"):
+        bind(raw("qwen2"), replace(qwen, table=(*qwen.table, norm)))
+    same = Whole("decoder.final_layernorm.weight", ("other",), ("hidden_size",))
+    with pytest.raises(ConversionError, match=r"in two rows: decoder\.final_layernorm\.weight"):
+        bind(raw("qwen2"), replace(qwen, table=(*qwen.table, same)))
+
+
+def test_a_layout_is_worked_out_once_for_all_layers() -> None:
+    table = small("mistral", layers=30)
+    shapes = table.hf_shapes()
+    blocks_of.cache_clear()
+    for entry in table.entries:
+        parts = [torch.zeros(shapes[name]) for name in entry.hf]
+        shard = torch.empty(entry.row.local_shape(table.architecture, 2))
+        fill_shard(entry.row, table.architecture, shard, parts, 1, 2)
+    assert blocks_of.cache_info().misses == len({entry.row for entry in table.entries}) == 9
+
+
+def test_a_later_layer_may_have_a_window_and_the_blocks_are_still_shared() -> None:
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    table = small(use_sliding_window=True, sliding_window=8, layer_types=kinds)
+    assert [table.architecture.window_of(layer) for layer in range(3)] == [None, 8, 8]
+    assert hash(table.architecture) == hash(replace(table.architecture, windowed=(True,) * 3))
