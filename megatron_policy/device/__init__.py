@@ -1,0 +1,146 @@
+"""The machine: the one place that names a device type or a communication backend; knows nothing of models."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+__all__ = [
+    "MemoryInfo",
+    "accelerators",
+    "communication_device",
+    "current_device",
+    "device_id",
+    "host_buffer",
+    "is_accelerated",
+    "join_process_group",
+    "leave_process_group",
+    "memory_info",
+    "place_process",
+    "prepare_platform",
+    "reset_peak_memory",
+    "synchronize",
+]
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class MemoryInfo:
+    """Bytes of the current device: `free` and `total` as the driver sees them, `peak` since the last reset."""
+
+    free: int
+    total: int
+    peak: int
+
+
+def accelerators() -> int:
+    """Number of GPUs this process can see."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def is_accelerated() -> bool:
+    """Whether this process computes on a GPU."""
+    return torch.cuda.is_available()
+
+
+def prepare_platform() -> bool:
+    """Make stock Megatron-Core usable on this machine; call it before making groups or models.
+
+    With a GPU this does nothing at all. Without one it applies the patches of `device.cpu_platform`, once.
+    Returns whether patches are active.
+    """
+    if is_accelerated():
+        return False
+    from megatron_policy.device import cpu_platform
+
+    cpu_platform.apply()
+    return True
+
+
+def place_process() -> torch.device:
+    """Bind this process to its GPU (by LOCAL_RANK, modulo the visible ones) and return its device."""
+    if is_accelerated():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return current_device()
+
+
+def current_device() -> torch.device:
+    """The device on which this process holds its parameters."""
+    if is_accelerated():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def communication_device() -> torch.device:
+    """The device on which a tensor must lie to take part in a collective."""
+    return current_device()
+
+
+def join_process_group(timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
+    """Join the default process group, NCCL on GPUs and gloo elsewhere; return whether this call created it.
+
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read as torchrun and our Ray workers set them; without RANK
+    the process becomes a world of one. A group that exists already is used as it is. Every collective fails after
+    `timeout_s` seconds instead of hanging.
+    """
+    if dist.is_initialized():
+        return False
+    timeout = timedelta(seconds=timeout_s)
+    backend = "nccl" if is_accelerated() else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+    return True
+
+
+def leave_process_group() -> None:
+    """Destroy the default process group if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def device_id() -> str:
+    """An identifier of the physical device: the GPU's UUID, or the host name and process on CPU."""
+    if is_accelerated():
+        return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    return f"CPU-{os.uname().nodename}-{os.getpid()}"
+
+
+def memory_info() -> MemoryInfo:
+    """Free, total and peak bytes of the current device (of the host's memory and this process on CPU)."""
+    if is_accelerated():
+        free, total = torch.cuda.mem_get_info()
+        return MemoryInfo(free=free, total=total, peak=torch.cuda.max_memory_allocated())
+    import resource
+
+    page = os.sysconf("SC_PAGE_SIZE")
+    return MemoryInfo(
+        free=os.sysconf("SC_AVPHYS_PAGES") * page,
+        total=os.sysconf("SC_PHYS_PAGES") * page,
+        peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+def reset_peak_memory() -> None:
+    """Forget the peak counted so far (a process on CPU cannot: its peak is the operating system's)."""
+    if is_accelerated():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def host_buffer(like: torch.Tensor) -> torch.Tensor:
+    """An uninitialised host tensor of the same shape and dtype, page-locked when a GPU will copy to and from it."""
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=is_accelerated())
+
+
+def synchronize() -> None:
+    """Wait until the device has finished what was queued."""
+    if is_accelerated():
+        torch.cuda.synchronize()

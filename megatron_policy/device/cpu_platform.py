@@ -1,0 +1,202 @@
+"""What stock Megatron-Core needs patched to run without a GPU; each patch replaces a call that would raise there.
+
+Megatron-Core names its device literally (`torch.cuda.current_device()`, `device="cuda"`). On a machine without a GPU
+those names are bound to the CPU, in this process, by the explicit call `apply()`. Nothing here runs on a GPU machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._device import _device_constructors
+
+_CPU = torch.device("cpu")
+_applied = False
+
+
+def apply() -> None:
+    """Apply every patch once, before the first process group or model of this process is made."""
+    global _applied
+    if _applied:
+        return
+    assert not torch.cuda.is_available(), "the CPU platform is for machines without a GPU"
+    for patch in PATCHES:
+        patch()
+    _applied = True
+
+
+def current_device() -> None:
+    """Every Megatron-Core tensor factory is given `device=torch.cuda.current_device()`."""
+    torch.cuda.current_device = lambda: _CPU
+
+
+def tensor_factories() -> None:
+    """Schedules, gradient clipping and the optimizers write `device="cuda"` and `pin_memory=True` literally.
+
+    Plain wrappers, not a TorchFunctionMode: a mode is local to a thread and taxes every operation.
+    """
+    # `with torch.device(...)` recognises the factories by identity, from a list it makes when first used: make it
+    # now, of the originals, which the wrappers go on to call.
+    _device_constructors()
+    names = (
+        "arange as_tensor empty empty_like eye full full_like linspace ones ones_like rand randint randn "
+        "randperm tensor zeros zeros_like"
+    )
+    for name in names.split():
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if _names_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return wrapped
+
+
+def _names_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+def tensor_moves() -> None:
+    """`.cuda()`, `.pin_memory()` and `.record_stream()` have nothing to do when everything is in host memory."""
+    torch.Tensor.cuda = lambda self, *a, **k: self
+    torch.Tensor.pin_memory = lambda self, *a, **k: self
+    torch.Tensor.record_stream = lambda self, *a, **k: None
+    torch.nn.Module.cuda = lambda self, *a, **k: self
+
+
+def tensor_type_names() -> None:
+    """The optimizers and gradient clipping compare `tensor.type()` with "torch.cuda.FloatTensor" and its kin.
+
+    The only patch that changes what works: `tensor.type()` without arguments answers with the CUDA name.
+    """
+    original = torch.Tensor.type
+
+    @functools.wraps(original)
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if args or kwargs or result.startswith("torch.cuda."):
+            return result
+        return result.replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = type_name
+
+
+class _Stream:
+    """A stream or event on a machine where everything has already happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> bool:
+        return False
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        return 0.0
+
+    def record_event(self, event: Any = None) -> _Stream:
+        return self
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
+
+    record = synchronize = wait = wait_event = wait_stream = _nothing
+
+
+def streams() -> None:
+    """Gradient synchronisation (0.19) and the MoE dispatcher order their work on streams and events."""
+    cuda = torch.cuda
+    stream = _Stream()
+    cuda.Stream = cuda.Event = _Stream
+    cuda.current_stream = cuda.default_stream = lambda *a, **k: stream
+    cuda.stream = lambda *a, **k: contextlib.nullcontext()
+    cuda.synchronize = cuda.set_device = lambda *a, **k: None
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *a, **k: None
+    cuda.memory_stats = lambda *a, **k: {}
+
+
+def compilation() -> None:
+    """Megatron-Core's jit fuser is torch.compile, which would need a C++ compiler in every rank: run eagerly."""
+    import megatron.core.jit as jit
+    import torch._dynamo
+
+    jit.disable_jit_fuser()
+    torch._dynamo.config.disable = True  # for what was decorated before this call
+
+
+def random_state() -> None:
+    """The model-parallel RNG tracker saves and restores the "cuda" generator: here the CPU's default one."""
+    import megatron.core.tensor_parallel.random as mcore_random
+
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *a, **k: torch.get_rng_state()
+    torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = lambda state, *a, **k: (
+        torch.set_rng_state(state)
+    )
+    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
+    mcore_random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
+    mcore_random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
+    # fork() warns when the CPU generator moves inside the "GPU" context; here that is the point.
+    logging.getLogger(mcore_random.__name__).addFilter(
+        lambda record: "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+    )
+
+
+def recompute_names() -> None:
+    """Selective recomputation of norms reads Transformer Engine names that are unbound without it.
+
+    From 0.19 it also compiles a C++ extension to alias storages; a plain storage copy needs no compiler.
+    """
+    import megatron.core.tensor_parallel.random as mcore_random
+
+    if not hasattr(mcore_random, "FP8GlobalStateManager"):
+        mcore_random.FP8GlobalStateManager = _NoFp8
+        mcore_random.activation_recompute_forward = lambda **k: contextlib.nullcontext()
+        mcore_random.fp8_autocast = lambda *a, **k: contextlib.nullcontext()
+    if hasattr(mcore_random, "_get_share_storage"):
+        mcore_random._get_share_storage = lambda: _copy_storage
+
+
+class _NoFp8:
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+    @staticmethod
+    def get_fp8_recipe() -> None:
+        return None
+
+
+def _copy_storage(destination: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.no_grad():
+        storage = destination.untyped_storage()
+        storage.resize_(source.untyped_storage().size())
+        storage.copy_(source.untyped_storage())
+
+
+# Compilation first: it imports Megatron-Core and torch._dynamo, which lists the functions of torch.cuda by identity.
+PATCHES: tuple[Callable[[], None], ...] = (
+    compilation,
+    current_device,
+    tensor_factories,
+    tensor_moves,
+    tensor_type_names,
+    streams,
+    random_state,
+    recompute_names,
+)

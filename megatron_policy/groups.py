@@ -1,0 +1,62 @@
+"""Process groups of a topology: the one place that names Megatron-Core's global parallel state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_policy.topology import Topology
+
+MEGATRON_ORDER = "tp-cp-ep-dp-pp"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups this rank belongs to; `dp` leaves context parallelism out, `dp_cp` counts it in."""
+
+    tp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    dp: dist.ProcessGroup
+    cp: dist.ProcessGroup
+    dp_cp: dist.ProcessGroup
+
+    @property
+    def first_stage(self) -> int:
+        """Global rank of this pipeline's first stage."""
+        return dist.get_global_rank(self.pp, 0)
+
+    @property
+    def last_stage(self) -> int:
+        """Global rank of this pipeline's last stage."""
+        return dist.get_global_rank(self.pp, self.pp.size() - 1)
+
+
+def make_groups(topology: Topology, timeout_s: float) -> Groups:
+    """Create Megatron-Core's process groups for `topology`, every collective bounded by `timeout_s` seconds."""
+    assert dist.get_world_size() == topology.world_size, (dist.get_world_size(), topology)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=topology.tp,
+        pipeline_model_parallel_size=topology.pp,
+        virtual_pipeline_model_parallel_size=topology.vpp if topology.vpp > 1 else None,
+        context_parallel_size=topology.cp,
+        expert_model_parallel_size=topology.ep,
+        distributed_timeout_minutes=timedelta(seconds=timeout_s).total_seconds() / 60,
+        order=MEGATRON_ORDER,
+        create_gloo_process_groups=False,
+    )
+    return Groups(
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        dp=parallel_state.get_data_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
+        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+
+
+def drop_groups() -> None:
+    """Destroy Megatron-Core's process groups, so that another topology can be made in the same process."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()

@@ -1,0 +1,51 @@
+"""Fills this rank's parameters from a Hugging Face checkpoint: an executor of the table, with no names of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from megatron_policy.converters.hf_files import HfReader
+from megatron_policy.converters.rows import fill_shard
+from megatron_policy.converters.table import Entry, Table, canonical_name
+from megatron_policy.model.build import holds_embedding, holds_head
+from megatron_policy.topology import Coords, LayerSplit, Topology
+
+Held = list[tuple[Entry, torch.nn.Parameter]]
+
+
+def held_entries(
+    chunks: Sequence[GPTModel], table: Table, split: LayerSplit, topology: Topology, coords: Coords
+) -> Held:
+    """Each parameter of `chunks` with its table entry, in table order; ConversionError unless they match one to one."""
+    held: Held = []
+    for index, chunk in enumerate(chunks):
+        layers = split.stages[coords.pp][index]
+        entries = table.entries_of(
+            layers,
+            first=holds_embedding(coords, index),
+            last=holds_head(coords, topology, index),
+        )
+        offset = layers.start if len(layers) else 0
+        parameters = {canonical_name(name, offset): p for name, p in chunk.named_parameters()}
+        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        table.check_megatron(shapes, topology.tp, entries)
+        held += [(entry, parameters[entry.megatron]) for entry in entries]
+    return held
+
+
+@torch.no_grad()
+def load_parameters(held: Held, reader: HfReader, table: Table, topology: Topology, coords: Coords) -> None:
+    """Copy this rank's slices straight from the mapped files into its parameters, casting on the way."""
+    table.check_hf(reader.shapes)
+    for entry, parameter in held:
+        fill_shard(
+            entry.row,
+            table.architecture,
+            parameter.data,
+            [reader.part(name) for name in entry.hf],
+            coords.tp,
+            topology.tp,
+        )

@@ -1,0 +1,149 @@
+"""Gradient buffers, optimizer and learning-rate schedule around model chunks; knows nothing of batches or losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_policy.config import MegatronConfig
+
+# Megatron-LM's own default: buckets large enough to saturate the network, growing with the ring.
+_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK = 40_000_000, 1_000_000
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """What a training step works on: wrapped chunks, their optimizer and its schedule."""
+
+    chunks: tuple[DistributedDataParallel, ...]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+    def finish_parameter_gather(self) -> None:
+        """Make the parameters current: an overlapped gather leaves them stale until the next forward."""
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+
+def make_trainable(
+    chunks: Sequence[GPTModel],
+    config: TransformerConfig,
+    settings: MegatronConfig,
+    global_batch_size: int,
+    data_parallel_size: int,
+    max_grad_norm: float,
+) -> Trainable:
+    """Wrap loaded chunks for training; the optimizer takes its fp32 main parameters from them as they are now.
+
+    `max_grad_norm` is the L2 norm to which the whole model's gradient is clipped; 0 does not clip.
+    """
+    wrapped = _wrap(chunks, config, settings, data_parallel_size)
+    optimizer = get_megatron_optimizer(
+        _optimizer_config(settings, config.params_dtype, max_grad_norm),
+        list(wrapped),
+        use_gloo_process_groups=False,
+    )
+    _connect(config, wrapped, optimizer)
+    return Trainable(wrapped, optimizer, _scheduler(optimizer, settings, global_batch_size))
+
+
+def _wrap(
+    chunks: Sequence[GPTModel],
+    config: TransformerConfig,
+    settings: MegatronConfig,
+    data_parallel_size: int,
+) -> tuple[DistributedDataParallel, ...]:
+    ddp = settings.distributed_data_parallel_config
+    bucket = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * data_parallel_size)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
+        overlap_grad_reduce=ddp.overlap_grad_reduce,
+        overlap_param_gather=ddp.overlap_param_gather,
+        use_distributed_optimizer=settings.optimizer.use_distributed_optimizer,
+        average_in_collective=False,
+        check_for_nan_in_grad=True,
+        bucket_size=bucket if ddp.overlap_grad_reduce else None,
+    )
+    return tuple(
+        # Later chunks finish their backward pass first: the others' compute hides one large message as well as many.
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    )
+
+
+def _optimizer_config(
+    settings: MegatronConfig, dtype: torch.dtype, max_grad_norm: float
+) -> OptimizerConfig:
+    optimizer = settings.optimizer
+    return OptimizerConfig(
+        optimizer=optimizer.optimizer,
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.adam_beta1,
+        adam_beta2=optimizer.adam_beta2,
+        adam_eps=optimizer.adam_eps,
+        sgd_momentum=optimizer.sgd_momentum,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        clip_grad=max_grad_norm,
+        use_distributed_optimizer=optimizer.use_distributed_optimizer,
+        overlap_param_gather=settings.distributed_data_parallel_config.overlap_param_gather,
+    )
+
+
+def _connect(
+    config: TransformerConfig,
+    chunks: tuple[DistributedDataParallel, ...],
+    optimizer: MegatronOptimizer,
+) -> None:
+    """Give the pipeline schedule its hooks into gradient buffers and optimizer."""
+    config.finalize_model_grads_func = _sum_gradients
+    config.grad_scale_func = optimizer.scale_loss
+    if chunks[0].ddp_config.overlap_grad_reduce:
+        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
+
+
+def _sum_gradients(model: list[Any], num_tokens: torch.Tensor | None, **kwargs: Any) -> None:
+    """Reduce gradients over ranks without the schedule's division by a token count: the loss has divided already."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _one_or_all(functions: list[Callable[..., Any]]) -> Any:
+    return functions[0] if len(functions) == 1 else functions
+
+
+def _scheduler(
+    optimizer: MegatronOptimizer, settings: MegatronConfig, global_batch_size: int
+) -> OptimizerParamScheduler:
+    """The schedule counts samples, as the host steps it: iterations of the config times the global batch size."""
+    schedule, lr = settings.scheduler, settings.optimizer.lr
+    decay_steps = schedule.lr_decay_iters * global_batch_size
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=schedule.lr_warmup_init,
+        max_lr=lr,
+        min_lr=settings.optimizer.min_lr,
+        lr_warmup_steps=schedule.lr_warmup_iters * global_batch_size,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=schedule.lr_decay_style,
+        start_wd=schedule.start_weight_decay,
+        end_wd=schedule.end_weight_decay,
+        wd_incr_steps=decay_steps,
+        wd_incr_style=schedule.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )

@@ -1,0 +1,135 @@
+"""Writes the policy as a Hugging Face checkpoint directory, every rank its files; knows no optimizer and no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megatron_policy.converters import hf_files
+from megatron_policy.converters.table import EMBEDDING, HEAD, Entry
+from megatron_policy.refit.export import gather_entry
+from megatron_policy.refit.plan import ExportFile, ExportPlan, ExportTensor, plan_export
+
+if TYPE_CHECKING:
+    from megatron_policy.model.assemble import Assembly
+
+DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
+# A stage's ranks share its tensors out between them, but not into files smaller than this.
+_MIN_SHARD_BYTES = 64 * 2**20
+
+
+def export_checkpoint(
+    path: str | PathLike[str],
+    assembly: Assembly,
+    source: str,
+    max_shard_bytes: int,
+    overwrite: bool,
+) -> None:
+    """Write config, tokenizer and weights to `path`; collective, and an error of one rank is raised on all.
+
+    A rank holds one gathered tensor at a time. The directory is written beside its final name and renamed when every
+    file is on the disk, so `path` either does not exist, is what it was, or is complete.
+    """
+    plan = plan_files(assembly, max_shard_bytes)
+    rank_zero = dist.get_rank() == 0
+    partial = hf_files.partial_dir(path)
+
+    def prepare() -> None:
+        if rank_zero:
+            hf_files.stage(path, overwrite)
+            hf_files.copy_side_files(source, partial)
+            hf_files.write_index(partial, plan.weight_map, plan.total_bytes)
+
+    def finish() -> None:
+        if rank_zero:
+            hf_files.publish(partial, path, overwrite)
+
+    _together(prepare)
+    _together(lambda: _write_files(assembly, plan, partial))
+    _together(finish)
+
+
+def plan_files(assembly: Assembly, max_shard_bytes: int) -> ExportPlan:
+    """The same plan on every rank: which tensor goes into which file, and which rank of its stage writes it."""
+    shapes = assembly.table.hf_shapes()
+    inventory = [
+        ExportTensor(name, shapes[name], assembly.source_dtypes[name], _stage_of(entry, assembly))
+        for entry in assembly.table.exported()
+        for name in entry.hf
+    ]
+    writers = assembly.topology.tp * assembly.topology.dp
+    total = sum(tensor.nbytes for tensor in inventory)
+    fair = -(-total // (writers * assembly.topology.pp))
+    return plan_export(inventory, min(max_shard_bytes, max(fair, _MIN_SHARD_BYTES)), writers)
+
+
+def _stage_of(entry: Entry, assembly: Assembly) -> int:
+    if entry.where == EMBEDDING:
+        return 0
+    if entry.where == HEAD:
+        return assembly.topology.pp - 1
+    assert entry.layer is not None
+    return assembly.split.owner(entry.layer)[0]
+
+
+def _write_files(assembly: Assembly, plan: ExportPlan, directory: Path) -> None:
+    """This rank's part in its stage's files: the replica whose writer a file has gathers, the writer writes."""
+    coords, tp = assembly.coords, assembly.topology.tp
+    failure: Exception | None = None
+    for file in plan.files:
+        replica, writer = divmod(file.writer, tp)
+        if (file.stage, replica) != (coords.pp, coords.dp):
+            continue
+        tensors = _gathered(assembly, file, writer)
+        if writer != coords.tp or failure is not None:
+            for _ in tensors:  # the others count on this rank's shards
+                pass
+            continue
+        try:
+            hf_files.write_shard(
+                directory, file.name, {t.name: (t.dtype, t.shape) for t in file.tensors}, tensors
+            )
+        except OSError as error:
+            failure = error
+            for _ in tensors:
+                pass
+    if failure is not None:
+        raise failure
+
+
+def _gathered(
+    assembly: Assembly, file: ExportFile, writer: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The file's tensors one after another, on the tensor-parallel rank `writer`; nothing, after the same work, elsewhere."""
+    wanted = {tensor.name for tensor in file.tensors}
+    for entry, parameter in assembly.held:
+        if not entry.row.owns or wanted.isdisjoint(entry.hf):
+            continue
+        parts = gather_entry(
+            entry,
+            parameter,
+            assembly.table.architecture,
+            assembly.source_dtypes,
+            assembly.groups.tp,
+            writer,
+        )
+        yield from ((name, part) for name, part in parts.items() if name in wanted)
+
+
+def _together(step: Callable[[], None]) -> None:
+    """Run `step` on every rank; if it fails on any, raise on all, so that nobody waits for a rank that has given up."""
+    failure: Exception | None = None
+    try:
+        step()
+    except Exception as error:
+        failure = error
+    failures: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    for rank, error in enumerate(failures):
+        if error is not None:
+            raise error if rank == dist.get_rank() else type(error)(f"rank {rank}: {error}")

@@ -1,0 +1,108 @@
+"""Log-probabilities and top-k over a vocabulary that is split between ranks; takes a group, knows nothing of models.
+
+Shapes: B rows, S positions, V this rank's slice of the vocabulary, K candidates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def vocab_parallel_logprobs(
+    logits_BSV: torch.Tensor, targets_BS: torch.Tensor, vocab_start: int, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """`log softmax(logits)[target]` as fp32 `[B, S]`, differentiable in the logits.
+
+    `logits_BSV` is this rank's fp32 slice `[vocab_start, vocab_start + V)`; every rank of `group` gets the result.
+    """
+    result: torch.Tensor = _VocabParallelLogprob.apply(logits_BSV, targets_BS, vocab_start, group)
+    return result
+
+
+class _VocabParallelLogprob(torch.autograd.Function):
+    """Keeps the logits and one normaliser per position; the softmax is made again in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_BSV: torch.Tensor,
+        targets_BS: torch.Tensor,
+        vocab_start: int,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        normaliser_BS = vocab_parallel_logsumexp(logits_BSV, group)
+        local_BS = targets_BS - vocab_start
+        mine_BS = (local_BS >= 0) & (local_BS < logits_BSV.size(-1))
+        local_BS = local_BS.masked_fill(~mine_BS, 0)
+        target_BS = logits_BSV.gather(-1, local_BS.unsqueeze(-1)).squeeze(-1) * mine_BS
+        if group.size() > 1:
+            dist.all_reduce(target_BS, group=group)
+        ctx.save_for_backward(logits_BSV, normaliser_BS, local_BS, mine_BS)
+        return target_BS - normaliser_BS
+
+    @staticmethod
+    def backward(ctx: Any, grad_BS: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        logits_BSV, normaliser_BS, local_BS, mine_BS = ctx.saved_tensors
+        grad_BSV = (logits_BSV - normaliser_BS.unsqueeze(-1)).exp_().mul_(-grad_BS.unsqueeze(-1))
+        grad_BSV.scatter_add_(-1, local_BS.unsqueeze(-1), (grad_BS * mine_BS).unsqueeze(-1))
+        return grad_BSV, None, None, None
+
+
+def vocab_parallel_logsumexp(logits_BSV: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """`log sum exp` over the whole vocabulary, fp32 `[B, S]`, the same on every rank of `group`."""
+    if group.size() == 1:
+        return logits_BSV.logsumexp(-1)
+    peak_BS = logits_BSV.amax(-1)
+    dist.all_reduce(peak_BS, op=dist.ReduceOp.MAX, group=group)
+    total_BS = (logits_BSV - peak_BS.unsqueeze(-1)).exp_().sum(-1)
+    dist.all_reduce(total_BS, group=group)
+    return peak_BS + total_BS.log_()
+
+
+def next_token_logprobs(
+    logits_BSV: torch.Tensor, tokens_BS: torch.Tensor, vocab_start: int, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Log-probability of token t + 1 given tokens up to t, fp32 `[B, S - 1]`."""
+    return vocab_parallel_logprobs(logits_BSV[:, :-1], tokens_BS[:, 1:], vocab_start, group)
+
+
+def vocab_parallel_topk(
+    logits_BSV: torch.Tensor, k: int, vocab_start: int, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `k` largest logits and their vocabulary entries, both `[B, S, k]`, largest first, on every rank."""
+    values_BSK, indices_BSK = logits_BSV.topk(min(k, logits_BSV.size(-1)), dim=-1)
+    indices_BSK = indices_BSK + vocab_start
+    if group.size() == 1:
+        return values_BSK, indices_BSK
+    values_BSC, indices_BSC = _gather_last(values_BSK, group), _gather_last(indices_BSK, group)
+    values_BSK, chosen_BSK = values_BSC.topk(k, dim=-1)
+    return values_BSK, indices_BSC.gather(-1, chosen_BSK)
+
+
+def gather_vocab(logits_BSV: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """All ranks' slices side by side, differentiable: every rank is expected to compute the same from the result."""
+    if group.size() == 1:
+        return logits_BSV
+    gathered: torch.Tensor = _GatherVocab.apply(logits_BSV, group)
+    return gathered
+
+
+class _GatherVocab(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_BSV: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group, ctx.width = group, logits_BSV.size(-1)
+        return _gather_last(logits_BSV, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        # Each rank holds the whole gradient of the one loss: its slice is all it needs.
+        return grad.narrow(-1, ctx.group.rank() * ctx.width, ctx.width).contiguous(), None
+
+
+def _gather_last(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)

@@ -1,0 +1,44 @@
+"""The frozen reference policy: host copies of this rank's parameters, exchanged with the live ones on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from megatron_policy.device import host_buffer, synchronize
+
+
+class ReferenceWeights:
+    """Parameters as they were when this was made, in (page-locked) host memory.
+
+    While the reference is active the host buffers hold the policy's weights: the two are exchanged tensor by tensor,
+    so the device never holds more than one extra tensor and the host never more than one copy.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = tuple(parameters)
+        self._frozen = tuple(host_buffer(p.data).copy_(p.data) for p in self._parameters)
+        self._active = False
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Within this context the model computes with the reference's weights; afterwards, come what may, with its own."""
+        if self._active:
+            raise RuntimeError("the reference policy is active already; its context does not nest")
+        self._exchange()
+        self._active = True
+        try:
+            yield
+        finally:
+            self._exchange()
+            self._active = False
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for parameter, frozen in zip(self._parameters, self._frozen, strict=True):
+            held = parameter.data.clone()
+            parameter.data.copy_(frozen)
+            frozen.copy_(held)
+        synchronize()

@@ -1,0 +1,43 @@
+"""The layouts every promise is checked under, and the tiny models they hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+VOCAB, LENGTH = 251, 12  # neither divides by the tensor-parallel sizes: the vocabulary is padded, lengths too
+
+
+@dataclass(frozen=True)
+class Layout:
+    world: int
+    tp: int = 1
+    megatron: dict[str, Any] = field(default_factory=dict)
+
+
+def layout(world: int, tp: int = 1, pp: int = 1, vpp: int = 1, **more: Any) -> Layout:
+    sizes = {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": vpp,
+    }
+    return Layout(world, tp, sizes | more)
+
+
+OVERLAPPED = {
+    "optimizer": {"use_distributed_optimizer": True},
+    "distributed_data_parallel_config": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+}
+LAYOUTS = {
+    "one process": layout(1),
+    "TP2": layout(2, tp=2),
+    "TP2+SP": layout(2, tp=2, sequence_parallel=True),
+    "PP2": layout(2, pp=2),
+    "PP2 uneven": layout(2, pp=2, num_layers_in_first_pipeline_stage=1),
+    "PP2xVPP2": layout(2, pp=2, vpp=2),
+    "DP2": layout(2),
+    "DP2 distributed optimizer, both overlaps": layout(2, **OVERLAPPED),
+    "TP2xPP2xDP2+SP": layout(8, tp=2, pp=2, sequence_parallel=True, **OVERLAPPED),
+    "TP4 over 2 groups": layout(4, tp=4),
+}
+FAMILIES = {True: "qwen2", False: "qwen3"}  # tied with biases on q, k, v; untied with norms on q, k

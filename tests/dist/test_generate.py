@@ -1,0 +1,146 @@
+"""The policy's own generation against transformers' `generate`, and against what the policy reads back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy.batch import BatchedDataDict
+from tests import oracle
+from tests.dist.cases import open_policy, policy_config
+from tests.dist.layouts import LAYOUTS, VOCAB
+
+NEW, PAD = 9, 0
+PROMPT_LENGTHS = (4, 7, 2, 7, 5)
+
+
+class Tokenizer:
+    """All that generation asks of one."""
+
+    pad_token_id = PAD
+
+    def __init__(self, eos: int | None = None) -> None:
+        self.eos_token_id = eos
+
+
+def prompts() -> BatchedDataDict:
+    random = torch.Generator().manual_seed(3)
+    tokens = torch.randint(1, VOCAB, (len(PROMPT_LENGTHS), 7), generator=random)
+    lengths = torch.tensor(PROMPT_LENGTHS)
+    inside = torch.arange(7) < lengths.unsqueeze(1)
+    return BatchedDataDict({"input_ids": torch.where(inside, tokens, PAD), "input_lengths": lengths})
+
+
+def continue_prompts(
+    config: dict[str, Any], eos: int | None, greedy: bool, draws: int = 1
+) -> dict[str, Any]:
+    """Continuations, and the log-probabilities that the policy gives to them afterwards."""
+    with open_policy(
+        config, tokenizer=Tokenizer(eos), init_optimizer=False, init_reference_model=False
+    ) as policy:
+        done = [policy.generate(prompts(), greedy=greedy) for _ in range(draws)]
+        read = policy.logprobs(BatchedDataDict({"input_ids": done[0].tokens_BT}))
+        return {"coords": policy.coords, "done": done, "read": read}
+
+
+def generation(**settings: Any) -> dict[str, Any]:
+    return {"generation": {"max_new_tokens": NEW} | settings, "generation_batch_size": 3}
+
+
+def hf_greedy(path, row: int) -> list[int]:
+    data, length = prompts(), PROMPT_LENGTHS[row]
+    prompt = data["input_ids"][row : row + 1, :length]
+    model = oracle.load_hf(path)
+    out = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=NEW,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=PAD,
+    )
+    return out[0].tolist()
+
+
+GENERATING = ("one process", "TP2+SP", "PP2 uneven", "PP2xVPP2", "TP2xPP2xDP2+SP", "TP4 over 2 groups")
+
+
+@pytest.mark.parametrize("name", GENERATING)
+def test_greedy_continuations_are_those_of_transformers(ranks, checkpoints, name: str) -> None:
+    path = checkpoints[False]
+    config = policy_config(path, LAYOUTS[name].megatron, **generation())
+    for seen in ranks.run(LAYOUTS[name].world, continue_prompts, config, None, True):
+        (done,) = seen["done"]
+        for row, length in enumerate(PROMPT_LENGTHS):
+            expected = hf_greedy(path, row)
+            assert done.tokens_BT[row, : length + NEW].tolist() == expected
+            assert (done.tokens_BT[row, length + NEW :] == PAD).all()
+            own = slice(length, length + NEW)
+            torch.testing.assert_close(
+                done.logprobs_BT[row, own], seen["read"][row, own], rtol=0, atol=1e-5
+            )
+            assert (done.logprobs_BT[row, :length] == 0).all()
+        assert done.generated_B.tolist() == [NEW] * len(PROMPT_LENGTHS)
+        assert done.lengths_B.tolist() == [length + NEW for length in PROMPT_LENGTHS]
+
+
+def test_a_stop_token_ends_its_row_and_no_other(ranks, checkpoints) -> None:
+    path = checkpoints[False]
+    ends = [hf_greedy(path, row)[length:] for row, length in enumerate(PROMPT_LENGTHS)]
+    eos = ends[0][3]
+    (seen,) = ranks.run(1, continue_prompts, policy_config(path, {}, **generation()), eos, True)
+    (done,) = seen["done"]
+    for row, (length, end) in enumerate(zip(PROMPT_LENGTHS, ends, strict=True)):
+        count = end.index(eos) + 1 if eos in end else NEW
+        assert done.generated_B[row] == count
+        assert done.tokens_BT[row, length : length + count].tolist() == end[:count]
+
+
+def test_nothing_grows_beyond_the_longest_allowed_sequence(ranks, checkpoints) -> None:
+    config = policy_config(checkpoints[True], {}, **generation()) | {"max_total_sequence_length": 10}
+    (seen,) = ranks.run(1, continue_prompts, config, None, True)
+    assert seen["done"][0].lengths_B.tolist() == [min(n + NEW, 10) for n in PROMPT_LENGTHS]
+
+
+def test_samples_agree_within_a_replica_and_differ_between_replicas_and_draws(ranks, checkpoints) -> None:
+    case = LAYOUTS["TP2xPP2xDP2+SP"]
+    config = policy_config(checkpoints[True], case.megatron, **generation(temperature=1.3))
+    results = ranks.run(case.world, continue_prompts, config, None, False, 2)
+    by_replica: dict[int, list[list[list[int]]]] = {}
+    for seen in results:
+        drawn = [done.tokens_BT.tolist() for done in seen["done"]]
+        assert by_replica.setdefault(seen["coords"].dp, drawn) == drawn
+    assert by_replica[0] != by_replica[1]
+    assert by_replica[0][0] != by_replica[0][1]
+
+
+def test_sampled_logprobs_are_those_read_back_at_the_same_temperature(ranks, checkpoints) -> None:
+    config = policy_config(
+        checkpoints[False], LAYOUTS["TP2"].megatron, **generation(temperature=0.7, top_k=5, top_p=0.8)
+    )
+    seen = ranks.run(2, continue_prompts, config, None, False)[0]
+    (done,) = seen["done"]
+    for row, length in enumerate(PROMPT_LENGTHS):
+        own = slice(length, length + NEW)
+        torch.testing.assert_close(
+            done.logprobs_BT[row, own], seen["read"][row, own], rtol=0, atol=1e-5
+        )
+
+
+def refuse_prompt(config: dict[str, Any], lengths: list[int]) -> str:
+    data = prompts()
+    data["input_lengths"] = torch.tensor(lengths)
+    with open_policy(
+        config, tokenizer=Tokenizer(), init_optimizer=False, init_reference_model=False
+    ) as policy:
+        with pytest.raises(ValueError) as error:
+            policy.generate(data)
+        return str(error.value)
+
+
+def test_a_prompt_that_cannot_be_continued_is_named(ranks, checkpoints) -> None:
+    config = policy_config(checkpoints[True], {}, **generation())
+    assert "prompt 2 has length 0" in ranks.run(1, refuse_prompt, config, [4, 7, 0, 7, 5])[0]
+    assert "prompt 4 has length 8" in ranks.run(1, refuse_prompt, config, [4, 7, 2, 7, 8])[0]

@@ -1,0 +1,140 @@
+"""Every layout against one process of Hugging Face transformers and torch's AdamW.
+
+Tolerances, fp32: logits, log-probabilities and weights 1e-5 absolute (values of order 1, sums of a few hundred terms
+in another order); loss and gradient norm 1e-5 relative. bf16: see `assert_within_one_ulp`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy.converters.hf_files import read_config
+from megatron_policy.converters.rows import fill_shard
+from megatron_policy.converters.table import bind
+from tests import oracle
+from tests.dist.cases import GLOBAL_BATCH, policy_config, train_two_steps
+from tests.dist.layouts import FAMILIES, LAYOUTS, LENGTH, VOCAB
+
+TOLERANCE = 1e-5
+
+
+@cache
+def data():
+    return oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
+
+
+@cache
+def expected(path: Path, loss: str, dtype: torch.dtype = torch.float32) -> oracle.Trained:
+    loss_of = {"token": oracle.token_level, "sequence": oracle.sequence_level, "logit": oracle.logit_level}
+    return oracle.train(path, data(), GLOBAL_BATCH, loss_of[loss], dtype)
+
+
+@cache
+def hf_reading(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    model = oracle.load_hf(path)
+    tokens = data()["input_ids"]
+    with torch.no_grad():
+        return model(tokens).logits, oracle.hf_logprobs(model, tokens)
+
+
+def shards_of(path: Path, weights: dict[str, torch.Tensor], tp: int, rank: int, names: list[str]):
+    """The tensor-parallel shards that Hugging Face `weights` amount to, under Megatron names."""
+    table = bind(read_config(path))
+    entries = {entry.megatron: entry for entry in table.entries}
+    for name in names:
+        row = entries[name].row
+        shard = torch.empty(row.local_shape(table.architecture, tp), dtype=weights[entries[name].hf[0]].dtype)
+        fill_shard(row, table.architecture, shard, [weights[h] for h in entries[name].hf], rank, tp)
+        yield name, shard
+
+
+def assert_reads_like_hf(path: Path, seen: dict[str, Any]) -> None:
+    logits, logprobs = hf_reading(path)
+    torch.testing.assert_close(seen["before"]["logits"], logits, rtol=0, atol=TOLERANCE)
+    for reading in (seen["before"]["logprobs"], seen["reference"]):
+        torch.testing.assert_close(reading[:, 1:], logprobs, rtol=0, atol=TOLERANCE)
+        assert (reading[:, 0] == 0).all()
+    assert seen["unchanged"], "the policy's weights changed while the reference was active"
+    assert (seen["after"] - seen["before"]["logprobs"]).abs().max() > 1e-3, "training changed nothing"
+
+
+def assert_trained_like_hf(path: Path, tp: int, seen: dict[str, Any], hf: oracle.Trained, rel: float) -> None:
+    for step, loss, norm in zip(seen["steps"], hf.losses, hf.grad_norms, strict=True):
+        assert step["global_loss"].tolist() == pytest.approx([loss], rel=rel)
+        assert step["grad_norm"].tolist() == pytest.approx([norm], rel=rel)
+    assert seen["eval"]["global_loss"][0].item() == pytest.approx(hf.losses[0], rel=rel)
+
+
+def assert_metrics_complete(results: list[dict[str, Any]], loss: str) -> None:
+    """Every rank has its replica's metrics; over the replicas they add up to the global batch's loss."""
+    for index, step in enumerate(results[0]["steps"]):
+        by_replica = {}
+        for seen in results:
+            metrics = seen["steps"][index]["all_mb_metrics"]
+            assert by_replica.setdefault(seen["coords"].dp, metrics) == metrics
+        total = sum(sum(metrics["loss"]) for metrics in by_replica.values())
+        assert total == pytest.approx(step["global_loss"].item(), rel=1e-5)
+        valid = sum(sum(metrics["valid"]) for metrics in by_replica.values())
+        counted = "global_valid_toks" if loss == "token" else "global_valid_seqs"
+        assert valid == by_replica[0][counted][0]
+
+
+@pytest.mark.parametrize("tied", FAMILIES, ids=["tied", "untied"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_equals_one_process_of_hf(ranks, checkpoints, name: str, tied: bool) -> None:
+    path, case = checkpoints[tied], LAYOUTS[name]
+    config = policy_config(path, case.megatron)
+    for loss in ("token", "sequence"):
+        results = ranks.run(case.world, train_two_steps, config, loss, data(), VOCAB, loss == "token")
+        hf = expected(path, loss)
+        assert_metrics_complete(results, loss)
+        for seen in results:
+            if loss == "token":
+                assert_reads_like_hf(path, seen)
+            assert_trained_like_hf(path, case.tp, seen, hf, rel=1e-5)
+            for key, shard in shards_of(path, hf.weights, case.tp, seen["coords"].tp, list(seen["weights"])):
+                torch.testing.assert_close(seen["weights"][key], shard, rtol=0, atol=TOLERANCE, msg=key)
+
+
+@pytest.mark.parametrize("tied", FAMILIES, ids=["tied", "untied"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bf16_weights_after_two_steps_are_within_one_ulp_of_hf(
+    ranks, checkpoints, name: str, tied: bool
+) -> None:
+    path, case = checkpoints[tied], LAYOUTS[name]
+    config = policy_config(path, case.megatron, precision="bfloat16")
+    hf = expected(path, "token", torch.bfloat16)
+    for seen in ranks.run(case.world, train_two_steps, config, "token", data(), VOCAB, False):
+        assert_trained_like_hf(path, case.tp, seen, hf, rel=2e-2)
+        names, tp_rank = list(seen["weights"]), seen["coords"].tp
+        start = dict(shards_of(path, start_weights(path), case.tp, tp_rank, names))
+        for key, shard in shards_of(path, hf.weights, case.tp, tp_rank, names):
+            assert_same_update_in_bf16(start[key], seen["weights"][key], shard, key)
+
+
+@cache
+def start_weights(path: Path) -> dict[str, torch.Tensor]:
+    model = oracle.load_hf(path, torch.bfloat16)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def assert_same_update_in_bf16(
+    start: torch.Tensor, weight: torch.Tensor, expected: torch.Tensor, name: str
+) -> None:
+    """No weight differs by more than one bf16 ulp of the norms' weights, which lie between 1 and 2: 2^-7.
+
+    The weights of matrices are far smaller and so is the ulp that matters there; their updates are compared as a
+    whole instead: the difference is at most a tenth of the update, gradients being sums of bf16 products whose
+    rounding depends on their order.
+    """
+    assert weight.dtype == expected.dtype == torch.bfloat16
+    weight, expected, start = weight.float(), expected.float(), start.float()
+    difference = weight - expected
+    assert difference.abs().max() <= 2**-7, name
+    if weight.dim() > 1:
+        assert difference.norm() <= 0.1 * (expected - start).norm(), name
