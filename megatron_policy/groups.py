@@ -15,7 +15,9 @@ MEGATRON_ORDER = "tp-cp-ep-dp-pp"
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups this rank belongs to; `dp` leaves context parallelism out, `dp_cp` counts it in."""
+    """The process groups this rank belongs to; `dp` leaves context parallelism out, `dp_cp` counts
+    it in.
+    """
 
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup
@@ -35,7 +37,9 @@ class Groups:
 
 
 def make_groups(topology: Topology, timeout_s: float) -> Groups:
-    """Create Megatron-Core's process groups for `topology`, every collective bounded by `timeout_s` seconds."""
+    """Create Megatron-Core's process groups for `topology`, every collective bounded by `timeout_s`
+    seconds.
+    """
     assert dist.get_world_size() == topology.world_size, (dist.get_world_size(), topology)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=topology.tp,
@@ -57,6 +61,8 @@ def make_groups(topology: Topology, timeout_s: float) -> Groups:
 
 
 def drop_groups() -> None:
-    """Destroy Megatron-Core's process groups, so that another topology can be made in the same process."""
+    """Destroy Megatron-Core's process groups, so that another topology can be made in the same
+    process.
+    """
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()

@@ -1,4 +1,4 @@
-"""One rank's policy: about ten verbs over a built model; knows nothing of Ray, hosts or the command line.
+"""One rank's policy: about ten verbs over a built model; knows nothing of Ray or hosts.
 
 Shapes: B rows of this data-parallel rank, S positions, K candidates.
 """
@@ -6,7 +6,7 @@ Shapes: B rows of this data-parallel rank, S positions, K candidates.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
@@ -30,11 +30,12 @@ from megatron_policy.train.sampling import Sampling
 
 
 class MegatronPolicy:
-    """A Hugging Face checkpoint as a Megatron-Core model that can be trained, read and written back.
+    """A Hugging Face checkpoint as a Megatron-Core model: train it, read it, write it back.
 
-    Every rank of the layout makes one, wherever torch.distributed runs: under torchrun, inside Ray workers, or alone
-    in one process. Every method is collective: all ranks call it, in the same order, each data-parallel replica with
-    rows of its own and all ranks of a replica with the same rows.
+    Every rank of the layout makes one, wherever torch.distributed runs: under torchrun, inside Ray
+    workers, or alone in one process. Every method is collective: all ranks call it, in the same
+    order, each data-parallel replica with rows of its own and all ranks of a replica with the same
+    rows.
     """
 
     def __init__(
@@ -46,11 +47,12 @@ class MegatronPolicy:
         init_reference_model: bool = True,
         timeout_s: float = device.DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Join the process group, build this rank's part of `config.model_name` and load its slices of the weights.
+        """Join the process group, build this rank's part of the model and load its weights.
 
-        `tokenizer` is anything with `pad_token_id` and `eos_token_id`; only `generate` needs one. No collective waits
-        longer than `timeout_s` seconds. Raises ConfigError for a layout that is not legal, naming the legal values,
-        and ConversionError for a checkpoint that does not match its family's table, naming both sides.
+        `tokenizer` is anything with `pad_token_id` and `eos_token_id`; only `generate` needs one.
+        No collective waits longer than `timeout_s` seconds. Raises ConfigError for a layout that is
+        not legal, naming the legal values, and ConversionError for a checkpoint that does not match
+        its family's table, naming both sides.
         """
         self.config = PolicyConfig.parse(config)
         self.tokenizer = tokenizer
@@ -75,8 +77,6 @@ class MegatronPolicy:
         self._generator = torch.Generator(device=device.current_device())
         self._generator.manual_seed(self.config.seed + self.coords.dp)
 
-    # -- training ------------------------------------------------------------------------------------------------
-
     def train(
         self,
         data: BatchedDataDict,
@@ -86,15 +86,19 @@ class MegatronPolicy:
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """One optimizer step for each global batch of `gbs` samples (over all replicas), in microbatches of `mbs`.
+        """One optimizer step for each global batch of `gbs` samples (over all replicas), in
+        microbatches of `mbs`.
 
-        `data` is this replica's share: `input_ids` int64 `[B, S]` right padded, `sample_mask` `[B]`, `token_mask`
-        `[B, S]` and whatever the loss reads. Returns `global_loss`, `grad_norm`, `all_mb_metrics` and `rank`, as
-        `train.step.train` describes them. `eval_mode` computes the loss only.
+        `data` is this replica's share: `input_ids` int64 `[B, S]` right padded, `sample_mask`
+        `[B]`, `token_mask` `[B, S]` and whatever the loss reads. Returns `global_loss`,
+        `grad_norm`, `all_mb_metrics` and `rank`, as `train.step.train` describes them. `eval_mode`
+        computes the loss only.
         """
         trainable = self._assembly.trainable
         if trainable is None and not eval_mode:
-            raise RuntimeError("this policy was made with init_optimizer=False: it can only train in eval_mode")
+            raise RuntimeError(
+                "this policy was made with init_optimizer=False: it can only train in eval_mode"
+            )
         return step.train(
             self._pipeline,
             None if eval_mode else trainable,
@@ -104,10 +108,10 @@ class MegatronPolicy:
             mbs or self.config.train_micro_batch_size,
         )
 
-    # -- reading -------------------------------------------------------------------------------------------------
-
-    def logprobs(self, data: BatchedDataDict, *, micro_batch_size: int | None = None) -> torch.Tensor:
-        """fp32 `[B, S]`: `log p(token t | tokens before t)`, 0 at position 0, undefined at padding."""
+    def logprobs(
+        self, data: BatchedDataDict, *, micro_batch_size: int | None = None
+    ) -> torch.Tensor:
+        """fp32 `[B, S]`: `log p(token t | tokens before t)`; 0 at t = 0, arbitrary at padding."""
         self._settle()
         return score.logprobs(
             self._pipeline, data["input_ids"], micro_batch_size or self.config.logprob_batch_size
@@ -123,7 +127,9 @@ class MegatronPolicy:
     def topk_logits(
         self, data: BatchedDataDict, k: int, *, micro_batch_size: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `k` largest logits at each position and their token ids: fp32 and int64, both `[B, S, K]`."""
+        """The `k` largest logits at each position and their token ids: fp32 and int64, both `[B, S,
+        K]`.
+        """
         self._settle()
         return score.topk_logits(
             self._pipeline,
@@ -134,16 +140,22 @@ class MegatronPolicy:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Within this context the policy computes with its starting weights; afterwards its own are back, bit for bit."""
+        """Within this context the policy computes with its starting weights; afterwards its own are
+        back, bit for bit.
+        """
         reference = self._assembly.reference
         if reference is None:
-            raise RuntimeError("this policy was made with init_reference_model=False: it has no reference")
+            raise RuntimeError(
+                "this policy was made with init_reference_model=False: it has no reference"
+            )
         self._settle()
         with reference.active():
             yield
 
     def generate(self, data: BatchedDataDict, *, greedy: bool = False) -> Continuations:
-        """Continue right-padded prompts (`input_ids` `[B, S]`, `input_lengths` `[B]`) as `config.generation` says."""
+        """Continue right-padded prompts (`input_ids` `[B, S]`, `input_lengths` `[B]`) as
+        `config.generation` says.
+        """
         self._settle()
         prompts_BS, lengths_B = data["input_ids"], data["input_lengths"]
         return generate(
@@ -176,10 +188,10 @@ class MegatronPolicy:
     def _pad_id(self) -> int:
         pad = getattr(self.tokenizer, "pad_token_id", None)
         if pad is None:
-            raise ConfigError("generate needs a tokenizer with a pad_token_id; pass one as `tokenizer`")
+            raise ConfigError(
+                "generate needs a tokenizer with a pad_token_id; pass one as `tokenizer`"
+            )
         return int(pad)
-
-    # -- weights -------------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters under their canonical, global Megatron-Core names."""
@@ -187,20 +199,26 @@ class MegatronPolicy:
         return ((entry.megatron, parameter) for entry, parameter in self._assembly.held)
 
     def export_hf(
-        self, path: str | PathLike[str], *, max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES, overwrite: bool = False
+        self,
+        path: str | PathLike[str],
+        *,
+        max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+        overwrite: bool = False,
     ) -> None:
-        """Write a Hugging Face checkpoint: config, tokenizer, sharded safetensors with index, each rank its part.
+        """Write a Hugging Face checkpoint: config, tokenizer, sharded safetensors with index, each
+        rank its part.
 
-        Tensors keep the dtype they had in `config.model_name`, so that what was not trained comes back bit-equal. The
-        directory appears when it is complete; one that exists is refused unless `overwrite`.
+        Tensors keep the dtype they had in `config.model_name`, so that what was not trained comes
+        back bit-equal. The directory appears when it is complete; one that exists is refused unless
+        `overwrite`.
         """
         self._settle()
-        export_checkpoint(
-            path, self._assembly, self.config.model_name, max_shard_bytes, overwrite
-        )
+        export_checkpoint(path, self._assembly, self.config.model_name, max_shard_bytes, overwrite)
 
     def _settle(self) -> None:
-        """Parameters may still be on their way when their gather overlaps the next step: wait for them."""
+        """Parameters may still be on their way when their gather overlaps the next step: wait for
+        them.
+        """
         if self._assembly.trainable is not None:
             self._assembly.trainable.finish_parameter_gather()
 

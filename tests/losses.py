@@ -72,7 +72,9 @@ class SequenceNLL:
 
 
 class LogitEntropy:
-    """Second generation: given the whole vocabulary's logits; rewards certainty at the masked positions."""
+    """Second generation: given the whole vocabulary's logits; rewards certainty at the masked
+    positions.
+    """
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.LOGIT

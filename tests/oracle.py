@@ -1,4 +1,6 @@
-"""What every layout must reproduce: the Hugging Face model in one process, trained with torch's own AdamW."""
+"""What every layout must reproduce: the Hugging Face model in one process, trained with torch's own
+AdamW.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,18 @@ from megatron_policy.batch import BatchedDataDict
 from tests.losses import loss_mask, sequence_nll, token_nll
 
 LR, WEIGHT_DECAY, CLIP = 1e-2, 0.1, 0.5
-# A key bias shifts all scores of a query alike, so its gradient is exactly zero in theory and rounding noise in
-# practice; with Adam's usual epsilon the update would be the noise's sign times the learning rate.
+# A key bias shifts all scores of a query alike, so its gradient is exactly zero in theory and
+# rounding noise in practice; with Adam's usual epsilon the update would be the noise's sign times
+# the learning rate.
 EPS = 1e-3
 BETAS = (0.9, 0.999)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Losses and gradient norms of each step, and the weights afterwards under their Hugging Face names."""
+    """Losses and gradient norms of each step, and the weights afterwards under their Hugging Face
+    names.
+    """
 
     losses: list[float]
     grad_norms: list[float]
@@ -29,11 +34,15 @@ class Trained:
 
 
 def load_hf(path: Path | str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation="eager"
+    ).eval()
 
 
 def make_batch(rows: int, length: int, vocab: int, seed: int = 0) -> BatchedDataDict:
-    """Right-padded sequences of unequal length with holes in the token mask and some samples left out."""
+    """Right-padded sequences of unequal length with holes in the token mask and some samples left
+    out.
+    """
     random = torch.Generator().manual_seed(seed)
     lengths = torch.randint(3, length + 1, (rows,), generator=random)
     lengths[0] = length
@@ -63,9 +72,7 @@ def token_level(model: PreTrainedModel, data: BatchedDataDict) -> torch.Tensor:
 
 
 def sequence_level(model: PreTrainedModel, data: BatchedDataDict) -> torch.Tensor:
-    return sequence_nll(
-        hf_logprobs(model, data["input_ids"]), data, data["sample_mask"].sum()
-    )
+    return sequence_nll(hf_logprobs(model, data["input_ids"]), data, data["sample_mask"].sum())
 
 
 def logit_level(model: PreTrainedModel, data: BatchedDataDict) -> torch.Tensor:
@@ -81,7 +88,9 @@ def train(
     loss_of: Callable[[PreTrainedModel, BatchedDataDict], torch.Tensor],
     dtype: torch.dtype = torch.float32,
 ) -> Trained:
-    """One step per global batch, fp32 main weights, biases and norms not decayed, gradients clipped to CLIP."""
+    """One step per global batch, fp32 main weights, biases and norms not decayed, gradients clipped
+    to CLIP.
+    """
     model = load_hf(path, dtype)
     live = dict(model.named_parameters())
     main = {name: p.detach().float().clone() for name, p in live.items()}

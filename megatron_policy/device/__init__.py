@@ -1,4 +1,6 @@
-"""The machine: the one place that names a device type or a communication backend; knows nothing of models."""
+"""The machine: the one place that names a device type or a communication backend; knows nothing of
+models.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ DEFAULT_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class MemoryInfo:
-    """Bytes of the current device: `free` and `total` as the driver sees them, `peak` since the last reset."""
+    """Bytes of the current device: `free` and `total` as the driver sees them, `peak` since the
+    last reset.
+    """
 
     free: int
     total: int
@@ -51,8 +55,8 @@ def is_accelerated() -> bool:
 def prepare_platform() -> bool:
     """Make stock Megatron-Core usable on this machine; call it before making groups or models.
 
-    With a GPU this does nothing at all. Without one it applies the patches of `device.cpu_platform`, once.
-    Returns whether patches are active.
+    With a GPU this does nothing at all. Without one it applies the patches of
+    `device.cpu_platform`, once. Returns whether patches are active.
     """
     if is_accelerated():
         return False
@@ -63,7 +67,7 @@ def prepare_platform() -> bool:
 
 
 def place_process() -> torch.device:
-    """Bind this process to its GPU (by LOCAL_RANK, modulo the visible ones) and return its device."""
+    """Bind this process to its GPU (LOCAL_RANK, modulo those visible) and return its device."""
     if is_accelerated():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return current_device()
@@ -82,11 +86,12 @@ def communication_device() -> torch.device:
 
 
 def join_process_group(timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
-    """Join the default process group, NCCL on GPUs and gloo elsewhere; return whether this call created it.
+    """Join the default process group, NCCL on GPUs and gloo elsewhere; return whether this call
+    created it.
 
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read as torchrun and our Ray workers set them; without RANK
-    the process becomes a world of one. A group that exists already is used as it is. Every collective fails after
-    `timeout_s` seconds instead of hanging.
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read as torchrun and our Ray workers set them;
+    without RANK the process becomes a world of one. A group that exists already is used as it is.
+    Every collective fails after `timeout_s` seconds instead of hanging.
     """
     if dist.is_initialized():
         return False
@@ -115,7 +120,9 @@ def device_id() -> str:
 
 
 def memory_info() -> MemoryInfo:
-    """Free, total and peak bytes of the current device (of the host's memory and this process on CPU)."""
+    """Free, total and peak bytes of the current device (of the host's memory and this process on
+    CPU).
+    """
     if is_accelerated():
         free, total = torch.cuda.mem_get_info()
         return MemoryInfo(free=free, total=total, peak=torch.cuda.max_memory_allocated())
@@ -130,13 +137,15 @@ def memory_info() -> MemoryInfo:
 
 
 def reset_peak_memory() -> None:
-    """Forget the peak counted so far (a process on CPU cannot: its peak is the operating system's)."""
+    """Forget the peak so far; on CPU nothing: that peak is the operating system's."""
     if is_accelerated():
         torch.cuda.reset_peak_memory_stats()
 
 
 def host_buffer(like: torch.Tensor) -> torch.Tensor:
-    """An uninitialised host tensor of the same shape and dtype, page-locked when a GPU will copy to and from it."""
+    """An uninitialised host tensor of the same shape and dtype, page-locked when a GPU will copy to
+    and from it.
+    """
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=is_accelerated())
 
 

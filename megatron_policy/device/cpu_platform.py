@@ -1,7 +1,9 @@
-"""What stock Megatron-Core needs patched to run without a GPU; each patch replaces a call that would raise there.
+"""What stock Megatron-Core needs patched to run without a GPU; each patch replaces a call that
+would raise there.
 
-Megatron-Core names its device literally (`torch.cuda.current_device()`, `device="cuda"`). On a machine without a GPU
-those names are bound to the CPU, in this process, by the explicit call `apply()`. Nothing here runs on a GPU machine.
+Megatron-Core names its device literally (`torch.cuda.current_device()`, `device="cuda"`). On a
+machine without a GPU those names are bound to the CPU, in this process, by the explicit call
+`apply()`. Nothing here runs on a GPU machine.
 """
 
 from __future__ import annotations
@@ -36,16 +38,17 @@ def current_device() -> None:
 
 
 def tensor_factories() -> None:
-    """Schedules, gradient clipping and the optimizers write `device="cuda"` and `pin_memory=True` literally.
+    """Schedules, gradient clipping and the optimizers write `device="cuda"` and `pin_memory=True`
+    literally.
 
     Plain wrappers, not a TorchFunctionMode: a mode is local to a thread and taxes every operation.
     """
-    # `with torch.device(...)` recognises the factories by identity, from a list it makes when first used: make it
-    # now, of the originals, which the wrappers go on to call.
+    # `with torch.device(...)` recognises the factories by identity, from a list it makes when first
+    # used: make it now, of the originals, which the wrappers go on to call.
     _device_constructors()
     names = (
-        "arange as_tensor empty empty_like eye full full_like linspace ones ones_like rand randint randn "
-        "randperm tensor zeros zeros_like"
+        "arange as_tensor empty empty_like eye full full_like linspace ones ones_like rand "
+        "randint randn randperm tensor zeros zeros_like"
     )
     for name in names.split():
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -70,7 +73,9 @@ def _names_cuda(device: Any) -> bool:
 
 
 def tensor_moves() -> None:
-    """`.cuda()`, `.pin_memory()` and `.record_stream()` have nothing to do when everything is in host memory."""
+    """`.cuda()`, `.pin_memory()` and `.record_stream()` have nothing to do when everything is in
+    host memory.
+    """
     torch.Tensor.cuda = lambda self, *a, **k: self
     torch.Tensor.pin_memory = lambda self, *a, **k: self
     torch.Tensor.record_stream = lambda self, *a, **k: None
@@ -78,9 +83,11 @@ def tensor_moves() -> None:
 
 
 def tensor_type_names() -> None:
-    """The optimizers and gradient clipping compare `tensor.type()` with "torch.cuda.FloatTensor" and its kin.
+    """The optimizers and gradient clipping compare `tensor.type()` with "torch.cuda.FloatTensor"
+    and its kin.
 
-    The only patch that changes what works: `tensor.type()` without arguments answers with the CUDA name.
+    The only patch that changes what works: `tensor.type()` without arguments answers with the CUDA
+    name.
     """
     original = torch.Tensor.type
 
@@ -102,8 +109,7 @@ class _Stream:
     def __enter__(self) -> _Stream:
         return self
 
-    def __exit__(self, *exc: object) -> bool:
-        return False
+    def __exit__(self, *exc: object) -> None: ...
 
     def query(self) -> bool:
         return True
@@ -120,7 +126,9 @@ class _Stream:
 
 
 def streams() -> None:
-    """Gradient synchronisation (0.19) and the MoE dispatcher order their work on streams and events."""
+    """Gradient synchronisation (0.19) and the MoE dispatcher order their work on streams and
+    events.
+    """
     cuda = torch.cuda
     stream = _Stream()
     cuda.Stream = cuda.Event = _Stream
@@ -132,7 +140,9 @@ def streams() -> None:
 
 
 def compilation() -> None:
-    """Megatron-Core's jit fuser is torch.compile, which would need a C++ compiler in every rank: run eagerly."""
+    """Megatron-Core's jit fuser is torch.compile, which would need a C++ compiler in every rank:
+    run eagerly.
+    """
     import megatron.core.jit as jit
     import torch._dynamo
 
@@ -141,10 +151,14 @@ def compilation() -> None:
 
 
 def random_state() -> None:
-    """The model-parallel RNG tracker saves and restores the "cuda" generator: here the CPU's default one."""
+    """The model-parallel RNG tracker saves and restores the "cuda" generator: here the CPU's
+    default one.
+    """
     import megatron.core.tensor_parallel.random as mcore_random
 
-    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *a, **k: torch.get_rng_state()
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *a, **k: (
+        torch.get_rng_state()
+    )
     torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = lambda state, *a, **k: (
         torch.set_rng_state(state)
     )
@@ -160,7 +174,8 @@ def random_state() -> None:
 def recompute_names() -> None:
     """Selective recomputation of norms reads Transformer Engine names that are unbound without it.
 
-    From 0.19 it also compiles a C++ extension to alias storages; a plain storage copy needs no compiler.
+    From 0.19 it also compiles a C++ extension to alias storages; a plain storage copy needs no
+    compiler.
     """
     import megatron.core.tensor_parallel.random as mcore_random
 
@@ -189,7 +204,8 @@ def _copy_storage(destination: torch.Tensor, source: torch.Tensor) -> None:
         storage.copy_(source.untyped_storage())
 
 
-# Compilation first: it imports Megatron-Core and torch._dynamo, which lists the functions of torch.cuda by identity.
+# Compilation first: it imports Megatron-Core and torch._dynamo, which lists the functions of
+# torch.cuda by identity.
 PATCHES: tuple[Callable[[], None], ...] = (
     compilation,
     current_device,

@@ -1,1 +1,3 @@
-"""From an architecture to this rank's trained modules: build, load, optimize; knows nothing of batches or losses."""
+"""From an architecture to this rank's trained modules: build, load, optimize; knows nothing of
+batches or losses.
+"""

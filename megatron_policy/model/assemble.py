@@ -1,4 +1,6 @@
-"""Puts a rank's policy together: table, layout, groups, chunks, weights, optimizer; does nothing with it."""
+"""Puts a rank's policy together: table, layout, groups, chunks, weights, optimizer; does nothing
+with it.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def assemble(
     init_reference_model: bool,
     timeout_s: float,
 ) -> Assembly:
-    """Build and load this rank's part of the model; the default process group must exist and fit `topology`."""
+    """Build and load this rank's part of the model; the default process group must exist and fit
+    `topology`.
+    """
     settings, arch = config.megatron_cfg, table.architecture
     implementation = resolve_implementation(settings.transformer_impl)
     coords = topology.coords(dist.get_rank())
@@ -60,7 +64,9 @@ def assemble(
     model_config = transformer_config(
         arch, settings, topology, DTYPES[config.precision], implementation
     )
-    chunks: Any = build_chunks(arch, model_config, split, topology, coords, implementation, config.seed)
+    chunks: Any = build_chunks(
+        arch, model_config, split, topology, coords, implementation, config.seed
+    )
     held = held_entries(chunks, table, split, topology, coords)
     with HfReader(config.model_name) as reader:
         load_parameters(held, reader, table, topology, coords)
@@ -101,8 +107,9 @@ def assemble(
 
 
 def length_multiple(config: PolicyConfig, topology: Topology) -> int:
-    """What sequence lengths are padded to: the caller's wish, and under sequence parallelism a multiple of `tp`."""
+    """What sequence lengths are padded to: the caller's wish, and under sequence parallelism a
+    multiple of `tp`.
+    """
     wanted = config.make_sequence_length_divisible_by
     needed = topology.tp if config.megatron_cfg.sequence_parallel else 1
     return wanted if wanted % needed == 0 else wanted * needed
-

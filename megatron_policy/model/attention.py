@@ -1,4 +1,5 @@
-"""Core attention on torch's fused kernels for Megatron-Core's local layer spec; knows nothing of models.
+"""Core attention on torch's fused kernels for Megatron-Core's local layer spec; knows nothing of
+models.
 
 Shapes: S query positions, K key positions, B batch, N query heads, G key-value groups, H head dim.
 """
@@ -20,10 +21,11 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 
 class TorchAttention(MegatronModule):
-    """Causal scaled dot-product attention, full or in a sliding window, grouped queries, with or without a KV cache.
+    """Causal scaled dot-product attention, full or in a sliding window, grouped queries, with or
+    without a KV cache.
 
-    Takes the place of `DotProductAttention` in the local spec. Right padding needs no mask: no valid position can
-    see a later one.
+    Takes the place of `DotProductAttention` in the local spec. Right padding needs no mask: no
+    valid position can see a later one.
     """
 
     def __init__(
@@ -37,7 +39,9 @@ class TorchAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        assert config.context_parallel_size == 1, "context parallelism is refused by the layout check"
+        assert config.context_parallel_size == 1, (
+            "context parallelism is refused by the layout check"
+        )
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -61,7 +65,8 @@ class TorchAttention(MegatronModule):
         queries, keys = query_SBNH.size(0), key_KBGH.size(0)
         bounded = self.reach is not None and keys > self.reach + 1
         mask_SK = self._window(queries, keys, query_SBNH.device) if bounded else None
-        # A single query behind a cache sees every key; several are the whole sequence, bottom-right aligned or not.
+        # A single query behind a cache sees every key; several are the whole sequence, bottom-right
+        # aligned or not.
         assert queries == keys or queries == 1, "a cache is extended by one position at a time"
         context_BNSH = self._attend(
             *(x.permute(1, 2, 0, 3) for x in (query_SBNH, key_KBGH, value_KBGH)),
@@ -98,8 +103,8 @@ class TorchAttention(MegatronModule):
             )
 
     def _dropout_state(self, dropout: float) -> contextlib.AbstractContextManager[Any]:
-        # Heads differ between tensor-parallel ranks, so must their dropout. Under sequence parallelism the whole
-        # block runs in that state already.
+        # Heads differ between tensor-parallel ranks, so must their dropout. Under sequence
+        # parallelism the whole block runs in that state already.
         if dropout > 0 and not self.config.sequence_parallel:
             return tensor_parallel.get_cuda_rng_tracker().fork()
         return contextlib.nullcontext()

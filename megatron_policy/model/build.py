@@ -1,4 +1,6 @@
-"""Builds this stage's Megatron-Core model chunks from an architecture; reads no weights and starts no training."""
+"""Builds this stage's Megatron-Core model chunks from an architecture; reads no weights and starts
+no training.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def build_chunks(
     implementation: str,
     seed: int,
 ) -> list[GPTModel]:
-    """The model chunks of this rank (one, or `topology.vpp` of them), on the current device, weights uninitialised."""
+    """The model chunks of this rank (one, or `topology.vpp` of them), on the current device,
+    weights uninitialised.
+    """
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     return [
@@ -84,7 +88,9 @@ def transformer_config(
     dtype: torch.dtype,
     implementation: str,
 ) -> TransformerConfig:
-    """Megatron-Core's description of this model under this layout; `dtype` is that of parameters and activations."""
+    """Megatron-Core's description of this model under this layout; `dtype` is that of parameters
+    and activations.
+    """
     return TransformerConfig(
         **_shape(architecture),
         **_parallelism(settings, topology, dtype),
@@ -94,8 +100,9 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         # Losses come normalised by global counts: gradients are sums, never means.
         calculate_per_token_loss=True,
-        # Every weight is read from the checkpoint: nothing is drawn at random first. (perform_initialization=False
-        # would also drop the tensor-parallel marks that the gradient norm relies on.)
+        # Every weight is read from the checkpoint: nothing is drawn at random first.
+        # (perform_initialization=False would also drop the tensor-parallel marks that the gradient
+        # norm relies on.)
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
@@ -107,48 +114,50 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _shape(architecture: Architecture) -> dict[str, Any]:
-    return dict(
-        num_layers=architecture.num_layers,
-        hidden_size=architecture.hidden_size,
-        num_attention_heads=architecture.num_attention_heads,
-        num_query_groups=architecture.num_query_groups,
-        kv_channels=architecture.kv_channels,
-        ffn_hidden_size=architecture.ffn_hidden_size,
-        normalization="RMSNorm",
-        layernorm_epsilon=architecture.layernorm_epsilon,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=architecture.add_bias_linear,
-        add_qkv_bias=architecture.add_qkv_bias,
-        qk_layernorm=architecture.qk_layernorm,
-        attention_dropout=architecture.attention_dropout,
-        hidden_dropout=0.0,
+    return {
+        "num_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_query_groups": architecture.num_query_groups,
+        "kv_channels": architecture.kv_channels,
+        "ffn_hidden_size": architecture.ffn_hidden_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": architecture.layernorm_epsilon,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": architecture.add_bias_linear,
+        "add_qkv_bias": architecture.add_qkv_bias,
+        "qk_layernorm": architecture.qk_layernorm,
+        "attention_dropout": architecture.attention_dropout,
+        "hidden_dropout": 0.0,
         # A window of W tokens reaches W - 1 positions back.
-        window_size=None if architecture.window is None else (architecture.window - 1, 0),
-        window_attn_skip_freq=[int(x) for x in architecture.windowed] or None,
-    )
+        "window_size": None if architecture.window is None else (architecture.window - 1, 0),
+        "window_attn_skip_freq": [int(x) for x in architecture.windowed] or None,
+    }
 
 
 def _parallelism(
     settings: MegatronConfig, topology: Topology, dtype: torch.dtype
 ) -> dict[str, Any]:
     interleaved = topology.vpp > 1
-    return dict(
-        tensor_model_parallel_size=topology.tp,
-        sequence_parallel=settings.sequence_parallel,
-        context_parallel_size=topology.cp,
-        expert_model_parallel_size=topology.ep,
-        pipeline_model_parallel_size=topology.pp,
-        virtual_pipeline_model_parallel_size=topology.vpp if interleaved else None,
-        num_layers_in_first_pipeline_stage=settings.num_layers_in_first_pipeline_stage,
-        num_layers_in_last_pipeline_stage=settings.num_layers_in_last_pipeline_stage,
-        pipeline_dtype=dtype,
-        # With two stages both neighbours are the same rank, and batched sends could not be told apart.
-        overlap_p2p_comm=interleaved,
-        batch_p2p_comm=not interleaved,
-        # Frees an output as soon as its send is queued. A stream keeps that in order; gloo may still be reading.
-        deallocate_pipeline_outputs=topology.pp > 1 and is_accelerated(),
-    )
+    return {
+        "tensor_model_parallel_size": topology.tp,
+        "sequence_parallel": settings.sequence_parallel,
+        "context_parallel_size": topology.cp,
+        "expert_model_parallel_size": topology.ep,
+        "pipeline_model_parallel_size": topology.pp,
+        "virtual_pipeline_model_parallel_size": topology.vpp if interleaved else None,
+        "num_layers_in_first_pipeline_stage": settings.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": settings.num_layers_in_last_pipeline_stage,
+        "pipeline_dtype": dtype,
+        # With two stages both neighbours are the same rank, and batched sends could not be told
+        # apart.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        # Frees an output as soon as its send is queued. A stream keeps that in order; gloo may
+        # still be reading.
+        "deallocate_pipeline_outputs": topology.pp > 1 and is_accelerated(),
+    }
 
 
 def _recomputation(settings: MegatronConfig) -> dict[str, Any]:
@@ -158,25 +167,25 @@ def _recomputation(settings: MegatronConfig) -> dict[str, Any]:
     if granularity is None:
         return {}
     if granularity == "selective":
-        return dict(
-            recompute_granularity="selective",
-            recompute_modules=list(settings.recompute_modules or ("core_attn",)),
-        )
-    return dict(
-        recompute_granularity="full",
-        recompute_method=settings.recompute_method or "uniform",
-        recompute_num_layers=settings.recompute_num_layers or 1,
-    )
+        return {
+            "recompute_granularity": "selective",
+            "recompute_modules": list(settings.recompute_modules or ("core_attn",)),
+        }
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": settings.recompute_method or "uniform",
+        "recompute_num_layers": settings.recompute_num_layers or 1,
+    }
 
 
 def _kernels(settings: MegatronConfig, implementation: str) -> dict[str, Any]:
     with_te = implementation == TRANSFORMER_ENGINE
     apex_wgrad = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-    return dict(
-        apply_rope_fusion=settings.apply_rope_fusion and with_te,
-        bias_activation_fusion=settings.bias_activation_fusion and is_accelerated(),
-        bias_dropout_fusion=is_accelerated(),
-        gradient_accumulation_fusion=is_accelerated() and apex_wgrad,
-        masked_softmax_fusion=False,
-        persist_layer_norm=with_te,
-    )
+    return {
+        "apply_rope_fusion": settings.apply_rope_fusion and with_te,
+        "bias_activation_fusion": settings.bias_activation_fusion and is_accelerated(),
+        "bias_dropout_fusion": is_accelerated(),
+        "gradient_accumulation_fusion": is_accelerated() and apex_wgrad,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": with_te,
+    }

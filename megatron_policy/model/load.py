@@ -1,4 +1,6 @@
-"""Fills this rank's parameters from a Hugging Face checkpoint: an executor of the table, with no names of its own."""
+"""Fills this rank's parameters from a Hugging Face checkpoint: an executor of the table, with no
+names of its own.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ Held = list[tuple[Entry, torch.nn.Parameter]]
 def held_entries(
     chunks: Sequence[GPTModel], table: Table, split: LayerSplit, topology: Topology, coords: Coords
 ) -> Held:
-    """Each parameter of `chunks` with its table entry, in table order; ConversionError unless they match one to one."""
+    """Each parameter of `chunks` with its table entry, in table order; ConversionError unless they
+    match one to one.
+    """
     held: Held = []
     for index, chunk in enumerate(chunks):
         layers = split.stages[coords.pp][index]
@@ -37,9 +41,17 @@ def held_entries(
 
 
 @torch.no_grad()
-def load_parameters(held: Held, reader: HfReader, table: Table, topology: Topology, coords: Coords) -> None:
-    """Copy this rank's slices straight from the mapped files into its parameters, casting on the way."""
+def load_parameters(
+    held: Held, reader: HfReader, table: Table, topology: Topology, coords: Coords
+) -> None:
+    """Copy this rank's slices straight from the mapped files into its parameters, casting on the
+    way.
+
+    ConversionError unless the files hold exactly the table's tensors; copies that a tied checkpoint
+    may ship are compared with what they copy, each rank its share.
+    """
     table.check_hf(reader.shapes)
+    reader.check_copies(table.copies(), topology.rank(coords), topology.world_size)
     for entry, parameter in held:
         fill_shard(
             entry.row,

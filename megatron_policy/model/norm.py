@@ -16,8 +16,8 @@ from megatron_policy.device import current_device
 class RMSNorm(torch.nn.Module):
     """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension, the mean taken in fp32.
 
-    Works under sequence parallelism: each rank normalises its own positions, and the mark on the weight makes
-    Megatron-Core add up the weight's gradient over the tensor-parallel ranks.
+    Works under sequence parallelism: each rank normalises its own positions, and the mark on the
+    weight makes Megatron-Core add up the weight's gradient over the tensor-parallel ranks.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""Gradient buffers, optimizer and learning-rate schedule around model chunks; knows nothing of batches or losses."""
+"""Gradient buffers, optimizer and learning-rate schedule around model chunks; knows nothing of
+batches or losses.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Trainable:
     scheduler: OptimizerParamScheduler
 
     def finish_parameter_gather(self) -> None:
-        """Make the parameters current: an overlapped gather leaves them stale until the next forward."""
+        """Make the parameters current: an overlapped gather leaves them stale until the next
+        forward.
+        """
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
@@ -46,7 +50,8 @@ def make_trainable(
     data_parallel_size: int,
     max_grad_norm: float,
 ) -> Trainable:
-    """Wrap loaded chunks for training; the optimizer takes its fp32 main parameters from them as they are now.
+    """Wrap loaded chunks for training; the optimizer takes its fp32 main parameters from them as
+    they are now.
 
     `max_grad_norm` is the L2 norm to which the whole model's gradient is clipped; 0 does not clip.
     """
@@ -78,7 +83,8 @@ def _wrap(
         bucket_size=bucket if ddp.overlap_grad_reduce else None,
     )
     return tuple(
-        # Later chunks finish their backward pass first: the others' compute hides one large message as well as many.
+        # Later chunks finish their backward pass first: the others' compute hides one large message
+        # as well as many.
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     )
@@ -118,7 +124,9 @@ def _connect(
 
 
 def _sum_gradients(model: list[Any], num_tokens: torch.Tensor | None, **kwargs: Any) -> None:
-    """Reduce gradients over ranks without the schedule's division by a token count: the loss has divided already."""
+    """Reduce gradients over ranks without the schedule's division by a token count: the loss has
+    divided already.
+    """
     finalize_model_grads(model, None, **kwargs)
 
 
@@ -129,7 +137,9 @@ def _one_or_all(functions: list[Callable[..., Any]]) -> Any:
 def _scheduler(
     optimizer: MegatronOptimizer, settings: MegatronConfig, global_batch_size: int
 ) -> OptimizerParamScheduler:
-    """The schedule counts samples, as the host steps it: iterations of the config times the global batch size."""
+    """The schedule counts samples, as the host steps it: iterations of the config times the global
+    batch size.
+    """
     schedule, lr = settings.scheduler, settings.optimizer.lr
     decay_steps = schedule.lr_decay_iters * global_batch_size
     return OptimizerParamScheduler(

@@ -1,6 +1,7 @@
 """Rotary frequencies of an architecture; knows nothing of modules.
 
-Sources: Su et al. 2021, "RoFormer"; the scaling of long context in "The Llama 3 Herd of Models" (2024).
+Sources: Su et al. 2021, "RoFormer"; the scaling of long context in "The Llama 3 Herd of Models"
+(2024).
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
 
 
 def _scale_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
-    """Slow rotations are stretched by `factor`, fast ones kept, those between blended linearly in 1 / wavelength."""
+    """Slow rotations are stretched by `factor`, fast ones kept, those between blended linearly in 1
+    / wavelength.
+    """
     wavelengths = 2 * math.pi / frequencies
     longest = scaling.original_max_position / scaling.low_freq_factor
     shortest = scaling.original_max_position / scaling.high_freq_factor

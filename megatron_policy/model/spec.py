@@ -1,4 +1,6 @@
-"""Which modules a layer is made of: Megatron-Core's with our torch kernels, or Transformer Engine's."""
+"""Which modules a layer is made of: Megatron-Core's with our torch kernels, or Transformer
+Engine's.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
 
 
 def resolve_implementation(requested: str) -> str:
-    """`auto` takes Transformer Engine when it and a GPU are there; an explicit wish that cannot be met is refused."""
+    """`auto` takes Transformer Engine when it and a GPU are there; an explicit wish that cannot be
+    met is refused.
+    """
     installed = importlib.util.find_spec("transformer_engine") is not None
     usable = installed and is_accelerated()
     if requested == "auto":
@@ -28,8 +32,8 @@ def resolve_implementation(requested: str) -> str:
     if requested == TRANSFORMER_ENGINE and not usable:
         missing = "no GPU is visible" if installed else "it is not installed"
         raise ConfigError(
-            f"policy.megatron_cfg.transformer_impl is 'transformer_engine', but {missing}; use 'auto' or 'local', "
-            "or install megatron-policy[te] on a machine with a GPU"
+            f"policy.megatron_cfg.transformer_impl is 'transformer_engine', but {missing}; "
+            "use 'auto' or 'local', or install megatron-policy[te] on a machine with a GPU"
         )
     return requested
 

@@ -1,4 +1,6 @@
-"""Writes the policy as a Hugging Face checkpoint directory, every rank its files; knows no optimizer and no engine."""
+"""Writes the policy as a Hugging Face checkpoint directory, every rank its files; knows no
+optimizer and no engine.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,12 @@ def export_checkpoint(
     max_shard_bytes: int,
     overwrite: bool,
 ) -> None:
-    """Write config, tokenizer and weights to `path`; collective, and an error of one rank is raised on all.
+    """Write config, tokenizer and weights to `path`; collective, and an error of one rank is raised
+    on all.
 
-    A rank holds one gathered tensor at a time. The directory is written beside its final name and renamed when every
-    file is on the disk, so `path` either does not exist, is what it was, or is complete.
+    A rank holds one gathered tensor at a time. The directory is written beside its final name and
+    renamed when every file is on the disk, so `path` either does not exist, is what it was, or is
+    complete.
     """
     plan = plan_files(assembly, max_shard_bytes)
     rank_zero = dist.get_rank() == 0
@@ -55,7 +59,9 @@ def export_checkpoint(
 
 
 def plan_files(assembly: Assembly, max_shard_bytes: int) -> ExportPlan:
-    """The same plan on every rank: which tensor goes into which file, and which rank of its stage writes it."""
+    """The same plan on every rank: which tensor goes into which file, and which rank of its stage
+    writes it.
+    """
     shapes = assembly.table.hf_shapes()
     inventory = [
         ExportTensor(name, shapes[name], assembly.source_dtypes[name], _stage_of(entry, assembly))
@@ -78,7 +84,9 @@ def _stage_of(entry: Entry, assembly: Assembly) -> int:
 
 
 def _write_files(assembly: Assembly, plan: ExportPlan, directory: Path) -> None:
-    """This rank's part in its stage's files: the replica whose writer a file has gathers, the writer writes."""
+    """This rank's part in its stage's files: the replica whose writer a file has gathers, the
+    writer writes.
+    """
     coords, tp = assembly.coords, assembly.topology.tp
     failure: Exception | None = None
     for file in plan.files:
@@ -105,7 +113,9 @@ def _write_files(assembly: Assembly, plan: ExportPlan, directory: Path) -> None:
 def _gathered(
     assembly: Assembly, file: ExportFile, writer: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The file's tensors one after another, on the tensor-parallel rank `writer`; nothing, after the same work, elsewhere."""
+    """The file's tensors one after another, on the tensor-parallel rank `writer`; nothing, after
+    the same work, elsewhere.
+    """
     wanted = {tensor.name for tensor in file.tensors}
     for entry, parameter in assembly.held:
         if not entry.row.owns or wanted.isdisjoint(entry.hf):
@@ -122,7 +132,9 @@ def _gathered(
 
 
 def _together(step: Callable[[], None]) -> None:
-    """Run `step` on every rank; if it fails on any, raise on all, so that nobody waits for a rank that has given up."""
+    """Run `step` on every rank; if it fails on any, raise on all, so that nobody waits for a rank
+    that has given up.
+    """
     failure: Exception | None = None
     try:
         step()

@@ -1,4 +1,6 @@
-"""Makes whole Hugging Face tensors out of tensor-parallel shards, along the table's blocks; writes nothing."""
+"""Makes whole Hugging Face tensors out of tensor-parallel shards, along the table's blocks; writes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def gather_entry(
     group: dist.ProcessGroup,
     destination: int,
 ) -> dict[str, torch.Tensor]:
-    """The HF tensors of one entry, on the CPU of rank `destination` of the tensor-parallel `group`; {} elsewhere.
+    """The HF tensors of one entry, on the CPU of rank `destination` of the tensor-parallel `group`;
+    {} elsewhere.
 
     Collective over `group`. Each tensor has its dtype in `dtypes`.
     """
@@ -31,8 +34,7 @@ def gather_entry(
         return {}
     shapes = entry.row.hf_shapes(architecture)
     parts = [
-        torch.empty(shape, dtype=dtypes[name])
-        for name, shape in zip(entry.hf, shapes, strict=True)
+        torch.empty(shape, dtype=dtypes[name]) for name, shape in zip(entry.hf, shapes, strict=True)
     ]
     for rank, shard in enumerate(shards):
         fill_parts(entry.row, architecture, parts, shard, rank, len(shards))

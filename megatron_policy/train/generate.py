@@ -1,9 +1,11 @@
 """Continues prompts with the policy itself, with a KV cache, under tensor and pipeline parallelism.
 
-For checking and small experiments: an inference engine is the tool for rollouts at scale. All rows advance by one
-position at a time from the end of the shortest prompt, longer prompts being fed as they are.
+For checking and small experiments: an inference engine is the tool for rollouts at scale. All rows
+advance by one position at a time from the end of the shortest prompt, longer prompts being fed as
+they are.
 
-Shapes: B rows, T positions of prompt and continuation, S positions of one forward pass, D hidden, V vocabulary.
+Shapes: B rows, T positions of prompt and continuation, S positions of one forward pass, D hidden, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ from megatron_policy.train.sampling import Sampling, sample
 
 @dataclass(frozen=True)
 class Continuations:
-    """Prompts with their continuations, right padded: tokens `[B, T]`, lengths `[B]`, log-probabilities `[B, T]`.
+    """Prompts with their continuations, right padded: tokens `[B, T]`, lengths `[B]`,
+    log-probabilities `[B, T]`.
 
-    `generated_B` counts new tokens, a stop token included. Log-probabilities are fp32, those that reading the same
-    tokens back would give, 0 at prompt and padding positions.
+    `generated_B` counts new tokens, a stop token included. Log-probabilities are fp32, those that
+    reading the same tokens back would give, 0 at prompt and padding positions.
     """
 
     tokens_BT: torch.Tensor
@@ -48,10 +51,12 @@ def generate(
     generator: torch.Generator,
     batch_size: int,
 ) -> Continuations:
-    """Continue right-padded prompts, none beyond `max_length` positions; the result is on the CPU of every rank.
+    """Continue right-padded prompts, none beyond `max_length` positions; the result is on the CPU
+    of every rank.
 
-    `batch_size` rows at a time share a KV cache. `generator` draws on one rank of each data-parallel replica only, so
-    it need not agree between ranks. Raises ValueError naming the first prompt that is empty or leaves no room.
+    `batch_size` rows at a time share a KV cache. `generator` draws on one rank of each
+    data-parallel replica only, so it need not agree between ranks. Raises ValueError naming the
+    first prompt that is empty or leaves no room.
     """
     _check_prompts(prompts_BS, lengths_B, max_length)
     parts = [
@@ -62,24 +67,30 @@ def generate(
     ]
     width = max(part.tokens_BT.size(1) for part in parts)
     return Continuations(
-        tokens_BT=torch.cat([pad(p.tokens_BT, (0, width - p.tokens_BT.size(1)), value=pad_id) for p in parts]),
+        tokens_BT=torch.cat(
+            [pad(p.tokens_BT, (0, width - p.tokens_BT.size(1)), value=pad_id) for p in parts]
+        ),
         lengths_B=torch.cat([p.lengths_B for p in parts]),
         generated_B=torch.cat([p.generated_B for p in parts]),
-        logprobs_BT=torch.cat([pad(p.logprobs_BT, (0, width - p.logprobs_BT.size(1))) for p in parts]),
+        logprobs_BT=torch.cat(
+            [pad(p.logprobs_BT, (0, width - p.logprobs_BT.size(1))) for p in parts]
+        ),
     )
 
 
 def _check_prompts(prompts_BS: torch.Tensor, lengths_B: torch.Tensor, max_length: int) -> None:
     if prompts_BS.ndim != 2 or lengths_B.shape != prompts_BS.shape[:1] or not len(lengths_B):
         raise ValueError(
-            f"prompts must be [B, S] with B >= 1 and their lengths [B]; got {tuple(prompts_BS.shape)} and "
-            f"{tuple(lengths_B.shape)}"
+            "prompts must be [B, S] with B >= 1 and their lengths [B]; got "
+            f"{tuple(prompts_BS.shape)} and {tuple(lengths_B.shape)}"
         )
+    width = prompts_BS.size(1)
+    longest = min(width, max_length - 1)
     for row, length in enumerate(lengths_B.tolist()):
-        if not 1 <= length <= min(prompts_BS.size(1), max_length - 1):
+        if not 1 <= length <= longest:
             raise ValueError(
-                f"prompt {row} has length {length}; it must lie between 1 and {min(prompts_BS.size(1), max_length - 1)} "
-                f"(the width of input_ids is {prompts_BS.size(1)}, max_total_sequence_length is {max_length})"
+                f"prompt {row} has length {length}; it must lie between 1 and {longest} (input_ids "
+                f"are {width} wide, max_total_sequence_length is {max_length})"
             )
 
 
@@ -100,7 +111,9 @@ def _generate_batch(
     with _inference_mode(pipeline):
         while progress.unfinished(limit_B):
             logits_BV = _relay(pipeline, progress.unread(cache.sequence_len_offset), cache)
-            tokens_B, logprobs_B = _draw(pipeline, logits_BV, sampling, generator, prompts_BS.size(0))
+            tokens_B, logprobs_B = _draw(
+                pipeline, logits_BV, sampling, generator, prompts_BS.size(0)
+            )
             cache.sequence_len_offset = progress.position
             cache.enable_decode_mode()
             progress.append(tokens_B, logprobs_B, limit_B, sampling.stop_ids)
@@ -109,7 +122,9 @@ def _generate_batch(
 
 @dataclass
 class _Progress:
-    """Rows in the making; `position` is the column to be written next, `ends_B` each row's length so far."""
+    """Rows in the making; `position` is the column to be written next, `ends_B` each row's length
+    so far.
+    """
 
     tokens_BT: torch.Tensor
     logprobs_BT: torch.Tensor
@@ -148,7 +163,9 @@ class _Progress:
         limit_B: torch.Tensor,
         stop_ids: tuple[int, ...],
     ) -> None:
-        """Write column `position` in the rows whose turn it is: not inside their prompt, not at their end."""
+        """Write column `position` in the rows whose turn it is: not inside their prompt, not at
+        their end.
+        """
         growing_B = (self.ends_B == self.position) & ~self.stopped_B & (self.ends_B < limit_B)
         column_B = self.tokens_BT[:, self.position]
         self.tokens_BT[:, self.position] = torch.where(growing_B, tokens_B, column_B)
@@ -171,17 +188,25 @@ class _Progress:
 def _relay(
     pipeline: Pipeline, tokens_BS: torch.Tensor, cache: StaticInferenceContext
 ) -> torch.Tensor | None:
-    """Pass one forward step from chunk to chunk; the logits of the last position `[B, V]` on the last stage."""
+    """Pass one forward step from chunk to chunk; the logits of the last position `[B, V]` on the
+    last stage.
+    """
     rows, positions = tokens_BS.shape
     offset = cache.sequence_len_offset
-    positions_BS = torch.arange(offset, offset + positions, device=tokens_BS.device).expand(rows, -1)
+    positions_BS = torch.arange(offset, offset + positions, device=tokens_BS.device).expand(
+        rows, -1
+    )
     pp, output = pipeline.groups.pp, None
     for chunk in pipeline.models:
         first, last = chunk.pre_process, chunk.post_process
         if not first and pp.size() > 1:
             config = chunk.config
             hidden_SBD = torch.empty(
-                positions, rows, config.hidden_size, dtype=config.params_dtype, device=tokens_BS.device
+                positions,
+                rows,
+                config.hidden_size,
+                dtype=config.params_dtype,
+                device=tokens_BS.device,
             )
             dist.recv(hidden_SBD, group=pp, group_src=(pp.rank() - 1) % pp.size())
             chunk.set_input_tensor(hidden_SBD)
@@ -200,7 +225,7 @@ def _draw(
     generator: torch.Generator,
     rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One rank draws, all ranks of the replica learn the tokens `[B]` and log-probabilities `[B]`."""
+    """One rank draws; its whole replica learns the tokens and log-probabilities, both `[B]`."""
     # fp64 holds every token id exactly, so that one message carries both.
     drawn_2B = torch.zeros(2, rows, dtype=torch.float64, device=current_device())
     tp = pipeline.groups.tp
@@ -216,7 +241,9 @@ def _draw(
 
 @contextmanager
 def _inference_mode(pipeline: Pipeline) -> Iterator[None]:
-    """Eval mode, logits of the last position only, and no sequence parallelism: one position cannot be split."""
+    """Eval mode, logits of the last position only, and no sequence parallelism: one position cannot
+    be split.
+    """
     with ExitStack() as stack:
         for chunk in pipeline.models:
             chunk.eval()
@@ -238,7 +265,9 @@ def _without_sequence_parallelism(chunks: tuple[torch.nn.Module, ...]) -> Iterat
     names = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
     modules = [module for chunk in chunks for module in chunk.modules()]
     holders = {id(x): x for m in modules for x in (m, getattr(m, "config", None)) if x is not None}
-    switched = [(x, name) for x in holders.values() for name in names if getattr(x, name, None) is True]
+    switched = [
+        (x, name) for x in holders.values() for name in names if getattr(x, name, None) is True
+    ]
     for holder, name in switched:
         setattr(holder, name, False)
     try:

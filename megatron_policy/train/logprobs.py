@@ -1,4 +1,5 @@
-"""Log-probabilities and top-k over a vocabulary that is split between ranks; takes a group, knows nothing of models.
+"""Log-probabilities and top-k over a vocabulary that is split between ranks; takes a group, knows
+nothing of models.
 
 Shapes: B rows, S positions, V this rank's slice of the vocabulary, K candidates.
 """
@@ -16,14 +17,17 @@ def vocab_parallel_logprobs(
 ) -> torch.Tensor:
     """`log softmax(logits)[target]` as fp32 `[B, S]`, differentiable in the logits.
 
-    `logits_BSV` is this rank's fp32 slice `[vocab_start, vocab_start + V)`; every rank of `group` gets the result.
+    `logits_BSV` is this rank's fp32 slice `[vocab_start, vocab_start + V)`; every rank of `group`
+    gets the result.
     """
     result: torch.Tensor = _VocabParallelLogprob.apply(logits_BSV, targets_BS, vocab_start, group)
     return result
 
 
 class _VocabParallelLogprob(torch.autograd.Function):
-    """Keeps the logits and one normaliser per position; the softmax is made again in the backward pass."""
+    """Keeps the logits and one normaliser per position; the softmax is made again in the backward
+    pass.
+    """
 
     @staticmethod
     def forward(
@@ -72,7 +76,9 @@ def next_token_logprobs(
 def vocab_parallel_topk(
     logits_BSV: torch.Tensor, k: int, vocab_start: int, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `k` largest logits and their vocabulary entries, both `[B, S, k]`, largest first, on every rank."""
+    """The `k` largest logits and their vocabulary entries, both `[B, S, k]`, largest first, on
+    every rank.
+    """
     values_BSK, indices_BSK = logits_BSV.topk(min(k, logits_BSV.size(-1)), dim=-1)
     indices_BSK = indices_BSK + vocab_start
     if group.size() == 1:
@@ -83,7 +89,9 @@ def vocab_parallel_topk(
 
 
 def gather_vocab(logits_BSV: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """All ranks' slices side by side, differentiable: every rank is expected to compute the same from the result."""
+    """All ranks' slices side by side, differentiable: every rank is expected to compute the same
+    from the result.
+    """
     if group.size() == 1:
         return logits_BSV
     gathered: torch.Tensor = _GatherVocab.apply(logits_BSV, group)
@@ -103,6 +111,8 @@ class _GatherVocab(torch.autograd.Function):
 
 
 def _gather_last(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    parts = [
+        torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())
+    ]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.cat(parts, dim=-1)

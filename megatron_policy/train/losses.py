@@ -1,4 +1,5 @@
-"""Calls a loss in the form it was written for; knows both generations of the host's contract and nothing of models.
+"""Calls a loss in the form it was written for; knows both generations of the host's contract and
+nothing of models.
 
 Shapes: B rows, S positions, V this rank's slice of the vocabulary.
 """
@@ -19,17 +20,21 @@ from megatron_policy.train.logprobs import gather_vocab, next_token_logprobs
 
 @dataclass(frozen=True)
 class ValidCounts:
-    """What a global batch is normalised by: valid sequences and valid next-token positions, as 0-d fp32 tensors."""
+    """What a global batch is normalised by: valid sequences and valid next-token positions, as 0-d
+    fp32 tensors.
+    """
 
     sequences: torch.Tensor
     tokens: torch.Tensor
 
 
-def count_valid(batch: BatchedDataDict, group: dist.ProcessGroup, device: torch.device) -> ValidCounts:
+def count_valid(
+    batch: BatchedDataDict, group: dist.ProcessGroup, device: torch.device
+) -> ValidCounts:
     """Valid sequences and tokens of the whole global batch, summed over the data-parallel `group`.
 
-    A token counts where `token_mask[:, 1:]` and its row's `sample_mask` are set: position 0 predicts nothing. Without
-    a `token_mask` every position counts.
+    A token counts where `token_mask[:, 1:]` and its row's `sample_mask` are set: position 0
+    predicts nothing. Without a `token_mask` every position counts.
     """
     sample_mask_B = batch["sample_mask"].to(device, torch.float32)
     if "token_mask" in batch:
@@ -53,9 +58,9 @@ def evaluate_loss(
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """The loss's scalar and metrics for one microbatch, already divided by the global counts.
 
-    A loss without `input_type` takes this rank's logits and the groups (the host up to 0.5). One with `input_type`
-    takes what it names (the host from 0.6): `logprob` the fp32 next-token log-probabilities `[B, S - 1]`, `logit` the
-    whole vocabulary's fp32 logits `[B, S, vocab_size]`.
+    A loss without `input_type` takes this rank's logits and the groups (the host up to 0.5). One
+    with `input_type` takes what it names (the host from 0.6): `logprob` the fp32 next-token
+    log-probabilities `[B, S - 1]`, `logit` the whole vocabulary's fp32 logits `[B, S, vocab_size]`.
     """
     if not hasattr(loss_fn, "input_type"):
         return loss_fn(
@@ -91,6 +96,6 @@ def _loss_input(
     if kind == LossInputType.LOGIT.value:
         return {"logits": gather_vocab(logits_BSV, groups.tp)[..., :vocab_size]}
     raise NotImplementedError(
-        f"{type(loss_fn).__name__}.input_type is {kind!r}; this policy feeds 'logprob' and 'logit' losses. "
-        "Distillation losses come with the fused log-probability path."
+        f"{type(loss_fn).__name__}.input_type is {kind!r}; this policy feeds "
+        "'logprob' and 'logit' losses. Distillation is not built yet."
     )

@@ -1,4 +1,5 @@
-"""Runs microbatches through this rank's chunks with Megatron-Core's pipeline schedule; knows nothing of losses.
+"""Runs microbatches through this rank's chunks with Megatron-Core's pipeline schedule; knows
+nothing of losses.
 
 Shapes: B rows of a microbatch, S positions, V this rank's slice of the vocabulary.
 """
@@ -19,7 +20,8 @@ from megatron_policy.device import current_device
 from megatron_policy.groups import Groups
 from megatron_policy.topology import Topology
 
-# Logit of a padding entry of the vocabulary: its probability is exactly 0 and 0 * logit stays finite.
+# Logit of a padding entry of the vocabulary: its probability is exactly 0 and 0 * logit stays
+# finite.
 PADDING_LOGIT = -1e9
 
 T = TypeVar("T")
@@ -30,8 +32,9 @@ Consume = Callable[[torch.Tensor, BatchedDataDict], T]
 class Pipeline:
     """This rank's chunks in the pipeline and the groups they talk in.
 
-    Sequences are padded to a multiple of `length_multiple`. Losses and readers see logits divided by `temperature`:
-    rollouts are drawn from that distribution, so it is the one whose log-probabilities count.
+    Sequences are padded to a multiple of `length_multiple`. Losses and readers see logits divided
+    by `temperature`: rollouts are drawn from that distribution, so it is the one whose
+    log-probabilities count.
     """
 
     chunks: tuple[torch.nn.Module, ...]
@@ -67,7 +70,8 @@ class Pipeline:
         loss: Consume[tuple[torch.Tensor, T]],
         forward_only: bool = False,
     ) -> list[T]:
-        """Forward and, unless `forward_only`, backward; `loss` gives a scalar to differentiate and what to keep.
+        """Forward and, unless `forward_only`, backward; `loss` gives a scalar to differentiate and
+        what to keep.
 
         Returns what was kept, in order, on the last stage; an empty list on the others.
         """
@@ -78,7 +82,9 @@ class Pipeline:
 
     @torch.no_grad()
     def infer(self, microbatches: Sequence[BatchedDataDict], read: Consume[T]) -> list[T]:
-        """Forward only, in eval mode; returns what `read` makes of each microbatch's logits, on the last stage."""
+        """Forward only, in eval mode; returns what `read` makes of each microbatch's logits, on the
+        last stage.
+        """
         for chunk in self.chunks:
             chunk.eval()
         padded = self._fill_rounds(microbatches)
@@ -86,7 +92,9 @@ class Pipeline:
         return results[: len(microbatches)]
 
     def _fill_rounds(self, microbatches: Sequence[BatchedDataDict]) -> list[BatchedDataDict]:
-        """The interleaved schedule runs whole rounds of `pp` microbatches: repeat the last one to fill up."""
+        """The interleaved schedule runs whole rounds of `pp` microbatches: repeat the last one to
+        fill up.
+        """
         round_size = self.topology.pp if self.topology.vpp > 1 else 1
         missing = -len(microbatches) % round_size
         return [*microbatches, *[microbatches[-1]] * missing]
@@ -129,7 +137,8 @@ class Pipeline:
         self, loss: Consume[tuple[torch.Tensor, Any]], data: BatchedDataDict, output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         value, kept = loss(self.clean_logits(output, data["input_ids"].size(1)), data)
-        # The count would divide gradients when they are reduced; ours are sums, so it has no effect.
+        # The count would divide gradients when they are reduced; ours are sums, so it has no
+        # effect.
         return value, torch.ones((), dtype=torch.int, device=value.device), kept
 
     def _finish_read(
@@ -149,7 +158,9 @@ class Pipeline:
         return torch.nn.functional.pad(tokens_BS, (0, missing)) if missing else tokens_BS
 
     def clean_logits(self, logits_BSV: torch.Tensor, length: int) -> torch.Tensor:
-        """fp32 logits of the first `length` positions at the policy's temperature, vocabulary padding made impossible."""
+        """fp32 logits of the first `length` positions at the policy's temperature, vocabulary
+        padding made impossible.
+        """
         logits_BSV = logits_BSV[:, :length].float()
         if self.temperature != 1.0:
             logits_BSV = logits_BSV / self.temperature
@@ -159,7 +170,9 @@ class Pipeline:
         return logits_BSV
 
     def share_tensor(self, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        """What the last stage holds, on every stage; `like` gives shape and dtype where there is nothing yet."""
+        """What the last stage holds, on every stage; `like` gives shape and dtype where there is
+        nothing yet.
+        """
         if self.groups.pp.size() == 1:
             assert tensor is not None
             return tensor

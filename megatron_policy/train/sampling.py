@@ -14,8 +14,9 @@ import torch
 class Sampling:
     """How sequences are continued: at most `max_new_tokens` each, ended by any of `stop_ids`.
 
-    `temperature` 0 and `greedy` mean the likeliest token. `top_k` keeps the k likeliest tokens, `top_p` the smallest
-    set of likeliest tokens whose probability reaches p (Holtzman et al. 2020); None keeps all.
+    `temperature` 0 and `greedy` mean the likeliest token. `top_k` keeps the k likeliest tokens,
+    `top_p` the smallest set of likeliest tokens whose probability reaches p (Holtzman et al. 2020);
+    None keeps all.
     """
 
     max_new_tokens: int
@@ -29,9 +30,11 @@ class Sampling:
 def sample(
     logits_BV: torch.Tensor, sampling: Sampling, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Next tokens int64 `[B]` and their log-probabilities fp32 `[B]`, as `policy.logprobs` gives them.
+    """Next tokens int64 `[B]` and their log-probabilities fp32 `[B]`, as `policy.logprobs` gives
+    them.
 
-    Those are at the policy's temperature, but of the whole distribution, before top-k and top-p cut it.
+    Those are at the policy's temperature, but of the whole distribution, before top-k and top-p cut
+    it.
     """
     logits_BV = logits_BV / (sampling.temperature or 1.0)
     model_logprobs_BV = logits_BV.log_softmax(-1)

@@ -14,7 +14,9 @@ from megatron_policy.train.pipeline import Pipeline
 
 
 def logprobs(pipeline: Pipeline, tokens_BS: torch.Tensor, micro_batch_size: int) -> torch.Tensor:
-    """fp32 `[B, S]` on the CPU, on every rank: position t holds `log p(token t | tokens before t)`, position 0 is 0."""
+    """fp32 `[B, S]` on the CPU, on every rank: position t holds `log p(token t | tokens before t)`,
+    position 0 is 0.
+    """
 
     def read(logits_BSV: torch.Tensor, data: BatchedDataDict) -> torch.Tensor:
         scores = next_token_logprobs(
@@ -30,14 +32,18 @@ def logprobs(pipeline: Pipeline, tokens_BS: torch.Tensor, micro_batch_size: int)
 def topk_logits(
     pipeline: Pipeline, tokens_BS: torch.Tensor, k: int, micro_batch_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `k` largest logits after each position and their token ids, fp32 and int64 `[B, S, k]`, largest first."""
+    """The `k` largest logits after each position and their token ids, fp32 and int64 `[B, S, k]`,
+    largest first.
+    """
     if not 1 <= k <= pipeline.vocab_size:
         raise ValueError(
             f"k is {k}; it must lie between 1 and the vocabulary size {pipeline.vocab_size}"
         )
 
     def read(logits_BSV: torch.Tensor, data: BatchedDataDict) -> tuple[torch.Tensor, torch.Tensor]:
-        return vocab_parallel_topk(logits_BSV * pipeline.temperature, k, pipeline.vocab_start, pipeline.groups.tp)
+        return vocab_parallel_topk(
+            logits_BSV * pipeline.temperature, k, pipeline.vocab_start, pipeline.groups.tp
+        )
 
     results = pipeline.infer(_microbatches(tokens_BS, micro_batch_size), read)
     like = torch.empty(*tokens_BS.shape, k, dtype=torch.float32, device=current_device())
@@ -47,19 +53,21 @@ def topk_logits(
 
 
 def _microbatches(tokens_BS: torch.Tensor, micro_batch_size: int) -> list[BatchedDataDict]:
-    """Equal microbatches, as the pipeline needs them: the last row is repeated to fill the last one."""
+    """Equal microbatches, as the pipeline needs them: the last row is repeated to fill the last
+    one.
+    """
     rows = tokens_BS.size(0)
     if rows == 0:
         raise ValueError("there are no sequences: input_ids have 0 rows")
     size = min(micro_batch_size, rows)
     missing = -rows % size
     filled_BS = torch.cat([tokens_BS, tokens_BS[-1:].expand(missing, -1)]) if missing else tokens_BS
-    return [BatchedDataDict({"input_ids": part}) for part in filled_BS.to(current_device()).split(size)]
+    return [
+        BatchedDataDict({"input_ids": part}) for part in filled_BS.to(current_device()).split(size)
+    ]
 
 
-def _assemble(
-    pipeline: Pipeline, parts: list[torch.Tensor], like: torch.Tensor
-) -> torch.Tensor:
+def _assemble(pipeline: Pipeline, parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """The rows asked for, on the CPU of every rank of the pipeline."""
     whole = torch.cat(parts)[: like.size(0)] if pipeline.is_last_stage else None
     return pipeline.share_tensor(whole, like).cpu()

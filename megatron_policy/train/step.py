@@ -1,4 +1,6 @@
-"""Training over global batches: forward-backward, one optimizer step each, complete metrics on every rank."""
+"""Training over global batches: forward-backward, one optimizer step each, complete metrics on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ Metrics = dict[str, Any]
 
 @dataclass(frozen=True)
 class BatchLosses:
-    """One global batch on one data-parallel rank: its loss summed over microbatches, and each one's metrics."""
+    """One global batch on one data-parallel rank: its loss summed over microbatches, and each one's
+    metrics.
+    """
 
     loss: float
     metrics: tuple[Metrics, ...]
@@ -47,8 +51,9 @@ def forward_backward(
 ) -> BatchLosses:
     """One global batch (this data-parallel rank's share) through the pipeline.
 
-    Gradients are summed over microbatches and data-parallel ranks into `trainable`; without one only the loss is
-    computed. The loss divides by global counts, so the sum is the gradient of the global batch's loss.
+    Gradients are summed over microbatches and data-parallel ranks into `trainable`; without one
+    only the loss is computed. The loss divides by global counts, so the sum is the gradient of the
+    global batch's loss.
     """
     counts = count_valid(batch, pipeline.groups.dp, current_device())
 
@@ -105,11 +110,13 @@ def train(
 ) -> dict[str, Any]:
     """Every global batch in `data` (this data-parallel rank's shard of them, one after another).
 
-    With `trainable` each global batch is one optimizer step, and the schedule advances by `global_batch_size` samples
-    once, at the end, as the host steps it; without, losses and metrics are computed and nothing changes.
+    With `trainable` each global batch is one optimizer step, and the schedule advances by
+    `global_batch_size` samples once, at the end, as the host steps it; without, losses and metrics
+    are computed and nothing changes.
 
-    Returns `global_loss` (fp32 `[global batches]`, summed over data-parallel ranks), `grad_norm` (fp32 `[1]`, of the
-    last step), `all_mb_metrics` (this data-parallel rank's, a list per name: they add up to the true values), `rank`.
+    Returns `global_loss` (fp32 `[global batches]`, summed over data-parallel ranks), `grad_norm`
+    (fp32 `[1]`, of the last step), `all_mb_metrics` (this data-parallel rank's, a list per name:
+    they add up to the true values), `rank`.
     """
     batches = _global_batches(data, pipeline, global_batch_size, micro_batch_size)
     losses: list[float] = []
@@ -140,8 +147,9 @@ def _global_batches(
     share = global_batch_size // pipeline.topology.dp
     if data.size % share or not data.size:
         raise ValueError(
-            f"{data.size} samples on a data-parallel rank are no whole number of global batches, of which each rank "
-            f"has {share} samples: pass a multiple of {global_batch_size} samples"
+            f"{data.size} samples on a data-parallel rank are no whole number of "
+            f"global batches, of which each rank has {share} "
+            f"samples: pass a multiple of {global_batch_size} samples"
         )
     return [data.get_batch(i, share) for i in range(data.size // share)]
 
@@ -157,13 +165,16 @@ def check_training_data(data: BatchedDataDict) -> None:
             continue
         if value.size(0) != rows or (value.ndim > 1 and value.size(1) != length):
             raise ValueError(
-                f"training data {key!r} has shape {tuple(value.shape)}, but input_ids are [{rows}, {length}]: "
-                "dimension 0 must be the batch and dimension 1, where there is one, the sequence"
+                f"training data {key!r} has shape {tuple(value.shape)}, but input_ids are "
+                f"[{rows}, {length}]: dimension 0 must be the batch and dimension 1, "
+                "where there is one, the sequence"
             )
 
 
 def _complete(metrics: Metrics, counts: ValidCounts, stats: OptimStats, batches: int) -> Metrics:
-    """The host sums metrics over microbatches and global batches; extrema and settings are not sums."""
+    """The host sums metrics over microbatches and global batches; extrema and settings are not
+    sums.
+    """
     scaled = {
         key: value if "_min" in key or "_max" in key else value / batches
         for key, value in metrics.items()

@@ -20,7 +20,9 @@ GLOBAL_BATCH, MICROBATCHES = 8, 4
 
 
 def policy_config(path: Path | str, megatron: Mapping[str, Any], **top: Any) -> dict[str, Any]:
-    """The oracle's hyperparameters under a layout: `megatron` overrides megatron_cfg, `top` the policy section."""
+    """The oracle's hyperparameters under a layout: `megatron` overrides megatron_cfg, `top` the
+    policy section.
+    """
     ddp = {"grad_reduce_in_fp32": True, "overlap_grad_reduce": False, "overlap_param_gather": False}
     section = {
         "enabled": True,
@@ -61,7 +63,9 @@ def policy_config(path: Path | str, megatron: Mapping[str, Any], **top: Any) -> 
 
 @contextmanager
 def open_policy(config: dict[str, Any], **kwargs: Any):
-    """A policy on this rank, closed afterwards; the process group is this process's own and outlives it."""
+    """A policy on this rank, closed afterwards; the process group is this process's own and
+    outlives it.
+    """
     device.prepare_platform()
     device.join_process_group(60.0)
     policy = MegatronPolicy(config, timeout_s=60.0, **kwargs)
@@ -87,7 +91,9 @@ def read_everything(policy: MegatronPolicy, tokens: torch.Tensor, k: int) -> dic
 def train_two_steps(
     config: dict[str, Any], loss: str, data: BatchedDataDict, vocab: int, init_reference: bool
 ) -> dict[str, Any]:
-    """Read, train over every global batch of `data`, and report what this rank sees; weights under HF names."""
+    """Read, train over every global batch of `data`, and report what this rank sees; weights under
+    HF names.
+    """
     with open_policy(config, init_reference_model=init_reference) as policy:
         seen: dict[str, Any] = {"coords": policy.coords}
         tokens = data["input_ids"]

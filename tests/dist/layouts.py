@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-VOCAB, LENGTH = 251, 12  # neither divides by the tensor-parallel sizes: the vocabulary is padded, lengths too
+VOCAB, LENGTH = (
+    251,
+    12,
+)  # neither divides by the tensor-parallel sizes: the vocabulary is padded, lengths too
 
 
 @dataclass(frozen=True)

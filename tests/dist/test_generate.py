@@ -1,4 +1,6 @@
-"""The policy's own generation against transformers' `generate`, and against what the policy reads back."""
+"""The policy's own generation against transformers' `generate`, and against what the policy reads
+back.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def prompts() -> BatchedDataDict:
     tokens = torch.randint(1, VOCAB, (len(PROMPT_LENGTHS), 7), generator=random)
     lengths = torch.tensor(PROMPT_LENGTHS)
     inside = torch.arange(7) < lengths.unsqueeze(1)
-    return BatchedDataDict({"input_ids": torch.where(inside, tokens, PAD), "input_lengths": lengths})
+    return BatchedDataDict(
+        {"input_ids": torch.where(inside, tokens, PAD), "input_lengths": lengths}
+    )
 
 
 def continue_prompts(
@@ -64,7 +68,14 @@ def hf_greedy(path, row: int) -> list[int]:
     return out[0].tolist()
 
 
-GENERATING = ("one process", "TP2+SP", "PP2 uneven", "PP2xVPP2", "TP2xPP2xDP2+SP", "TP4 over 2 groups")
+GENERATING = (
+    "one process",
+    "TP2+SP",
+    "PP2 uneven",
+    "PP2xVPP2",
+    "TP2xPP2xDP2+SP",
+    "TP4 over 2 groups",
+)
 
 
 @pytest.mark.parametrize("name", GENERATING)
@@ -99,12 +110,16 @@ def test_a_stop_token_ends_its_row_and_no_other(ranks, checkpoints) -> None:
 
 
 def test_nothing_grows_beyond_the_longest_allowed_sequence(ranks, checkpoints) -> None:
-    config = policy_config(checkpoints[True], {}, **generation()) | {"max_total_sequence_length": 10}
+    config = policy_config(checkpoints[True], {}, **generation()) | {
+        "max_total_sequence_length": 10
+    }
     (seen,) = ranks.run(1, continue_prompts, config, None, True)
     assert seen["done"][0].lengths_B.tolist() == [min(n + NEW, 10) for n in PROMPT_LENGTHS]
 
 
-def test_samples_agree_within_a_replica_and_differ_between_replicas_and_draws(ranks, checkpoints) -> None:
+def test_samples_agree_within_a_replica_and_differ_between_replicas_and_draws(
+    ranks, checkpoints
+) -> None:
     case = LAYOUTS["TP2xPP2xDP2+SP"]
     config = policy_config(checkpoints[True], case.megatron, **generation(temperature=1.3))
     results = ranks.run(case.world, continue_prompts, config, None, False, 2)
@@ -118,7 +133,9 @@ def test_samples_agree_within_a_replica_and_differ_between_replicas_and_draws(ra
 
 def test_sampled_logprobs_are_those_read_back_at_the_same_temperature(ranks, checkpoints) -> None:
     config = policy_config(
-        checkpoints[False], LAYOUTS["TP2"].megatron, **generation(temperature=0.7, top_k=5, top_p=0.8)
+        checkpoints[False],
+        LAYOUTS["TP2"].megatron,
+        **generation(temperature=0.7, top_k=5, top_p=0.8),
     )
     seen = ranks.run(2, continue_prompts, config, None, False)[0]
     (done,) = seen["done"]

@@ -1,7 +1,8 @@
 """Every layout against one process of Hugging Face transformers and torch's AdamW.
 
-Tolerances, fp32: logits, log-probabilities and weights 1e-5 absolute (values of order 1, sums of a few hundred terms
-in another order); loss and gradient norm 1e-5 relative. bf16: see `assert_within_one_ulp`.
+Tolerances, fp32: logits, log-probabilities and weights 1e-5 absolute (values of order 1, sums of a
+few hundred terms in another order); loss and gradient norm 1e-5 relative. bf16: see
+`assert_within_one_ulp`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ def data():
 
 @cache
 def expected(path: Path, loss: str, dtype: torch.dtype = torch.float32) -> oracle.Trained:
-    loss_of = {"token": oracle.token_level, "sequence": oracle.sequence_level, "logit": oracle.logit_level}
+    loss_of = {
+        "token": oracle.token_level,
+        "sequence": oracle.sequence_level,
+        "logit": oracle.logit_level,
+    }
     return oracle.train(path, data(), GLOBAL_BATCH, loss_of[loss], dtype)
 
 
@@ -48,7 +53,9 @@ def shards_of(path: Path, weights: dict[str, torch.Tensor], tp: int, rank: int, 
     entries = {entry.megatron: entry for entry in table.entries}
     for name in names:
         row = entries[name].row
-        shard = torch.empty(row.local_shape(table.architecture, tp), dtype=weights[entries[name].hf[0]].dtype)
+        shard = torch.empty(
+            row.local_shape(table.architecture, tp), dtype=weights[entries[name].hf[0]].dtype
+        )
         fill_shard(row, table.architecture, shard, [weights[h] for h in entries[name].hf], rank, tp)
         yield name, shard
 
@@ -60,10 +67,14 @@ def assert_reads_like_hf(path: Path, seen: dict[str, Any]) -> None:
         torch.testing.assert_close(reading[:, 1:], logprobs, rtol=0, atol=TOLERANCE)
         assert (reading[:, 0] == 0).all()
     assert seen["unchanged"], "the policy's weights changed while the reference was active"
-    assert (seen["after"] - seen["before"]["logprobs"]).abs().max() > 1e-3, "training changed nothing"
+    assert (seen["after"] - seen["before"]["logprobs"]).abs().max() > 1e-3, (
+        "training changed nothing"
+    )
 
 
-def assert_trained_like_hf(path: Path, tp: int, seen: dict[str, Any], hf: oracle.Trained, rel: float) -> None:
+def assert_trained_like_hf(
+    path: Path, tp: int, seen: dict[str, Any], hf: oracle.Trained, rel: float
+) -> None:
     for step, loss, norm in zip(seen["steps"], hf.losses, hf.grad_norms, strict=True):
         assert step["global_loss"].tolist() == pytest.approx([loss], rel=rel)
         assert step["grad_norm"].tolist() == pytest.approx([norm], rel=rel)
@@ -71,7 +82,9 @@ def assert_trained_like_hf(path: Path, tp: int, seen: dict[str, Any], hf: oracle
 
 
 def assert_metrics_complete(results: list[dict[str, Any]], loss: str) -> None:
-    """Every rank has its replica's metrics; over the replicas they add up to the global batch's loss."""
+    """Every rank has its replica's metrics; over the replicas they add up to the global batch's
+    loss.
+    """
     for index, step in enumerate(results[0]["steps"]):
         by_replica = {}
         for seen in results:
@@ -90,15 +103,21 @@ def test_layout_equals_one_process_of_hf(ranks, checkpoints, name: str, tied: bo
     path, case = checkpoints[tied], LAYOUTS[name]
     config = policy_config(path, case.megatron)
     for loss in ("token", "sequence"):
-        results = ranks.run(case.world, train_two_steps, config, loss, data(), VOCAB, loss == "token")
+        results = ranks.run(
+            case.world, train_two_steps, config, loss, data(), VOCAB, loss == "token"
+        )
         hf = expected(path, loss)
         assert_metrics_complete(results, loss)
         for seen in results:
             if loss == "token":
                 assert_reads_like_hf(path, seen)
             assert_trained_like_hf(path, case.tp, seen, hf, rel=1e-5)
-            for key, shard in shards_of(path, hf.weights, case.tp, seen["coords"].tp, list(seen["weights"])):
-                torch.testing.assert_close(seen["weights"][key], shard, rtol=0, atol=TOLERANCE, msg=key)
+            for key, shard in shards_of(
+                path, hf.weights, case.tp, seen["coords"].tp, list(seen["weights"])
+            ):
+                torch.testing.assert_close(
+                    seen["weights"][key], shard, rtol=0, atol=TOLERANCE, msg=key
+                )
 
 
 @pytest.mark.parametrize("tied", FAMILIES, ids=["tied", "untied"])
@@ -126,11 +145,12 @@ def start_weights(path: Path) -> dict[str, torch.Tensor]:
 def assert_same_update_in_bf16(
     start: torch.Tensor, weight: torch.Tensor, expected: torch.Tensor, name: str
 ) -> None:
-    """No weight differs by more than one bf16 ulp of the norms' weights, which lie between 1 and 2: 2^-7.
+    """No weight differs by more than one bf16 ulp of the norms' weights, which lie between 1 and 2:
+    2^-7.
 
-    The weights of matrices are far smaller and so is the ulp that matters there; their updates are compared as a
-    whole instead: the difference is at most a tenth of the update, gradients being sums of bf16 products whose
-    rounding depends on their order.
+    The weights of matrices are far smaller and so is the ulp that matters there; their updates are
+    compared as a whole instead: the difference is at most a tenth of the update, gradients being
+    sums of bf16 products whose rounding depends on their order.
     """
     assert weight.dtype == expected.dtype == torch.bfloat16
     weight, expected, start = weight.float(), expected.float(), start.float()

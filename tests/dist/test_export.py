@@ -1,0 +1,140 @@
+"""Exporting to Hugging Face format: complete, bit-equal, loadable, and all or nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatron_policy.converters.hf_files import HfReader
+from megatron_policy.errors import ConfigError
+from tests import oracle
+from tests.checkpoints import make_checkpoint
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
+from tests.dist.layouts import LAYOUTS, LENGTH, VOCAB
+
+EXPORTING = (
+    "one process",
+    "TP2+SP",
+    "PP2 uneven",
+    "PP2xVPP2",
+    "TP2xPP2xDP2+SP",
+    "TP4 over 2 groups",
+)
+
+
+def export(config: dict[str, Any], path: Path, options: dict[str, Any] | None = None) -> None:
+    with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
+        policy.export_hf(path, **(options or {}))
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    with HfReader(path) as reader:
+        return {name: reader.tensor(name).clone() for name in reader.shapes}
+
+
+def assert_same_tensors(a: Path, b: Path) -> None:
+    ours, theirs = tensors_of(a), tensors_of(b)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
+
+
+@pytest.mark.parametrize("name", EXPORTING)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_what_was_not_trained_comes_back_bit_equal(
+    ranks, checkpoints, tmp_path: Path, name: str, tied: bool
+) -> None:
+    case, target = LAYOUTS[name], tmp_path / "exported"
+    config = policy_config(checkpoints[tied], case.megatron)
+    ranks.run(case.world, export, config, target)
+    assert_same_tensors(target, checkpoints[tied])
+    model = AutoModelForCausalLM.from_pretrained(target)
+    assert model.config.to_dict() | {"_name_or_path": ""} == AutoModelForCausalLM.from_pretrained(
+        checkpoints[tied]
+    ).config.to_dict() | {"_name_or_path": ""}
+    assert AutoTokenizer.from_pretrained(target)("bit for bit").input_ids
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_bf16_weights_survive_fp32_training_precision_and_small_shards(
+    ranks, tmp_path: Path, family: str
+) -> None:
+    source = make_checkpoint(tmp_path / "source", family, dtype="bfloat16", max_shard_size="60KB")
+    config = policy_config(source, LAYOUTS["TP2"].megatron, precision="float32")
+    ranks.run(2, export, config, tmp_path / "exported", {"max_shard_bytes": 50_000})
+    files = sorted(p.name for p in (tmp_path / "exported").glob("*.safetensors"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert_same_tensors(tmp_path / "exported", source)
+
+
+def train_and_export(config: dict[str, Any], path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    data = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
+    with open_policy(config) as policy:
+        policy.train(own_share(policy, data), LOSSES["token"](), mbs=1)
+        policy.export_hf(path)
+        return data["input_ids"], policy.logprobs(data)
+
+
+def test_transformers_reads_the_trained_policy(ranks, checkpoints, tmp_path: Path) -> None:
+    case = LAYOUTS["TP2xPP2xDP2+SP"]
+    config = policy_config(checkpoints[True], case.megatron)
+    results = ranks.run(case.world, train_and_export, config, tmp_path / "trained")
+    model = oracle.load_hf(tmp_path / "trained")
+    for tokens, logprobs in results:
+        with torch.no_grad():
+            expected = oracle.hf_logprobs(model, tokens)
+        torch.testing.assert_close(logprobs[:, 1:], expected, rtol=0, atol=1e-5)
+
+
+def export_error(config: dict[str, Any], path: Path) -> tuple[str, str]:
+    with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
+        with pytest.raises((ConfigError, OSError)) as error:
+            policy.export_hf(path)
+        return type(error.value).__name__, str(error.value)
+
+
+def test_an_existing_directory_is_refused_on_every_rank_and_left_alone(
+    ranks, checkpoints, tmp_path: Path
+) -> None:
+    target = tmp_path / "taken"
+    target.mkdir()
+    (target / "notes.txt").write_text("mine")
+    config = policy_config(checkpoints[True], LAYOUTS["TP2"].megatron)
+    for kind, message in ranks.run(2, export_error, config, target):
+        assert kind == "ConfigError" and str(target) in message
+    assert [p.name for p in target.iterdir()] == ["notes.txt"]
+
+
+def fail_to_write(config: dict[str, Any], path: Path, rank: int) -> str:
+    """The error every rank sees when one rank cannot write its file."""
+    from megatron_policy.converters import hf_files
+
+    original = hf_files.write_shard
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
+        if policy.rank == rank:
+            hf_files.write_shard = full
+        try:
+            with pytest.raises(OSError) as error:
+                policy.export_hf(path, max_shard_bytes=50_000)
+        finally:
+            hf_files.write_shard = original
+        return str(error.value)
+
+
+def test_a_rank_that_cannot_write_fails_all_and_publishes_nothing(
+    ranks, checkpoints, tmp_path: Path
+) -> None:
+    target = tmp_path / "exported"
+    config = policy_config(checkpoints[False], LAYOUTS["TP2"].megatron)
+    for message in ranks.run(2, fail_to_write, config, target, 1):
+        assert "No space left on device" in message
+    assert not target.exists()

@@ -1,0 +1,137 @@
+"""What families add to the common decoder - windows, scaled rotations, biases, large heads - under
+split layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import oracle
+from tests.dist.cases import (
+    GLOBAL_BATCH,
+    LOSSES,
+    open_policy,
+    policy_config,
+    train_two_steps,
+)
+from tests.dist.layouts import LAYOUTS
+
+VOCAB, LENGTH = 200, 24
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama"},
+    "llama with llama 3 rope scaling": {"family": "llama", "rope_scaling": LLAMA3, "tied": True},
+    "llama with biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama with one head per group": {"family": "llama", "groups": 4, "head_dim": 32},
+    "mistral with a window": {"family": "mistral", "window": 7},
+    "mistral without one": {"family": "mistral"},
+    "qwen2 with a window on later layers": {"family": "qwen2", "window": 6, "full_layers": 1},
+    "qwen3 with heads wider than hidden": {"family": "qwen3", "head_dim": 32},
+    "qwen3 with a window": {"family": "qwen3", "window": 5, "full_layers": 2},
+}
+
+
+@pytest.mark.parametrize("layout", ["TP2+SP", "PP2xVPP2"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_family_computes_and_learns_like_hf(
+    ranks, checkpoint: Callable[..., Path], variant: str, layout: str
+) -> None:
+    sizes = dict(VARIANTS[variant])
+    path = checkpoint(sizes.pop("family"), vocab=VOCAB, **sizes)
+    data = oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
+    hf = oracle.train(path, data, GLOBAL_BATCH, oracle.token_level)
+    model = oracle.load_hf(path)
+    with torch.no_grad():
+        logits = model(data["input_ids"]).logits
+    config = policy_config(path, LAYOUTS[layout].megatron)
+    for seen in ranks.run(2, train_two_steps, config, "token", data, VOCAB, True):
+        torch.testing.assert_close(seen["before"]["logits"], logits, rtol=0, atol=1e-5)
+        for step, loss, norm in zip(seen["steps"], hf.losses, hf.grad_norms, strict=True):
+            assert step["global_loss"].item() == pytest.approx(loss, rel=1e-5)
+            assert step["grad_norm"].item() == pytest.approx(norm, rel=1e-5)
+
+
+RECOMPUTED = {
+    "full": {"recompute_granularity": "full"},
+    "full by blocks": {
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 1,
+    },
+    "selective core attention": {"recompute_granularity": "selective"},
+    "selective norms and mlp": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["layernorm", "mlp"],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", RECOMPUTED)
+@pytest.mark.parametrize("layout", ["TP2+SP", "PP2"])
+def test_recomputing_activations_changes_no_gradient(
+    ranks, checkpoints, layout: str, kind: str
+) -> None:
+    data = oracle.make_batch(2 * GLOBAL_BATCH, 12, 251)
+    megatron = LAYOUTS[layout].megatron
+    plain = ranks.run(
+        2, train_two_steps, policy_config(checkpoints[False], megatron), "token", data, 251, False
+    )
+    recomputing = megatron | {"activation_checkpointing": True} | RECOMPUTED[kind]
+    again = ranks.run(
+        2,
+        train_two_steps,
+        policy_config(checkpoints[False], recomputing),
+        "token",
+        data,
+        251,
+        False,
+    )
+    for one, other in zip(plain, again, strict=True):
+        for name, weight in one["weights"].items():
+            # Recomputation repeats the same operations; only the order of some sums may differ.
+            torch.testing.assert_close(other["weights"][name], weight, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("layout", ["TP2", "TP2xPP2xDP2+SP"])
+def test_a_loss_of_whole_logits_learns_like_hf(ranks, checkpoints, layout: str) -> None:
+    data = oracle.make_batch(2 * GLOBAL_BATCH, 12, 251)
+    hf = oracle.train(checkpoints[True], data, GLOBAL_BATCH, oracle.logit_level)
+    config = policy_config(checkpoints[True], LAYOUTS[layout].megatron)
+    results = ranks.run(LAYOUTS[layout].world, train_two_steps, config, "logit", data, 251, False)
+    for seen in results:
+        for step, loss, norm in zip(seen["steps"], hf.losses, hf.grad_norms, strict=True):
+            assert step["global_loss"].item() == pytest.approx(loss, rel=1e-5)
+            assert step["grad_norm"].item() == pytest.approx(norm, rel=1e-5)
+
+
+def test_microbatches_do_not_change_the_step(ranks, checkpoints) -> None:
+    """Four microbatches with unequal numbers of valid tokens, or one: the same loss, norm and
+    weights.
+    """
+    data = oracle.make_batch(GLOBAL_BATCH, 12, 251)
+    (one,) = ranks.run(1, train_once, policy_config(checkpoints[True], {}), data, GLOBAL_BATCH)
+    (many,) = ranks.run(1, train_once, policy_config(checkpoints[True], {}), data, 1)
+    assert many[0] == pytest.approx(one[0], rel=1e-6)
+    for name, weight in one[1].items():
+        torch.testing.assert_close(many[1][name], weight, rtol=0, atol=1e-6, msg=name)
+
+
+def train_once(
+    config: dict[str, Any], data: Any, micro: int
+) -> tuple[float, dict[str, torch.Tensor]]:
+    with open_policy(config, init_reference_model=False) as policy:
+        result = policy.train(data, LOSSES["token"](), mbs=micro)
+        return result["global_loss"].item(), {
+            name: p.detach().clone() for name, p in policy.named_parameters()
+        }
