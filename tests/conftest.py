@@ -80,3 +80,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return path_of
+
+
+@pytest.fixture(scope="session")
+def checkpoints(checkpoint: Callable[..., Path]) -> dict[bool, Path]:
+    """The models of the layout table: the tied one and the untied one."""
+    from tests.dist.layouts import FAMILIES, SIZES
+
+    return {tied: checkpoint(family, tied=tied, **SIZES) for tied, family in FAMILIES.items()}

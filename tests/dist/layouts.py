@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-VOCAB, LENGTH = (
-    251,
-    12,
-)  # neither divides by the tensor-parallel sizes: the vocabulary is padded, lengths too
+# Neither divides by the tensor-parallel sizes: the vocabulary is padded, and so are sequences.
+VOCAB, LENGTH = 251, 13
+SIZES = {"layers": 4, "heads": 4, "groups": 2, "hidden": 64, "vocab": VOCAB}
 
 
 @dataclass(frozen=True)
@@ -43,4 +42,5 @@ LAYOUTS = {
     "TP2xPP2xDP2+SP": layout(8, tp=2, pp=2, sequence_parallel=True, **OVERLAPPED),
     "TP4 over 2 groups": layout(4, tp=4),
 }
-FAMILIES = {True: "qwen2", False: "qwen3"}  # tied with biases on q, k, v; untied with norms on q, k
+# Tied with biases on q, k, v; untied with norms on q, k.
+FAMILIES = {True: "qwen2", False: "qwen3"}

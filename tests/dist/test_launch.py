@@ -1,0 +1,56 @@
+"""The ways to start a policy without Ray: torchrun, and plainly in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SCRIPT = """
+import json, sys
+from megatron_policy import MegatronPolicy
+from tests import oracle
+from tests.dist.cases import own_share, policy_config
+from tests.losses import TokenNLL
+
+path, tp, out = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+data = oracle.make_batch(8, 12, 251)
+policy = MegatronPolicy(policy_config(path, {"tensor_model_parallel_size": tp}))
+result = policy.train(own_share(policy, data), TokenNLL())
+if policy.rank == 0:
+    with open(out, "w") as file:
+        json.dump([result["global_loss"].item(), result["grad_norm"].item()], file)
+policy.shutdown()
+"""
+LAUNCHERS = {
+    "one process": ([sys.executable], 1),
+    "torchrun": (
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_script_trains_under_each_launcher(checkpoints, tmp_path: Path, launcher: str) -> None:
+    from tests import oracle
+
+    command, tp = LAUNCHERS[launcher]
+    script, out = tmp_path / "script.py", tmp_path / "out.json"
+    script.write_text(SCRIPT)
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [*command, str(script), str(checkpoints[True]), str(tp), str(out)],
+        env=environment | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    hf = oracle.train(checkpoints[True], oracle.make_batch(8, 12, 251), 8, oracle.token_level)
+    assert json.loads(out.read_text()) == pytest.approx([hf.losses[0], hf.grad_norms[0]], rel=1e-5)

@@ -1,0 +1,53 @@
+"""One small Ray instance per session, and worker groups that are gone when their test is over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from megatron_policy.topology import Topology
+from megatron_policy.workers import RayVirtualCluster, WorkerGroup, init_ray
+from tests.ray.actors import GroupMaker, Worker, still_running
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ray_instance() -> Iterator[None]:
+    """Two CPUs, and two GPUs that exist in Ray's books only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        init_ray(num_cpus=2, num_gpus=2, object_store_bytes=150 * 2**20)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def make_group() -> Iterator[GroupMaker]:
+    """`make_group(topology, **constructor arguments)` -> a group of PlainWorkers on CPUs."""
+    clusters: list[RayVirtualCluster] = []
+    groups: list[WorkerGroup] = []
+
+    def make(
+        topology: Topology, env_vars: dict[str, str] | None = None, **kwargs: Any
+    ) -> WorkerGroup:
+        clusters.append(RayVirtualCluster([topology.world_size], use_gpus=False))
+        group = WorkerGroup(clusters[-1], Worker, topology, kwargs=kwargs, env_vars=env_vars)
+        groups.append(group)
+        return group
+
+    yield make
+    for group in groups:
+        group.kill()
+    for cluster in clusters:
+        cluster.shutdown()
+
+
+@pytest.fixture
+def diary(tmp_path: Path) -> Iterator[Path]:
+    """A folder in which workers leave their process ids; all of them must be gone at the end."""
+    yield tmp_path
+    assert not still_running(tmp_path)

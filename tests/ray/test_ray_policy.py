@@ -1,0 +1,323 @@
+"""The driver's policy over real workers, against the Hugging Face model in one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_policy import MegatronPolicyWorker, Policy
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.errors import ConfigError, ConversionError, WorkerError
+from megatron_policy.workers import RayVirtualCluster
+from tests import oracle
+from tests.dist.cases import policy_config
+from tests.losses import TokenNLL
+from tests.ray.actors import still_running
+from tests.ray.losses import Troubled
+
+VOCAB, LENGTH, ROWS, GBS = 251, 12, 8, 4
+TOLERANCE = 1e-5
+TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=None)
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+DP2: dict[str, Any] = {}
+
+PolicyMaker = Callable[..., Policy]
+
+
+@pytest.fixture
+def make_policy(checkpoint: Callable[..., Path]) -> Iterator[PolicyMaker]:
+    """`make_policy(layout)` -> a Policy with two CPU workers, which is gone after the test."""
+    open_: list[Any] = []
+
+    def make(layout: dict[str, Any], path: Path | None = None) -> Policy:
+        cluster = RayVirtualCluster([2], use_gpus=False)
+        open_.append(cluster)
+        policy = Policy(cluster, config_of(checkpoint, layout, path), TOKENIZER)
+        open_.append(policy)
+        return policy
+
+    yield make
+    for each in reversed(open_):
+        each.shutdown()
+
+
+def config_of(
+    checkpoint: Callable[..., Path], layout: dict[str, Any], path: Path | None = None
+) -> dict[str, Any]:
+    return policy_config(
+        path or checkpoint("qwen2", vocab=VOCAB),
+        layout,
+        train_global_batch_size=GBS,
+        generation={"max_new_tokens": 6, "stop_token_ids": []},
+    )
+
+
+def batch(seed: int = 0, rows: int = ROWS) -> BatchedDataDict:
+    return oracle.make_batch(rows, LENGTH, VOCAB, seed)
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2, DP2], ids=["tp2", "pp2", "dp2"])
+def test_two_workers_do_what_one_process_of_transformers_does(
+    make_policy: PolicyMaker,
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    layout: dict[str, Any],
+) -> None:
+    path = checkpoint("qwen2", vocab=VOCAB)
+    model = oracle.load_hf(path)
+    policy = make_policy(layout)
+    data = batch()
+
+    assert_logprobs(policy.get_logprobs(data)["logprobs"], model, data)
+    assert_logprobs_of_a_part(policy, model, data)
+    assert_topk(policy, model, data)
+    assert_greedy_tokens(policy, model, data)
+
+    policy.prepare_for_training()
+    trained = oracle.train(path, data, GBS, oracle.token_level)
+    evaluated = policy.train(data, TokenNLL(), eval_mode=True)
+    assert evaluated["loss"].shape == (ROWS // GBS,)
+    results = policy.train(data, TokenNLL())
+    policy.finish_training()
+    assert results["loss"].tolist() == pytest.approx(trained.losses, rel=TOLERANCE)
+    assert results["grad_norm"].tolist() == pytest.approx(trained.grad_norms[-1:], rel=TOLERANCE)
+    metrics = results["all_mb_metrics"]
+    assert len(metrics["loss"]) == ROWS, "microbatches of one row, of all data-parallel ranks"
+    assert sum(metrics["loss"]) * 2 == pytest.approx(sum(trained.losses), rel=TOLERANCE)
+
+    reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+    assert_logprobs(reference, model, data)
+    policy.export_hf(tmp_path / "exported")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    for name, weight in exported.named_parameters():
+        torch.testing.assert_close(weight.data, trained.weights[name], atol=TOLERANCE, rtol=0)
+    assert_logprobs(policy.get_logprobs(data)["logprobs"], exported, data)
+    assert policy.shutdown()
+    assert policy.shutdown()
+
+
+def assert_logprobs(found: torch.Tensor, model: Any, data: BatchedDataDict) -> None:
+    with torch.no_grad():
+        expected = oracle.hf_logprobs(model, data["input_ids"])
+    assert found.shape == data["input_ids"].shape
+    assert not found[:, 0].any()
+    inside = torch.arange(1, LENGTH) < data["input_lengths"].unsqueeze(1)
+    torch.testing.assert_close(found[:, 1:][inside], expected[inside], atol=TOLERANCE, rtol=0)
+
+
+def assert_logprobs_of_a_part(policy: Policy, model: Any, data: BatchedDataDict) -> None:
+    """Five rows do not divide over two ranks; the caller must not notice."""
+    part = data.slice(0, 5)
+    assert_logprobs(policy.get_logprobs(part)["logprobs"], model, part)
+
+
+def assert_topk(policy: Policy, model: Any, data: BatchedDataDict) -> None:
+    found = policy.get_topk_logits(data.slice(0, 3), k=4)
+    with torch.no_grad():
+        logits = model(data["input_ids"][:3]).logits
+    expected = logits.topk(4, dim=-1)
+    torch.testing.assert_close(found["topk_logits"], expected.values, atol=TOLERANCE, rtol=0)
+    assert torch.equal(logits.gather(-1, found["topk_indices"]), expected.values)
+
+
+def assert_greedy_tokens(policy: Policy, model: Any, data: BatchedDataDict) -> None:
+    """Unequal prompts, more of them than divide; the longest of each rank differ."""
+    prompts = data.slice(0, 3)
+    found = policy.generate(prompts, greedy=True)
+    for row, length in enumerate(prompts["input_lengths"].tolist()):
+        tokens = prompts["input_ids"][row, :length]
+        with torch.no_grad():
+            for _ in range(6):
+                following = model(tokens.unsqueeze(0)).logits[0, -1].argmax()
+                tokens = torch.cat([tokens, following.view(1)])
+        end = int(found["unpadded_sequence_lengths"][row])
+        assert found["output_ids"][row, :end].tolist() == tokens.tolist()
+        assert int(found["generation_lengths"][row]) == 6
+        assert not found["output_ids"][row, end:].any(), "padding is the tokenizer's pad token"
+
+
+@pytest.fixture(scope="module")
+def untrained(checkpoint: Callable[..., Path]) -> Iterator[Policy]:
+    """Two data-parallel workers without optimizer, for tests that break nothing."""
+    cluster = RayVirtualCluster([2], use_gpus=False)
+    policy = Policy(cluster, config_of(checkpoint, DP2), TOKENIZER, init_optimizer=False)
+    yield policy
+    policy.shutdown()
+    cluster.shutdown()
+
+
+def test_batches_that_do_not_divide_are_refused_and_the_policy_goes_on(untrained: Policy) -> None:
+    def evaluate(rows: int, **sizes: int) -> torch.Tensor:
+        return untrained.train(batch(rows=rows), TokenNLL(), eval_mode=True, **sizes)["loss"]
+
+    with pytest.raises(ConfigError, match="7 samples, which is no multiple of gbs=4"):
+        evaluate(7)
+    with pytest.raises(ConfigError, match="make gbs a multiple of 2"):
+        evaluate(8, gbs=3)
+    with pytest.raises(ConfigError, match="make gbs a multiple of 8"):
+        evaluate(8, mbs=4)
+    with pytest.raises(ConfigError, match="no rows"):
+        untrained.get_logprobs(BatchedDataDict())
+    assert evaluate(8, gbs=8).shape == (1,)
+
+
+def test_a_policy_without_optimizer_refuses_to_train(untrained: Policy) -> None:
+    with pytest.raises(ConfigError, match="init_optimizer=False"):
+        untrained.train(batch(), TokenNLL())
+
+
+def test_workers_tell_about_themselves(untrained: Policy) -> None:
+    group = untrained.worker_group
+    assert group.run_all("is_alive") == [True, True]
+    assert len(set(group.run_all("report_device_id"))) == 2
+    group.run_all("reset_peak_memory_stats")
+    infos = group.run_all("get_gpu_info")
+    assert [info["rank"] for info in infos] == [0, 1]
+    assert all(0 < info["memory_free"] <= info["memory_total"] for info in infos)
+
+
+def test_what_is_not_built_is_refused_by_name_and_the_policy_goes_on(untrained: Policy) -> None:
+    group = untrained.worker_group
+    for call in (
+        lambda: untrained.save_checkpoint("somewhere"),
+        lambda: untrained.prepare_refit_info(),
+        lambda: untrained.init_collective("127.0.0.1", 1, 2),
+        lambda: group.run_all("save_checkpoint", weights_path="somewhere"),
+    ):
+        with pytest.raises(NotImplementedError, match="is not available yet: it comes with"):
+            call()
+    assert group.run_all("is_alive") == [True, True]
+
+
+def test_noise_reaches_every_weight_alike_and_not_the_reference(untrained: Policy) -> None:
+    group = untrained.worker_group
+    data = batch(rows=2)
+    before = untrained.get_logprobs(data)["logprobs"]
+    states = group.run_all("return_state_dict")
+    group.run_all("_add_noise_to_weights")
+    noisy = group.run_all("return_state_dict")
+    assert not any(
+        torch.equal(old[name], new[name])
+        for old, new in zip(states, noisy, strict=True)
+        for name in old
+    )
+    norm = "decoder.final_layernorm.weight"
+    assert torch.equal(noisy[0][norm], noisy[1][norm]), "replicas must stay alike"
+    assert not torch.allclose(before, untrained.get_logprobs(data)["logprobs"])
+    reference = untrained.get_reference_policy_logprobs(data)["reference_logprobs"]
+    torch.testing.assert_close(reference, before, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "top", "message"),
+    [
+        ({"tensor_model_parallel_size": 3}, {}, "tensor_model_parallel_size"),
+        ({"enabled": False}, {}, "megatron_cfg.enabled"),
+        ({}, {"dtensor_cfg": {"enabled": True}}, "dtensor_cfg.enabled"),
+        ({"sequence_parallel": True}, {}, "sequence_parallel"),
+        ({"env_vars": {"RANK": "3"}}, {}, "env_vars sets RANK"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_process_starts(
+    checkpoint: Callable[..., Path], layout: dict[str, Any], top: dict[str, Any], message: str
+) -> None:
+    cluster = RayVirtualCluster([2], use_gpus=False)
+    actors = running_actors()
+    with pytest.raises(ConfigError, match=message):
+        Policy(cluster, policy_config(checkpoint("qwen2"), layout, **top), TOKENIZER)
+    assert running_actors() == actors
+    cluster.shutdown()
+
+
+def running_actors() -> int:
+    return len(ray.util.list_named_actors(all_namespaces=True))
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_reported_by_the_constructor(
+    make_policy: PolicyMaker, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    whole = checkpoint("qwen2", vocab=VOCAB)
+    for file in whole.iterdir():
+        if file.suffix == ".json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(whole / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    actors = running_actors()
+    with pytest.raises(ConversionError, match=r"model\.norm\.weight") as caught:
+        make_policy(TP2, tmp_path)
+    assert isinstance(caught.value.__cause__, WorkerError)
+    assert running_actors() == actors
+
+
+def test_a_worker_killed_during_train_is_reported_and_shutdown_returns(
+    make_policy: PolicyMaker, tmp_path: Path
+) -> None:
+    policy = make_policy(TP2)
+    pids = policy.worker_group.pids
+    killer = threading.Thread(target=kill_when_busy, args=(pids[1], tmp_path))
+    killer.start()
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="train: rank 1 died") as caught:
+        policy.train(batch(), Troubled(tmp_path))
+    assert caught.value.rank == 1
+    killer.join()
+    with pytest.raises(WorkerError, match=r"is broken.*train: rank 1 died"):
+        policy.get_logprobs(batch())
+    assert policy.shutdown()
+    assert time.monotonic() - start < 30
+    assert not still_running(tmp_path, within_s=0)
+
+
+def kill_when_busy(pid: int, marks: Path) -> None:
+    """Wait until both ranks are inside the loss function."""
+    while len(list(marks.iterdir())) < 2:
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_loss_that_raises_on_one_rank_is_reported_with_its_traceback(
+    make_policy: PolicyMaker, tmp_path: Path
+) -> None:
+    policy = make_policy(DP2)
+    with pytest.raises(WorkerError, match="rank 1 cannot divide") as caught:
+        policy.train(batch(), Troubled(tmp_path, raise_on=1))
+    assert caught.value.rank == 1
+    assert "losses.py" in caught.value.cause
+    assert "MegatronPolicyWorker[rank=1]" in caught.value.cause
+    assert policy.shutdown()
+
+
+def test_the_worker_is_what_a_host_takes_for_one() -> None:
+    from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
+
+    assert isinstance(MegatronPolicyWorker, ray.actor.ActorClass)
+    with pytest.raises(ConfigError, match="has no argument skip_weight_load"):
+        MegatronPolicyWorkerImpl({}, None, skip_weight_load=True)
+    with pytest.raises(NotImplementedError, match="weights_path"):
+        MegatronPolicyWorkerImpl({}, None, weights_path="/somewhere")
+
+
+def test_driver_and_worker_modules_leave_megatron_core_to_the_worker_process() -> None:
+    code = (
+        "import sys, megatron_policy.workers.policy, megatron_policy.workers.worker;"
+        "print([name for name in ('megatron', 'transformers.models') if name in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert answer.stdout.strip() == "[]", answer.stderr

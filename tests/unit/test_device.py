@@ -1,0 +1,66 @@
+"""The CPU platform: what it patches works, and what it must not touch still does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy.device import cpu_platform
+
+
+def platform() -> dict[str, Any]:
+    """What torch says on a rank, where the platform is prepared."""
+    with torch.device("meta"):
+        meta = torch.empty(2).device.type
+    return {
+        "cuda literal": torch.zeros(2, device="cuda").device.type,
+        "pinned": torch.empty(2, pin_memory=True).is_pinned(),
+        "device context": meta,
+        "explicit cpu": torch.ones(2, device="cpu").device.type,
+        "type": torch.zeros(1, dtype=torch.bfloat16).type(),
+        "conversion": str(torch.zeros(1).type(torch.float64).dtype),
+        "device": str(torch.cuda.current_device()),
+    }
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the CPU platform is for machines without GPU"
+)
+def test_cuda_names_mean_the_cpu_and_device_contexts_still_work(ranks) -> None:
+    assert ranks.run(1, platform) == [
+        {
+            "cuda literal": "cpu",
+            "pinned": False,
+            "device context": "meta",
+            "explicit cpu": "cpu",
+            "type": "torch.cuda.BFloat16Tensor",
+            "conversion": "torch.float64",
+            "device": "cpu",
+        }
+    ]
+
+
+def test_every_patch_tells_its_reason() -> None:
+    assert all((patch.__doc__ or "").strip() for patch in cpu_platform.PATCHES)
+
+
+def test_importing_patches_nothing() -> None:
+    code = (
+        "import torch; before = torch.empty, torch.Tensor.type, torch.cuda.current_device\n"
+        "import megatron_policy.policy, megatron_policy.device.cpu_platform\n"
+        "assert (torch.empty, torch.Tensor.type, torch.cuda.current_device) == before"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+
+
+def test_a_machine_with_a_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_policy import device
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = torch.empty, torch.Tensor.type, torch.cuda.current_device
+    assert device.prepare_platform() is False
+    assert (torch.empty, torch.Tensor.type, torch.cuda.current_device) == before
