@@ -73,6 +73,7 @@ class MegatronPolicy:
             timeout_s=timeout_s,
         )
         self._pipeline = self._assembly.pipeline
+        self._gather_pending = False
         # Replicas must not draw the same tokens; the ranks of one replica draw once and share.
         self._generator = torch.Generator(device=device.current_device())
         self._generator.manual_seed(self.config.seed + self.coords.dp)
@@ -99,6 +100,7 @@ class MegatronPolicy:
             raise RuntimeError(
                 "this policy was made with init_optimizer=False: it can only train in eval_mode"
             )
+        self._gather_pending |= not eval_mode
         return step.train(
             self._pipeline,
             None if eval_mode else trainable,
@@ -219,8 +221,9 @@ class MegatronPolicy:
         """Parameters may still be on their way when their gather overlaps the next step: wait for
         them.
         """
-        if self._assembly.trainable is not None:
+        if self._gather_pending and self._assembly.trainable is not None:
             self._assembly.trainable.finish_parameter_gather()
+        self._gather_pending = False
 
     def shutdown(self) -> None:
         """Leave the process groups this policy made; the object is of no use afterwards."""
