@@ -24,9 +24,7 @@ def test_the_readmes_example_trains_with_the_loss_of_the_loss_document(
     example = python_block("README.md")
     assert example.count("path/or/hub-id") == 1
     (tmp_path / "my_losses.py").write_text(python_block("docs/losses.md"))
-    (tmp_path / "example.py").write_text(
-        example.replace("path/or/hub-id", str(checkpoints[True]))
-    )
+    (tmp_path / "example.py").write_text(example.replace("path/or/hub-id", str(checkpoints[True])))
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
         [sys.executable, "example.py"],

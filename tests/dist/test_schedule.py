@@ -1,0 +1,91 @@
+"""Learning rate and weight decay over calls of `train`, and the other optimizer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests import oracle
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
+from tests.dist.layouts import LAYOUTS, LENGTH, VOCAB
+
+LR, MIN_LR, WARMUP, DECAY = 1e-3, 1e-4, 3, 7
+
+
+def rates(config: dict[str, Any], calls: int, evaluate_between: bool) -> list[tuple[float, float]]:
+    """(learning rate, weight decay) that each call of `train` reports having used."""
+    data = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
+    with open_policy(config, init_reference_model=False) as policy:
+        used = []
+        for _ in range(calls):
+            if evaluate_between:
+                policy.train(own_share(policy, data), LOSSES["token"](), eval_mode=True, mbs=1)
+            result = policy.train(own_share(policy, data), LOSSES["token"](), mbs=1)
+            metrics = result["all_mb_metrics"]
+            assert len({*metrics["lr"]}) == len({*metrics["wd"]}) == 1
+            used.append((metrics["lr"][0], metrics["wd"][0]))
+        return used
+
+
+def scheduled(**schedule: Any) -> dict[str, Any]:
+    return {
+        "optimizer": {"lr": LR, "min_lr": MIN_LR, "weight_decay": 0.1},
+        "scheduler": {
+            "lr_decay_style": "cosine",
+            "lr_warmup_iters": WARMUP,
+            "lr_decay_iters": DECAY,
+            "lr_warmup_init": 0.0,
+        }
+        | schedule,
+    }
+
+
+@pytest.mark.parametrize("evaluate_between", [False, True])
+@pytest.mark.parametrize("name", ["one process", "DP2"])
+def test_one_call_is_one_iteration_of_warmup_and_decay(
+    ranks, checkpoints, name: str, evaluate_between: bool
+) -> None:
+    config = policy_config(checkpoints[True], LAYOUTS[name].megatron | scheduled())
+    expected = [LR * call / WARMUP for call in range(WARMUP)]
+    for call in range(WARMUP, DECAY + 1):
+        done = (call - WARMUP) / (DECAY - WARMUP)
+        expected.append(MIN_LR + (LR - MIN_LR) * (1 + math.cos(math.pi * done)) / 2)
+    calls = DECAY + 3
+    expected += [MIN_LR] * (calls - len(expected))
+    for used in ranks.run(LAYOUTS[name].world, rates, config, calls, evaluate_between):
+        assert [lr for lr, _ in used] == pytest.approx(expected, rel=1e-6, abs=1e-12)
+
+
+def test_weight_decay_grows_from_start_to_end(ranks, checkpoints) -> None:
+    growing = scheduled(
+        start_weight_decay=0.0, end_weight_decay=0.7, weight_decay_incr_style="linear"
+    )
+    (used,) = ranks.run(1, rates, policy_config(checkpoints[True], growing), DECAY + 2, False)
+    expected = [min(0.7, 0.7 * call / DECAY) for call in range(DECAY + 2)]
+    assert [wd for _, wd in used] == pytest.approx(expected, abs=1e-9)
+
+
+def sgd_step(config: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    data = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
+    with open_policy(config, init_reference_model=False) as policy:
+        start = {name: p.detach().clone() for name, p in policy.named_parameters()}
+        policy.train(own_share(policy, data), LOSSES["token"](), mbs=1)
+        moved = {name: p.detach() - start[name] for name, p in policy.named_parameters()}
+        grads = {name: p.main_grad.clone() for name, p in policy.named_parameters()}
+        return {"moved": moved, "grads": grads}
+
+
+def test_sgd_moves_against_the_clipped_gradient(ranks, checkpoints) -> None:
+    sgd = {"optimizer": {"optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0}}
+    config = policy_config(
+        checkpoints[True], sgd | {"scheduler": {"start_weight_decay": 0.0, "end_weight_decay": 0.0}}
+    )
+    (seen,) = ranks.run(1, sgd_step, config)
+    # fp32 gradients are clipped in place, in the buffer that the optimizer reads.
+    norm = math.sqrt(sum(float(g.pow(2).sum()) for g in seen["grads"].values()))
+    assert norm == pytest.approx(oracle.CLIP, rel=1e-4)
+    for name, moved in seen["moved"].items():
+        torch.testing.assert_close(moved, -oracle.LR * seen["grads"][name], rtol=0, atol=1e-7)
