@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-Shape = tuple[int, ...]
+from .blocks import Shape
 
 SHOWN = 20
 """Differences of each kind that are spelled out; the rest is counted."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ class PlainWorker:
         self,
         diary: str = "",
         refuse_on: int | None = None,
+        wrap: bool = False,
         die_on: int | None = None,
         join: bool = False,
     ) -> None:
@@ -42,7 +44,10 @@ class PlainWorker:
         if diary:
             (Path(diary) / f"{self.rank}-{os.getpid()}").touch()
         if self.rank == refuse_on:
-            raise ConfigError(f"rank {self.rank} does not like this\nsecond line")
+            refusal = ConfigError(f"rank {self.rank} does not like this\nsecond line")
+            if wrap:
+                raise RuntimeError("and that is why") from refusal
+            raise refusal
         if self.rank == die_on:
             self._die()
         if join:
@@ -101,6 +106,16 @@ class PlainWorker:
 
 Worker = ray.remote(PlainWorker)
 GroupMaker = Callable[..., "WorkerGroup"]
+
+
+@contextmanager
+def promptly(within_s: float = 30.0) -> Iterator[None]:
+    """What is promised of every failure: the driver hears of it in time; usually in a second or
+    two.
+    """
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < within_s
 
 
 def still_running(diary: Path, within_s: float = 10.0) -> list[int]:

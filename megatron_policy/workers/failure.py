@@ -1,0 +1,107 @@
+"""Turns what Ray reports of a failed worker into this package's errors; knows no cluster."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ray.exceptions import RayActorError, RayTaskError
+
+from megatron_policy import errors
+from megatron_policy.errors import WorkerError
+
+# What a worker raises before it has done anything: when every rank does, the group is as good as
+# before the call.
+REFUSALS = (errors.ConfigError, errors.ConversionError, NotImplementedError)
+OWN = (*REFUSALS, errors.CheckpointError, errors.RefitError, WorkerError)
+_OWN_NAMES = {kind.__name__: kind for kind in OWN if kind.__module__ == errors.__name__}
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_RAISED = re.compile(rf"^{re.escape(errors.__name__)}\.(\w+): ", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's failure: `text` is the worker's own traceback or Ray's report of its death."""
+
+    rank: int
+    text: str
+    exception: BaseException | None
+    died: bool
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        """Read what `ray.get` raised for this rank's call."""
+        if isinstance(error, RayTaskError):
+            return cls(rank, _readable(str(error)), error.cause, died=False)
+        text = _readable(str(error))
+        if getattr(error, "actor_init_failed", False):
+            # The process of a failed constructor is gone, and its exception is left as text only.
+            return cls(rank, text, _raised_in(text), died=False)
+        died = isinstance(error, RayActorError)
+        return cls(rank, text, None if died else error, died)
+
+    def headline(self) -> str:
+        """What happened, in one line."""
+        if self.died:
+            return f"rank {self.rank} died"
+        lines = [line for line in self.text.splitlines() if line.strip()]
+        what = _one_line(self.exception) if self.exception else (lines or ["unknown error"])[-1]
+        return f"rank {self.rank} raised {what}"
+
+
+def first_cause(failures: Sequence[Failure]) -> Failure:
+    """The one to blame: a death, since it makes others lose their connection, else the earliest."""
+    return next((failure for failure in failures if failure.died), failures[0])
+
+
+def error_of(call: str, failures: Sequence[Failure], running: Sequence[int]) -> Exception:
+    """The exception to raise for a failed call, its `__cause__` set.
+
+    An error of this package's own kinds comes back as itself, caused by a WorkerError with rank and
+    traceback; any other comes as a WorkerError caused by the worker's exception.
+    """
+    blamed = first_cause(failures)
+    others = [failure.headline() for failure in failures if failure is not blamed]
+    if running:
+        others.append(f"rank(s) {', '.join(map(str, running))} had not finished")
+    rest = f"\nMeanwhile: {'; '.join(others)}." if others else ""
+    worker_error = WorkerError(
+        f"{call}: {blamed.headline()}\n{blamed.text}{rest}", rank=blamed.rank, cause=blamed.text
+    )
+    if isinstance(blamed.exception, OWN):
+        blamed.exception.__cause__ = worker_error
+        return blamed.exception
+    worker_error.__cause__ = blamed.exception
+    return worker_error
+
+
+def is_refusal(failures: Sequence[Failure], called: int) -> bool:
+    """Whether all `called` ranks refused alike, so that none of them has begun anything."""
+    return len(failures) == called and all(isinstance(f.exception, REFUSALS) for f in failures)
+
+
+def _readable(report: str) -> str:
+    """Without terminal colours and the marks that Ray leaves of the frames it cuts out."""
+    lines = _COLOUR.sub("", report).strip().splitlines()
+    kept, after_source = [], False
+    for line in lines:
+        marks = not line.strip(" ^~")
+        if not marks or after_source:
+            kept.append(line)
+        after_source = not marks and line.startswith("    ")
+    return "\n".join(kept)
+
+
+def _raised_in(text: str) -> BaseException | None:
+    """The error of our own that ends this traceback, if it does."""
+    for found in reversed(list(_RAISED.finditer(text))):
+        message, kind = text[found.end() :], _OWN_NAMES.get(found[1])
+        ends_here = "\nTraceback (most recent call last):" not in message
+        return kind(message.strip()) if kind and ends_here else None
+    return None
+
+
+def _one_line(exception: BaseException) -> str:
+    lines = str(exception).splitlines() or [""]
+    return f"{type(exception).__name__}: {lines[0]}"

@@ -1,0 +1,213 @@
+"""One Ray actor per rank: starts them, calls them, notices a failure, ends them; knows no model."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from megatron_policy.errors import ConfigError, WorkerError
+from megatron_policy.topology import Topology
+from megatron_policy.workers.calls import gather, stored
+from megatron_policy.workers.cluster import RayVirtualCluster, Slot
+from megatron_policy.workers.environment import Seat, worker_env
+from megatron_policy.workers.failure import error_of, first_cause, is_refusal
+from megatron_policy.workers.processes import Place, all_gone, place_of
+
+# Workers that were asked to leave get this long before they are ended.
+GOODBYE_S = 5.0
+
+
+class WorkerGroup:
+    """One actor of `actor_class` per rank of `topology`, in the slots of `cluster`.
+
+    The constructor returns when every worker has been constructed, or raises the first one's error
+    and leaves no process. `actor_class` is a class decorated with `ray.remote`; each worker is
+    constructed with `kwargs`. A worker that has a method `shutdown` is asked to leave by it.
+
+    Calls take keyword arguments only; each value travels once, however many ranks need it. When a
+    worker raises or dies the call raises (see `failure.error_of`) instead of waiting for ranks that
+    are stuck in a collective with it; from then on the group is broken and only `shutdown` works. A
+    refusal in which all ranks agree, such as a ConfigError before anything was done, leaves the
+    group usable.
+    """
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster,
+        actor_class: Any,
+        topology: Topology,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        env_vars: Mapping[str, str] | None = None,
+        name: str = "workers",
+        workers_per_node: int | Sequence[int] | None = None,
+    ) -> None:
+        self.topology = topology
+        self.name = f"{name}-{uuid.uuid4().hex[:6]}"
+        self._cluster = cluster
+        self._workers: list[Any] = []
+        self._places: tuple[Place, ...] = ()
+        self._broken: WorkerError | None = None
+        slots = cluster.slots(workers_per_node)
+        if len(slots) != topology.world_size:
+            raise ConfigError(
+                f"the layout has {topology.world_size} ranks ({topology}) and the cluster gives "
+                f"{len(slots)} workers; make them equal."
+            )
+        cluster.claim(self.name)
+        try:
+            self._start(actor_class, slots, dict(kwargs or {}), dict(env_vars or {}))
+            self._places = tuple(self.collect("constructor", self._tell_place()))
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self.topology.world_size
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process id of every rank's worker, on its own node."""
+        return tuple(place.pid for place in self._places)
+
+    def run_all(self, method: str, /, **kwargs: Any) -> list[Any]:
+        """Call `method` on every worker with the same arguments; all results in rank order."""
+        return self.collect(method, self.submit_all(method, **kwargs))
+
+    def run_sharded(self, method: str, /, *, data: Sequence[Any], **kwargs: Any) -> list[Any]:
+        """Call `method` with `data[i]` on all ranks of data-parallel index i; a result for each i.
+
+        It is what the rank of i with pipeline, context and tensor index 0 returned.
+        """
+        refs = self._submit_sharded(method, data, kwargs)
+        return self.collect(method, refs, self.topology.reporters())
+
+    def submit_all(self, method: str, /, **kwargs: Any) -> list[ray.ObjectRef]:
+        """Start `method` on every worker; Ray's futures in rank order, without waiting for them."""
+        self._check_usable()
+        common = stored(kwargs)
+        return [getattr(worker, method).remote(**common) for worker in self._workers]
+
+    def collect(
+        self, call: str, refs: Sequence[ray.ObjectRef], wanted: Collection[int] | None = None
+    ) -> list[Any]:
+        """Wait for what `submit_all` returned: results of the `wanted` ranks (None: all), in order.
+
+        Raises what the rank to blame raised, or a WorkerError; `call` is what messages call it.
+        """
+        ranks = range(len(refs)) if wanted is None else wanted
+        values, failures, running = gather(refs, ranks)
+        if not failures:
+            return [values[rank] for rank in ranks]
+        error = error_of(call, failures, running)
+        if not is_refusal(failures, len(refs)):
+            blamed = first_cause(failures)
+            self._broken = WorkerError(
+                f"{call}: {blamed.headline()}\n{blamed.text}", rank=blamed.rank, cause=blamed.text
+            )
+        raise error
+
+    def shutdown(self) -> bool:
+        """End every worker, by force if it does not leave within seconds; may be called again.
+
+        A broken group is not asked first. Returns whether all processes are known to be gone.
+        """
+        if self._workers and self._broken is None and ray.is_initialized():
+            with _tolerating_failures():
+                ray.wait(
+                    self.submit_all("shutdown"), num_returns=self.world_size, timeout=GOODBYE_S
+                )
+        return self.kill()
+
+    def kill(self) -> bool:
+        """End every worker by force and wait until its process is gone; may be called again."""
+        workers, self._workers = self._workers, []
+        self._cluster.release(self.name)
+        if not workers or not ray.is_initialized():
+            return True
+        for worker in workers:
+            ray.kill(worker, no_restart=True)
+        return all_gone(workers, self._places)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing() and getattr(self, "_workers", None):
+            self.kill()
+
+    def _start(
+        self,
+        actor_class: Any,
+        slots: Sequence[Slot],
+        kwargs: dict[str, Any],
+        env_vars: dict[str, str],
+    ) -> None:
+        address, port = self._cluster.get_master_address_and_port()
+        shared = stored(kwargs)
+        for rank, slot in enumerate(slots):
+            seat = Seat(rank, slot.bundle, slot.node, len(slots), address, port)
+            env = worker_env(
+                seat,
+                env_vars,
+                accelerated=self._cluster.use_gpus,
+                threads=_threads(slots, slot.node),
+            )
+            options = actor_class.options(
+                name=f"{self.name}-{rank}",
+                num_cpus=self._cluster.cpus_per_worker,
+                num_gpus=self._cluster.gpus_per_worker,
+                scheduling_strategy=slot.strategy(),
+                runtime_env={"env_vars": env},
+            )
+            self._workers.append(options.remote(**shared))
+
+    def _submit_sharded(
+        self, method: str, data: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[ray.ObjectRef]:
+        self._check_usable()
+        if len(data) != self.topology.dp:
+            raise ConfigError(
+                f"{method}: {len(data)} shards for {self.topology.dp} data-parallel ranks; "
+                "give one shard each."
+            )
+        shards = [ray.put(shard) for shard in data]
+        common = stored(kwargs)
+        return [
+            getattr(worker, method).remote(data=shards[self.topology.coords(rank).dp], **common)
+            for rank, worker in enumerate(self._workers)
+        ]
+
+    def _tell_place(self) -> list[ray.ObjectRef]:
+        return [worker.__ray_call__.remote(place_of) for worker in self._workers]
+
+    def _check_usable(self) -> None:
+        if not self._workers:
+            raise WorkerError(f"the worker group {self.name} has been shut down; make a new one.")
+        if self._broken is not None:
+            raise WorkerError(
+                f"the worker group {self.name} is broken, call shutdown() and make a new one. "
+                f"It failed in {self._broken}",
+                rank=self._broken.rank,
+                cause=self._broken.cause,
+            ) from self._broken
+
+
+def _threads(slots: Sequence[Slot], node: int) -> int:
+    """Cores per CPU worker, if the node's workers share them and it has as many as this one."""
+    return max(1, (os.cpu_count() or 1) // sum(slot.node == node for slot in slots))
+
+
+@contextmanager
+def _tolerating_failures() -> Iterator[None]:
+    """A worker that cannot say goodbye is ended anyway."""
+    try:
+        yield
+    except (RayError, WorkerError, AttributeError):
+        return

@@ -1,0 +1,240 @@
+"""The driver's policy: deals batches to the workers and joins their answers; computes nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.config import PolicyConfig
+from megatron_policy.converters.hf_files import read_config
+from megatron_policy.converters.table import bind
+from megatron_policy.errors import ConfigError
+from megatron_policy.interfaces import ColocatablePolicyInterface, GenerationInterface
+from megatron_policy.layout import check_layout, topology_of
+from megatron_policy.topology import Topology
+from megatron_policy.workers.cluster import RayVirtualCluster
+from megatron_policy.workers.group import WorkerGroup
+from megatron_policy.workers.later import (
+    CHECKPOINTS,
+    MEMORY_STATES,
+    PROFILING,
+    REFIT,
+    not_yet,
+    refuses,
+)
+from megatron_policy.workers.sharding import even_shards, joined, merged_training, training_shards
+from megatron_policy.workers.worker import MegatronPolicyWorker
+
+if TYPE_CHECKING:
+    from megatron_policy.interfaces import LossFunction
+
+PathLike = str | os.PathLike[str]
+
+
+@refuses(
+    {
+        "prepare_info_for_collective": REFIT,
+        "start_gpu_profiling": PROFILING,
+        "stop_gpu_profiling": PROFILING,
+    }
+)
+class Policy(ColocatablePolicyInterface, GenerationInterface):
+    """A Hugging Face checkpoint as a policy on the workers of a cluster, one rank per bundle.
+
+    The constructor returns when every worker has loaded its part. What cannot work is refused with
+    a ConfigError before any process starts; an error in a worker is raised here, and the workers
+    are ended. After an error in a later call the policy is broken (see `WorkerGroup`): shut it
+    down.
+
+    Args:
+        cluster: room for the workers; its world size and the config give the data-parallel size.
+        config: a PolicyConfig or the host's mapping.
+        tokenizer: anything with `pad_token_id` and `eos_token_id`; only `generate` needs one.
+        name_prefix: prefix of the workers' names in Ray.
+        workers_per_node: fewer workers than the cluster has bundles, per node.
+        init_optimizer: whether `train` will be called other than with `eval_mode`.
+        weights_path, optimizer_path: a checkpoint to resume from; not built yet, hence None.
+        init_reference_model: whether `get_reference_policy_logprobs` will be called.
+
+    Batches are dealt over data-parallel ranks in the caller's order and answers come back in it.
+    Shapes: B rows, S positions.
+    """
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster,
+        config: PolicyConfig | Mapping[str, Any],
+        tokenizer: Any,
+        name_prefix: str = "lm_policy",
+        workers_per_node: int | Sequence[int] | None = None,
+        init_optimizer: bool = True,
+        weights_path: PathLike | None = None,
+        optimizer_path: PathLike | None = None,
+        init_reference_model: bool = True,
+    ) -> None:
+        if weights_path or optimizer_path:
+            not_yet("weights_path/optimizer_path", CHECKPOINTS)
+        self.config = PolicyConfig.parse(config)
+        self._tokenizer = tokenizer
+        self._can_train, self._has_reference = init_optimizer, init_reference_model
+        self.topology = _checked_topology(self.config, cluster.size_of(workers_per_node))
+        self._workers = WorkerGroup(
+            cluster,
+            MegatronPolicyWorker,
+            self.topology,
+            kwargs={
+                "config": self.config,
+                "tokenizer": tokenizer,
+                "init_optimizer": init_optimizer,
+                "init_reference_model": init_reference_model,
+                "worker_sharding_annotations": self.topology,
+            },
+            env_vars=self.config.megatron_cfg.env_vars,
+            name=name_prefix,
+            workers_per_node=workers_per_node,
+        )
+
+    @property
+    def worker_group(self) -> WorkerGroup:
+        """The workers, for calls that this class has no method for."""
+        return self._workers
+
+    def train(
+        self,
+        data: Mapping[str, Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """One optimizer step per global batch of `gbs` rows of `data`, in microbatches of `mbs`.
+
+        Both default to the config's. Returns `loss` fp32 [global batches], `grad_norm` fp32 [1] of
+        the last step, and `all_mb_metrics`: per name a list over all ranks' microbatches, made so
+        that its sum is the metric's value over the call. `eval_mode` computes the loss only.
+        """
+        if not (eval_mode or self._can_train):
+            raise ConfigError(
+                "made with init_optimizer=False, this policy only trains in eval_mode"
+            )
+        gbs = gbs or self.config.train_global_batch_size
+        mbs = mbs or self.config.train_micro_batch_size
+        shards = training_shards(_batch(data), self.topology.dp, gbs, mbs)
+        results = self._workers.run_sharded(
+            "train", data=shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs
+        )
+        return merged_training(results)
+
+    def get_logprobs(self, data: Mapping[str, Any]) -> BatchedDataDict:
+        """`logprobs` fp32 [B, S]: of each token given those before it; 0 at position 0."""
+        return self._ask("get_logprobs", data)
+
+    def get_reference_policy_logprobs(
+        self, data: Mapping[str, Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """`reference_logprobs` fp32 [B, S], under the weights the policy started from."""
+        if not self._has_reference:
+            raise ConfigError("made with init_reference_model=False, this policy has no reference")
+        return self._ask("get_reference_policy_logprobs", data, micro_batch_size=micro_batch_size)
+
+    def get_topk_logits(
+        self, data: Mapping[str, Any], k: int, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """`topk_logits` fp32 and `topk_indices` int64, both [B, S, k], largest first."""
+        return self._ask("get_topk_logits", data, k=k, micro_batch_size=micro_batch_size)
+
+    def generate(self, data: Mapping[str, Any], greedy: bool = False) -> BatchedDataDict:
+        """Continue right-padded prompts `input_ids` [B, S], `input_lengths` [B]; see
+        `GenerationOutputSpec` for what comes back.
+        """
+        return self._ask("generate", data, greedy=greedy)
+
+    def export_hf(self, path: PathLike, **options: Any) -> None:
+        """Write a Hugging Face checkpoint; see `MegatronPolicy.export_hf`.
+
+        Every rank writes its part, so `path` must be on storage that all nodes share.
+        """
+        self._workers.run_all("export_hf", path=os.path.abspath(path), **options)
+
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """Make the workers ready to train."""
+        self._workers.run_all("prepare_for_training")
+
+    def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
+        """Make the workers ready to compute log-probabilities."""
+        self._workers.run_all("prepare_for_lp_inference")
+
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        """Tell the workers that training pauses."""
+        self._workers.run_all("finish_training")
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """True: the policy generates with its own weights, which are where they are needed."""
+        return True
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """True: generating leaves nothing behind."""
+        return True
+
+    def save_checkpoint(
+        self,
+        weights_path: PathLike,
+        optimizer_path: PathLike | None = None,
+        tokenizer_path: PathLike | None = None,
+    ) -> None:
+        not_yet("save_checkpoint", CHECKPOINTS)
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
+        not_yet("init_collective", REFIT)
+
+    def prepare_refit_info(self) -> dict[str, Any] | None:
+        not_yet("prepare_refit_info", REFIT)
+
+    def prepare_weights_for_ipc(
+        self, _refit_buffer_size_gb: float | None = None
+    ) -> list[list[str]]:
+        not_yet("prepare_weights_for_ipc", REFIT)
+
+    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+        not_yet("get_weights_ipc_handles", REFIT)
+
+    def broadcast_weights_for_collective(self) -> list[Any]:
+        not_yet("broadcast_weights_for_collective", REFIT)
+
+    def offload_before_refit(self) -> None:
+        not_yet("offload_before_refit", MEMORY_STATES)
+
+    def offload_after_refit(self) -> None:
+        not_yet("offload_after_refit", MEMORY_STATES)
+
+    def shutdown(self) -> bool:
+        """End all workers; returns whether their processes are gone. May be called again."""
+        return self._workers.shutdown()
+
+    def __del__(self) -> None:
+        group = getattr(self, "_workers", None)
+        if group is not None and not sys.is_finalizing():
+            group.kill()
+
+    def _ask(self, method: str, data: Mapping[str, Any], **kwargs: Any) -> BatchedDataDict:
+        batch = _batch(data)
+        shards = even_shards(batch, self.topology.dp)
+        answers = self._workers.run_sharded(method, data=shards, **kwargs)
+        pad_id = getattr(self._tokenizer, "pad_token_id", None) or 0
+        return joined(answers, batch.size, {"output_ids": pad_id})
+
+
+def _checked_topology(config: PolicyConfig, world_size: int) -> Topology:
+    """The rank grid, or ConfigError for whatever the workers would find to be impossible."""
+    topology = topology_of(config, world_size)
+    check_layout(config, bind(read_config(config.model_name)).architecture, topology)
+    return topology
+
+
+def _batch(data: Mapping[str, Any]) -> BatchedDataDict:
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"data is a {type(data).__name__}; pass a BatchedDataDict")
+    return data if isinstance(data, BatchedDataDict) else BatchedDataDict(data)

@@ -1,0 +1,54 @@
+"""Where worker processes run and whether they are gone; knows nothing of what they do."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+GONE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker runs."""
+
+    node: str
+    pid: int
+
+
+def place_of(_worker: Any) -> Place:
+    """Where this process, a worker, runs."""
+    return Place(ray.get_runtime_context().get_node_id(), os.getpid())
+
+
+def all_gone(workers: Sequence[Any], places: Sequence[Place]) -> bool:
+    """Wait until Ray has buried these workers and their processes on this node exist no more."""
+    deadline = time.monotonic() + GONE_S
+    here = ray.get_runtime_context().get_node_id()
+    for worker in workers:
+        try:
+            ray.get(worker.__ray_ready__.remote(), timeout=max(0.1, deadline - time.monotonic()))
+        except GetTimeoutError:
+            return False
+        except RayError:
+            continue
+    local = [place.pid for place in places if place.node == here]
+    while any(_exists(pid) for pid in local):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
