@@ -164,36 +164,12 @@ class MegatronPolicy:
             self._pipeline,
             prompts_BS,
             lengths_B,
-            self._sampling(greedy),
-            self._pad_id(),
+            _sampling(self.config, self.tokenizer, greedy),
+            _pad_id(self.tokenizer),
             self.config.max_total_sequence_length,
             self._generator,
             self.config.generation_batch_size,
         )
-
-    def _sampling(self, greedy: bool) -> Sampling:
-        settings = self.config.generation
-        if settings is None:
-            raise ConfigError(
-                "policy.generation is missing: generate needs at least generation.max_new_tokens"
-            )
-        eos = getattr(self.tokenizer, "eos_token_id", None)
-        return Sampling(
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            greedy=greedy,
-            stop_ids=(*settings.stop_token_ids, *([] if eos is None else [int(eos)])),
-        )
-
-    def _pad_id(self) -> int:
-        pad = getattr(self.tokenizer, "pad_token_id", None)
-        if pad is None:
-            raise ConfigError(
-                "generate needs a tokenizer with a pad_token_id; pass one as `tokenizer`"
-            )
-        return int(pad)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters under their canonical, global Megatron-Core names."""
@@ -231,3 +207,27 @@ class MegatronPolicy:
         if self._owns_process_group:
             device.leave_process_group()
             self._owns_process_group = False
+
+
+def _sampling(config: PolicyConfig, tokenizer: Any, greedy: bool) -> Sampling:
+    settings = config.generation
+    if settings is None:
+        raise ConfigError(
+            "policy.generation is missing: generate needs at least generation.max_new_tokens"
+        )
+    eos = getattr(tokenizer, "eos_token_id", None)
+    return Sampling(
+        max_new_tokens=settings.max_new_tokens,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        greedy=greedy,
+        stop_ids=(*settings.stop_token_ids, *([] if eos is None else [int(eos)])),
+    )
+
+
+def _pad_id(tokenizer: Any) -> int:
+    pad = getattr(tokenizer, "pad_token_id", None)
+    if pad is None:
+        raise ConfigError("generate needs a tokenizer with a pad_token_id; pass one as `tokenizer`")
+    return int(pad)

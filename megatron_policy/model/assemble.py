@@ -4,7 +4,9 @@ with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +46,21 @@ class Assembly:
     reference: ReferenceWeights | None
 
 
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Pause Python's cycle collector: what is built here stays, and its number alone would send the
+    collector through everything that was ever imported.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_without_collector()
 def assemble(
     config: PolicyConfig,
     table: Table,

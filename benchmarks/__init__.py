@@ -1,0 +1,1 @@
+"""Measures the policy against physical limits and plain Megatron-Core; no part of the package."""

@@ -1,0 +1,66 @@
+"""Writes random Qwen2 checkpoints of any size, quickly: tensors only, no model is ever built."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_policy.converters.hf_files import SINGLE, read_config, write_shard
+from megatron_policy.converters.table import bind
+
+
+@dataclass(frozen=True)
+class Size:
+    """What makes a Qwen2 model large; all are bf16 with tied embeddings, in one file."""
+
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    groups: int
+    vocab: int
+
+
+HALF_BILLION = Size(hidden=896, ffn=4864, layers=24, heads=14, groups=2, vocab=151936)
+
+
+def narrow(layers: int) -> Size:
+    """Little weight in many tensors: time goes by tensors, not by bytes."""
+    return Size(hidden=128, ffn=256, layers=layers, heads=4, groups=2, vocab=1024)
+
+
+def write_checkpoint(path: Path, size: Size) -> Path:
+    """Write config.json and model.safetensors into the new folder `path`, and return it."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(_config(size)), encoding="utf-8")
+    shapes = bind(read_config(path)).hf_shapes()
+    inventory = {name: (torch.bfloat16, shape) for name, shape in shapes.items()}
+    write_shard(path, SINGLE, inventory, _random_tensors(shapes))
+    return path
+
+
+def _config(size: Size) -> dict[str, object]:
+    return {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": size.hidden,
+        "intermediate_size": size.ffn,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.groups,
+        "vocab_size": size.vocab,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _random_tensors(shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    for name, shape in shapes.items():
+        tensor = torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=generator)
+        yield name, tensor + 1 if "norm" in name else tensor

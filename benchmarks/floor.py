@@ -1,0 +1,64 @@
+"""What no import can beat: each weight copied once, from mapped file to Megatron-Core's layout.
+
+Straight-line code for Qwen2 on one rank: no modules, no checks, nothing of the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+_COPIED = {
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    "input_layernorm.weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+}
+
+
+def copy_weights(file: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights by Megatron-Core's names and in its layout, in memory never touched before.
+
+    Shapes are a view away from those of its parameters: of a fused attention input
+    `[G, N / G + 2, H, ...]` (groups, heads of a group, head dim), of a fused MLP input `[2, F, D]`.
+    """
+    made: dict[str, torch.Tensor] = {}
+    with safe_open(file, framework="pt") as source:
+        read = source.get_tensor
+        made["embedding.word_embeddings.weight"] = _copy(read("model.embed_tokens.weight"))
+        for layer in range(config["num_hidden_layers"]):
+            ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+            for kind in ("weight", "bias"):
+                q, k, v = (read(f"{theirs}self_attn.{name}_proj.{kind}") for name in "qkv")
+                made[f"{ours}self_attention.linear_qkv.{kind}"] = _fuse_heads(q, k, v, config)
+            gate, up = read(f"{theirs}mlp.gate_proj.weight"), read(f"{theirs}mlp.up_proj.weight")
+            fused = torch.empty((2, *gate.shape), dtype=gate.dtype)
+            fused[0].copy_(gate)
+            fused[1].copy_(up)
+            made[f"{ours}mlp.linear_fc1.weight"] = fused
+            for mine, name in _COPIED.items():
+                made[ours + mine] = _copy(read(theirs + name))
+        made["decoder.final_layernorm.weight"] = _copy(read("model.norm.weight"))
+    return made
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
+def _fuse_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: Mapping[str, Any]
+) -> torch.Tensor:
+    groups = config["num_key_value_heads"]
+    per_group = config["num_attention_heads"] // groups
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    tail = q.shape[1:]
+    fused = torch.empty((groups, per_group + 2, head_dim, *tail), dtype=q.dtype)
+    fused[:, :per_group].copy_(q.view(groups, per_group, head_dim, *tail))
+    fused[:, per_group].copy_(k.view(groups, head_dim, *tail))
+    fused[:, per_group + 1].copy_(v.view(groups, head_dim, *tail))
+    return fused

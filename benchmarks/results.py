@@ -1,0 +1,76 @@
+"""One measured row as one line of JSON, and as a line to read; measures nothing itself."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.scorecard import Row
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a row measured: its `ratio`, and the CPU seconds of every run of each program, in order.
+
+    `verified` says what was compared, in these same runs, to know that the same work was done.
+    """
+
+    ratio: float
+    runs: Mapping[str, tuple[float, ...]]
+    verified: str
+
+
+def ratio_of_minima(numerator: tuple[float, ...], denominator: tuple[float, ...]) -> float:
+    """The least of one over the least of the other: neighbours on the machine only ever add."""
+    return min(numerator) / min(denominator)
+
+
+def line_of(
+    row: Row,
+    measurement: Measurement | None = None,
+    load_average: float | None = None,
+    made_with: Mapping[str, str] | None = None,
+) -> str:
+    """The row's line in the results; without a measurement it says why there is none."""
+    fields: dict[str, Any] = {"row": row.number, "what": row.what, "ratio": None}
+    fields |= {"limit": row.limit, "goal": row.goal, "better": row.better}
+    if measurement is None:
+        assert row.skipped, f"row {row.number} has neither a measurement nor a reason"
+        return json.dumps(fields | {"cpu_s": None, "load_average": None, "skipped": row.skipped})
+    runs = {name: [round(s, 4) for s in seconds] for name, seconds in measurement.runs.items()}
+    fields["ratio"] = round(measurement.ratio, 4)
+    fields["met"] = meets(row, measurement.ratio)
+    fields["cpu_s"] = {name: min(seconds) for name, seconds in runs.items()}
+    fields["load_average"] = None if load_average is None else round(load_average, 2)
+    fields |= {"runs": runs, "verified": measurement.verified}
+    return json.dumps(fields | {"made_with": dict(made_with or {})})
+
+
+def meets(row: Row, ratio: float) -> bool:
+    """Whether a ratio reaches the row's goal."""
+    return ratio <= row.goal if row.better == "lower" else ratio >= row.goal
+
+
+def summary(line: str) -> str:
+    """A line of the results for people."""
+    row = json.loads(line)
+    head = f"{row['row']:>2}  {row['what']}"
+    if row["ratio"] is None:
+        return f"{head}: skipped, {row['skipped']}"
+    sign = "<=" if row["better"] == "lower" else ">="
+    seconds = ", ".join(f"{name} {value:.3f}" for name, value in row["cpu_s"].items())
+    return (
+        f"{head}: {row['ratio']:.3f} (goal {sign} {row['goal']:g}, limit {row['limit']:g}) "
+        f"{'met' if row['met'] else 'MISSED'}; cpu s: {seconds}; load {row['load_average']}"
+    )
+
+
+def versions() -> dict[str, str]:
+    """What the measurement was made with."""
+    packages = {name: metadata.version(name) for name in ("torch", "megatron-core", "transformers")}
+    return {"python": platform.python_version(), **packages}

@@ -1,0 +1,127 @@
+"""The scorecard: what is measured, its limit and our goal; how it is measured stands elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import importing, training
+from benchmarks.results import Measurement
+
+Measure = Callable[[Path, int], Measurement]
+"""Given a folder to work in and a number of repetitions."""
+
+LOWER, HIGHER = "lower", "higher"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A ratio with its `limit` and our `goal`; `skipped` says why a row has no `measure`."""
+
+    number: int
+    what: str
+    limit: float
+    goal: float
+    better: str = LOWER
+    measure: Measure | None = None
+    skipped: str = ""
+
+
+SCORECARD: tuple[Row, ...] = (
+    Row(
+        1,
+        "import of an HF checkpoint (0.5B) / reading it and one copy",
+        limit=1.0,
+        goal=2.0,
+        measure=importing.over_floor,
+    ),
+    Row(
+        2,
+        "peak anonymous memory of that import / bytes of the weights",
+        limit=1.0,
+        goal=1.3,
+        measure=importing.peak_memory,
+    ),
+    Row(
+        3,
+        "import of 400 layers / of 50 layers",
+        limit=8.0,
+        goal=9.0,
+        measure=importing.growth,
+    ),
+    Row(
+        4,
+        "export into a flat buffer / copying the tensors there",
+        limit=1.0,
+        goal=1.25,
+        skipped="arrives with refit",
+    ),
+    Row(
+        5,
+        "microseconds of export per HF tensor beyond the copies",
+        limit=3.0,
+        goal=50.0,
+        skipped="arrives with refit",
+    ),
+    Row(
+        6,
+        "collectives per exported HF tensor (TP2, PP2; of 99)",
+        limit=0.01,
+        goal=0.2,
+        skipped="arrives with refit",
+    ),
+    Row(
+        7,
+        "peak memory of log-probabilities (4096 tokens, chunks of 512) / bytes of bf16 logits",
+        limit=0.25,
+        goal=0.65,
+        skipped="arrives with the log-probabilities that never hold all logits",
+    ),
+    Row(
+        8,
+        "log-probabilities / the matrix product of the logits (training: 0.6 of a fused peer)",
+        limit=1.0,
+        goal=1.7,
+        skipped="arrives with the log-probabilities that never hold all logits",
+    ),
+    Row(
+        9,
+        "tokens that count x balance over 32 replicas, log-normal lengths",
+        limit=1.0,
+        goal=0.93,
+        better=HIGHER,
+        skipped="arrives with sequence packing",
+    ),
+    Row(
+        10,
+        "training step / the same step as a plain Megatron-Core loop",
+        limit=1.0,
+        goal=1.05,
+        measure=training.over_plain_loop,
+    ),
+    Row(
+        11,
+        "refit on one GPU, bytes per second / device-to-device copy",
+        limit=1.0,
+        goal=0.1,
+        better=HIGHER,
+        skipped="arrives with refit; needs a GPU",
+    ),
+    Row(
+        12,
+        "offload and onload / page-locked copies (checkpoints: 1.3 of writing and reading)",
+        limit=1.0,
+        goal=0.8,
+        better=HIGHER,
+        skipped="arrives with offload and checkpoints; needs a GPU",
+    ),
+)
+
+
+def chosen(scorecard: Sequence[Row], numbers: Sequence[int] | None) -> list[Row]:
+    """The rows of these numbers, or all, in the scorecard's order; ValueError for one it lacks."""
+    known = {row.number for row in scorecard}
+    if unknown := set(numbers or ()) - known:
+        raise ValueError(f"no row {sorted(unknown)} in the scorecard; it has {sorted(known)}")
+    return [row for row in scorecard if not numbers or row.number in numbers]

@@ -1,0 +1,128 @@
+"""The benchmarks' own arithmetic and results; what they measure is not measured here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.results import Measurement, line_of, meets, ratio_of_minima, summary
+from benchmarks.run import main
+from benchmarks.scorecard import HIGHER, SCORECARD, Row, chosen
+
+MEASURED = Row(1, "ours / floor", limit=1.0, goal=2.0, measure=lambda folder, repetitions: SLOW)
+SLOW = Measurement(1.5, {"floor": (0.5, 0.4), "ours": (0.6, 0.75)}, "all bits")
+
+
+def test_the_scorecard_has_twelve_rows_each_measured_or_with_a_reason_not_to_be() -> None:
+    assert [row.number for row in SCORECARD] == list(range(1, 13))
+    for row in SCORECARD:
+        assert (row.measure is None) == bool(row.skipped), row
+
+
+def test_a_measured_line_has_the_ratio_and_the_least_cpu_seconds_of_each_program() -> None:
+    line = json.loads(line_of(MEASURED, SLOW, 3.14159, {"torch": "2"}))
+    assert line["row"] == 1
+    assert (line["ratio"], line["limit"], line["goal"], line["met"]) == (1.5, 1.0, 2.0, True)
+    assert line["cpu_s"] == {"floor": 0.4, "ours": 0.6}
+    assert line["runs"] == {"floor": [0.5, 0.4], "ours": [0.6, 0.75]}
+    assert line["load_average"] == 3.14
+    assert line["verified"] == "all bits"
+    assert line["made_with"] == {"torch": "2"}
+    assert "skipped" not in line
+
+
+def test_a_skipped_line_has_no_numbers_and_the_reason() -> None:
+    row = replace(MEASURED, measure=None, skipped="arrives with refit")
+    line = json.loads(line_of(row))
+    assert (line["row"], line["limit"], line["goal"]) == (1, 1.0, 2.0)
+    assert line["skipped"] == "arrives with refit"
+    assert line["ratio"] is line["cpu_s"] is line["load_average"] is None
+
+
+def test_a_row_can_not_be_skipped_without_a_reason() -> None:
+    with pytest.raises(AssertionError, match="row 1"):
+        line_of(replace(MEASURED, measure=None))
+
+
+def test_the_ratio_compares_the_best_runs_of_both() -> None:
+    assert ratio_of_minima((3.0, 9.0, 4.0), (8.0, 2.0)) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("better", "ratio", "met"),
+    [
+        ("lower", 1.9, True),
+        ("lower", 2.0, True),
+        ("lower", 2.1, False),
+        ("higher", 1.9, False),
+        ("higher", 2.0, True),
+        ("higher", 2.1, True),
+    ],
+)
+def test_a_goal_is_met_on_the_better_side_of_it(better: str, ratio: float, met: bool) -> None:
+    assert meets(replace(MEASURED, better=better), ratio) is met
+
+
+def test_the_summary_of_a_missed_goal_says_so() -> None:
+    assert "1.500 (goal <= 1.2, limit 1) MISSED" in summary(
+        line_of(replace(MEASURED, goal=1.2), SLOW)
+    )
+    assert "goal >= 1.2, limit 1) met" in summary(
+        line_of(replace(MEASURED, goal=1.2, better=HIGHER), SLOW)
+    )
+
+
+def test_rows_are_chosen_by_number_and_stay_in_order() -> None:
+    assert chosen(SCORECARD, None) == list(SCORECARD)
+    assert [row.number for row in chosen(SCORECARD, [10, 3])] == [3, 10]
+
+
+def test_a_row_that_is_not_in_the_scorecard_is_named() -> None:
+    with pytest.raises(ValueError, match=r"no row \[13\]"):
+        chosen(SCORECARD, [1, 13])
+
+
+def test_each_run_overwrites_the_results_with_one_object_a_line(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    for numbers in (["4", "5", "6"], ["11", "9"]):
+        main(["--rows", *numbers, "--results", str(results)])
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [line["row"] for line in lines] == [9, 11]
+
+
+def test_fewer_than_three_repetitions_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--repetitions", "2"])
+    assert "at least 3" in capsys.readouterr().err
+
+
+def test_a_program_that_fails_says_why() -> None:
+    from benchmarks.processes import run_fresh
+
+    with pytest.raises(RuntimeError, match=r"No module named benchmarks\.absent"):
+        run_fresh("benchmarks.absent", "one")
+
+
+def test_the_floor_of_the_import_fills_every_parameter_with_the_bits_of_the_table(
+    tmp_path: Path,
+) -> None:
+    from benchmarks.checkpoints import Size, write_checkpoint
+    from benchmarks.floor import copy_weights
+    from megatron_policy.converters.hf_files import SINGLE, HfReader, read_config
+    from megatron_policy.converters.rows import pack
+    from megatron_policy.converters.table import bind
+
+    size = Size(hidden=32, ffn=48, layers=3, heads=4, groups=2, vocab=128)
+    path = write_checkpoint(tmp_path / "checkpoint", size)
+    copied = copy_weights(path / SINGLE, json.loads((path / "config.json").read_text()))
+    table = bind(read_config(path))
+    assert copied.keys() == {entry.megatron for entry in table.exported()}
+    with HfReader(path) as reader:
+        for entry in table.exported():
+            parts = [reader.tensor(name) for name in entry.hf]
+            expected = pack(entry.row, table.architecture, parts)
+            assert torch.equal(copied[entry.megatron].view(expected.shape), expected), entry
