@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_policy.batch import BatchedDataDict as BatchedDataDict
     from megatron_policy.config import PolicyConfig as PolicyConfig
+    from megatron_policy.errors import BatchError as BatchError
     from megatron_policy.errors import CheckpointError as CheckpointError
     from megatron_policy.errors import ConfigError as ConfigError
     from megatron_policy.errors import ConversionError as ConversionError
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 
 # Which module a name is fetched from when somebody asks for it.
 _HOME = {
+    "BatchError": "errors",
     "BatchedDataDict": "batch",
     "CheckpointError": "errors",
     "ColocatablePolicyInterface": "interfaces",

@@ -7,6 +7,10 @@ class ConfigError(ValueError):
     """The configuration cannot be run; the message names key, value and legal values."""
 
 
+class BatchError(ValueError):
+    """Data or arguments of a call do not fit the policy; raised before any rank computes."""
+
+
 class ConversionError(ValueError):
     """A checkpoint and the table of its model family disagree; the message lists both sides."""
 

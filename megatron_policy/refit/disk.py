@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_policy.converters import hf_files
 from megatron_policy.converters.table import EMBEDDING, HEAD, Entry
+from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.refit.export import gather_entry
 from megatron_policy.refit.plan import ExportFile, ExportPlan, ExportTensor, plan_export
 
@@ -102,7 +103,7 @@ def _write_files(assembly: Assembly, plan: ExportPlan, directory: Path) -> None:
             hf_files.write_shard(
                 directory, file.name, {t.name: (t.dtype, t.shape) for t in file.tensors}, tensors
             )
-        except OSError as error:
+        except Exception as error:
             failure = error
             for _ in tensors:
                 pass
@@ -144,4 +145,11 @@ def _together(step: Callable[[], None]) -> None:
     dist.all_gather_object(failures, failure)
     for rank, error in enumerate(failures):
         if error is not None:
-            raise error if rank == dist.get_rank() else type(error)(f"rank {rank}: {error}")
+            raise error if rank == dist.get_rank() else _echo(rank, error)
+
+
+def _echo(rank: int, error: Exception) -> Exception:
+    """Another rank's error as this rank raises it, of a kind that callers may look for."""
+    kinds = (ConfigError, ConversionError, OSError)
+    kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
+    return kind(f"rank {rank}: {type(error).__name__}: {error}")

@@ -21,6 +21,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from torch.nn.functional import pad
 
 from megatron_policy.device import current_device
+from megatron_policy.errors import BatchError
 from megatron_policy.train.pipeline import Pipeline
 from megatron_policy.train.sampling import Sampling, sample
 
@@ -55,7 +56,7 @@ def generate(
     of every rank.
 
     `batch_size` rows at a time share a KV cache. `generator` draws on one rank of each
-    data-parallel replica only, so it need not agree between ranks. Raises ValueError naming the
+    data-parallel replica only, so it need not agree between ranks. Raises BatchError naming the
     first prompt that is empty or leaves no room.
     """
     _check_prompts(prompts_BS, lengths_B, max_length)
@@ -80,7 +81,7 @@ def generate(
 
 def _check_prompts(prompts_BS: torch.Tensor, lengths_B: torch.Tensor, max_length: int) -> None:
     if prompts_BS.ndim != 2 or lengths_B.shape != prompts_BS.shape[:1] or not len(lengths_B):
-        raise ValueError(
+        raise BatchError(
             "prompts must be [B, S] with B >= 1 and their lengths [B]; got "
             f"{tuple(prompts_BS.shape)} and {tuple(lengths_B.shape)}"
         )
@@ -88,7 +89,7 @@ def _check_prompts(prompts_BS: torch.Tensor, lengths_B: torch.Tensor, max_length
     longest = min(width, max_length - 1)
     for row, length in enumerate(lengths_B.tolist()):
         if not 1 <= length <= longest:
-            raise ValueError(
+            raise BatchError(
                 f"prompt {row} has length {length}; it must lie between 1 and {longest} (input_ids "
                 f"are {width} wide, max_total_sequence_length is {max_length})"
             )

@@ -9,6 +9,7 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.device import current_device
+from megatron_policy.errors import BatchError
 from megatron_policy.train.logprobs import next_token_logprobs, vocab_parallel_topk
 from megatron_policy.train.pipeline import Pipeline
 
@@ -36,7 +37,7 @@ def topk_logits(
     largest first.
     """
     if not 1 <= k <= pipeline.vocab_size:
-        raise ValueError(
+        raise BatchError(
             f"k is {k}; it must lie between 1 and the vocabulary size {pipeline.vocab_size}"
         )
 
@@ -58,7 +59,7 @@ def _microbatches(tokens_BS: torch.Tensor, micro_batch_size: int) -> list[Batche
     """
     rows = tokens_BS.size(0)
     if rows == 0:
-        raise ValueError("there are no sequences: input_ids have 0 rows")
+        raise BatchError("there are no sequences: input_ids have 0 rows")
     size = min(micro_batch_size, rows)
     missing = -rows % size
     filled_BS = torch.cat([tokens_BS, tokens_BS[-1:].expand(missing, -1)]) if missing else tokens_BS

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.device import current_device
+from megatron_policy.errors import BatchError
 from megatron_policy.interfaces import LossFunction
 from megatron_policy.layout import microbatches
 from megatron_policy.model.optimizer import Trainable
@@ -141,12 +142,12 @@ def train(
 def _global_batches(
     data: BatchedDataDict, pipeline: Pipeline, global_batch_size: int, micro_batch_size: int
 ) -> list[BatchedDataDict]:
-    """This rank's share of each global batch; ValueError unless everything divides."""
+    """This rank's share of each global batch; BatchError unless everything divides."""
     check_training_data(data)
     microbatches(global_batch_size, micro_batch_size, pipeline.topology)
     share = global_batch_size // pipeline.topology.dp
     if data.size % share or not data.size:
-        raise ValueError(
+        raise BatchError(
             f"{data.size} samples on a data-parallel rank are no whole number of "
             f"global batches, of which each rank has {share} "
             f"samples: pass a multiple of {global_batch_size} samples"
@@ -155,16 +156,16 @@ def _global_batches(
 
 
 def check_training_data(data: BatchedDataDict) -> None:
-    """ValueError naming the key unless `data` holds what every loss needs, in matching shapes."""
+    """BatchError naming the key unless `data` holds what every loss needs, in matching shapes."""
     for key in ("input_ids", "sample_mask"):
         if key not in data:
-            raise ValueError(f"training data lacks {key!r}; it has {sorted(data)}")
+            raise BatchError(f"training data lacks {key!r}; it has {sorted(data)}")
     rows, length = data["input_ids"].shape
     for key, value in data.items():
         if not isinstance(value, torch.Tensor):
             continue
         if value.size(0) != rows or (value.ndim > 1 and value.size(1) != length):
-            raise ValueError(
+            raise BatchError(
                 f"training data {key!r} has shape {tuple(value.shape)}, but input_ids are "
                 f"[{rows}, {length}]: dimension 0 must be the batch and dimension 1, "
                 "where there is one, the sequence"

@@ -89,6 +89,13 @@ def python_path() -> str:
     return os.pathsep.join(kept)
 
 
+# Megatron-Core says at every import what a worker without a GPU does without.
+EXPECTED_WARNINGS = (
+    "ignore:Transformer Engine and Apex are not installed:UserWarning",
+    "ignore:Apex is not installed:UserWarning",
+)
+
+
 def worker_env(
     seat: Seat, user: Mapping[str, str], *, accelerated: bool, threads: int
 ) -> dict[str, str]:
@@ -114,6 +121,7 @@ def worker_env(
         env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or threads
         # Without this Ray leaves the GPUs of the machine visible to a worker that asked for none.
         env["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "1"
+        env["PYTHONWARNINGS"] = os.environ.get("PYTHONWARNINGS") or ",".join(EXPECTED_WARNINGS)
     env.update(user)
     first = [user["PYTHONPATH"]] if user.get("PYTHONPATH") else []
     env["PYTHONPATH"] = os.pathsep.join([*first, python_path()])

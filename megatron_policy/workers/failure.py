@@ -13,7 +13,12 @@ from megatron_policy.errors import WorkerError
 
 # What a worker raises before it has done anything: when every rank does, the group is as good as
 # before the call.
-REFUSALS = (errors.ConfigError, errors.ConversionError, NotImplementedError)
+REFUSALS = (
+    errors.BatchError,
+    errors.ConfigError,
+    errors.ConversionError,
+    NotImplementedError,
+)
 OWN = (*REFUSALS, errors.CheckpointError, errors.RefitError, WorkerError)
 _OWN_NAMES = {kind.__name__: kind for kind in OWN if kind.__module__ == errors.__name__}
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.errors import BatchError
 from tests import oracle
 from tests.dist.cases import open_policy, policy_config
 from tests.dist.layouts import LAYOUTS, VOCAB
@@ -152,7 +153,7 @@ def refuse_prompt(config: dict[str, Any], lengths: list[int]) -> str:
     with open_policy(
         config, tokenizer=Tokenizer(), init_optimizer=False, init_reference_model=False
     ) as policy:
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(BatchError) as error:
             policy.generate(data)
         return str(error.value)
 

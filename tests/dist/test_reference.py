@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_policy.errors import BatchError
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
 from tests.dist.layouts import LAYOUTS, LENGTH, OVERLAPPED, VOCAB
@@ -116,7 +117,7 @@ def broken_batches(config: dict[str, Any]) -> list[str]:
                 del data[key]
             else:
                 data[key] = value
-            with pytest.raises(ValueError) as error:
+            with pytest.raises(BatchError) as error:
                 policy.train(data, LOSSES["token"]())
             said.append(str(error.value))
     return said

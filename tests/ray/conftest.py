@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import ray
@@ -12,6 +12,10 @@ import ray
 from megatron_policy.topology import Topology
 from megatron_policy.workers import RayVirtualCluster, WorkerGroup, init_ray
 from tests.ray.actors import GroupMaker, Worker, still_running
+
+if TYPE_CHECKING:
+    from megatron_policy import Policy
+    from tests.ray.policies import PolicyMaker
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,3 +55,24 @@ def diary(tmp_path: Path) -> Iterator[Path]:
     """A folder in which workers leave their process ids; all of them must be gone at the end."""
     yield tmp_path
     assert not still_running(tmp_path)
+
+
+@pytest.fixture
+def make_policy(checkpoint: Callable[..., Path]) -> Iterator[PolicyMaker]:
+    """`make_policy(layout)` -> a Policy with two CPU workers, which is gone after the test."""
+    # Here, because it brings Megatron-Core, which the worker group's own tests do without.
+    from megatron_policy import Policy
+    from tests.ray.policies import TOKENIZER, config_of
+
+    open_: list[Any] = []
+
+    def make(layout: dict[str, Any], path: Path | None = None) -> Policy:
+        cluster = RayVirtualCluster([2], use_gpus=False)
+        open_.append(cluster)
+        policy = Policy(cluster, config_of(checkpoint, layout, path), TOKENIZER)
+        open_.append(policy)
+        return policy
+
+    yield make
+    for each in reversed(open_):
+        each.shutdown()

@@ -5,6 +5,7 @@ import pickle
 import pytest
 
 from megatron_policy.errors import (
+    BatchError,
     CheckpointError,
     ConfigError,
     ConversionError,
@@ -13,7 +14,9 @@ from megatron_policy.errors import (
 )
 
 
-@pytest.mark.parametrize("kind", [ConfigError, ConversionError, CheckpointError, RefitError])
+@pytest.mark.parametrize(
+    "kind", [BatchError, ConfigError, ConversionError, CheckpointError, RefitError]
+)
 def test_errors_survive_pickling(kind: type[Exception]) -> None:
     again = pickle.loads(pickle.dumps(kind("what and how to fix it")))
     assert type(again) is kind

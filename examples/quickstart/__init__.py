@@ -1,0 +1,1 @@
+"""GRPO on CPU, from an empty model to a policy that does its task; `run.py` starts it."""

@@ -1,0 +1,175 @@
+"""One run, from an empty model to a checked export; how to train is for sft.py and grpo.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from megatron_policy import ConfigError, Policy, RayVirtualCluster
+from megatron_policy.workers import init_ray
+
+from .checkpoint import make_checkpoint
+from .codec import Codec
+from .display import Display
+from .grpo import Answers, improve, measure
+from .journal import Journal
+from .settings import GRPO, Imitation, Layout, policy_section
+from .sft import imitate
+from .task import Problems
+from .verify import Comparison, compare
+
+OBJECT_STORE_BYTES = 200 * 2**20
+
+
+@dataclass(frozen=True)
+class Options:
+    """One run: what it starts from (None: a new model), how it trains, where it runs and writes."""
+
+    model: str | None
+    seed: int
+    imitation: Imitation
+    grpo: GRPO
+    layout: Layout
+    output: Path
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to: answers to the held-out problems, and how the export compares."""
+
+    before: Answers
+    after: Answers
+    check: Comparison
+
+    @property
+    def factor(self) -> float:
+        """What GRPO has multiplied the reward by."""
+        return self.after.reward / max(self.before.reward, 1e-9)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What both phases work with."""
+
+    options: Options
+    problems: Problems
+    codec: Codec
+    cluster: RayVirtualCluster
+    display: Display
+    journal: Journal
+
+
+def run(options: Options, problems: Problems, display: Display, journal: Journal) -> Outcome:
+    """Make a model, imitate, improve, export, check; checkpoints are left in `options.output`."""
+    transformers_logging.disable_progress_bar()
+    model = options.model or new_model(options, problems, display)
+    codec = Codec(tokenizer_of(model))
+    with cluster_of(options.layout, display) as cluster:
+        stage = Stage(options, problems, codec, cluster, display, journal)
+        before = imitation(stage, model)
+        after, check = improvement(stage)
+    return Outcome(before, after, check)
+
+
+def imitation(stage: Stage, model: str) -> Answers:
+    """SFT, and a checkpoint of what it has led to."""
+    settings = stage.options.imitation
+    calls = -(-settings.steps // settings.steps_per_call)
+    with policy_on(stage, model, settings, calls, reference=False) as policy:
+        with reporting(stage, "sft", settings.steps, "loss") as report:
+            imitate(policy, stage.problems, stage.codec, settings, report)
+        return finished(stage, policy, stage.options.output / "sft")
+
+
+def improvement(stage: Stage) -> tuple[Answers, Comparison]:
+    """GRPO from the SFT checkpoint, which is also its reference, and the export that is checked."""
+    settings, output = stage.options.grpo, stage.options.output
+    start = str(output / "sft")
+    with policy_on(stage, start, settings, settings.steps, reference=True) as policy:
+        with reporting(stage, "grpo", settings.steps, "reward") as report:
+            improve(policy, stage.problems, stage.codec, settings, report)
+        answers = finished(stage, policy, output / "policy")
+        return answers, compare(policy, output / "policy", answers.batch)
+
+
+def finished(stage: Stage, policy: Policy, path: Path) -> Answers:
+    """Measure a trained policy and export it."""
+    answers = measure(policy, stage.codec, stage.problems.held_out)
+    stage.display.say(f"reward on held-out problems {answers.reward:.3f}; export to {path}")
+    policy.export_hf(path, overwrite=True)
+    return answers
+
+
+@contextmanager
+def reporting(
+    stage: Stage, phase: str, steps: int, curve: str
+) -> Iterator[Callable[[dict[str, float]], None]]:
+    """What takes the metrics of each step of a phase: to be seen at once, and to be kept."""
+    with stage.display.phase(phase.upper(), steps, curve) as show:
+
+        def report(metrics: dict[str, float]) -> None:
+            stage.journal.add(phase, metrics)
+            show(metrics)
+
+        yield report
+
+
+@contextmanager
+def policy_on(
+    stage: Stage, model: str, settings: Imitation | GRPO, calls: int, *, reference: bool
+) -> Iterator[Policy]:
+    """A policy on the cluster's workers that makes `calls` calls of `train`; ended afterwards."""
+    options, codec = stage.options, stage.codec
+    section = policy_section(
+        model,
+        settings,
+        calls,
+        options.layout,
+        codec.lengths(stage.problems.held_out),
+        AutoConfig.from_pretrained(model).hidden_size,
+        options.seed,
+    )
+    workers = f"{options.layout.workers} workers"
+    with stage.display.waiting(f"loading {model} on {workers}"):
+        policy = Policy(stage.cluster, section, codec.tokenizer, init_reference_model=reference)
+    try:
+        yield policy
+    finally:
+        policy.shutdown()
+
+
+@contextmanager
+def cluster_of(layout: Layout, display: Display) -> Iterator[RayVirtualCluster]:
+    """Room for the workers, on the CPU of this machine; Ray is ended afterwards."""
+    with display.waiting("starting Ray"):
+        init_ray(object_store_bytes=OBJECT_STORE_BYTES, log_to_driver=False)
+    cluster = RayVirtualCluster([layout.workers], use_gpus=False)
+    try:
+        yield cluster
+    finally:
+        cluster.shutdown()
+        ray.shutdown()
+
+
+def new_model(options: Options, problems: Problems, display: Display) -> str:
+    """A checkpoint with random weights and a tokenizer made for the task."""
+    texts = [problem.prompt + problem.answer for problem in problems.held_out]
+    path = make_checkpoint(options.output / "start", texts, options.seed)
+    display.say(f"made a Qwen2 with random weights and a tokenizer in {path}")
+    return str(path)
+
+
+def tokenizer_of(model: str) -> PreTrainedTokenizerBase:
+    """The model's own tokenizer; ConfigError when it has no token for the end of an answer."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer of {model} has no eos_token: set one in its files")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer

@@ -1,0 +1,95 @@
+"""The second phase, GRPO (Shao et al. 2024, "DeepSeekMath"): better answers than were ever shown.
+
+Shapes: B rows, S positions; the G answers to one problem stand in rows next to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_policy import BatchedDataDict, Policy
+
+from .codec import Codec, with_masks
+from .losses import GRPOLoss
+from .settings import GRPO
+from .task import Problem, Problems, reward
+
+Report = Callable[[dict[str, float]], None]
+
+
+def improve(
+    policy: Policy, problems: Problems, codec: Codec, settings: GRPO, report: Report
+) -> None:
+    """Train for `settings.steps` steps on the policy's own answers; `report` gets their metrics."""
+    loss = GRPOLoss(settings.clip, settings.kl_weight)
+    for step in range(1, settings.steps + 1):
+        asked = problems.draw(settings.problems)
+        answers = answer(policy, codec, [p for p in asked for _ in range(settings.group_size)])
+        advantages_B = group_advantages(answers.rewards_B, settings.group_size)
+
+        batch = answers.batch
+        batch["advantages"] = advantages_B.unsqueeze(-1).expand_as(batch["input_ids"])
+        batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
+        reference = policy.get_reference_policy_logprobs(batch)
+        batch["reference_policy_logprobs"] = reference["reference_logprobs"]
+        result = policy.train(batch, loss)
+
+        metrics = {"step": step, "reward": answers.rewards_B.mean().item(), **sums(result)}
+        if step % settings.measure_every == 0 or step == settings.steps:
+            metrics["held_out_reward"] = measure(policy, codec, problems.held_out).reward
+        report(metrics)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One answer to each problem: the words, their rewards `[B]`, and the tokens to train on."""
+
+    texts: list[str]
+    rewards_B: Tensor
+    batch: BatchedDataDict
+
+    @property
+    def reward(self) -> float:
+        """The mean of the rewards."""
+        return self.rewards_B.mean().item()
+
+
+def answer(policy: Policy, codec: Codec, problems: Sequence[Problem]) -> Answers:
+    """Draw an answer to each problem from the policy and check it."""
+    prompts = codec.prompts(problems)
+    generated = policy.generate(prompts)
+    texts = codec.answers(generated, prompts["input_lengths"])
+    rewards = [reward(problem, text) for problem, text in zip(problems, texts, strict=True)]
+    whole = {
+        "input_ids": generated["output_ids"],
+        "input_lengths": generated["unpadded_sequence_lengths"],
+    }
+    batch = with_masks(BatchedDataDict(whole), prompts["input_lengths"])
+    return Answers(texts, torch.tensor(rewards), batch)
+
+
+def measure(policy: Policy, codec: Codec, held_out: Sequence[Problem], times: int = 2) -> Answers:
+    """Answers to problems that are never trained on, each drawn `times` times."""
+    return answer(policy, codec, list(held_out) * times)
+
+
+def group_advantages(rewards_B: Tensor, group_size: int) -> Tensor:
+    """How much better each answer is than its group, in standard deviations of the group, `[B]`.
+
+    A group whose answers are all as good as each other teaches nothing: 0.
+    """
+    rewards_NG = rewards_B.view(-1, group_size)
+    mean_N1 = rewards_NG.mean(dim=1, keepdim=True)
+    deviation_N1 = rewards_NG.std(dim=1, keepdim=True, unbiased=False)
+    return ((rewards_NG - mean_N1) / (deviation_N1 + 1e-6)).flatten()
+
+
+def sums(result: dict) -> dict[str, float]:
+    """The loss's metrics over the call: a metric's microbatches add up to its value."""
+    metrics = result["all_mb_metrics"]
+    totals = {name: sum(metrics[name]) for name in ("loss", "kl", "clipped")}
+    return {**totals, "grad_norm": result["grad_norm"].item()}

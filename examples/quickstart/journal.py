@@ -1,0 +1,34 @@
+"""What a run has measured, kept in memory and in a file of JSON lines; shows nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Self
+
+
+class Journal:
+    """Records in order, each with the name of its phase; the file is complete after every one."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
+        self.records: list[dict[str, Any]] = []
+
+    def add(self, phase: str, metrics: dict[str, float]) -> None:
+        """Keep and write one record."""
+        record = {"phase": phase, **metrics}
+        self.records.append(record)
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def series(self, phase: str, name: str) -> tuple[list[float], list[float]]:
+        """Steps and values of one metric of a phase, where it was measured."""
+        found = [r for r in self.records if r["phase"] == phase and name in r]
+        return [r["step"] for r in found], [r[name] for r in found]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()

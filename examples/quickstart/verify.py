@@ -1,0 +1,43 @@
+"""Checks an exported policy against transformers, which knows nothing of how it was trained.
+
+Shapes: B rows, S positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_policy import BatchedDataDict, Policy
+
+# Exports in half precision are the policy's fp32 weights, rounded.
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 3e-1}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The largest absolute difference of two log-probabilities of a token, and what is allowed."""
+
+    difference: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the two agree; nothing agrees with a NaN."""
+        return self.difference <= self.tolerance
+
+
+@torch.no_grad()
+def compare(policy: Policy, exported: Path, batch: BatchedDataDict) -> Comparison:
+    """The policy's log-probabilities of `batch` beside those of the checkpoint it has exported."""
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype="auto")
+    tolerance = TOLERANCES[model.dtype]
+    tokens_BS, lengths_B = batch["input_ids"], batch["input_lengths"]
+    logprobs_BSV = model.float().eval()(tokens_BS).logits[:, :-1].log_softmax(-1)
+    expected_BS = logprobs_BSV.gather(-1, tokens_BS[:, 1:].unsqueeze(-1)).squeeze(-1)
+    found_BS = policy.get_logprobs(batch)["logprobs"][:, 1:]
+    inside_BS = torch.arange(1, tokens_BS.size(1)) < lengths_B.unsqueeze(1)
+    return Comparison((found_BS - expected_BS)[inside_BS].abs().max().item(), tolerance)

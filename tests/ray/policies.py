@@ -1,0 +1,37 @@
+"""The tiny policies that the tests of the driver share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_policy import Policy
+from megatron_policy.batch import BatchedDataDict
+from tests import oracle
+from tests.dist.cases import policy_config
+
+VOCAB, LENGTH, ROWS, GBS = 251, 12, 8, 4
+TOLERANCE = 1e-5
+TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=None)
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+DP2: dict[str, Any] = {}
+
+PolicyMaker = Callable[..., Policy]
+
+
+def config_of(
+    checkpoint: Callable[..., Path], layout: dict[str, Any], path: Path | None = None
+) -> dict[str, Any]:
+    return policy_config(
+        path or checkpoint("qwen2", vocab=VOCAB),
+        layout,
+        train_global_batch_size=GBS,
+        generation={"max_new_tokens": 6, "stop_token_ids": []},
+    )
+
+
+def batch(seed: int = 0, rows: int = ROWS) -> BatchedDataDict:
+    return oracle.make_batch(rows, LENGTH, VOCAB, seed)

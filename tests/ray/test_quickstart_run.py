@@ -1,0 +1,52 @@
+"""The quickstart as a newcomer starts it, cut short: it does not wait for anything to be learnt."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "quickstart" / "run.py"
+
+
+def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """`run.py` in a folder and with an import path that know nothing of the checkout."""
+    env = {name: v for name, v in os.environ.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
+    command = [sys.executable, str(SCRIPT), *options]
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=env,
+        text=True,
+        timeout=500,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def test_the_quickstart_leaves_a_policy_that_transformers_agrees_with(tmp_path: Path) -> None:
+    done = run(tmp_path, "--sft-steps", "3", "--steps", "2")
+    assert done.returncode == 0, done.stdout
+    assert "check passed" in done.stdout
+    output = tmp_path / "outputs" / "quickstart"
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["logprob_difference"] <= summary["logprob_tolerance"]
+    assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    steps = [(line["phase"], line["step"]) for line in lines]
+    assert steps == [("sft", 1), ("sft", 2), ("sft", 3), ("grpo", 1), ("grpo", 2)]
+    assert AutoTokenizer.from_pretrained(output / "policy").eos_token == "<end>"
+
+
+def test_a_layout_that_does_not_fit_ends_the_quickstart_with_the_legal_values(
+    tmp_path: Path,
+) -> None:
+    done = run(tmp_path, "--workers", "2", "--tp", "3")
+    assert done.returncode == 2, done.stdout
+    assert "tensor_model_parallel_size" in done.stdout
+    assert "Traceback" not in done.stdout
