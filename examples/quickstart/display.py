@@ -57,17 +57,19 @@ class Display:
 
     def say(self, text: str) -> None:
         """One line."""
-        self._console.print(f"[dim]{self.seconds:5.0f} s[/dim]  {text}", soft_wrap=True)
+        line = Text.assemble((f"{self.seconds:5.0f} s  ", "dim"), text)
+        self._console.print(line, soft_wrap=True)
 
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:
         """Something takes a while, with no steps to count."""
-        if self._live:
-            with self._console.status(text):
-                yield
-        self.say(text)
         if not self._live:
+            self.say(text)
             yield
+            return
+        with self._console.status(text):
+            yield
+        self.say(text)
 
     @contextmanager
     def phase(self, title: str, steps: int, curve: str) -> Iterator[Callable[[Metrics], None]]:

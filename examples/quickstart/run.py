@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 HERE = Path(__file__).resolve().parent
 
@@ -56,7 +57,7 @@ def main(
         with Journal(output / "metrics.jsonl") as journal:
             outcome = demo.run(options, problems, display, journal)
     except (ConfigError, ConversionError) as error:
-        console.print(f"[red]error:[/red] {error}")
+        console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(2) from error
     report.conclude(options, problems, outcome, display, journal)
     if not outcome.check.passed:
