@@ -26,6 +26,7 @@ from megatron_policy.model.load import Held, held_entries, load_parameters
 from megatron_policy.model.optimizer import make_trainable
 from megatron_policy.model.spec import LOCAL
 from megatron_policy.policy import MegatronPolicy
+from megatron_policy.topology import Placement
 
 ROWS, MICROBATCH_ROWS, LENGTH = 8, 2, 128
 LEARNING_RATE = 1e-4
@@ -106,16 +107,13 @@ def _plain_loop(policy: MegatronPolicy, table: Table) -> tuple[PlainLoop, Held]:
     """A second model with its own optimizer, in the process groups that the policy has made."""
     config, architecture, topology = policy.config, table.architecture, policy.topology
     settings = config.megatron_cfg
-    split = layer_split(config, architecture, topology)
+    place = Placement(topology, policy.coords, layer_split(config, architecture, topology))
     model_config = transformer_config(architecture, settings, topology, torch.float32, LOCAL)
-    chunks = build_chunks(
-        architecture, model_config, split, topology, policy.coords, LOCAL, config.seed
-    )
-    held = held_entries(chunks, table, split, topology, policy.coords)
+    chunks = build_chunks(architecture, model_config, place, LOCAL, config.seed)
+    held = held_entries(chunks, table, place)
     with HfReader(config.model_name) as reader:
-        load_parameters(held, reader, table, topology, policy.coords)
-    clip = settings.optimizer.clip_grad
-    trainable = make_trainable(chunks, model_config, settings, ROWS, topology.dp, clip)
+        load_parameters(held, reader, table, place)
+    trainable = make_trainable(chunks, model_config, settings, ROWS, topology.dp)
     (model,) = trainable.chunks
     return PlainLoop(model, trainable.optimizer, trainable.scheduler), held
 

@@ -166,3 +166,24 @@ def _check_chunks(counts: list[int], vpp: int, *, both_ends: bool) -> None:
         raise ConfigError(
             f"{key}={vpp} does not divide the layers per stage {counts}; use one of {legal}"
         )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One rank's place in the grid, and which of the model's parts fall to it."""
+
+    topology: Topology
+    coords: Coords
+    split: LayerSplit
+
+    def layers(self, chunk: int) -> range:
+        """Global numbers of the layers in this rank's model chunk `chunk`."""
+        return self.split.stages[self.coords.pp][chunk]
+
+    def holds_embedding(self, chunk: int) -> bool:
+        """Whether this chunk is the first of the pipeline."""
+        return self.coords.pp == 0 and chunk == 0
+
+    def holds_head(self, chunk: int) -> bool:
+        """Whether this chunk is the last of the pipeline."""
+        return self.coords.pp == self.topology.pp - 1 and chunk == self.topology.vpp - 1

@@ -5,6 +5,7 @@ with it.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from megatron_policy.model.build import build_chunks, transformer_config
 from megatron_policy.model.load import Held, held_entries, load_parameters
 from megatron_policy.model.optimizer import Trainable, make_trainable
 from megatron_policy.model.spec import resolve_implementation
-from megatron_policy.topology import Coords, LayerSplit, Topology
+from megatron_policy.topology import Placement, Topology
 from megatron_policy.train.pipeline import Pipeline
 from megatron_policy.train.reference import ReferenceWeights
 
@@ -34,11 +35,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Assembly:
     """A rank's place in the layout and everything it holds there."""
 
-    topology: Topology
-    coords: Coords
+    place: Placement
     groups: Groups
     table: Table
-    split: LayerSplit
     held: Held
     source_dtypes: Mapping[str, torch.dtype]
     pipeline: Pipeline
@@ -75,18 +74,17 @@ def assemble(
     """
     settings, arch = config.megatron_cfg, table.architecture
     implementation = resolve_implementation(settings.transformer_impl)
-    coords = topology.coords(dist.get_rank())
-    split = layer_split(config, arch, topology)
+    place = Placement(
+        topology, topology.coords(dist.get_rank()), layer_split(config, arch, topology)
+    )
     groups = make_groups(topology, timeout_s)
     model_config = transformer_config(
         arch, settings, topology, DTYPES[config.precision], implementation
     )
-    chunks: Any = build_chunks(
-        arch, model_config, split, topology, coords, implementation, config.seed
-    )
-    held = held_entries(chunks, table, split, topology, coords)
+    chunks: Any = build_chunks(arch, model_config, place, implementation, config.seed)
+    held = held_entries(chunks, table, place)
     with HfReader(config.model_name) as reader:
-        load_parameters(held, reader, table, topology, coords)
+        load_parameters(held, reader, table, place)
         source_dtypes = dict(reader.dtypes)
     reference = ReferenceWeights([p for _, p in held]) if init_reference_model else None
     trainable = None
@@ -97,7 +95,6 @@ def assemble(
             settings,
             config.train_global_batch_size,
             topology.dp * topology.cp,
-            settings.optimizer.clip_grad,
         )
         chunks = trainable.chunks
     pipeline = Pipeline(
@@ -109,18 +106,7 @@ def assemble(
         length_multiple=length_multiple(config, topology),
         temperature=(config.generation and config.generation.temperature) or 1.0,
     )
-    return Assembly(
-        topology,
-        coords,
-        groups,
-        table,
-        split,
-        held,
-        source_dtypes,
-        pipeline,
-        trainable,
-        reference,
-    )
+    return Assembly(place, groups, table, held, source_dtypes, pipeline, trainable, reference)
 
 
 def length_multiple(config: PolicyConfig, topology: Topology) -> int:
@@ -129,4 +115,4 @@ def length_multiple(config: PolicyConfig, topology: Topology) -> int:
     """
     wanted = config.make_sequence_length_divisible_by
     needed = topology.tp if config.megatron_cfg.sequence_parallel else 1
-    return wanted if wanted % needed == 0 else wanted * needed
+    return math.lcm(wanted, needed)

@@ -19,46 +19,44 @@ from megatron_policy.converters.architecture import Architecture, padded_vocab
 from megatron_policy.device import current_device, is_accelerated
 from megatron_policy.model.rope import inverse_frequencies
 from megatron_policy.model.spec import TRANSFORMER_ENGINE, block_spec
-from megatron_policy.topology import Coords, LayerSplit, Topology
+from megatron_policy.topology import Placement, Topology
 
 
 def build_chunks(
     architecture: Architecture,
     config: TransformerConfig,
-    split: LayerSplit,
-    topology: Topology,
-    coords: Coords,
+    place: Placement,
     implementation: str,
     seed: int,
 ) -> list[GPTModel]:
-    """The model chunks of this rank (one, or `topology.vpp` of them), on the current device,
+    """The model chunks of this rank (one, or the topology's `vpp` of them), on the current device,
     weights uninitialised.
     """
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     return [
-        _build_chunk(architecture, config, split, topology, coords, implementation, chunk)
-        for chunk in range(topology.vpp)
+        _build_chunk(architecture, config, place, implementation, chunk)
+        for chunk in range(place.topology.vpp)
     ]
 
 
 def _build_chunk(
     architecture: Architecture,
     config: TransformerConfig,
-    split: LayerSplit,
-    topology: Topology,
-    coords: Coords,
+    place: Placement,
     implementation: str,
     chunk: int,
 ) -> GPTModel:
-    layers = split.stages[coords.pp][chunk]
+    topology = place.topology
     model = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(implementation, len(layers), config.qk_layernorm),
+        transformer_layer_spec=block_spec(
+            implementation, len(place.layers(chunk)), config.qk_layernorm
+        ),
         vocab_size=padded_vocab(architecture.vocab_size, topology.tp),
         max_sequence_length=architecture.max_position_embeddings,
-        pre_process=holds_embedding(coords, chunk),
-        post_process=holds_head(coords, topology, chunk),
+        pre_process=place.holds_embedding(chunk),
+        post_process=place.holds_head(chunk),
         parallel_output=True,
         share_embeddings_and_output_weights=architecture.tied,
         position_embedding_type="rope",
@@ -69,16 +67,6 @@ def _build_chunk(
     frequencies = inverse_frequencies(architecture.rope, architecture.kv_channels)
     model.rotary_pos_emb.inv_freq = frequencies.to(current_device())
     return model
-
-
-def holds_embedding(coords: Coords, chunk: int) -> bool:
-    """Whether this chunk is the first of the pipeline."""
-    return coords.pp == 0 and chunk == 0
-
-
-def holds_head(coords: Coords, topology: Topology, chunk: int) -> bool:
-    """Whether this chunk is the last of the pipeline."""
-    return coords.pp == topology.pp - 1 and chunk == topology.vpp - 1
 
 
 def transformer_config(

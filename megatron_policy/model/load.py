@@ -12,44 +12,38 @@ from megatron.core.models.gpt import GPTModel
 from megatron_policy.converters.hf_files import HfReader
 from megatron_policy.converters.rows import fill_shard
 from megatron_policy.converters.table import Entry, Table, canonical_name
-from megatron_policy.model.build import holds_embedding, holds_head
-from megatron_policy.topology import Coords, LayerSplit, Topology
+from megatron_policy.topology import Placement
 
 Held = list[tuple[Entry, torch.nn.Parameter]]
 
 
-def held_entries(
-    chunks: Sequence[GPTModel], table: Table, split: LayerSplit, topology: Topology, coords: Coords
-) -> Held:
+def held_entries(chunks: Sequence[GPTModel], table: Table, place: Placement) -> Held:
     """Each parameter of `chunks` with its table entry, in table order; ConversionError unless they
     match one to one.
     """
     held: Held = []
     for index, chunk in enumerate(chunks):
-        layers = split.stages[coords.pp][index]
+        layers = place.layers(index)
         entries = table.entries_of(
-            layers,
-            first=holds_embedding(coords, index),
-            last=holds_head(coords, topology, index),
+            layers, first=place.holds_embedding(index), last=place.holds_head(index)
         )
         offset = layers.start if len(layers) else 0
         parameters = {canonical_name(name, offset): p for name, p in chunk.named_parameters()}
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
-        table.check_megatron(shapes, topology.tp, entries)
+        table.check_megatron(shapes, place.topology.tp, entries)
         held += [(entry, parameters[entry.megatron]) for entry in entries]
     return held
 
 
 @torch.no_grad()
-def load_parameters(
-    held: Held, reader: HfReader, table: Table, topology: Topology, coords: Coords
-) -> None:
+def load_parameters(held: Held, reader: HfReader, table: Table, place: Placement) -> None:
     """Copy this rank's slices straight from the mapped files into its parameters, casting on the
     way.
 
     ConversionError unless the files hold exactly the table's tensors; copies that a tied checkpoint
     may ship are compared with what they copy, each rank its share.
     """
+    topology, coords = place.topology, place.coords
     table.check_hf(reader.shapes)
     reader.check_copies(table.copies(), topology.rank(coords), topology.world_size)
     for entry, parameter in held:

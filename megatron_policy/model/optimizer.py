@@ -48,16 +48,16 @@ def make_trainable(
     settings: MegatronConfig,
     global_batch_size: int,
     data_parallel_size: int,
-    max_grad_norm: float,
 ) -> Trainable:
     """Wrap loaded chunks for training; the optimizer takes its fp32 main parameters from them as
     they are now.
 
-    `max_grad_norm` is the L2 norm to which the whole model's gradient is clipped; 0 does not clip.
+    `settings.optimizer.clip_grad` is the L2 norm to which the whole model's gradient is clipped; 0
+    does not clip.
     """
     wrapped = _wrap(chunks, config, settings, data_parallel_size)
     optimizer = get_megatron_optimizer(
-        _optimizer_config(settings, config.params_dtype, max_grad_norm),
+        _optimizer_config(settings, config.params_dtype),
         list(wrapped),
         use_gloo_process_groups=False,
     )
@@ -90,9 +90,7 @@ def _wrap(
     )
 
 
-def _optimizer_config(
-    settings: MegatronConfig, dtype: torch.dtype, max_grad_norm: float
-) -> OptimizerConfig:
+def _optimizer_config(settings: MegatronConfig, dtype: torch.dtype) -> OptimizerConfig:
     optimizer = settings.optimizer
     return OptimizerConfig(
         optimizer=optimizer.optimizer,
@@ -105,7 +103,7 @@ def _optimizer_config(
         sgd_momentum=optimizer.sgd_momentum,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
-        clip_grad=max_grad_norm,
+        clip_grad=optimizer.clip_grad,
         use_distributed_optimizer=optimizer.use_distributed_optimizer,
         overlap_param_gather=settings.distributed_data_parallel_config.overlap_param_gather,
     )

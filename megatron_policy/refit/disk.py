@@ -69,26 +69,28 @@ def plan_files(assembly: Assembly, max_shard_bytes: int) -> ExportPlan:
         for entry in assembly.table.exported()
         for name in entry.hf
     ]
-    writers = assembly.topology.tp * assembly.topology.dp
+    topology = assembly.place.topology
+    writers = topology.tp * topology.dp
     total = sum(tensor.nbytes for tensor in inventory)
-    fair = -(-total // (writers * assembly.topology.pp))
+    fair = -(-total // (writers * topology.pp))
     return plan_export(inventory, min(max_shard_bytes, max(fair, _MIN_SHARD_BYTES)), writers)
 
 
 def _stage_of(entry: Entry, assembly: Assembly) -> int:
+    place = assembly.place
     if entry.where == EMBEDDING:
         return 0
     if entry.where == HEAD:
-        return assembly.topology.pp - 1
+        return place.topology.pp - 1
     assert entry.layer is not None
-    return assembly.split.owner(entry.layer)[0]
+    return place.split.owner(entry.layer)[0]
 
 
 def _write_files(assembly: Assembly, plan: ExportPlan, directory: Path) -> None:
     """This rank's part in its stage's files: the replica whose writer a file has gathers, the
     writer writes.
     """
-    coords, tp = assembly.coords, assembly.topology.tp
+    coords, tp = assembly.place.coords, assembly.place.topology.tp
     failure: Exception | None = None
     for file in plan.files:
         replica, writer = divmod(file.writer, tp)
