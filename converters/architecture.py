@@ -109,10 +109,6 @@ class Architecture:
         """Whether the fused query/key/value projection has a bias."""
         return self.add_qkv_bias or self.add_bias_linear
 
-    def window_of(self, layer: int) -> int | None:
-        """Keys that a query of the layer sees, itself included; None: all before it."""
-        return self.window if not self.windowed or self.windowed[layer] else None
-
     def shape(self, dims: tuple[str, ...]) -> tuple[int, ...]:
         """The sizes that dimension names such as ("ffn_hidden_size", "hidden_size") stand for."""
         return tuple(getattr(self, dim) for dim in dims)

@@ -74,20 +74,28 @@ def _no_such_model(model: str | Path, error: Exception) -> ConfigError:
 
 
 class Part:
-    """A mapped tensor that counts the bytes taken out of it."""
+    """A mapped tensor, with an element's bytes as last dimension, that counts what is taken."""
 
-    def __init__(self, tensor: Tensor, reader: HfReader) -> None:
-        self._tensor = tensor
+    def __init__(self, raw: Tensor, dtype: torch.dtype, reader: HfReader) -> None:
+        self._raw = raw
+        self._dtype = dtype
         self._reader = reader
 
     def view(self, shape: Shape) -> Part:
         """The same elements in another shape."""
-        return Part(self._tensor.view(shape), self._reader)
+        return Part(self._raw.view(*shape, self._dtype.itemsize), self._dtype, self._reader)
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
-        taken = self._tensor[index]
+        taken = self._raw[index]
         self._reader.bytes_read += taken.nbytes
-        return taken
+        return _typed(taken, self._dtype)
+
+
+def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """The elements whose bytes are the last dimension of `raw`, as a view where torch allows it."""
+    if raw.storage_offset() % dtype.itemsize:  # legal in the format, but not as a view in torch
+        raw = raw.clone(memory_format=torch.contiguous_format)
+    return raw.view(dtype).squeeze(-1)
 
 
 class HfReader:
@@ -100,27 +108,25 @@ class HfReader:
     def __init__(self, model: str | Path) -> None:
         root = locate(model)
         self.bytes_read = 0
-        self._mapped: dict[str, tuple[Tensor, Extent]] = {}
+        self._mapped: dict[str, Tensor] = {}  # bytes, those of an element as last dimension
+        self.shapes: dict[str, Shape] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
         for path, placed in _files(root).items():
             extents = _read_header(path)
             if placed:
                 _check_index(path, placed, set(extents))
             raw = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
-            self._mapped |= {name: (raw, extent) for name, extent in extents.items()}
-        self.shapes = {name: extent.shape for name, (_, extent) in self._mapped.items()}
-        self.dtypes = {name: extent.dtype for name, (_, extent) in self._mapped.items()}
+            for name, (start, dtype, shape) in extents.items():
+                self._mapped[name] = raw[start : extents[name].end].view(*shape, dtype.itemsize)
+                self.shapes[name], self.dtypes[name] = shape, dtype
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor as a view of the mapped file; what is written to it never reaches the file."""
-        raw, extent = self._mapped[name]
-        piece = raw[extent.start : extent.end]
-        if extent.start % extent.dtype.itemsize:  # legal in the format, but not as a view in torch
-            piece = piece.clone()
-        return piece.view(extent.dtype).view(extent.shape)
+        """The tensor, a view of the mapped file if aligned; writing to it leaves the file alone."""
+        return _typed(self._mapped[name], self.dtypes[name])
 
     def part(self, name: str) -> Part:
         """The tensor for `fill_shard` to take its elements from, counted in `bytes_read`."""
-        return Part(self.tensor(name), self)
+        return Part(self._mapped[name], self.dtypes[name], self)
 
     def check_copies(self, copies: Mapping[str, str], rank: int = 0, size: int = 1) -> None:
         """ConversionError if a tensor that must repeat another one differs from it.
@@ -132,7 +138,10 @@ class HfReader:
             if name in self.shapes and original in self.shapes:
                 rows = self.shapes[name][0]
                 mine = (slice(rows * rank // size, rows * (rank + 1) // size),)
-                if not torch.equal(self.part(name)[mine], self.part(original)[mine]):
+                copy, first = self.part(name)[mine], self.part(original)[mine]
+                if copy.dtype != first.dtype:  # which torch compares for some pairs only
+                    copy, first = copy.double(), first.double()
+                if not torch.equal(copy, first):
                     raise ConversionError(
                         f"{name} differs from {original}, but config.json says they are one tensor;"
                         " set tie_word_embeddings to false, or remove the one that is not meant"
@@ -216,18 +225,11 @@ def write_index(directory: Path, weight_map: Mapping[str, str], total_bytes: int
         _write_json(directory / INDEX, index)
 
 
-def copy_side_files(source: str | Path, directory: Path, dtype: torch.dtype | None = None) -> None:
-    """Copy the config, tokenizer and generation settings of the model `source`, byte for byte.
-
-    Only config.json is written anew, and only if `dtype` is given and differs from what it says.
-    """
+def copy_side_files(source: str | Path, directory: Path) -> None:
+    """Copy the config, tokenizer and generation settings of the model `source`, byte for byte."""
     for path in sorted(locate(source).iterdir()):
         if path.is_file() and path.name[0] != "." and not _WEIGHTS.fullmatch(path.name):
             _write(directory / path.name, path.read_bytes())
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    if dtype is not None and config.get(key) != (name := str(dtype).removeprefix("torch.")):
-        _write_json(directory / "config.json", {**config, key: name})
 
 
 def partial_dir(destination: str | Path) -> Path:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .blocks import Shape
+
+if TYPE_CHECKING:
+    from torch import dtype
 
 SHOWN = 20
 """Differences of each kind that are spelled out; the rest is counted."""
@@ -53,6 +57,27 @@ def compare(expected: Mapping[str, Expected], found: Mapping[str, Shape], unused
         *_listed("misshapen", reshaped, line_reshaped),
     ]
     return "\n".join(f"  {line}" for line in lines)
+
+
+def other_dtypes(
+    expected: Mapping[str, Expected], found: Mapping[str, dtype], legal: Collection[dtype]
+) -> str:
+    """The expected tensors whose dtype is none of `legal`, a line each; "" when there are none."""
+    wrong = [name for name in expected if name in found and found[name] not in legal]
+
+    def line(name: str) -> str:
+        return f"dtype: {name} is {_short(found[name])}; it {expected[name].use}"
+
+    return "\n".join(f"  {text}" for text in _listed("dtypes", wrong, line))
+
+
+def either(dtypes: Collection[dtype]) -> str:
+    """The dtypes in words."""
+    return " or ".join(map(_short, dtypes))
+
+
+def _short(dtype: dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _listed(kind: str, names: Sequence[str], line: Callable[[str], str]) -> list[str]:

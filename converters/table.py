@@ -11,15 +11,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megatron_policy.errors import ConversionError
 
 from .architecture import Architecture
 from .config_fields import Fields
-from .mismatch import Expected, compare
+from .mismatch import Expected, compare, either, other_dtypes
 from .registry import Family, family_of
 from .rows import Ignore, Row, Shape
 
 EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
+
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of HF weights. Others are quantised (a cast would lose their scales) or would be cut short."""
 
 # Transformer Engine fuses a norm into the linear layer after it, and names its weight there.
 _FUSED_NORMS = {
@@ -75,11 +80,21 @@ class Table:
 
         return tuple(filter(held, self.entries))
 
-    def check_hf(self, found: Mapping[str, Shape]) -> None:
-        """ConversionError unless a checkpoint holds just the tensors of this model, in shape."""
-        seen = {name: shape for name, shape in found.items() if name not in self.ignored}
-        problems = compare(self._hf(self.exported()), seen, f"no row of {self.family} uses it")
-        if problems:
+    def check_hf(self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> None:
+        """ConversionError unless a checkpoint holds just the tensors of this model.
+
+        Each must have its shape and one of `WEIGHT_DTYPES`; those to ignore are not looked at.
+        """
+        expected = self._hf(self.exported())
+        # Quantised weights come with tensors that no row knows, so what they are is said first.
+        if problems := other_dtypes(expected, dtypes, WEIGHT_DTYPES):
+            legal = either(WEIGHT_DTYPES)
+            raise ConversionError(
+                f"the checkpoint has weights that are not {legal}:\n{problems}\n"
+                f"Dequantise or convert the checkpoint to {legal} first."
+            )
+        seen = {name: shape for name, shape in shapes.items() if name not in self.ignored}
+        if problems := compare(expected, seen, f"no row of {self.family} uses it"):
             raise ConversionError(
                 f"the checkpoint is no {self.family} model as its config.json says:\n{problems}\n"
                 "Correct the checkpoint or its config.json, or give the family's TABLE another row."

@@ -40,11 +40,11 @@ def load_parameters(held: Held, reader: HfReader, table: Table, place: Placement
     """Copy this rank's slices straight from the mapped files into its parameters, casting on the
     way.
 
-    ConversionError unless the files hold exactly the table's tensors; copies that a tied checkpoint
-    may ship are compared with what they copy, each rank its share.
+    ConversionError unless the files hold exactly the table's tensors, as plain floats; copies that
+    a tied checkpoint may ship are compared with what they copy, each rank its share.
     """
     topology, coords = place.topology, place.coords
-    table.check_hf(reader.shapes)
+    table.check_hf(reader.shapes, reader.dtypes)
     reader.check_copies(table.copies(), topology.rank(coords), topology.world_size)
     for entry, parameter in held:
         fill_shard(

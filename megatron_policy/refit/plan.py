@@ -6,18 +6,13 @@ Pure: knows no process group and no disk.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from megatron_policy.errors import ConfigError
-
 if TYPE_CHECKING:
     from torch import dtype
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -61,10 +56,6 @@ class ExportPlan:
         """Tensor name -> file name."""
         return {tensor.name: file.name for file in self.files for tensor in file.tensors}
 
-    def files_of(self, stage: int, writer: int) -> tuple[ExportFile, ...]:
-        """What one writer of a stage writes."""
-        return tuple(f for f in self.files if (f.stage, f.writer) == (stage, writer))
-
 
 def plan_export(
     inventory: Sequence[ExportTensor], max_shard_size: int, writers: int = 1
@@ -96,16 +87,6 @@ def file_name(index: int, count: int) -> str:
     if count == 1:
         return "model.safetensors"
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes from a number or from text such as "5GB" or "512MiB"; ConfigError for anything else."""
-    match = re.fullmatch(r"(\d+)\s*([KMG]I?B)?", str(size).strip().upper())
-    if match is None or not int(match[1]):
-        raise ConfigError(
-            f"size {size!r} is no positive number of bytes; write it as 5000000000 or '5GB'"
-        )
-    return int(match[1]) * _UNITS[match[2] or ""]
 
 
 def _cut(tensors: Iterable[ExportTensor], limit: int) -> list[tuple[ExportTensor, ...]]:

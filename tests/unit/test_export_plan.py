@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_policy.errors import ConfigError
-from megatron_policy.refit.plan import ExportTensor, parse_size, plan_export
+from megatron_policy.refit.plan import ExportTensor, plan_export
 
 
 def tensors(*sizes: int, stage: int = 0) -> list[ExportTensor]:
@@ -31,13 +29,9 @@ def test_every_tensor_is_in_one_file_of_its_stage_in_order_and_within_the_limit(
     for file in plan.files:
         assert {tensor.stage for tensor in file.tensors} == {file.stage}
         assert len(file.tensors) == 1 or sum(t.nbytes for t in file.tensors) <= limit
-    dealt = [
-        file
-        for stage in range(len(sizes))
-        for writer in range(writers)
-        for file in plan.files_of(stage, writer)
-    ]
-    assert sorted(dealt, key=lambda f: f.name) == list(plan.files)
+        assert file.writer in range(writers)
+    names = [file.name for file in plan.files]
+    assert sorted(set(names)) == names
     assert plan.total_bytes == sum(tensor.nbytes for tensor in inventory)
     assert plan.weight_map == {t.name: file.name for file in plan.files for t in file.tensors}
 
@@ -60,16 +54,3 @@ def test_tensors_of_mixed_width_count_their_bytes() -> None:
     assert half.nbytes == 12
     assert len(plan_export([*tensors(1), half], 16).files) == 1
     assert len(plan_export([*tensors(1), half], 15).files) == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("5GB", 5 * 10**9), ("2 MiB", 2**21), (7, 7), ("100", 100), ("1kb", 1000)]
-)
-def test_a_size_is_bytes_or_a_number_with_a_unit(text: int | str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["5 apples", "", "-1", 0, "1.5GB"])
-def test_a_size_that_is_none_is_refused(text: int | str) -> None:
-    with pytest.raises(ConfigError, match="5GB"):
-        parse_size(text)

@@ -92,7 +92,7 @@ def test_the_table_lists_exactly_the_tensors_of_the_checkpoint(checkpoint: Path)
     with HfReader(checkpoint) as reader:
         table = bind(read_config(checkpoint))
         assert table.hf_shapes() == reader.shapes
-        table.check_hf(reader.shapes)
+        table.check_hf(reader.shapes, reader.dtypes)
         assert set(reader.dtypes.values()) == {torch.bfloat16}
 
 
@@ -138,7 +138,7 @@ def test_a_checkpoint_comes_back_bit_for_bit_and_loads_in_transformers(
             weight_map |= dict.fromkeys(entry.hf, file)
             size += sum(part.nbytes for part in parts)
         write_index(partial, weight_map, size)
-        copy_side_files(checkpoint, partial, torch.bfloat16)
+        copy_side_files(checkpoint, partial)
         publish(partial, out)
         with HfReader(out) as written:
             assert written.dtypes == reader.dtypes

@@ -259,10 +259,8 @@ def test_numbers_that_contradict_each_other_are_refused(changes: dict, said: str
         model(**changes)
 
 
-def test_a_window_belongs_to_the_layers_that_have_it() -> None:
-    assert [model(window=4).window_of(layer) for layer in (0, 1)] == [4, 4]
+def test_models_with_their_windows_on_other_layers_differ() -> None:
     some = model(window=4, windowed=(False, True))
-    assert [some.window_of(layer) for layer in (0, 1)] == [None, 4]
     assert some != dataclasses.replace(some, windowed=(True, False))
 
 

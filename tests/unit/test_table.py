@@ -52,6 +52,13 @@ def small(family: str = "qwen2", layers: int = 3, **changes: Any) -> Table:
     return bind(raw(family, layers, **changes))
 
 
+def check(
+    table: Table, shapes: dict[str, Any], dtypes: dict[str, torch.dtype] | None = None
+) -> None:
+    """Check an inventory of bf16 tensors, but for those with another of `dtypes`."""
+    table.check_hf(shapes, dict.fromkeys(shapes, torch.bfloat16) | (dtypes or {}))
+
+
 def without(family: str, row: Row | Ignore) -> Family:
     whole = FAMILIES[family]
     return replace(whole, table=tuple(other for other in whole.table if other != row))
@@ -94,10 +101,10 @@ def test_removing_any_row_names_the_hf_tensors_nobody_uses(
     fields = raw(family, tie_word_embeddings=tied)
     poorer, tensors = bind(fields, without(family, row)), bind(fields).hf_shapes()
     if not row.owns:
-        poorer.check_hf(tensors)  # its tensors are another row's
+        check(poorer, tensors)  # its tensors are another row's
         return
     with pytest.raises(ConversionError) as caught:
-        poorer.check_hf(tensors)
+        check(poorer, tensors)
     for name in row.hf:
         assert f"unexpected: {name.replace('{layer}', '2')} [" in str(caught.value)
 
@@ -110,7 +117,7 @@ def test_renaming_any_hf_tensor_names_it_and_what_it_feeds(family: str, tied: bo
     for name, shape in table.hf_shapes().items():
         found = {k: v for k, v in table.hf_shapes().items() if k != name} | {f"{name}x": shape}
         with pytest.raises(ConversionError) as caught:
-            table.check_hf(found)
+            check(table, found)
         assert f"missing: {name} {list(shape)}, which feeds {fed[name]} (" in str(caught.value)
         assert f"unexpected: {name}x {list(shape)}" in str(caught.value)
         assert f"misspelt {name}?" in str(caught.value)
@@ -121,16 +128,46 @@ def test_reshaping_any_hf_tensor_names_both_shapes_and_what_it_feeds(family: str
     table = small(family, layers=1)
     for name, shape in table.hf_shapes().items():
         with pytest.raises(ConversionError) as caught:
-            table.check_hf(table.hf_shapes() | {name: (*shape, 1)})
+            check(table, table.hf_shapes() | {name: (*shape, 1)})
         said = f"misshapen: {name} is {[*shape, 1]}, must be {list(shape)}; it feeds"
         assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "dtype", [torch.int32, torch.float8_e4m3fn, torch.uint8, torch.bool, torch.float64]
+)
+def test_any_hf_tensor_that_is_no_plain_float_is_named_with_its_dtype(
+    family: str, dtype: torch.dtype
+) -> None:
+    table = small(family, layers=1)
+    for name in table.hf_shapes():
+        with pytest.raises(ConversionError) as caught:
+            check(table, table.hf_shapes(), {name: dtype})
+        said = str(caught.value)
+        assert f"dtype: {name} is {str(dtype).removeprefix('torch.')}; it feeds" in said
+        assert "Dequantise or convert the checkpoint to float32 or bfloat16 or float16" in said
+        assert said.count("dtype: ") == 1
+
+
+def test_hf_tensors_may_be_any_mixture_of_plain_floats() -> None:
+    table, kinds = small(), [torch.float32, torch.bfloat16, torch.float16]
+    check(table, table.hf_shapes(), {n: kinds[i % 3] for i, n in enumerate(table.hf_shapes())})
+
+
+def test_a_quantised_checkpoint_is_told_so_rather_than_that_its_scales_are_unknown() -> None:
+    table = small()
+    name = "model.layers.0.mlp.up_proj.weight"
+    with pytest.raises(ConversionError, match="Dequantise") as caught:
+        check(table, table.hf_shapes() | {f"{name}_scale_inv": (1,)}, {name: torch.float8_e4m3fn})
+    assert "scale_inv" not in str(caught.value)
 
 
 def test_adding_any_hf_tensor_names_it() -> None:
     table = small()
     for name in ("model.layers.3.mlp.up_proj.weight", "lm_head.bias", "score.weight"):
         with pytest.raises(ConversionError) as caught:
-            table.check_hf(table.hf_shapes() | {name: (1,)})
+            check(table, table.hf_shapes() | {name: (1,)})
         assert f"unexpected: {name} [1]" in str(caught.value)
 
 
@@ -139,7 +176,7 @@ def test_all_problems_are_listed_at_once_and_a_flood_is_counted() -> None:
     found = {k: v for k, v in table.hf_shapes().items() if not k.endswith("up_proj.weight")}
     found |= {"one.weight": (1,), "model.norm.weight": (3,)}
     with pytest.raises(ConversionError) as caught:
-        table.check_hf(found)
+        check(table, found)
     said = str(caught.value)
     assert said.count("missing: ") == SHOWN and f"and {60 - SHOWN} more missing" in said
     assert "unexpected: one.weight" in said and "misshapen: model.norm.weight" in said
@@ -148,16 +185,17 @@ def test_all_problems_are_listed_at_once_and_a_flood_is_counted() -> None:
 def test_a_tensor_that_may_be_ignored_may_be_there_or_not() -> None:
     table = small("llama", tie_word_embeddings=True)
     extra = {"lm_head.weight": (200, 16), "model.layers.1.self_attn.rotary_emb.inv_freq": (2,)}
-    table.check_hf(table.hf_shapes())
-    table.check_hf(table.hf_shapes() | extra)
+    check(table, table.hf_shapes())
+    check(table, table.hf_shapes() | extra)
+    check(table, table.hf_shapes() | extra, dict.fromkeys(extra, torch.int32))
     assert all(table.ignored[name].why for name in extra)
     assert table.copies() == {"lm_head.weight": "model.embed_tokens.weight"}
     with pytest.raises(ConversionError, match=r"missing: lm_head\.weight"):
-        small("llama").check_hf(table.hf_shapes())
+        check(small("llama"), table.hf_shapes())
     (copy,) = (row for row in FAMILIES["llama"].table if getattr(row, "equals", ""))
     with pytest.raises(ConversionError, match=r"unexpected: lm_head\.weight"):
         fields = raw("llama", tie_word_embeddings=True)
-        bind(fields, without("llama", copy)).check_hf(table.hf_shapes() | extra)
+        check(bind(fields, without("llama", copy)), table.hf_shapes() | extra)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -249,5 +287,6 @@ def test_a_layout_is_worked_out_once_for_all_layers() -> None:
 def test_a_later_layer_may_have_a_window_and_the_blocks_are_still_shared() -> None:
     kinds = ["full_attention", "sliding_attention", "sliding_attention"]
     table = small(use_sliding_window=True, sliding_window=8, layer_types=kinds)
-    assert [table.architecture.window_of(layer) for layer in range(3)] == [None, 8, 8]
+    assert table.architecture.window == 8
+    assert table.architecture.windowed == (False, True, True)
     assert hash(table.architecture) == hash(replace(table.architecture, windowed=(True,) * 3))
