@@ -1,4 +1,6 @@
-"""Sorts the keys of a raw mapping by the table of keys; knows no defaults and checks no types."""
+"""Sorts the keys of a raw mapping by the table of keys; checks no types, and looks at one only
+to tell whether two keys say the same.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,9 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from megatron_policy.config_keys import KEYS, Ignored, Nested, Rejected, Rule
 from megatron_policy.config_sections import Section
@@ -31,14 +36,43 @@ def classify(raw: Mapping[str, Any], root: type[Section]) -> Classified:
     that would change results but is not built.
     """
     result = Classified()
-    problems = list(_walk(raw, raw, root, "", result.kept, result.ignored))
+    problems = list(_walk(_Whole(raw, root), raw, root, "", result.kept, result.ignored))
     if problems:
         raise ConfigError("\n".join(problems))
     return result
 
 
+@dataclass(frozen=True)
+class _Whole:
+    """A policy's whole mapping and the type of its top section."""
+
+    raw: Mapping[str, Any]
+    root: type[Section]
+
+    def means(self, path: str, value: Any) -> bool:
+        """Whether `value` would mean for the key `path` what it is set to, or its default."""
+        *sections, name = path.split(".")
+        given: Any = self.raw
+        cls = self.root
+        for depth, section in enumerate(sections, 1):
+            rule = KEYS[".".join(sections[:depth])]
+            assert isinstance(rule, Nested), f"{path} is in no section"
+            given, cls = given.get(section) or {}, rule.section
+        info = cls.model_fields[name]
+        twin = given.get(name)
+        return bool(_typed(info, value) == _typed(info, info.default if twin is None else twin))
+
+
+def _typed(info: FieldInfo, value: Any) -> Any:
+    """The value as the field holds it, an alias replaced by what it stands for."""
+    try:
+        return TypeAdapter(info.rebuild_annotation()).validate_python(value)
+    except ValidationError:
+        return value  # equal to no legal one; whoever validates the section says what is wrong
+
+
 def _walk(
-    raw: Mapping[str, Any],
+    whole: _Whole,
     section: Mapping[str, Any],
     cls: type[Section],
     prefix: str,
@@ -58,26 +92,25 @@ def _walk(
                 yield f"policy.{path} must be a section of keys, not {value!r}"
                 continue
             kept[name] = {}
-            yield from _walk(raw, value, rule.section, f"{path}.", kept[name], ignored)
+            yield from _walk(whole, value, rule.section, f"{path}.", kept[name], ignored)
         else:
             if isinstance(rule, Ignored):
                 ignored[path] = rule.why
-            elif isinstance(rule, Rejected) and not _harmless(rule, path, value, raw):
+            elif isinstance(rule, Rejected) and not _harmless(rule, path, value, whole):
                 yield _rejection(rule, path, value)
             if name in cls.model_fields:
                 kept[name] = value
 
 
-def _harmless(rule: Rejected, path: str, value: Any, raw: Mapping[str, Any]) -> bool:
-    if path.startswith("generation.") and raw["generation"].get("backend") not in _OWN_ENGINES:
+def _harmless(rule: Rejected, path: str, value: Any, whole: _Whole) -> bool:
+    if (
+        path.startswith("generation.")
+        and whole.raw["generation"].get("backend") not in _OWN_ENGINES
+    ):
         return True  # speaks to another engine
     if not rule.same_as:
         return _asks_for_nothing(value)
-    *sections, name = rule.same_as.split(".")
-    twin: Any = raw
-    for section in sections:
-        twin = twin.get(section) or {}
-    return bool(value == twin.get(name))
+    return whole.means(rule.same_as, value)
 
 
 def _asks_for_nothing(value: Any) -> bool:

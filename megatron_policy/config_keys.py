@@ -40,7 +40,7 @@ class Ignored:
 @dataclass(frozen=True)
 class Rejected:
     """Would change results. Passes only when it asks for nothing (null, false, 0, an empty or
-    disabled section) or says the same as the key `same_as`."""
+    disabled section) or means the same as the key `same_as`, given or by default."""
 
     why: str
     same_as: str = ""

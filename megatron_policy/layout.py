@@ -80,9 +80,9 @@ def microbatches(global_batch_size: int, micro_batch_size: int, topology: Topolo
         below = global_batch_size // step * step
         legal = " or ".join(str(size) for size in (below, below + step) if size)
         raise ConfigError(
-            f"policy.train_global_batch_size={global_batch_size} is no multiple of "
-            f"train_micro_batch_size={micro_batch_size} x {topology.dp} data-parallel "
-            f"ranks{stages} = {step}: use {legal}"
+            f"global batch size {global_batch_size} (train_global_batch_size, or gbs) is no "
+            f"multiple of micro batch size {micro_batch_size} (train_micro_batch_size, or mbs) x "
+            f"{topology.dp} data-parallel ranks{stages} = {step}: use {legal}"
         )
     return global_batch_size // unit
 

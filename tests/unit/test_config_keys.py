@@ -148,3 +148,48 @@ def test_a_rejected_key_passes_only_when_it_asks_for_nothing(path: str) -> None:
     if not rule.same_as and path not in FIELDS:
         at[key] = {"enabled": False, "other": 1}
         PolicyConfig.parse(raw)
+
+
+SAME = [
+    {"megatron_cfg.pipeline_dtype": "bfloat16"},
+    {"megatron_cfg.pipeline_dtype": "bf16", "precision": None},
+    {"megatron_cfg.pipeline_dtype": "bfloat16", "precision": "bf16"},
+    {"megatron_cfg.pipeline_dtype": "fp32", "precision": "float32"},
+    {"generation.val_temperature": 1.0, "generation.temperature": None},
+    {"generation.val_temperature": 1, "generation.temperature": 1.0},
+    {"generation.val_top_k": -1, "generation.top_k": None},
+]
+OTHER = [
+    {"megatron_cfg.pipeline_dtype": "float32"},
+    {"megatron_cfg.pipeline_dtype": "bf16", "precision": "fp32"},
+    {"megatron_cfg.pipeline_dtype": "float16"},
+    {"generation.val_temperature": 0.6, "generation.temperature": None},
+    {"generation.val_temperature": 1.0, "generation.temperature": 0.6},
+    {"generation.val_top_k": 5, "generation.top_k": None},
+]
+
+
+def _policy(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """A minimal policy with a section `generation` and these keys by path; null is not given."""
+    raw: dict[str, Any] = {
+        "model_name": "m",
+        "train_global_batch_size": 8,
+        "train_micro_batch_size": 2,
+        "generation": {"max_new_tokens": 4},
+        "megatron_cfg": {"enabled": True},
+    }
+    for path, value in keys.items():
+        *sections, name = path.split(".")
+        (raw[sections[0]] if sections else raw)[name] = value
+    return raw
+
+
+@pytest.mark.parametrize("keys", SAME, ids=str)
+def test_a_key_that_means_the_same_as_its_twin_passes(keys: dict[str, Any]) -> None:
+    PolicyConfig.parse(_policy(keys))
+
+
+@pytest.mark.parametrize("keys", OTHER, ids=str)
+def test_a_key_that_contradicts_its_twin_or_its_default_is_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"policy\.{next(iter(keys))}=.*would change results"):
+        PolicyConfig.parse(_policy(keys))

@@ -115,7 +115,10 @@ def test_the_layer_split_is_that_of_the_configuration() -> None:
 
 def test_batch_sizes_that_do_not_divide_name_the_next_ones_that_do() -> None:
     policy = config(gbs=18, mbs=2)
-    assert "2 x 4 data-parallel ranks = 8: use 16 or 24" in refusal(policy, shape(), 4)
+    said = refusal(policy, shape(), 4)
+    assert "global batch size 18 (train_global_batch_size, or gbs)" in said
+    assert "micro batch size 2 (train_micro_batch_size, or mbs)" in said
+    assert "x 4 data-parallel ranks = 8: use 16 or 24" in said
     with pytest.raises(ConfigError, match=r"= 8: use 8$"):
         microbatches(2, 2, Topology(dp=4))
     assert microbatches(24, 2, Topology(dp=4)) == 3
