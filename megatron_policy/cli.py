@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -119,25 +120,25 @@ def _summary(config: PolicyConfig, architecture: Architecture, topology: Topolog
     return table
 
 
-def _legal_world_sizes(config: PolicyConfig) -> list[int]:
+def _legal_world_sizes(config: PolicyConfig) -> Iterator[int]:
     """Ranks over which the global batch divides, in increasing order."""
     from megatron_policy.errors import ConfigError
     from megatron_policy.layout import microbatches, topology_of
 
     replica = _ranks_of_a_replica(config)
-    legal = []
     for replicas in range(1, config.train_global_batch_size + 1):
         topology = topology_of(config, replica * replicas)
         try:
             microbatches(config.train_global_batch_size, config.train_micro_batch_size, topology)
         except ConfigError:
             continue
-        legal.append(topology.world_size)
-    return legal
+        yield topology.world_size
 
 
-def _listed(sizes: list[int]) -> str:
-    return ", ".join(map(str, sizes[:SHOWN_SIZES])) + (", ..." if len(sizes) > SHOWN_SIZES else "")
+def _listed(sizes: Iterator[int]) -> str:
+    """The first few sizes; of the others no more are asked for than tells whether there are any."""
+    shown = ", ".join(str(size) for size in islice(sizes, SHOWN_SIZES))
+    return shown if next(sizes, None) is None else f"{shown}, ..."
 
 
 def _stages(config: PolicyConfig, architecture: Architecture, topology: Topology) -> Table:

@@ -40,6 +40,7 @@ FLOORS: tuple[tuple[str, int], ...] = (
     ("policy", 3),
     ("", 4),  # the re-exports: nothing below may lean on them
     ("cli", 4),
+    ("__main__", 4),
     ("workers", 4),
     ("workers.*", 4),
     ("hosts", 4),

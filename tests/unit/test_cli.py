@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import yaml
 from typer.testing import CliRunner
 
 import megatron_policy
+from megatron_policy import cli
 from megatron_policy.cli import app
+from megatron_policy.config import PolicyConfig
 
 
 def write(path: Path, model: Path, **megatron: Any) -> str:
@@ -71,3 +75,26 @@ def test_an_unknown_key_and_a_missing_file_are_errors_without_a_traceback(
 
 def test_the_version_is_the_packages() -> None:
     assert run("--version") == (0, f"megatron-policy {megatron_policy.__version__} ")
+
+
+def test_of_many_ranks_that_fit_only_the_first_are_looked_for() -> None:
+    policy = {
+        "model_name": "m",
+        "train_global_batch_size": 10**12,
+        "train_micro_batch_size": 1,
+        "megatron_cfg": {"enabled": True},
+    }
+    asked = cli._legal_world_sizes(PolicyConfig.parse(policy))
+    assert cli._listed(asked) == "1, 2, 4, 5, 8, 10, 16, 20, ..."
+    assert next(asked) == 32
+
+
+def test_the_package_is_a_command_of_its_own() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_policy", "--help"],
+        cwd=Path(megatron_policy.__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "python -m megatron_policy" in done.stdout and "inspect-config" in done.stdout
