@@ -87,6 +87,7 @@ def train(
     global_batch_size: int,
     loss_of: Callable[[PreTrainedModel, BatchedDataDict], torch.Tensor],
     dtype: torch.dtype = torch.float32,
+    lr: float = LR,
 ) -> Trained:
     """One step per global batch, fp32 main weights, biases and norms not decayed, gradients clipped
     to CLIP.
@@ -99,7 +100,7 @@ def train(
             {"params": [m for m in main.values() if m.dim() > 1], "weight_decay": WEIGHT_DECAY},
             {"params": [m for m in main.values() if m.dim() == 1], "weight_decay": 0.0},
         ],
-        lr=LR,
+        lr=lr,
         betas=BETAS,
         eps=EPS,
     )

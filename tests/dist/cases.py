@@ -19,7 +19,9 @@ LOSSES = {"token": TokenNLL, "sequence": SequenceNLL, "logit": LogitEntropy}
 GLOBAL_BATCH, MICROBATCHES = 8, 4
 
 
-def policy_config(path: Path | str, megatron: Mapping[str, Any], **top: Any) -> dict[str, Any]:
+def policy_config(
+    path: Path | str, megatron: Mapping[str, Any], lr: float = oracle.LR, **top: Any
+) -> dict[str, Any]:
     """The oracle's hyperparameters under a layout: `megatron` overrides megatron_cfg, `top` the
     policy section.
     """
@@ -28,8 +30,8 @@ def policy_config(path: Path | str, megatron: Mapping[str, Any], **top: Any) -> 
         "enabled": True,
         "optimizer": {
             "optimizer": "adam",
-            "lr": oracle.LR,
-            "min_lr": oracle.LR,
+            "lr": lr,
+            "min_lr": lr,
             "weight_decay": oracle.WEIGHT_DECAY,
             "adam_beta1": oracle.BETAS[0],
             "adam_beta2": oracle.BETAS[1],
@@ -43,7 +45,7 @@ def policy_config(path: Path | str, megatron: Mapping[str, Any], **top: Any) -> 
             "lr_decay_style": "constant",
             "lr_decay_iters": 1000,
             "lr_warmup_iters": 0,
-            "lr_warmup_init": oracle.LR,
+            "lr_warmup_init": lr,
         },
         "distributed_data_parallel_config": ddp,
     }
