@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from megatron_policy.errors import CheckpointError as CheckpointError
     from megatron_policy.errors import ConfigError as ConfigError
     from megatron_policy.errors import ConversionError as ConversionError
+    from megatron_policy.errors import ExportError as ExportError
     from megatron_policy.errors import RefitError as RefitError
     from megatron_policy.errors import WorkerError as WorkerError
     from megatron_policy.interfaces import (
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     )
     from megatron_policy.policy import MegatronPolicy as MegatronPolicy
     from megatron_policy.workers.cluster import RayVirtualCluster as RayVirtualCluster
+    from megatron_policy.workers.environment import init_ray as init_ray
     from megatron_policy.workers.policy import Policy as Policy
     from megatron_policy.workers.worker import MegatronPolicyWorker as MegatronPolicyWorker
 
@@ -42,6 +44,7 @@ _HOME = {
     "ColocatablePolicyInterface": "interfaces",
     "ConfigError": "errors",
     "ConversionError": "errors",
+    "ExportError": "errors",
     "GenerationInterface": "interfaces",
     "GenerationOutputSpec": "interfaces",
     "LogprobOutputSpec": "interfaces",
@@ -57,6 +60,7 @@ _HOME = {
     "ReferenceLogprobOutputSpec": "interfaces",
     "RefitError": "errors",
     "WorkerError": "errors",
+    "init_ray": "workers.environment",
 }
 
 __all__ = [*sorted(_HOME), "__version__"]

@@ -15,6 +15,13 @@ class ConversionError(ValueError):
     """A checkpoint and the table of its model family disagree; the message lists both sides."""
 
 
+class ExportError(RuntimeError):
+    """An export could not be written; the message names the rank and what failed.
+
+    Raised on every rank; the policy is unharmed and nothing was published.
+    """
+
+
 class CheckpointError(RuntimeError):
     """A training checkpoint cannot be written or read back."""
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_policy.errors import ConfigError
 from megatron_policy.topology import Topology
 
 MEGATRON_ORDER = "tp-cp-ep-dp-pp"
@@ -24,11 +25,6 @@ class Groups:
     dp: dist.ProcessGroup
     cp: dist.ProcessGroup
     dp_cp: dist.ProcessGroup
-
-    @property
-    def first_stage(self) -> int:
-        """Global rank of this pipeline's first stage."""
-        return dist.get_global_rank(self.pp, 0)
 
     @property
     def last_stage(self) -> int:
@@ -58,6 +54,14 @@ def make_groups(topology: Topology, timeout_s: float) -> Groups:
         cp=parallel_state.get_context_parallel_group(),
         dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
+
+
+def refuse_second_policy() -> None:
+    """ConfigError if this process has Megatron-Core's groups already: they are global, so it can
+    hold one policy at a time.
+    """
+    if parallel_state.model_parallel_is_initialized():
+        raise ConfigError("a policy is open in this process: call its shutdown() before a new one")
 
 
 def drop_groups() -> None:

@@ -19,12 +19,13 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.hf_files import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConfigError
-from megatron_policy.groups import drop_groups
+from megatron_policy.groups import drop_groups, refuse_second_policy
 from megatron_policy.interfaces import LossFunction
 from megatron_policy.layout import check_layout, topology_of
 from megatron_policy.model.assemble import assemble
 from megatron_policy.refit.disk import DEFAULT_MAX_SHARD_BYTES, export_checkpoint
 from megatron_policy.train import score, step
+from megatron_policy.train.checks import checked_prompts, checked_tokens
 from megatron_policy.train.generate import Continuations, generate
 from megatron_policy.train.sampling import Sampling
 
@@ -59,19 +60,24 @@ class MegatronPolicy:
         self._table = bind(read_config(self.config.model_name))
         device.prepare_platform()
         device.place_process()
+        refuse_second_policy()
         self._owns_process_group = device.join_process_group(timeout_s)
-        self.rank = dist.get_rank()
-        self.topology = topology_of(self.config, dist.get_world_size())
-        self.coords = self.topology.coords(self.rank)
-        check_layout(self.config, self._table.architecture, self.topology)
-        self._assembly = assemble(
-            self.config,
-            self._table,
-            self.topology,
-            init_optimizer=init_optimizer,
-            init_reference_model=init_reference_model,
-            timeout_s=timeout_s,
-        )
+        try:
+            self.rank = dist.get_rank()
+            self.topology = topology_of(self.config, dist.get_world_size())
+            self.coords = self.topology.coords(self.rank)
+            check_layout(self.config, self._table.architecture, self.topology)
+            self._assembly = assemble(
+                self.config,
+                self._table,
+                self.topology,
+                init_optimizer=init_optimizer,
+                init_reference_model=init_reference_model,
+                timeout_s=timeout_s,
+            )
+        except BaseException:
+            self.shutdown()
+            raise
         self._pipeline = self._assembly.pipeline
         self._gather_pending = False
         # Replicas must not draw the same tokens; the ranks of one replica draw once and share.
@@ -115,8 +121,9 @@ class MegatronPolicy:
     ) -> torch.Tensor:
         """fp32 `[B, S]`: `log p(token t | tokens before t)`; 0 at t = 0, arbitrary at padding."""
         self._settle()
+        tokens_BS = checked_tokens(data, self._pipeline.vocab_size)
         return score.logprobs(
-            self._pipeline, data["input_ids"], micro_batch_size or self.config.logprob_batch_size
+            self._pipeline, tokens_BS, micro_batch_size or self.config.logprob_batch_size
         )
 
     def reference_logprobs(
@@ -135,7 +142,7 @@ class MegatronPolicy:
         self._settle()
         return score.topk_logits(
             self._pipeline,
-            data["input_ids"],
+            checked_tokens(data, self._pipeline.vocab_size),
             k,
             micro_batch_size or self.config.logprob_batch_size,
         )
@@ -159,14 +166,15 @@ class MegatronPolicy:
         `config.generation` says.
         """
         self._settle()
-        prompts_BS, lengths_B = data["input_ids"], data["input_lengths"]
+        longest = self.config.max_total_sequence_length
+        prompts_BS, lengths_B = checked_prompts(data, self._pipeline.vocab_size, longest)
         return generate(
             self._pipeline,
             prompts_BS,
             lengths_B,
             _sampling(self.config, self.tokenizer, greedy),
             _pad_id(self.tokenizer),
-            self.config.max_total_sequence_length,
+            longest,
             self._generator,
             self.config.generation_batch_size,
         )

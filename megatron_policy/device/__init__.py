@@ -14,7 +14,6 @@ import torch.distributed as dist
 __all__ = [
     "MemoryInfo",
     "accelerators",
-    "communication_device",
     "current_device",
     "device_id",
     "host_buffer",
@@ -80,18 +79,13 @@ def current_device() -> torch.device:
     return torch.device("cpu")
 
 
-def communication_device() -> torch.device:
-    """The device on which a tensor must lie to take part in a collective."""
-    return current_device()
-
-
 def join_process_group(timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
     """Join the default process group, NCCL on GPUs and gloo elsewhere; return whether this call
     created it.
 
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read as torchrun and our Ray workers set them;
-    without RANK the process becomes a world of one. A group that exists already is used as it is.
-    Every collective fails after `timeout_s` seconds instead of hanging.
+    without RANK the process becomes a world of one. A group that exists already is used as it is;
+    in one made here a collective fails after `timeout_s` seconds instead of hanging.
     """
     if dist.is_initialized():
         return False

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_policy.converters import hf_files
 from megatron_policy.converters.table import EMBEDDING, HEAD, Entry
-from megatron_policy.errors import ConfigError, ConversionError
+from megatron_policy.errors import ConfigError, ExportError
 from megatron_policy.refit.export import gather_entry
 from megatron_policy.refit.plan import ExportFile, ExportPlan, ExportTensor, plan_export
 
@@ -38,7 +38,7 @@ def export_checkpoint(
 
     A rank holds one gathered tensor at a time. The directory is written beside its final name and
     renamed when every file is on the disk, so `path` either does not exist, is what it was, or is
-    complete.
+    complete. ConfigError for a `path` that is taken, ExportError when a rank cannot write.
     """
     plan = plan_files(assembly, max_shard_bytes)
     rank_zero = dist.get_rank() == 0
@@ -143,15 +143,15 @@ def _together(step: Callable[[], None]) -> None:
         step()
     except Exception as error:
         failure = error
-    failures: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
-    for rank, error in enumerate(failures):
-        if error is not None:
-            raise error if rank == dist.get_rank() else _echo(rank, error)
+    said = None if failure is None else (isinstance(failure, ConfigError), _words(failure))
+    answers: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, said)
+    for rank, answer in enumerate(answers):
+        if answer is not None:
+            refused, words = answer
+            kind = ConfigError if refused else ExportError
+            raise kind(words if refused else f"rank {rank}: {words}") from failure
 
 
-def _echo(rank: int, error: Exception) -> Exception:
-    """Another rank's error as this rank raises it, of a kind that callers may look for."""
-    kinds = (ConfigError, ConversionError, OSError)
-    kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
-    return kind(f"rank {rank}: {type(error).__name__}: {error}")
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"

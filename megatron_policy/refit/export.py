@@ -47,10 +47,11 @@ def _gather(
     """All shards in rank order on `destination`; a replicated parameter is its own only shard."""
     if shard_dim is None or group.size() == 1:
         return [shard]
-    shards = [torch.empty_like(shard) for _ in range(group.size())]
+    here = group.rank() == destination
+    shards = [torch.empty_like(shard) for _ in range(group.size())] if here else []
     dist.gather(
         shard,
-        shards if group.rank() == destination else None,
+        shards or None,
         group=group,
         group_dst=destination,
     )

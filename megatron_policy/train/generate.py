@@ -21,7 +21,6 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from torch.nn.functional import pad
 
 from megatron_policy.device import current_device
-from megatron_policy.errors import BatchError
 from megatron_policy.train.pipeline import Pipeline
 from megatron_policy.train.sampling import Sampling, sample
 
@@ -56,10 +55,8 @@ def generate(
     of every rank.
 
     `batch_size` rows at a time share a KV cache. `generator` draws on one rank of each
-    data-parallel replica only, so it need not agree between ranks. Raises BatchError naming the
-    first prompt that is empty or leaves no room.
+    data-parallel replica only, so it need not agree between ranks.
     """
-    _check_prompts(prompts_BS, lengths_B, max_length)
     parts = [
         _generate_batch(pipeline, prompts, lengths, sampling, pad_id, max_length, generator)
         for prompts, lengths in zip(
@@ -77,22 +74,6 @@ def generate(
             [pad(p.logprobs_BT, (0, width - p.logprobs_BT.size(1))) for p in parts]
         ),
     )
-
-
-def _check_prompts(prompts_BS: torch.Tensor, lengths_B: torch.Tensor, max_length: int) -> None:
-    if prompts_BS.ndim != 2 or lengths_B.shape != prompts_BS.shape[:1] or not len(lengths_B):
-        raise BatchError(
-            "prompts must be [B, S] with B >= 1 and their lengths [B]; got "
-            f"{tuple(prompts_BS.shape)} and {tuple(lengths_B.shape)}"
-        )
-    width = prompts_BS.size(1)
-    longest = min(width, max_length - 1)
-    for row, length in enumerate(lengths_B.tolist()):
-        if not 1 <= length <= longest:
-            raise BatchError(
-                f"prompt {row} has length {length}; it must lie between 1 and {longest} (input_ids "
-                f"are {width} wide, max_total_sequence_length is {max_length})"
-            )
 
 
 def _generate_batch(

@@ -20,7 +20,7 @@ from megatron_policy.train.logprobs import gather_vocab, next_token_logprobs
 
 @dataclass(frozen=True)
 class ValidCounts:
-    """What a global batch is normalised by: valid sequences and valid next-token positions, as 0-d
+    """What a global batch is normalised by: valid sequences and valid next-token positions, 0-d
     fp32 tensors.
     """
 
@@ -62,20 +62,22 @@ def evaluate_loss(
     with `input_type` takes what it names (the host from 0.6): `logprob` the fp32 next-token
     log-probabilities `[B, S - 1]`, `logit` the whole vocabulary's fp32 logits `[B, S, vocab_size]`.
     """
+    # A batch without a valid sample is a step of zero gradients, not a division by zero.
+    sequences, tokens = counts.sequences.clamp(min=1), counts.tokens.clamp(min=1)
     if not hasattr(loss_fn, "input_type"):
         return loss_fn(
             logits_BSV,
             data,
-            counts.sequences,
-            counts.tokens,
+            sequences,
+            tokens,
             vocab_parallel_rank=groups.tp.rank(),
             vocab_parallel_group=groups.tp,
             context_parallel_group=groups.cp,
         )
     return loss_fn(
         data=data,
-        global_valid_seqs=counts.sequences,
-        global_valid_toks=counts.tokens,
+        global_valid_seqs=sequences,
+        global_valid_toks=tokens,
         **_loss_input(loss_fn, logits_BSV, data, vocab_size, vocab_start, groups),
     )
 

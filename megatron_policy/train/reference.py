@@ -32,18 +32,23 @@ class ReferenceWeights:
         """
         if self._active:
             raise RuntimeError("the reference policy is active already; its context does not nest")
-        self._exchange()
         self._active = True
+        exchanged: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         try:
+            for pair in zip(self._parameters, self._frozen, strict=True):
+                _exchange(*pair)
+                exchanged.append(pair)
+            synchronize()
             yield
         finally:
-            self._exchange()
+            for pair in exchanged:
+                _exchange(*pair)
+            synchronize()
             self._active = False
 
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        for parameter, frozen in zip(self._parameters, self._frozen, strict=True):
-            held = parameter.data.clone()
-            parameter.data.copy_(frozen)
-            frozen.copy_(held)
-        synchronize()
+
+@torch.no_grad()
+def _exchange(parameter: torch.nn.Parameter, frozen: torch.Tensor) -> None:
+    held = parameter.data.clone()
+    parameter.data.copy_(frozen)
+    frozen.copy_(held)

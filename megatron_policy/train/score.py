@@ -58,8 +58,6 @@ def _microbatches(tokens_BS: torch.Tensor, micro_batch_size: int) -> list[Batche
     one.
     """
     rows = tokens_BS.size(0)
-    if rows == 0:
-        raise BatchError("there are no sequences: input_ids have 0 rows")
     size = min(micro_batch_size, rows)
     missing = -rows % size
     filled_BS = torch.cat([tokens_BS, tokens_BS[-1:].expand(missing, -1)]) if missing else tokens_BS

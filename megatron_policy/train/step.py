@@ -17,6 +17,7 @@ from megatron_policy.errors import BatchError
 from megatron_policy.interfaces import LossFunction
 from megatron_policy.layout import microbatches
 from megatron_policy.model.optimizer import Trainable
+from megatron_policy.train.checks import check_metrics, check_training_data
 from megatron_policy.train.losses import ValidCounts, count_valid, evaluate_loss
 from megatron_policy.train.pipeline import Pipeline
 
@@ -81,6 +82,8 @@ def forward_backward(
     kept = pipeline.train(parts, loss, forward_only=trainable is None)
     plain = [(float(value), _plain(metrics)) for value, metrics in kept]
     shared = pipeline.share_object(plain if pipeline.is_last_stage else None)
+    for _, metrics in shared:
+        check_metrics(metrics)
     return BatchLosses(sum(value for value, _ in shared), tuple(m for _, m in shared), counts)
 
 
@@ -143,7 +146,7 @@ def _global_batches(
     data: BatchedDataDict, pipeline: Pipeline, global_batch_size: int, micro_batch_size: int
 ) -> list[BatchedDataDict]:
     """This rank's share of each global batch; BatchError unless everything divides."""
-    check_training_data(data)
+    check_training_data(data, pipeline.vocab_size)
     microbatches(global_batch_size, micro_batch_size, pipeline.topology)
     share = global_batch_size // pipeline.topology.dp
     if data.size % share or not data.size:
@@ -153,23 +156,6 @@ def _global_batches(
             f"samples: pass a multiple of {global_batch_size} samples"
         )
     return [data.get_batch(i, share) for i in range(data.size // share)]
-
-
-def check_training_data(data: BatchedDataDict) -> None:
-    """BatchError naming the key unless `data` holds what every loss needs, in matching shapes."""
-    for key in ("input_ids", "sample_mask"):
-        if key not in data:
-            raise BatchError(f"training data lacks {key!r}; it has {sorted(data)}")
-    rows, length = data["input_ids"].shape
-    for key, value in data.items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        if value.size(0) != rows or (value.ndim > 1 and value.size(1) != length):
-            raise BatchError(
-                f"training data {key!r} has shape {tuple(value.shape)}, but input_ids are "
-                f"[{rows}, {length}]: dimension 0 must be the batch and dimension 1, "
-                "where there is one, the sequence"
-            )
 
 
 def _complete(metrics: Metrics, counts: ValidCounts, stats: OptimStats, batches: int) -> Metrics:

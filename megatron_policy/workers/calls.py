@@ -16,6 +16,8 @@ from megatron_policy.workers.failure import Failure
 # Ray reports later.
 GRACE_S = 1.5
 GRACE_AFTER_DEATH_S = 0.5
+# A refusal harms nobody unless a rank is stuck: give slower ranks time to show that they are not.
+GRACE_AFTER_REFUSAL_S = 5.0
 
 
 def gather(
@@ -39,12 +41,17 @@ def gather(
             value = ray.get(ready[0])
         except RayError as error:
             failures.append(Failure.of(rank, error))
-            grace = GRACE_AFTER_DEATH_S if failures[-1].died else GRACE_S
-            deadline = min(deadline or math.inf, time.monotonic() + grace)
+            deadline = min(deadline or math.inf, time.monotonic() + _grace(failures[-1]))
         else:
             if rank in wanted:
                 values[rank] = value
     return values, failures, sorted(pending.values())
+
+
+def _grace(failure: Failure) -> float:
+    if failure.died:
+        return GRACE_AFTER_DEATH_S
+    return GRACE_AFTER_REFUSAL_S if failure.refused else GRACE_S
 
 
 def stored(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -96,10 +96,6 @@ class RayVirtualCluster:
         """Number of bundles, which is the number of workers of a group that uses all of them."""
         return sum(self._counts)
 
-    def node_count(self) -> int:
-        """Number of entries of `bundle_ct_per_node_list`."""
-        return len(self._counts)
-
     @property
     def gpus_per_worker(self) -> float:
         """The part of a GPU that each worker may ask Ray for."""

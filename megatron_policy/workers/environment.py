@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -60,12 +61,15 @@ def init_ray(
         ray.init(address=address, **common)
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # It warns of the access token that Ray itself makes for the new instance.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     ray.init(
         address="local",
         num_cpus=num_cpus,
         num_gpus=num_gpus,
         object_store_memory=object_store_bytes,
         include_dashboard=False,
+        logging_level=logging.WARNING,
         **common,
     )
 

@@ -11,12 +11,12 @@ from ray.exceptions import RayActorError, RayTaskError
 from megatron_policy import errors
 from megatron_policy.errors import WorkerError
 
-# What a worker raises before it has done anything: when every rank does, the group is as good as
-# before the call.
+# What a worker raises of a call that leaves it as good as before.
 REFUSALS = (
     errors.BatchError,
     errors.ConfigError,
     errors.ConversionError,
+    errors.ExportError,
     NotImplementedError,
 )
 OWN = (*REFUSALS, errors.CheckpointError, errors.RefitError, WorkerError)
@@ -45,6 +45,11 @@ class Failure:
             return cls(rank, text, _raised_in(text), died=False)
         died = isinstance(error, RayActorError)
         return cls(rank, text, None if died else error, died)
+
+    @property
+    def refused(self) -> bool:
+        """Whether the rank only refused the call."""
+        return isinstance(self.exception, REFUSALS)
 
     def headline(self) -> str:
         """What happened, in one line."""
@@ -81,9 +86,19 @@ def error_of(call: str, failures: Sequence[Failure], running: Sequence[int]) -> 
     return worker_error
 
 
-def is_refusal(failures: Sequence[Failure], called: int) -> bool:
-    """Whether all `called` ranks refused alike, so that none of them has begun anything."""
-    return len(failures) == called and all(isinstance(f.exception, REFUSALS) for f in failures)
+def is_refusal(
+    failures: Sequence[Failure], running: Sequence[int], replicas: Sequence[Sequence[int]]
+) -> bool:
+    """Whether every rank is ready for the next call: each has finished, and in each of the
+    `replicas`, given as their ranks, either all refused or none, so that no message between them
+    was left behind.
+    """
+    refused = {failure.rank for failure in failures if failure.refused}
+    return (
+        not running
+        and len(refused) == len(failures)
+        and all(refused.issuperset(ranks) or refused.isdisjoint(ranks) for ranks in replicas)
+    )
 
 
 def _readable(report: str) -> str:

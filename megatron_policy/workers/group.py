@@ -34,7 +34,7 @@ class WorkerGroup:
     Calls take keyword arguments only; each value travels once, however many ranks need it. When a
     worker raises or dies the call raises (see `failure.error_of`) instead of waiting for ranks that
     are stuck in a collective with it; from then on the group is broken and only `shutdown` works. A
-    refusal in which all ranks agree, such as a ConfigError before anything was done, leaves the
+    refusal that leaves no rank stuck, such as a BatchError from all ranks of a replica, leaves the
     group usable.
     """
 
@@ -109,7 +109,7 @@ class WorkerGroup:
         if not failures:
             return [values[rank] for rank in ranks]
         error = error_of(call, failures, running)
-        if not is_refusal(failures, len(refs)):
+        if not is_refusal(failures, running, self._replicas()):
             blamed = first_cause(failures)
             self._broken = WorkerError(
                 f"{call}: {blamed.headline()}\n{blamed.text}", rank=blamed.rank, cause=blamed.text
@@ -182,6 +182,14 @@ class WorkerGroup:
         return [
             getattr(worker, method).remote(data=shards[self.topology.coords(rank).dp], **common)
             for rank, worker in enumerate(self._workers)
+        ]
+
+    def _replicas(self) -> list[list[int]]:
+        """The ranks of each data-parallel index."""
+        ranks = range(self.world_size)
+        return [
+            [rank for rank in ranks if self.topology.coords(rank).dp == replica]
+            for replica in range(self.topology.dp)
         ]
 
     def _tell_place(self) -> list[ray.ObjectRef]:

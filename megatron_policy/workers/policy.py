@@ -14,7 +14,8 @@ from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces import ColocatablePolicyInterface, GenerationInterface
 from megatron_policy.layout import check_layout, topology_of
-from megatron_policy.topology import Topology
+from megatron_policy.train.checks import check_training_data, checked_prompts, checked_tokens
+from megatron_policy.workers.checks import check_device
 from megatron_policy.workers.cluster import RayVirtualCluster
 from megatron_policy.workers.group import WorkerGroup
 from megatron_policy.workers.later import (
@@ -46,7 +47,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     The constructor returns when every worker has loaded its part. What cannot work is refused with
     a ConfigError before any process starts; an error in a worker is raised here, and the workers
-    are ended. After an error in a later call the policy is broken (see `WorkerGroup`): shut it
+    are ended. Later, data that do not fit are refused with a BatchError naming the caller's row,
+    and the policy goes on; after an error in a worker it is broken (see `WorkerGroup`): shut it
     down.
 
     Args:
@@ -80,7 +82,11 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self.config = PolicyConfig.parse(config)
         self._tokenizer = tokenizer
         self._can_train, self._has_reference = init_optimizer, init_reference_model
-        self.topology = _checked_topology(self.config, cluster.size_of(workers_per_node))
+        architecture = bind(read_config(self.config.model_name)).architecture
+        self._vocab_size = architecture.vocab_size
+        self.topology = topology_of(self.config, cluster.size_of(workers_per_node))
+        check_layout(self.config, architecture, self.topology)
+        check_device(self.config, cluster.use_gpus)
         self._workers = WorkerGroup(
             cluster,
             MegatronPolicyWorker,
@@ -122,7 +128,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             )
         gbs = gbs or self.config.train_global_batch_size
         mbs = mbs or self.config.train_micro_batch_size
-        shards = training_shards(_batch(data), self.topology.dp, gbs, mbs)
+        batch = _batch(data)
+        check_training_data(batch, self._vocab_size)
+        shards = training_shards(batch, self.topology.dp, gbs, mbs)
         results = self._workers.run_sharded(
             "train", data=shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs
         )
@@ -150,13 +158,18 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         """Continue right-padded prompts `input_ids` [B, S], `input_lengths` [B]; see
         `GenerationOutputSpec` for what comes back.
         """
+        checked_prompts(_batch(data), self._vocab_size, self.config.max_total_sequence_length)
         return self._ask("generate", data, greedy=greedy)
 
-    def export_hf(self, path: PathLike, **options: Any) -> None:
+    def export_hf(
+        self, path: PathLike, *, max_shard_bytes: int | None = None, overwrite: bool = False
+    ) -> None:
         """Write a Hugging Face checkpoint; see `MegatronPolicy.export_hf`.
 
-        Every rank writes its part, so `path` must be on storage that all nodes share.
+        Every rank writes its part, so `path` must be on storage that all nodes share. After an
+        ExportError the policy goes on.
         """
+        options = {"max_shard_bytes": max_shard_bytes, "overwrite": overwrite}
         self._workers.run_all("export_hf", path=os.path.abspath(path), **options)
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
@@ -221,17 +234,11 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     def _ask(self, method: str, data: Mapping[str, Any], **kwargs: Any) -> BatchedDataDict:
         batch = _batch(data)
+        checked_tokens(batch, self._vocab_size)
         shards = even_shards(batch, self.topology.dp)
         answers = self._workers.run_sharded(method, data=shards, **kwargs)
         pad_id = getattr(self._tokenizer, "pad_token_id", None) or 0
         return joined(answers, batch.size, {"output_ids": pad_id})
-
-
-def _checked_topology(config: PolicyConfig, world_size: int) -> Topology:
-    """The rank grid, or ConfigError for whatever the workers would find to be impossible."""
-    topology = topology_of(config, world_size)
-    check_layout(config, bind(read_config(config.model_name)).architecture, topology)
-    return topology
 
 
 def _batch(data: Mapping[str, Any]) -> BatchedDataDict:

@@ -28,7 +28,7 @@ def refuse_what_ray_lacks(counts: Sequence[int], use_gpus: bool, one_machine: bo
     """ConfigError with both amounts unless Ray's nodes, when idle, hold these bundles."""
     if not ray.is_initialized():
         raise WorkerError(
-            "Ray is not running in this process: call megatron_policy.workers.init_ray() "
+            "Ray is not running in this process: call megatron_policy.init_ray() "
             "(or ray.init) first."
         )
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

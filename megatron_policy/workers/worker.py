@@ -182,9 +182,12 @@ class MegatronPolicyWorkerImpl:
         held = self.policy.named_parameters()
         return {name: parameter.detach().cpu().clone() for name, parameter in held}
 
-    def export_hf(self, path: str, **options: Any) -> None:
+    def export_hf(
+        self, path: str, max_shard_bytes: int | None = None, overwrite: bool = False
+    ) -> None:
         """Write a Hugging Face checkpoint, each rank its part; see `MegatronPolicy.export_hf`."""
-        self.policy.export_hf(path, **options)
+        size = {} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}
+        self.policy.export_hf(path, overwrite=overwrite, **size)
 
     @torch.no_grad()
     def _add_noise_to_weights(self) -> None:

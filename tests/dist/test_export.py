@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_policy.converters.hf_files import HfReader
-from megatron_policy.errors import ConfigError
+from megatron_policy.errors import ConfigError, ExportError
 from tests import oracle
 from tests.checkpoints import make_checkpoint
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
@@ -93,7 +93,7 @@ def test_transformers_reads_the_trained_policy(ranks, checkpoints, tmp_path: Pat
 
 def export_error(config: dict[str, Any], path: Path) -> tuple[str, str]:
     with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
-        with pytest.raises((ConfigError, OSError)) as error:
+        with pytest.raises((ConfigError, ExportError)) as error:
             policy.export_hf(path)
         return type(error.value).__name__, str(error.value)
 
@@ -123,10 +123,11 @@ def fail_to_write(config: dict[str, Any], path: Path, rank: int) -> str:
         if policy.rank == rank:
             hf_files.write_shard = full
         try:
-            with pytest.raises(OSError) as error:
+            with pytest.raises(ExportError) as error:
                 policy.export_hf(path, max_shard_bytes=50_000)
         finally:
             hf_files.write_shard = original
+        policy.export_hf(path.with_name("second"), max_shard_bytes=50_000)
         return str(error.value)
 
 
@@ -136,5 +137,12 @@ def test_a_rank_that_cannot_write_fails_all_and_publishes_nothing(
     target = tmp_path / "exported"
     config = policy_config(checkpoints[False], LAYOUTS["TP2"].megatron)
     for message in ranks.run(2, fail_to_write, config, target, 1):
-        assert "No space left on device" in message
+        assert "rank 1" in message and "No space left on device" in message
     assert not target.exists()
+    assert_same_tensors(target.with_name("second"), checkpoints[False])
+
+
+def test_a_path_that_cannot_be_made_fails_on_every_rank_alike(ranks, checkpoints) -> None:
+    config = policy_config(checkpoints[True], LAYOUTS["TP2"].megatron)
+    for kind, message in ranks.run(2, export_error, config, Path("/proc/nowhere/exported")):
+        assert kind == "ExportError" and message.startswith("rank 0: ")

@@ -160,5 +160,5 @@ def refuse_prompt(config: dict[str, Any], lengths: list[int]) -> str:
 
 def test_a_prompt_that_cannot_be_continued_is_named(ranks, checkpoints) -> None:
     config = policy_config(checkpoints[True], {}, **generation())
-    assert "prompt 2 has length 0" in ranks.run(1, refuse_prompt, config, [4, 7, 0, 7, 5])[0]
-    assert "prompt 4 has length 8" in ranks.run(1, refuse_prompt, config, [4, 7, 2, 7, 8])[0]
+    assert "0 in row 2" in ranks.run(1, refuse_prompt, config, [4, 7, 0, 7, 5])[0]
+    assert "8 in row 4" in ranks.run(1, refuse_prompt, config, [4, 7, 2, 7, 8])[0]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_policy.errors import BatchError
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
 from tests.dist.layouts import LAYOUTS, LENGTH, OVERLAPPED, VOCAB
@@ -102,28 +101,3 @@ def test_what_a_policy_cannot_do_it_refuses_with_the_reason(ranks, checkpoints) 
     )
     for reason, message in zip(reasons, said, strict=True):
         assert reason in message, message
-
-
-def broken_batches(config: dict[str, Any]) -> list[str]:
-    said = []
-    with open_policy(config, init_reference_model=False) as policy:
-        for key, value in (
-            ("sample_mask", None),
-            ("token_mask", torch.ones(GLOBAL_BATCH, LENGTH + 1)),
-            ("sample_mask", torch.ones(GLOBAL_BATCH - 1)),
-        ):
-            data = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
-            if value is None:
-                del data[key]
-            else:
-                data[key] = value
-            with pytest.raises(BatchError) as error:
-                policy.train(data, LOSSES["token"]())
-            said.append(str(error.value))
-    return said
-
-
-def test_a_batch_of_the_wrong_shape_is_refused_by_the_name_of_its_key(ranks, checkpoints) -> None:
-    (said,) = ranks.run(1, broken_batches, policy_config(checkpoints[True], {}))
-    assert "lacks 'sample_mask'" in said[0]
-    assert "'token_mask'" in said[1] and "'sample_mask'" in said[2]

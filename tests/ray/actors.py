@@ -79,6 +79,10 @@ class PlainWorker:
         time.sleep(600)
         return "woke up"
 
+    def _slowly(self) -> str:
+        time.sleep(2)
+        return self._answer()
+
     def _reduce(self) -> str:
         import torch.distributed
 

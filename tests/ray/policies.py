@@ -7,8 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from megatron_policy import Policy
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
 from tests import oracle
 from tests.dist.cases import policy_config
 
@@ -31,6 +34,12 @@ def config_of(
         train_global_batch_size=GBS,
         generation={"max_new_tokens": 6, "stop_token_ids": []},
     )
+
+
+def under_the_reference(worker: MegatronPolicyWorkerImpl, data: BatchedDataDict) -> torch.Tensor:
+    """Runs in the worker: log-probabilities under its reference, then it computes on its own."""
+    with worker.use_reference_model():
+        return worker.get_logprobs(data)["logprobs"]
 
 
 def batch(seed: int = 0, rows: int = ROWS) -> BatchedDataDict:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_policy import MegatronPolicyWorker, Policy
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.errors import ConfigError
+from megatron_policy.errors import BatchError, ConfigError, ExportError
 from megatron_policy.workers import RayVirtualCluster
 from tests import oracle
 from tests.losses import TokenNLL
@@ -32,6 +32,7 @@ from tests.ray.policies import (
     PolicyMaker,
     batch,
     config_of,
+    under_the_reference,
 )
 
 
@@ -135,9 +136,48 @@ def test_batches_that_do_not_divide_are_refused_and_the_policy_goes_on(untrained
         evaluate(8, gbs=3)
     with pytest.raises(ConfigError, match="make gbs a multiple of 8"):
         evaluate(8, mbs=4)
-    with pytest.raises(ConfigError, match="no rows"):
-        untrained.get_logprobs(BatchedDataDict())
     assert evaluate(8, gbs=8).shape == (1,)
+
+
+def test_data_that_do_not_fit_are_refused_by_the_callers_row_and_the_policy_goes_on(
+    untrained: Policy,
+) -> None:
+    data = batch(rows=5)
+    for ask in (
+        untrained.get_logprobs,
+        untrained.get_reference_policy_logprobs,
+        lambda data: untrained.get_topk_logits(data, k=2),
+        lambda data: untrained.train(data, TokenNLL(), eval_mode=True),
+        untrained.generate,
+    ):
+        with pytest.raises(BatchError, match="'input_ids'"):
+            ask(BatchedDataDict({"sample_mask": torch.ones(GBS)}))
+    too_long = torch.tensor([3, 3, 3, 3, LENGTH + 1])
+    with pytest.raises(BatchError, match=f"has {LENGTH + 1} in row 4"):
+        untrained.generate({"input_ids": data["input_ids"], "input_lengths": too_long})
+    with pytest.raises(BatchError, match="k is 0"):
+        untrained.get_topk_logits(data, k=0)
+    foreign = data["input_ids"].clone()
+    foreign[4, 2] = VOCAB
+    with pytest.raises(BatchError, match=f"token {VOCAB} in row 4"):
+        untrained.get_logprobs({"input_ids": foreign})
+    assert untrained.get_logprobs(data)["logprobs"].shape == (5, LENGTH)
+
+
+def test_an_export_that_fails_leaves_the_policy_and_the_next_export_works(
+    untrained: Policy, tmp_path: Path
+) -> None:
+    data = batch(rows=2)
+    before = untrained.get_logprobs(data)["logprobs"]
+    with pytest.raises(ExportError, match="rank 0"):
+        untrained.export_hf("/proc/nope/x")
+    path = tmp_path / "exported"
+    untrained.export_hf(path)
+    with pytest.raises(ConfigError, match="overwrite"):
+        untrained.export_hf(path)
+    untrained.export_hf(path, overwrite=True, max_shard_bytes=20_000)
+    assert torch.equal(untrained.get_logprobs(data)["logprobs"], before)
+    assert len(list(path.glob("*.safetensors"))) > 2, "two ranks need no more than a file each"
 
 
 def test_a_policy_without_optimizer_refuses_to_train(untrained: Policy) -> None:
@@ -185,6 +225,22 @@ def test_noise_reaches_every_weight_alike_and_not_the_reference(untrained: Polic
     assert not torch.allclose(before, untrained.get_logprobs(data)["logprobs"])
     reference = untrained.get_reference_policy_logprobs(data)["reference_logprobs"]
     torch.testing.assert_close(reference, before, atol=TOLERANCE, rtol=0)
+
+
+def test_a_worker_computes_as_its_reference_within_that_context_only(
+    make_policy: PolicyMaker,
+) -> None:
+    policy = make_policy(TP2)
+    data = batch(rows=2)
+    before = policy.get_logprobs(data)["logprobs"]
+    policy.worker_group.run_all("_add_noise_to_weights")
+    noisy = policy.get_logprobs(data)["logprobs"]
+    workers = [ray.get_actor(f"{policy.worker_group.name}-{rank}") for rank in range(2)]
+    within = ray.get([w.__ray_call__.remote(under_the_reference, data) for w in workers])
+    for seen in within:
+        torch.testing.assert_close(seen, before, atol=TOLERANCE, rtol=0)
+    assert not torch.allclose(noisy, before)
+    assert torch.equal(policy.get_logprobs(data)["logprobs"], noisy)
 
 
 def test_the_worker_is_what_a_host_takes_for_one() -> None:

@@ -29,6 +29,7 @@ from tests.ray.policies import DP2, TOKENIZER, TP2, VOCAB, PolicyMaker, batch
         ({"enabled": False}, {}, "megatron_cfg.enabled"),
         ({}, {"dtensor_cfg": {"enabled": True}}, "dtensor_cfg.enabled"),
         ({"sequence_parallel": True}, {}, "sequence_parallel"),
+        ({"transformer_impl": "transformer_engine"}, {}, "use_gpus=False; use 'auto' or 'local'"),
         ({"env_vars": {"RANK": "3"}}, {}, "env_vars sets RANK"),
     ],
 )

@@ -26,8 +26,9 @@ ATTACHED = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import ray
+from megatron_policy import RayVirtualCluster, init_ray
 from megatron_policy.topology import Topology
-from megatron_policy.workers import RayVirtualCluster, WorkerGroup, init_ray
+from megatron_policy.workers import WorkerGroup
 from tests.ray.actors import Worker
 init_ray()
 init_ray()

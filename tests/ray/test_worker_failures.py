@@ -108,6 +108,33 @@ def test_a_refusal_by_all_ranks_leaves_the_group_usable(make_group: GroupMaker) 
     assert group.run_all("act", how={}) == ["rank 0 is fine", "rank 1 is fine"]
 
 
+def test_a_refusal_by_one_replica_leaves_the_group_usable_when_the_other_finishes(
+    make_group: GroupMaker,
+) -> None:
+    group = make_group(Topology(tp=2, dp=2))
+    with promptly(), pytest.raises(ConfigError, match="cannot do that"):
+        group.run_all("act", how={2: "refuse", 3: "refuse"}, others="slowly")
+    assert group.run_all("act", how={}) == [f"rank {rank} is fine" for rank in range(4)]
+
+
+def test_a_refusal_by_one_rank_of_a_replica_breaks_the_group_even_if_the_other_finishes(
+    make_group: GroupMaker,
+) -> None:
+    group = make_group(Topology(tp=2))
+    with promptly(), pytest.raises(ConfigError, match="cannot do that"):
+        group.run_all("act", how={1: "refuse"})
+    with promptly(), pytest.raises(WorkerError, match="is broken"):
+        group.run_all("act", how={})
+
+
+def test_an_error_beside_a_refusal_breaks_the_group(make_group: GroupMaker) -> None:
+    group = make_group(Topology(dp=2))
+    with promptly(), pytest.raises((ConfigError, WorkerError)):
+        group.run_all("act", how={0: "refuse", 1: "raise"})
+    with promptly(), pytest.raises(WorkerError, match="is broken"):
+        group.run_all("act", how={})
+
+
 def test_an_exception_that_cannot_travel_is_told_in_words(make_group: GroupMaker) -> None:
     group = make_group(Topology())
     with promptly(), pytest.raises(WorkerError, match="nobody may see the reactor") as caught:

@@ -1,0 +1,186 @@
+"""What users get wrong: told by name before anything is computed, and the policy lives on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_policy import device
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.errors import BatchError, ConfigError, ConversionError
+from megatron_policy.policy import MegatronPolicy
+from tests import oracle
+from tests.checkpoints import make_checkpoint
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, policy_config
+from tests.dist.layouts import LAYOUTS, LENGTH, VOCAB
+from tests.losses import Result, SequenceNLL
+
+TP2 = LAYOUTS["TP2"].megatron
+
+
+def good() -> BatchedDataDict:
+    return oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
+
+
+def with_value(key: str, value: Any) -> BatchedDataDict:
+    data = good()
+    data.data[key] = value
+    return data
+
+
+def without(key: str) -> BatchedDataDict:
+    data = good()
+    del data[key]
+    return data
+
+
+def with_token(token: int) -> BatchedDataDict:
+    data = good()
+    data["input_ids"] = data["input_ids"].clone()
+    data["input_ids"][2, 3] = token
+    return data
+
+
+BATCHES: dict[str, tuple[Callable[[], BatchedDataDict], str]] = {
+    "no tokens": (lambda: without("input_ids"), "'input_ids'"),
+    "no sample mask": (lambda: without("sample_mask"), "'sample_mask'"),
+    "a long mask": (
+        lambda: with_value("token_mask", torch.ones(GLOBAL_BATCH, LENGTH + 1)),
+        "'token_mask'",
+    ),
+    "few rows": (lambda: with_value("extra", torch.ones(GLOBAL_BATCH - 1)), "'extra'"),
+    "a number": (lambda: with_value("extra", 3), "'extra'"),
+    "nothing": (lambda: with_value("extra", None), "'extra'"),
+    "a tensor without rows": (lambda: with_value("extra", torch.tensor(1.0)), "'extra'"),
+    "a negative token": (lambda: with_token(-1), "row 2 at position 3"),
+    "a token beyond the vocabulary": (lambda: with_token(VOCAB), "row 2 at position 3"),
+    "float tokens": (lambda: with_value("input_ids", torch.ones(GLOBAL_BATCH, LENGTH)), "integers"),
+}
+
+
+def train_on_bad_batches(config: dict[str, Any]) -> dict[str, str]:
+    said = {}
+    with open_policy(config, init_reference_model=False) as policy:
+        before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+        for name, (make, _) in BATCHES.items():
+            with pytest.raises(BatchError) as error:
+                policy.train(make(), LOSSES["token"](), mbs=1)
+            said[name] = str(error.value)
+        assert all(torch.equal(before[name], p) for name, p in policy.named_parameters())
+        policy.train(good(), LOSSES["token"](), mbs=1)
+    return said
+
+
+def test_a_bad_batch_is_refused_by_the_name_of_what_is_wrong(ranks, checkpoints) -> None:
+    for said in ranks.run(2, train_on_bad_batches, policy_config(checkpoints[True], TP2)):
+        for name, (_, expected) in BATCHES.items():
+            assert expected in said[name], f"{name}: {said[name]}"
+
+
+def read_bad_batches(config: dict[str, Any]) -> list[str]:
+    said = []
+    with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
+        for call in (policy.logprobs, lambda data: policy.topk_logits(data, 2)):
+            for data in (without("input_ids"), with_token(VOCAB)):
+                with pytest.raises(BatchError) as error:
+                    call(data)
+                said.append(str(error.value))
+    return said
+
+
+def test_reading_names_the_token_that_the_model_does_not_know(ranks, checkpoints) -> None:
+    for said in ranks.run(2, read_bad_batches, policy_config(checkpoints[True], TP2)):
+        assert all("input_ids" in message for message in said)
+        assert f"token {VOCAB} in row 2 at position 3" in said[1]
+
+
+class WordyLoss(SequenceNLL):
+    """Returns a metric that is no number."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Result:
+        loss, metrics = super().__call__(*args, **kwargs)
+        return loss, metrics | {"comment": "fine"}
+
+
+def train_with_words(config: dict[str, Any]) -> str:
+    with open_policy(config, init_reference_model=False) as policy:
+        before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+        with pytest.raises(BatchError) as error:
+            policy.train(good(), WordyLoss(), mbs=1)
+        assert all(torch.equal(before[name], p) for name, p in policy.named_parameters())
+        policy.train(good(), LOSSES["token"](), mbs=1)
+        return str(error.value)
+
+
+def test_a_metric_that_is_no_number_is_refused_before_the_step(ranks, checkpoints) -> None:
+    config = policy_config(checkpoints[True], LAYOUTS["PP2"].megatron)
+    for message in ranks.run(2, train_with_words, config):
+        assert "'comment'" in message
+
+
+def train_on_masked(config: dict[str, Any], loss: str) -> tuple[float, float]:
+    data = good()
+    data["sample_mask"] = torch.zeros(GLOBAL_BATCH)
+    with open_policy(config, init_reference_model=False) as policy:
+        result = policy.train(data, LOSSES[loss](), mbs=1)
+        return result["global_loss"].item(), result["grad_norm"].item()
+
+
+@pytest.mark.parametrize("loss", ["token", "sequence"])
+def test_a_batch_of_masked_samples_has_no_gradient(ranks, checkpoints, loss: str) -> None:
+    for seen in ranks.run(2, train_on_masked, policy_config(checkpoints[True], TP2), loss):
+        assert seen == (0.0, 0.0)
+
+
+def fail_then_open(bad: dict[str, Any], config: dict[str, Any]) -> str:
+    device.prepare_platform()
+    with pytest.raises(ConversionError) as error:
+        MegatronPolicy(bad, timeout_s=30.0)
+    assert not torch.distributed.is_initialized()
+    policy = MegatronPolicy(config, timeout_s=30.0)
+    with pytest.raises(ConfigError, match="shutdown"):
+        MegatronPolicy(config, timeout_s=30.0)
+    policy.train(good(), LOSSES["token"](), mbs=1)
+    policy.shutdown()
+    return str(error.value)
+
+
+def test_a_policy_can_be_made_after_one_that_failed(ranks, checkpoints, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model", "qwen2", vocab=VOCAB)
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"model.surprise": torch.zeros(2)}, path / "model.safetensors")
+    bad, config = (policy_config(p, {}) for p in (path, checkpoints[True]))
+    (message,) = ranks.run(1, fail_then_open, bad, config)
+    assert "model.surprise" in message
+
+
+def interrupted_exchange(config: dict[str, Any]) -> bool:
+    """Whether the policy's weights survive an interrupt in the middle of an exchange."""
+    from megatron_policy.train import reference
+
+    with open_policy(config) as policy:
+        policy.train(good(), LOSSES["token"](), mbs=1)
+        before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+        original, calls = reference._exchange, iter(range(1000))
+
+        def exchange(*pair: Any) -> None:
+            if next(calls) == 5:
+                raise KeyboardInterrupt
+            original(*pair)
+
+        reference._exchange = exchange
+        try:
+            with pytest.raises(KeyboardInterrupt), policy.reference():
+                raise AssertionError("the exchange was to be interrupted")
+        finally:
+            reference._exchange = original
+        return all(torch.equal(before[name], p) for name, p in policy.named_parameters())
+
+
+def test_an_interrupted_exchange_is_undone(ranks, checkpoints) -> None:
+    assert ranks.run(1, interrupted_exchange, policy_config(checkpoints[False], {})) == [True]
