@@ -20,6 +20,7 @@ from tests.dist.cases import (
     train_two_steps,
 )
 from tests.dist.layouts import LAYOUTS
+from tests.losses import loss_mask, token_nll
 
 VOCAB, LENGTH = 200, 24
 LLAMA3 = {
@@ -113,6 +114,34 @@ def test_a_loss_of_whole_logits_learns_like_hf(ranks, checkpoints, layout: str) 
         for step, loss, norm in zip(seen["steps"], hf.losses, hf.grad_norms, strict=True):
             assert step["global_loss"].item() == pytest.approx(loss, rel=1e-5)
             assert step["grad_norm"].item() == pytest.approx(norm, rel=1e-5)
+
+
+def test_losses_and_readings_are_at_the_temperature_of_rollouts(ranks, checkpoints) -> None:
+    temperature = 0.7
+    data = oracle.make_batch(2 * GLOBAL_BATCH, 12, 251)
+
+    def loss_of(model: Any, batch: Any) -> torch.Tensor:
+        logprobs = hf_logprobs_at(model, batch["input_ids"], temperature)
+        return token_nll(logprobs, batch, loss_mask(batch).sum())
+
+    hf = oracle.train(checkpoints[False], data, GLOBAL_BATCH, loss_of)
+    model = oracle.load_hf(checkpoints[False])
+    with torch.no_grad():
+        expected = hf_logprobs_at(model, data["input_ids"], temperature)
+        logits = model(data["input_ids"]).logits
+    settings = {"generation": {"max_new_tokens": 1, "temperature": temperature}}
+    config = policy_config(checkpoints[False], LAYOUTS["TP2"].megatron, **settings)
+    for seen in ranks.run(2, train_two_steps, config, "token", data, 251, True):
+        torch.testing.assert_close(seen["before"]["logprobs"][:, 1:], expected, rtol=0, atol=2e-5)
+        torch.testing.assert_close(seen["before"]["logits"], logits, rtol=0, atol=2e-5)
+        for step, loss, norm in zip(seen["steps"], hf.losses, hf.grad_norms, strict=True):
+            assert step["global_loss"].item() == pytest.approx(loss, rel=1e-5)
+            assert step["grad_norm"].item() == pytest.approx(norm, rel=1e-5)
+
+
+def hf_logprobs_at(model: Any, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+    logprobs = (model(tokens).logits[:, :-1].float() / temperature).log_softmax(-1)
+    return logprobs.gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
 
 
 def test_microbatches_do_not_change_the_step(ranks, checkpoints) -> None:
