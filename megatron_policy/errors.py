@@ -8,7 +8,7 @@ class ConfigError(ValueError):
 
 
 class BatchError(ValueError):
-    """Data or arguments of a call do not fit the policy; raised before any rank computes."""
+    """A call's data, arguments or metrics do not fit; the step they belong to is not taken."""
 
 
 class ConversionError(ValueError):

@@ -62,6 +62,7 @@ class MegatronPolicy:
         device.place_process()
         refuse_second_policy()
         self._owns_process_group = device.join_process_group(timeout_s)
+        self._open = True
         try:
             self.rank = dist.get_rank()
             self.topology = topology_of(self.config, dist.get_world_size())
@@ -210,11 +211,16 @@ class MegatronPolicy:
         self._gather_pending = False
 
     def shutdown(self) -> None:
-        """Leave the process groups this policy made; the object is of no use afterwards."""
+        """Leave the process groups this policy made; the object is of no use afterwards.
+
+        May be called again: a policy that was made meanwhile keeps its groups.
+        """
+        if not self._open:
+            return
+        self._open = False
         drop_groups()
         if self._owns_process_group:
             device.leave_process_group()
-            self._owns_process_group = False
 
 
 def _sampling(config: PolicyConfig, tokenizer: Any, greedy: bool) -> Sampling:

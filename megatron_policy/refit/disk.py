@@ -4,6 +4,7 @@ optimizer and no engine.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
@@ -55,8 +56,14 @@ def export_checkpoint(
             hf_files.publish(partial, path, overwrite)
 
     _together(prepare)
-    _together(lambda: _write_files(assembly, plan, partial))
-    _together(finish)
+    try:
+        _together(lambda: _write_files(assembly, plan, partial))
+        _together(finish)
+    except (ConfigError, ExportError):
+        # Half a checkpoint is of no use to anybody, and may be what has filled the disk.
+        if rank_zero:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def plan_files(assembly: Assembly, max_shard_bytes: int) -> ExportPlan:

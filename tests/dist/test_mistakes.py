@@ -142,7 +142,10 @@ def fail_then_open(bad: dict[str, Any], config: dict[str, Any]) -> str:
     with pytest.raises(ConversionError) as error:
         MegatronPolicy(bad, timeout_s=30.0)
     assert not torch.distributed.is_initialized()
+    first = MegatronPolicy(config, timeout_s=30.0)
+    first.shutdown()
     policy = MegatronPolicy(config, timeout_s=30.0)
+    first.shutdown()
     with pytest.raises(ConfigError, match="shutdown"):
         MegatronPolicy(config, timeout_s=30.0)
     policy.train(good(), LOSSES["token"](), mbs=1)
