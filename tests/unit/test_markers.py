@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -34,3 +37,12 @@ def test_a_test_that_asks_for_more_gpus_than_there_are_is_skipped_with_the_reaso
     )
     assert "1 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
     assert "needs 1000 GPU(s), " in done.stdout
+
+
+def test_no_folder_of_tests_is_left_out(pytestconfig: pytest.Config) -> None:
+    """pytest's own default skips a folder named `dist`, silently."""
+    folders = [p for p in (pytestconfig.rootpath / "tests").rglob("*") if p.is_dir()]
+    names = {p.name for p in folders if p.name != "__pycache__"}
+    assert {"dist", "unit", "ray", "gpu"} <= names
+    skipped = pytestconfig.getini("norecursedirs")
+    assert not [n for n in names for pattern in skipped if fnmatch(n, pattern)]
