@@ -6,8 +6,13 @@ Knows neither Hugging Face nor Megatron-Core names of files, tensors or config f
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
 
 from megatron_policy.errors import ConversionError
+
+from .rotary import Rope
+from .traits import Activation, Mla, Moe, Norm, QkNorm
 
 VOCAB_MULTIPLE = 128
 """Rows of a rank's embedding shard come in multiples of this, which is Megatron's own default."""
@@ -24,27 +29,9 @@ _COUNTS = (
 )
 
 
-@dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3's rotary scaling: wavelengths beyond the original context grow by `factor`."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding over the whole head; its frequencies may be scaled."""
-
-    base: float
-    scaling: Llama3Scaling | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One dense decoder. ConversionError when the numbers contradict each other."""
+    """One decoder. ConversionError when the numbers contradict each other."""
 
     num_layers: int
     hidden_size: int
@@ -52,22 +39,55 @@ class Architecture:
     num_query_groups: int
     kv_channels: int
     ffn_hidden_size: int
+    """Of the dense layers; of no meaning when every layer is a mixture of experts."""
     vocab_size: int
     max_position_embeddings: int
     layernorm_epsilon: float
     rope: Rope
     tied: bool
     """The output layer is the embedding."""
+    norm: Norm = Norm.RMS
+    norm_bias: bool = False
+    pre_norm: bool = True
+    """Attention and MLP are given normalised inputs."""
+    post_norm: bool = False
+    """The outputs of attention and MLP are normalised before the residual sum."""
+    activation: Activation = Activation.SILU
+    gated: bool = True
+    """The MLP multiplies its activation by a second projection."""
     add_qkv_bias: bool = False
     add_bias_linear: bool = False
     """Every linear layer of a block has a bias: qkv, attention output, both MLP matrices."""
-    qk_layernorm: bool = False
+    qk_norm: QkNorm = QkNorm.NONE
     window: int | None = None
     """Keys a query sees, itself included, on windowed layers; None: all."""
-    # Per layer; empty means every layer when `window` is set. Left out of the hash, which keys the
-    # cache of layouts once per parameter and must not cost a walk over all layers.
+    # Per-layer values are left out of the hash, which keys the cache of layouts once per parameter
+    # and must not cost a walk over all layers.
     windowed: tuple[bool, ...] = field(default=(), hash=False)
+    """Which layers have the window; empty means every layer when `window` is set."""
+    window_rope: Rope | None = None
+    """Rotary embedding of windowed layers where it differs from `rope`."""
+    without_rope: tuple[bool, ...] = field(default=(), hash=False)
+    """Which layers do without rotary embedding; empty means none."""
     attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    """Of embeddings and of what attention and MLP add to the residual stream."""
+    attention_scale: float | None = None
+    """Factor on query-key products; None: 1 / sqrt(head size)."""
+    attention_softcap: float | None = None
+    """Attention scores s become cap * tanh(s / cap)."""
+    attention_sinks: bool = False
+    """Each head has a learnt score that takes part in the softmax and attends to nothing."""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Factor on what attention and MLP add to the residual stream."""
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    """Applied after `logit_scale`."""
+    moe: Moe | None = None
+    moe_layers: tuple[bool, ...] = field(default=(), hash=False)
+    """Which layers have experts; empty means every layer when `moe` is set."""
+    mla: Mla | None = None
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -83,11 +103,14 @@ class Architecture:
             raise ConversionError(
                 f"rotary embedding needs an even head size, not {self.kv_channels}"
             )
-        if self.windowed and (self.window is None or len(self.windowed) != self.num_layers):
-            raise ConversionError(
-                f"windowed names {len(self.windowed)} layers with window {self.window}; "
-                f"it must name all {self.num_layers} and have a window"
-            )
+        for name, basis in (("windowed", self.window), ("moe_layers", self.moe)):
+            if getattr(self, name) and basis is None:
+                raise ConversionError(f"{name} names layers of a kind that the model does not have")
+        for name in ("windowed", "moe_layers", "without_rope"):
+            if getattr(self, name) and len(getattr(self, name)) != self.num_layers:
+                raise ConversionError(
+                    f"{name} names {len(getattr(self, name))} layers, not all {self.num_layers}"
+                )
 
     @property
     def heads_per_group(self) -> int:
@@ -109,14 +132,47 @@ class Architecture:
         """Whether the fused query/key/value projection has a bias."""
         return self.add_qkv_bias or self.add_bias_linear
 
-    def shape(self, dims: tuple[str, ...]) -> tuple[int, ...]:
-        """The sizes that dimension names such as ("ffn_hidden_size", "hidden_size") stand for."""
-        return tuple(getattr(self, dim) for dim in dims)
+    @property
+    def uniform_layers(self) -> bool:
+        """Whether all layers have parameters of the same names and shapes."""
+        return self.moe is None or not self.moe_layers
 
-    def holds(self, condition: str) -> bool:
-        """Whether a row's condition is met: "" always, "tied" or "!tied" by that attribute."""
-        name = condition.removeprefix("!")
-        return not name or bool(getattr(self, name)) == (name == condition)
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer's MLP is a mixture of experts."""
+        return self.moe is not None and (not self.moe_layers or self.moe_layers[layer])
+
+    def has_window(self, layer: int) -> bool:
+        """Whether this layer's queries see a window of keys only."""
+        return self.window is not None and (not self.windowed or self.windowed[layer])
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """This layer's rotary embedding; None where it does without."""
+        if self.without_rope and self.without_rope[layer]:
+            return None
+        return self.window_rope if self.window_rope and self.has_window(layer) else self.rope
+
+    def shape(self, dims: tuple[str, ...]) -> tuple[int, ...]:
+        """The sizes that dimension names such as ("moe.experts", "hidden_size") stand for."""
+        return tuple(attrgetter(dim)(self) for dim in dims)
+
+    def holds(self, condition: str, layer: int | None = None) -> bool:
+        """Whether all words of a row's condition are met; "" always is.
+
+        A word is a value that must be true, "tied" or "moe.shared_gate", or after "!" one that
+        must not; "experts" asks whether `layer` has experts.
+        """
+        return all(
+            self._holds(word.removeprefix("!"), layer) == (word[0] != "!")
+            for word in condition.split()
+        )
+
+    def _holds(self, name: str, layer: int | None) -> bool:
+        if name == "experts":
+            return layer is not None and self.has_experts(layer)
+        value: Any = self
+        for part in name.split("."):
+            value = value and getattr(value, part)
+        return bool(value)
 
 
 def padded_vocab(vocab_size: int, tp: int, multiple: int = VOCAB_MULTIPLE) -> int:

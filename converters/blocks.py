@@ -27,6 +27,8 @@ class Block:
     hf_index: tuple[slice, ...]
     shard_view: Shape
     shard_index: tuple[slice, ...]
+    transposed: bool = False
+    """The last two dimensions of the HF elements are exchanged first."""
 
 
 class Taken(Protocol):
@@ -48,7 +50,7 @@ class Row(Hashable, Protocol):
 
     @property
     def megatron(self) -> str:
-        """Name template; {layer} is the global layer number."""
+        """Name template; {layer} and {expert} are global numbers."""
 
     @property
     def hf(self) -> tuple[str, ...]:
@@ -56,7 +58,7 @@ class Row(Hashable, Protocol):
 
     @property
     def when(self) -> str:
-        """Condition on the architecture, see `Architecture.holds`."""
+        """Condition on the architecture and the layer, see `Architecture.holds`."""
 
     @property
     def owns(self) -> bool:
@@ -90,7 +92,8 @@ def fill_shard(
 ) -> None:
     """Copy this rank's elements of the HF tensors into `shard`, casting; padding becomes 0."""
     for block in blocks_of(row, arch, rank, size):
-        _region(shard, block).copy_(parts[block.part].view(block.hf_view)[block.hf_index])
+        taken = parts[block.part].view(block.hf_view)[block.hf_index]
+        _region(shard, block).copy_(taken.mT if block.transposed else taken)
     if rows := row.pad_rows(arch, rank, size):
         shard.detach()[-rows:].zero_()
 
@@ -100,7 +103,8 @@ def fill_parts(
 ) -> None:
     """Copy the elements of `shard` into the HF tensors, casting; padding is dropped."""
     for block in blocks_of(row, arch, rank, size):
-        parts[block.part].view(block.hf_view)[block.hf_index].copy_(_region(shard, block))
+        taken = parts[block.part].view(block.hf_view)[block.hf_index]
+        (taken.mT if block.transposed else taken).copy_(_region(shard, block))
 
 
 def shard(row: Row, arch: Architecture, whole: Tensor, rank: int, size: int) -> Tensor:

@@ -5,9 +5,11 @@ Knows no single family: each picks its rows and says which fields it has.
 
 from __future__ import annotations
 
-from .architecture import Architecture, Llama3Scaling, Rope
+from .architecture import Architecture
 from .config_fields import Fields
+from .rotary import Llama3Scaling, Rope
 from .rows import GateUp, Ignore, Qkv, Rows, Tied, Vocab, Whole
+from .traits import QkNorm
 
 M = "decoder.layers.{layer}."
 H = "model.layers.{layer}."
@@ -106,7 +108,7 @@ def architecture(
     *,
     add_qkv_bias: bool = False,
     add_bias_linear: bool = False,
-    qk_layernorm: bool = False,
+    qk_norm: QkNorm = QkNorm.NONE,
     window: int | None = None,
     windowed: tuple[bool, ...] = (),
 ) -> Architecture:
@@ -127,7 +129,7 @@ def architecture(
         tied=fields.take("tie_word_embeddings"),
         add_qkv_bias=add_qkv_bias,
         add_bias_linear=add_bias_linear,
-        qk_layernorm=qk_layernorm,
+        qk_norm=qk_norm,
         window=window,
         windowed=windowed,
         attention_dropout=fields.take("attention_dropout", 0.0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import dense
 from .architecture import Architecture
 from .config_fields import Fields
+from .traits import QkNorm
 
 TABLE = (*dense.ENDS, *dense.BLOCK, *dense.QK_NORM)
 
@@ -17,4 +18,4 @@ def architecture(fields: Fields) -> Architecture:
         "Megatron-Core has no bias on all of attention without one on the MLP",
     )
     window, windowed = dense.take_windows(fields)
-    return dense.architecture(fields, qk_layernorm=True, window=window, windowed=windowed)
+    return dense.architecture(fields, qk_norm=QkNorm.PER_HEAD, window=window, windowed=windowed)

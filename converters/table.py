@@ -7,7 +7,7 @@ a stated reason, and anything else is an error that names both sides. Knows no f
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ class Entry:
     row: Row
     layer: int | None
     where: str
+    expert: int | None = None
 
 
 @dataclass(frozen=True)
@@ -146,16 +147,13 @@ def bind(raw: Mapping[str, Any], family: Family | None = None) -> Table:
             )
     architecture = family.architecture(fields)
     fields.finish()
-    rows = [row for row in family.table if architecture.holds(row.when)]
-    entries = _entries(
-        [row for row in rows if not isinstance(row, Ignore)], architecture.num_layers
-    )
+    entries = _entries([row for row in family.table if not isinstance(row, Ignore)], architecture)
     _refuse_duplicates(family.name, entries)
     ignored = {
         name: row
-        for row in rows
+        for row in family.table
         if isinstance(row, Ignore)
-        for name in _expand(row.hf, architecture.num_layers)
+        for name in _ignored_names(row, architecture)
     }
     return Table(family.name, architecture, entries, ignored)
 
@@ -169,28 +167,51 @@ def canonical_name(name: str, layer_offset: int) -> str:
     return f"decoder.layers.{int(layer) + layer_offset}.{_FUSED_NORMS.get(rest, rest)}"
 
 
-def _expand(template: str, num_layers: int) -> list[str]:
-    if "{layer}" not in template:
-        return [template]
-    return [template.replace("{layer}", str(layer)) for layer in range(num_layers)]
+def _ignored_names(row: Ignore, architecture: Architecture) -> list[str]:
+    if "{layer}" not in row.hf:
+        return [row.hf] if architecture.holds(row.when) else []
+    return [
+        row.hf.replace("{layer}", str(layer))
+        for layer in range(architecture.num_layers)
+        if architecture.holds(row.when, layer)
+    ]
 
 
-def _entries(rows: Sequence[Row], num_layers: int) -> tuple[Entry, ...]:
+def _entries(rows: Sequence[Row], architecture: Architecture) -> tuple[Entry, ...]:
     repeated = [row for row in rows if "{layer}" in row.megatron]
-    single = [row for row in rows if "{layer}" not in row.megatron]
+    single = [row for row in rows if row not in repeated and architecture.holds(row.when)]
     before = [row for row in single if row.megatron.startswith("embedding.")]
     after = [row for row in single if not row.megatron.startswith("embedding.")]
     return (
         *(Entry(row.megatron, row.hf, row, None, EMBEDDING) for row in before),
-        *(_layer_entry(row, layer) for layer in range(num_layers) for row in repeated),
+        *(
+            entry
+            for layer in range(architecture.num_layers)
+            for row in repeated
+            if architecture.holds(row.when, layer)
+            for entry in _layer_entries(row, layer, architecture)
+        ),
         *(Entry(row.megatron, row.hf, row, None, HEAD) for row in after),
     )
 
 
-def _layer_entry(row: Row, layer: int) -> Entry:
-    number = str(layer)
-    names = tuple(name.replace("{layer}", number) for name in row.hf)
-    return Entry(row.megatron.replace("{layer}", number), names, row, layer, LAYER)
+def _layer_entries(row: Row, layer: int, architecture: Architecture) -> Iterator[Entry]:
+    if "{expert}" not in row.megatron:
+        yield _entry(row, {"{layer}": layer}, layer)
+        return
+    assert architecture.moe is not None, f"{row.megatron} is a row of a model with experts"
+    for expert in range(architecture.moe.experts):
+        yield _entry(row, {"{layer}": layer, "{expert}": expert}, layer, expert)
+
+
+def _entry(row: Row, numbers: Mapping[str, int], layer: int, expert: int | None = None) -> Entry:
+    def numbered(name: str) -> str:
+        for mark, number in numbers.items():
+            name = name.replace(mark, str(number))
+        return name
+
+    hf = tuple(numbered(name) for name in row.hf)
+    return Entry(numbered(row.megatron), hf, row, layer, LAYER, expert)
 
 
 def _refuse_duplicates(family: str, entries: Sequence[Entry]) -> None:

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.config import MegatronConfig
 from megatron_policy.converters.architecture import Architecture, padded_vocab
+from megatron_policy.converters.traits import QkNorm
 from megatron_policy.device import current_device, is_accelerated
 from megatron_policy.model.rope import inverse_frequencies
 from megatron_policy.model.spec import TRANSFORMER_ENGINE, block_spec
@@ -115,7 +116,7 @@ def _shape(architecture: Architecture) -> dict[str, Any]:
         "activation_func": F.silu,
         "add_bias_linear": architecture.add_bias_linear,
         "add_qkv_bias": architecture.add_qkv_bias,
-        "qk_layernorm": architecture.qk_layernorm,
+        "qk_layernorm": architecture.qk_norm is not QkNorm.NONE,
         "attention_dropout": architecture.attention_dropout,
         "hidden_dropout": 0.0,
         # A window of W tokens reaches W - 1 positions back.

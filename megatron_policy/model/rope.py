@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from megatron_policy.converters.architecture import Llama3Scaling, Rope
+from megatron_policy.converters.rotary import Llama3Scaling, Rope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:

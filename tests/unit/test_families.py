@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_policy.converters.architecture import Architecture, Llama3Scaling, Rope
+from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.hf_files import (
     HfReader,
     copy_side_files,
@@ -20,8 +20,10 @@ from megatron_policy.converters.hf_files import (
     write_index,
     write_shard,
 )
+from megatron_policy.converters.rotary import Llama3Scaling, Rope
 from megatron_policy.converters.rows import fill_parts, fill_shard
 from megatron_policy.converters.table import Table, bind
+from megatron_policy.converters.traits import QkNorm
 from megatron_policy.errors import ConversionError
 from tests.unit.published import COMMON, LLAMA3, PUBLISHED
 
@@ -194,11 +196,15 @@ def test_the_ranks_read_each_byte_once_and_what_they_all_hold_once_each(checkpoi
         ("llama", {"head_dim": 8}, {"kv_channels": 8}),
         ("mistral", {"sliding_window": 4}, {"window": 4, "windowed": ()}),
         ("mistral", {"sliding_window": None}, {"window": None}),
-        ("qwen2", {}, {"add_qkv_bias": True, "add_bias_linear": False, "qk_layernorm": False}),
+        ("qwen2", {}, {"add_qkv_bias": True, "add_bias_linear": False, "qk_norm": QkNorm.NONE}),
         ("qwen2", {"sliding_window": 4}, {"window": None, "windowed": ()}),
         ("qwen2", SOME, {"window": 4, "windowed": (False, True, True)}),
         ("qwen3", {"head_dim": 4, **SOME, "max_window_layers": 0}, {"window": 4, "windowed": ()}),
-        ("qwen3", {"head_dim": 8}, {"qk_layernorm": True, "qkv_bias": False, "kv_channels": 8}),
+        (
+            "qwen3",
+            {"head_dim": 8},
+            {"qk_norm": QkNorm.PER_HEAD, "qkv_bias": False},
+        ),
         ("qwen3", {"attention_dropout": 0.1}, {"attention_dropout": 0.1, "kv_channels": 128}),
         ("qwen2", {"rms_norm_eps": 1e-5}, {"layernorm_epsilon": 1e-5, "num_query_groups": 2}),
     ],

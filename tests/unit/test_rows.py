@@ -251,7 +251,7 @@ def test_a_size_that_does_not_divide_is_refused_with_the_sizes_that_do(
         ({"vocab_size": 10.0}, "vocab_size"),
         ({"kv_channels": 3}, "even head size"),
         ({"windowed": (True,), "window": 4}, "windowed names 1 layers"),
-        ({"windowed": (True, False)}, "have a window"),
+        ({"windowed": (True, False)}, "does not have"),
     ],
 )
 def test_numbers_that_contradict_each_other_are_refused(changes: dict, said: str) -> None:
