@@ -26,6 +26,8 @@ class Size:
 
 
 HALF_BILLION = Size(hidden=896, ffn=4864, layers=24, heads=14, groups=2, vocab=151936)
+ONE_AND_A_HALF_BILLION = Size(hidden=1536, ffn=8960, layers=28, heads=12, groups=2, vocab=151936)
+SIZES = {"0.5B": HALF_BILLION, "1.5B": ONE_AND_A_HALF_BILLION}
 
 
 def narrow(layers: int) -> Size:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from benchmarks.checkpoints import SIZES, narrow, write_checkpoint
 from benchmarks.processes import run_fresh
 from benchmarks.results import Measurement, ratio_of_minima
 
@@ -20,27 +21,36 @@ SAME_BITS = (
 
 
 def over_floor(folder: Path, repetitions: int) -> Measurement:
-    """CPU seconds of an import at the 0.5B shape over those of the floor."""
-    path = _half_billion(folder)
-    seconds = _alternate(repetitions, {"floor": ("floor", path), "ours": ("ours", path)})
-    ratio = ratio_of_minima(seconds["ours"], seconds["floor"])
-    return Measurement(ratio, seconds, SAME_BITS)
+    """CPU seconds of an import over those of the floor, of the size where it is the greater."""
+    programs = {
+        f"{name}, {size}": (name, sized(folder, size))
+        for name in ("floor", "ours")
+        for size in SIZES
+    }
+    seconds = _alternate(repetitions, programs)
+    ratios = [ratio_of_minima(seconds[f"ours, {s}"], seconds[f"floor, {s}"]) for s in SIZES]
+    return Measurement(max(ratios), seconds, SAME_BITS)
 
 
 def peak_memory(folder: Path, repetitions: int) -> Measurement:
     """Highest anonymous memory during the import, less that before it, over bytes of weights."""
-    path = _half_billion(folder)
-    results = [run_fresh(PROGRAMS, "memory", path) for _ in range(repetitions)]
+    results = {
+        size: [run_fresh(PROGRAMS, "memory", sized(folder, size)) for _ in range(repetitions)]
+        for size in SIZES
+    }
     # What was sampled can only be too low.
-    ratio = max(result["peak_bytes"] / result["weight_bytes"] for result in results)
-    seconds = {"ours, watched": tuple(result["cpu_s"] for result in results)}
+    ratio = max(
+        run["peak_bytes"] / run["weight_bytes"] for runs in results.values() for run in runs
+    )
+    seconds = {
+        f"ours, watched, {size}": tuple(run["cpu_s"] for run in runs)
+        for size, runs in results.items()
+    }
     return Measurement(ratio, seconds, SAME_BITS)
 
 
 def growth(folder: Path, repetitions: int) -> Measurement:
     """CPU seconds of an import of 400 layers over those of 50: eight times the tensors."""
-    from benchmarks.checkpoints import narrow, write_checkpoint
-
     few = write_checkpoint(folder / "few", narrow(FEW_LAYERS))
     many = write_checkpoint(folder / "many", narrow(MANY_LAYERS))
     programs = {
@@ -55,11 +65,10 @@ def growth(folder: Path, repetitions: int) -> Measurement:
     return Measurement(ratio, seconds, SAME_BITS)
 
 
-def _half_billion(folder: Path) -> Path:
-    from benchmarks.checkpoints import HALF_BILLION, write_checkpoint
-
-    path = folder / "half-billion"
-    return path if path.exists() else write_checkpoint(path, HALF_BILLION)
+def sized(folder: Path, size: str) -> Path:
+    """The checkpoint of one of `SIZES`, written on first use."""
+    path = folder / size
+    return path if path.exists() else write_checkpoint(path, SIZES[size])
 
 
 def _alternate(
