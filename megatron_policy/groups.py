@@ -68,5 +68,11 @@ def drop_groups() -> None:
     """Destroy Megatron-Core's process groups, so that another topology can be made in the same
     process.
     """
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    # Megatron-Core only forgets them; each would keep its threads and sockets for good. (`None`
+    # stands for the default group, which is not ours to destroy.)
+    made = [group for group in parallel_state._global_process_group_list or () if group is not None]
+    parallel_state.destroy_model_parallel()
+    for group in made:
+        dist.destroy_process_group(group)

@@ -7,8 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from megatron_policy.device import join_process_group, prepare_platform
+from tests.dist.cases import open_policy, policy_config
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = """
@@ -54,3 +58,20 @@ def test_a_script_trains_under_each_launcher(checkpoints, tmp_path: Path, launch
     assert done.returncode == 0, done.stderr[-3000:]
     hf = oracle.train(checkpoints[True], oracle.make_batch(8, 12, 251), 8, oracle.token_level)
     assert json.loads(out.read_text()) == pytest.approx([hf.losses[0], hf.grad_norms[0]], rel=1e-5)
+
+
+def test_policies_one_after_another_leave_nothing_of_their_groups(ranks, checkpoints) -> None:
+    """In a process group that was there before them, which they must not end with them."""
+    counts = ranks.run(2, groups_after_policies, policy_config(checkpoints[True], {}), 3)
+    assert [len(set(seen)) for seen in counts] == [1, 1], counts
+
+
+def groups_after_policies(config: dict[str, Any], policies: int) -> list[int]:
+    prepare_platform()
+    join_process_group(60.0)
+    counts = []
+    for _ in range(policies):
+        with open_policy(config, init_optimizer=False, init_reference_model=False):
+            pass
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts
