@@ -72,7 +72,9 @@ def _run(rendezvous: dict[str, str], call: bytes) -> bytes:
 
 
 def _leave() -> bytes:
-    """Destroy what a run may have left behind: groups, and Megatron-Core's module globals."""
+    """Destroy what a run may have left behind: groups, Megatron-Core's module globals, and the
+    process of the queue with which it saves checkpoints.
+    """
     import torch.distributed as dist
     from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
 
@@ -81,7 +83,12 @@ def _leave() -> bytes:
     rerun_state_machine.destroy_rerun_state_machine()
     if dist.is_initialized():
         dist.destroy_process_group()
+    saving = sys.modules.get("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    if saving is not None:
+        saving._results_queue = None
     gc.collect()
+    for child in mp.active_children():
+        child.terminate()
     return b""
 
 
