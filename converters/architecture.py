@@ -52,12 +52,16 @@ class Architecture:
     """Attention and MLP are given normalised inputs."""
     post_norm: bool = False
     """The outputs of attention and MLP are normalised before the residual sum."""
+    parallel: bool = False
+    """Attention and MLP are given the same input, of one norm, and add to it together."""
     activation: Activation = Activation.SILU
     gated: bool = True
     """The MLP multiplies its activation by a second projection."""
-    add_qkv_bias: bool = False
-    add_bias_linear: bool = False
-    """Every linear layer of a block has a bias: qkv, attention output, both MLP matrices."""
+    qkv_bias: bool = False
+    proj_bias: bool = False
+    """Of the attention output."""
+    mlp_bias: bool = False
+    """Of both matrices of an MLP, and of every expert."""
     qk_norm: QkNorm = QkNorm.NONE
     window: int | None = None
     """Keys a query sees, itself included, on windowed layers; None: all."""
@@ -71,7 +75,8 @@ class Architecture:
     """Which layers do without rotary embedding; empty means none."""
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
-    """Of embeddings and of what attention and MLP add to the residual stream."""
+    """Of what attention and MLP add to the residual stream."""
+    embedding_dropout: float = 0.0
     attention_scale: float | None = None
     """Factor on query-key products; None: 1 / sqrt(head size)."""
     attention_softcap: float | None = None
@@ -88,6 +93,9 @@ class Architecture:
     moe_layers: tuple[bool, ...] = field(default=(), hash=False)
     """Which layers have experts; empty means every layer when `moe` is set."""
     mla: Mla | None = None
+    """Heads of queries and keys then have `kv_channels` = both parts of a head in `mla`."""
+    further_layers: int = 0
+    """Layers after the last one that checkpoints may hold and this model does not have."""
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -99,10 +107,9 @@ class Architecture:
                 f"{self.num_attention_heads} attention heads cannot be shared evenly by "
                 f"{self.num_query_groups} key/value heads: it must be a multiple of them"
             )
-        if self.kv_channels % 2:
-            raise ConversionError(
-                f"rotary embedding needs an even head size, not {self.kv_channels}"
-            )
+        rotated = self.mla.qk_rope_head_dim if self.mla else self.kv_channels
+        for rope in filter(None, (self.rope, self.window_rope)):
+            rope.check(rotated)
         for name, basis in (("windowed", self.window), ("moe_layers", self.moe)):
             if getattr(self, name) and basis is None:
                 raise ConversionError(f"{name} names layers of a kind that the model does not have")
@@ -128,9 +135,24 @@ class Architecture:
         return self.num_query_groups * self.kv_channels
 
     @property
-    def qkv_bias(self) -> bool:
-        """Whether the fused query/key/value projection has a bias."""
-        return self.add_qkv_bias or self.add_bias_linear
+    def expanded_size(self) -> int:
+        """Output rows of the projection that expands `mla`'s compressed keys and values."""
+        assert self.mla is not None
+        return self.num_attention_heads * (self.mla.qk_nope_head_dim + self.mla.v_head_dim)
+
+    @property
+    def context_size(self) -> int:
+        """Inputs of the attention output projection."""
+        return self.num_attention_heads * (self.mla.v_head_dim if self.mla else self.kv_channels)
+
+    @property
+    def mlp_widths(self) -> tuple[int, ...]:
+        """Inner channels of every kind of MLP that the model has."""
+        moe = self.moe
+        dense = (self.ffn_hidden_size,) if moe is None or self.moe_layers else ()
+        if moe is None:
+            return dense
+        return tuple(dict.fromkeys(filter(None, (*dense, *moe.widths))))
 
     @property
     def uniform_layers(self) -> bool:

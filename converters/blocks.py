@@ -65,6 +65,10 @@ class Row(Hashable, Protocol):
         """False when the HF tensors belong to another row, which exports them."""
 
     @property
+    def keeps_dtype(self) -> bool:
+        """Whether the parameter stays in its own dtype, whatever that of the model is."""
+
+    @property
     def shard_dim(self) -> int | None:
         """Dimension that tensor-parallel ranks share out; None: each holds the whole parameter."""
 

@@ -1,16 +1,22 @@
 """A Hugging Face config read field by field, so that no field is overlooked.
 
-Every field is translated, found harmless for a stated reason, or refused. Knows no model family.
+Every field is translated, found harmless for a stated reason, or refused, and what became of each
+can be listed. Knows no model family.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_policy.errors import ConversionError
 
+from . import quantisation
+
 REQUIRED: Any = object()
+
+TRANSLATED, IGNORED_FIELD, REFUSED, UNREAD = "translated", "ignored", "refused", "unread"
 
 _GENERATION = (
     "do_sample",
@@ -52,9 +58,21 @@ IGNORED: Mapping[str, str] = {
 }
 """Fields of any model without bearing on its weights or its forward pass, and why."""
 
-_HINTS = {
-    "quantization_config": "quantised weights cannot be trained; use the unquantised checkpoint"
-}
+# What a field that no family takes stands for, said of its value.
+_HINTS: Mapping[str, Callable[[Any], str]] = {"quantization_config": quantisation.refusal}
+_UNKNOWN = "unknown field; remove it if it has no bearing on the model"
+SHOWN_CHARACTERS = 120
+"""Of a value in a message: lists in configs can name every layer and expert."""
+
+
+@dataclass(frozen=True)
+class FieldUse:
+    """What became of one field: its dotted name, its value, the outcome and the words for it."""
+
+    name: str
+    value: Any
+    outcome: str
+    why: str
 
 
 class Fields:
@@ -64,19 +82,23 @@ class Fields:
         self._raw = raw
         self._prefix = prefix
         self._left = dict.fromkeys(raw)
-        self._sections: list[Fields] = []
+        self._sections: dict[str, Fields] = {}
         self._problems: list[str] = []
+        self._notes: dict[str, tuple[str, str]] = {}
 
     def take(self, name: str, default: Any = REQUIRED) -> Any:
         """The field's value, or `default` where absent or null; without one, ConversionError."""
         self._left.pop(name, None)
         value = self._raw.get(name)
         if value is not None:
+            self._note(name, TRANSLATED, "")
             return value
         if default is REQUIRED:
+            self._note(name, REFUSED, "this model family needs it")
             raise ConversionError(
                 f"config.json has no {self._prefix}{name}, which this model family needs"
             )
+        self._note(name, TRANSLATED, "" if default is None else f"taken as {shown(default)}")
         return default
 
     def section(self, name: str) -> Fields | None:
@@ -86,23 +108,28 @@ class Fields:
             return None
         if not isinstance(value, Mapping):
             raise ConversionError(f"{self._prefix}{name} must be a mapping, not {value!r}")
-        self._sections.append(Fields(value, f"{self._prefix}{name}."))
-        return self._sections[-1]
+        if name not in self._sections:
+            self._sections[name] = Fields(value, f"{self._prefix}{name}.")
+        return self._sections[name]
 
     def expect(self, name: str, allowed: tuple[Any, ...], why: str) -> None:
         """Refuse the field unless it is absent, null or one of `allowed`."""
         value = self.take(name, None)
         if value is not None and value not in allowed:
             self.refuse(name, value, f"{why}; can be {' or '.join(map(repr, allowed))}")
+        elif value is not None:
+            self._note(name, TRANSLATED, why)
 
     def refuse(self, name: str, value: Any, why: str) -> None:
         """Note that the field's value cannot be honoured, for `finish` to report."""
-        self._problems.append(f"{self._prefix}{name} = {value!r}: {why}")
+        self._problems.append(f"{self._prefix}{name} = {shown(value)}: {why}")
+        self._note(name, REFUSED, why)
 
     def ignore(self, name: str, why: str) -> None:
         """Pass over a field that has no bearing on the result, for the stated reason."""
         assert why
         self._left.pop(name, None)
+        self._note(name, IGNORED_FIELD, why)
 
     def finish(self, ignored: Mapping[str, str] = IGNORED) -> None:
         """ConversionError naming every field that was refused, or neither taken nor ignored."""
@@ -112,13 +139,57 @@ class Fields:
                 "config.json cannot be translated faithfully:\n  " + "\n  ".join(problems)
             )
 
+    def uses(self, ended: str = "", ignored: Mapping[str, str] = IGNORED) -> Iterator[FieldUse]:
+        """What became of every field so far, in the config's order, a section's fields one by one.
+
+        `ended` says what stopped the translation early: fields not come to by then are unread.
+        """
+        for name in dict.fromkeys((*self._raw, *self._notes)):
+            section = self._sections.get(name)
+            outcome, why = self._use(name, ended, ignored)
+            if section is not None and outcome != REFUSED:
+                yield from section.uses(ended or section._refused(), {})
+            elif name in self._raw or outcome == REFUSED:
+                yield FieldUse(f"{self._prefix}{name}", self._raw.get(name), outcome, why)
+
+    def _use(self, name: str, ended: str, ignored: Mapping[str, str]) -> tuple[str, str]:
+        if name in self._notes:
+            outcome, why = self._notes[name]
+            return outcome, why or ignored.get(name, "")
+        if name in ignored:
+            return IGNORED_FIELD, ignored[name]
+        if self._raw[name] is None:
+            return IGNORED_FIELD, "null"
+        return (UNREAD, ended) if ended else (REFUSED, _hint(name, self._raw[name]))
+
+    def _refused(self) -> str:
+        return "its section is refused" if self._problems else ""
+
+    def _note(self, name: str, outcome: str, why: str) -> None:
+        """Remember what became of a field; once refused it stays so, with all reasons."""
+        before, reasons = self._notes.get(name, ("", ""))
+        if before != REFUSED:
+            self._notes[name] = (outcome, why or reasons)
+        elif outcome == REFUSED and why not in reasons:
+            self._notes[name] = (REFUSED, f"{reasons}; {why}")
+
     def _collect(self, ignored: Mapping[str, str]) -> list[str]:
         unknown = [
-            f"{self._prefix}{name} = {self._raw[name]!r}: "
-            + _HINTS.get(name, "unknown field; remove it if it has no bearing on the model")
+            f"{self._prefix}{name} = {shown(self._raw[name])}: {_hint(name, self._raw[name])}"
             for name in self._left
             if name not in ignored and self._raw[name] is not None
         ]
         # A section with a refused field is refused whole: what else it says no longer matters.
-        nested = [p for s in self._sections for p in s._problems or s._collect({})]
+        sections = self._sections.values()
+        nested = [problem for s in sections for problem in s._problems or s._collect({})]
         return self._problems + nested + unknown
+
+
+def shown(value: object) -> str:
+    """A field's value in a message: as Python writes it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def _hint(name: str, value: Any) -> str:
+    return _HINTS[name](value) if name in _HINTS else _UNKNOWN

@@ -5,11 +5,14 @@ Knows no single family: each picks its rows and says which fields it has.
 
 from __future__ import annotations
 
+from typing import Any
+
 from .architecture import Architecture
 from .config_fields import Fields
-from .rotary import Llama3Scaling, Rope
+from .rope_fields import take_rope
+from .rotary import Rope
 from .rows import GateUp, Ignore, Qkv, Rows, Tied, Vocab, Whole
-from .traits import QkNorm
+from .traits import Activation
 
 M = "decoder.layers.{layer}."
 H = "model.layers.{layer}."
@@ -30,8 +33,14 @@ ENDS = (
     ),
 )
 
-BLOCK = (
+NORMS = (
     Whole(M + "input_layernorm.weight", (H + "input_layernorm.weight",), ("hidden_size",)),
+    Whole(
+        M + "pre_mlp_layernorm.weight", (H + "post_attention_layernorm.weight",), ("hidden_size",)
+    ),
+)
+
+ATTENTION = (
     Qkv(
         M + "self_attention.linear_qkv.weight",
         (
@@ -46,21 +55,25 @@ BLOCK = (
         (H + "self_attn.o_proj.weight",),
         ("hidden_size", "query_size"),
     ),
-    Whole(
-        M + "pre_mlp_layernorm.weight", (H + "post_attention_layernorm.weight",), ("hidden_size",)
-    ),
+    Ignore(H + "self_attn.rotary_emb.inv_freq", "computed from the config"),
+)
+
+MLP = (
     GateUp(
         M + "mlp.linear_fc1.weight",
         (H + "mlp.gate_proj.weight", H + "mlp.up_proj.weight"),
         ("ffn_hidden_size", "hidden_size"),
+        when="!experts",
     ),
     Rows(
         M + "mlp.linear_fc2.weight",
         (H + "mlp.down_proj.weight",),
         ("hidden_size", "ffn_hidden_size"),
+        when="!experts",
     ),
-    Ignore(H + "self_attn.rotary_emb.inv_freq", "computed from the config"),
 )
+
+BLOCK = (*NORMS, *ATTENTION, *MLP)
 
 QKV_BIAS = (
     Qkv(
@@ -71,34 +84,52 @@ QKV_BIAS = (
     ),
 )
 
-LINEAR_BIAS = (
+ATTENTION_BIAS = (
     *QKV_BIAS,
     Whole(
         M + "self_attention.linear_proj.bias",
         (H + "self_attn.o_proj.bias",),
         ("hidden_size",),
-        when="add_bias_linear",
+        when="proj_bias",
     ),
+)
+
+LINEAR_BIAS = (
+    *ATTENTION_BIAS,
     GateUp(
         M + "mlp.linear_fc1.bias",
         (H + "mlp.gate_proj.bias", H + "mlp.up_proj.bias"),
         ("ffn_hidden_size",),
-        when="add_bias_linear",
+        when="mlp_bias !experts",
     ),
     Whole(
         M + "mlp.linear_fc2.bias",
         (H + "mlp.down_proj.bias",),
         ("hidden_size",),
-        when="add_bias_linear",
+        when="mlp_bias !experts",
     ),
 )
 
+ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+}
+
 QK_NORM = (
     Whole(
-        M + "self_attention.q_layernorm.weight", (H + "self_attn.q_norm.weight",), ("kv_channels",)
+        M + "self_attention.q_layernorm.weight",
+        (H + "self_attn.q_norm.weight",),
+        ("kv_channels",),
+        when="qk_norm",
     ),
     Whole(
-        M + "self_attention.k_layernorm.weight", (H + "self_attn.k_norm.weight",), ("kv_channels",)
+        M + "self_attention.k_layernorm.weight",
+        (H + "self_attn.k_norm.weight",),
+        ("kv_channels",),
+        when="qk_norm",
     ),
 )
 
@@ -106,14 +137,16 @@ QK_NORM = (
 def architecture(
     fields: Fields,
     *,
-    add_qkv_bias: bool = False,
-    add_bias_linear: bool = False,
-    qk_norm: QkNorm = QkNorm.NONE,
-    window: int | None = None,
-    windowed: tuple[bool, ...] = (),
+    rope: Rope | None = None,
+    activation: Activation | None = None,
+    epsilon: str = "rms_norm_eps",
+    **traits: Any,
 ) -> Architecture:
-    """The architecture from the fields every dense decoder has and the family's own traits."""
-    fields.expect("hidden_act", ("silu", "swish"), "the MLP is SwiGLU")
+    """The architecture from the fields every dense decoder has and the family's own traits.
+
+    `rope` and `activation` are given by families that keep them in fields of other names or kinds,
+    `epsilon` is the name of a field; `traits` are further arguments of `Architecture`.
+    """
     hidden, heads = fields.take("hidden_size"), fields.take("num_attention_heads")
     return Architecture(
         num_layers=fields.take("num_hidden_layers"),
@@ -124,51 +157,29 @@ def architecture(
         ffn_hidden_size=fields.take("intermediate_size"),
         vocab_size=fields.take("vocab_size"),
         max_position_embeddings=fields.take("max_position_embeddings"),
-        layernorm_epsilon=fields.take("rms_norm_eps"),
-        rope=take_rope(fields),
+        layernorm_epsilon=fields.take(epsilon),
+        rope=rope or take_rope(fields),
         tied=fields.take("tie_word_embeddings"),
-        add_qkv_bias=add_qkv_bias,
-        add_bias_linear=add_bias_linear,
-        qk_norm=qk_norm,
-        window=window,
-        windowed=windowed,
+        activation=activation or take_activation(fields, "hidden_act"),
         attention_dropout=fields.take("attention_dropout", 0.0),
+        **traits,
     )
 
 
-def take_rope(fields: Fields) -> Rope:
-    """Rotary embedding in both spellings: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
-    fields.expect("partial_rotary_factor", (1.0,), "the whole head is rotated")
-    section = fields.section("rope_parameters") or fields.section("rope_scaling")
-    if section is None:
-        return Rope(float(fields.take("rope_theta")))
-    # A release that only knows rope_theta adds its default for it beside the rope_parameters.
-    base = float(section.take("rope_theta", None) or fields.take("rope_theta"))
-    fields.ignore("rope_theta", "rope_parameters has the last word")
-    section.expect("partial_rotary_factor", (1.0,), "the whole head is rotated")
-    kind = section.take("rope_type", section.take("type", "default"))
-    if kind == "default":
-        return Rope(base)
-    if kind != "llama3":
-        section.refuse("rope_type", kind, "frequencies can be 'default' or scaled by 'llama3'")
-        return Rope(base)
-    return Rope(
-        base,
-        Llama3Scaling(
-            factor=section.take("factor"),
-            low_freq_factor=section.take("low_freq_factor"),
-            high_freq_factor=section.take("high_freq_factor"),
-            original_max_position=section.take("original_max_position_embeddings"),
-        ),
-    )
+def take_activation(fields: Fields, name: str) -> Activation:
+    """The MLP's nonlinearity from the field of that name."""
+    value = fields.take(name)
+    if value not in ACTIVATIONS:
+        fields.refuse(name, value, f"the MLP can have {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS.get(value, Activation.SILU)
 
 
 def take_windows(fields: Fields) -> tuple[int | None, tuple[bool, ...]]:
     """The architecture's `window` and `windowed`, where each layer slides or sees everything."""
     fields.ignore("max_window_layers", "layer_types says it layer by layer")
-    window = (
-        fields.take("sliding_window", None) if fields.take("use_sliding_window", False) else None
-    )
+    window = fields.take("sliding_window", None)
+    if not fields.take("use_sliding_window", True):
+        window = None
     layers = fields.take("layer_types")
     if len(layers) != fields.take("num_hidden_layers"):
         fields.refuse("layer_types", layers, "must name every layer")

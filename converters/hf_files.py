@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint directories: config, mapped safetensors, exports that appear whole.
+"""Hugging Face checkpoint directories, read: which files there are, and their tensors, mapped.
 
 Knows no model family, no Megatron-Core and no process group.
 """
@@ -6,22 +6,25 @@ Knows no model family, no Megatron-Core and no process group.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from megatron_policy.errors import ConfigError, ConversionError
+from megatron_policy.errors import ConversionError
 
-from .safetensors_format import Extent, Shape, decode, encode
+from .hf_config import no_such_model
+from .hf_config import read_config as read_config
+from .safetensors_format import Extent, Shape, decode, unique
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+MANIFEST = "megatron_policy.json"
+"""What a converted checkpoint says of its origin and of each of its bytes; true of no copy."""
 
 # How files of weights end, and of what lists them; all others belong to config or tokenizer.
 _WEIGHTS = re.compile(r".+\.(safetensors|index\.json|bin|pt|pth|gguf|h5|msgpack|onnx)")
@@ -43,34 +46,7 @@ def locate(model: str | Path) -> Path:
             snapshot_download(str(model), allow_patterns=_HUB_FILES, ignore_patterns=["*/*"])
         )
     except (OSError, ValueError) as error:
-        raise _no_such_model(model, error) from error
-
-
-def read_config(model: str | Path) -> dict[str, Any]:
-    """Every field of the model's HF config, class defaults included.
-
-    Fields that any transformers model has are left out where they stand at their common default.
-    ConfigError when there is no such model, or transformers cannot read its config.
-    """
-    path = Path(model).expanduser()
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ConfigError(f"{path} has no config.json: it is not a Hugging Face checkpoint")
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig, PretrainedConfig
-
-    try:
-        config = AutoConfig.from_pretrained(str(path if path.is_dir() else model)).to_dict()
-    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        if not path.is_dir():
-            raise _no_such_model(model, error) from error
-        raise ConfigError(f"{path / 'config.json'} cannot be read: {error}") from error
-    common = PretrainedConfig().to_dict()
-    common.pop("tie_word_embeddings", None)  # says what the model is, so it always counts
-    return {name: v for name, v in config.items() if name not in common or v != common[name]}
-
-
-def _no_such_model(model: str | Path, error: Exception) -> ConfigError:
-    return ConfigError(f"model {str(model)!r} is no directory here, nor on the hub: {error}")
+        raise no_such_model(model, error) from error
 
 
 class Part:
@@ -111,10 +87,7 @@ class HfReader:
         self._mapped: dict[str, Tensor] = {}  # bytes, those of an element as last dimension
         self.shapes: dict[str, Shape] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        for path, placed in _files(root).items():
-            extents = _read_header(path)
-            if placed:
-                _check_index(path, placed, set(extents))
+        for path, extents in inventory(root).items():
             raw = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
             for name, (start, dtype, shape) in extents.items():
                 self._mapped[name] = raw[start : extents[name].end].view(*shape, dtype.itemsize)
@@ -158,6 +131,31 @@ class HfReader:
         self.close()
 
 
+def inventory(root: Path) -> dict[Path, dict[str, Extent]]:
+    """The files that hold a checkpoint's tensors, and where each tensor lies in its file.
+
+    ConversionError when files are missing, truncated, or do not hold what the index says.
+    """
+    files: dict[Path, dict[str, Extent]] = {}
+    for path, placed in _files(root).items():
+        files[path] = _read_header(path)
+        if placed:
+            _check_index(path, placed, set(files[path]))
+    return files
+
+
+def side_files(root: Path) -> list[Path]:
+    """The config, tokenizer and generation settings of a checkpoint: all that is no weight."""
+    return [
+        path
+        for path in sorted(root.iterdir())
+        if path.is_file()
+        and path.name[0] != "."
+        and path.name != MANIFEST
+        and not _WEIGHTS.fullmatch(path.name)
+    ]
+
+
 def _files(root: Path) -> dict[Path, set[str]]:
     """The checkpoint's files, each with the tensors its index places there; none without index."""
     if (root / SINGLE).is_file():
@@ -170,7 +168,8 @@ def _files(root: Path) -> dict[Path, set[str]]:
         )
     files: dict[Path, set[str]] = {}
     try:
-        for name, file in json.loads((root / INDEX).read_text())["weight_map"].items():
+        index = json.loads((root / INDEX).read_text(), object_pairs_hook=unique)
+        for name, file in index["weight_map"].items():
             files.setdefault(root / file, set()).add(name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConversionError(f"{root / INDEX} is no index of safetensors: {error!r}") from error
@@ -195,104 +194,3 @@ def _read_header(path: Path) -> dict[str, Extent]:
         raise ConversionError(
             f"{path} is truncated or no safetensors file: {error}. Fetch it again."
         ) from error
-
-
-def write_shard(
-    directory: Path,
-    filename: str,
-    inventory: Mapping[str, tuple[torch.dtype, Shape]],
-    tensors: Iterable[tuple[str, Tensor]],
-) -> None:
-    """Write a safetensors file of `inventory`; its tensors may come in any order, one by one."""
-    header, extents = encode(inventory)
-    awaited = dict(extents)
-    with (directory / filename).open("wb") as file:
-        file.write(header)
-        for name, tensor in tensors:
-            extent = awaited.pop(name)
-            assert (tensor.dtype, tuple(tensor.shape)) == (extent.dtype, extent.shape), name
-            file.seek(extent.start)
-            flat = tensor.detach().contiguous().cpu().reshape(-1)
-            file.write(flat.view(torch.uint8).numpy().data)
-        assert not awaited, f"never came: {', '.join(awaited)}"
-        _flush(file)
-
-
-def write_index(directory: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
-    """Write the index of a checkpoint of several files; a single file needs none."""
-    if set(weight_map.values()) != {SINGLE}:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(weight_map)}
-        _write_json(directory / INDEX, index)
-
-
-def copy_side_files(source: str | Path, directory: Path) -> None:
-    """Copy the config, tokenizer and generation settings of the model `source`, byte for byte."""
-    for path in sorted(locate(source).iterdir()):
-        if path.is_file() and path.name[0] != "." and not _WEIGHTS.fullmatch(path.name):
-            _write(directory / path.name, path.read_bytes())
-
-
-def partial_dir(destination: str | Path) -> Path:
-    """Where an export to `destination` is written: beside it, on the same file system."""
-    final = Path(destination).expanduser().absolute()
-    return final.with_name(f".{final.name}.partial")
-
-
-def stage(destination: str | Path, overwrite: bool = False) -> Path:
-    """Make an empty `partial_dir` and return it; for one rank to call, before any writes.
-
-    ConfigError when `destination` exists and may not be replaced.
-    """
-    _replaceable(destination, overwrite)
-    partial = partial_dir(destination)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    return partial
-
-
-def publish(partial: Path, destination: str | Path, overwrite: bool = False) -> None:
-    """Give the fully written directory its final name; for one rank to call, after all wrote."""
-    final = _replaceable(destination, overwrite)
-    replaced = final.with_name(f".{final.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    _flush_directory(partial)
-    if final.exists():
-        final.rename(replaced)
-    partial.rename(final)
-    _flush_directory(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _replaceable(destination: str | Path, overwrite: bool) -> Path:
-    """The absolute destination, if it is free, empty, or a checkpoint that may be replaced."""
-    final = Path(destination).expanduser().absolute()
-    if not final.exists() or (final.is_dir() and not any(final.iterdir())):
-        return final
-    if not (final / "config.json").is_file():
-        raise ConfigError(f"{final} exists and is no HF checkpoint; choose another path")
-    if not overwrite:
-        raise ConfigError(f"{final} exists; choose another path or set overwrite=True")
-    return final
-
-
-def _write_json(path: Path, value: object) -> None:
-    _write(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        _flush(file)
-
-
-def _flush(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _flush_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -12,11 +12,7 @@ TABLE = (*dense.ENDS, *dense.BLOCK, *dense.LINEAR_BIAS)
 def architecture(fields: Fields) -> Architecture:
     """The architecture a LlamaConfig describes."""
     attention, mlp = fields.take("attention_bias", False), fields.take("mlp_bias", False)
-    if attention != mlp:
-        fields.refuse(
-            "attention_bias", attention, f"mlp_bias is {mlp}, and Megatron-Core has both or neither"
-        )
     fields.expect("rope_interleaved", (False,), "each head is rotated in halves")
     fields.ignore("is_llama_config", "a mark of the tool that converted the checkpoint")
     fields.ignore("pretraining_tp", "only the order of summation in pretraining")
-    return dense.architecture(fields, add_bias_linear=attention)
+    return dense.architecture(fields, qkv_bias=attention, proj_bias=attention, mlp_bias=mlp)

@@ -13,4 +13,4 @@ def architecture(fields: Fields) -> Architecture:
     """The architecture a Qwen2Config describes."""
     fields.expect("use_mrope", (False,), "positions are of text only")
     window, windowed = dense.take_windows(fields)
-    return dense.architecture(fields, add_qkv_bias=True, window=window, windowed=windowed)
+    return dense.architecture(fields, qkv_bias=True, window=window, windowed=windowed)

@@ -9,11 +9,30 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 
 from megatron_policy.errors import ConversionError
 
-from . import llama, mistral, qwen2, qwen3
+from . import (
+    cohere,
+    deepseek_v3,
+    gemma2,
+    gemma3_text,
+    glm4_moe,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    plugins,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+    starcoder2,
+)
 from .architecture import Architecture
 from .config_fields import Fields
 from .rows import Ignore, Row
@@ -34,30 +53,57 @@ class Family:
 FAMILIES = {
     family.name: family
     for family in (
+        Family("cohere", cohere.TABLE, cohere.architecture, ("CohereForCausalLM",)),
+        Family(
+            "deepseek_v3", deepseek_v3.TABLE, deepseek_v3.architecture, ("DeepseekV3ForCausalLM",)
+        ),
+        Family("gemma2", gemma2.TABLE, gemma2.architecture, ("Gemma2ForCausalLM",)),
+        Family("gemma3_text", gemma3_text.TABLE, gemma3_text.architecture, ("Gemma3ForCausalLM",)),
+        Family("glm4_moe", glm4_moe.TABLE, glm4_moe.architecture, ("Glm4MoeForCausalLM",)),
+        Family("gpt_oss", gpt_oss.TABLE, gpt_oss.architecture, ("GptOssForCausalLM",)),
+        Family("granite", granite.TABLE, granite.architecture, ("GraniteForCausalLM",)),
         Family("llama", llama.TABLE, llama.architecture, ("LlamaForCausalLM",)),
         Family("mistral", mistral.TABLE, mistral.architecture, ("MistralForCausalLM",)),
+        Family("mixtral", mixtral.TABLE, mixtral.architecture, ("MixtralForCausalLM",)),
+        Family("olmo2", olmo2.TABLE, olmo2.architecture, ("Olmo2ForCausalLM",)),
+        Family("phi3", phi3.TABLE, phi3.architecture, ("Phi3ForCausalLM",)),
         Family("qwen2", qwen2.TABLE, qwen2.architecture, ("Qwen2ForCausalLM",)),
+        Family("qwen2_moe", qwen2_moe.TABLE, qwen2_moe.architecture, ("Qwen2MoeForCausalLM",)),
         Family("qwen3", qwen3.TABLE, qwen3.architecture, ("Qwen3ForCausalLM",)),
+        Family("qwen3_moe", qwen3_moe.TABLE, qwen3_moe.architecture, ("Qwen3MoeForCausalLM",)),
+        Family("smollm3", smollm3.TABLE, smollm3.architecture, ("SmolLM3ForCausalLM",)),
+        Family("starcoder2", starcoder2.TABLE, starcoder2.architecture, ("Starcoder2ForCausalLM",)),
     )
 }
+
+REFUSED = {
+    "gemma3": "it also reads images; its text part alone is of model_type gemma3_text",
+    "phi4_multimodal": "it also reads images and sound; text-only Phi-4 is of model_type phi3",
+}
+"""Relatives of families that are here, and why they are not."""
 
 
 def family_of(model_type: str) -> Family:
     """The family of a config's model_type; ConversionError naming those there are."""
-    if model_type in FAMILIES:
-        return FAMILIES[model_type]
-    added = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if model_type in added:
-        family = added[model_type].load()
-        if not isinstance(family, Family):
-            raise ConversionError(
-                f"entry point {model_type} of {GROUP} is not a Family: {family!r}"
-            )
+    family = added_family(model_type) or FAMILIES.get(model_type)
+    if family is not None:
         return family
-    known = sorted({*FAMILIES, *added})
+    if model_type in REFUSED:
+        raise ConversionError(f"{model_type} cannot be converted: {REFUSED[model_type]}")
+    known = sorted({*FAMILIES, *plugins.names(GROUP)})
     close = difflib.get_close_matches(model_type, known, n=1)
     raise ConversionError(
         f"no model family {model_type!r}; there are {', '.join(known)}"
         + (f" (did you mean {close[0]}?)" if close else "")
         + f". A package can add one through the entry point group {GROUP}."
     )
+
+
+def added_family(model_type: str) -> Family | None:
+    """The family that an installed package adds under this name, None if there is none.
+
+    ConversionError naming package and entry point when it cannot be imported, is no Family, or
+    another package or this one has the name already.
+    """
+    entry = plugins.find(GROUP, model_type, FAMILIES)
+    return None if entry is None else plugins.load(entry, Family)

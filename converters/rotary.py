@@ -5,7 +5,9 @@ Knows neither Hugging Face nor Megatron-Core.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from megatron_policy.errors import ConversionError
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,9 @@ class YarnScaling:
 class LongScaling:
     """LongRoPE (Ding et al. 2024): a factor per frequency, other ones for long texts."""
 
-    short: tuple[float, ...]
-    long: tuple[float, ...]
+    # Left out of the hash, which keys the cache of layouts once per parameter.
+    short: tuple[float, ...] = field(hash=False)
+    long: tuple[float, ...] = field(hash=False)
     original_max_position: int
     """Sequences longer than this are long."""
     attention_factor: float
@@ -68,3 +71,27 @@ class Rope:
     base: float
     scaling: Scaling | None = None
     fraction: float = 1.0
+    interleaved: bool = False
+    """A pair is of neighbouring channels; else of one of the first half and one of the second."""
+
+    def size(self, head_dim: int) -> int:
+        """Channels of a head that are rotated."""
+        return int(head_dim * self.fraction)
+
+    def check(self, head_dim: int) -> None:
+        """ConversionError unless heads of that size can be rotated like this."""
+        size, pairs = self.size(head_dim), (self.size(head_dim) + 1) // 2
+        if self.base <= 1 or not 2 <= size <= head_dim or head_dim % 2:
+            raise ConversionError(
+                f"rotary embedding of base {self.base:g} cannot rotate {size} channels of heads of "
+                f"{head_dim}: it needs a base above 1, and an even head size of which some rotate"
+            )
+        if isinstance(self.scaling, DynamicScaling) and size < 4:
+            raise ConversionError(f"dynamic scaling needs 4 rotated channels or more, not {size}")
+        if isinstance(self.scaling, LongScaling):
+            for name, factors in (("short", self.scaling.short), ("long", self.scaling.long)):
+                if len(factors) != pairs:
+                    raise ConversionError(
+                        f"{name}_factor has {len(factors)} numbers; heads of {head_dim} have "
+                        f"{pairs} rotated pairs of channels"
+                    )

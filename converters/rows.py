@@ -59,6 +59,7 @@ class Whole:
     dims: tuple[str, ...]
     when: str = ""
     owns: ClassVar[bool] = True
+    keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = None
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
@@ -84,6 +85,7 @@ class Columns:
     dims: tuple[str, ...]
     when: str = ""
     owns: ClassVar[bool] = True
+    keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = 0
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
@@ -91,14 +93,14 @@ class Columns:
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
         rows, *tail = arch.shape(self.dims)
-        return (_even(rows, size, self), *tail)
+        return (even(rows, size, self), *tail)
 
     def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
         return 0
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         local = self.local_shape(arch, size)
-        return (Block(0, arch.shape(self.dims), (_nth(rank, local[0]),), local, ALL),)
+        return (Block(0, arch.shape(self.dims), (nth(rank, local[0]),), local, ALL),)
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ class Rows:
     dims: tuple[str, str]
     when: str = ""
     owns: ClassVar[bool] = True
+    keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = 1
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
@@ -117,14 +120,14 @@ class Rows:
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
         out, inner = arch.shape(self.dims)
-        return (out, _even(inner, size, self))
+        return (out, even(inner, size, self))
 
     def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
         return 0
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         local = self.local_shape(arch, size)
-        return (Block(0, arch.shape(self.dims), (*ALL, _nth(rank, local[1])), local, ALL),)
+        return (Block(0, arch.shape(self.dims), (*ALL, nth(rank, local[1])), local, ALL),)
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ class Qkv:
     """Dimensions after the rows: ("hidden_size",) of a weight, () of a bias."""
     when: str = ""
     owns: ClassVar[bool] = True
+    keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = 0
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
@@ -144,19 +148,19 @@ class Qkv:
         return ((arch.query_size, *tail), (arch.kv_size, *tail), (arch.kv_size, *tail))
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        return (_even(arch.query_size + 2 * arch.kv_size, size, self), *arch.shape(self.tail))
+        return (even(arch.query_size + 2 * arch.kv_size, size, self), *arch.shape(self.tail))
 
     def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
         return 0
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         if arch.num_query_groups % size:
-            return tuple(self._cut(arch, rank, size))
+            return tuple(self.cuts(arch, rank, size))
         groups, head, tail = arch.num_query_groups, arch.kv_channels, arch.shape(self.tail)
         mine = groups // size
         fused = (mine, arch.heads_per_group + 2, head, *tail)
         return tuple(
-            Block(part, (groups, heads, head, *tail), (_nth(rank, mine),), fused, (*ALL, at))
+            Block(part, (groups, heads, head, *tail), (nth(rank, mine),), fused, (*ALL, at))
             for part, (heads, at) in enumerate(self._heads(arch))
         )
 
@@ -165,8 +169,8 @@ class Qkv:
         per = arch.heads_per_group
         return (per, slice(0, per)), (1, slice(per, per + 1)), (1, slice(per + 1, per + 2))
 
-    def _cut(self, arch: Architecture, rank: int, size: int) -> Iterator[Block]:
-        """More ranks than groups: Megatron cuts the fused rows plainly, even inside a head."""
+    def cuts(self, arch: Architecture, rank: int, size: int) -> Iterator[Block]:
+        """As runs of rows: more ranks than groups share them out plainly, even inside a head."""
         head, local, shapes = arch.kv_channels, self.local_shape(arch, size), self.hf_shapes(arch)
         low, high = rank * local[0], (rank + 1) * local[0]
         for group in range(arch.num_query_groups):
@@ -188,6 +192,7 @@ class GateUp:
     dims: tuple[str, ...]
     when: str = ""
     owns: ClassVar[bool] = True
+    keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = 0
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
@@ -195,7 +200,7 @@ class GateUp:
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
         rows, *tail = arch.shape(self.dims)
-        return (2 * _even(rows, size, self), *tail)
+        return (2 * even(rows, size, self), *tail)
 
     def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
         return 0
@@ -204,7 +209,7 @@ class GateUp:
         shape, local = arch.shape(self.dims), self.local_shape(arch, size)
         mine = local[0] // 2
         return tuple(
-            Block(part, shape, (_nth(rank, mine),), local, (_nth(part, mine),)) for part in (0, 1)
+            Block(part, shape, (nth(rank, mine),), local, (nth(part, mine),)) for part in (0, 1)
         )
 
 
@@ -217,6 +222,7 @@ class Vocab:
     dims: tuple[str, ...]
     when: str = ""
     owns: ClassVar[bool] = True
+    keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = 0
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
@@ -246,6 +252,7 @@ class Tied:
     of: Vocab
     when: str = ""
     owns: ClassVar[bool] = False
+    keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = 0
 
     @property
@@ -275,11 +282,13 @@ class Ignore:
     equals: str = ""
 
 
-def _nth(index: int, length: int) -> slice:
+def nth(index: int, length: int) -> slice:
+    """Run `index` of those of `length` elements."""
     return slice(index * length, (index + 1) * length)
 
 
-def _even(total: int, size: int, row: Row) -> int:
+def even(total: int, size: int, row: Row) -> int:
+    """A rank's share of `total`; ConversionError naming the legal sizes where it is uneven."""
     if total % size:
         legal = [n for n in range(1, min(total, 128) + 1) if total % n == 0]
         raise ConversionError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -29,6 +29,18 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+MAX_HEADER_BYTES = 100_000_000
+"""What the safetensors library reads at most."""
+
+_UNREADABLE = (
+    KeyError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    UnicodeDecodeError,
+    json.JSONDecodeError,
+)
+
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -51,18 +63,45 @@ def decode(file: BinaryIO, size: int) -> dict[str, Extent]:
     length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
     if 8 + length > size:
         raise ValueError(f"it ends after {size} bytes, within its header")
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"its header would have {length} bytes, at most {MAX_HEADER_BYTES} can be")
     try:
-        entries = json.loads(file.read(length))
+        entries = json.loads(file.read(length), object_pairs_hook=unique)
         entries.pop("__metadata__", None)
-        return {name: _extent(name, entry, 8 + length, size) for name, entry in entries.items()}
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        extents = {name: _extent(name, entry, 8 + length, size) for name, entry in entries.items()}
+    except _UNREADABLE as error:
         raise ValueError(f"its header is unreadable: {error!r}") from error
+    at, before = 8 + length, "its header"
+    for start, end, name in sorted(
+        (e.start, e.end, n) for n, e in extents.items() if e.end > e.start
+    ):
+        if start < at:
+            raise ValueError(f"{before} and {name} share bytes")
+        if start > at:
+            raise ValueError(f"{start - at} bytes before {name} belong to no tensor")
+        at, before = end, name
+    if at < size:
+        raise ValueError(f"{size - at} bytes after {before} belong to no tensor")
+    return extents
+
+
+def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dict; ValueError for a key that stands in it twice."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"it names {', '.join(twice[:20])} twice")
+    return made
 
 
 def _extent(name: str, entry: Mapping[str, Any], data: int, size: int) -> Extent:
     first, last = entry["data_offsets"]
+    numbers = (first, last, *entry["shape"])
+    if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
+        raise TypeError(f"shape and offsets of {name} are no whole numbers")
     extent = Extent(data + first, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
-    if first < 0 or extent.end != data + last:
+    if min(numbers) < 0 or extent.end != data + last:
         raise ValueError(f"the offsets of {name} contradict its shape")
     if extent.end > size:
         raise ValueError(f"it ends after {size} bytes, before the end of {name}")

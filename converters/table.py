@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from megatron_policy.errors import ConversionError
 
 from .architecture import Architecture
 from .config_fields import Fields
+from .expert_rows import Stacked
 from .mismatch import Expected, compare, either, other_dtypes
+from .quantisation import found_in
 from .registry import Family, family_of
 from .rows import Ignore, Row, Shape
 
@@ -29,14 +31,21 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Transformer Engine fuses a norm into the linear layer after it, and names its weight there.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.linear_qkv.layer_norm_bias": "input_layernorm.bias",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_bias": "pre_mlp_layernorm.bias",
 }
+# Its grouped experts have their parameters side by side.
+_GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 _LAYER_NAME = re.compile(r"(?:module\.)*decoder\.layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A row for one layer: the Megatron parameter's canonical name and its HF tensors."""
+    """A row for one layer: the Megatron parameter's canonical name and its HF tensors.
+
+    Entries of experts that HF stacks share an HF tensor; each has elements of its own in it.
+    """
 
     megatron: str
     hf: tuple[str, ...]
@@ -88,12 +97,14 @@ class Table:
         """
         expected = self._hf(self.exported())
         # Quantised weights come with tensors that no row knows, so what they are is said first.
-        if problems := other_dtypes(expected, dtypes, WEIGHT_DTYPES):
+        quantised = found_in([name for name in shapes if name not in expected], dtypes)
+        problems = other_dtypes(expected, dtypes, WEIGHT_DTYPES)
+        if quantised or problems:
             legal = either(WEIGHT_DTYPES)
-            raise ConversionError(
-                f"the checkpoint has weights that are not {legal}:\n{problems}\n"
-                f"Dequantise or convert the checkpoint to {legal} first."
-            )
+            what = quantised.what if quantised else f"the checkpoint has weights not in {legal}"
+            convert = f"Dequantise or convert the checkpoint to {legal} first."
+            advice = quantised.advice if quantised else convert
+            raise ConversionError(f"{what}:\n{problems}\n{advice}")
         seen = {name: shape for name, shape in shapes.items() if name not in self.ignored}
         if problems := compare(expected, seen, f"no row of {self.family} uses it"):
             raise ConversionError(
@@ -137,8 +148,18 @@ def bind(raw: Mapping[str, Any], family: Family | None = None) -> Table:
     ConversionError for a config that cannot be translated faithfully, or a faulty table.
     """
     fields = Fields(raw)
+    table = draft(fields, family)
+    fields.finish()
+    return table
+
+
+def draft(fields: Fields, family: Family | None = None) -> Table:
+    """The table as far as `fields` tell, before anybody asks whether all of them were understood.
+
+    For showing what a config comes to; a model is built from what `bind` returns.
+    """
     family = family or family_of(fields.take("model_type"))
-    for name in raw.get("architectures") or ():
+    for name in fields.take("architectures", ()):
         if name not in family.hf_architectures:
             fields.refuse(
                 "architectures",
@@ -146,7 +167,6 @@ def bind(raw: Mapping[str, Any], family: Family | None = None) -> Table:
                 f"{family.name} converts {' or '.join(family.hf_architectures)}",
             )
     architecture = family.architecture(fields)
-    fields.finish()
     entries = _entries([row for row in family.table if not isinstance(row, Ignore)], architecture)
     _refuse_duplicates(family.name, entries)
     ignored = {
@@ -164,17 +184,22 @@ def canonical_name(name: str, layer_offset: int) -> str:
     if match is None:
         return re.sub(r"^(module\.)+", "", name)
     layer, rest = match.groups()
+    rest = _GROUPED.sub(r"mlp.experts.local_experts.\3.\1.\2", rest)
     return f"decoder.layers.{int(layer) + layer_offset}.{_FUSED_NORMS.get(rest, rest)}"
 
 
 def _ignored_names(row: Ignore, architecture: Architecture) -> list[str]:
-    if "{layer}" not in row.hf:
-        return [row.hf] if architecture.holds(row.when) else []
-    return [
-        row.hf.replace("{layer}", str(layer))
-        for layer in range(architecture.num_layers)
-        if architecture.holds(row.when, layer)
-    ]
+    layers, end = architecture.num_layers, architecture.num_layers + architecture.further_layers
+    names = [row.hf] if architecture.holds(row.when) else []
+    if "{layer}" in row.hf:
+        held = [layer for layer in range(layers) if architecture.holds(row.when, layer)]
+        names = [row.hf.replace("{layer}", str(layer)) for layer in held]
+    elif "{further}" in row.hf:
+        names = [row.hf.replace("{further}", str(layer)) for layer in range(layers, end)]
+    if "{expert}" not in row.hf:
+        return names
+    experts = architecture.moe.experts if architecture.moe else 0
+    return [name.replace("{expert}", str(expert)) for name in names for expert in range(experts)]
 
 
 def _entries(rows: Sequence[Row], architecture: Architecture) -> tuple[Entry, ...]:
@@ -201,7 +226,8 @@ def _layer_entries(row: Row, layer: int, architecture: Architecture) -> Iterator
         return
     assert architecture.moe is not None, f"{row.megatron} is a row of a model with experts"
     for expert in range(architecture.moe.experts):
-        yield _entry(row, {"{layer}": layer, "{expert}": expert}, layer, expert)
+        own = replace(row, expert=expert) if isinstance(row, Stacked) else row
+        yield _entry(own, {"{layer}": layer, "{expert}": expert}, layer, expert)
 
 
 def _entry(row: Row, numbers: Mapping[str, int], layer: int, expert: int | None = None) -> Entry:
@@ -215,9 +241,11 @@ def _entry(row: Row, numbers: Mapping[str, int], layer: int, expert: int | None 
 
 
 def _refuse_duplicates(family: str, entries: Sequence[Entry]) -> None:
+    # The experts that one HF tensor stacks have its elements between them.
+    whole = [e for e in entries if e.row.owns and not (isinstance(e.row, Stacked) and e.expert)]
     for side, names in (
         ("Megatron parameter", [entry.megatron for entry in entries]),
-        ("HF tensor", [name for entry in entries if entry.row.owns for name in entry.hf]),
+        ("HF tensor", [name for entry in whole for name in entry.hf]),
     ):
         if len(set(names)) < len(names):
             twice = sorted({name for name in names if names.count(name) > 1})

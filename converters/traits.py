@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from megatron_policy.errors import ConversionError
+
 
 class Norm(Enum):
     """How activations are normalised; the weight of `RMS_PLUS_ONE` is stored less 1."""
@@ -28,11 +30,19 @@ class Activation(Enum):
 
 
 class QkNorm(Enum):
-    """Whether queries and keys are normalised: head by head, or over all of a token's heads."""
+    """Whether and how queries and keys are normalised."""
 
     NONE = "none"
     PER_HEAD = "per_head"
+    """Head by head, with the same weights for every head."""
+    EACH_HEAD = "each_head"
+    """Head by head, with weights of each head's own."""
     ALL_HEADS = "all_heads"
+    """Over all of a token's heads together."""
+
+    def __bool__(self) -> bool:
+        """Whether there is such a norm, for conditions of rows."""
+        return self is not QkNorm.NONE
 
 
 class Scoring(Enum):
@@ -68,6 +78,32 @@ class Moe:
     shared_gate: bool = False
     """The shared MLP's output is multiplied by a sigmoid gate of the token."""
 
+    def __post_init__(self) -> None:
+        for name in ("experts", "chosen", "ffn_hidden_size", "groups", "groups_chosen"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConversionError(f"moe.{name} must be a positive integer, not {value!r}")
+        if self.experts % self.groups or self.groups_chosen > self.groups:
+            raise ConversionError(
+                f"{self.experts} experts in {self.groups} groups, {self.groups_chosen} of them "
+                "chosen: groups must be equally large, and there must be enough of them"
+            )
+        if self.chosen > self.experts // self.groups * self.groups_chosen:
+            raise ConversionError(
+                f"{self.chosen} experts cannot be chosen of {self.experts} in {self.groups_chosen} "
+                f"of {self.groups} groups"
+            )
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Inner channels of an expert and of the shared MLP."""
+        return self.ffn_hidden_size, self.shared_ffn_hidden_size
+
+    @property
+    def shared_gates(self) -> int:
+        """Rows of the shared MLP's gate."""
+        return int(self.shared_gate)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mla:
@@ -76,6 +112,16 @@ class Mla:
     q_lora_rank: int | None
     """Width of the compressed query; None: queries are projected directly."""
     kv_lora_rank: int
+    """Width of the compressed keys and values."""
     qk_nope_head_dim: int
+    """Of a query or key head, the part without rotary embedding."""
     qk_rope_head_dim: int
+    """Of a query or key head, the rotated part; all key heads share it."""
     v_head_dim: int
+    layernorm_epsilon: float = 1e-6
+    """Of the norms of compressed vectors."""
+
+    @property
+    def down_size(self) -> int:
+        """Output rows of the projection that compresses keys and values."""
+        return self.kv_lora_rank + self.qk_rope_head_dim

@@ -53,7 +53,8 @@ def _each(rule: Rule, names: str) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
 
-_DENSE = "bears on mixture-of-experts layers only; the built-in model families are dense"
+_BALANCING = "bears on losses that balance experts, which are not built"
+_EXPERTS = "follows from the model's config.json"
 _ENGINE = "belongs to the host's inference engines, not to the policy's own generate"
 _FP8 = "bears on fp8 training only, and fp8_cfg is rejected"
 _GRAPHS = "bears on captured CUDA graphs only; nothing is captured here"
@@ -143,7 +144,8 @@ _MEGATRON: dict[str, Rule] = {
         num_layers_in_last_pipeline_stage context_parallel_size expert_model_parallel_size
         sequence_parallel activation_checkpointing recompute_granularity recompute_method
         recompute_num_layers recompute_modules transformer_impl apply_rope_fusion
-        bias_activation_fusion train_iters env_vars""",
+        bias_activation_fusion freeze_moe_router moe_router_dtype moe_router_load_balancing_type
+        moe_router_bias_update_rate train_iters env_vars""",
     ),
     "optimizer": Nested(MegatronOptimizerConfig),
     "scheduler": Nested(MegatronSchedulerConfig),
@@ -179,13 +181,19 @@ _MEGATRON: dict[str, Rule] = {
         """freeze_vision_model freeze_vision_projection freeze_sound_encoder
         freeze_sound_projection radio_force_cpe_eval_mode""",
     ),
+    "expert_tensor_parallel_size": Ignored(
+        "experts are shared out like all else over tensor-parallel ranks; results are the same"
+    ),
+    "moe_aux_loss_coeff": Rejected("losses that balance experts are not built"),
+    **_each(Ignored(_BALANCING), "moe_per_layer_logging track_moe_metrics"),
     **_each(
-        Ignored(_DENSE),
-        """expert_tensor_parallel_size freeze_moe_router moe_router_dtype
-        moe_router_load_balancing_type moe_router_bias_update_rate moe_router_enable_expert_bias
-        moe_router_num_groups moe_router_group_topk moe_aux_loss_coeff moe_permute_fusion
-        moe_grouped_gemm moe_enable_deepep moe_token_dispatcher_type moe_shared_expert_overlap
-        moe_per_layer_logging track_moe_metrics moe_flex_dispatcher_backend moe_hybridep_num_sms
+        Ignored(_EXPERTS),
+        "moe_router_enable_expert_bias moe_router_num_groups moe_router_group_topk",
+    ),
+    **_each(
+        Ignored(_KERNEL),
+        """moe_permute_fusion moe_grouped_gemm moe_enable_deepep moe_token_dispatcher_type
+        moe_shared_expert_overlap moe_flex_dispatcher_backend moe_hybridep_num_sms
         moe_pad_experts_for_cuda_graph_inference hybridep_num_ranks_per_nvlink_domain
         hybridep_use_mnnvl inference_moe_token_dispatcher_type inference_grouped_gemm_backend""",
     ),

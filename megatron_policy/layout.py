@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
+from megatron_policy.converters.traits import QkNorm
 from megatron_policy.errors import ConfigError
 from megatron_policy.topology import LayerSplit, Topology
 
 if TYPE_CHECKING:
     from megatron_policy.config import PolicyConfig
+    from megatron_policy.converters.traits import Mla, Moe
 
 
 class Shape(Protocol):
@@ -22,7 +24,15 @@ class Shape(Protocol):
     @property
     def num_query_groups(self) -> int: ...
     @property
-    def ffn_hidden_size(self) -> int: ...
+    def mlp_widths(self) -> tuple[int, ...]: ...
+    @property
+    def mlp_bias(self) -> bool: ...
+    @property
+    def qk_norm(self) -> QkNorm: ...
+    @property
+    def moe(self) -> Moe | None: ...
+    @property
+    def mla(self) -> Mla | None: ...
 
 
 def topology_of(config: PolicyConfig, world_size: int) -> Topology:
@@ -53,7 +63,12 @@ def topology_of(config: PolicyConfig, world_size: int) -> Topology:
 
 def check_layout(config: PolicyConfig, architecture: Shape, topology: Topology) -> None:
     """ConfigError listing, with legal values, where configuration, model and ranks do not fit."""
-    problems = [*_not_built(config), *_tensor_parallel(config, architecture, topology)]
+    problems = [
+        *_not_built(config),
+        *_tensor_parallel(config, architecture, topology),
+        *_experts(config, architecture, topology),
+        *_balancing(config, architecture),
+    ]
     try:
         layer_split(config, architecture, topology)
     except ConfigError as error:
@@ -122,20 +137,61 @@ def _tensor_parallel(
 ) -> Iterator[str]:
     tp = topology.tp
     heads, groups = architecture.num_attention_heads, architecture.num_query_groups
-    ffn = architecture.ffn_hidden_size
+    widths = architecture.mlp_widths
+    own = architecture.qk_norm in (QkNorm.EACH_HEAD, QkNorm.ALL_HEADS)
     legal = [
         size
         for size in range(1, heads + 1)
-        if heads % size == 0 and ffn % size == 0 and (groups % size == 0 or size % groups == 0)
+        if heads % size == 0
+        and not any(width % size for width in widths)
+        and (groups % size == 0 or size % groups == 0 and not own)
     ]
     if tp not in legal:
         yield (
             f"policy.megatron_cfg.tensor_model_parallel_size={tp} does not divide {heads} "
-            f"attention heads and {ffn} feed-forward channels, or neither divides nor is a "
-            f"multiple of {groups} key-value groups: use one of {legal}"
+            f"attention heads and {' and '.join(map(str, widths))} feed-forward channels, or "
+            f"{'does not divide' if own else 'neither divides nor is a multiple of'} {groups} "
+            f"key-value groups{', whose norms differ' if own else ''}: use one of {legal}"
         )
     if config.megatron_cfg.sequence_parallel and tp == 1:
         yield (
             "policy.megatron_cfg.sequence_parallel=true splits sequences over tensor-parallel "
             "ranks: set tensor_model_parallel_size to 2 or more, or sequence_parallel to false"
+        )
+
+
+def _experts(config: PolicyConfig, architecture: Shape, topology: Topology) -> Iterator[str]:
+    """What Megatron-Core splits over tensor-parallel ranks on conditions only, or not at all."""
+    if topology.tp == 1:
+        return
+    tp = f"policy.megatron_cfg.tensor_model_parallel_size={topology.tp}"
+    kinds = {"experts": architecture.moe, "latent attention": architecture.mla}
+    present = " and ".join(name for name, kind in kinds.items() if kind is not None)
+    if architecture.moe is not None and architecture.mlp_bias:
+        yield f"{tp} does not fit experts with biases, which Megatron-Core cannot split: use 1"
+    elif present and not config.megatron_cfg.sequence_parallel:
+        yield f"{tp} with {present} needs policy.megatron_cfg.sequence_parallel=true: set it"
+
+
+def _balancing(config: PolicyConfig, architecture: Shape) -> Iterator[str]:
+    """Wishes about a router of experts that are not built."""
+    megatron, moe = config.megatron_cfg, architecture.moe
+    if moe is None:
+        return
+    kind = megatron.moe_router_load_balancing_type
+    if kind not in (None, "none"):
+        yield (
+            f"policy.megatron_cfg.moe_router_load_balancing_type={kind!r} adds to the loss, which "
+            "is not built: use 'none'"
+        )
+    if moe.correction_bias and megatron.moe_router_bias_update_rate:
+        yield (
+            "policy.megatron_cfg.moe_router_bias_update_rate="
+            f"{megatron.moe_router_bias_update_rate} moves the router's bias, which is not built: "
+            "use 0"
+        )
+    if megatron.moe_router_dtype not in (None, "fp32", "fp64"):
+        yield (
+            f"policy.megatron_cfg.moe_router_dtype={megatron.moe_router_dtype!r} is no precision "
+            "of routers: use 'fp32' or 'fp64', or null for that of the model"
         )

@@ -23,6 +23,7 @@ from megatron_policy.groups import drop_groups, refuse_second_policy
 from megatron_policy.interfaces import LossFunction
 from megatron_policy.layout import check_layout, topology_of
 from megatron_policy.model.assemble import assemble
+from megatron_policy.model.load import held_layers
 from megatron_policy.refit.disk import DEFAULT_MAX_SHARD_BYTES, export_checkpoint
 from megatron_policy.train import score, step
 from megatron_policy.train.checks import checked_prompts, checked_tokens
@@ -180,10 +181,18 @@ class MegatronPolicy:
             self.config.generation_batch_size,
         )
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """This rank's parameters under their canonical, global Megatron-Core names."""
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's parameters, and buffers that belong to the model as they do, under their
+        canonical, global Megatron-Core names.
+        """
         self._settle()
         return ((entry.megatron, parameter) for entry, parameter in self._assembly.held)
+
+    def decoder_layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
+        """This rank's decoder layers by global number. They pass on `[S, B, D]`; under sequence
+        parallelism S is this tensor-parallel rank's share of the positions.
+        """
+        return held_layers(self._pipeline.models, self._assembly.place)
 
     def export_hf(
         self,

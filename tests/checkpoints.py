@@ -11,7 +11,38 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+from tests.expert_families import EXPERTS
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 0.25},
+    "gemma2": {
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {"query_pre_attn_scalar": 24, "rope_local_base_freq": 500.0},
+    "granite": {
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.6,
+    },
+    "llama": {},
+    "mistral": {},
+    "olmo2": {},
+    "phi3": {},
+    "qwen2": {},
+    "qwen3": {},
+    "smollm3": {},
+    "starcoder2": {},
+}
+"""Config fields of each dense family with values that make a difference where its defaults would
+not.
+"""
+ALL_FAMILIES = FAMILIES | EXPERTS
+_EPSILON = {"cohere": "layer_norm_eps", "starcoder2": "norm_epsilon"}
+HEAD_DIM = ("gemma2", "gemma3_text", "llama", "mistral", "qwen3")
+HEAD_DIM += ("glm4_moe", "gpt_oss", "mixtral", "qwen3_moe")
 SPECIAL = ("<unk>", "<pad>", "<s>", "</s>")
 TEXT = Path(__file__).resolve().parent.parent / "LICENSE"
 
@@ -46,24 +77,25 @@ def make_checkpoint(
 ) -> Path:
     """Write a checkpoint of `family` (weights, config, tokenizer) and return its path.
 
-    `window` is the sliding window in tokens; of the qwen families, the first `full_layers` layers
-    do without it. `max_shard_size` ("40KB" or bytes) splits the weights over files with an index.
+    `window` is the sliding window in tokens. Of the qwen families, the first `full_layers` layers
+    do without it; Gemma 2 has it on every other layer, Gemma 3 on all but the last, SmolLM3 on
+    every other, which then does without rotary embedding. `max_shard_size` ("40KB" or bytes) splits
+    the weights over files with an index.
     Further keywords go to the family's config as they are (`attention_bias=True`, ...).
     The same arguments give the same bytes.
     """
-    assert family in FAMILIES, f"no tiny checkpoint for {family!r}, only for {FAMILIES}"
+    assert family in ALL_FAMILIES, f"no tiny checkpoint for {family!r}, only {list(ALL_FAMILIES)}"
     fields: dict[str, Any] = {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
-        "head_dim": hidden // heads if head_dim is None else head_dim,
         "intermediate_size": ffn,
         "vocab_size": vocab,
         "max_position_embeddings": max_position,
         "tie_word_embeddings": tied,
         "rope_theta": rope_theta,
-        "rms_norm_eps": 1e-6,
+        _EPSILON.get(family, "rms_norm_eps"): 1e-6,
         # Large enough that attention is far from uniform and the layers matter.
         "initializer_range": 0.1,
         # With a padding token torch's embedding would keep that row from learning.
@@ -71,11 +103,11 @@ def make_checkpoint(
         "bos_token_id": SPECIAL.index("<s>"),
         "eos_token_id": SPECIAL.index("</s>"),
     }
-    if family == "qwen2" and head_dim is None:
-        del fields["head_dim"]  # the architecture has none
+    if head_dim is not None or family in HEAD_DIM:
+        fields["head_dim"] = head_dim or hidden // heads
     if rope_scaling is not None:
         fields["rope_scaling"] = dict(rope_scaling)
-    fields |= _window_fields(family, window, full_layers) | config
+    fields |= ALL_FAMILIES[family] | _window_fields(family, layers, window, full_layers) | config
     model = _random_model(family, fields, seed).to(_dtype(dtype))
     sharding = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     model.save_pretrained(path, **sharding)
@@ -104,9 +136,21 @@ def make_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _window_fields(family: str, window: int | None, full_layers: int) -> dict[str, Any]:
-    if family == "mistral":
+def _window_fields(
+    family: str, layers: int, window: int | None, full_layers: int
+) -> dict[str, Any]:
+    slides, sees_all = "sliding_attention", "full_attention"
+    if family in ("mistral", "phi3", "starcoder2"):
         return {"sliding_window": window}
+    if family == "gemma2":
+        return {"sliding_window": window or 7}
+    if family == "gemma3_text":
+        types = [slides] * (layers - 1) + [sees_all]
+        return {"sliding_window": window or 7, "layer_types": types}
+    if family == "smollm3":
+        rotated = [(layer + 1) % 2 for layer in range(layers)]
+        sliding = {"use_sliding_window": window is not None, "sliding_window": window}
+        return {"no_rope_layers": rotated, **sliding}
     if window is None:
         return {}
     assert family.startswith("qwen"), f"{family} has no sliding window"
@@ -124,11 +168,12 @@ def _random_model(family: str, fields: dict[str, Any], seed: int) -> Any:
             AutoConfig.for_model(family, **fields), dtype=torch.float32
         )
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name, parameter in (*model.named_parameters(), *model.named_buffers()):
                 if name.endswith("bias"):
                     parameter.normal_(0.0, 0.1)
                 elif "norm" in name:
-                    parameter.uniform_(0.5, 1.5)
+                    less = 1.0 if family.startswith("gemma") else 0.0
+                    parameter.uniform_(0.5 - less, 1.5 - less)
     return model
 
 

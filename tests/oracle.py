@@ -81,6 +81,11 @@ def logit_level(model: PreTrainedModel, data: BatchedDataDict) -> torch.Tensor:
     return (entropy * loss_mask(data)).sum() / loss_mask(data).sum()
 
 
+def _decays(name: str, weight: torch.Tensor) -> bool:
+    """Matrices do; biases do not, not even those of all experts in one tensor."""
+    return weight.dim() > 1 and not name.endswith("bias")
+
+
 def train(
     path: Path | str,
     data: BatchedDataDict,
@@ -97,8 +102,8 @@ def train(
     main = {name: p.detach().float().clone() for name, p in live.items()}
     optimizer = torch.optim.AdamW(
         [
-            {"params": [m for m in main.values() if m.dim() > 1], "weight_decay": WEIGHT_DECAY},
-            {"params": [m for m in main.values() if m.dim() == 1], "weight_decay": 0.0},
+            {"params": [m for n, m in main.items() if _decays(n, m)], "weight_decay": WEIGHT_DECAY},
+            {"params": [m for n, m in main.items() if not _decays(n, m)], "weight_decay": 0.0},
         ],
         lr=lr,
         betas=BETAS,

@@ -54,15 +54,15 @@ def is_accelerated() -> bool:
 def prepare_platform() -> bool:
     """Make stock Megatron-Core usable on this machine; call it before making groups or models.
 
-    With a GPU this does nothing at all. Without one it applies the patches of
-    `device.cpu_platform`, once. Returns whether patches are active.
+    With a GPU this only binds names that a missing Transformer Engine leaves unbound. Without one
+    it also applies the patches of `device.cpu_platform`, once. Returns whether patches are active.
     """
-    if is_accelerated():
-        return False
-    from megatron_policy.device import cpu_platform
+    from megatron_policy.device import cpu_platform, unbound_names
 
-    cpu_platform.apply()
-    return True
+    if not is_accelerated():
+        cpu_platform.apply()
+    unbound_names.bind()
+    return not is_accelerated()
 
 
 def place_process() -> torch.device:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
@@ -171,30 +172,14 @@ def random_state() -> None:
     )
 
 
-def recompute_names() -> None:
-    """Selective recomputation of norms reads Transformer Engine names that are unbound without it.
-
-    From 0.19 it also compiles a C++ extension to alias storages; a plain storage copy needs no
-    compiler.
+def recomputed_storages() -> None:
+    """Newer releases compile a C++ extension to alias storages of what is recomputed; a plain copy
+    needs no compiler.
     """
     import megatron.core.tensor_parallel.random as mcore_random
 
-    if not hasattr(mcore_random, "FP8GlobalStateManager"):
-        mcore_random.FP8GlobalStateManager = _NoFp8
-        mcore_random.activation_recompute_forward = lambda **k: contextlib.nullcontext()
-        mcore_random.fp8_autocast = lambda *a, **k: contextlib.nullcontext()
     if hasattr(mcore_random, "_get_share_storage"):
         mcore_random._get_share_storage = lambda: _copy_storage
-
-
-class _NoFp8:
-    @staticmethod
-    def is_fp8_enabled() -> bool:
-        return False
-
-    @staticmethod
-    def get_fp8_recipe() -> None:
-        return None
 
 
 def _copy_storage(destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -202,6 +187,58 @@ def _copy_storage(destination: torch.Tensor, source: torch.Tensor) -> None:
         storage = destination.untyped_storage()
         storage.resize_(source.untyped_storage().size())
         storage.copy_(source.untyped_storage())
+
+
+def expert_splits() -> None:
+    """The dispatcher of tokens to experts takes its split sizes as numpy arrays, which it makes of
+    GPU tensors only.
+    """
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
+
+    moe_utils.maybe_move_tensor_to_cpu = _as_asked
+    if hasattr(dispatcher, "maybe_move_tensor_to_cpu"):
+        dispatcher.maybe_move_tensor_to_cpu = _as_asked
+
+
+def _as_asked(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def uneven_shares() -> None:
+    """Experts split over tensor-parallel ranks gather as many tokens of each rank as it has, which
+    gloo cannot: shares are padded to the longest.
+    """
+    import megatron.core.tensor_parallel.mappings as mappings
+
+    even_gather = mappings._gather_along_first_dim
+    even_scatter = mappings._reduce_scatter_along_first_dim
+
+    def gather(input_: Any, group: Any, output_split_sizes: Any = None, *rest: Any) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return even_gather(input_, group, output_split_sizes, *rest)
+        sizes = [int(size) for size in output_split_sizes]
+        mine = _padded(input_, max(sizes))
+        out = mine.new_empty((len(sizes), *mine.shape))
+        dist.all_gather_into_tensor(out.flatten(0, 1), mine, group=group)
+        return torch.cat([share[:size] for share, size in zip(out, sizes, strict=True)])
+
+    def scatter(input_: Any, group: Any, input_split_sizes: Any = None, *rest: Any) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return even_scatter(input_, group, input_split_sizes, *rest)
+        sizes = [int(size) for size in input_split_sizes]
+        shares = torch.cat([_padded(share, max(sizes)) for share in input_.split(sizes)])
+        out = input_.new_empty((max(sizes), *input_.shape[1:]))
+        dist.reduce_scatter_tensor(out, shares, group=group)
+        return out[: sizes[group.rank()]].contiguous()
+
+    mappings._gather_along_first_dim = gather
+    mappings._reduce_scatter_along_first_dim = scatter
+
+
+def _padded(share: torch.Tensor, rows: int) -> torch.Tensor:
+    padding = share.new_zeros((rows - share.size(0), *share.shape[1:]))
+    return torch.cat([share, padding])
 
 
 # Compilation first: it imports Megatron-Core and torch._dynamo, which lists the functions of
@@ -214,5 +251,7 @@ PATCHES: tuple[Callable[[], None], ...] = (
     tensor_type_names,
     streams,
     random_state,
-    recompute_names,
+    recomputed_storages,
+    expert_splits,
+    uneven_shares,
 )

@@ -20,7 +20,9 @@ from megatron_policy.converters.hf_files import HfReader
 from megatron_policy.converters.table import Table
 from megatron_policy.groups import Groups, make_groups
 from megatron_policy.layout import layer_split
-from megatron_policy.model.build import build_chunks, transformer_config
+from megatron_policy.model.build import build_chunks
+from megatron_policy.model.config import transformer_config
+from megatron_policy.model.experts import freeze_routers
 from megatron_policy.model.load import Held, held_entries, load_parameters
 from megatron_policy.model.optimizer import Trainable, make_trainable
 from megatron_policy.model.spec import resolve_implementation
@@ -73,7 +75,7 @@ def assemble(
     `topology`.
     """
     settings, arch = config.megatron_cfg, table.architecture
-    implementation = resolve_implementation(settings.transformer_impl)
+    implementation = resolve_implementation(settings.transformer_impl, arch)
     place = Placement(
         topology, topology.coords(dist.get_rank()), layer_split(config, arch, topology)
     )
@@ -86,6 +88,8 @@ def assemble(
     with HfReader(config.model_name) as reader:
         load_parameters(held, reader, table, place)
         source_dtypes = dict(reader.dtypes)
+    if settings.freeze_moe_router:
+        freeze_routers(chunks)
     reference = ReferenceWeights([p for _, p in held]) if init_reference_model else None
     trainable = None
     if init_optimizer:

@@ -4,7 +4,7 @@ names of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -14,12 +14,12 @@ from megatron_policy.converters.rows import fill_shard
 from megatron_policy.converters.table import Entry, Table, canonical_name
 from megatron_policy.topology import Placement
 
-Held = list[tuple[Entry, torch.nn.Parameter]]
+Held = list[tuple[Entry, torch.Tensor]]
 
 
 def held_entries(chunks: Sequence[GPTModel], table: Table, place: Placement) -> Held:
-    """Each parameter of `chunks` with its table entry, in table order; ConversionError unless they
-    match one to one.
+    """Each parameter and lasting buffer of `chunks` with its table entry, in table order;
+    ConversionError unless they match one to one.
     """
     held: Held = []
     for index, chunk in enumerate(chunks):
@@ -28,11 +28,30 @@ def held_entries(chunks: Sequence[GPTModel], table: Table, place: Placement) -> 
             layers, first=place.holds_embedding(index), last=place.holds_head(index)
         )
         offset = layers.start if len(layers) else 0
-        parameters = {canonical_name(name, offset): p for name, p in chunk.named_parameters()}
+        parameters = {canonical_name(name, offset): p for name, p in _weights(chunk)}
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         table.check_megatron(shapes, place.topology.tp, entries)
         held += [(entry, parameters[entry.megatron]) for entry in entries]
     return held
+
+
+def _weights(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, and the buffers that belong to the model as they do: those that a state dict
+    keeps.
+    """
+    yield from chunk.named_parameters()
+    for path, module in chunk.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}", buffer
+
+
+def held_layers(
+    chunks: Sequence[GPTModel], place: Placement
+) -> Iterator[tuple[int, torch.nn.Module]]:
+    """The decoder layers of `chunks` by global number."""
+    for index, chunk in enumerate(chunks):
+        yield from zip(place.layers(index), chunk.decoder.layers, strict=True)
 
 
 @torch.no_grad()

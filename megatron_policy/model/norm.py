@@ -1,6 +1,7 @@
-"""RMS normalisation in plain torch for Megatron-Core's local layer spec; knows nothing of models.
+"""Normalisation in plain torch for Megatron-Core's local layer spec; knows nothing of models.
 
-Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
+Sources: Ba et al. 2016, "Layer Normalization"; Zhang and Sennrich 2019, "Root Mean Square Layer
+Normalization".
 """
 
 from __future__ import annotations
@@ -8,31 +9,86 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.traits import Norm
 from megatron_policy.device import current_device
+
+
+def norm_of(architecture: Architecture) -> ModuleSpec:
+    """The architecture's norm, to be built from `config`, `hidden_size` and `eps`."""
+    if architecture.norm is Norm.LAYER:
+        return ModuleSpec(module=LayerNorm, params={"with_bias": architecture.norm_bias})
+    plus_one = architecture.norm is Norm.RMS_PLUS_ONE
+    return ModuleSpec(module=RMSNorm, params={"plus_one": plus_one})
+
+
+def replicated(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
+    """A parameter that every tensor-parallel rank holds whole.
+
+    Works under sequence parallelism: each rank applies it to its own positions, and the mark makes
+    Megatron-Core add up the gradient over the tensor-parallel ranks.
+    """
+    parameter = torch.nn.Parameter(
+        torch.empty(*shape, device=current_device(), dtype=config.params_dtype)
+    )
+    parameter.sequence_parallel = config.sequence_parallel
+    return parameter
 
 
 class RMSNorm(torch.nn.Module):
     """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension, the mean taken in fp32.
 
-    Works under sequence parallelism: each rank normalises its own positions, and the mark on the
-    weight makes Megatron-Core add up the weight's gradient over the tensor-parallel ranks.
+    With `plus_one` the weight is stored less 1, and applied in fp32.
     """
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        plus_one: bool = False,
+        **_: Any,
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(
-            torch.empty(hidden_size, device=current_device(), dtype=config.params_dtype)
-        )
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.plus_one = plus_one
+        self.weight = replicated(config, hidden_size)
         if config.perform_initialization:
-            torch.nn.init.ones_(self.weight)
+            torch.nn.init.constant_(self.weight, 0.0 if plus_one else 1.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x_fp32 = x.float()
-        scale = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * (x_fp32 * scale).to(x.dtype)
+        normed = x_fp32 * torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.plus_one:
+            return (normed * (1.0 + self.weight.float())).to(x.dtype)
+        return self.weight * normed.to(x.dtype)
+
+
+class LayerNorm(torch.nn.Module):
+    """`weight * (x - mean) / sqrt(variance + eps)` over the last dimension, in fp32, plus a bias or
+    not.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        with_bias: bool = True,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = replicated(config, hidden_size)
+        self.bias = replicated(config, hidden_size) if with_bias else None
+        if config.perform_initialization:
+            torch.nn.init.ones_(self.weight)
+            if self.bias is not None:
+                torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)

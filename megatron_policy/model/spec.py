@@ -10,25 +10,40 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.traits import Norm, QkNorm
 from megatron_policy.device import is_accelerated
 from megatron_policy.errors import ConfigError
 from megatron_policy.model.attention import TorchAttention
-from megatron_policy.model.norm import RMSNorm
+from megatron_policy.model.config import LOCAL, TRANSFORMER_ENGINE
+from megatron_policy.model.experts import experts_spec
+from megatron_policy.model.head_norm import AllHeadsRMSNorm, EachHeadLayerNorm
+from megatron_policy.model.latent_attention import latent_attention_spec
+from megatron_policy.model.norm import norm_of
+from megatron_policy.model.parallel_layer import ParallelLayer
+from megatron_policy.model.residual import residual_sum
+from megatron_policy.model.self_attention import LayerAttention
 
-LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
 
-
-def resolve_implementation(requested: str) -> str:
-    """`auto` takes Transformer Engine when it and a GPU are there; an explicit wish that cannot be
-    met is refused.
+def resolve_implementation(requested: str, architecture: Architecture) -> str:
+    """`auto` takes Transformer Engine when it and a GPU are there and it can express the model; an
+    explicit wish that cannot be met is refused.
     """
     installed = importlib.util.find_spec("transformer_engine") is not None
     usable = installed and is_accelerated()
+    beyond = _beyond_engine(architecture)
     if requested == "auto":
-        return TRANSFORMER_ENGINE if usable else LOCAL
+        return TRANSFORMER_ENGINE if usable and not beyond else LOCAL
+    if requested == TRANSFORMER_ENGINE and beyond:
+        raise ConfigError(
+            "policy.megatron_cfg.transformer_impl is 'transformer_engine', which cannot express "
+            f"this model's {', '.join(beyond)}; use 'auto' or 'local'"
+        )
     if requested == TRANSFORMER_ENGINE and not usable:
         missing = "no GPU is visible" if installed else "it is not installed"
         raise ConfigError(
@@ -38,34 +53,103 @@ def resolve_implementation(requested: str) -> str:
     return requested
 
 
+def _beyond_engine(architecture: Architecture) -> list[str]:
+    """What the model has that only our torch modules can do."""
+    features = {
+        "softcapped attention scores": architecture.attention_softcap is not None,
+        "attention sinks": architecture.attention_sinks,
+        "norms after attention and MLP": architecture.post_norm,
+        "layers without norms before attention and MLP": not architecture.pre_norm,
+        "parallel attention and MLP": architecture.parallel,
+        "factor on the residual sum": architecture.residual_scale != 1.0,
+        "layer norm without bias": architecture.norm is Norm.LAYER and not architecture.norm_bias,
+        "query and key norms across heads": architecture.qk_norm
+        not in (QkNorm.NONE, QkNorm.PER_HEAD),
+    }
+    return [name for name, has in features.items() if has]
+
+
 def block_spec(
-    implementation: str, num_layers: int, qk_layernorm: bool
+    implementation: str, architecture: Architecture, layers: range, config: TransformerConfig
 ) -> TransformerBlockSubmodules:
-    """The submodules of a block of `num_layers` dense decoder layers with its final norm."""
+    """The submodules of a block of these (global) decoder layers with its final norm."""
     if implementation == TRANSFORMER_ENGINE:
         from megatron.core.extensions.transformer_engine import TENorm
 
-        layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=None, moe_grouped_gemm=False, qk_layernorm=qk_layernorm
+        return TransformerBlockSubmodules(
+            layer_specs=[_engine_layer(architecture, layer) for layer in layers],
+            layer_norm=TENorm,
         )
-        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
     return TransformerBlockSubmodules(
-        layer_specs=[_local_layer(qk_layernorm)] * num_layers, layer_norm=RMSNorm
+        layer_specs=[_local_layer(architecture, config, layer) for layer in layers],
+        layer_norm=norm_of(architecture),
     )
 
 
-def _local_layer(qk_layernorm: bool) -> ModuleSpec:
-    layer = get_gpt_layer_local_spec(
-        num_experts=None,
-        moe_grouped_gemm=False,
-        qk_layernorm=qk_layernorm,
-        normalization="RMSNorm",
+def _engine_layer(architecture: Architecture, layer: int) -> ModuleSpec:
+    experts = architecture.moe.experts if architecture.has_experts(layer) else None
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=experts,
+        moe_grouped_gemm=experts is not None,
+        qk_layernorm=architecture.qk_norm is not QkNorm.NONE,
+        multi_latent_attention=architecture.mla is not None,
     )
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = TorchAttention
-    if qk_layernorm:
-        attention.q_layernorm = RMSNorm
-        attention.k_layernorm = RMSNorm
-    return layer
+    parts = spec.submodules
+    if experts is not None:
+        parts.mlp = experts_spec(architecture, with_te=True)
+    if architecture.mla is not None:
+        parts.self_attention = latent_attention_spec(architecture, with_te=True)
+    else:
+        _adapt_attention(parts.self_attention, architecture)
+    return spec
+
+
+def _local_layer(architecture: Architecture, config: TransformerConfig, layer: int) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(num_experts=None, moe_grouped_gemm=False, qk_layernorm=False)
+    parts = spec.submodules
+    norm = norm_of(architecture)
+    parts.input_layernorm = norm if architecture.pre_norm else IdentityOp
+    parts.pre_mlp_layernorm = norm if architecture.pre_norm else IdentityOp
+    if own_sum := residual_sum(architecture, config):
+        parts.self_attn_bda = parts.mlp_bda = own_sum
+    if architecture.has_experts(layer):
+        parts.mlp = experts_spec(architecture, with_te=False)
+    if architecture.mla is not None:
+        parts.self_attention = latent_attention_spec(architecture, with_te=False)
+    else:
+        _complete_attention(parts.self_attention, architecture)
+    if architecture.parallel:
+        parts.pre_mlp_layernorm = IdentityOp
+        spec.module = ParallelLayer
+    return spec
+
+
+def _complete_attention(attention: ModuleSpec, architecture: Architecture) -> None:
+    _adapt_attention(attention, architecture)
+    parts = attention.submodules
+    parts.core_attention = ModuleSpec(
+        module=TorchAttention,
+        params={
+            "softcap": architecture.attention_softcap,
+            "sinks": architecture.attention_sinks,
+        },
+    )
+    parts.q_layernorm = _head_norm(architecture, architecture.num_attention_heads)
+    parts.k_layernorm = _head_norm(architecture, architecture.num_query_groups)
+
+
+def _adapt_attention(attention: ModuleSpec, architecture: Architecture) -> None:
+    attention.module = LayerAttention
+    attention.params = {**attention.params, "architecture": architecture}
+
+
+def _head_norm(architecture: Architecture, heads: int) -> ModuleSpec | type:
+    match architecture.qk_norm:
+        case QkNorm.NONE:
+            return IdentityOp
+        case QkNorm.PER_HEAD:
+            return norm_of(architecture)
+        case QkNorm.EACH_HEAD:
+            return ModuleSpec(module=EachHeadLayerNorm, params={"heads": heads})
+        case QkNorm.ALL_HEADS:
+            return ModuleSpec(module=AllHeadsRMSNorm, params={"heads": heads})

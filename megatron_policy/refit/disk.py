@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megatron_policy.converters import hf_files
+from megatron_policy.converters import hf_writing, publishing
 from megatron_policy.converters.table import EMBEDDING, HEAD, Entry
 from megatron_policy.errors import ConfigError, ExportError
-from megatron_policy.refit.export import gather_entry
+from megatron_policy.refit.export import gather_entries
 from megatron_policy.refit.plan import ExportFile, ExportPlan, ExportTensor, plan_export
 
 if TYPE_CHECKING:
@@ -43,17 +44,17 @@ def export_checkpoint(
     """
     plan = plan_files(assembly, max_shard_bytes)
     rank_zero = dist.get_rank() == 0
-    partial = hf_files.partial_dir(path)
+    partial = publishing.partial_dir(path)
 
     def prepare() -> None:
         if rank_zero:
-            hf_files.stage(path, overwrite)
-            hf_files.copy_side_files(source, partial)
-            hf_files.write_index(partial, plan.weight_map, plan.total_bytes)
+            publishing.stage(path, overwrite)
+            hf_writing.copy_side_files(source, partial)
+            hf_writing.write_index(partial, plan.weight_map, plan.total_bytes)
 
     def finish() -> None:
         if rank_zero:
-            hf_files.publish(partial, path, overwrite)
+            publishing.publish(partial, path, overwrite)
 
     _together(prepare)
     try:
@@ -71,10 +72,12 @@ def plan_files(assembly: Assembly, max_shard_bytes: int) -> ExportPlan:
     writes it.
     """
     shapes = assembly.table.hf_shapes()
+    stages = {
+        name: _stage_of(entry, assembly) for entry in assembly.table.exported() for name in entry.hf
+    }
     inventory = [
-        ExportTensor(name, shapes[name], assembly.source_dtypes[name], _stage_of(entry, assembly))
-        for entry in assembly.table.exported()
-        for name in entry.hf
+        ExportTensor(name, shapes[name], assembly.source_dtypes[name], stage)
+        for name, stage in stages.items()
     ]
     topology = assembly.place.topology
     writers = topology.tp * topology.dp
@@ -109,7 +112,7 @@ def _write_files(assembly: Assembly, plan: ExportPlan, directory: Path) -> None:
                 pass
             continue
         try:
-            hf_files.write_shard(
+            hf_writing.write_shard(
                 directory, file.name, {t.name: (t.dtype, t.shape) for t in file.tensors}, tensors
             )
         except Exception as error:
@@ -127,12 +130,13 @@ def _gathered(
     the same work, elsewhere.
     """
     wanted = {tensor.name for tensor in file.tensors}
-    for entry, parameter in assembly.held:
-        if not entry.row.owns or wanted.isdisjoint(entry.hf):
+    owned = (pair for pair in assembly.held if pair[0].row.owns)
+    # The experts that one HF tensor stacks follow each other.
+    for names, held in groupby(owned, key=lambda pair: pair[0].hf):
+        if wanted.isdisjoint(names):
             continue
-        parts = gather_entry(
-            entry,
-            parameter,
+        parts = gather_entries(
+            tuple(held),
             assembly.table.architecture,
             assembly.source_dtypes,
             assembly.groups.tp,

@@ -4,7 +4,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,30 +15,32 @@ from megatron_policy.converters.table import Entry
 
 
 @torch.no_grad()
-def gather_entry(
-    entry: Entry,
-    parameter: torch.nn.Parameter,
+def gather_entries(
+    held: Sequence[tuple[Entry, torch.Tensor]],
     architecture: Architecture,
     dtypes: Mapping[str, torch.dtype],
     group: dist.ProcessGroup,
     destination: int,
 ) -> dict[str, torch.Tensor]:
-    """The HF tensors of one entry, on the CPU of rank `destination` of the tensor-parallel `group`;
-    {} elsewhere.
+    """The HF tensors that these entries make up between them, on the CPU of rank `destination` of
+    the tensor-parallel `group`; {} elsewhere.
 
-    Collective over `group`. Each tensor has its dtype in `dtypes`.
+    All entries have the same HF tensors, and together all elements of them. Collective over
+    `group`. Each tensor has its dtype in `dtypes`.
     """
     here = group.rank() == destination
-    shards = _gather(parameter.data, entry.row.shard_dim, group, destination)
-    if not here:
-        return {}
-    shapes = entry.row.hf_shapes(architecture)
+    first, _ = held[0]
     parts = [
-        torch.empty(shape, dtype=dtypes[name]) for name, shape in zip(entry.hf, shapes, strict=True)
+        torch.empty(shape, dtype=dtypes[name])
+        for name, shape in zip(first.hf, first.row.hf_shapes(architecture), strict=True)
+        if here
     ]
-    for rank, shard in enumerate(shards):
-        fill_parts(entry.row, architecture, parts, shard, rank, len(shards))
-    return dict(zip(entry.hf, parts, strict=True))
+    for entry, parameter in held:
+        assert entry.hf == first.hf
+        shards = _gather(parameter.data, entry.row.shard_dim, group, destination)
+        for rank, shard in enumerate(shards) if here else ():
+            fill_parts(entry.row, architecture, parts, shard, rank, len(shards))
+    return dict(zip(first.hf, parts, strict=True)) if here else {}
 
 
 def _gather(

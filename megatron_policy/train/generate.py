@@ -21,6 +21,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from torch.nn.functional import pad
 
 from megatron_policy.device import current_device
+from megatron_policy.model.rope import outgrown
 from megatron_policy.train.pipeline import Pipeline
 from megatron_policy.train.sampling import Sampling, sample
 
@@ -31,7 +32,8 @@ class Continuations:
     log-probabilities `[B, T]`.
 
     `generated_B` counts new tokens, a stop token included. Log-probabilities are fp32, those that
-    reading the same tokens back would give, 0 at prompt and padding positions.
+    reading the same tokens back would give, 0 at prompt and padding positions. (With rotary
+    frequencies that depend on the length of the text: reading the tokens before it.)
     """
 
     tokens_BT: torch.Tensor
@@ -92,6 +94,9 @@ def _generate_batch(
     cache = StaticInferenceContext(prompts_BS.size(0), total)
     with _inference_mode(pipeline):
         while progress.unfinished(limit_B):
+            if outgrown(pipeline.models, cache.sequence_len_offset, progress.position):
+                cache.sequence_len_offset = 0  # read the text so far again
+                cache.enable_prefill_mode()
             logits_BV = _relay(pipeline, progress.unread(cache.sequence_len_offset), cache)
             tokens_B, logprobs_B = _draw(
                 pipeline, logits_BV, sampling, generator, prompts_BS.size(0)

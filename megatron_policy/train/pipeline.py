@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.device import current_device
 from megatron_policy.groups import Groups
+from megatron_policy.model.rope import set_text_length
 from megatron_policy.topology import Topology
 
 # Logit of a padding entry of the vocabulary: its probability is exactly 0 and 0 * logit stays
@@ -107,6 +108,7 @@ class Pipeline:
         collect: bool,
     ) -> list[Any]:
         rows, length = microbatches[0]["input_ids"].shape
+        set_text_length(self.models, length)
         several = len(self.chunks) > 1
         data = [iter(microbatches) for _ in self.chunks]
         schedule = get_forward_backward_func()

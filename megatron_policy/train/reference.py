@@ -20,7 +20,7 @@ class ReferenceWeights:
     than one copy.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = tuple(parameters)
         self._frozen = tuple(host_buffer(p.data).copy_(p.data) for p in self._parameters)
         self._active = False
@@ -33,7 +33,7 @@ class ReferenceWeights:
         if self._active:
             raise RuntimeError("the reference policy is active already; its context does not nest")
         self._active = True
-        exchanged: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             for pair in zip(self._parameters, self._frozen, strict=True):
                 _exchange(*pair)
@@ -48,7 +48,7 @@ class ReferenceWeights:
 
 
 @torch.no_grad()
-def _exchange(parameter: torch.nn.Parameter, frozen: torch.Tensor) -> None:
+def _exchange(parameter: torch.Tensor, frozen: torch.Tensor) -> None:
     held = parameter.data.clone()
     parameter.data.copy_(frozen)
     frozen.copy_(held)

@@ -112,21 +112,21 @@ def test_an_existing_directory_is_refused_on_every_rank_and_left_alone(
 
 def fail_to_write(config: dict[str, Any], path: Path, rank: int) -> str:
     """The error every rank sees when one rank cannot write its file."""
-    from megatron_policy.converters import hf_files
+    from megatron_policy.converters import hf_writing
 
-    original = hf_files.write_shard
+    original = hf_writing.write_shard
 
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
     with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
         if policy.rank == rank:
-            hf_files.write_shard = full
+            hf_writing.write_shard = full
         try:
             with pytest.raises(ExportError) as error:
                 policy.export_hf(path, max_shard_bytes=50_000)
         finally:
-            hf_files.write_shard = original
+            hf_writing.write_shard = original
         policy.export_hf(path.with_name("second"), max_shard_bytes=50_000)
         return str(error.value)
 

@@ -22,7 +22,7 @@ from tests.dist.cases import (
 from tests.dist.layouts import LAYOUTS
 from tests.losses import loss_mask, token_nll
 
-VOCAB, LENGTH = 200, 24
+VOCAB, LENGTH = 200, 23
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 4.0,
@@ -30,6 +30,11 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONG = {"type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.6]}
+LONG |= {"long_factor": [1.5, 2.5, 4.5, 8.5]}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
     "llama with llama 3 rope scaling": {"family": "llama", "rope_scaling": LLAMA3, "tied": True},
@@ -40,11 +45,55 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2 with a window on later layers": {"family": "qwen2", "window": 6, "full_layers": 1},
     "qwen3 with heads wider than hidden": {"family": "qwen3", "head_dim": 32},
     "qwen3 with a window": {"family": "qwen3", "window": 5, "full_layers": 2},
+    "llama with biases in attention only": {"family": "llama", "attention_bias": True},
+    "llama with biases in the mlp only": {"family": "llama", "mlp_bias": True},
+    "llama with linear scaling": {"family": "llama", "rope_scaling": LINEAR},
+    "qwen2 with dynamic scaling of longer texts": {
+        "family": "qwen2",
+        "rope_scaling": DYNAMIC,
+        "max_position": LENGTH,  # which padding exceeds under sequence parallelism
+    },
+    "qwen3 with yarn scaling": {"family": "qwen3", "rope_scaling": YARN},
+    "gemma2": {"family": "gemma2", "tied": True},
+    "gemma3": {"family": "gemma3_text", "head_dim": 32, "rope_scaling": LINEAR, "tied": True},
+    "phi3 with a window": {"family": "phi3", "window": 9},
+    "phi3 with longrope over part of a head": {
+        "family": "phi3",
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": LONG,
+        "original_max_position_embeddings": LENGTH - 4,
+        "max_position": 64,
+    },
+    "granite": {"family": "granite", "attention_bias": True, "tied": True},
+    "olmo2": {"family": "olmo2"},
+    "olmo2 with one head per group": {"family": "olmo2", "groups": 4, "attention_bias": True},
+    "smollm3": {"family": "smollm3", "tied": True},
+    "smollm3 with a window": {"family": "smollm3", "window": 5},
+    "starcoder2": {"family": "starcoder2", "window": 9, "tied": True},
+    "cohere": {"family": "cohere", "tied": True},
+    "cohere with norms of each head": {"family": "cohere", "use_qk_norm": True},
 }
 
 
-@pytest.mark.parametrize("layout", ["TP2+SP", "PP2xVPP2"])
-@pytest.mark.parametrize("variant", VARIANTS)
+IN_A_PIPELINE = (
+    "llama with llama 3 rope scaling",
+    "mistral with a window",
+    "qwen2 with dynamic scaling of longer texts",
+    "gemma2",
+    "gemma3",
+    "phi3 with longrope over part of a head",
+    "granite",
+    "olmo2",
+    "smollm3 with a window",
+    "starcoder2",
+    "cohere",
+)
+"""What differs from stage to stage: ends of the model, kinds of layers."""
+RUNS = [(variant, "TP2+SP") for variant in VARIANTS]
+RUNS += [(variant, "PP2xVPP2") for variant in IN_A_PIPELINE]
+
+
+@pytest.mark.parametrize(("variant", "layout"), RUNS)
 def test_every_family_computes_and_learns_like_hf(
     ranks, checkpoint: Callable[..., Path], variant: str, layout: str
 ) -> None:
@@ -83,20 +132,33 @@ RECOMPUTED = {
 def test_recomputing_activations_changes_no_gradient(
     ranks, checkpoints, layout: str, kind: str
 ) -> None:
-    data = oracle.make_batch(2 * GLOBAL_BATCH, 12, 251)
+    compare_recomputed(ranks, checkpoints[False], 251, layout, kind)
+
+
+@pytest.mark.parametrize(
+    ("variant", "kind"),
+    [
+        ("gemma2", "full"),
+        ("olmo2", "selective norms and mlp"),
+        ("smollm3 with a window", "full by blocks"),
+        ("cohere", "selective norms and mlp"),
+    ],
+)
+def test_other_kinds_of_layers_can_be_recomputed(
+    ranks, checkpoint, variant: str, kind: str
+) -> None:
+    sizes = dict(VARIANTS[variant])
+    path = checkpoint(sizes.pop("family"), vocab=VOCAB, **sizes)
+    compare_recomputed(ranks, path, VOCAB, "TP2+SP", kind)
+
+
+def compare_recomputed(ranks: Any, path: Path, vocab: int, layout: str, kind: str) -> None:
+    data = oracle.make_batch(2 * GLOBAL_BATCH, 12, vocab)
     megatron = LAYOUTS[layout].megatron
-    plain = ranks.run(
-        2, train_two_steps, policy_config(checkpoints[False], megatron), "token", data, 251, False
-    )
     recomputing = megatron | {"activation_checkpointing": True} | RECOMPUTED[kind]
-    again = ranks.run(
-        2,
-        train_two_steps,
-        policy_config(checkpoints[False], recomputing),
-        "token",
-        data,
-        251,
-        False,
+    plain, again = (
+        ranks.run(2, train_two_steps, policy_config(path, m), "token", data, vocab, False)
+        for m in (megatron, recomputing)
     )
     for one, other in zip(plain, again, strict=True):
         for name, weight in one["weights"].items():

@@ -98,6 +98,60 @@ def test_greedy_continuations_are_those_of_transformers(ranks, checkpoints, name
         assert done.lengths_B.tolist() == [length + NEW for length in PROMPT_LENGTHS]
 
 
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("one process", {"window": 6}),
+    "gemma3_text": ("TP2+SP", {"window": 5, "head_dim": 32}),
+    "olmo2": ("TP2+SP", {}),
+    "phi3": ("one process", {"partial_rotary_factor": 0.5, "window": 6}),
+    "granite": ("PP2", {}),
+    "smollm3": ("PP2", {"window": 4}),
+    "starcoder2": ("one process", {"tied": True}),
+    "cohere": ("TP2+SP", {"use_qk_norm": True}),
+}
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_every_kind_of_layer_works_with_a_cache(ranks, checkpoint, family: str) -> None:
+    name, sizes = KINDS[family]
+    path = checkpoint(family, vocab=VOCAB, **sizes)
+    config = policy_config(path, LAYOUTS[name].megatron, **generation())
+    for seen in ranks.run(LAYOUTS[name].world, continue_prompts, config, None, True):
+        (done,) = seen["done"]
+        for row, length in enumerate(PROMPT_LENGTHS):
+            own = slice(length, length + NEW)
+            assert done.tokens_BT[row, : length + NEW].tolist() == hf_greedy(path, row)
+            torch.testing.assert_close(
+                done.logprobs_BT[row, own], seen["read"][row, own], rtol=0, atol=1e-5
+            )
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_follow_the_growth_of_the_text(ranks, checkpoint, kind: str) -> None:
+    """Each token's log-probability is that of reading the text up to it, whatever was cached."""
+    limit = max(PROMPT_LENGTHS) + 2
+    sizes: dict[str, Any] = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}
+    sizes |= {"max_position": limit}
+    if kind == "longrope":
+        factors = {"short_factor": [1.0] * 8, "long_factor": [3.0 + n for n in range(8)]}
+        sizes["rope_scaling"] = {"type": "longrope"} | factors
+        sizes |= {"original_max_position_embeddings": limit, "max_position": 64}
+    path = checkpoint("phi3" if kind == "longrope" else "llama", vocab=VOCAB, **sizes)
+    (seen,) = ranks.run(
+        1, continue_prompts, policy_config(path, {}, **generation()), None, True
+    )
+    (done,) = seen["done"]
+    for row, length in enumerate(PROMPT_LENGTHS):
+        text = done.tokens_BT[row : row + 1, : length + NEW]
+        # Rows share a cache, whose text is as long as the longest row so far: here, the row itself.
+        for end in range(length, length + NEW):
+            model = oracle.load_hf(path)
+            with torch.no_grad():
+                logprobs = model(text[:, :end]).logits[0, -1].float().log_softmax(-1)
+            assert done.logprobs_BT[row, end].item() == pytest.approx(
+                logprobs[text[0, end]].item(), abs=1e-5
+            )
+
+
 def test_a_stop_token_ends_its_row_and_no_other(ranks, checkpoints) -> None:
     path = checkpoints[False]
     ends = [hf_greedy(path, row)[length:] for row, length in enumerate(PROMPT_LENGTHS)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_policy.converters.config_fields import Fields
-from megatron_policy.converters.registry import family_of
+from megatron_policy.converters.registry import FAMILIES, family_of
 from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConversionError
 from tests.unit.test_table import raw, small
@@ -14,7 +14,7 @@ from tests.unit.test_table import raw, small
 def test_an_unknown_model_type_names_those_there_are_and_the_nearest() -> None:
     with pytest.raises(ConversionError) as caught:
         family_of("qwen22")
-    for said in ("llama, mistral, qwen2, qwen3", "did you mean qwen2?", "megatron_policy.models"):
+    for said in (*FAMILIES, "did you mean qwen2?", "megatron_policy.models"):
         assert said in str(caught.value)
 
 
@@ -37,7 +37,7 @@ def test_an_installed_package_can_add_a_family(tmp_path, monkeypatch) -> None:
     assert table.family == "miniature" and table.hf_shapes() == small().hf_shapes()
     with pytest.raises(ConversionError, match="is not a Family"):
         family_of("broken")
-    with pytest.raises(ConversionError, match="broken, llama, miniature"):
+    with pytest.raises(ConversionError, match=r"there are broken, .*llama, miniature, "):
         family_of("nothing")
 
 
@@ -52,6 +52,65 @@ def test_every_field_is_taken_ignored_or_named() -> None:
     assert "odd = 'no': it must be; can be 'yes'" in said
     assert "c = 3: unknown field" in said and "deep.y = 2: unknown field" in said
     assert all(f"\n  {name} = " not in said for name in "abd") and "deep.x" not in said
+
+
+def test_what_became_of_every_field_is_told_once() -> None:
+    fields = Fields(
+        {
+            "width": 8,
+            "heads": None,
+            "kind": "b",
+            "odd": "no",
+            "mark": 1,
+            "use_cache": True,
+            "late": 3,
+            "nothing": None,
+            "rope": {"base": 5, "deep": {"x": 1}, "rest": 2},
+        }
+    )
+    assert fields.take("width") == 8 and fields.take("heads", 4) == 4
+    fields.expect("kind", ("a", "b"), "one of two")
+    fields.expect("odd", ("yes",), "it must be")
+    fields.refuse("odd", "no", "for another reason")
+    fields.ignore("mark", "only a mark")
+    rope = fields.section("rope")
+    assert rope.take("base") == 5 and rope.section("deep").take("x") == 1
+    told = {use.name: (use.outcome, use.why) for use in fields.uses()}
+    assert told == {
+        "width": ("translated", ""),
+        "heads": ("translated", "taken as 4"),
+        "kind": ("translated", "one of two"),
+        "odd": ("refused", "it must be; can be 'yes'; for another reason"),
+        "mark": ("ignored", "only a mark"),
+        "use_cache": ("ignored", "how Hugging Face generates"),
+        "late": ("refused", "unknown field; remove it if it has no bearing on the model"),
+        "nothing": ("ignored", "null"),
+        "rope.base": ("translated", ""),
+        "rope.deep.x": ("translated", ""),
+        "rope.rest": ("refused", "unknown field; remove it if it has no bearing on the model"),
+    }
+    early = {use.name: (use.outcome, use.why) for use in fields.uses("the end came")}
+    changed = {name for name in told if told[name] != early[name]}
+    assert changed == {"late", "rope.rest"}
+    assert {early[name] for name in changed} == {("unread", "the end came")}
+
+
+def test_a_long_value_is_cut_in_messages() -> None:
+    fields = Fields({"layers": list(range(1000))})
+    with pytest.raises(ConversionError) as caught:
+        fields.finish()
+    assert "layers = [0, 1, 2," in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_a_quantised_config_is_refused_by_its_method_whatever_else_it_says() -> None:
+    for section, said in (
+        ({"quant_method": "gptq", "bits": 4}, "quantised to gptq (4 bits)"),
+        ({"quant_method": "mxfp4"}, "mxfp4; quantised weights cannot be converted"),
+        ("surprise", "quantised to 'surprise'"),
+    ):
+        with pytest.raises(ConversionError) as caught:
+            small(quantization_config=section)
+        assert said in str(caught.value), str(caught.value)
 
 
 def test_the_newer_spelling_of_the_rope_has_the_last_word() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import ConfigError
 from megatron_policy.layout import check_layout, topology_of
+from tests.unit.test_layout import shape
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -27,12 +27,12 @@ SHAPES = {
 def test_every_shipped_configuration_fits_its_model_and_ranks(file: str) -> None:
     world, (layers, heads, groups, ffn) = SHAPES[file]
     config = PolicyConfig.from_yaml(CONFIGS / file)
-    shape = SimpleNamespace(
+    model = shape(
         num_layers=layers, num_attention_heads=heads, num_query_groups=groups, ffn_hidden_size=ffn
     )
     topology = topology_of(config, world)
     assert topology.world_size == world
-    check_layout(config, shape, topology)
+    check_layout(config, model, topology)
 
 
 @pytest.mark.parametrize(

@@ -12,19 +12,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from megatron_policy.converters.hf_files import (
-    INDEX,
-    SINGLE,
-    HfReader,
-    copy_side_files,
-    locate,
-    partial_dir,
-    publish,
-    read_config,
-    stage,
-    write_index,
-    write_shard,
-)
+from megatron_policy.converters.hf_files import INDEX, SINGLE, HfReader, locate, read_config
+from megatron_policy.converters.hf_writing import copy_side_files, write_index, write_shard
+from megatron_policy.converters.publishing import partial_dir, publish, stage
 from megatron_policy.errors import ConfigError, ConversionError
 
 TENSORS = {
@@ -209,7 +199,7 @@ def test_a_model_that_is_nowhere_is_refused_by_name(tmp_path: Path) -> None:
         (None, "has no config.json"),
         ("{", "cannot be read"),
         ("{}", "cannot be read"),
-        ('{"model_type": "unheard-of"}', "unheard-of"),
+        ("[]", "it is no JSON object"),
         ('{"model_type": "llama", "hidden_size": "wide"}', "cannot be read"),
     ],
 )
@@ -221,6 +211,12 @@ def test_a_config_that_cannot_be_read_is_refused(
     with pytest.raises(ConfigError, match=said) as caught:
         read_config(tmp_path)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_a_model_type_that_nobody_knows_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "unheard-of", "auto_map": {}}')
+    with pytest.raises(ConversionError, match=r"no model family 'unheard-of'; .*llama.*models\.$"):
+        read_config(tmp_path)
 
 
 def test_copies_are_compared_slice_by_slice_over_the_ranks(tmp_path: Path) -> None:
@@ -328,6 +324,6 @@ def test_a_directory_of_something_else_is_never_replaced(tmp_path: Path) -> None
     export(out, "into an empty directory")
     (out / "config.json").rename(out / "thesis.tex")
     for overwrite in (False, True):
-        with pytest.raises(ConfigError, match="is no HF checkpoint"):
+        with pytest.raises(ConfigError, match="is no checkpoint"):
             stage(out, overwrite)
     assert os.listdir(out) == ["thesis.tex"]

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from megatron_policy.config import PolicyConfig
+from megatron_policy.converters.traits import Mla, Moe, QkNorm, Scoring
 from megatron_policy.errors import ConfigError
 from megatron_policy.layout import check_layout, layer_split, microbatches, topology_of
 from megatron_policy.topology import LayerSplit, Topology
 
 
-def shape(**changes: int) -> Any:
+def shape(**changes: Any) -> Any:
     """A model of 8 layers, 8 attention heads, 4 key-value heads and 96 feed-forward channels."""
     counts = {
         "num_layers": 8,
@@ -21,7 +22,9 @@ def shape(**changes: int) -> Any:
         "num_query_groups": 4,
         "ffn_hidden_size": 96,
     }
-    return SimpleNamespace(**(counts | changes))
+    kinds = {"mlp_bias": False, "qk_norm": QkNorm.NONE, "moe": None, "mla": None}
+    traits = counts | kinds | changes
+    return SimpleNamespace(**traits, mlp_widths=(traits["ffn_hidden_size"],))
 
 
 def config(gbs: int = 16, mbs: int = 2, **megatron: Any) -> PolicyConfig:
@@ -72,6 +75,8 @@ def test_tensor_parallelism_fits_fewer_and_more_ranks_than_key_value_heads(tp: i
         (16, shape(), r"[1, 2, 4, 8]"),
         (8, shape(ffn_hidden_size=12), r"[1, 2, 4]"),
         (3, shape(num_attention_heads=12, num_query_groups=4), r"[1, 2, 4, 12]"),
+        (8, shape(qk_norm=QkNorm.ALL_HEADS), r"[1, 2, 4]"),
+        (8, shape(qk_norm=QkNorm.EACH_HEAD), r"[1, 2, 4]"),
     ],
 )
 def test_tensor_parallelism_that_splits_nothing_evenly_names_the_legal_sizes(
@@ -147,3 +152,51 @@ def test_batching_that_is_not_built_names_its_section(section: str) -> None:
 def test_every_misfit_is_said_at_once() -> None:
     policy = config(gbs=17, tensor_model_parallel_size=3, pipeline_model_parallel_size=3)
     assert len(refusal(policy, shape(), 9).splitlines()) == 3
+
+
+MOE = Moe(experts=4, chosen=2, ffn_hidden_size=12, scoring=Scoring.SIGMOID, correction_bias=True)
+MLA = Mla(q_lora_rank=None, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
+
+
+def test_experts_need_sequence_parallelism_to_be_split_and_biases_never_are() -> None:
+    split = config(tensor_model_parallel_size=2)
+    assert "sequence_parallel=true: set it" in refusal(split, shape(moe=MOE), 2)
+    biased = shape(moe=MOE, mlp_bias=True)
+    assert "experts with biases, which Megatron-Core cannot split" in refusal(split, biased, 2)
+    with_it = config(tensor_model_parallel_size=2, sequence_parallel=True)
+    check_layout(with_it, shape(moe=MOE), topology_of(with_it, 2))
+    check_layout(config(), biased, topology_of(config(), 1))
+
+
+def test_latent_attention_needs_sequence_parallelism_to_be_split() -> None:
+    split = config(tensor_model_parallel_size=2)
+    assert "with latent attention needs" in refusal(split, shape(mla=MLA), 2)
+    with_it = config(tensor_model_parallel_size=2, sequence_parallel=True)
+    check_layout(with_it, shape(mla=MLA), topology_of(with_it, 2))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("moe_router_load_balancing_type", "aux_loss"),
+        ("moe_router_bias_update_rate", 1e-3),
+        ("moe_router_dtype", "bf16"),
+    ],
+)
+def test_wishes_about_routers_that_are_not_built_are_refused_where_there_are_routers(
+    key: str, value: Any
+) -> None:
+    policy = config(**{key: value})
+    assert f"policy.megatron_cfg.{key}=" in refusal(policy, shape(moe=MOE), 1)
+    check_layout(policy, shape(), topology_of(policy, 1))
+
+
+@pytest.mark.parametrize("dtype", [None, "fp32", "fp64"])
+def test_the_hosts_own_settings_of_routers_are_taken(dtype: str | None) -> None:
+    host = config(
+        moe_router_load_balancing_type="none",
+        moe_router_bias_update_rate=0.0,
+        moe_router_dtype=dtype,
+        freeze_moe_router=True,
+    )
+    check_layout(host, shape(moe=MOE), topology_of(host, 1))

@@ -12,17 +12,50 @@ from megatron_policy.converters.blocks import blocks_of
 from megatron_policy.converters.mismatch import SHOWN
 from megatron_policy.converters.registry import FAMILIES, Family
 from megatron_policy.converters.rows import Ignore, Row, Whole, fill_shard
-from megatron_policy.converters.table import Table, bind, canonical_name
+from megatron_policy.converters.table import Entry, Table, bind, canonical_name
 from megatron_policy.errors import ConversionError
 from megatron_policy.topology import LayerSplit
+from tests.expert_families import EXPERTS
 
-FULL = {
+GEMMA = {
+    "attention_bias": True,
+    "hidden_activation": "gelu",
+    "query_pre_attn_scalar": 4,
+}
+FULL: dict[str, dict[str, Any]] = {
+    "cohere": {
+        "attention_bias": True,
+        "layer_norm_eps": 1e-5,
+        "rms_norm_eps": None,
+        "use_qk_norm": True,
+    },
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA | {"rope_local_base_freq": 1e3},
+    "granite": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "attention_multiplier": 0.5,
+        "embedding_multiplier": 2.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+    },
+    "olmo2": {"attention_bias": True},
+    "phi3": {},
+    "smollm3": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "no_rope_layers": [1] * 3,
+    },
+    "starcoder2": {"norm_epsilon": 1e-5, "rms_norm_eps": None},
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 16},
     "qwen2": {},
     "qwen3": {},
+    **EXPERTS,
 }
 """Settings under which every row of a family's table applies, but for the one choice of tying."""
+
+BY_LAYER = ("gemma2", "gemma3_text", "gpt_oss", "qwen2", "qwen2_moe", "qwen3", "smollm3")
 
 
 def raw(family: str, layers: int = 3, **changes: Any) -> dict[str, Any]:
@@ -42,7 +75,11 @@ def raw(family: str, layers: int = 3, **changes: Any) -> dict[str, Any]:
         "hidden_act": "silu",
         "rope_theta": 1e4,
         "tie_word_embeddings": False,
-        **({"layer_types": ["full_attention"] * layers} if family.startswith("qwen") else {}),
+        **(
+            {"layer_types": ["full_attention"] * layers}
+            if family.startswith(("gemma", "gpt", "qwen", "smollm")) and family != "qwen3_moe"
+            else {}
+        ),
         **FULL[family],
         **changes,
     }
@@ -65,17 +102,22 @@ def without(family: str, row: Row | Ignore) -> Family:
 
 
 def rows_in_use() -> list[Any]:
-    """(family, tied, row) for every row of every family, with a config to which it applies."""
-    return [
-        pytest.param(
-            family, tied, row, id=f"{family}-{'tied' if tied else 'untied'}-{row.megatron}"
-        )
-        for family in FAMILIES
-        for tied in (False, True)
-        for row in FAMILIES[family].table
-        if not isinstance(row, Ignore)
-        and small(family, tie_word_embeddings=tied).architecture.holds(row.when)
-    ]
+    """Each row once, with the first family whose table has it and a config to which it applies."""
+    first: dict[tuple[bool, Row], Any] = {}
+    for tied in (False, True):
+        for family in FAMILIES:
+            table = small(family, tie_word_embeddings=tied)
+            for row in FAMILIES[family].table:
+                if (tied, row) not in first and not isinstance(row, Ignore):
+                    name = f"{family}-{'tied' if tied else 'untied'}-{row.megatron}"
+                    if entries_of(row, table):
+                        first[tied, row] = pytest.param(family, tied, row, id=name)
+    return list(first.values())
+
+
+def entries_of(row: Row, table: Table) -> list[Entry]:
+    """The row's entries; each expert has one of its own where HF stacks experts."""
+    return [e for e in table.entries if (e.row.megatron, e.row.hf) == (row.megatron, row.hf)]
 
 
 @pytest.mark.parametrize(("family", "tied", "row"), rows_in_use())
@@ -83,15 +125,17 @@ def test_removing_any_row_names_the_parameter_nobody_fills(
     family: str, tied: bool, row: Row
 ) -> None:
     fields = raw(family, tie_word_embeddings=tied)
+    whole = bind(fields)
     chunk = {"layers": range(3), "first": row.owns, "last": True}  # a copy is on a later stage only
     built = {
-        entry.megatron: entry.row.local_shape(bind(fields).architecture, 2)
-        for entry in bind(fields).entries_of(**chunk)
+        entry.megatron: entry.row.local_shape(whole.architecture, 2)
+        for entry in whole.entries_of(**chunk)
     }
     poorer = bind(fields, without(family, row))
     with pytest.raises(ConversionError) as caught:
         poorer.check_megatron(built, 2, poorer.entries_of(**chunk))
-    assert f"unexpected: {row.megatron.replace('{layer}', '2')} [" in str(caught.value)
+    entry = entries_of(row, whole)[0]
+    assert f"unexpected: {entry.megatron} [" in str(caught.value)
 
 
 @pytest.mark.parametrize(("family", "tied", "row"), rows_in_use())
@@ -105,8 +149,9 @@ def test_removing_any_row_names_the_hf_tensors_nobody_uses(
         return
     with pytest.raises(ConversionError) as caught:
         check(poorer, tensors)
-    for name in row.hf:
-        assert f"unexpected: {name.replace('{layer}', '2')} [" in str(caught.value)
+    entry = entries_of(row, bind(fields))[0]
+    for name in entry.hf:
+        assert f"unexpected: {name} [" in str(caught.value)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -146,7 +191,9 @@ def test_any_hf_tensor_that_is_no_plain_float_is_named_with_its_dtype(
             check(table, table.hf_shapes(), {name: dtype})
         said = str(caught.value)
         assert f"dtype: {name} is {str(dtype).removeprefix('torch.')}; it feeds" in said
-        assert "Dequantise or convert the checkpoint to float32 or bfloat16 or float16" in said
+        quantised = "is quantised to fp8 (e4m3): 1 tensors"
+        other = "Dequantise or convert the checkpoint to float32 or bfloat16 or float16"
+        assert (quantised if dtype == torch.float8_e4m3fn else other) in said
         assert said.count("dtype: ") == 1
 
 
@@ -158,9 +205,14 @@ def test_hf_tensors_may_be_any_mixture_of_plain_floats() -> None:
 def test_a_quantised_checkpoint_is_told_so_rather_than_that_its_scales_are_unknown() -> None:
     table = small()
     name = "model.layers.0.mlp.up_proj.weight"
-    with pytest.raises(ConversionError, match="Dequantise") as caught:
+    with pytest.raises(ConversionError, match=r"fp8 \(e4m3\).*block scales in 1") as caught:
         check(table, table.hf_shapes() | {f"{name}_scale_inv": (1,)}, {name: torch.float8_e4m3fn})
-    assert "scale_inv" not in str(caught.value)
+    assert "unexpected" not in str(caught.value)
+    assert "FineGrainedFP8Config(dequantize=True)" in str(caught.value)
+    packed = {k: v for k, v in table.hf_shapes().items() if k != name}
+    packed[name.replace("weight", "qweight")] = (2, 16)
+    with pytest.raises(ConversionError, match=r"gptq or awq \(qweight\): 1 tensors"):
+        check(table, packed)
 
 
 def test_adding_any_hf_tensor_names_it() -> None:

@@ -1,0 +1,36 @@
+"""Cohere's Command R and R+: attention and MLP side by side, layer norms without bias."""
+
+from __future__ import annotations
+
+from . import dense, norm_rows
+from .architecture import Architecture
+from .config_fields import Fields
+from .rope_fields import take_rope
+from .traits import Norm, QkNorm
+
+TABLE = (
+    *dense.ENDS,
+    *norm_rows.ONE,
+    *dense.ATTENTION,
+    *dense.ATTENTION_BIAS,
+    *norm_rows.EACH_HEAD,
+    *dense.MLP,
+)
+
+
+def architecture(fields: Fields) -> Architecture:
+    """The architecture a CohereConfig describes."""
+    fields.ignore("model_max_length", "the tokenizer's business")
+    fields.ignore("pretraining_tp", "only the order of summation in pretraining")
+    bias = fields.take("attention_bias", False)
+    return dense.architecture(
+        fields,
+        epsilon="layer_norm_eps",
+        rope=take_rope(fields, interleaved=True),
+        norm=Norm.LAYER,
+        parallel=True,
+        qkv_bias=bias,
+        proj_bias=bias,
+        qk_norm=QkNorm.EACH_HEAD if fields.take("use_qk_norm", False) else QkNorm.NONE,
+        logit_scale=float(fields.take("logit_scale", 1.0)),
+    )

@@ -1,0 +1,35 @@
+"""DeepSeek-V3 and R1: latent attention, and experts chosen from groups by corrected scores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from . import dense, experts, mla
+from .architecture import Architecture
+from .config_fields import Fields
+from .rows import Ignore, Row
+
+_LAYER: tuple[Row | Ignore, ...] = (
+    *dense.NORMS,
+    *mla.ATTENTION,
+    *dense.MLP,
+    *experts.routed(),
+    experts.CORRECTION_BIAS,
+    *experts.shared("shared_experts"),
+)
+TABLE: tuple[Row | Ignore, ...] = (*dense.ENDS, *_LAYER, *experts.further_layers(_LAYER))
+
+
+def architecture(fields: Fields) -> Architecture:
+    """The architecture a DeepseekV3Config describes."""
+    experts.ignore_balancing(fields)
+    fields.ignore("pretraining_tp", "only the order of summation in pretraining")
+    fields.ignore("ep_size", "how the makers' own code spread the experts")
+    fields.ignore("auto_map", "the makers' own code, which transformers replaces")
+    for name in ("aux_loss_alpha", "seq_aux"):
+        fields.ignore(name, "part of the makers' own loss, which is not used here")
+    common = mla.with_latent_attention(dense.architecture(fields), fields)
+    common = replace(common, further_layers=experts.take_further_layers(fields))
+    return experts.with_experts(
+        common, experts.take_sigmoid_moe(fields), experts.take_later_layers(fields)
+    )

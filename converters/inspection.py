@@ -1,0 +1,245 @@
+"""What a checkpoint comes to under its family's table: every weight and every config field.
+
+Works on inventories of names, shapes and dtypes; knows no files and reads no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_policy.errors import ConversionError
+
+from .architecture import Architecture
+from .blocks import Shape
+from .config_fields import IGNORED, IGNORED_FIELD, TRANSLATED, Fields, FieldUse, shown
+from .registry import family_of
+from .table import WEIGHT_DTYPES, Entry, Table, draft
+
+# The architecture's name for a config field, where it is another one.
+_STANDS_FOR = {
+    "attention_bias": "qkv_bias",
+    "attention_multiplier": "attention_scale",
+    "attn_logit_softcapping": "attention_softcap",
+    "embedding_multiplier": "embedding_scale",
+    "final_logit_softcapping": "logit_softcap",
+    "head_dim": "kv_channels",
+    "hidden_act": "activation",
+    "hidden_activation": "activation",
+    "intermediate_size": "ffn_hidden_size",
+    "layer_norm_eps": "layernorm_epsilon",
+    "layer_types": "windowed",
+    "moe_intermediate_size": "moe.ffn_hidden_size",
+    "n_group": "moe.groups",
+    "n_routed_experts": "moe.experts",
+    "norm_epsilon": "layernorm_epsilon",
+    "num_experts": "moe.experts",
+    "num_experts_per_tok": "moe.chosen",
+    "num_hidden_layers": "num_layers",
+    "num_key_value_heads": "num_query_groups",
+    "num_local_experts": "moe.experts",
+    "residual_multiplier": "residual_scale",
+    "rms_norm_eps": "layernorm_epsilon",
+    "rope_parameters.rope_theta": "rope.base",
+    "rope_theta": "rope.base",
+    "routed_scaling_factor": "moe.scale",
+    "sliding_window": "window",
+    "tie_word_embeddings": "tied",
+    "topk_group": "moe.groups_chosen",
+}
+_PARTS = ("", "mla.", "moe.", "rope.scaling.")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A Megatron parameter, or several alike of one row: their names are templates in {layer} and
+    {expert}, `layers` and `experts` the numbers these stand for.
+
+    `shape` is that of the whole parameter without its `padding` rows, `split` how tensor-parallel
+    ranks share it. Of each HF tensor: name, shape, the dtype `found`, and what is `wrong` or "".
+    """
+
+    megatron: str
+    shape: Shape
+    padding: int
+    row: str
+    split: str
+    hf: tuple[str, ...]
+    hf_shapes: tuple[Shape, ...]
+    found: tuple[str, ...]
+    wrong: tuple[str, ...]
+    layers: tuple[int, ...] = ()
+    experts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Loose:
+    """An HF tensor of the checkpoint that feeds no parameter, and why that may or may not be."""
+
+    name: str
+    shape: Shape
+    dtype: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A checkpoint under its table; `problems` has a text for each way in which they differ."""
+
+    family: str
+    weights: tuple[Weight, ...]
+    ignored: tuple[Loose, ...]
+    unmatched: tuple[Loose, ...]
+    fields: tuple[FieldUse, ...]
+    problems: tuple[str, ...]
+
+
+def inspect(
+    config: Mapping[str, Any],
+    written: Mapping[str, Any],
+    shapes: Mapping[str, Shape],
+    dtypes: Mapping[str, torch.dtype],
+) -> Inspection:
+    """Bind the table to `config` and hold it against the checkpoint's tensors.
+
+    `config` has the defaults of its class, `written` what the file says. ConversionError only
+    where no family can be told; whatever else does not match is in the result.
+    """
+    family = family_of(config.get("model_type", ""))
+    fields = Fields(config)
+    try:
+        table = draft(fields, family)
+    except ConversionError as error:
+        uses = tuple(fields.uses("the translation ended before"))
+        loose = _loose(shapes, shapes, dtypes, "what it feeds is unknown without the config")
+        return Inspection(family.name, (), (), loose, uses, (str(error),))
+    expected, ignored = table.hf_shapes(), [name for name in shapes if name in table.ignored]
+    extra = [name for name in shapes if name not in expected and name not in table.ignored]
+    return Inspection(
+        table.family,
+        tuple(_weights(table, shapes, dtypes)),
+        tuple(Loose(n, shapes[n], _short(dtypes[n]), table.ignored[n].why) for n in ignored),
+        _loose(extra, shapes, dtypes, f"no row of {table.family} uses it"),
+        tuple(_meanings(fields, written, table.architecture)),
+        tuple(_problems(fields, table, shapes, dtypes)),
+    )
+
+
+def folded(weights: Iterable[Weight]) -> list[Weight]:
+    """The weights, those as one that differ in nothing but the numbers of layer and expert."""
+    alike: dict[Weight, list[Weight]] = {}
+    for weight in weights:
+        alike.setdefault(replace(weight, layers=(), experts=()), []).append(weight)
+    return [
+        replace(
+            same,
+            layers=tuple(sorted({number for one in several for number in one.layers})),
+            experts=tuple(sorted({number for one in several for number in one.experts})),
+        )
+        for same, several in alike.items()
+    ]
+
+
+def _weights(
+    table: Table, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]
+) -> Iterator[Weight]:
+    arch = table.architecture
+    for entry in table.entries:
+        rows, *tail = entry.row.local_shape(arch, 1)
+        padding = entry.row.pad_rows(arch, 0, 1)
+        expected = entry.row.hf_shapes(arch)
+        yield Weight(
+            megatron=entry.row.megatron,
+            shape=(rows - padding, *tail),
+            padding=padding,
+            row=type(entry.row).__name__,
+            split=_split(entry),
+            hf=entry.row.hf,
+            hf_shapes=expected,
+            found=tuple(_short(dtypes[n]) if n in dtypes else "" for n in entry.hf),
+            wrong=tuple(
+                _wrong(shapes.get(n), want, dtypes.get(n))
+                for n, want in zip(entry.hf, expected, strict=True)
+            ),
+            layers=() if entry.layer is None else (entry.layer,),
+            experts=() if entry.expert is None else (entry.expert,),
+        )
+
+
+def _split(entry: Entry) -> str:
+    if not entry.row.owns:
+        return "as what it copies"
+    dim = entry.row.shard_dim
+    return "held whole by every rank" if dim is None else f"split along dimension {dim}"
+
+
+def _wrong(shape: Shape | None, expected: Shape, dtype: torch.dtype | None) -> str:
+    if shape is None:
+        return "missing"
+    if tuple(shape) != tuple(expected):
+        return f"is {list(shape)}"
+    return "" if dtype in WEIGHT_DTYPES else "of a dtype that cannot be converted"
+
+
+def _loose(
+    names: Iterable[str],
+    shapes: Mapping[str, Shape],
+    dtypes: Mapping[str, torch.dtype],
+    why: str,
+) -> tuple[Loose, ...]:
+    return tuple(Loose(name, shapes[name], _short(dtypes[name]), why) for name in names)
+
+
+def _problems(
+    fields: Fields, table: Table, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]
+) -> Iterator[str]:
+    checks: tuple[Callable[[], None], ...] = (
+        fields.finish,
+        partial(table.check_hf, shapes, dtypes),
+    )
+    for check in checks:
+        try:
+            check()
+        except ConversionError as error:
+            yield str(error)
+
+
+def _meanings(fields: Fields, written: Mapping[str, Any], arch: Architecture) -> Iterator[FieldUse]:
+    """The fields' uses, with the architecture's name for what was translated, and those of the file
+    that its class has under another name or that stand at the default of every model.
+    """
+    told = set()
+    for use in fields.uses():
+        told.add(use.name.split(".")[0])
+        if use.outcome == TRANSLATED and not use.why:
+            use = replace(use, why=_meaning(use, arch))
+        yield use
+    for name, value in written.items():
+        if name not in told:
+            why = IGNORED.get(name, "transformers reads it into other fields, or it is the default")
+            yield FieldUse(name, value, IGNORED_FIELD, why)
+
+
+def _meaning(use: FieldUse, arch: Architecture) -> str:
+    """The attribute of the architecture that the field became, with its value if that is another;
+    "" where it has the same name and value, or is not one attribute.
+    """
+    last = use.name.rpartition(".")[2]
+    for path in (_STANDS_FOR.get(use.name, ""), *(part + last for part in _PARTS)):
+        value: Any = arch
+        for step in path.split("."):
+            value = getattr(value, step, None)
+        value = getattr(value, "value", value)  # of an enumeration, its word
+        if value not in (None, ()):
+            if value == use.value:
+                return "" if path == use.name else path
+            return f"{path} = {shown(value)}"
+    return ""
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

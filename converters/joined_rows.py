@@ -1,0 +1,61 @@
+"""Rows whose HF tensors stand below each other in a single HF tensor; knows no model families."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from .architecture import Architecture
+from .blocks import Block, Shape
+from .rows import GateUp, Qkv
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Another row's Megatron parameter, its HF tensors joined along their rows."""
+
+    hf: tuple[str]
+    of: Qkv | GateUp
+    """What the parts would be called in `of.hf` is of no meaning."""
+    owns: ClassVar[bool] = True
+    keeps_dtype: ClassVar[bool] = False
+    shard_dim: ClassVar[int | None] = 0
+
+    @property
+    def megatron(self) -> str:
+        return self.of.megatron
+
+    @property
+    def when(self) -> str:
+        return self.of.when
+
+    def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
+        shapes = self.of.hf_shapes(arch)
+        return ((sum(rows for rows, *_ in shapes), *shapes[0][1:]),)
+
+    def local_shape(self, arch: Architecture, size: int) -> Shape:
+        return self.of.local_shape(arch, size)
+
+    def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
+        return self.of.pad_rows(arch, rank, size)
+
+    def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
+        local = self.local_shape(arch, size)
+        parts, (whole,) = self.of.hf_shapes(arch), self.hf_shapes(arch)
+        starts = [sum(rows for rows, *_ in parts[:part]) for part in range(len(parts))]
+        cut = self.of.cuts if isinstance(self.of, Qkv) else self.of.blocks
+        # Views by group do not fit the joined tensor, runs of rows do.
+        return tuple(
+            replace(
+                block,
+                part=0,
+                hf_view=whole,
+                hf_index=(_later(block.hf_index[0], starts[block.part]),),
+                shard_view=local,
+            )
+            for block in cut(arch, rank, size)
+        )
+
+
+def _later(rows: slice, start: int) -> slice:
+    return slice(rows.start + start, rows.stop + start)

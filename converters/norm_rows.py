@@ -1,0 +1,55 @@
+"""Rows of the norms that some dense families have instead of, or besides, the usual two of a layer.
+
+Knows no single family.
+"""
+
+from __future__ import annotations
+
+from .dense import H, M
+from .rows import Columns, Whole
+
+_AFTER_ATTENTION = M + "self_attn_bda.norm.weight"
+_AFTER_MLP = M + "mlp_bda.norm.weight"
+
+
+def _norm(megatron: str, hf: str) -> Whole:
+    return Whole(megatron, (hf,), ("hidden_size",))
+
+
+AFTER = (
+    _norm(_AFTER_ATTENTION, H + "post_attention_layernorm.weight"),
+    _norm(_AFTER_MLP, H + "post_feedforward_layernorm.weight"),
+)
+"""The outputs of attention and MLP are normalised, not their inputs."""
+
+AROUND = (
+    _norm(M + "input_layernorm.weight", H + "input_layernorm.weight"),
+    _norm(M + "pre_mlp_layernorm.weight", H + "pre_feedforward_layernorm.weight"),
+    *AFTER,
+)
+"""Both are."""
+
+BIASES = (
+    _norm(M + "input_layernorm.bias", H + "input_layernorm.bias"),
+    _norm(M + "pre_mlp_layernorm.bias", H + "post_attention_layernorm.bias"),
+    _norm("decoder.final_layernorm.bias", "model.norm.bias"),
+)
+"""Of the usual norms."""
+
+ONE = (_norm(M + "input_layernorm.weight", H + "input_layernorm.weight"),)
+"""One norm for attention and MLP, which work side by side."""
+
+
+def _of_heads(query: tuple[str, ...], key: tuple[str, ...]) -> tuple[Columns, Columns]:
+    attention, hf = M + "self_attention.", H + "self_attn."
+    return (
+        Columns(attention + "q_layernorm.weight", (hf + "q_norm.weight",), query, when="qk_norm"),
+        Columns(attention + "k_layernorm.weight", (hf + "k_norm.weight",), key, when="qk_norm"),
+    )
+
+
+ALL_HEADS = _of_heads(("query_size",), ("kv_size",))
+"""Queries and keys are normalised over all heads; a rank has the weights of its own."""
+
+EACH_HEAD = _of_heads(("num_attention_heads", "kv_channels"), ("num_query_groups", "kv_channels"))
+"""Head by head, with weights of each head's own."""

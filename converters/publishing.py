@@ -1,0 +1,169 @@
+"""Directories that appear whole or not at all: written beside their final name, then renamed.
+
+Knows nothing of what is in them but the file by which a checkpoint is told from other things.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import glob
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from megatron_policy.errors import ConfigError
+
+_MARKS = ("config.json", "metadata.json")
+"""A directory that holds neither is no checkpoint, of Hugging Face or Megatron-Core."""
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+"""What file systems answer that know no locks."""
+
+
+def partial_dir(destination: str | Path) -> Path:
+    """Where an export to `destination` is written: beside it, on the same file system."""
+    final = _absolute(destination)
+    return final.with_name(f".{final.name}.partial")
+
+
+def stage(destination: str | Path, overwrite: bool = False) -> Path:
+    """Make an empty `partial_dir` and return it; for one rank to call, before any writes.
+
+    ConfigError when `destination` exists and may not be replaced.
+    """
+    check_replaceable(destination, overwrite)
+    partial = partial_dir(destination)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def publish(partial: Path, destination: str | Path, overwrite: bool = False) -> None:
+    """Give the fully written directory its final name; for one rank to call, after all wrote."""
+    final = check_replaceable(destination, overwrite)
+    replaced = _replaced(final)
+    shutil.rmtree(replaced, ignore_errors=True)
+    _flush_directories(partial)
+    if final.exists():
+        final.rename(replaced)
+    partial.rename(final)
+    flush_directory(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_directory(destination: str | Path, overwrite: bool = False) -> Iterator[Path]:
+    """An empty directory that gets the name `destination` if the body succeeds, and goes if not.
+
+    One that a killed process left behind is removed; those of running ones are left alone: each has
+    its own, and the last to finish needs `overwrite`. ConfigError as for `stage`.
+    """
+    final = _absolute(destination)
+    partial = final.with_name(f".{final.name}.partial-{uuid.uuid4().hex[:12]}")
+    made_parents = _make_parents(final)
+    with contextlib.ExitStack() as held:
+        try:
+            with _locked(final.parent):
+                _clean_up(final)
+                check_replaceable(final, overwrite)
+                partial.mkdir()
+                held.enter_context(_locked(partial))  # until this process ends, however it does
+            yield partial
+            with _locked(final.parent):
+                publish(partial, final, overwrite)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            for parent in made_parents:
+                with contextlib.suppress(OSError):  # others may use it by now
+                    parent.rmdir()
+            raise
+
+
+def check_replaceable(destination: str | Path, overwrite: bool) -> Path:
+    """The absolute destination, if it is free, empty, or a checkpoint that may be replaced."""
+    final = _absolute(destination)
+    if not final.exists() or (final.is_dir() and not any(final.iterdir())):
+        return final
+    if not any((final / mark).is_file() for mark in _MARKS):
+        raise ConfigError(f"{final} exists and is no checkpoint; choose another path")
+    if not overwrite:
+        raise ConfigError(f"{final} exists; choose another path or set overwrite=True")
+    return final
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file and wait until it is on the disk."""
+    with path.open("wb") as file:
+        file.write(content)
+        flush(file)
+
+
+def flush(file: IO[bytes]) -> None:
+    """Wait until what was written is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def flush_directory(directory: Path) -> None:
+    """Wait until the directory's entries are on the disk."""
+    with _opened(directory) as handle:
+        os.fsync(handle)
+
+
+def _flush_directories(root: Path) -> None:
+    for directory, _, _ in os.walk(root):
+        flush_directory(Path(directory))
+
+
+def _absolute(destination: str | Path) -> Path:
+    return Path(destination).expanduser().absolute()
+
+
+def _replaced(final: Path) -> Path:
+    return final.with_name(f".{final.name}.replaced")
+
+
+def _make_parents(final: Path) -> list[Path]:
+    """Make the missing parents of `final`, and return them, innermost first."""
+    missing = [parent for parent in final.parents if not parent.exists()]
+    for parent in reversed(missing):
+        parent.mkdir(exist_ok=True)
+    return missing
+
+
+def _clean_up(final: Path) -> None:
+    """Remove what killed processes left behind; a directory they were replacing comes back."""
+    replaced = _replaced(final)
+    if replaced.exists() and not final.exists():
+        replaced.rename(final)
+    for partial in final.parent.glob(f".{glob.escape(final.name)}.partial-*"):
+        with contextlib.suppress(BlockingIOError), _locked(partial, wait=False):
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path, wait: bool = True) -> Iterator[None]:
+    """Hold the directory's lock; BlockingIOError if another process does and we do not `wait`."""
+    with _opened(directory) as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            if not wait:  # nobody can tell whether somebody still needs the directory
+                raise BlockingIOError(error.errno, "no locks on this file system") from error
+        yield
+
+
+@contextlib.contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        yield handle
+    finally:
+        os.close(handle)

@@ -1,0 +1,52 @@
+"""Names that some releases of Megatron-Core read without Transformer Engine, bound only with it.
+
+Not a matter of the device: a machine with a GPU and without Transformer Engine needs them too.
+Where they are bound, nothing is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+
+def bind() -> None:
+    """Bind what is unbound, to what stands for "there is no Transformer Engine"."""
+    recomputation()
+    router_kernel()
+    latent_attention()
+
+
+def recomputation() -> None:
+    """Selective recomputation of norms asks whether fp8 is on, of a class that is unbound."""
+    import megatron.core.tensor_parallel.random as mcore_random
+
+    if not hasattr(mcore_random, "FP8GlobalStateManager"):
+        mcore_random.FP8GlobalStateManager = _NoFp8
+        mcore_random.activation_recompute_forward = lambda **k: contextlib.nullcontext()
+        mcore_random.fp8_autocast = lambda *a, **k: contextlib.nullcontext()
+
+
+def router_kernel() -> None:
+    """The router of experts asks whether a fused matrix product is there, by a name unbound."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def latent_attention() -> None:
+    """Latent attention takes Transformer Engine for installed when its names import."""
+    import megatron.core.transformer.multi_latent_attention as mcore_mla
+
+    if mcore_mla.HAVE_TE and not isinstance(mcore_mla.TELinear, type):
+        mcore_mla.HAVE_TE = False
+
+
+class _NoFp8:
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+    @staticmethod
+    def get_fp8_recipe() -> None:
+        return None

@@ -1,0 +1,106 @@
+"""Norms of queries and keys whose weights differ from head to head: each tensor-parallel rank has
+those of its own heads; knows nothing of models.
+
+Shapes: S positions, B batch, N heads of this rank, H head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from megatron_policy.device import current_device
+
+
+class AllHeadsRMSNorm(torch.nn.Module):
+    """RMS normalisation over all heads of a token together, those of other ranks included (OLMo 2,
+    2024): `[S, B, N, H]` to the same.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.group = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"]).tp
+        self.width = heads * hidden_size
+        self.weight = _of_own_heads(config, self.width // self.group.size())
+
+    def forward(self, x_SBNH: torch.Tensor) -> torch.Tensor:
+        x_SBD = x_SBNH.float().flatten(2)
+        square = _SumOverRanks.apply(x_SBD.pow(2).sum(-1, keepdim=True), self.group)
+        scale = torch.rsqrt(square / self.width + self.eps)
+        return (self.weight * x_SBD.mul(scale)).to(x_SBNH.dtype).view_as(x_SBNH)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """For Megatron-Core's checkpoints: ranks hold parts of one weight."""
+        return _sharded(self, prefix, sharded_offsets)
+
+
+class EachHeadLayerNorm(torch.nn.Module):
+    """Layer normalisation head by head, with weights of each head's own and no bias (Cohere's
+    Command R+): `[S, B, N, H]` to the same.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        parts = config.tensor_model_parallel_size
+        self.weight = _of_own_heads(config, heads // parts, hidden_size)
+
+    def forward(self, x_SBNH: torch.Tensor) -> torch.Tensor:
+        normed = torch.nn.functional.layer_norm(x_SBNH.float(), x_SBNH.shape[-1:], eps=self.eps)
+        return (self.weight.float() * normed).to(x_SBNH.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """For Megatron-Core's checkpoints: ranks hold parts of one weight."""
+        return _sharded(self, prefix, sharded_offsets)
+
+
+def _of_own_heads(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(
+        torch.empty(*shape, device=current_device(), dtype=config.params_dtype)
+    )
+    # A rank's part of one weight: its share of the gradient is whole, and its norm counts.
+    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+    if config.perform_initialization:
+        torch.nn.init.ones_(parameter)
+    return parameter
+
+
+def _sharded(module: torch.nn.Module, prefix: str, offsets: Any) -> dict[str, Any]:
+    state = module.state_dict(prefix="", keep_vars=True)
+    return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, offsets)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Every rank's heads depend on the sum, so its gradient is a sum over ranks as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return _summed(grad, ctx.group), None
+
+
+def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    if group.size() == 1:
+        return x
+    total = x.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total

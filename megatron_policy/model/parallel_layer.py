@@ -1,0 +1,49 @@
+"""A decoder layer whose attention and MLP work side by side; knows nothing of what they are.
+
+Source: Wang and Komatsuzaki 2021, "GPT-J-6B"; Cohere's Command R has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+
+class ParallelLayer(TransformerLayer):
+    """`x + dropout(attention(norm(x))) + dropout(mlp(norm(x)))`, one norm for both.
+
+    Of selective recomputation it knows that of core attention and that of the MLP.
+    """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        rotary_pos_emb: torch.Tensor | None = None,
+        inference_context: Any = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """`[S, B, D]` to the same, as `TransformerLayer.forward`; there is no cross attention."""
+        normed = self.input_layernorm(hidden_states)
+        attended = self.self_attention(
+            normed,
+            attention_mask=attention_mask,
+            inference_context=inference_context,
+            rotary_pos_emb=rotary_pos_emb,
+        )
+        if self.recompute_mlp:
+            mixed = tensor_parallel.checkpoint(self.mlp, False, normed)
+        else:
+            mixed = self.mlp(normed)
+        fused = self.config.bias_dropout_fusion
+        with self.bias_dropout_add_exec_handler():
+            hidden_states = self.self_attn_bda(self.training, fused)(
+                attended, hidden_states, self.hidden_dropout
+            )
+            hidden_states = self.mlp_bda(self.training, fused)(
+                mixed, hidden_states, self.hidden_dropout
+            )
+        return hidden_states, None

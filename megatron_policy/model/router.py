@@ -1,0 +1,72 @@
+"""Chooses experts for tokens exactly as Hugging Face does; knows nothing of what experts compute.
+
+Shapes: T tokens, E experts, K chosen experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+
+from megatron_policy.converters.traits import Moe, Scoring
+
+
+class Router(TopKRouter):
+    """Megatron-Core's router with every way to score and choose that `Moe` names.
+
+    Its own renormalises sigmoid scores always or, for one chosen expert, never, and ranks groups by
+    as many experts as it takes of each. No token is dropped, and no loss is added.
+    """
+
+    def __init__(self, moe: Moe, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.moe = moe
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights `[T, E]`, zero where a token does not take an expert, and where it does."""
+        assert padding_mask is None
+        return route(logits.flatten(0, -2), self.moe, self.expert_bias)
+
+
+def route(
+    logits_TE: torch.Tensor, moe: Moe, correction_E: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights `[T, E]` of each token's chosen experts, in fp32 or wider, and which they are.
+
+    Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", for groups and `correction_E`.
+    """
+    logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    if moe.scoring is Scoring.SIGMOID:
+        scores_TE = logits_TE.sigmoid()
+    elif moe.scoring is Scoring.SOFTMAX:
+        scores_TE = logits_TE.softmax(-1)
+    else:
+        scores_TE = logits_TE
+    with torch.no_grad():
+        ranked_TE = scores_TE if correction_E is None else scores_TE + correction_E
+        chosen_TK = _of_best_groups(ranked_TE, moe).topk(moe.chosen, dim=-1).indices
+    weights_TK = scores_TE.gather(-1, chosen_TK)
+    if moe.scoring is Scoring.SOFTMAX_OF_CHOSEN:
+        weights_TK = weights_TK.softmax(-1)
+    elif moe.renormalized:
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+    weights_TE = torch.zeros_like(scores_TE).scatter(-1, chosen_TK, weights_TK * moe.scale)
+    taken_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(-1, chosen_TK, True)
+    return weights_TE, taken_TE
+
+
+def _of_best_groups(ranked_TE: torch.Tensor, moe: Moe) -> torch.Tensor:
+    """The scores with those outside a token's best groups at minus infinity; a group is as good as
+    its two best experts together.
+    """
+    if moe.groups_chosen == moe.groups:
+        return ranked_TE
+    grouped = ranked_TE.unflatten(-1, (moe.groups, -1))
+    goodness = grouped.topk(min(2, grouped.size(-1)), dim=-1).values.sum(-1)
+    best = goodness.topk(moe.groups_chosen, dim=-1).indices
+    outside = torch.ones_like(goodness, dtype=torch.bool).scatter(-1, best, False)
+    return grouped.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(-2)

@@ -1,0 +1,223 @@
+"""What the config of every dense family comes to: each field translated, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.hf_config import read_config
+from megatron_policy.converters.rotary import Llama3Scaling, Rope
+from megatron_policy.converters.table import bind
+from megatron_policy.converters.traits import Activation, Norm, QkNorm
+from megatron_policy.errors import ConversionError
+from tests.unit.published import LLAMA3
+
+SMALL = {
+    "vocab_size": 150,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+SOME = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+
+
+def config_file(path: Path, family: str, **fields: Any) -> Path:
+    """A directory whose config.json was made by the config class of `family`."""
+    AutoConfig.for_model(family, **SMALL | fields).save_pretrained(path)
+    return path
+
+
+def edited(path: Path, family: str, **fields: Any) -> Path:
+    """The same with fields put into the file by hand, past the config class; None removes one."""
+    config_file(path, family)
+    config = json.loads((path / "config.json").read_text()) | fields
+    (path / "config.json").write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )
+    return path
+
+
+def architecture(path: Path) -> Architecture:
+    return bind(read_config(path)).architecture
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "expected"),
+    [
+        ("llama", {}, {"rope": Rope(1e4), "window": None, "tied": False, "kv_channels": 4}),
+        ("llama", {"rope_theta": 5e5}, {"rope": Rope(5e5)}),
+        (
+            "llama",
+            {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+            {"rope": Rope(5e5, Llama3Scaling(8.0, 1.0, 4.0, 8192))},
+        ),
+        ("llama", {"attention_bias": True}, {"qkv_bias": True, "proj_bias": True}),
+        ("llama", {"mlp_bias": True}, {"qkv_bias": False, "proj_bias": False, "mlp_bias": True}),
+        ("llama", {"head_dim": 8}, {"kv_channels": 8}),
+        ("mistral", {"sliding_window": 4}, {"window": 4, "windowed": ()}),
+        ("mistral", {"sliding_window": None}, {"window": None}),
+        ("qwen2", {}, {"qkv_bias": True, "proj_bias": False, "qk_norm": QkNorm.NONE}),
+        ("qwen2", {"sliding_window": 4}, {"window": None, "windowed": ()}),
+        ("qwen2", SOME, {"window": 4, "windowed": (False, True, True)}),
+        ("qwen3", {"head_dim": 4, **SOME, "max_window_layers": 0}, {"window": 4, "windowed": ()}),
+        (
+            "qwen3",
+            {"head_dim": 8},
+            {"qk_norm": QkNorm.PER_HEAD, "qkv_bias": False},
+        ),
+        ("qwen3", {"attention_dropout": 0.1}, {"attention_dropout": 0.1, "kv_channels": 128}),
+        ("qwen2", {"rms_norm_eps": 1e-5}, {"layernorm_epsilon": 1e-5, "num_query_groups": 2}),
+        ("llama", {"hidden_act": "gelu_new"}, {"activation": Activation.GELU_TANH}),
+        (
+            "gemma2",
+            {"head_dim": 8, "query_pre_attn_scalar": 16, "sliding_window": 4},
+            {
+                "attention_scale": 0.25,
+                "embedding_scale": 4.0,
+                "attention_softcap": 50.0,
+                "logit_softcap": 30.0,
+                "window": 4,
+                "windowed": (True, False, True),
+                "norm": Norm.RMS_PLUS_ONE,
+                "post_norm": True,
+                "activation": Activation.GELU_TANH,
+            },
+        ),
+        (
+            "gemma3_text",
+            {"head_dim": 8, "layer_types": ["full_attention"] * 3},
+            {"window": None, "window_rope": None, "rope": Rope(1e6), "qk_norm": QkNorm.PER_HEAD},
+        ),
+        (
+            "phi3",
+            {"resid_pdrop": 0.25, "sliding_window": 5, "pad_token_id": None},
+            {"hidden_dropout": 0.25, "embedding_dropout": 0.0, "window": 5},
+        ),
+        (
+            "granite",
+            {
+                "attention_multiplier": 0.5,
+                "embedding_multiplier": 12.0,
+                "logits_scaling": 8.0,
+                "residual_multiplier": 0.25,
+            },
+            {
+                "attention_scale": 0.5,
+                "embedding_scale": 12.0,
+                "logit_scale": 0.125,
+                "residual_scale": 0.25,
+            },
+        ),
+        ("olmo2", {}, {"pre_norm": False, "post_norm": True, "qk_norm": QkNorm.ALL_HEADS}),
+        (
+            "smollm3",
+            {
+                "no_rope_layers": [1, 0, 1, 0],
+                "use_sliding_window": True,
+                "sliding_window": 4,
+                "pad_token_id": None,
+            },
+            {"without_rope": (False, True, False), "window": 4, "windowed": (False, True, False)},
+        ),
+        (
+            "starcoder2",
+            {"residual_dropout": 0.1, "embedding_dropout": 0.2, "use_bias": False},
+            {
+                "hidden_dropout": 0.1,
+                "embedding_dropout": 0.2,
+                "gated": False,
+                "norm_bias": True,
+                "mlp_bias": False,
+            },
+        ),
+        (
+            "cohere",
+            {"logit_scale": 0.5, "use_qk_norm": True, "rope_theta": 8e6},
+            {
+                "logit_scale": 0.5,
+                "qk_norm": QkNorm.EACH_HEAD,
+                "parallel": True,
+                "norm_bias": False,
+                "rope": Rope(8e6, interleaved=True),
+            },
+        ),
+    ],
+)
+def test_a_config_is_read_as_transformers_reads_it(
+    tmp_path: Path, family: str, fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    read = architecture(config_file(tmp_path, family, **fields))
+    assert {name: getattr(read, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "said"),
+    [
+        ("llama", {"hidden_act": "relu"}, "hidden_act = 'relu': the MLP can have silu, swish, "),
+        ("gemma2", {"hidden_activation": "relu"}, "hidden_activation = 'relu'"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ("gemma3_text", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping = 5.0"),
+        ("phi3", {"attention_bias": True, "pad_token_id": None}, "attention_bias = True"),
+        ("granite", {"num_local_experts": 8}, "num_local_experts = 8: unknown field"),
+        ("olmo2", {"clip_qkv": 8.0}, "clip_qkv = 8.0: unknown field"),
+        ("cohere", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ("llama", {"router_aux_loss_coef": 0.1}, "router_aux_loss_coef = 0.1: unknown field"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantised weights"),
+        ("qwen2", {"use_mrope": True}, "use_mrope = True"),
+        ("qwen3", {"attention_bias": True}, "attention_bias = True"),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, "no model family 'ministral'"),
+        (
+            "qwen2",
+            {"layer_types": ["sliding_attention"] * 3},
+            "layer_types = 'sliding_attention': needs use_sliding_window",
+        ),
+        ("qwen2", {"architectures": ["Qwen2ForTokenClassification"]}, "Qwen2ForCausalLM"),
+    ],
+)
+def test_a_config_that_would_change_the_result_is_refused_by_name(
+    tmp_path: Path, family: str, fields: dict[str, Any], said: str
+) -> None:
+    path = edited(tmp_path, family, **fields)
+    with pytest.raises(ConversionError) as caught:
+        architecture(path)
+    assert said in str(caught.value)
+
+
+def test_a_config_with_everything_transformers_itself_adds_is_translated(tmp_path: Path) -> None:
+    path = edited(
+        tmp_path,
+        "qwen2",
+        use_mrope=False,
+        torch_dtype="bfloat16",
+        temperature=0.7,
+        eos_token_id=[1, 2],
+        max_length=64,
+        transformers_version="4.40.0",
+    )
+    assert architecture(path).qkv_bias
+
+
+def test_every_problem_of_a_config_is_listed_at_once(tmp_path: Path) -> None:
+    path = edited(tmp_path, "llama", rope_interleaved=True, hidden_act="relu", one=1, two=2)
+    with pytest.raises(ConversionError) as caught:
+        architecture(path)
+    for said in ("rope_interleaved", "hidden_act", "one = 1", "two = 2"):
+        assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "phi4_multimodal"])
+def test_a_relative_that_reads_images_is_refused_with_the_name_of_its_text_part(
+    model_type: str,
+) -> None:
+    with pytest.raises(ConversionError, match=rf"{model_type} cannot be converted: it also reads"):
+        bind({"model_type": model_type})

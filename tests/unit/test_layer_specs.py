@@ -1,0 +1,35 @@
+"""Which layer implementation a model gets: what Transformer Engine cannot express is said by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_policy.converters.traits import Norm, QkNorm
+from megatron_policy.errors import ConfigError
+from megatron_policy.model.spec import resolve_implementation
+from tests.unit.test_rows import model
+
+
+@pytest.mark.parametrize(
+    ("traits", "said"),
+    [
+        ({"attention_softcap": 50.0}, "softcapped attention scores"),
+        ({"attention_sinks": True}, "attention sinks"),
+        ({"post_norm": True}, "norms after attention and MLP"),
+        ({"pre_norm": False}, "layers without norms before attention and MLP"),
+        ({"parallel": True}, "parallel attention and MLP"),
+        ({"residual_scale": 0.5}, "factor on the residual sum"),
+        ({"norm": Norm.LAYER}, "layer norm without bias"),
+        ({"qk_norm": QkNorm.ALL_HEADS}, "query and key norms across heads"),
+        ({"qk_norm": QkNorm.EACH_HEAD}, "query and key norms across heads"),
+    ],
+)
+def test_what_transformer_engine_cannot_express_is_refused_by_name(
+    traits: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"cannot express this model's {said}; use 'auto' or"):
+        resolve_implementation("transformer_engine", model(**traits))
+    for wish in ("auto", "local"):
+        assert resolve_implementation(wish, model(**traits)) == "local"

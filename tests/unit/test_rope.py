@@ -1,0 +1,177 @@
+"""Rotary frequencies and factors against transformers' own, for every way of scaling them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from megatron_policy.converters.hf_config import read_config
+from megatron_policy.converters.rotary import Rope
+from megatron_policy.converters.table import bind
+from megatron_policy.errors import ConversionError
+from megatron_policy.model.rope import Rotary, attention_factor, columns, inverse_frequencies
+from tests.unit.published import LLAMA3
+from tests.unit.test_rows import model
+
+HEAD, LONGEST = 16, 64
+FACTORS = {
+    "short_factor": [1.0 + 0.1 * pair for pair in range(HEAD // 2)],
+    "long_factor": [1.0 + 0.7 * pair for pair in range(HEAD // 2)],
+}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
+    "llama3": LLAMA3 | {"original_max_position_embeddings": 32},
+    "yarn": {"rope_type": "yarn", "factor": 4.0},
+    "yarn of a longer text": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 2048,
+        "beta_fast": 20.0,
+        "beta_slow": 2.0,
+    },
+    "yarn untruncated": {"rope_type": "yarn", "factor": 4.0, "truncate": False, "beta_fast": 9.0},
+    "yarn with mscales": {"rope_type": "yarn", "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 1.3},
+    "yarn with one mscale": {"rope_type": "yarn", "factor": 8.0, "mscale": 0.7},
+    "yarn with a factor": {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.25},
+    "longrope": {"rope_type": "longrope", "factor": 4.0, **FACTORS},
+    "longrope with a factor": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "attention_factor": 1.5,
+        **FACTORS,
+    },
+    "longrope within its length": {"rope_type": "longrope", "factor": 1.0, **FACTORS},
+}
+
+
+def rope_and_config(path: Path, scaling: dict[str, Any], **fields: Any) -> tuple[Rope, Any]:
+    """What a llama config comes to, and the config as transformers reads it."""
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=4 * HEAD,
+        num_attention_heads=4,
+        head_dim=HEAD,
+        max_position_embeddings=LONGEST,
+        rope_theta=5e4,
+        rope_scaling=dict(scaling),
+        **fields,
+    )
+    config.save_pretrained(path)
+    return bind(read_config(path)).architecture.rope, AutoConfig.from_pretrained(path)
+
+
+@pytest.mark.parametrize("length", [10, LONGEST, LONGEST + 1, 3 * LONGEST])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_frequencies_and_factor_are_those_of_transformers(
+    tmp_path: Path, name: str, length: int
+) -> None:
+    rope, config = rope_and_config(tmp_path, SCALINGS[name])
+    kind = SCALINGS[name]["rope_type"]
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length)
+    torch.testing.assert_close(
+        inverse_frequencies(rope, HEAD, length), frequencies, rtol=1e-6, atol=0
+    )
+    assert attention_factor(rope) == pytest.approx(factor, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])
+def test_a_part_of_a_head_is_rotated_as_transformers_does(tmp_path: Path, kind: str) -> None:
+    rope, _ = rope_and_config(tmp_path / "whole", SCALINGS[kind])
+    half = AutoConfig.for_model(
+        "llama",
+        head_dim=HEAD,
+        max_position_embeddings=LONGEST,
+        rope_theta=5e4,
+        rope_scaling=dict(SCALINGS[kind]),
+        partial_rotary_factor=0.5,
+    )
+    frequencies, _ = ROPE_INIT_FUNCTIONS[kind](half, torch.device("cpu"), seq_len=100)
+    ours = inverse_frequencies(dataclasses.replace(rope, fraction=0.5), HEAD, 100)
+    torch.testing.assert_close(ours, frequencies, rtol=1e-6, atol=0)
+    assert len(ours) == HEAD // 4
+
+
+def test_scalings_turn_pairs_differently_and_long_texts_differently_where_they_should(
+    tmp_path: Path,
+) -> None:
+    plain = inverse_frequencies(Rope(5e4), HEAD)
+    for name, scaling in SCALINGS.items():
+        rope, _ = rope_and_config(tmp_path / name, scaling)
+        short, long = (inverse_frequencies(rope, HEAD, n) for n in (LONGEST, LONGEST + 1))
+        assert torch.equal(short, long) != (scaling["rope_type"] in ("dynamic", "longrope")), name
+        assert not torch.equal(long, plain), name
+
+
+def test_each_layer_cuts_out_the_angles_of_its_own_rope() -> None:
+    whole, windowed = Rope(1e6, fraction=0.5), Rope(1e3, interleaved=True)
+    arch = model(
+        num_layers=3,
+        kv_channels=8,
+        rope=whole,
+        window=4,
+        windowed=(True, False, True),
+        window_rope=windowed,
+        without_rope=(False, False, True),
+    )
+    rotary = Rotary((windowed, whole), arch.kv_channels)
+    angles = rotary(5)
+    assert angles.shape == (5, 1, 1, 8 + 4) and angles.dtype == torch.float32
+    once = torch.outer(torch.arange(5.0), inverse_frequencies(windowed, 8))
+    mine = angles[:, 0, 0, columns(arch, 0)]
+    assert torch.equal(mine, torch.stack([once, once], -1).flatten(1))
+    once = torch.outer(torch.arange(5.0), inverse_frequencies(whole, 8))
+    assert torch.equal(angles[:, 0, 0, columns(arch, 1)], torch.cat([once, once], 1))
+    assert columns(arch, 2) is None
+
+
+def test_padding_does_not_make_a_text_longer(tmp_path: Path) -> None:
+    rope, _ = rope_and_config(tmp_path, SCALINGS["dynamic"])
+    rotary = Rotary((rope,), HEAD)
+    padded, long = LONGEST + 8, rotary(LONGEST + 8)
+    rotary.text_length = LONGEST
+    assert rotary.depends_on_length
+    assert torch.equal(rotary(padded)[:LONGEST], rotary(LONGEST))
+    assert not torch.equal(rotary(padded), long)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "said"),
+    [
+        ({"rope_type": "linear", "factor": "2"}, "factor = '2': must be a positive number"),
+        ({"rope_type": "yarn", "factor": 0.0}, "factor = 0.0: must be a positive number"),
+        ({"rope_type": "dynamic"}, "factor, which this model family needs"),
+        ({"rope_type": "proportional", "factor": 2.0}, "rope_type = 'proportional'"),
+        ({"rope_type": "yarn", "factor": 2.0, "beta_medium": 3}, "beta_medium = 3: unknown"),
+        (
+            {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [1.0]},
+            "short_factor has 1 numbers; heads of 16 have 8 rotated pairs",
+        ),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    ],
+)
+def test_a_scaling_that_cannot_be_honoured_is_refused_by_name(
+    scaling: dict[str, Any], said: str
+) -> None:
+    raw = {
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": 4 * HEAD,
+        "num_attention_heads": 4,
+        "intermediate_size": 8,
+        "vocab_size": 9,
+        "max_position_embeddings": LONGEST,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_theta": 1e4} | scaling,
+    }
+    with pytest.raises(ConversionError) as caught:
+        bind(raw)
+    assert said in str(caught.value)

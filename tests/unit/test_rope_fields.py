@@ -1,0 +1,103 @@
+"""Where the rotary embedding stands in configs: in fields, or in sections, of either release."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_policy.converters.rotary import (
+    DynamicScaling,
+    LinearScaling,
+    LongScaling,
+    Rope,
+    Scaling,
+    YarnScaling,
+)
+from tests.unit.published import LLAMA3
+from tests.unit.test_family_configs import architecture, edited
+
+SCALINGS: dict[str, tuple[dict[str, Any], Scaling]] = {
+    "linear": ({"factor": 2.0}, LinearScaling(2.0)),
+    "dynamic": ({"factor": 2.0}, DynamicScaling(2.0, 128)),
+    "yarn": (
+        {"factor": 2.0, "original_max_position_embeddings": 64, "attention_factor": 1.5},
+        YarnScaling(2.0, 64, 32.0, 1.0, True, 1.5),
+    ),
+    "longrope": (
+        {"short_factor": [1.0, 1.5], "long_factor": [2.0, 2.5], "attention_factor": 1.5},
+        LongScaling((1.0, 1.5), (2.0, 2.5), 128, 1.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize("release", ["older", "oldest", "newer"])
+def test_every_rope_scaling_of_either_release_is_read(
+    tmp_path: Path, kind: str, release: str
+) -> None:
+    written, scaling = SCALINGS[kind]
+    if release == "newer":
+        section = {"rope_type": kind, "rope_theta": 1e4} | written
+        fields = {"rope_theta": None, "rope_parameters": section}
+    else:
+        section = {"rope_type" if release == "older" else "type": kind} | written
+        fields = {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": section}
+    assert architecture(edited(tmp_path, "llama", **fields)).rope == Rope(1e4, scaling)
+
+
+def test_gemma_3_has_a_rope_of_windowed_layers_in_either_release(tmp_path: Path) -> None:
+    linear = {"rope_type": "linear", "factor": 8.0}
+    newer = {
+        "full_attention": {"rope_theta": 5e5} | linear,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+    }
+    older = {"rope_theta": 5e5, "rope_local_base_freq": 5e3, "rope_scaling": linear}
+    removed = dict.fromkeys(("rope_parameters", "rope_theta", "rope_local_base_freq"))
+    for name, fields in {"newer": {"rope_parameters": newer}, "older": older}.items():
+        path = edited(tmp_path / name, "gemma3_text", head_dim=8, **removed | fields)
+        read = architecture(path)
+        assert read.rope == Rope(5e5, LinearScaling(8.0)) and read.window_rope == Rope(5e3)
+
+
+def test_phi_3_writes_the_length_before_scaling_outside_of_the_section(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0], "long_factor": [2.0]}
+    path = edited(
+        tmp_path,
+        "phi3",
+        rope_parameters=None,
+        rope_theta=1e4,
+        rope_scaling={"type": "longrope"} | factors,
+        original_max_position_embeddings=32,
+        partial_rotary_factor=0.5,
+        pad_token_id=None,
+    )
+    factor = math.sqrt(1 + math.log(128 / 32) / math.log(32))
+    scaling = LongScaling((1.0,), (2.0,), 32, pytest.approx(factor))
+    assert architecture(path).rope == Rope(1e4, scaling, fraction=0.5)
+
+
+@pytest.mark.parametrize(
+    ("theta", "scaling"), [(5e5, {}), (5e5, LLAMA3), (1e4, {"rope_type": "default"})]
+)
+def test_the_rope_of_either_release_of_transformers_is_read_alike(
+    tmp_path: Path, theta: float, scaling: dict[str, Any]
+) -> None:
+    newer = {"rope_type": "default", **scaling, "rope_theta": theta}
+    reads = [
+        architecture(edited(tmp_path / "newer", "llama", rope_parameters=newer, rope_theta=None)),
+        architecture(
+            edited(
+                tmp_path / "older",
+                "llama",
+                rope_parameters=None,
+                rope_theta=theta,
+                rope_scaling=scaling or None,
+            )
+        ),
+    ]
+    assert reads[0] == reads[1]
+    assert reads[0].rope.base == theta
+    assert (reads[0].rope.scaling is None) == ("factor" not in scaling)
