@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import importing, training
+from benchmarks import converting, importing, training
 from benchmarks.results import Measurement
 
 Measure = Callable[[Path, int], Measurement]
@@ -115,6 +115,13 @@ SCORECARD: tuple[Row, ...] = (
         goal=0.8,
         better=HIGHER,
         skipped="arrives with offload and checkpoints; needs a GPU",
+    ),
+    Row(
+        13,
+        "conversion (1.5B, 64 MiB of memory; the worse direction) / reading and writing the bytes",
+        limit=1.0,
+        goal=1.8,
+        measure=converting.over_copying,
     ),
 )
 

@@ -21,10 +21,10 @@ from megatron_policy.converters.hf_files import HfReader, read_config
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.interfaces import LossInputType, LossType
 from megatron_policy.layout import layer_split
-from megatron_policy.model.build import build_chunks, transformer_config
+from megatron_policy.model.build import build_chunks
+from megatron_policy.model.config import LOCAL, transformer_config
 from megatron_policy.model.load import Held, held_entries, load_parameters
 from megatron_policy.model.optimizer import make_trainable
-from megatron_policy.model.spec import LOCAL
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.topology import Placement
 

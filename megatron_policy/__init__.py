@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from megatron_policy.version import VERSION as __version__
+
 if TYPE_CHECKING:
     from megatron_policy.batch import BatchedDataDict as BatchedDataDict
     from megatron_policy.config import PolicyConfig as PolicyConfig
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
     from megatron_policy.workers.environment import init_ray as init_ray
     from megatron_policy.workers.policy import Policy as Policy
     from megatron_policy.workers.worker import MegatronPolicyWorker as MegatronPolicyWorker
-
-__version__ = "0.1.0"
 
 # Which module a name is fetched from when somebody asks for it.
 _HOME = {

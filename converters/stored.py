@@ -1,0 +1,140 @@
+"""A tensor that lies in chunks in files: which bytes of which file are a range of its elements.
+
+Knows no formats of files and opens none.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from .blocks import Block, Shape
+from .runs import Correspondence
+
+if TYPE_CHECKING:
+    from torch import dtype
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor, row by row in a file from byte `start` on."""
+
+    path: Path
+    start: int
+    origin: Shape
+    sizes: Shape
+
+
+class Transfer(NamedTuple):
+    """Bytes that follow each other in a file and lie in `spans`, (first, end), of a range."""
+
+    path: Path
+    offset: int
+    spans: list[tuple[int, int]]
+
+
+class Stored:
+    """A tensor of that shape and dtype whose `chunks` tile it, or tile more rows than it has."""
+
+    def __init__(self, shape: Shape, dtype: dtype, chunks: Sequence[Chunk]) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.chunks = tuple(sorted(chunks, key=lambda chunk: chunk.origin))
+        self._in_rows = all(chunk.sizes[1:] == shape[1:] for chunk in self.chunks)
+        self._row = math.prod(shape[1:])
+
+    def transfers(self, first: int, count: int) -> Iterator[Transfer]:
+        """Where elements `first` to `first + count` lie, flat, in `spans` of a buffer for them."""
+        if not self._in_rows:
+            yield from self._scattered(first, first + count)
+            return
+        item, last = self.dtype.itemsize, first + count
+        at = max(0, bisect_right(self._starts, first) - 1)
+        while first < last:
+            chunk, start = self.chunks[at], self._starts[at]
+            end = min(last, start + chunk.sizes[0] * self._row if chunk.sizes else start + 1)
+            if first < end:
+                done = count - (last - first)
+                span = (done * item, (done + end - first) * item)
+                yield Transfer(chunk.path, chunk.start + (first - start) * item, [span])
+                first = end
+            at += 1
+
+    def extents(self) -> Iterator[tuple[Path, int, int]]:
+        """(path, first byte, the one after the last) of the tensor's own bytes."""
+        for move in self.transfers(0, math.prod(self.shape)):
+            yield move.path, move.offset, move.offset + sum(b - a for a, b in move.spans)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """The first element of each chunk, for chunks of whole rows."""
+        return [chunk.origin[0] * self._row if chunk.origin else 0 for chunk in self.chunks]
+
+    @cached_property
+    def _boxes(self) -> list[tuple[Chunk, Correspondence]]:
+        boxes = []
+        for chunk in self.chunks:
+            index = tuple(
+                slice(at, at + n) for at, n in zip(chunk.origin, chunk.sizes, strict=True)
+            )
+            # Rows that the files have beyond the tensor's shape are never asked for.
+            view = (max(self.shape[0], chunk.origin[0] + chunk.sizes[0]), *self.shape[1:])
+            block = Block(0, view, index, chunk.sizes, (slice(None),))
+            boxes.append((chunk, Correspondence.of(block)))
+        return boxes
+
+    def _scattered(self, first: int, last: int) -> Iterator[Transfer]:
+        """The same for chunks of any form: what a chunk has of the range comes in one go."""
+        item = self.dtype.itemsize
+        for chunk, box in self._boxes:
+            spans: list[tuple[int, int]] = []
+            begin = end = -1
+            for piece in box.pieces(first, last):
+                for place, at, length in piece.common_runs():
+                    if at != end and spans:
+                        yield Transfer(chunk.path, chunk.start + begin * item, spans)
+                        spans = []
+                    if not spans:
+                        begin = at
+                    spans.append((place * item, (place + length) * item))
+                    end = at + length
+            if spans:
+                yield Transfer(chunk.path, chunk.start + begin * item, spans)
+
+
+def tiled(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
+    """Whether boxes, (origin, sizes) each, fill a tensor of that shape without overlap."""
+    if any(
+        a < 0 or n < 0 or a + n > size
+        for origin, sizes in boxes
+        for a, n, size in zip(origin, sizes, shape, strict=True)
+    ):
+        return False
+    if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
+        return False
+    return _is_grid(shape, boxes) or _are_disjoint(boxes)
+
+
+def _is_grid(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
+    """Whether the boxes are what straight cuts through the whole tensor leave."""
+    cuts = []
+    for dim, size in enumerate(shape):
+        starts = sorted({origin[dim] for origin, _ in boxes})
+        cuts.append({begin: end - begin for begin, end in pairwise((*starts, size))})
+    origins = {origin for origin, _ in boxes}
+    return len(origins) == len(boxes) == math.prod(map(len, cuts)) and all(
+        n == cut[at]
+        for origin, sizes in boxes
+        for at, n, cut in zip(origin, sizes, cuts, strict=True)
+    )
+
+
+def _are_disjoint(boxes: Sequence[tuple[Shape, Shape]]) -> bool:
+    return not any(
+        all(a < b + m and b < a + n for a, n, b, m in zip(*one, *other, strict=True))
+        for i, one in enumerate(boxes)
+        for other in boxes[:i]
+    )

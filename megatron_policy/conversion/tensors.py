@@ -1,0 +1,179 @@
+"""A checkpoint's tensors under their Hugging Face names, range by range, whatever format they are
+in; knows files and layouts, but neither digests nor configs.
+
+A range is `count` elements of a tensor, flat in HF order, from element `first` on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.blocks import Row, Shape, blocks_of
+from megatron_policy.converters.raw_files import RawFiles
+from megatron_policy.converters.runs import Correspondence, Piece
+from megatron_policy.converters.stored import Stored
+from megatron_policy.converters.table import Entry
+
+
+@dataclass(frozen=True)
+class Info:
+    """What a tensor is."""
+
+    dtype: torch.dtype
+    shape: Shape
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes they take."""
+        return self.elements * self.dtype.itemsize
+
+
+class Tensors(Protocol):
+    """Where ranges of tensors are read from, or written to."""
+
+    def read(self, name: str, first: int, values: Tensor, scratch: Tensor) -> None:
+        """Fill flat `values` with the range of as many elements; `scratch` is bytes to use."""
+
+    def write(self, name: str, first: int, values: Tensor, scratch: Tensor) -> None:
+        """Put flat `values` where that range belongs."""
+
+    def scratch(self, name: str, dtype: torch.dtype) -> int:
+        """Bytes of scratch needed for each element of a range in that dtype."""
+
+
+class FileTensors:
+    """Tensors that lie whole in their files, as in safetensors."""
+
+    def __init__(self, stored: Mapping[str, Stored], files: RawFiles) -> None:
+        self.stored, self._files = stored, files
+
+    def read(self, name: str, first: int, values: Tensor, scratch: Tensor) -> None:
+        """See `Tensors.read`."""
+        _move(self._files.read, self.stored[name], first, values)
+
+    def write(self, name: str, first: int, values: Tensor, scratch: Tensor) -> None:
+        """See `Tensors.write`."""
+        _move(self._files.write, self.stored[name], first, values)
+
+    def scratch(self, name: str, dtype: torch.dtype) -> int:
+        """None."""
+        return 0
+
+
+class Share(NamedTuple):
+    """What of an HF tensor is in one parameter, and where that is: more than once when written."""
+
+    stored: tuple[Stored, ...]
+    block: Correspondence
+    span: tuple[int, int]
+
+
+class ParameterTensors:
+    """Tensors whose elements lie in Megatron-Core's parameters, along the blocks of their rows."""
+
+    def __init__(self, shares: Mapping[str, Sequence[Share]], files: RawFiles) -> None:
+        self._shares, self._files = shares, files
+
+    def read(self, name: str, first: int, values: Tensor, scratch: Tensor) -> None:
+        """See `Tensors.read`."""
+        found = 0
+        for (stored, *_), piece in self._pieces(name, first, first + values.numel()):
+            found += piece.elements
+            if piece.is_plain and stored.dtype == values.dtype:
+                for place, at, length in piece.common_runs():
+                    _move(self._files.read, stored, at, values[place : place + length])
+                continue
+            dense = _dense(scratch, stored.dtype, piece)
+            done = 0
+            for at, length in piece.runs():
+                _move(self._files.read, stored, at, dense[done : done + length])
+                done += length
+            _strided(values, piece).copy_(dense.view(piece.sizes))
+        assert found == values.numel(), f"{name}: {found} of {values.numel()} elements"
+
+    def write(self, name: str, first: int, values: Tensor, scratch: Tensor) -> None:
+        """See `Tensors.write`."""
+        for places, piece in self._pieces(name, first, first + values.numel()):
+            for stored in places:
+                if piece.is_plain and stored.dtype == values.dtype:
+                    for place, at, length in piece.common_runs():
+                        _move(self._files.write, stored, at, values[place : place + length])
+                    continue
+                dense = _dense(scratch, stored.dtype, piece)
+                dense.view(piece.sizes).copy_(_strided(values, piece))
+                done = 0
+                for at, length in piece.runs():
+                    _move(self._files.write, stored, at, dense[done : done + length])
+                    done += length
+
+    def scratch(self, name: str, dtype: torch.dtype) -> int:
+        """See `Tensors.scratch`."""
+        return max(
+            0 if share.block.is_plain and stored.dtype == dtype else stored.dtype.itemsize
+            for share in self._shares[name]
+            for stored in share.stored
+        )
+
+    def _pieces(
+        self, name: str, first: int, last: int
+    ) -> Iterator[tuple[tuple[Stored, ...], Piece]]:
+        for stored, block, (begin, end) in self._shares[name]:
+            if begin < last and first < end:
+                for piece in block.pieces(first, last):
+                    yield stored, piece
+
+
+def shares_of(
+    entries: Sequence[Entry], arch: Architecture, stored: Mapping[str, tuple[Stored, ...]]
+) -> dict[str, list[Share]]:
+    """For each HF tensor its shares in the parameters, which `stored` has by their names."""
+    known: dict[Row, list[tuple[int, Correspondence]]] = {}
+    shares: dict[str, list[Share]] = {}
+    for entry in entries:
+        if entry.row not in known:
+            blocks = blocks_of(entry.row, arch, 0, 1)
+            known[entry.row] = [(block.part, Correspondence.of(block)) for block in blocks]
+        for part, block in known[entry.row]:
+            share = Share(stored[entry.megatron], block, block.span)
+            shares.setdefault(entry.hf[part], []).append(share)
+    return shares
+
+
+def flat_bytes(values: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor."""
+    return values.view(torch.uint8).numpy().data
+
+
+class _Mover(Protocol):
+    def __call__(self, path: Path, offset: int, views: Sequence[memoryview], /) -> None: ...
+
+
+def _move(mover: _Mover, stored: Stored, first: int, values: Tensor) -> None:
+    if not values.numel():
+        return
+    content = flat_bytes(values)
+    for path, offset, spans in stored.transfers(first, values.numel()):
+        mover(path, offset, [content[begin:end] for begin, end in spans])
+
+
+def _dense(scratch: Tensor, dtype: torch.dtype, piece: Piece) -> Tensor:
+    return scratch[: piece.elements * dtype.itemsize].view(dtype)
+
+
+def _strided(values: Tensor, piece: Piece) -> Tensor:
+    return values.as_strided(
+        piece.sizes, piece.hf_strides, values.storage_offset() + piece.hf_offset
+    )
