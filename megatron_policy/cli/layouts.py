@@ -1,4 +1,4 @@
-"""The command line; heavy imports stay inside the commands, so that asking for help is quick."""
+"""`inspect-config`: does a configuration fit its model and ranks, and which rank holds what."""
 
 from __future__ import annotations
 
@@ -17,35 +17,9 @@ if TYPE_CHECKING:
     from megatron_policy.converters.architecture import Architecture
     from megatron_policy.topology import Topology
 
-app = typer.Typer(
-    name="megatron-policy",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
 SHOWN_SIZES = 8
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
-        from megatron_policy import __version__
-
-        typer.echo(f"megatron-policy {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def main(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
-    ] = False,
-) -> None:
-    """Megatron-Core policies for reinforcement learning, from and to Hugging Face checkpoints."""
-
-
-@app.command("inspect-config")
 def inspect_config(
     path: Annotated[Path, typer.Argument(help="A YAML file with a `policy` section.")],
     world_size: Annotated[

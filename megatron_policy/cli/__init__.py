@@ -1,0 +1,52 @@
+"""The command line; heavy imports stay inside the commands, so that asking for help is quick."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from megatron_policy.cli.convert import convert
+from megatron_policy.cli.inspect import inspect
+from megatron_policy.cli.layouts import inspect_config
+from megatron_policy.cli.parity import parity
+from megatron_policy.cli.verify import verify
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="megatron-policy",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    # Plain text: an error stays one line that can be searched for, and help needs no import.
+    rich_markup_mode=None,
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from megatron_policy import __version__
+
+        typer.echo(f"megatron-policy {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Megatron-Core policies for reinforcement learning, from and to Hugging Face checkpoints.
+
+    Exit codes: 0 all is well, 1 the data or the check failed, 2 the command is not understood.
+    """
+
+
+app.command("convert")(convert)
+app.command("inspect")(inspect)
+app.command("verify")(verify)
+app.command("parity")(parity)
+app.command("inspect-config")(inspect_config)

@@ -1,0 +1,89 @@
+"""`convert`: a Hugging Face directory to a Megatron-Core checkpoint, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron_policy.cli.failures import one_line_errors
+from megatron_policy.cli.options import MAX_MEMORY, Config, Dtype, MaxMemory
+from megatron_policy.cli.progress import transfer
+from megatron_policy.cli.sizes import parse_size, show_size
+
+if TYPE_CHECKING:
+    from megatron_policy.conversion import Report
+
+
+class Format(StrEnum):
+    """Megatron-Core's torch_dist checkpoint, or Hugging Face safetensors."""
+
+    mcore = "mcore"
+    hf = "hf"
+
+
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint to read.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="The directory to make.")],
+    to: Annotated[Format, typer.Option(help="The format of DST.")],
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Cast the weights to this; they stay as they are without.")
+    ] = None,
+    max_memory: MaxMemory = MAX_MEMORY,  # type: ignore[assignment]
+    max_shard_size: Annotated[
+        int,
+        typer.Option(
+            parser=parse_size, metavar="SIZE", help="Most bytes of a file of DST, such as 5GB."
+        ),
+    ] = "5GB",  # type: ignore[assignment]
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, say what would be written, stop.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace DST if it is a checkpoint.")
+    ] = False,
+    config: Config = None,
+) -> None:
+    """Convert a checkpoint, block by block; needs no GPU and holds no model in memory.
+
+    DST appears when it is complete. A run that was ended can simply be repeated.
+    """
+    _refuse_itself(source, destination)
+    with one_line_errors():
+        from megatron_policy.conversion import convert, plan_conversion
+
+        settings = {
+            "to": to.value,
+            "dtype": None if dtype is None else dtype.value,
+            "max_memory": max_memory,
+            "max_shard_size": max_shard_size,
+            "config": config,
+        }
+        if dry_run:
+            for line in plan_conversion(source, destination, **settings).describe():
+                typer.echo(line)
+            return
+        with transfer("converted") as tell:
+            report = convert(source, destination, overwrite=overwrite, progress=tell, **settings)
+        for line in _lines(report):
+            typer.echo(line)
+
+
+def _lines(report: Report) -> Iterator[str]:
+    plan = report.plan
+    compared = "was compared with its" if report.had_digests else "has no"
+    yield (
+        f"{plan.destination}: {plan.family}, {len(plan.tensors)} tensors, "
+        f"{show_size(plan.bytes_written)} in {len(plan.files)} file{'s' * (len(plan.files) != 1)}"
+    )
+    yield f"digest of its tensors {report.digest}; the source {compared} digests"
+    if plan.dropped:
+        yield f"left out, since they feed nothing: {', '.join(plan.dropped)}"
+
+
+def _refuse_itself(source: str, destination: Path) -> None:
+    if Path(source).expanduser().resolve() == destination.expanduser().resolve():
+        raise typer.BadParameter(f"SRC and DST are both {destination}; DST must be another place")

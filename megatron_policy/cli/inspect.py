@@ -1,0 +1,137 @@
+"""`inspect`: the family's table bound to a checkpoint, weight by weight and field by field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron_policy.cli.failures import fail, one_line, one_line_errors
+from megatron_policy.cli.options import Config
+
+if TYPE_CHECKING:
+    from megatron_policy.converters.config_fields import FieldUse
+    from megatron_policy.converters.inspection import Inspection, Loose, Weight
+
+
+def inspect(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of either format.")],
+    every: Annotated[bool, typer.Option("--all", help="Every layer and expert by itself.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    config: Config = None,
+) -> None:
+    """Show how each weight and config field of a checkpoint is understood.
+
+    Reads the config and the headers of files, no weights. Exits with 1 if anything is left over on
+    either side.
+    """
+    with one_line_errors():
+        inspection = _inspect(source, config)
+        if as_json:
+            _print_json(inspection)
+        else:
+            for line in _lines(inspection, every):
+                typer.echo(line)
+        if inspection.problems:
+            fail("; also: ".join(map(one_line, inspection.problems)))
+
+
+def _inspect(source: str, config: Path | None) -> Inspection:
+    from dataclasses import replace
+
+    from megatron_policy.conversion.headers import read_headers
+    from megatron_policy.converters.inspection import inspect
+
+    seen = read_headers(source, config)
+    inspection = inspect(seen.config, seen.written, seen.shapes, seen.dtypes)
+    return replace(inspection, problems=(*seen.problems, *inspection.problems))
+
+
+def _print_json(inspection: Inspection) -> None:
+    import json
+    from dataclasses import asdict
+
+    typer.echo(json.dumps(asdict(inspection), indent=1, default=str))
+
+
+def _lines(inspection: Inspection, every: bool) -> Iterator[str]:
+    from megatron_policy.converters.inspection import folded
+
+    weights = inspection.weights if every else folded(inspection.weights)
+    yield f"family {inspection.family}"
+    yield ""
+    yield "weights: the Megatron-Core parameter, and the Hugging Face tensors it is made of"
+    for weight in weights:
+        yield from _weight(weight, every)
+    for title, loose in (
+        ("ignored tensors", inspection.ignored),
+        ("unmatched tensors", inspection.unmatched),
+    ):
+        if loose:
+            yield from ("", title, *map(_loose, loose))
+    yield from ("", "config.json", *map(_field, inspection.fields))
+    yield ""
+    yield _total(inspection)
+
+
+def _weight(weight: Weight, every: bool) -> Iterator[str]:
+    padding = f" + {weight.padding} rows of padding" if weight.padding else ""
+    where = "" if every else _where(weight)
+    name, shape = _name(weight.megatron, weight, every), list(weight.shape)
+    yield f"  {name}  {shape}{padding}  {weight.row}, {weight.split}{where}"
+    for part, size, found, wrong in zip(
+        weight.hf, weight.hf_shapes, weight.found, weight.wrong, strict=True
+    ):
+        mark = f"  << {wrong}" if wrong else ""
+        yield f"      {_name(part, weight, every)}  {list(size)}  {found}".rstrip() + mark
+
+
+def _name(template: str, weight: Weight, every: bool) -> str:
+    if not every:
+        return template
+    for mark, numbers in (("{layer}", weight.layers), ("{expert}", weight.experts)):
+        template = template.replace(mark, ",".join(map(str, numbers)))
+    return template
+
+
+def _where(weight: Weight) -> str:
+    layers = f"  layers {ranges(weight.layers)}" if weight.layers else ""
+    return layers + (f", experts {ranges(weight.experts)}" if weight.experts else "")
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short: "0-3, 7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _loose(tensor: Loose) -> str:
+    return f"  {tensor.name}  {list(tensor.shape)}  {tensor.dtype}: {tensor.why}"
+
+
+def _field(use: FieldUse) -> str:
+    from megatron_policy.converters.config_fields import shown
+
+    return f"  {use.outcome:<10}  {use.name} = {shown(use.value)}" + (
+        f": {use.why}" if use.why else ""
+    )
+
+
+def _total(inspection: Inspection) -> str:
+    from collections import Counter
+
+    wrong = sum(any(weight.wrong) for weight in inspection.weights)
+    fields = Counter(use.outcome for use in inspection.fields)
+    parts = [
+        f"{len(inspection.weights)} parameters, {wrong} without their tensors",
+        f"{len(inspection.ignored)} tensors ignored, {len(inspection.unmatched)} unmatched",
+        "fields: " + ", ".join(f"{count} {outcome}" for outcome, count in fields.items()),
+    ]
+    return "; ".join(parts)

@@ -1,0 +1,45 @@
+"""Options that several commands have, declared once."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_policy.cli.sizes import parse_size
+
+MAX_MEMORY, LEAST_MEMORY = "2GiB", 2**20
+
+
+class Dtype(StrEnum):
+    """Dtypes of weights in a checkpoint."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def parse_memory(text: str) -> int:
+    """A size that is enough to work with."""
+    size = parse_size(text)
+    if size < LEAST_MEMORY:
+        raise typer.BadParameter(f"{text} is too little; it must be at least 1MiB")
+    return size
+
+
+MaxMemory = Annotated[
+    int,
+    typer.Option(
+        parser=parse_memory,
+        metavar="SIZE",
+        help="Most bytes of weights in memory at a time; at least 1MiB.",
+    ),
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        help="A Hugging Face directory with the config.json of a Megatron checkpoint that has none."
+    ),
+]

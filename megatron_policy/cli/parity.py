@@ -1,0 +1,121 @@
+"""`parity`: the Hugging Face model against the Megatron-Core model, on the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron_policy.cli.failures import fail, one_line_errors
+
+if TYPE_CHECKING:
+    from megatron_policy.parity import Difference, Parity
+
+
+class Precision(StrEnum):
+    """What both models compute in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+def parity(
+    model: Annotated[str, typer.Argument(metavar="HF_DIR", help="A Hugging Face directory.")],
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Share positions between the tp ranks too.")
+    ] = False,
+    dtype: Annotated[Precision, typer.Option(help="What both compute in.")] = Precision.float32,
+    tokens: Annotated[int, typer.Option(min=2, help="Length of the two random sequences.")] = 64,
+    seed: Annotated[int, typer.Option(help="Of the random tokens.")] = 0,
+    per_layer: Annotated[
+        bool, typer.Option("--per-layer", help="Compare the output of every decoder layer too.")
+    ] = False,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Largest difference of a logit or a logprob; 1e-4 in float32, in bfloat16 three "
+            "times Hugging Face's own distance from float32.",
+        ),
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(help="Hugging Face directory to compare with; HF_DIR itself if not given."),
+    ] = None,
+) -> None:
+    """Compare logits and logprobs of Hugging Face and Megatron-Core on random tokens.
+
+    Holds the model in memory, one side after the other; with --tp and --pp the ranks are processes
+    on this machine, on its GPUs if there are any. Exits with 1 beyond the tolerance.
+    """
+    with one_line_errors():
+        _be_quiet()
+        from megatron_policy.parity import compare
+
+        result = compare(
+            model,
+            tp=tp,
+            pp=pp,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype.value,
+            tokens=tokens,
+            seed=seed,
+            per_layer=per_layer,
+            tolerance=tolerance,
+            reference=reference,
+        )
+        for line in _lines(result):
+            typer.echo(line)
+        if not result.holds:
+            fail(_complaint(result))
+
+
+def _be_quiet() -> None:
+    """Keep the progress of loading, and torch's advice, off the terminal."""
+    import logging
+
+    import torch  # noqa: F401 - it sets its loggers' levels when it is imported
+    from transformers.utils import logging as transformers_logging
+
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def _lines(result: Parity) -> Iterator[str]:
+    job = result.job
+    layout = f"tp {job.tp} x pp {job.pp}" + (", sequence parallel" * job.sequence_parallel)
+    yield (
+        f"{result.family}, {job.num_layers} layers, {layout}, {job.dtype}: "
+        f"{job.rows} rows of {job.tokens} random tokens, seed {job.seed}"
+    )
+    yield f"{'':<12}{'max':>10}{'mean':>10}{'relative':>10}{'limit':>10}"
+    yield _row("logits", result.logits, result.logits_limit)
+    yield _row("logprobs", result.logprobs, result.logprobs_limit)
+    for number, difference in result.layers.items():
+        yield _row(f"layer {number}", difference)
+
+
+def _row(name: str, difference: Difference, limit: float | None = None) -> str:
+    numbers = [difference.max, difference.mean, difference.relative]
+    cells = [f"{number:10.1e}" for number in (*numbers, *([] if limit is None else [limit]))]
+    beyond = limit is not None and not difference.max <= limit
+    return f"{name:<12}{''.join(cells)}" + ("  beyond" if beyond else "")
+
+
+def _complaint(result: Parity) -> str:
+    far = [
+        f"{name} differ by {difference.max:.1e}, limit {limit:.1e}"
+        for name, difference, limit in (
+            ("logits", result.logits, result.logits_limit),
+            ("logprobs", result.logprobs, result.logprobs_limit),
+        )
+        if not difference.max <= limit
+    ]
+    if result.first_layer_apart is not None:
+        far.append(f"layer {result.first_layer_apart} is the first whose output differs")
+    return "the models do not agree: " + "; ".join(far)

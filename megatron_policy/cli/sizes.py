@@ -1,0 +1,32 @@
+"""Numbers of bytes as people write them, both ways; knows no commands."""
+
+from __future__ import annotations
+
+import re
+
+import typer
+
+_DECIMAL, _BINARY = ("", "k", "m", "g", "t"), ("", "ki", "mi", "gi", "ti")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "64MiB", "5GB" or "1048576"; a usage error naming the forms for anything else."""
+    match = _SIZE.fullmatch(text.strip())
+    prefix = match[2].lower() if match else "?"
+    if match is None or prefix == "i":
+        raise typer.BadParameter(f"{text!r} is no size; write for example 64MiB, 5GB or 1048576")
+    unit = 1000 ** _DECIMAL.index(prefix) if prefix in _DECIMAL else 1024 ** _BINARY.index(prefix)
+    size = int(float(match[1]) * unit)
+    if size < 1:
+        raise typer.BadParameter(f"{text!r} is nothing; it must be at least one byte")
+    return size
+
+
+def show_size(size: float) -> str:
+    """Bytes with a decimal unit and three digits: "988 MB", "3.09 GB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"

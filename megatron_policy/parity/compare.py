@@ -1,0 +1,116 @@
+"""Reads a checkpoint with both models and compares; knows what is close enough, and why."""
+
+from __future__ import annotations
+
+from megatron_policy.config import PolicyConfig
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.hf_config import read_config
+from megatron_policy.converters.table import bind
+from megatron_policy.device import DEFAULT_TIMEOUT_S, accelerators
+from megatron_policy.errors import ConfigError
+from megatron_policy.layout import check_layout, topology_of
+from megatron_policy.parity.policy_side import join, policy_section, read_policy
+from megatron_policy.parity.ranks import read_on_ranks
+from megatron_policy.parity.reference import read_reference
+from megatron_policy.parity.result import Difference, Job, Parity, Reading
+
+ROWS = 2
+"""Sequences: more than one, so that rows cannot be taken for positions."""
+
+LIMITS = {"float32": 1e-4}
+"""Largest difference of a logit and of a logprob. Two orders of the same fp32 sums differ by about
+1e-6 of the logits' size, deep models by ten times that; a wrong weight, scale, rotation or mask
+shows at 1e-2 and above. Between the two there is room for 1e-4."""
+
+BF16_NOISE = 3.0
+"""bf16 has no limit that fits all models: its rounding grows with depth and with the activations.
+The yardstick is Hugging Face itself, its bf16 pass against its fp32 pass on the same tokens; ours
+may be this many times as far from its bf16 pass, as both stand at that distance from the truth, in
+directions of their own."""
+
+
+def compare(
+    model: str,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    sequence_parallel: bool = False,
+    dtype: str = "float32",
+    tokens: int = 64,
+    seed: int = 0,
+    per_layer: bool = False,
+    tolerance: float | None = None,
+    reference: str | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> Parity:
+    """Differences between transformers and the Megatron-Core model over two rows of random tokens.
+
+    One rank runs in this process, several in processes of their own on this machine. `tolerance`
+    replaces the limits of `dtype`; the Hugging Face side can read another checkpoint, `reference`.
+    ConfigError, ConversionError or WorkerError when either side cannot be read.
+    """
+    table = bind(read_config(model))
+    arch = table.architecture
+    _check(arch, tokens, tp * pp)
+    job = Job(
+        model=model,
+        vocab_size=arch.vocab_size,
+        num_layers=arch.num_layers,
+        tp=tp,
+        pp=pp,
+        sequence_parallel=sequence_parallel,
+        dtype=dtype,
+        rows=ROWS,
+        tokens=tokens,
+        seed=seed,
+        per_layer=per_layer,
+        timeout_s=timeout_s,
+    )
+    config = PolicyConfig.parse(policy_section(job))
+    check_layout(config, arch, topology_of(config, tp * pp))
+    theirs = read_reference(reference or model, job, dtype, per_layer)
+    limits = _limits(job, reference or model, theirs, tolerance)
+    ours = read_policy(job) if tp * pp == 1 else join(job, read_on_ranks(job))
+    _check_vocabulary(ours, theirs)
+    layers = {n: Difference.between(ours.layers[n], theirs.layers[n]) for n in sorted(ours.layers)}
+    return Parity(
+        job,
+        table.family,
+        Difference.between(ours.logits, theirs.logits),
+        Difference.between(ours.logprobs, theirs.logprobs),
+        layers,
+        *limits,
+    )
+
+
+def _check(arch: Architecture, tokens: int, world: int) -> None:
+    if not 2 <= tokens <= arch.max_position_embeddings:
+        raise ConfigError(
+            f"{tokens} tokens: the model takes up to {arch.max_position_embeddings}, and a logprob "
+            "needs 2"
+        )
+    if 0 < accelerators() < world:
+        raise ConfigError(
+            f"{world} ranks need {world} GPUs, and {accelerators()} can be seen; "
+            "with CUDA_VISIBLE_DEVICES= set to nothing they run on the CPU"
+        )
+
+
+def _limits(job: Job, model: str, theirs: Reading, tolerance: float | None) -> tuple[float, float]:
+    """Of logits and of logprobs: as asked, from the table, or from the reference's own rounding."""
+    limit = LIMITS.get(job.dtype) if tolerance is None else tolerance
+    if limit is not None:
+        return limit, limit
+    exact = read_reference(model, job, "float32", per_layer=False)
+    return (
+        BF16_NOISE * Difference.between(theirs.logits, exact.logits).max,
+        BF16_NOISE * Difference.between(theirs.logprobs, exact.logprobs).max,
+    )
+
+
+def _check_vocabulary(ours: Reading, theirs: Reading) -> None:
+    if ours.logits.shape != theirs.logits.shape:
+        raise ConfigError(
+            f"the models have vocabularies of {ours.logits.size(-1)} and "
+            f"{theirs.logits.size(-1)}: they cannot be compared"
+        )

@@ -1,0 +1,79 @@
+"""The Megatron-Core side: this rank's part of a forward pass, and its parts put together again.
+
+Shapes: B rows, S positions, V vocabulary, D model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.parity.result import Job, Reading
+from megatron_policy.policy import MegatronPolicy
+
+
+def read_policy(job: Job) -> Reading:
+    """What this rank sees: all logits and logprobs, and the outputs of its own layers.
+
+    Under sequence parallelism these have this tensor-parallel rank's share of the positions.
+    """
+    policy = MegatronPolicy(
+        policy_section(job),
+        init_optimizer=False,
+        init_reference_model=False,
+        timeout_s=job.timeout_s,
+    )
+    try:
+        data = BatchedDataDict({"input_ids": job.draw()})
+        layers: dict[int, torch.Tensor] = {}
+        with ExitStack() as hooks:
+            if job.per_layer:
+                for number, layer in policy.decoder_layers():
+                    hook = layer.register_forward_hook(_keep(layers, number))
+                    hooks.callback(hook.remove)
+            values, indices = policy.topk_logits(data, job.vocab_size, micro_batch_size=job.rows)
+        logits_BSV = torch.empty_like(values).scatter_(-1, indices, values)
+        logprobs_BS = policy.logprobs(data, micro_batch_size=job.rows)[:, 1:]
+        return Reading(logits_BSV, logprobs_BS, layers)
+    finally:
+        policy.shutdown()
+
+
+def join(job: Job, readings: Sequence[Reading]) -> Reading:
+    """One reading from those of all ranks, in rank order: tensor-parallel ranks are neighbours."""
+    layers: dict[int, torch.Tensor] = {}
+    for first in range(0, len(readings), job.tp):
+        stage = readings[first : first + job.tp]
+        for number, hidden_BSD in stage[0].layers.items():
+            shares = [reading.layers[number] for reading in stage]
+            whole_BSD = torch.cat(shares, dim=1) if job.sequence_parallel else hidden_BSD
+            layers[number] = whole_BSD[:, : job.tokens]
+    return Reading(readings[0].logits, readings[0].logprobs, layers)
+
+
+def policy_section(job: Job) -> dict[str, Any]:
+    """The configuration of the job's policy, as a host would write it."""
+    return {
+        "model_name": job.model,
+        "precision": job.dtype,
+        "train_global_batch_size": job.rows,
+        "train_micro_batch_size": job.rows,
+        "megatron_cfg": {
+            "enabled": True,
+            "tensor_model_parallel_size": job.tp,
+            "pipeline_model_parallel_size": job.pp,
+            "sequence_parallel": job.sequence_parallel,
+        },
+    }
+
+
+def _keep(layers: dict[int, torch.Tensor], number: int) -> Callable[..., None]:
+    def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+        hidden_SBD = output[0] if isinstance(output, tuple) else output
+        layers[number] = hidden_SBD.transpose(0, 1).float().cpu()
+
+    return hook

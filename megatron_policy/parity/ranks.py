@@ -1,0 +1,156 @@
+"""Reads the model on several ranks, each a process on this machine that the first failure ends.
+
+Knows processes and files, nothing of models. `python -m megatron_policy.parity.ranks FOLDER` is one
+of these processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from megatron_policy import errors
+from megatron_policy.parity.policy_side import read_policy
+from megatron_policy.parity.result import Job, Reading
+
+GRACE_S = 3.0  # that the other ranks get to report after one has failed
+POLL_S = 0.05
+JOB = "job.json"
+
+
+def read_on_ranks(job: Job) -> list[Reading]:
+    """What each rank of the layout sees, in rank order.
+
+    The error of the first rank that failed is raised as it was if it is one for users, and as a
+    WorkerError otherwise; the other ranks are ended.
+    """
+    with tempfile.TemporaryDirectory(prefix="parity-") as name, _reserved_port() as port:
+        folder = Path(name)
+        (folder / JOB).write_text(json.dumps(asdict(job)))
+        world = job.tp * job.pp
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            processes += (_start(folder, rank, world, port) for rank in range(world))
+            _wait(processes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        _check(folder, [process.returncode for process in processes])
+        return [_load(folder, rank) for rank in range(world)]
+
+
+def main(folder: Path) -> None:
+    """One rank: read the model, leave the reading or the error in `folder`."""
+    rank = int(os.environ["RANK"])
+    try:
+        reading = read_policy(Job(**json.loads((folder / JOB).read_text())))
+        content = {"logits": reading.logits, "logprobs": reading.logprobs} if rank == 0 else {}
+        torch.save({**content, "layers": dict(reading.layers)}, _reading(folder, rank))
+    except Exception as error:  # it is raised again in the process that waits for this one
+        report = {"kind": type(error).__name__, "message": str(error)}
+        _report(folder, rank).write_text(json.dumps(report))
+        raise
+
+
+def _start(folder: Path, rank: int, world: int, port: int) -> subprocess.Popen[bytes]:
+    threads = max(1, (os.cpu_count() or 1) // world)
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "GLOO_SOCKET_IFNAME": "lo",  # the name of a container need not resolve
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    with _log(folder, rank).open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "megatron_policy.parity.ranks", str(folder)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Until all have ended, or shortly after the first that failed."""
+    deadline = float("inf")
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        if deadline == float("inf") and any(process.returncode for process in processes):
+            deadline = time.monotonic() + GRACE_S
+        time.sleep(POLL_S)
+
+
+def _check(folder: Path, codes: Sequence[int]) -> None:
+    """Raise the error of the rank that is to blame, if any failed."""
+    failed = [rank for rank, code in enumerate(codes) if code]
+    reports = {
+        rank: json.loads(_report(folder, rank).read_text())
+        for rank in failed
+        if _report(folder, rank).exists()
+    }
+    for report in reports.values():
+        kind = getattr(errors, report["kind"], None)
+        if kind in (errors.ConfigError, errors.ConversionError):
+            raise kind(report["message"])
+    # A rank that was killed is the cause; the others fail because they wait for it.
+    for rank in sorted(failed, key=lambda rank: (codes[rank] > 0, rank)):
+        raise errors.WorkerError(_story(folder, rank, codes[rank], reports.get(rank)), rank)
+
+
+def _story(folder: Path, rank: int, code: int, report: dict[str, str] | None) -> str:
+    if report is not None:
+        return f"rank {rank} failed: {report['kind']}: {report['message']}"
+    said = _log(folder, rank).read_text(errors="replace").strip().splitlines()
+    last = f"; it said last: {said[-1]}" if said else ""
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
+    return f"rank {rank} {how}{last}"
+
+
+def _load(folder: Path, rank: int) -> Reading:
+    content = torch.load(_reading(folder, rank), weights_only=True)
+    nothing = torch.empty(0)
+    return Reading(
+        content.get("logits", nothing), content.get("logprobs", nothing), content["layers"]
+    )
+
+
+def _reading(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.pt"
+
+
+def _report(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.error"
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.log"
+
+
+@contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A port nobody else is given meanwhile: bound, not listening, so that rank 0 still can."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

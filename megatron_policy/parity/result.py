@@ -1,0 +1,96 @@
+"""What two readings of a model say, and how far they are from each other; knows no models.
+
+Shapes: B rows, S positions, V vocabulary, D model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+ROUNDING = {"float32": 1e-4, "bfloat16": 5e-2}
+"""What a layer's output may be off by, in units of its largest value, without being suspect."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Which model to read, how, and on how many random tokens."""
+
+    model: str
+    vocab_size: int
+    num_layers: int
+    tp: int
+    pp: int
+    sequence_parallel: bool
+    dtype: str
+    rows: int
+    tokens: int
+    seed: int
+    per_layer: bool
+    timeout_s: float
+
+    def draw(self) -> torch.Tensor:
+        """The token ids, int64 `[B, S]`, the same wherever they are drawn."""
+        random = torch.Generator().manual_seed(self.seed)
+        return torch.randint(0, self.vocab_size, (self.rows, self.tokens), generator=random)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """fp32 on the CPU: `logits` `[B, S, V]`, `logprobs` `[B, S - 1]` of each next token, and the
+    `layers`' outputs `[B, S, D]` by global number.
+    """
+
+    logits: torch.Tensor
+    logprobs: torch.Tensor
+    layers: Mapping[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Between two tensors, element by element: the largest and the mean absolute difference, and
+    the largest absolute value of the reference.
+    """
+
+    max: float
+    mean: float
+    scale: float
+
+    @classmethod
+    def between(cls, ours: torch.Tensor, reference: torch.Tensor) -> Difference:
+        """NaN where either is NaN, which is within no limit."""
+        apart = (ours.double() - reference.double()).abs()
+        scale = float(reference.abs().max())
+        return cls(float(apart.max()), float(apart.mean()), scale)
+
+    @property
+    def relative(self) -> float:
+        """The largest difference in units of the reference's largest value."""
+        return self.max / self.scale if self.scale else self.max
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The differences, and the limits that logits and logprobs had to keep."""
+
+    job: Job
+    family: str
+    logits: Difference
+    logprobs: Difference
+    layers: Mapping[int, Difference]
+    logits_limit: float
+    logprobs_limit: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether logits and logprobs are within their limits."""
+        return self.logits.max <= self.logits_limit and self.logprobs.max <= self.logprobs_limit
+
+    @property
+    def first_layer_apart(self) -> int | None:
+        """The first layer whose output is off by more than rounding, None if there is none."""
+        limit = ROUNDING[self.job.dtype]
+        apart = (n for n in sorted(self.layers) if not self.layers[n].relative <= limit)
+        return next(apart, None)

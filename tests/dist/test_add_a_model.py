@@ -1,0 +1,234 @@
+"""A family of an installed package: the one docs/add-a-model.md makes, and packages with faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron_policy.converters.registry import family_of
+from megatron_policy.errors import ConversionError
+from tests.dist.test_docs import python_blocks
+from tests.dist.test_launch import ROOT
+
+DOCUMENT = "docs/add-a-model.md"
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", (ROOT / DOCUMENT).read_text(), re.DOTALL)
+
+
+PIP_INSTALL = (
+    *("pip", "install", "--quiet", "--disable-pip-version-check"),
+    *("--no-deps", "--no-build-isolation", "--no-index"),
+)
+
+
+def install(project: Path, site: Path) -> None:
+    """What pip does, without a network and without touching this environment."""
+    done = subprocess.run(
+        [sys.executable, "-m", *PIP_INSTALL, "--target", str(site), str(project)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def package(folder: Path, name: str, source: str, entry: str) -> Path:
+    """A project with one module that adds a family by the entry point."""
+    (pyproject,) = blocks("toml")
+    pyproject = pyproject.replace("seed-oss-family", name).replace(
+        "seed_oss_family", name.replace("-", "_")
+    )
+    pyproject = re.sub(r"^seed_oss = .*$", entry, pyproject, flags=re.MULTILINE)
+    folder.mkdir(parents=True)
+    (folder / "pyproject.toml").write_text(pyproject)
+    (folder / f"{name.replace('-', '_')}.py").write_text(source)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the package of the document is installed."""
+    folder = tmp_path_factory.mktemp("external")
+    (source,) = python_blocks(DOCUMENT)
+    entry = 'seed_oss = "seed_oss_family:FAMILY"'
+    install(package(folder / "project", "seed-oss-family", source, entry), folder / "site")
+    assert list((folder / "site").glob("seed_oss_family-*.dist-info/entry_points.txt"))
+    return folder / "site"
+
+
+@pytest.fixture(scope="module")
+def seed_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny checkpoint `seed-oss` in it."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    config = AutoConfig.for_model(
+        "seed_oss",
+        vocab_size=200,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        attention_out_bias=True,
+        attention_dropout=0.0,
+        residual_dropout=0.0,
+        pad_token_id=None,
+        initializer_range=0.1,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.1)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(folder / "seed-oss")
+    return folder
+
+
+# Runs each command as the shell would, in one process: importing the libraries takes longest.
+RUNNER = """
+import json, sys
+from typer.testing import CliRunner
+from megatron_policy.cli import app
+for line in json.loads(sys.argv[1]):
+    result = CliRunner().invoke(app, line.split()[1:])
+    fault = result.exception
+    trace = "" if fault is None or isinstance(fault, SystemExit) else f"{fault!r}"
+    print(json.dumps([line, result.exit_code, result.stdout, result.stderr + trace]))
+"""
+
+
+def run(commands: list[str], cwd: Path, *sites: Path) -> dict[str, tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each command, with what is installed in `sites`."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (*sites, ROOT)))
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER, json.dumps(commands)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    return {line: (code, out, error) for line, code, out, error in results}
+
+
+def test_the_documents_package_inspects_converts_verifies_and_computes_like_hf(
+    site: Path, seed_oss: Path
+) -> None:
+    commands = re.findall(r"^\$ (.+)$", "".join(blocks("console")), re.MULTILINE)
+    assert [line.split()[1] for line in commands] == [
+        "inspect",
+        "convert",
+        "convert",
+        "verify",
+        "parity",
+    ]
+    results = run(commands, seed_oss, site)
+    assert [line for line, (code, _, _) in results.items() if code] == [], results
+    shown, error = blocks("text")
+    assert shown in results["megatron-policy inspect seed-oss"][1]
+    assert "equal: " in results[commands[3]][1]
+    alone = results[commands[4]][1].splitlines()
+    assert alone[0].startswith("seed_oss, 2 layers, tp 1 x pp 1, float32: 2 rows of 64 random tok")
+    assert [line[:9].strip() for line in alone[2:]] == ["logits", "logprobs", "layer 0", "layer 1"]
+    assert all(float(line.split()[-4 if "log" in line else -3]) < 1e-4 for line in alone[2:])
+    assert error.startswith("error: ")
+
+
+def test_a_row_that_is_left_out_is_named_as_the_document_says(
+    seed_oss: Path, tmp_path: Path
+) -> None:
+    (source,) = python_blocks(DOCUMENT)
+    start, end = source.index("    Qkv("), source.index("    Whole(M")
+    lacking = source[:start] + source[end:]
+    project = package(tmp_path / "project", "lacking", lacking, 'seed_oss = "lacking:FAMILY"')
+    install(project, tmp_path / "site")
+    line = "megatron-policy inspect seed-oss"
+    code, out, said = run([line], seed_oss, tmp_path / "site")[line]
+    assert code == 1 and "no row of seed_oss uses it" in out
+    assert said.startswith(blocks("text")[1].strip()), said
+
+
+def fake(site: Path, name: str, entries: str, source: str) -> None:
+    """The traces that an installed package leaves."""
+    info = site / f"{name}-2.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.1\n")
+    (info / "entry_points.txt").write_text(f"[megatron_policy.models]\n{entries}\n")
+    (site / f"{name}_family.py").write_text(source)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "entry", "source", "said"),
+    [
+        ("new", "new = broken_family:FAMILY", "import not_installed", "ModuleNotFoundError: No mo"),
+        ("new", "new = broken_family:FAMILY", "1 / 0", "cannot be imported: ZeroDivisionError"),
+        ("new", "new = broken_family:FAMILY", "", "cannot be imported: AttributeError"),
+        ("new", "new = broken_family:FAMILY", "FAMILY = {}", "is not a Family but a dict"),
+        ("llama", "llama = broken_family:FAMILY", "", "has a name that is built in"),
+    ],
+)
+def test_a_package_with_a_fault_is_named_with_its_entry_point(
+    tmp_path: Path, monkeypatch, model_type: str, entry: str, source: str, said: str
+) -> None:
+    fake(tmp_path, "broken", entry, source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_family", raising=False)
+    with pytest.raises(ConversionError) as caught:
+        family_of(model_type)
+    message = str(caught.value)
+    assert said in message and "\n" not in message
+    assert f"entry point {entry} (megatron_policy.models) in package broken 2.1" in message
+    assert family_of("qwen2").name == "qwen2"  # a broken package breaks nothing else
+    monkeypatch.delitem(sys.modules, "broken_family", raising=False)
+
+
+def test_two_packages_that_add_the_same_name_are_both_named(tmp_path: Path, monkeypatch) -> None:
+    for name in ("first", "second"):
+        fake(tmp_path, name, f"new = {name}_family:FAMILY", "")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConversionError) as caught:
+        family_of("new")
+    assert "package first 2.1" in str(caught.value) and "package second 2.1" in str(caught.value)
+
+
+def test_a_family_that_transformers_does_not_know_converts_from_its_bare_config(
+    checkpoint, tmp_path: Path
+) -> None:
+    """`take` has only what the file says; its own defaults fill in the rest."""
+    source = (
+        "from megatron_policy.converters import llama\n"
+        "from megatron_policy.converters.registry import Family\n"
+        "FAMILY = Family('homemade', llama.TABLE, llama.architecture, ('HomemadeForCausalLM',))\n"
+    )
+    fake(tmp_path / "site", "homemade", "homemade = homemade_family:FAMILY", source)
+    shutil.copytree(checkpoint("llama"), tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config |= {"model_type": "homemade", "architectures": ["HomemadeForCausalLM"]}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    commands = [
+        "megatron-policy inspect hf",
+        "megatron-policy convert hf mcore --to mcore",
+        "megatron-policy convert mcore again --to hf",
+        "megatron-policy verify hf again",
+    ]
+    results = run(commands, tmp_path, tmp_path / "site")
+    assert [line for line, (code, _, _) in results.items() if code] == [], results
+    assert json.loads((tmp_path / "again" / "config.json").read_text()) == config

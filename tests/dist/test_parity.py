@@ -1,0 +1,165 @@
+"""Parity holds for models that are the same, under every layout, and shows where others part."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from megatron_policy import device
+from megatron_policy.cli import app
+from megatron_policy.converters.hf_config import read_config
+from megatron_policy.converters.table import bind
+from megatron_policy.errors import ConfigError, WorkerError
+from megatron_policy.parity import LIMITS, Difference, Parity
+from megatron_policy.parity import ranks as parity_ranks
+from megatron_policy.parity.policy_side import join, read_policy
+from megatron_policy.parity.reference import read_reference
+from megatron_policy.parity.result import Job, Reading
+from tests.dist.test_launch import ROOT
+
+LAYOUTS = {
+    "one rank": (1, 1, False),
+    "tp2 with sequence parallelism": (2, 1, True),
+    "pp2": (1, 2, False),
+    "tp2 x pp2": (2, 2, False),
+}
+
+
+def job_for(path: Path, layout: str = "one rank", **changes: Any) -> Job:
+    arch = bind(read_config(path)).architecture
+    tp, pp, sequence_parallel = LAYOUTS[layout]
+    settings = {
+        "model": str(path),
+        "vocab_size": arch.vocab_size,
+        "num_layers": arch.num_layers,
+        "tp": tp,
+        "pp": pp,
+        "sequence_parallel": sequence_parallel,
+        "dtype": "float32",
+        "rows": 2,
+        "tokens": 13,
+        "seed": 3,
+        "per_layer": True,
+        "timeout_s": 60.0,
+    }
+    return Job(**settings | changes)
+
+
+def read(job: Job) -> Reading:
+    device.prepare_platform()
+    device.join_process_group(60.0)
+    return read_policy(job)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_both_sides_read_the_same_logits_logprobs_and_layers(ranks, checkpoint, family) -> None:
+    path = checkpoint(family, vocab=200)
+    theirs = read_reference(str(path), job_for(path), "float32", per_layer=True)
+    for layout in LAYOUTS:
+        job = job_for(path, layout)
+        ours = join(job, ranks.run(job.tp * job.pp, read, job))
+        assert ours.logits.shape == theirs.logits.shape == (2, 13, 200)
+        assert Difference.between(ours.logits, theirs.logits).max < 1e-5
+        assert Difference.between(ours.logprobs, theirs.logprobs).max < 1e-5
+        assert sorted(ours.layers) == sorted(theirs.layers) == [0, 1, 2, 3]
+        for number, hidden in theirs.layers.items():
+            assert Difference.between(ours.layers[number], hidden).relative < 1e-5, (layout, number)
+
+
+def perturbed(source: Path, path: Path, name: str, by: float) -> Path:
+    shutil.copytree(source, path)
+    tensors = load_file(path / "model.safetensors")
+    tensors[name].view(-1)[7] += by
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    outer = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_policy", "parity", *map(str, arguments)],
+        env=outer | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def numbers(said: str) -> dict[str, float]:
+    """Of each line, the largest difference."""
+    return {
+        name.strip(): float(value)
+        for name, value in re.findall(r"^(logits|logprobs|layer \d+) +(\S+)", said, re.MULTILINE)
+    }
+
+
+def test_a_weight_that_differs_is_found_with_its_layer_on_several_ranks(
+    checkpoints, tmp_path: Path
+) -> None:
+    other = perturbed(
+        checkpoints[False], tmp_path / "other", "model.layers.2.mlp.up_proj.weight", 0.05
+    )
+    done = command(checkpoints[False], "--reference", other, "--pp", 2, "--per-layer")
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith("error: the models do not agree: logits differ by ")
+    assert done.stderr.endswith("; layer 2 is the first whose output differs\n")
+    assert done.stderr.count("\n") == 1
+    seen = numbers(done.stdout)
+    assert (
+        max(seen["layer 0"], seen["layer 1"]) < 1e-5 < 1e-3 < min(seen["layer 2"], seen["logits"])
+    )
+
+
+def test_what_a_rank_refuses_is_raised_as_it_was(checkpoints, tmp_path: Path) -> None:
+    job = job_for(checkpoints[True], model=str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="nowhere"):
+        parity_ranks.read_on_ranks(job)
+
+
+def test_a_layout_that_does_not_fit_is_one_line_before_any_rank_starts(checkpoints) -> None:
+    result = CliRunner().invoke(app, ["parity", str(checkpoints[True]), "--tp", "3"])
+    assert result.exit_code == 1 and result.stderr.count("\n") == 1
+    assert "tensor_model_parallel_size=3" in result.stderr and not result.stdout
+
+
+def test_the_rank_that_died_is_blamed_rather_than_those_that_waited_for_it(tmp_path: Path) -> None:
+    report = {"kind": "RuntimeError", "message": "Connection closed by peer"}
+    (tmp_path / "rank0.error").write_text(json.dumps(report))
+    (tmp_path / "rank0.log").write_text("")
+    (tmp_path / "rank1.log").write_text("loading\nterminating\n")
+    with pytest.raises(WorkerError) as caught:
+        parity_ranks._check(tmp_path, [1, -9])
+    assert str(caught.value) == "rank 1 was ended by SIGKILL; it said last: terminating"
+    with pytest.raises(WorkerError, match="rank 0 failed: RuntimeError: Connection closed"):
+        parity_ranks._check(tmp_path, [1, 0])
+    parity_ranks._check(tmp_path, [0, 0])
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), 2e-4])
+def test_parity_does_not_hold_where_a_single_value_is_off(broken: float) -> None:
+    reference = torch.zeros(2, 3, 5)
+    off = reference.clone()
+    off[1, 2, 4] = broken
+    fine = Difference.between(reference, reference)
+    wrong = Difference.between(off, reference)
+    limit = LIMITS["float32"]
+    job = job_of_nothing()
+    assert Parity(job, "x", fine, fine, {}, limit, limit).holds
+    assert not Parity(job, "x", wrong, fine, {}, limit, limit).holds
+    assert not Parity(job, "x", fine, wrong, {}, limit, limit).holds
+    assert Parity(job, "x", fine, fine, {0: fine, 1: wrong}, limit, limit).first_layer_apart == 1
+
+
+def job_of_nothing() -> Job:
+    return Job("m", 5, 2, 1, 1, False, "float32", 2, 3, 0, True, 1.0)

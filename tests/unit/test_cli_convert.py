@@ -1,0 +1,208 @@
+"""`convert` and `verify` as commands: what they print, what they leave, what they exit with."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from megatron_policy.cli import app
+from tests.unit.test_package import ROOT
+
+CONVERT = (sys.executable, "-m", "megatron_policy", "convert")
+NAME = "model.layers.1.self_attn.k_proj.weight"
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def refused(*arguments: object) -> str:
+    """The line that a command fails with, which must be all it says."""
+    code, said, error = run(*arguments)
+    assert (code, said) == (1, "")
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    return error
+
+
+@pytest.fixture(scope="module")
+def there(checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in Megatron-Core's format."""
+    path = tmp_path_factory.mktemp("converted") / "mcore"
+    assert run("convert", checkpoint("qwen3"), path, "--to", "mcore")[0] == 0
+    return path
+
+
+def test_there_and_back_prints_results_on_stdout_and_the_transfer_on_stderr(
+    checkpoint, there: Path, tmp_path: Path
+) -> None:
+    source, back = checkpoint("qwen3"), tmp_path / "back"
+    code, said, noise = run("convert", there, back, "--to", "hf", "--max-memory", "1MiB")
+    assert code == 0
+    tensors = len(load_file(source / "model.safetensors"))
+    assert said.startswith(f"{back}: qwen3, {tensors} tensors, ") and "1 file\n" in said
+    assert "the source was compared with its digests" in said
+    assert re.fullmatch(r"converted: \S+ kB in \S+ s, \S+ [kMG]?B/s\n", noise)
+    code, said, noise = run("verify", source, back)
+    assert code == 0 and said.startswith(f"equal: {tensors} tensors, ")
+    assert f"{back} is what its digests say" in said and f"{source} has no digests" in said
+    assert noise.startswith("compared: ")
+    for name, tensor in load_file(source / "model.safetensors").items():
+        assert torch.equal(load_file(back / "model.safetensors")[name], tensor)
+
+
+def test_a_dry_run_says_what_it_would_write_and_writes_nothing(checkpoint, tmp_path: Path) -> None:
+    code, said, noise = run(
+        "convert", checkpoint("qwen3"), tmp_path / "new", "--to", "mcore", "--dry-run"
+    )
+    assert (code, noise, list(tmp_path.iterdir())) == (0, "", [])
+    assert NAME in said and "decoder.layers.self_attention.linear_qkv.weight" in said
+
+
+def test_options_reach_the_conversion(checkpoint, there: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    code, said, _ = run(
+        *("convert", there, small, "--to", "hf", "--dtype", "bfloat16"),
+        *("--max-shard-size", "40kB", "--config", checkpoint("qwen3")),
+    )
+    assert code == 0
+    files = sorted(small.glob("*.safetensors"))
+    assert len(files) > 2 and f"{len(files)} files" in said
+    assert {t.dtype for file in files for t in load_file(file).values()} == {torch.bfloat16}
+
+
+def test_what_exists_is_kept_unless_it_may_be_replaced(checkpoint, tmp_path: Path) -> None:
+    source, place = checkpoint("qwen3"), tmp_path / "place"
+    arguments = ("convert", source, place, "--to", "mcore")
+    assert run(*arguments)[0] == 0
+    (place / "mine").write_text("x")
+    assert f"{place} exists" in refused(*arguments)
+    assert (place / "mine").exists()
+    assert run(*arguments, "--overwrite")[0] == 0
+    assert not (place / "mine").exists()
+    # A directory that is no checkpoint is never replaced.
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis").write_text("x")
+    refused("convert", source, tmp_path / "home", "--to", "mcore", "--overwrite")
+    assert (tmp_path / "home" / "thesis").exists()
+
+
+def test_a_difference_is_shown_with_its_place_and_counted_by_kind(
+    checkpoint, there: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint("qwen3"), other)
+    tensors = load_file(other / "model.safetensors")
+    tensors[NAME][3, 5] += 1
+    del tensors["model.norm.weight"]
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    code, said, noise = run("verify", there, other)
+    assert code == 1
+    assert re.search(rf"^values: {NAME}: 1 of \d+ differ, first at \[3, 5\]", said, re.MULTILINE)
+    assert re.search(r"^missing: model\.norm\.weight is in .*mcore", said, re.MULTILINE)
+    error = noise.splitlines()[-1]
+    assert error.startswith(f"error: {there} and {other} differ")
+    assert "missing 1" in error and "values 1" in error
+
+
+@pytest.mark.parametrize("command", ["convert", "verify"])
+def test_a_flipped_bit_fails_with_the_tensor_that_has_it(
+    there: Path, tmp_path: Path, command: str
+) -> None:
+    bad = tmp_path / "bad"
+    shutil.copytree(there, bad)
+    (file,) = bad.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+    arguments = [tmp_path / "out", "--to", "hf"] if command == "convert" else [there]
+    code, _, error = run(command, bad, *arguments)
+    assert code == 1 and error.splitlines()[-1].startswith("error: ")
+    assert not (tmp_path / "out").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad"]
+
+
+def damaged(source: Path, path: Path, damage: str) -> Path:
+    shutil.copytree(source, path)
+    weights = path / "model.safetensors"
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-64])
+    elif damage == "no weights":
+        weights.unlink()
+    elif damage == "header":
+        weights.write_bytes(b"\xff" * 64)
+    elif damage == "unknown architecture":
+        (path / "config.json").write_text('{"model_type": "unheard-of"}')
+    elif damage == "wrong shape":
+        tensors = load_file(weights)
+        tensors[NAME] = tensors[NAME][1:].clone()
+        save_file(tensors, weights, metadata={"format": "pt"})
+    else:
+        shutil.rmtree(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["truncated", "no weights", "header", "unknown architecture", "wrong shape", "nowhere"],
+)
+def test_a_damaged_source_is_one_line_and_leaves_nothing(
+    checkpoint, tmp_path: Path, damage: str
+) -> None:
+    bad = damaged(checkpoint("qwen3"), tmp_path / "bad", damage)
+    error = refused("convert", bad, tmp_path / "out", "--to", "mcore")
+    assert {path.name for path in tmp_path.iterdir()} <= {"bad"}
+    if damage == "wrong shape":
+        assert NAME in error and "decoder.layers.1.self_attention.linear_qkv.weight" in error
+
+
+def test_a_disk_that_takes_no_more_is_one_line_and_leaves_nothing(
+    checkpoint, tmp_path: Path
+) -> None:
+    def little_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    done = subprocess.run(
+        [*CONVERT, checkpoint("qwen3"), tmp_path / "out", "--to", "mcore"],
+        cwd=ROOT,
+        preexec_fn=little_room,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and list(tmp_path.iterdir()) == []
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert "cannot be written: File too large" in done.stderr
+
+
+def test_a_terminal_sees_a_bar_and_its_end(checkpoint, tmp_path: Path) -> None:
+    outer, inner = pty.openpty()
+    done = subprocess.Popen(
+        [*CONVERT, checkpoint("qwen3"), tmp_path / "out", "--to", "mcore"],
+        cwd=ROOT,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+        stdout=subprocess.DEVNULL,
+        stderr=inner,
+    )
+    os.close(inner)
+    seen = b""
+    while True:
+        try:
+            part = os.read(outer, 4096)
+        except OSError:  # how Linux ends a terminal whose programs have gone
+            break
+        seen += part
+    os.close(outer)
+    assert done.wait() == 0
+    assert "━".encode() in seen and b"converted: " in seen

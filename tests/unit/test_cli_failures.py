@@ -1,0 +1,133 @@
+"""What commands leave the shell with: sizes that parse or are named, one line per error, a code."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from megatron_policy import errors
+from megatron_policy.cli import app
+from megatron_policy.cli.failures import SHOWN_ITEMS, one_line, one_line_errors
+from megatron_policy.cli.inspect import ranges
+from megatron_policy.cli.sizes import parse_size, show_size
+from tests.unit.test_package import ROOT, loaded_by
+
+COMMANDS = ("convert", "inspect", "verify", "parity", "inspect-config")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("64MiB", 64 << 20),
+        ("2GiB", 2 << 30),
+        ("5GB", 5 * 10**9),
+        ("1048576", 1 << 20),
+        ("1.5 kB", 1500),
+        ("7b", 7),
+        ("3T", 3 * 10**12),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "many", "5XB", "-1", "0", "0.1B", "1e9", "GB", "5 iB", "²B"])
+def test_what_is_no_size_is_a_usage_error_with_examples(text: str) -> None:
+    with pytest.raises(typer.BadParameter) as caught:
+        parse_size(text)
+    assert repr(text) in str(caught.value)
+
+
+def test_sizes_are_shown_with_three_digits() -> None:
+    shown = [show_size(n) for n in (0, 999, 1000, 999_600, 3_090_000_000, 5 * 10**12)]
+    assert shown == ["0 B", "999 B", "1 kB", "1 MB", "3.09 GB", "5 TB"]
+
+
+def test_a_message_of_several_lines_becomes_one_with_the_first_of_its_list() -> None:
+    listed = "\n".join(f"  item {n}" for n in range(SHOWN_ITEMS + 3))
+    said = one_line(f"these differ:\n{listed}\nmend it.")
+    assert said.startswith("these differ: item 0; item 1;")
+    assert said.endswith(f"item {SHOWN_ITEMS - 1}; and 3 more; mend it.")
+    assert one_line("one") == "one"
+    assert one_line("a:\n  b\n  c") == "a: b; c"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (errors.ConfigError("no:\n  such"), 1, "error: no: such\n"),
+        (errors.ConversionError("x"), 1, "error: x\n"),
+        (errors.WorkerError("rank 1 died", 1), 1, "error: rank 1 died\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "/a"), 1, "error: [Errno 28] No space"),
+        (PermissionError(errno.EACCES, "Permission denied", "/a"), 1, "error: [Errno 13] Perm"),
+        (MemoryError(), 1, "error: out of memory\n"),
+        (KeyboardInterrupt(), 130, "error: interrupted\n"),
+    ],
+)
+def test_every_expected_failure_is_one_line_and_a_code(
+    capsys: pytest.CaptureFixture[str], error: BaseException, code: int, said: str
+) -> None:
+    with pytest.raises(typer.Exit) as caught, one_line_errors():
+        raise error
+    out, err = capsys.readouterr()
+    assert caught.value.exit_code == code
+    assert err.startswith(said) and err.count("\n") == 1 and not out
+
+
+def test_a_mistake_of_our_own_keeps_its_traceback() -> None:
+    with pytest.raises(AssertionError, match="ours"), one_line_errors():
+        raise AssertionError("ours")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "convert only --to hf",
+        "convert a b",
+        "convert a b --to gguf",
+        "convert a b --to hf --max-memory lots",
+        "convert a b --to hf --max-shard-size 0",
+        "convert a b --to hf --dtype int8",
+        "convert a ./a --to hf",
+        "verify a",
+        "verify a b --max-memory 1XB",
+        "inspect",
+        "parity a --tp 0",
+        "parity a --dtype float16",
+        "parity a --tolerance -1",
+        "parity a --tokens 1",
+        "unheard-of",
+    ],
+)
+def test_a_command_that_is_not_understood_exits_with_2(line: str) -> None:
+    result = CliRunner().invoke(app, line.split())
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output and "Usage:" in result.output
+
+
+def test_help_of_every_command_is_light(tmp_path: Path) -> None:
+    code = (
+        "from megatron_policy.cli import app\n"
+        f"for name in {COMMANDS}:\n"
+        "    try:\n        app([name, '--help'])\n"
+        "    except SystemExit as done:\n        assert not done.code\n"
+    )
+    assert loaded_by(code, tmp_path) <= {"rich", "pydantic"}  # as typer likes
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(checkpoint) -> None:
+    command = (
+        f"{sys.executable} -m megatron_policy inspect {checkpoint('qwen2')} --json | head -c 1"
+    )
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and "error" not in done.stderr
+
+
+def test_numbers_are_shown_as_ranges() -> None:
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8" and ranges([]) == ""
