@@ -1,7 +1,8 @@
 """One pass over a checkpoint: `python -m benchmarks.convert_once PROGRAM SOURCE DESTINATION`.
 
-Prints CPU seconds, and bytes of memory at the peak beyond what Python's imports take. What lies at
-the destination is removed first. The imports are no part of the seconds.
+Prints CPU seconds, and bytes of memory at the peak beyond what Python's imports take. The imports
+are no part of the seconds. What lies at the destination is removed just before, so that each
+program writes to pages of memory that were in use a moment ago: virtual machines make others dear.
 """
 
 from __future__ import annotations

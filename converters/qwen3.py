@@ -7,15 +7,18 @@ from .architecture import Architecture
 from .config_fields import Fields
 from .traits import QkNorm
 
-TABLE = (*dense.ENDS, *dense.BLOCK, *dense.QK_NORM)
+TABLE = (*dense.ENDS, *dense.BLOCK, *dense.ATTENTION_BIAS, *dense.QK_NORM)
 
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture a Qwen3Config describes."""
-    fields.expect(
-        "attention_bias",
-        (False,),
-        "Megatron-Core has no bias on all of attention without one on the MLP",
-    )
+    bias = fields.take("attention_bias", False)
     window, windowed = dense.take_windows(fields)
-    return dense.architecture(fields, qk_norm=QkNorm.PER_HEAD, window=window, windowed=windowed)
+    return dense.architecture(
+        fields,
+        qkv_bias=bias,
+        proj_bias=bias,
+        qk_norm=QkNorm.PER_HEAD,
+        window=window,
+        windowed=windowed,
+    )

@@ -144,7 +144,7 @@ def _tensor_parallel(
         for size in range(1, heads + 1)
         if heads % size == 0
         and not any(width % size for width in widths)
-        and (groups % size == 0 or size % groups == 0 and not own)
+        and (groups % size == 0 or (size % groups == 0 and not own))
     ]
     if tp not in legal:
         yield (

@@ -144,7 +144,7 @@ class Rotary(torch.nn.Module):
     def _compute(self, length: int, text_length: int) -> torch.Tensor:
         device = current_device()
         positions = torch.arange(length, device=device, dtype=torch.float32)
-        angles = [positions.new_empty(length, 0)]  # no layer need have any
+        angles = []
         for rope in self.ropes:
             frequencies = inverse_frequencies(rope, self.head_dim, text_length).to(device)
             once = torch.outer(positions, frequencies)
@@ -175,17 +175,16 @@ class Rotary(torch.nn.Module):
 
 
 def ropes_of(architecture: Architecture) -> tuple[Rope, ...]:
-    """The kinds of rotary embedding that layers of the model have, each once."""
-    used = (architecture.rope_of(layer) for layer in range(architecture.num_layers))
-    return tuple(dict.fromkeys(rope for rope in used if rope is not None))
+    """The kinds of rotary embedding that layers of the model may have."""
+    return tuple(filter(None, (architecture.rope, architecture.window_rope)))
 
 
 def columns(architecture: Architecture, layer: int) -> slice | None:
     """Where the angles of a layer are in what `Rotary` returns; None where it does without."""
     mine, start = architecture.rope_of(layer), 0
-    for rope in ropes_of(architecture) if mine is not None else ():
+    for rope in ropes_of(architecture):
         width = 2 * len(range(0, rope.size(architecture.kv_channels), 2))
-        if rope == mine:
+        if rope is mine:
             return slice(start, start + width)
         start += width
     return None

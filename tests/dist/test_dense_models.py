@@ -14,7 +14,7 @@ from tests.checkpoints import FAMILIES, HEAD_DIM, make_checkpoint
 from tests.dist.cases import open_policy, policy_config, read_everything
 
 LENGTH, MODELS = 20, 6
-BIASED = ("cohere", "gemma2", "gemma3_text", "granite", "llama", "olmo2", "smollm3")
+BIASED = ("cohere", "gemma2", "gemma3_text", "granite", "llama", "olmo2", "qwen3", "smollm3")
 BIASED_MLP = ("granite", "llama", "smollm3")
 WINDOWED = ("gemma2", "gemma3_text", "mistral", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2")
 SCALINGS: tuple[dict[str, Any] | None, ...] = (

@@ -47,7 +47,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3 with a window": {"family": "qwen3", "window": 5, "full_layers": 2},
     "llama with biases in attention only": {"family": "llama", "attention_bias": True},
     "llama with biases in the mlp only": {"family": "llama", "mlp_bias": True},
-    "llama with linear scaling": {"family": "llama", "rope_scaling": LINEAR},
     "qwen2 with dynamic scaling of longer texts": {
         "family": "qwen2",
         "rope_scaling": DYNAMIC,
@@ -66,9 +65,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "granite": {"family": "granite", "attention_bias": True, "tied": True},
     "olmo2": {"family": "olmo2"},
-    "olmo2 with one head per group": {"family": "olmo2", "groups": 4, "attention_bias": True},
-    "smollm3": {"family": "smollm3", "tied": True},
-    "smollm3 with a window": {"family": "smollm3", "window": 5},
+    "smollm3 with a window": {"family": "smollm3", "window": 5, "tied": True},
     "starcoder2": {"family": "starcoder2", "window": 9, "tied": True},
     "cohere": {"family": "cohere", "tied": True},
     "cohere with norms of each head": {"family": "cohere", "use_qk_norm": True},

@@ -43,7 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "rope_theta": 1e6}),
     "qwen2-some-windows": ("qwen2", SOME),
-    "qwen3": ("qwen3", {"head_dim": 8}),
+    "qwen3": ("qwen3", {"head_dim": 8, "attention_bias": True}),
     "qwen3-tied": ("qwen3", {"head_dim": 4, "tie_word_embeddings": True}),
     "qwen3-all-windows": ("qwen3", {"head_dim": 4, **SOME, "max_window_layers": 0}),
     "llama-attention-biases": ("llama", {"attention_bias": True}),

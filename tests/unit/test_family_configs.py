@@ -174,7 +174,6 @@ def test_a_config_is_read_as_transformers_reads_it(
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantised weights"),
         ("qwen2", {"use_mrope": True}, "use_mrope = True"),
-        ("qwen3", {"attention_bias": True}, "attention_bias = True"),
         ("mistral", {"layer_types": ["full_attention"] * 3}, "no model family 'ministral'"),
         (
             "qwen2",

@@ -1,4 +1,4 @@
-"""Which layer implementation a model gets: what Transformer Engine cannot express is said by name."""
+"""Which layers a model is made of: what Transformer Engine cannot express is said by name."""
 
 from __future__ import annotations
 

@@ -15,7 +15,13 @@ from megatron_policy.converters.hf_config import read_config
 from megatron_policy.converters.rotary import Rope
 from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConversionError
-from megatron_policy.model.rope import Rotary, attention_factor, columns, inverse_frequencies
+from megatron_policy.model.rope import (
+    Rotary,
+    attention_factor,
+    columns,
+    inverse_frequencies,
+    ropes_of,
+)
 from tests.unit.published import LLAMA3
 from tests.unit.test_rows import model
 
@@ -120,7 +126,7 @@ def test_each_layer_cuts_out_the_angles_of_its_own_rope() -> None:
         window_rope=windowed,
         without_rope=(False, False, True),
     )
-    rotary = Rotary((windowed, whole), arch.kv_channels)
+    rotary = Rotary(ropes_of(arch), arch.kv_channels)
     angles = rotary(5)
     assert angles.shape == (5, 1, 1, 8 + 4) and angles.dtype == torch.float32
     once = torch.outer(torch.arange(5.0), inverse_frequencies(windowed, 8))

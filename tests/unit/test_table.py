@@ -50,7 +50,7 @@ FULL: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 16},
     "qwen2": {},
-    "qwen3": {},
+    "qwen3": {"attention_bias": True},
     **EXPERTS,
 }
 """Settings under which every row of a family's table applies, but for the one choice of tying."""
