@@ -142,7 +142,8 @@ def _clean_up(final: Path) -> None:
     if replaced.exists() and not final.exists():
         replaced.rename(final)
     for partial in final.parent.glob(f".{glob.escape(final.name)}.partial-*"):
-        with contextlib.suppress(BlockingIOError), _locked(partial, wait=False):
+        # In use, or somebody else's: it is not in the way.
+        with contextlib.suppress(OSError), _locked(partial, wait=False):
             shutil.rmtree(partial, ignore_errors=True)
 
 

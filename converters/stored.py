@@ -46,6 +46,11 @@ class Stored:
         self._in_rows = all(chunk.sizes[1:] == shape[1:] for chunk in self.chunks)
         self._row = math.prod(shape[1:])
 
+    @classmethod
+    def in_one_piece(cls, shape: Shape, dtype: dtype, path: Path, start: int) -> Stored:
+        """A tensor whose bytes follow each other in a file from `start` on."""
+        return cls(shape, dtype, [Chunk(path, start, (0,) * len(shape), shape)])
+
     def transfers(self, first: int, count: int) -> Iterator[Transfer]:
         """Where elements `first` to `first + count` lie, flat, in `spans` of a buffer for them."""
         if not self._in_rows:

@@ -90,7 +90,10 @@ def convert(
 
 def content_digest(manifest: Manifest) -> str:
     """One digest for all tensors, whatever the format they are in."""
-    lines = (f"{name} {info} {d}\n" for name, (info, d) in sorted(manifest.tensors.items()))
+    lines = (
+        f"{name} {info.dtype} {list(info.shape)} {digest}\n"
+        for name, (info, digest) in sorted(manifest.tensors.items())
+    )
     return digests.of_bytes("".join(lines).encode())
 
 

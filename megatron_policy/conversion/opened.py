@@ -22,8 +22,7 @@ from megatron_policy.converters import dist_files, hf_files
 from megatron_policy.converters.dist_keys import readable
 from megatron_policy.converters.hf_config import read_config
 from megatron_policy.converters.raw_files import RawFiles
-from megatron_policy.converters.safetensors_format import Extent
-from megatron_policy.converters.stored import Chunk, Stored
+from megatron_policy.converters.stored import Stored
 from megatron_policy.converters.table import Entry, Table, bind
 from megatron_policy.errors import ConfigError, ConversionError
 
@@ -108,7 +107,7 @@ def _open_hf(root: Path, files: RawFiles, manifest: Manifest | None) -> Opened:
     extents: dict[Path, list[tuple[int, int]]] = {}
     for file, held in hf_files.inventory(root).items():
         for name, at in sorted(held.items(), key=lambda item: item[1].start):
-            stored[name] = whole(file, at)
+            stored[name] = Stored.in_one_piece(at.shape, at.dtype, file, at.start)
             extents.setdefault(file, []).append((at.start, at.end))
     infos = {name: Info(s.dtype, s.shape) for name, s in stored.items()}
     return Opened(
@@ -131,12 +130,6 @@ def _table_if_known(root: Path) -> Table | None:
         return bind(read_config(root))
     except (ConversionError, ConfigError):
         return None
-
-
-def whole(file: Path, at: Extent) -> Stored:
-    """A tensor that lies in one piece in a file."""
-    chunk = Chunk(file, at.start, (0,) * len(at.shape), at.shape)
-    return Stored(at.shape, at.dtype, [chunk])
 
 
 def _open_mcore(

@@ -26,7 +26,7 @@ from megatron_policy.converters.hf_files import INDEX
 from megatron_policy.converters.hf_writing import index_of
 from megatron_policy.converters.raw_files import RawFiles
 from megatron_policy.converters.safetensors_format import encode
-from megatron_policy.converters.stored import Chunk, Stored
+from megatron_policy.converters.stored import Stored
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.refit.plan import ExportTensor, plan_export
 
@@ -62,8 +62,7 @@ def hf_target(infos: Mapping[str, Info], files: RawFiles, max_file_bytes: int) -
         framing.append((path, 0, header))
         sizes[path] = max((at.end for at in places.values()), default=len(header))
         for name, at in places.items():
-            chunk = Chunk(path, at.start, (0,) * len(at.shape), at.shape)
-            stored[name] = Stored(at.shape, at.dtype, [chunk])
+            stored[name] = Stored.in_one_piece(at.shape, at.dtype, path, at.start)
             extents.setdefault(path, []).append((at.start, at.end))
     index = index_of(plan.weight_map, plan.total_bytes)
     small = {} if index is None else {INDEX: index}

@@ -114,6 +114,17 @@ def test_a_cast_is_torchs_own_and_the_config_says_so(
     assert new == old | {named: str(wanted).removeprefix("torch.")}
 
 
+def test_a_bias_that_corrects_the_choice_of_experts_is_never_cast(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    path = checkpoint("deepseek_v3", dtype="float32", **SMALL)
+    mcore, hf = round_trip(path, tmp_path, dtype="bfloat16")
+    for name, tensor in tensors_of(hf).items():
+        kept = name.endswith("e_score_correction_bias")
+        assert tensor.dtype == (torch.float32 if kept else torch.bfloat16), name
+    assert verify(mcore, hf).equal
+
+
 def test_what_float16_cannot_hold_is_not_cast_to_it(checkpoint: Checkpoint, tmp_path: Path) -> None:
     path = tmp_path / "source"
     path.mkdir()
