@@ -23,6 +23,7 @@ from megatron_policy.groups import drop_groups, refuse_second_policy
 from megatron_policy.interfaces import LossFunction
 from megatron_policy.layout import check_layout, topology_of
 from megatron_policy.model.assemble import assemble
+from megatron_policy.model.experts import forget_routing
 from megatron_policy.model.load import held_layers
 from megatron_policy.refit.disk import DEFAULT_MAX_SHARD_BYTES, export_checkpoint
 from megatron_policy.train import score, step
@@ -220,13 +221,14 @@ class MegatronPolicy:
         self._gather_pending = False
 
     def shutdown(self) -> None:
-        """Leave the process groups this policy made; the object is of no use afterwards.
-
-        May be called again: a policy that was made meanwhile keeps its groups.
+        """Leave the process groups this policy made; it is of no use afterwards. A second call does
+        nothing: a policy that was made meanwhile keeps its groups.
         """
         if not self._open:
             return
         self._open = False
+        if hasattr(self, "_assembly"):  # there is none after a failed start
+            forget_routing(self._assembly.pipeline.chunks)
         drop_groups()
         if self._owns_process_group:
             device.leave_process_group()

@@ -85,3 +85,17 @@ def freeze_routers(chunks: Iterable[torch.nn.Module]) -> None:
         for module in chunk.modules():
             if isinstance(module, Router):
                 module.requires_grad_(False)
+
+
+def forget_routing(chunks: Iterable[torch.nn.Module]) -> None:
+    """Drop what token dispatchers keep of the last batch.
+
+    Its graph holds the gradient hooks, and through them the whole model with its process groups, in
+    a cycle that Python's collector cannot see.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            kept = vars(getattr(module, "token_dispatcher", module))
+            for name, value in kept.items():
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    kept[name] = None
