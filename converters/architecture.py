@@ -5,6 +5,7 @@ Knows neither Hugging Face nor Megatron-Core names of files, tensors or config f
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -17,6 +18,18 @@ from .traits import Activation, Mla, Moe, Norm, QkNorm
 VOCAB_MULTIPLE = 128
 """Rows of a rank's embedding shard come in multiples of this, which is Megatron's own default."""
 
+MOST_LAYERS = 10_000
+"""More are a mistake in the config, and would take for ever to list."""
+
+_FACTORS = (
+    "layernorm_epsilon",
+    "attention_scale",
+    "attention_softcap",
+    "embedding_scale",
+    "residual_scale",
+    "logit_scale",
+    "logit_softcap",
+)
 _COUNTS = (
     "num_layers",
     "hidden_size",
@@ -102,6 +115,12 @@ class Architecture:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConversionError(f"{name} must be a positive integer, not {value!r}")
+        if self.num_layers > MOST_LAYERS:
+            raise ConversionError(f"{self.num_layers} layers are more than {MOST_LAYERS}")
+        for name in _FACTORS:
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+                raise ConversionError(f"{name} must be a positive number, not {value!r}")
         if self.num_attention_heads % self.num_query_groups:
             raise ConversionError(
                 f"{self.num_attention_heads} attention heads cannot be shared evenly by "

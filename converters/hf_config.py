@@ -13,6 +13,9 @@ from megatron_policy.errors import ConfigError
 
 from .registry import family_of
 
+_UNREADABLE = (OSError, ValueError, TypeError, RecursionError)
+"""What transformers raises over a file that is no config."""
+
 
 def read_config(model: str | Path) -> dict[str, Any]:
     """Every field of the model's HF config, class defaults included.
@@ -34,7 +37,7 @@ def read_config(model: str | Path) -> dict[str, Any]:
     if kind in CONFIG_MAPPING:
         try:
             config = AutoConfig.from_pretrained(_source(model)).to_dict()
-        except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        except (*_UNREADABLE, KeyError, StrictDataclassError) as error:
             raise _unreadable(model, error) from error
     common = PretrainedConfig().to_dict()
     common.pop("tie_word_embeddings", None)  # says what the model is, so it always counts
@@ -50,7 +53,7 @@ def written_config(model: str | Path) -> dict[str, Any]:
 
     try:
         config, _ = PretrainedConfig.get_config_dict(_source(model))
-    except (OSError, ValueError, TypeError) as error:
+    except _UNREADABLE as error:
         raise _unreadable(model, error) from error
     if not isinstance(config, Mapping):
         raise ConfigError(f"{path / 'config.json'} cannot be read: it is no JSON object")

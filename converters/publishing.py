@@ -18,8 +18,8 @@ from typing import IO
 
 from megatron_policy.errors import ConfigError
 
-_MARKS = ("config.json", "metadata.json")
-"""A directory that holds neither is no checkpoint, of Hugging Face or Megatron-Core."""
+_MARKS = (("config.json", "*.safetensors"), ("metadata.json", ".metadata"))
+"""What a checkpoint has, of Hugging Face or of Megatron-Core; others' directories have neither."""
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 """What file systems answer that know no locks."""
@@ -89,10 +89,12 @@ def check_replaceable(destination: str | Path, overwrite: bool) -> Path:
     final = _absolute(destination)
     if not final.exists() or (final.is_dir() and not any(final.iterdir())):
         return final
-    if not any((final / mark).is_file() for mark in _MARKS):
+    if not any(all(any(final.glob(name)) for name in marks) for marks in _MARKS):
         raise ConfigError(f"{final} exists and is no checkpoint; choose another path")
     if not overwrite:
-        raise ConfigError(f"{final} exists; choose another path or set overwrite=True")
+        raise ConfigError(
+            f"{final} exists; choose another path, or replace it: --overwrite, or overwrite=True"
+        )
     return final
 
 
@@ -121,7 +123,8 @@ def _flush_directories(root: Path) -> None:
 
 
 def _absolute(destination: str | Path) -> Path:
-    return Path(destination).expanduser().absolute()
+    """The path in full; where it is a link, what that leads to, so that the link stays one."""
+    return Path(os.path.realpath(Path(destination).expanduser()))
 
 
 def _replaced(final: Path) -> Path:

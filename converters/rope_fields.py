@@ -107,7 +107,10 @@ def _original(fields: Fields, section: Fields) -> int:
     """The length of texts before scaling; a field of the whole config goes before the section's."""
     longest = fields.take("max_position_embeddings")
     inner = _number(section, _ORIGINAL, longest)
-    return max(2, int(_number(fields, _ORIGINAL, inner)))
+    original = int(_number(fields, _ORIGINAL, inner))
+    if original < 2:
+        section.refuse(_ORIGINAL, original, "must be 2 or more")
+    return max(2, original)
 
 
 def _yarn(section: Fields, original: int) -> YarnScaling:
@@ -144,7 +147,7 @@ def _long(section: Fields, original: int, longest: int) -> LongScaling:
 def _number(section: Fields, name: str, default: Any = REQUIRED) -> float:
     """A positive number; 2 stands for what is refused."""
     value = section.take(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         section.refuse(name, value, "must be a positive number")
         return 2.0
     return float(value)

@@ -15,6 +15,8 @@ def architecture(fields: Fields) -> Architecture:
     fields.ignore("pretraining_tp", "only the order of summation in pretraining")
     # Despite its name the field has a 1 for layers with rotary embedding.
     rotated = fields.take("no_rope_layers")[: fields.take("num_hidden_layers")]
+    if len(rotated) < fields.take("num_hidden_layers"):
+        fields.refuse("no_rope_layers", rotated, "must name every layer")
     attention = fields.take("attention_bias", False)
     window, windowed = dense.take_windows(fields)
     return dense.architecture(

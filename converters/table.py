@@ -166,7 +166,14 @@ def draft(fields: Fields, family: Family | None = None) -> Table:
                 name,
                 f"{family.name} converts {' or '.join(family.hf_architectures)}",
             )
-    architecture = family.architecture(fields)
+    try:
+        architecture = family.architecture(fields)
+    except ConversionError:
+        raise
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise ConversionError(
+            f"config.json has a value that a {family.name} model cannot have: {error}"
+        ) from error
     entries = _entries([row for row in family.table if not isinstance(row, Ignore)], architecture)
     _refuse_duplicates(family.name, entries)
     ignored = {

@@ -54,24 +54,41 @@ def parity(
     """
     with one_line_errors():
         _be_quiet()
+        from megatron_policy.errors import ConfigError
         from megatron_policy.parity import compare
 
-        result = compare(
-            model,
-            tp=tp,
-            pp=pp,
-            sequence_parallel=sequence_parallel,
-            dtype=dtype.value,
-            tokens=tokens,
-            seed=seed,
-            per_layer=per_layer,
-            tolerance=tolerance,
-            reference=reference,
-        )
+        try:
+            result = compare(
+                model,
+                tp=tp,
+                pp=pp,
+                sequence_parallel=sequence_parallel,
+                dtype=dtype.value,
+                tokens=tokens,
+                seed=seed,
+                per_layer=per_layer,
+                tolerance=tolerance,
+                reference=reference,
+            )
+        except ConfigError as error:
+            raise ConfigError(_in_options(str(error))) from error
         for line in _lines(result):
             typer.echo(line)
         if not result.holds:
             fail(_complaint(result))
+
+
+def _in_options(message: str) -> str:
+    """The message with this command's options where a policy's config has keys."""
+    for key, option in (
+        ("tensor_model_parallel_size=", "--tp "),
+        ("tensor_model_parallel_size", "--tp"),
+        ("pipeline_model_parallel_size=", "--pp "),
+        ("pipeline_model_parallel_size", "--pp"),
+        ("sequence_parallel=true", "--sequence-parallel"),
+    ):
+        message = message.replace(f"policy.megatron_cfg.{key}", option).replace(key, option)
+    return message
 
 
 def _be_quiet() -> None:

@@ -33,5 +33,9 @@ def verify(
             kinds = ", ".join(f"{kind} {count}" for kind, count in found.summary.items())
             fail(f"{a} and {b} differ: tensors by kind: {kinds}")
         typer.echo(f"equal: {found.tensors} tensors, {show_size(found.nbytes)}")
+        if found.passed_over:
+            first, *more = found.passed_over
+            others = f" and {len(more)} more" if more else ""
+            typer.echo(f"in one of them only, and feeding nothing: {first}{others}")
         for path, has in zip((a, b), found.has_digests, strict=True):
             typer.echo(f"{path} {'is what its digests say' if has else 'has no digests'}")

@@ -54,6 +54,8 @@ class Comparison:
     """Of the tensors compared, once."""
     has_digests: tuple[bool, bool]
     """Whether each checkpoint says what its bytes have to be."""
+    passed_over: tuple[str, ...]
+    """Tensors that only one checkpoint has, and that feed nothing."""
 
     @property
     def equal(self) -> bool:
@@ -102,6 +104,7 @@ class _Comparing:
         self._found: list[Difference] = []
         self._counts: Counter[str] = Counter()
         self._buffer = Buffer(max_memory)
+        self._passed_over: list[str] = []
         self._done = 0
         self._total = sum(info.nbytes for side in self._sides for info in side.infos.values())
 
@@ -124,6 +127,7 @@ class _Comparing:
             len(common),
             sum(left.infos[name].nbytes for name in common),
             (left.manifest is not None, right.manifest is not None),
+            tuple(self._passed_over),
         )
 
     def _add(self, kind: str, name: str, words: str) -> None:
@@ -137,7 +141,9 @@ class _Comparing:
         if original in side.infos and original in other.infos:
             self._compare(name, (side, name), (side, str(original)))
             return
-        if not any(name in table.ignored for table in self._tables):
+        if any(name in table.ignored for table in self._tables):
+            self._passed_over.append(name)
+        else:
             self._add(MISSING, name, f"{name} is in {side.root}, but not in {other.root}")
         for _ in self._blocks((side, name)):
             pass

@@ -121,6 +121,8 @@ def prepared(
     with RawFiles() as reader, RawFiles(writable=True) as writer:
         opened = open_checkpoint(source, reader, Path(config) if config else None)
         _check_directions(opened, Path(destination), to)
+        if config and opened.kind == HF:
+            raise ConfigError(f"{opened.root} has a config.json of its own: leave --config out")
         opened.check()
         table = _bound(opened)
         kept = {name for entry in table.exported() if entry.row.keeps_dtype for name in entry.hf}

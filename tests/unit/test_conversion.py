@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from megatron_policy.conversion import convert, plan_conversion, verify
 from megatron_policy.converters.hf_files import MANIFEST, HfReader
 from megatron_policy.errors import ConfigError, ConversionError
-from tests.checkpoints import ALL_FAMILIES
+from tests.checkpoints import ALL_FAMILIES, make_checkpoint
 
 MIB = 2**20
 SMALL = {"layers": 3, "vocab": 250}
@@ -329,3 +330,44 @@ def test_nan_and_negative_zero_count_as_the_bits_they_are(tmp_path: Path) -> Non
         save_file({"x": torch.tensor(values)}, tmp_path / name / "model.safetensors")
     assert verify(tmp_path / "a", tmp_path / "a").equal
     assert verify(tmp_path / "a", tmp_path / "b").summary == {"values": 1}
+
+
+def test_a_directory_that_only_has_a_config_is_never_replaced(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "hf", "qwen2", tokenizer=False)
+    app = tmp_path / "app"
+    app.mkdir()
+    (app / "config.json").write_text("{}")
+    for mark in ("config.json", "metadata.json"):
+        (app / mark).write_text("{}")
+        with pytest.raises(ConfigError, match="is no checkpoint"):
+            convert(model, app, "mcore", overwrite=True)
+    assert {path.name for path in app.iterdir()} == {"config.json", "metadata.json"}
+
+
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_link_as_destination_leads_to_the_checkpoint(tmp_path: Path, dangling: bool) -> None:
+    model = make_checkpoint(tmp_path / "hf", "qwen2", tokenizer=False)
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    if not dangling:
+        (tmp_path / "there").mkdir()
+    for _ in range(2):
+        convert(model, tmp_path / "link", "mcore", overwrite=True)
+        assert (tmp_path / "link").is_symlink()
+        assert verify(model, tmp_path / "there").equal
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "link", "there"}
+
+
+def test_tensors_that_one_side_lacks_and_that_feed_nothing_are_named(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "hf", "llama", tokenizer=False)
+    shutil.copytree(model, tmp_path / "more")
+    held = load_file(model / "model.safetensors")
+    unused = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file({**held, unused: torch.ones(8)}, tmp_path / "more" / "model.safetensors")
+    found = verify(model, tmp_path / "more")
+    assert (found.equal, found.passed_over) == (True, (unused,))
+
+
+def test_a_config_for_a_checkpoint_that_has_its_own_is_refused(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "hf", "qwen2", tokenizer=False)
+    with pytest.raises(ConfigError, match="of its own"):
+        convert(model, tmp_path / "mcore", "mcore", config=model)

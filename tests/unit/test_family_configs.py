@@ -14,7 +14,7 @@ from megatron_policy.converters.hf_config import read_config
 from megatron_policy.converters.rotary import Llama3Scaling, Rope
 from megatron_policy.converters.table import bind
 from megatron_policy.converters.traits import Activation, Norm, QkNorm
-from megatron_policy.errors import ConversionError
+from megatron_policy.errors import ConfigError, ConversionError
 from tests.unit.published import LLAMA3
 
 SMALL = {
@@ -220,3 +220,27 @@ def test_a_relative_that_reads_images_is_refused_with_the_name_of_its_text_part(
 ) -> None:
     with pytest.raises(ConversionError, match=rf"{model_type} cannot be converted: it also reads"):
         bind({"model_type": model_type})
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("granite", {"logits_scaling": 0}),
+        ("granite", {"embedding_multiplier": float("nan")}),
+        ("gemma2", {"query_pre_attn_scalar": 0}),
+        ("gemma2", {"query_pre_attn_scalar": -3}),
+        ("gemma2", {"attn_logit_softcapping": -1.0}),
+        ("gemma2", {"final_logit_softcapping": 0.0}),
+        ("llama", {"num_hidden_layers": 10**9}),
+        ("llama", {"rms_norm_eps": float("inf")}),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": float("nan")}}),
+        ("smollm3", {"no_rope_layers": [1]}),
+    ],
+)
+def test_numbers_that_no_model_can_have_are_one_error(
+    tmp_path: Path, family: str, fields: dict[str, Any]
+) -> None:
+    path = edited(tmp_path, family, **fields)
+    with pytest.raises(ValueError) as caught:  # of ours, or of transformers as a ConfigError
+        bind(read_config(path))
+    assert isinstance(caught.value, ConversionError | ConfigError), caught.value

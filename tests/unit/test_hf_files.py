@@ -288,6 +288,7 @@ def test_side_files_are_copied_byte_for_byte_and_weights_are_not(tmp_path: Path)
 def export(destination: Path, text: str, overwrite: bool = False) -> None:
     partial = stage(destination, overwrite)
     (partial / "config.json").write_text(text)
+    (partial / "model.safetensors").write_text(text)
     assert all(text not in path.read_text() for path in destination.glob("*"))
     publish(partial, destination, overwrite)
 
@@ -304,7 +305,8 @@ def test_what_a_broken_export_left_is_cleared_away(tmp_path: Path) -> None:
     (stage(out) / "model-00001-of-00002.safetensors").write_text("half")
     assert not out.exists() and partial_dir(out).is_dir()
     export(out, "second")
-    assert os.listdir(out) == ["config.json"] and os.listdir(tmp_path) == ["out"]
+    assert sorted(os.listdir(out)) == ["config.json", "model.safetensors"]
+    assert os.listdir(tmp_path) == ["out"]
 
 
 def test_an_existing_checkpoint_is_replaced_only_on_request(tmp_path: Path) -> None:
@@ -326,4 +328,4 @@ def test_a_directory_of_something_else_is_never_replaced(tmp_path: Path) -> None
     for overwrite in (False, True):
         with pytest.raises(ConfigError, match="is no checkpoint"):
             stage(out, overwrite)
-    assert os.listdir(out) == ["thesis.tex"]
+    assert sorted(os.listdir(out)) == ["model.safetensors", "thesis.tex"]
