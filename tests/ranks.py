@@ -7,6 +7,7 @@ import contextlib
 import multiprocessing as mp
 import os
 import pickle
+import random
 import signal
 import socket
 import tempfile
@@ -142,10 +143,16 @@ def _rendezvous(rank: int, world: int, port: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _reserved_port() -> Iterator[int]:
-    """A port nobody else is given meanwhile: bound, not listening, so that rank 0 still can."""
+    """A port nobody else is given meanwhile: bound, not listening, so that rank 0 still can.
+
+    Below those that the system gives to outgoing connections, which may take one all the same.
+    """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
+        for port in random.sample(range(20_000, 32_000), 1_000):
+            with contextlib.suppress(OSError):  # taken: try the next
+                holder.bind(("127.0.0.1", port))
+                break
         yield holder.getsockname()[1]
 
 

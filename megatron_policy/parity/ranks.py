@@ -6,8 +6,10 @@ of these processes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -145,10 +147,16 @@ def _log(folder: Path, rank: int) -> Path:
 
 @contextmanager
 def _reserved_port() -> Iterator[int]:
-    """A port nobody else is given meanwhile: bound, not listening, so that rank 0 still can."""
+    """A port nobody else is given meanwhile: bound, not listening, so that rank 0 still can.
+
+    Below those that the system gives to outgoing connections, which may take one all the same.
+    """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
+        for port in random.sample(range(20_000, 32_000), 1_000):
+            with contextlib.suppress(OSError):  # taken: try the next
+                holder.bind(("127.0.0.1", port))
+                break
         yield holder.getsockname()[1]
 
 

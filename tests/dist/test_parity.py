@@ -130,7 +130,7 @@ def test_what_a_rank_refuses_is_raised_as_it_was(checkpoints, tmp_path: Path) ->
 def test_a_layout_that_does_not_fit_is_one_line_before_any_rank_starts(checkpoints) -> None:
     result = CliRunner().invoke(app, ["parity", str(checkpoints[True]), "--tp", "3"])
     assert result.exit_code == 1 and result.stderr.count("\n") == 1
-    assert "tensor_model_parallel_size=3" in result.stderr and not result.stdout
+    assert "--tp 3 does not divide" in result.stderr and not result.stdout
 
 
 def test_the_rank_that_died_is_blamed_rather_than_those_that_waited_for_it(tmp_path: Path) -> None:
