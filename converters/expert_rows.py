@@ -1,4 +1,4 @@
-"""Rows that only mixtures of experts need: what stays in fp32, and experts stacked in one tensor.
+"""Rows of experts that HF keeps stacked in one tensor.
 
 Knows no files, groups or model families.
 """
@@ -10,32 +10,6 @@ from typing import ClassVar
 
 from .architecture import Architecture
 from .rows import ALL, Block, Shape, even, nth
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Replicated, and in its own dtype whatever the precision of the model: nobody casts it."""
-
-    megatron: str
-    hf: tuple[str]
-    dims: tuple[str, ...]
-    when: str = ""
-    owns: ClassVar[bool] = True
-    keeps_dtype: ClassVar[bool] = True
-    shard_dim: ClassVar[int | None] = None
-
-    def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        return (arch.shape(self.dims),)
-
-    def local_shape(self, arch: Architecture, size: int) -> Shape:
-        return arch.shape(self.dims)
-
-    def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
-        return 0
-
-    def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        shape = arch.shape(self.dims)
-        return (Block(0, shape, ALL, shape, ALL),)
 
 
 @dataclass(frozen=True)

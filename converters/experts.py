@@ -11,18 +11,18 @@ from dataclasses import replace
 from .architecture import Architecture
 from .config_fields import Fields
 from .dense import H, M
-from .expert_rows import Kept
 from .rows import GateUp, Ignore, Row, Rows, Whole
 from .traits import Moe, Scoring
 
 EXPERT = M + "mlp.experts.local_experts.{expert}."
 SHARED = M + "mlp.shared_experts."
 
-CORRECTION_BIAS = Kept(
+CORRECTION_BIAS = Whole(
     M + "mlp.router.expert_bias",
     (H + "mlp.gate.e_score_correction_bias",),
     ("moe.experts",),
     when="experts moe.correction_bias",
+    keeps_dtype=True,
 )
 
 _PREDICTS = "a layer that predicts a further token, which the model's logits do not need"

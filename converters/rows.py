@@ -58,8 +58,9 @@ class Whole:
     hf: tuple[str]
     dims: tuple[str, ...]
     when: str = ""
+    keeps_dtype: bool = False
+    """It stays in its own dtype whatever the precision of the model: nobody casts it."""
     owns: ClassVar[bool] = True
-    keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = None
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:

@@ -39,6 +39,7 @@ FLOORS: tuple[tuple[str, int], ...] = (
     ("device", 1),
     ("device.*", 1),
     ("groups", 1),
+    ("rendezvous", 1),
     ("model", 2),
     ("model.*", 2),
     ("train", 2),

@@ -7,18 +7,17 @@ import contextlib
 import multiprocessing as mp
 import os
 import pickle
-import random
 import signal
-import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from megatron_policy.rendezvous import reserved_port
 from tests.rank_process import dumps, environment, serve
 
 START_TIMEOUT = 180.0
@@ -88,7 +87,7 @@ class RankPool:
             self._start(world)
             ranks = self._ranks[:world]
             said_before = [rank.log.stat().st_size for rank in ranks]
-            with _reserved_port() as port:
+            with reserved_port() as port:
                 for index, rank in enumerate(ranks):
                     rank.pipe.send(("run", _rendezvous(index, world, port), call))
                 outcomes = _collect(ranks, time.monotonic() + timeout)
@@ -139,21 +138,6 @@ def _rendezvous(rank: int, world: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-
-
-@contextlib.contextmanager
-def _reserved_port() -> Iterator[int]:
-    """A port nobody else is given meanwhile: bound, not listening, so that rank 0 still can.
-
-    Below those that the system gives to outgoing connections, which may take one all the same.
-    """
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        for port in random.sample(range(20_000, 32_000), 1_000):
-            with contextlib.suppress(OSError):  # taken: try the next
-                holder.bind(("127.0.0.1", port))
-                break
-        yield holder.getsockname()[1]
 
 
 def _collect(ranks: list[_Rank], deadline: float) -> dict[int, _Outcome]:

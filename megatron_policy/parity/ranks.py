@@ -6,18 +6,14 @@ of these processes.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -26,6 +22,7 @@ import torch
 from megatron_policy import errors
 from megatron_policy.parity.policy_side import read_policy
 from megatron_policy.parity.result import Job, Reading
+from megatron_policy.rendezvous import reserved_port
 
 GRACE_S = 3.0  # that the other ranks get to report after one has failed
 POLL_S = 0.05
@@ -38,7 +35,7 @@ def read_on_ranks(job: Job) -> list[Reading]:
     The error of the first rank that failed is raised as it was if it is one for users, and as a
     WorkerError otherwise; the other ranks are ended.
     """
-    with tempfile.TemporaryDirectory(prefix="parity-") as name, _reserved_port() as port:
+    with tempfile.TemporaryDirectory(prefix="parity-") as name, reserved_port() as port:
         folder = Path(name)
         (folder / JOB).write_text(json.dumps(asdict(job)))
         world = job.tp * job.pp
@@ -143,21 +140,6 @@ def _report(folder: Path, rank: int) -> Path:
 
 def _log(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.log"
-
-
-@contextmanager
-def _reserved_port() -> Iterator[int]:
-    """A port nobody else is given meanwhile: bound, not listening, so that rank 0 still can.
-
-    Below those that the system gives to outgoing connections, which may take one all the same.
-    """
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        for port in random.sample(range(20_000, 32_000), 1_000):
-            with contextlib.suppress(OSError):  # taken: try the next
-                holder.bind(("127.0.0.1", port))
-                break
-        yield holder.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -9,10 +9,8 @@ from collections.abc import Sequence
 import ray
 
 from megatron_policy.errors import ConfigError, WorkerError
+from megatron_policy.rendezvous import PORTS
 
-# Below the ports that the kernel hands out by itself (32768 and up) and above Ray's own worker
-# ports (10002-19999).
-PORTS = range(20000, 30000)
 # CPUs place a worker, they do not meter it: bundles of whole CPUs would leave more ranks than cores
 # waiting for ever, and the user's own tasks with them.
 CPU_SHARE = 0.01

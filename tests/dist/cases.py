@@ -122,3 +122,12 @@ def own_steps(policy: MegatronPolicy, data: BatchedDataDict) -> list[BatchedData
     share = own_share(policy, data)
     rows = GLOBAL_BATCH // policy.topology.dp
     return [share.get_batch(index, rows) for index in range(share.size // rows)]
+
+
+def logits_of(models: list[tuple[Path, int]], tokens: torch.Tensor) -> list[torch.Tensor]:
+    """What this rank alone makes of the tokens, for each checkpoint and size of vocabulary."""
+    logits, unused = [], {"init_optimizer": False, "init_reference_model": False}
+    for path, vocab in models:
+        with open_policy(policy_config(path, {}), **unused) as policy:
+            logits.append(read_everything(policy, tokens, vocab)["logits"])
+    return logits

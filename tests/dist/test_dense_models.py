@@ -11,7 +11,7 @@ import torch
 
 from tests import oracle
 from tests.checkpoints import FAMILIES, HEAD_DIM, make_checkpoint
-from tests.dist.cases import open_policy, policy_config, read_everything
+from tests.dist.cases import logits_of, open_policy, policy_config, read_everything
 
 LENGTH, MODELS = 20, 6
 BIASED = ("cohere", "gemma2", "gemma3_text", "granite", "llama", "olmo2", "qwen3", "smollm3")
@@ -78,15 +78,6 @@ def draw_rope(family: str, head_dim: int, random: Random) -> dict[str, Any]:
         "rope_scaling": {"type": "longrope"} | {f"{n}_factor": f for n, f in factors.items()},
         "original_max_position_embeddings": random.choice([12, 16]),
     }
-
-
-def logits_of(models: list[tuple[Path, int]], tokens: torch.Tensor) -> list[torch.Tensor]:
-    """What this rank alone makes of the tokens, for each checkpoint and size of vocabulary."""
-    logits, unused = [], {"init_optimizer": False, "init_reference_model": False}
-    for path, vocab in models:
-        with open_policy(policy_config(path, {}), **unused) as policy:
-            logits.append(read_everything(policy, tokens, vocab)["logits"])
-    return logits
 
 
 @pytest.mark.parametrize("family", FAMILIES)

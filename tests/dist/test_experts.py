@@ -15,6 +15,7 @@ from tests.checkpoints import make_checkpoint
 from tests.dist.cases import (
     GLOBAL_BATCH,
     LOSSES,
+    logits_of,
     open_policy,
     policy_config,
     read_everything,
@@ -36,15 +37,6 @@ TRAINED = {
     "gpt_oss": ("one process", "PP2"),
 }
 SMALL = {"hidden": 48, "heads": 4, "layers": 4, "ffn": 40, "vocab": VOCAB}
-
-
-def logits_of(models: list[tuple[Path, int]], tokens: torch.Tensor) -> list[torch.Tensor]:
-    """What this rank alone makes of the tokens, for each checkpoint and size of vocabulary."""
-    logits, unused = [], {"init_optimizer": False, "init_reference_model": False}
-    for path, vocab in models:
-        with open_policy(policy_config(path, {}), **unused) as policy:
-            logits.append(read_everything(policy, tokens, vocab)["logits"])
-    return logits
 
 
 @pytest.mark.parametrize("family", EXPERTS)

@@ -16,18 +16,7 @@ from megatron_policy.converters.table import bind
 from megatron_policy.converters.traits import Activation, Norm, QkNorm
 from megatron_policy.errors import ConfigError, ConversionError
 from tests.unit.published import LLAMA3
-
-SMALL = {
-    "vocab_size": 150,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-}
-SOME = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+from tests.unit.test_families import SMALL, SOME
 
 
 def config_file(path: Path, family: str, **fields: Any) -> Path:
