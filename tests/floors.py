@@ -34,6 +34,7 @@ FLOORS: tuple[tuple[str, int], ...] = (
     ("topology", 0),
     ("layout", 0),
     ("packing", 0),
+    ("packing.*", 0),
     ("refit", 0),
     ("refit.plan", 0),
     ("device", 1),

@@ -1,0 +1,183 @@
+"""Where each token of a microbatch stands in what one context-parallel rank computes; knows neither
+process groups nor models.
+
+Context parallelism is zig-zag: a sequence is cut into 2C chunks, of which rank r computes the r-th
+from the front and the r-th from the back, so that causal attention costs every rank the same.
+Source: Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2; Megatron-Core's layout is the same.
+
+Shapes: B rows and S positions of the caller, C context-parallel ranks, T positions of one of them,
+R rows that are computed side by side (B when padded, 1 when packed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+FILLER = -1
+"""What stands at a position that no token of the caller stands at."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One sequence with its padding, `[start, start + length)` among the positions of all ranks; of
+    packed sequences several make a row.
+    """
+
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A causal rectangle of attention: this rank's queries `[query, query + queries)` see the keys
+    `[key, key + keys)` of all ranks, the last query all of them, the one before it all but the
+    last, and so on (aligned at the lower right corner).
+    """
+
+    query: int
+    queries: int
+    key: int
+    keys: int
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """The map between the caller's rows `[B, S]` and what the ranks of a context-parallel group
+    compute.
+
+    `sources_CTR` holds, for every rank, the flat index (row * S + position) of the token at each of
+    its positions, or FILLER. Filler only follows the tokens of its segment, so causal attention
+    keeps it from changing anything.
+    """
+
+    rows: int
+    width: int
+    segments: tuple[Segment, ...]
+    columns_CT: torch.Tensor
+    """Which of all ranks' positions each rank's are."""
+    sources_CTR: torch.Tensor
+
+    @property
+    def ranks(self) -> int:
+        """C, the number of context-parallel ranks."""
+        return self.columns_CT.size(0)
+
+    @property
+    def full_length(self) -> int:
+        """Positions of all ranks, C * T."""
+        return self.columns_CT.numel()
+
+    @property
+    def plain(self) -> bool:
+        """Whether every row is one sequence that one rank computes from its first position on."""
+        return self.ranks == 1 and len(self.segments) == 1
+
+    def to(self, device: torch.device) -> TokenLayout:
+        """The same on another device."""
+        return TokenLayout(
+            self.rows,
+            self.width,
+            self.segments,
+            self.columns_CT.to(device),
+            self.sources_CTR.to(device),
+        )
+
+    def take(self, values_BS: torch.Tensor, rank: int, filler: float = 0) -> torch.Tensor:
+        """`values_BS[B, S]` as rank `rank` has them, `[T, R]`."""
+        source_TR = self.sources_CTR[rank]
+        found_TR = values_BS.reshape(-1)[source_TR.clamp(min=0)]
+        return found_TR.masked_fill(source_TR == FILLER, filler)
+
+    def put(self, values_CTR: torch.Tensor) -> torch.Tensor:
+        """All ranks' values `[C, T, R, ...]` at the caller's places `[B, S, ...]`, 0 where none is;
+        the inverse of `take`, differentiable.
+        """
+        sources = self.sources_CTR.reshape(-1)
+        real = (sources != FILLER).nonzero().squeeze(-1)
+        rest = values_CTR.shape[3:]
+        flat = values_CTR.new_zeros(self.rows * self.width, *rest)
+        placed = flat.index_put((sources[real],), values_CTR.reshape(-1, *rest)[real])
+        return placed.reshape(self.rows, self.width, *rest)
+
+    def positions(self, rank: int) -> torch.Tensor:
+        """Of rank `rank`'s tokens within their sequences, int64 `[T]`, the same in all R rows."""
+        device = self.columns_CT.device
+        lengths = torch.tensor([s.length for s in self.segments], device=device)
+        starts = torch.tensor([s.start for s in self.segments], device=device)
+        within = torch.arange(self.full_length, device=device) - starts.repeat_interleave(lengths)
+        return within[self.columns_CT[rank]]
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """What rank `rank`'s causal attention is made of; its queries in order, each once."""
+        if self.ranks == 1:
+            return tuple(Piece(s.start, s.length, s.start, s.length) for s in self.segments)
+        found = []
+        for segment in self.segments:
+            chunk = segment.length // (2 * self.ranks)
+            first = segment.start // self.ranks
+            for index, number in enumerate((rank, 2 * self.ranks - 1 - rank)):
+                query = first + index * chunk
+                found.append(Piece(query, chunk, segment.start, (number + 1) * chunk))
+        return tuple(found)
+
+
+def padded_layout(rows: int, width: int, multiple: int, ranks: int) -> TokenLayout:
+    """Each of `rows` rows of `width` positions a sequence of its own, filled up to a multiple of
+    `multiple`, which 2 * `ranks` divides under context parallelism.
+    """
+    length = _round_up(width, multiple)
+    source_BS = torch.full((rows, length), FILLER)
+    source_BS[:, :width] = torch.arange(rows * width).view(rows, width)
+    return _layout(rows, width, (Segment(0, length),), source_BS.T, ranks)
+
+
+def packed_layout(
+    lengths: Sequence[int], width: int, segment_multiple: int, total_multiple: int, ranks: int
+) -> TokenLayout:
+    """The first `lengths[i]` tokens of each row one after another, in a single row.
+
+    Every sequence is filled up to a multiple of `segment_multiple`, the whole to one of
+    `total_multiple`, by filler that is a segment of its own; 2 * `ranks` divides both under context
+    parallelism. Without any token it is one segment of filler.
+    """
+    segments, parts = [], []
+    start = 0
+    for row, length in enumerate(lengths):
+        padded = _round_up(length, segment_multiple)
+        part = torch.full((padded,), FILLER)
+        part[:length] = row * width + torch.arange(length)
+        segments.append(Segment(start, padded))
+        parts.append(part)
+        start += padded
+    missing = _round_up(max(start, 1), total_multiple) - start
+    if missing:
+        segments.append(Segment(start, missing))
+        parts.append(torch.full((missing,), FILLER))
+    source_T1 = torch.cat(parts).unsqueeze(1)
+    return _layout(len(lengths), width, tuple(segments), source_T1, ranks)
+
+
+def _layout(
+    rows: int, width: int, segments: tuple[Segment, ...], source_TR: torch.Tensor, ranks: int
+) -> TokenLayout:
+    columns_CT = torch.stack([_zigzag(segments, rank, ranks) for rank in range(ranks)])
+    return TokenLayout(rows, width, segments, columns_CT, source_TR[columns_CT])
+
+
+def _zigzag(segments: Sequence[Segment], rank: int, ranks: int) -> torch.Tensor:
+    if ranks == 1:
+        return torch.arange(sum(segment.length for segment in segments))
+    parts = []
+    for segment in segments:
+        chunk, left = divmod(segment.length, 2 * ranks)
+        assert left == 0, (segment, ranks)
+        for number in (rank, 2 * ranks - 1 - rank):
+            parts.append(torch.arange(chunk) + segment.start + number * chunk)
+    return torch.cat(parts)
+
+
+def _round_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
