@@ -1,4 +1,5 @@
-"""Rows of tensors and lists that travel together; knows what a row is, not what the keys mean.
+"""Rows of tensors and lists that travel together, and which of them make a microbatch; knows what a
+row is, not what the keys mean.
 
 Shapes: B rows, S positions.
 """
@@ -12,13 +13,30 @@ from typing import Any
 
 import torch
 
+_PLAN = ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb")
+
 
 class BatchedDataDict(UserDict[str, Any]):
     """A dict of tensors (dimension 0 is the row) and lists (one item a row), all equally long.
 
     Methods that cut or choose rows return a new batch; slices share memory with this one.
     ValueError names the key and both sizes when something does not fit.
+
+    A batch can carry a plan of its microbatches in three attributes, under the host's names and of
+    its form (`packing.plan.Plan` reads and writes them): `micro_batch_indices`, per global batch a
+    list of [start, end] rows; `micro_batch_lengths`, the positions of each; `elem_counts_per_gb`,
+    the rows of each global batch, where sequences are packed. They come along when a batch is made
+    from another, copied or pickled, and are None where rows were cut, chosen or moved.
     """
+
+    micro_batch_indices: list[list[list[int]]] | None
+    micro_batch_lengths: list[list[int]] | None
+    elem_counts_per_gb: list[int] | None
+
+    def __init__(self, data: Any = None, /, **kwargs: Any) -> None:
+        super().__init__(data, **kwargs)
+        for name in _PLAN:
+            setattr(self, name, getattr(data, name, None))
 
     @property
     def size(self) -> int:
@@ -42,9 +60,23 @@ class BatchedDataDict(UserDict[str, Any]):
             raise ValueError(f"rows {start} to {end} are not within the {self.size} rows there are")
         return self._each(lambda value: value[start:end])
 
-    def get_batch(self, batch_idx: int, batch_size: int) -> BatchedDataDict:
-        """The `batch_idx`-th part of `batch_size` rows."""
-        return self.slice(batch_idx * batch_size, (batch_idx + 1) * batch_size)
+    def get_batch(self, batch_idx: int, batch_size: int | None = None) -> BatchedDataDict:
+        """The `batch_idx`-th global batch, with its part of the plan as a plan of one global batch.
+
+        Without `elem_counts_per_gb` it has `batch_size` rows, like all the others.
+        """
+        counts = self.elem_counts_per_gb
+        if counts is not None:
+            start = sum(counts[:batch_idx])
+            batch = self.slice(start, start + counts[batch_idx])
+        elif batch_size is None:
+            raise ValueError("without elem_counts_per_gb a part needs its batch_size")
+        else:
+            batch = self.slice(batch_idx * batch_size, (batch_idx + 1) * batch_size)
+        for name in _PLAN:
+            if (values := getattr(self, name)) is not None:
+                setattr(batch, name, [values[batch_idx]])
+        return batch
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[BatchedDataDict]:
         """Parts of `microbatch_size` rows in order; the size must divide the number of rows."""
@@ -54,11 +86,36 @@ class BatchedDataDict(UserDict[str, Any]):
             )
         return (self.slice(i, i + microbatch_size) for i in range(0, self.size, microbatch_size))
 
+    def make_microbatch_iterator_with_dynamic_shapes(
+        self, sequence_dim: int = 1
+    ) -> Iterator[BatchedDataDict]:
+        """The planned microbatches of this global batch, tensors cut to each one's length in
+        dimension `sequence_dim`.
+        """
+        for start, end, length in _spans(self):
+            part = self.slice(start, end)
+            part.truncate_tensors(sequence_dim, length)
+            yield part
+
+    def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
+        """How many microbatches that iterator gives."""
+        return len(_spans(self))
+
+    def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[BatchedDataDict]:
+        """The planned microbatches of this global batch, rows as they are: not yet packed."""
+        return (self.slice(start, end) for start, end, _ in _spans(self))
+
+    def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
+        """How many microbatches that iterator gives, and the longest one's positions."""
+        spans = _spans(self)
+        return len(spans), max((length for _, _, length in spans), default=0)
+
     def chunk(self, rank: int, chunks: int) -> BatchedDataDict:
         """The `rank`-th of `chunks` equal parts."""
         if not 0 <= rank < chunks or self.size % chunks:
             raise ValueError(f"{self.size} rows have no part {rank} of {chunks} equal parts")
-        return self.get_batch(rank, self.size // chunks)
+        share = self.size // chunks
+        return self.slice(rank * share, (rank + 1) * share)
 
     def shard_by_batch_size(
         self, shards: int, batch_size: int | None = None
@@ -90,13 +147,7 @@ class BatchedDataDict(UserDict[str, Any]):
         bad = [row for row in rows if not -self.size <= row < self.size]
         if bad:
             raise ValueError(f"row {bad[0]} is not within the {self.size} rows there are")
-
-        def pick(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                return value[chosen.to(value.device)]
-            return [value[row] for row in rows]
-
-        return self._each(pick)
+        return self._each(lambda value: _pick(value, chosen, rows))
 
     def reorder_data(self, reorded_indices: Sequence[int]) -> None:
         """Move row i to position `reorded_indices[i]`, in place; undoes `select_indices`."""
@@ -106,6 +157,8 @@ class BatchedDataDict(UserDict[str, Any]):
             )
         order = sorted(range(self.size), key=lambda row: reorded_indices[row])
         self.data = self.select_indices(order).data
+        for name in _PLAN:
+            setattr(self, name, None)
 
     def repeat_interleave(self, num_repeats: int) -> BatchedDataDict:
         """Every row `num_repeats` times over; items of lists are copied, so they can diverge."""
@@ -159,6 +212,20 @@ class BatchedDataDict(UserDict[str, Any]):
 
     def _each(self, change: Any) -> BatchedDataDict:
         return type(self)({key: change(value) for key, value in self.data.items()})
+
+
+def _spans(batch: BatchedDataDict) -> list[tuple[int, int, int]]:
+    """Start, end and length of each microbatch; ValueError without a plan of one global batch."""
+    indices, lengths = batch.micro_batch_indices, batch.micro_batch_lengths
+    if indices is None or lengths is None or len(indices) != 1 or len(lengths) != 1:
+        raise ValueError("the batch carries no plan of one global batch: take one with get_batch")
+    return [(s, e, length) for (s, e), length in zip(indices[0], lengths[0], strict=True)]
+
+
+def _pick(value: Any, chosen: torch.Tensor, rows: Sequence[int]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value[chosen.to(value.device)]
+    return [value[row] for row in rows]
 
 
 def _rows(value: Any) -> int:

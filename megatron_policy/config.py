@@ -69,6 +69,9 @@ class PolicyConfig(Section):
     train_micro_batch_size: PositiveInt
     logprob_batch_size: PositiveInt = 1
     """Rows of one forward pass; `train_micro_batch_size` when not given."""
+    logprob_chunk_size: PositiveInt = 1024
+    """Tokens whose logits, over the vocabulary, exist at one time where log-probabilities are all
+    that is asked for; changes memory, not results."""
     generation_batch_size: PositiveInt = 1
     """Rows generated at once; `logprob_batch_size` when not given."""
     generation: GenerationConfig | None = None

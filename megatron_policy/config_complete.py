@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_policy.config_sections import MegatronConfig, Section
+from megatron_policy.config_sections import (
+    DynamicBatchingConfig,
+    MegatronConfig,
+    Section,
+    SequencePackingConfig,
+)
 from megatron_policy.errors import ConfigError
+from megatron_policy.packing.bins import checked_algorithm
 
 if TYPE_CHECKING:
     from megatron_policy.config import PolicyConfig
 
 S = TypeVar("S", bound=Section)
+B = TypeVar("B", DynamicBatchingConfig, SequencePackingConfig)
 
 
 def complete(config: PolicyConfig) -> PolicyConfig:
@@ -37,7 +44,15 @@ def complete(config: PolicyConfig) -> PolicyConfig:
         **_recompute(megatron),
     )
     tokenizer = _set(config.tokenizer, name=config.tokenizer.name or config.model_name)
-    config = _set(config, tokenizer=tokenizer, megatron_cfg=megatron)
+    dynamic = _mb_tokens(config.dynamic_batching)
+    rounded = dynamic.sequence_length_round or config.make_sequence_length_divisible_by
+    config = _set(
+        config,
+        tokenizer=tokenizer,
+        megatron_cfg=megatron,
+        dynamic_batching=_set(dynamic, sequence_length_round=rounded),
+        sequence_packing=_mb_tokens(config.sequence_packing),
+    )
     config = _where_absent(config, logprob_batch_size=config.train_micro_batch_size)
     return _where_absent(config, generation_batch_size=config.logprob_batch_size)
 
@@ -45,7 +60,7 @@ def complete(config: PolicyConfig) -> PolicyConfig:
 def check(config: PolicyConfig) -> None:
     """ConfigError listing every pair of keys that contradict each other, with the legal values."""
     problems = [*_backend(config), *_dtypes(config), *_schedule(config.megatron_cfg)]
-    problems += [*_recompute_keys(config.megatron_cfg)]
+    problems += [*_recompute_keys(config.megatron_cfg), *_batching(config)]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -57,6 +72,12 @@ def _set(section: S, **values: Any) -> S:
 def _where_absent(section: S, **values: Any) -> S:
     given = section.model_fields_set
     return _set(section, **{name: value for name, value in values.items() if name not in given})
+
+
+def _mb_tokens(section: B) -> B:
+    """Training and reading share a number of tokens where only one has its own."""
+    train, read = section.train_mb_tokens, section.logprob_mb_tokens
+    return _set(section, train_mb_tokens=train or read, logprob_mb_tokens=read or train)
 
 
 def _decay_iters(megatron: MegatronConfig) -> int:
@@ -108,6 +129,27 @@ def _dtypes(config: PolicyConfig) -> Iterator[str]:
             "policy.megatron_cfg.optimizer.bf16=false asks for bfloat16 updates without fp32 main "
             "parameters, which are always kept: leave bf16 out, or set policy.precision to float32"
         )
+
+
+def _batching(config: PolicyConfig) -> Iterator[str]:
+    dynamic, packing = config.dynamic_batching, config.sequence_packing
+    if dynamic.enabled and packing.enabled:
+        yield (
+            "policy.dynamic_batching.enabled and policy.sequence_packing.enabled are both true, "
+            "but they are two ways to make microbatches: set one to false"
+        )
+    for name, section in (("dynamic_batching", dynamic), ("sequence_packing", packing)):
+        if section.enabled and section.train_mb_tokens is None:
+            yield (
+                f"policy.{name} is enabled without a size: give it train_mb_tokens or "
+                "logprob_mb_tokens, the tokens of a microbatch (each counts for both where the "
+                "other is missing)"
+            )
+    if packing.enabled:
+        try:
+            checked_algorithm(packing.algorithm)
+        except ConfigError as error:
+            yield str(error)
 
 
 def _schedule(megatron: MegatronConfig) -> Iterator[str]:

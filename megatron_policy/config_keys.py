@@ -63,7 +63,6 @@ _KERNEL = "chooses kernels only; the implementation picks its own"
 _MEMORY = "saves memory only; results are the same without it"
 _MTP = "bears on multi-token prediction only, and mtp_num_layers is rejected"
 _NORMALISED = "losses are divided by global counts and gradients summed, whatever it says"
-_OFF = "read when the section is enabled, which the layout check refuses"
 _OTHER = "belongs to the host's other workers, which this project does not run"
 _QUANT = "bears on quantised training only, and quant_cfg is rejected"
 _TEXT = "bears on vision, audio and video towers only; the built-in model families are text only"
@@ -73,7 +72,7 @@ _POLICY: dict[str, Rule] = {
         Applied(),
         """model_name precision train_global_batch_size train_micro_batch_size logprob_batch_size
         generation_batch_size max_total_sequence_length max_grad_norm learning_rate seed
-        make_sequence_length_divisible_by""",
+        make_sequence_length_divisible_by logprob_chunk_size""",
     ),
     "tokenizer": Nested(TokenizerConfig),
     "generation": Nested(GenerationConfig),
@@ -87,8 +86,7 @@ _POLICY: dict[str, Rule] = {
     ),
     **_each(
         Ignored(_MEMORY),
-        """logprob_chunk_size offload_optimizer_for_logprob offload_optimizer_for_refit
-        refit_buffer_size_gb""",
+        "offload_optimizer_for_logprob offload_optimizer_for_refit refit_buffer_size_gb",
     ),
     **_each(
         Ignored(_QUANT),
@@ -242,12 +240,19 @@ _DDP: dict[str, Rule] = {
 }
 
 _BATCHING: dict[str, Rule] = {
-    "enabled": Applied(),
-    **_each(
-        Ignored(_OFF),
-        """train_mb_tokens logprob_mb_tokens sequence_length_round algorithm microbatch_order
-        fuse_loss""",
-    ),
+    **_each(Applied(), "enabled train_mb_tokens logprob_mb_tokens"),
+    "microbatch_order": Ignored("each rank computes its costliest microbatch first"),
+    "fuse_loss": Ignored(_MEMORY),
+}
+
+_DYNAMIC: dict[str, Rule] = _BATCHING | {
+    "sequence_length_round": Applied(),
+    "algorithm": Ignored("bears on sequence_packing only"),
+}
+
+_PACKING: dict[str, Rule] = _BATCHING | {
+    "algorithm": Applied(),
+    "sequence_length_round": Ignored("packed sequences are padded only as the layout needs it"),
 }
 
 _SECTIONS: dict[str, dict[str, Rule]] = {
@@ -259,8 +264,8 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
     "megatron_cfg.scheduler.": _SCHEDULER,
     "megatron_cfg.distributed_data_parallel_config.": _DDP,
     "dtensor_cfg.": {"enabled": Applied(), "*": Ignored(_OTHER)},
-    "dynamic_batching.": _BATCHING,
-    "sequence_packing.": _BATCHING,
+    "dynamic_batching.": _DYNAMIC,
+    "sequence_packing.": _PACKING,
 }
 
 KEYS: dict[str, Rule] = {

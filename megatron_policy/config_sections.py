@@ -83,12 +83,16 @@ class DTensorConfig(Section):
 
 
 class DynamicBatchingConfig(Section):
-    """Microbatches of a number of tokens instead of a number of rows."""
+    """Microbatches of a number of tokens instead of a number of rows: of rows of similar length."""
 
     enabled: bool = False
     train_mb_tokens: PositiveInt | None = None
+    """Tokens of a microbatch, padding included; `logprob_mb_tokens` when not given."""
     logprob_mb_tokens: PositiveInt | None = None
+    """The same where nothing is trained; `train_mb_tokens` when not given."""
     sequence_length_round: PositiveInt | None = None
+    """A microbatch is as wide as its longest row, rounded up to this;
+    `make_sequence_length_divisible_by` when not given."""
 
 
 class SequencePackingConfig(Section):
@@ -96,8 +100,11 @@ class SequencePackingConfig(Section):
 
     enabled: bool = False
     train_mb_tokens: PositiveInt | None = None
+    """Tokens of a microbatch; `logprob_mb_tokens` when not given."""
     logprob_mb_tokens: PositiveInt | None = None
+    """The same where nothing is trained; `train_mb_tokens` when not given."""
     algorithm: str | None = None
+    """Which sequences share a row: one of `packing.bins`, by default its `balanced`."""
 
 
 class PytorchOptimizerConfig(Section):

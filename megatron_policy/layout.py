@@ -73,25 +73,32 @@ def check_layout(config: PolicyConfig, architecture: Shape, topology: Topology) 
         layer_split(config, architecture, topology)
     except ConfigError as error:
         problems.append(f"policy.megatron_cfg: {error}")
-    try:
-        microbatches(config.train_global_batch_size, config.train_micro_batch_size, topology)
-    except ConfigError as error:
-        problems.append(str(error))
+    if pads(config):
+        try:
+            microbatches(config.train_global_batch_size, config.train_micro_batch_size, topology)
+        except ConfigError as error:
+            problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
 
 
+def pads(config: PolicyConfig) -> bool:
+    """Whether microbatches have a number of rows, which then has to divide global batches, and not
+    a number of tokens.
+    """
+    return not (config.dynamic_batching.enabled or config.sequence_packing.enabled)
+
+
 def microbatches(global_batch_size: int, micro_batch_size: int, topology: Topology) -> int:
-    """Microbatches of one data-parallel rank per optimizer step.
+    """Microbatches of `micro_batch_size` rows of one data-parallel rank per optimizer step.
 
     Raises ConfigError, naming the nearest legal global batch sizes, unless everything divides.
     """
     unit = micro_batch_size * topology.dp
-    interleaved = topology.vpp > 1
-    # The interleaved schedule runs whole rounds of one microbatch per stage.
-    step = unit * topology.pp if interleaved else unit
+    round_ = microbatch_round(topology)
+    step = unit * round_
     if global_batch_size % step or not global_batch_size:
-        stages = f" x {topology.pp} interleaved pipeline stages" if interleaved else ""
+        stages = f" x {round_} interleaved pipeline stages" if round_ > 1 else ""
         below = global_batch_size // step * step
         legal = " or ".join(str(size) for size in (below, below + step) if size)
         raise ConfigError(
@@ -100,6 +107,13 @@ def microbatches(global_batch_size: int, micro_batch_size: int, topology: Topolo
             f"{topology.dp} data-parallel ranks{stages} = {step}: use {legal}"
         )
     return global_batch_size // unit
+
+
+def microbatch_round(topology: Topology) -> int:
+    """What a rank's microbatches are a multiple of: the interleaved schedule runs whole rounds of
+    one microbatch per stage.
+    """
+    return topology.pp if topology.vpp > 1 else 1
 
 
 def layer_split(config: PolicyConfig, architecture: Shape, topology: Topology) -> LayerSplit:
@@ -115,21 +129,9 @@ def layer_split(config: PolicyConfig, architecture: Shape, topology: Topology) -
 
 
 def _not_built(config: PolicyConfig) -> Iterator[str]:
-    megatron = config.megatron_cfg
-    sizes = {
-        "context_parallel_size": megatron.context_parallel_size,
-        "expert_model_parallel_size": megatron.expert_model_parallel_size,
-    }
-    for name, size in sizes.items():
-        if size != 1:
-            yield f"policy.megatron_cfg.{name}={size} is not built yet: use 1"
-    sections = {
-        "dynamic_batching": config.dynamic_batching.enabled,
-        "sequence_packing": config.sequence_packing.enabled,
-    }
-    for name, enabled in sections.items():
-        if enabled:
-            yield f"policy.{name}.enabled=true is not built yet: use false"
+    size = config.megatron_cfg.expert_model_parallel_size
+    if size != 1:
+        yield f"policy.megatron_cfg.expert_model_parallel_size={size} is not built yet: use 1"
 
 
 def _tensor_parallel(

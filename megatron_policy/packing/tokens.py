@@ -3,7 +3,8 @@ process groups nor models.
 
 Context parallelism is zig-zag: a sequence is cut into 2C chunks, of which rank r computes the r-th
 from the front and the r-th from the back, so that causal attention costs every rank the same.
-Source: Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2; Megatron-Core's layout is the same.
+Source: Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2; Megatron-Core's layout is the
+same.
 
 Shapes: B rows and S positions of the caller, C context-parallel ranks, T positions of one of them,
 R rows that are computed side by side (B when padded, 1 when packed).
@@ -87,20 +88,29 @@ class TokenLayout:
 
     def take(self, values_BS: torch.Tensor, rank: int, filler: float = 0) -> torch.Tensor:
         """`values_BS[B, S]` as rank `rank` has them, `[T, R]`."""
-        source_TR = self.sources_CTR[rank]
-        found_TR = values_BS.reshape(-1)[source_TR.clamp(min=0)]
-        return found_TR.masked_fill(source_TR == FILLER, filler)
+        # FILLER is -1, and what stands last is the filler.
+        last = values_BS.new_full((1,), filler)
+        return torch.cat([values_BS.reshape(-1), last])[self.sources_CTR[rank]]
 
     def put(self, values_CTR: torch.Tensor) -> torch.Tensor:
         """All ranks' values `[C, T, R, ...]` at the caller's places `[B, S, ...]`, 0 where none is;
         the inverse of `take`, differentiable.
         """
+        rest = values_CTR.shape[3:]
+        where_BS = self.where()
+        found = values_CTR.reshape(-1, *rest)[where_BS.clamp(min=0)]
+        missing = (where_BS == FILLER).view(*where_BS.shape, *[1] * len(rest))
+        return found.masked_fill(missing, 0)
+
+    def where(self) -> torch.Tensor:
+        """The flat index among all ranks' positions `[C, T, R]` of each of the caller's `[B, S]`,
+        or FILLER.
+        """
         sources = self.sources_CTR.reshape(-1)
         real = (sources != FILLER).nonzero().squeeze(-1)
-        rest = values_CTR.shape[3:]
-        flat = values_CTR.new_zeros(self.rows * self.width, *rest)
-        placed = flat.index_put((sources[real],), values_CTR.reshape(-1, *rest)[real])
-        return placed.reshape(self.rows, self.width, *rest)
+        where = sources.new_full((self.rows * self.width,), FILLER)
+        where[sources[real]] = real
+        return where.view(self.rows, self.width)
 
     def positions(self, rank: int) -> torch.Tensor:
         """Of rank `rank`'s tokens within their sequences, int64 `[T]`, the same in all R rows."""

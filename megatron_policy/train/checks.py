@@ -11,14 +11,22 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import BatchError
+from megatron_policy.packing.batching import Batching
+
+PADDED = Batching("padded")
 
 
 def checked_tokens(data: BatchedDataDict, vocab_size: int) -> torch.Tensor:
-    """`input_ids` int64 `[B, S]`; BatchError unless they are there and within the vocabulary."""
+    """`input_ids` int64 `[B, S]`; BatchError unless they are there and within the vocabulary.
+
+    Only data that come with a plan of their microbatches may have no rows: their rank has no share.
+    """
     tokens_BS = data.get("input_ids")
     if not isinstance(tokens_BS, torch.Tensor):
         raise BatchError(f"the data lack a tensor 'input_ids'; they have {sorted(data)}")
-    if tokens_BS.ndim != 2 or not tokens_BS.numel() or tokens_BS.is_floating_point():
+    rows, width = tokens_BS.shape if tokens_BS.ndim == 2 else (0, 0)
+    empty = not width or not (rows or data.micro_batch_indices)
+    if empty or tokens_BS.is_floating_point():
         raise BatchError(
             f"input_ids are {tokens_BS.dtype} of shape {tuple(tokens_BS.shape)}; they must be "
             "integers [B, S] with at least one row and one position"
@@ -41,15 +49,9 @@ def checked_prompts(
     BatchError naming the key, or the first row whose prompt is empty or leaves no room below
     `max_length` positions.
     """
-    tokens_BS, lengths_B = checked_tokens(data, vocab_size), data.get("input_lengths")
-    rows, width = tokens_BS.shape
-    if not isinstance(lengths_B, torch.Tensor):
-        raise BatchError(f"the data lack a tensor 'input_lengths'; they have {sorted(data)}")
-    if lengths_B.shape != (rows,) or lengths_B.is_floating_point():
-        raise BatchError(
-            f"input_lengths are {lengths_B.dtype} of shape {tuple(lengths_B.shape)}; they must be "
-            f"integers [{rows}], one for each row of input_ids"
-        )
+    tokens_BS = checked_tokens(data, vocab_size)
+    width = tokens_BS.size(1)
+    lengths_B = _lengths(data, "which tell where prompts end")
     longest = min(width, max_length - 1)
     for row, length in enumerate(lengths_B.tolist()):
         if not 1 <= length <= longest:
@@ -61,8 +63,47 @@ def checked_prompts(
     return tokens_BS, lengths_B.long()
 
 
-def check_training_data(data: BatchedDataDict, vocab_size: int) -> None:
-    """BatchError naming the key unless `data` hold what every loss needs, in matching shapes."""
+def checked_lengths(data: BatchedDataDict, batching: Batching) -> list[int]:
+    """The number of tokens of each row, the width of `input_ids` where rows are padded and
+    `input_lengths` not given.
+
+    BatchError naming the row whose length is not between 1 and the width, or that does not fit into
+    a microbatch, and the key to change.
+    """
+    rows, width = data["input_ids"].shape
+    if batching.kind == "padded" and "input_lengths" not in data:
+        return [width] * rows
+    lengths: list[int] = _lengths(data, f"which {batching.kind} microbatches go by").tolist()
+    for row, length in enumerate(lengths):
+        if not 1 <= length <= width:
+            raise BatchError(
+                f"input_lengths has {length} in row {row}; it must lie between 1 and {width}, the "
+                "width of input_ids"
+            )
+    batching.check(lengths, width)
+    return lengths
+
+
+def _lengths(data: BatchedDataDict, why: str) -> torch.Tensor:
+    """`input_lengths` `[B]`; BatchError unless they are integers, one for each row."""
+    lengths_B, rows = data.get("input_lengths"), data["input_ids"].size(0)
+    if not isinstance(lengths_B, torch.Tensor):
+        raise BatchError(f"the data lack a tensor 'input_lengths', {why}; they have {sorted(data)}")
+    integers = not lengths_B.is_floating_point() and lengths_B.dtype != torch.bool
+    if lengths_B.shape != (rows,) or not integers:
+        raise BatchError(
+            f"input_lengths are {lengths_B.dtype} of shape {tuple(lengths_B.shape)}; they must be "
+            f"integers [{rows}], one for each row of input_ids"
+        )
+    return lengths_B
+
+
+def check_training_data(
+    data: BatchedDataDict, vocab_size: int, batching: Batching = PADDED
+) -> None:
+    """BatchError naming key and row unless `data` hold what every loss needs, in matching shapes,
+    and lengths and masks that microbatches can be made by.
+    """
     rows, length = checked_tokens(data, vocab_size).shape
     if "sample_mask" not in data:
         raise BatchError(f"the data lack 'sample_mask' [B]; they have {sorted(data)}")
@@ -73,6 +114,38 @@ def check_training_data(data: BatchedDataDict, vocab_size: int) -> None:
                 f"{key!r} has shape {tuple(shape)}, but input_ids are [{rows}, {length}]: "
                 "dimension 0 must be the batch and dimension 1, where there is one, the sequence"
             )
+    for key, wanted in (("sample_mask", (rows,)), ("token_mask", (rows, length))):
+        if key in data:
+            _check_mask(key, data[key], wanted)
+    lengths = checked_lengths(data, batching)
+    if batching.kind != "padded" and "token_mask" in data:
+        _check_mask_within(data, lengths)
+
+
+def _check_mask(key: str, mask: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(mask, torch.Tensor) or mask.shape != shape:
+        has = f"shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else "no tensor"
+        each = "row" if len(shape) == 1 else "token"
+        raise BatchError(f"{key!r} has {has}; it must be {list(shape)}, one number for each {each}")
+    odd = ~torch.isfinite(mask)
+    if odd.any():
+        where = odd.nonzero()[0].tolist()
+        at = f"row {where[0]}" + (f" at position {where[1]}" if where[1:] else "")
+        raise BatchError(f"{key!r} has {mask[tuple(where)]} in {at}; masks are finite: 0 masks out")
+
+
+def _check_mask_within(data: BatchedDataDict, lengths: list[int]) -> None:
+    """What lies beyond a row's length is not computed, so a loss cannot count it."""
+    mask_BS = data["token_mask"] * data["sample_mask"].unsqueeze(1)
+    ends_B = torch.tensor(lengths, device=mask_BS.device)
+    beyond = torch.arange(mask_BS.size(1), device=mask_BS.device) >= ends_B.unsqueeze(1)
+    counted = beyond & (mask_BS != 0)
+    if counted.any():
+        row, position = counted.nonzero()[0].tolist()
+        raise BatchError(
+            f"token_mask counts position {position} of row {row}, whose input_lengths is "
+            f"{lengths[row]}: make the mask 0 beyond it, or the length larger"
+        )
 
 
 def _shape(key: str, value: Any) -> tuple[int, ...]:

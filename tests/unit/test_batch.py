@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -208,3 +209,85 @@ def test_a_batch_survives_pickling_and_gives_out_its_dict() -> None:
     data = batch(3)
     assert same(pickle.loads(pickle.dumps(data)), data)
     assert data.get_dict() is data.data
+
+
+def planned() -> BatchedDataDict:
+    """Two global batches of 3 and 2 rows, in microbatches of 2 and 1, and of 2 rows."""
+    data = batch(5)
+    data.micro_batch_indices = [[[0, 2], [2, 3]], [[0, 2]]]
+    data.micro_batch_lengths = [[3, 2], [2]]
+    data.elem_counts_per_gb = [3, 2]
+    return data
+
+
+PLAN = ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb")
+
+
+def plan(data: BatchedDataDict) -> list[Any]:
+    return [getattr(data, name) for name in PLAN]
+
+
+def test_a_plan_comes_along_with_copies_pickles_and_batches_made_from_others() -> None:
+    data = planned()
+    for other in (
+        pickle.loads(pickle.dumps(data)),
+        data.copy(),
+        BatchedDataDict(data),
+        data.to("cpu"),
+    ):
+        assert plan(other) == plan(data) != [None] * 3
+    host = UserDict(data.data)
+    for name in PLAN:
+        setattr(host, name, getattr(data, name))
+    assert plan(BatchedDataDict(host)) == plan(data)
+    assert plan(BatchedDataDict({"a": [1]})) == plan(batch(1)) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.slice(0, 5),
+        lambda data: data.select_indices(range(5)),
+        lambda data: data.repeat_interleave(1),
+        lambda data: data.chunk(0, 1),
+        lambda data: BatchedDataDict.from_batches([data]),
+        lambda data: data.reorder_data(range(5)) or data,
+    ],
+)
+def test_a_plan_is_gone_where_rows_were_cut_chosen_or_moved(change) -> None:
+    assert plan(change(planned())) == [None] * 3
+
+
+def test_a_global_batch_of_a_plan_carries_its_part_as_a_plan_of_one() -> None:
+    parts = [planned().get_batch(0), planned().get_batch(1, batch_size=99)]
+    assert [order(part) for part in parts] == [[0, 1, 2], [3, 4]]
+    assert plan(parts[0]) == [[[[0, 2], [2, 3]]], [[3, 2]], [3]]
+    assert plan(parts[1]) == [[[[0, 2]]], [[2]], [2]]
+
+
+def test_without_counts_a_global_batch_has_the_size_asked_for() -> None:
+    data = batch(4)
+    data.micro_batch_indices, data.micro_batch_lengths = [[[0, 2]], [[0, 1], [1, 2]]], [[3], [3, 1]]
+    part = data.get_batch(1, 2)
+    assert order(part) == [2, 3]
+    assert plan(part) == [[[[0, 1], [1, 2]]], [[3, 1]], None]
+    with pytest.raises(ValueError, match="needs its batch_size"):
+        data.get_batch(1)
+
+
+def test_planned_microbatches_are_cut_to_their_lengths_or_left_to_be_packed() -> None:
+    part = planned().get_batch(0)
+    assert part.get_microbatch_iterator_dynamic_shapes_len() == 2
+    dynamic = list(part.make_microbatch_iterator_with_dynamic_shapes())
+    assert [order(mb) for mb in dynamic] == [[0, 1], [2]]
+    assert [tuple(mb["ids"].shape) for mb in dynamic] == [(2, 3), (1, 2)]
+    assert part.get_microbatch_iterator_for_packable_sequences_len() == (2, 3)
+    packable = list(part.make_microbatch_iterator_for_packable_sequences())
+    assert [order(mb) for mb in packable] == [[0, 1], [2]]
+    assert [tuple(mb["ids"].shape) for mb in packable] == [(2, 3), (1, 3)]
+
+
+@pytest.mark.parametrize("data", [batch(2), planned()])
+def test_microbatches_need_a_plan_of_one_global_batch(data: BatchedDataDict) -> None:
+    with pytest.raises(ValueError, match="take one with get_batch"):
+        next(data.make_microbatch_iterator_with_dynamic_shapes())

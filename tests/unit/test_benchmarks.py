@@ -35,6 +35,31 @@ def test_a_measured_line_has_the_ratio_and_the_least_cpu_seconds_of_each_program
     assert "skipped" not in line
 
 
+def test_other_ways_to_do_the_same_stand_beside_it() -> None:
+    line = line_of(MEASURED, replace(SLOW, beside={"in turn": 0.5}))
+    assert json.loads(line)["beside"] == {"in turn": 0.5}
+    assert summary(line).endswith("; in turn 0.5")
+    assert "beside" not in json.loads(line_of(MEASURED, SLOW))
+
+
+def test_a_step_is_as_efficient_as_its_tokens_and_its_slowest_rank() -> None:
+    from benchmarks.packing import Work, efficiency
+
+    assert efficiency([Work(10, 4.0), Work(10, 4.0)], [9, 9]) == 0.9
+    assert efficiency([Work(9, 4.0), Work(9, 2.0)], [9, 9]) == 0.75
+
+
+def test_rows_that_are_planned_for_32_ranks_lose_at_most_two_hundredths_of_a_step(
+    tmp_path: Path,
+) -> None:
+    from benchmarks.packing import step_efficiency
+
+    found = step_efficiency(tmp_path, 3)
+    assert found.ratio >= 0.98
+    assert found.ratio <= found.beside["balanced"] <= 1.0
+    assert found.beside["bins dealt in turn"] < 0.9
+
+
 def test_a_skipped_line_has_no_numbers_and_the_reason() -> None:
     row = replace(MEASURED, measure=None, skipped="arrives with refit")
     line = json.loads(line_of(row))
@@ -88,10 +113,10 @@ def test_a_row_that_is_not_in_the_scorecard_is_named() -> None:
 
 def test_each_run_overwrites_the_results_with_one_object_a_line(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
-    for numbers in (["4", "5", "6"], ["11", "9"]):
+    for numbers in (["4", "5", "6"], ["12", "11"]):
         main(["--rows", *numbers, "--results", str(results)])
     lines = [json.loads(line) for line in results.read_text().splitlines()]
-    assert [line["row"] for line in lines] == [9, 11]
+    assert [line["row"] for line in lines] == [11, 12]
 
 
 def test_fewer_than_three_repetitions_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What is refused before it is computed with: here the prompts; batches are tried on ranks."""
+"""What is refused before it is computed with, by key and row."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import BatchError
-from megatron_policy.train.checks import checked_prompts
+from megatron_policy.packing.batching import Batching
+from megatron_policy.train.checks import (
+    check_training_data,
+    checked_lengths,
+    checked_prompts,
+    checked_tokens,
+)
 
 PROMPTS = torch.ones(3, 6, dtype=torch.long)
 
@@ -34,3 +40,106 @@ def test_prompts_of_every_length_that_leaves_room_pass() -> None:
     data = BatchedDataDict({"input_ids": PROMPTS, "input_lengths": torch.tensor([1, 4, 6])})
     tokens, lengths = checked_prompts(data, vocab_size=9, max_length=7)
     assert torch.equal(tokens, PROMPTS) and lengths.tolist() == [1, 4, 6]
+
+
+PADDED = Batching("padded")
+DYNAMIC = Batching("dynamic", 8, 4, key="dynamic_batching.train_mb_tokens")
+PACKED = Batching("packed", 5, 4, key="sequence_packing.train_mb_tokens")
+
+
+def training(**changes: object) -> BatchedDataDict:
+    """Three rows of six positions, of lengths 1, 4 and 3, all of whose tokens count."""
+    data = {
+        "input_ids": PROMPTS,
+        "input_lengths": torch.tensor([1, 4, 3]),
+        "sample_mask": torch.ones(3),
+        "token_mask": (torch.arange(6) < torch.tensor([[1], [4], [3]])).float(),
+    }
+    return BatchedDataDict({k: v for k, v in (data | changes).items() if v is not None})
+
+
+def spoilt(rows: int, *at: int, value: float) -> torch.Tensor:
+    mask = torch.ones(rows, 6) if len(at) == 2 else torch.ones(rows)
+    mask[at] = value
+    return mask
+
+
+@pytest.mark.parametrize("batching", [PADDED, DYNAMIC, PACKED])
+def test_data_whose_rows_fit_pass(batching: Batching) -> None:
+    check_training_data(training(), 9, batching)
+    assert checked_lengths(training(), batching) == [1, 4, 3]
+
+
+def test_padded_rows_without_lengths_are_as_long_as_the_tensor() -> None:
+    assert checked_lengths(training(input_lengths=None), PADDED) == [6, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("changes", "batching", "message"),
+    [
+        ({"input_lengths": None}, PACKED, "lack a tensor 'input_lengths', which packed"),
+        ({"input_lengths": None}, DYNAMIC, "lack a tensor 'input_lengths', which dynamic"),
+        ({"input_lengths": [1, 1, 1]}, PADDED, "lack a tensor 'input_lengths'"),
+        ({"input_lengths": torch.ones(3)}, PADDED, "float32 of shape"),
+        ({"input_lengths": torch.ones(3, dtype=torch.bool)}, PACKED, "bool of shape"),
+        ({"input_lengths": torch.ones(3, 6, dtype=torch.long)}, PACKED, r"integers \[3\]"),
+        ({"input_lengths": torch.tensor([1, 0, 1])}, PADDED, "has 0 in row 1.* 1 and 6"),
+        ({"input_lengths": torch.tensor([1, 1, 7])}, PADDED, "has 7 in row 2.* 1 and 6"),
+        ({"input_lengths": torch.tensor([1, -1, 7])}, DYNAMIC, "has -1 in row 1"),
+        (
+            {"input_lengths": torch.tensor([1, 4, 5])},
+            PACKED,
+            r"row 2 has 5 tokens \(8 with padding\), more than sequence_packing.train_mb_tokens=5",
+        ),
+        (
+            {
+                "input_ids": torch.ones(3, 9, dtype=torch.long),
+                "token_mask": None,
+                "input_lengths": torch.tensor([1, 9, 9]),
+            },
+            DYNAMIC,
+            r"row 1 has 9 tokens, more than dynamic_batching.train_mb_tokens=8: raise it",
+        ),
+        ({"input_ids": PROMPTS - 2}, PACKED, "has token -1 in row 0 at position 0"),
+        ({"sample_mask": None}, PADDED, "lack 'sample_mask'"),
+        ({"sample_mask": torch.ones(3, 6)}, PADDED, r"'sample_mask' has shape \(3, 6\).* \[3\]"),
+        ({"sample_mask": [1, 1, 1]}, PADDED, "'sample_mask' has no tensor"),
+        ({"token_mask": torch.ones(3)}, PADDED, r"'token_mask' has shape \(3,\).* \[3, 6\]"),
+        ({"token_mask": torch.ones(3, 5)}, PADDED, r"'token_mask' has shape \(3, 5\)"),
+        ({"sample_mask": spoilt(3, 1, value=float("nan"))}, PADDED, "has nan in row 1; masks"),
+        (
+            {"token_mask": spoilt(3, 2, 4, value=float("inf"))},
+            PADDED,
+            "'token_mask' has inf in row 2 at position 4",
+        ),
+        (
+            {"token_mask": torch.ones(3, 6)},
+            DYNAMIC,
+            "counts position 1 of row 0, whose input_lengths is 1",
+        ),
+    ],
+)
+def test_what_cannot_be_batched_is_named(
+    changes: dict[str, object], batching: Batching, message: str
+) -> None:
+    with pytest.raises(BatchError, match=message):
+        check_training_data(training(**changes), 9, batching)
+
+
+def test_a_mask_may_count_what_a_masked_out_row_has_beyond_its_length() -> None:
+    mask = training()["token_mask"].clone()
+    mask[0] = 1
+    data = training(token_mask=mask, sample_mask=torch.tensor([0.0, 1.0, 1.0]))
+    check_training_data(data, 9, DYNAMIC)
+    check_training_data(training(token_mask=mask), 9, PADDED)
+
+
+def test_only_a_rank_whose_plan_has_no_row_for_it_may_come_without_rows() -> None:
+    none = BatchedDataDict({"input_ids": PROMPTS[:0]})
+    with pytest.raises(BatchError, match="at least one row"):
+        checked_tokens(none, 9)
+    none.micro_batch_indices = [[[0, 0]]]
+    assert checked_tokens(none, 9).shape == (0, 6)
+    none["input_ids"] = torch.ones(0, 0, dtype=torch.long)
+    with pytest.raises(BatchError, match="one position"):
+        checked_tokens(none, 9)

@@ -49,6 +49,19 @@ def test_a_layout_is_shown_with_the_layers_and_ranks_of_each_stage(checkpoint, t
     assert "0 │ 0-3 │ 0-0" in said and "1 │ 4-7 │ 1-3" in said
 
 
+def test_microbatches_of_tokens_are_shown_as_such_and_fit_any_number_of_replicas(
+    checkpoint, tmp_path
+) -> None:
+    file = Path(write(tmp_path, checkpoint("qwen2"), tensor_model_parallel_size=2))
+    document = yaml.safe_load(file.read_text())
+    document["policy"]["sequence_packing"] = {"enabled": True, "train_mb_tokens": 4096}
+    file.write_text(yaml.safe_dump(document))
+    code, said = run("inspect-config", str(file), "--world-size", "6")
+    assert code == 0, said
+    assert "8 samples on 3 data-parallel ranks in packed microbatches of 4096 tokens" in said
+    assert "ranks that fit 2, 4, 6, 8" in said
+
+
 def test_without_a_world_size_one_replica_is_shown(checkpoint, tmp_path) -> None:
     file = write(tmp_path, checkpoint("qwen2"), tensor_model_parallel_size=2)
     code, said = run("inspect-config", file)

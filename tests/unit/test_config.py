@@ -86,6 +86,60 @@ def test_a_norm_of_null_or_zero_clips_nothing(changes: dict[str, Any]) -> None:
     assert PolicyConfig.parse(minimal(**changes)).megatron_cfg.optimizer.clip_grad == 0.0
 
 
+BATCHING = ("dynamic_batching", "sequence_packing")
+
+
+@pytest.mark.parametrize("section", BATCHING)
+def test_a_number_of_tokens_counts_for_training_and_reading_where_only_one_is_given(
+    section: str,
+) -> None:
+    both = {"train_mb_tokens": 64, "logprob_mb_tokens": 128}
+    for tokens, expected in (
+        ({"train_mb_tokens": 64}, (64, 64)),
+        ({"logprob_mb_tokens": 128}, (128, 128)),
+        (both, (64, 128)),
+    ):
+        config = PolicyConfig.parse(minimal(**{section: {"enabled": True, **tokens}}))
+        found = getattr(config, section)
+        assert (found.train_mb_tokens, found.logprob_mb_tokens) == expected
+        assert PolicyConfig.parse(config) == PolicyConfig.parse(config.model_dump()) == config
+
+
+@pytest.mark.parametrize("section", BATCHING)
+def test_batching_without_a_number_of_tokens_is_refused_once_enabled(section: str) -> None:
+    PolicyConfig.parse(minimal(**{section: {"enabled": False}}))
+    with pytest.raises(ConfigError, match=rf"policy\.{section} is enabled.*train_mb_tokens or"):
+        PolicyConfig.parse(minimal(**{section: {"enabled": True}}))
+
+
+def test_dynamic_lengths_are_rounded_like_all_lengths_unless_told_otherwise() -> None:
+    tokens = {"enabled": True, "train_mb_tokens": 64}
+    config = PolicyConfig.parse(
+        minimal(dynamic_batching=tokens, make_sequence_length_divisible_by=8)
+    )
+    assert config.dynamic_batching.sequence_length_round == 8
+
+
+def test_two_ways_to_make_microbatches_are_refused() -> None:
+    tokens = {"enabled": True, "train_mb_tokens": 64}
+    with pytest.raises(ConfigError, match=r"are both true.*: set one to false"):
+        PolicyConfig.parse(minimal(dynamic_batching=tokens, sequence_packing=tokens))
+
+
+def test_an_algorithm_that_is_none_is_answered_with_those_that_are() -> None:
+    packing = {"enabled": True, "train_mb_tokens": 64, "algorithm": "best_fit"}
+    with pytest.raises(ConfigError, match="algorithm='best_fit' is none: use one of balanced, con"):
+        PolicyConfig.parse(minimal(sequence_packing=packing))
+    PolicyConfig.parse(minimal(sequence_packing=packing | {"enabled": False}))
+    host = packing | {"algorithm": "MODIFIED_FIRST_FIT_DECREASING"}
+    PolicyConfig.parse(minimal(sequence_packing=host))
+
+
+def test_logits_exist_for_a_thousand_tokens_at_a_time_unless_told_otherwise() -> None:
+    assert PolicyConfig.parse(minimal(logprob_chunk_size=None)).logprob_chunk_size == 1024
+    assert PolicyConfig.parse(minimal(logprob_chunk_size=64)).logprob_chunk_size == 64
+
+
 def test_null_means_not_given() -> None:
     nulls = {MEGATRON + "env_vars": None, SCHEDULER + "lr_decay_iters": None}
     nulls |= {MEGATRON + "optimizer": None, MEGATRON + "virtual_pipeline_model_parallel_size": None}

@@ -20,7 +20,8 @@ PACKAGE = Path(__file__).parents[2] / "megatron_policy"
 
 PUBLIC = {
     "": """model_name tokenizer train_global_batch_size train_micro_batch_size learning_rate
-        logprob_batch_size generation generation_batch_size precision dtensor_cfg megatron_cfg
+        logprob_batch_size logprob_chunk_size generation generation_batch_size precision
+        dtensor_cfg megatron_cfg
         dynamic_batching sequence_packing make_sequence_length_divisible_by
         max_total_sequence_length max_grad_norm fsdp_offload_enabled
         activation_checkpointing_enabled refit_buffer_size_gb optimizer scheduler""",

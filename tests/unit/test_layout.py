@@ -10,7 +10,14 @@ import pytest
 from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.traits import Mla, Moe, QkNorm, Scoring
 from megatron_policy.errors import ConfigError
-from megatron_policy.layout import check_layout, layer_split, microbatches, topology_of
+from megatron_policy.layout import (
+    check_layout,
+    layer_split,
+    microbatch_round,
+    microbatches,
+    pads,
+    topology_of,
+)
 from megatron_policy.topology import LayerSplit, Topology
 
 
@@ -136,17 +143,34 @@ def test_interleaved_stages_need_whole_rounds_of_microbatches() -> None:
         microbatches(6, 2, grid)
 
 
-@pytest.mark.parametrize("key", ["context_parallel_size", "expert_model_parallel_size"])
-def test_axes_that_are_not_built_name_their_key(key: str) -> None:
+def test_expert_parallelism_is_not_built_and_says_so() -> None:
+    key = "expert_model_parallel_size"
     assert f"{key}=2 is not built yet: use 1" in refusal(config(**{key: 2}), shape(), 2)
 
 
+def test_context_parallel_ranks_are_part_of_a_replica() -> None:
+    policy = config(context_parallel_size=2, tensor_model_parallel_size=2)
+    grid = topology_of(policy, 8)
+    assert grid == Topology(tp=2, cp=2, dp=2)
+    check_layout(policy, shape(), grid)
+
+
+def batched(section: str, gbs: int, **megatron: Any) -> PolicyConfig:
+    tokens = {"enabled": True, "train_mb_tokens": 64}
+    return PolicyConfig.parse(config(gbs, **megatron).model_dump() | {section: tokens})
+
+
 @pytest.mark.parametrize("section", ["dynamic_batching", "sequence_packing"])
-def test_batching_that_is_not_built_names_its_section(section: str) -> None:
-    policy = PolicyConfig.parse(config().model_dump() | {section: {"enabled": True}})
-    assert f"policy.{section}.enabled=true is not built yet: use false" in refusal(
-        policy, shape(), 1
-    )
+def test_microbatches_of_tokens_ask_nothing_of_the_global_batch_size(section: str) -> None:
+    stages = {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+    }
+    policy = batched(section, gbs=7, **stages)
+    assert not pads(policy) and pads(config())
+    check_layout(policy, shape(), topology_of(policy, 8))
+    assert microbatch_round(topology_of(policy, 8)) == 2
+    assert microbatch_round(Topology(pp=2)) == 1
 
 
 def test_every_misfit_is_said_at_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from megatron_policy.converters.hf_config import read_config
 from megatron_policy.converters.rotary import Rope
 from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConversionError
+from megatron_policy.model.latent_attention import LatentRotary
 from megatron_policy.model.rope import (
     Rotary,
     attention_factor,
@@ -22,6 +24,8 @@ from megatron_policy.model.rope import (
     inverse_frequencies,
     ropes_of,
 )
+from megatron_policy.model.sequences import sequence_params
+from megatron_policy.packing.tokens import packed_layout
 from tests.unit.published import LLAMA3
 from tests.unit.test_rows import model
 
@@ -145,6 +149,44 @@ def test_padding_does_not_make_a_text_longer(tmp_path: Path) -> None:
     assert rotary.depends_on_length
     assert torch.equal(rotary(padded)[:LONGEST], rotary(LONGEST))
     assert not torch.equal(rotary(padded), long)
+
+
+class FirstOfTwo:
+    """A rank of a context-parallel group of two."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("name", ["llama3", "dynamic"])
+def test_tokens_of_packed_sequences_are_turned_by_their_places_in_them(
+    tmp_path: Path, name: str
+) -> None:
+    rope, _ = rope_and_config(tmp_path, SCALINGS[name])
+    rotary = Rotary((rope, dataclasses.replace(rope, interleaved=True)), HEAD)
+    layout = packed_layout([5, LONGEST + 9, 1], LONGEST + 9, 4, 4, 2)
+    params = sequence_params(layout, FirstOfTwo())
+    wanted = rotary.get_rotary_seq_len(None, None, None, None, packed_seq_params=params)
+    # Unless told otherwise, a text is as long as the longest of them with its filler.
+    table = rotary(LONGEST + 12)
+    expected = table[[0, 1, 6, 7, *range(19), *range(57, 76), 0, 3]]
+    assert torch.equal(rotary(wanted), expected)
+    rotary.text_length = LONGEST
+    table = rotary(LONGEST + 12)
+    assert torch.equal(rotary(wanted), table[params.positions])
+    assert torch.equal(rotary(wanted), expected) != rotary.depends_on_length
+
+
+@pytest.mark.parametrize(
+    "rotary", [Rotary((Rope(1e4),), HEAD), LatentRotary(Rope(1e4), HEAD)], ids=["plain", "latent"]
+)
+def test_positions_are_never_counted_by_a_rank_that_holds_part_of_them(rotary: Any) -> None:
+    split = SimpleNamespace(context_parallel_size=2)
+    with pytest.raises(AssertionError, match="needs to know its sequences"):
+        rotary.get_rotary_seq_len(None, SimpleNamespace(input_tensor=None), torch.zeros(4), split)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,27 @@
+"""What a sequence costs a transformer, relative to other lengths; knows no device and no model but
+its width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Cost = Callable[[int], float]
+"""The cost of a sequence of that many tokens; grows with it, 0 without any."""
+
+
+def sequence_cost(hidden_size: int) -> Cost:
+    """The cost L + L^2 / 6h of a sequence of L tokens, in tokens of a very short one.
+
+    A layer of width h multiplies each token with 12 h^2 weights (4 h^2 of attention, 8 h^2 of an
+    MLP four times as wide), 24 h^2 operations. Scores and weighted values take 2 h operations each
+    for every pair of tokens, 4 L h a token. Together 24 h^2 (1 + L / 6h) a token. Causal attention
+    needs half of the pairs, but its kernels run at about half the rate of large matrix products:
+    counting all of them comes closer to the time. Source: Narayanan et al. 2021, "Efficient
+    Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", appendix.
+    """
+
+    def cost(length: int) -> float:
+        return length * (1 + length / (6 * hidden_size))
+
+    return cost

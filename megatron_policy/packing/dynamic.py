@@ -1,0 +1,90 @@
+"""Which sequences share a padded microbatch of a number of tokens; knows lengths and costs, neither
+ranks nor tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from itertools import pairwise
+
+from megatron_policy.errors import BatchError
+from megatron_policy.packing.bins import Bins
+from megatron_policy.packing.cost import Cost
+
+ROUNDS = 40
+"""Halvings of the interval in which the least largest cost lies."""
+
+
+def dynamic_bins(
+    lengths: Sequence[int],
+    token_budget: int,
+    round_to: int,
+    multiple: int,
+    cost: Cost,
+    width: int | None = None,
+) -> Bins:
+    """Bins of neighbours in length, each costing at most `token_budget` tokens with its padding.
+
+    A bin's rows are padded to its longest, rounded up to `round_to` but not beyond `width`. There
+    are as few bins as fit, raised to a multiple of `multiple`; of all ways to cut the sorted rows
+    into so many, the one whose costliest bin is cheapest. Bins are empty only where there are more
+    of them than rows. Raises BatchError for a row that is longer than the budget.
+    """
+    padded = [padded_length(length, round_to, width) for length in lengths]
+    for row, length in enumerate(padded):
+        if length > token_budget:
+            raise BatchError(
+                f"row {row} has {length} tokens with its padding, more than the {token_budget} of "
+                "a microbatch"
+            )
+    order = sorted(range(len(lengths)), key=lambda row: (-padded[row], row))
+    costs = [cost(padded[row]) for row in order]
+    sizes = [padded[row] for row in order]
+    ends = _cut(sizes, costs, token_budget, float("inf"))
+    number = -(-max(len(ends), 1) // multiple) * multiple
+    low, high = max(costs, default=0.0), sum(costs)
+    for _ in range(ROUNDS):
+        middle = (low + high) / 2
+        tried = _cut(sizes, costs, token_budget, middle)
+        low, high = (low, middle) if len(tried) <= number else (middle, high)
+        ends = tried if len(tried) <= number else ends
+    cut = [order[start:end] for start, end in pairwise((0, *ends))]
+    return _halved(cut, number, padded, cost)
+
+
+def padded_length(length: int, round_to: int, width: int | None) -> int:
+    """A row's length rounded up to `round_to`, at most the `width` of the tensor it stands in."""
+    rounded = -(-length // round_to) * round_to
+    return rounded if width is None else min(rounded, width)
+
+
+def _cut(sizes: Sequence[int], costs: Sequence[float], tokens: int, most: float) -> list[int]:
+    """Where groups of rows, the longest first, end: each within `tokens` and, with more than one
+    row, within the cost `most`.
+    """
+    ends: list[int] = []
+    start = 0
+    for at in range(1, len(sizes) + 1):
+        rows = at + 1 - start  # were the next one with them
+        full = rows * sizes[start] > tokens or rows * costs[start] > most
+        if at == len(sizes) or full:
+            ends.append(at)
+            start = at
+    return ends
+
+
+def _halved(bins: Bins, number: int, padded: Sequence[int], cost: Cost) -> Bins:
+    """`number` bins: the costliest with two rows or more is cut in two until there are enough."""
+
+    def entry(rows: list[int]) -> tuple[float, int, list[int]]:
+        return (-len(rows) * cost(padded[rows[0]]) if len(rows) > 1 else 0.0, rows[0], rows)
+
+    heap = [entry(rows) for rows in bins]
+    heapq.heapify(heap)
+    while len(heap) < number and heap and heap[0][0] < 0:
+        _, _, rows = heapq.heappop(heap)
+        middle = len(rows) // 2
+        heapq.heappush(heap, entry(rows[:middle]))
+        heapq.heappush(heap, entry(rows[middle:]))
+    return [rows for _, _, rows in heap] + [[] for _ in range(number - len(heap))]

@@ -1,0 +1,188 @@
+"""Which rows of a batch make which microbatch, as the batch itself carries it, and how the rows of
+a global batch are planned over data-parallel ranks; computes with lengths only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_policy.errors import BatchError
+from megatron_policy.packing.balance import levelled
+from megatron_policy.packing.batching import Batching
+from megatron_policy.packing.bins import BALANCED, Bins, checked_algorithm, pack
+from megatron_policy.packing.cost import Cost
+from megatron_policy.packing.deal import deal
+from megatron_policy.packing.dynamic import dynamic_bins
+
+
+@dataclass(frozen=True)
+class Span:
+    """One microbatch: rows `[start, end)` of a data-parallel rank's share of a global batch.
+
+    `length` are the positions of each row where they are padded, of all together where they are
+    packed. A rank without rows for a microbatch has an empty span of length 0.
+    """
+
+    start: int
+    end: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The microbatches of one data-parallel rank, of every global batch in its data in order."""
+
+    batches: tuple[tuple[Span, ...], ...]
+    packed: bool
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """This rank's rows of each global batch."""
+        return tuple(spans[-1].end if spans else 0 for spans in self.batches)
+
+    @classmethod
+    def of(cls, data: Any) -> Plan | None:
+        """What a batch carries under the host's names, ours or the host's; None without a plan.
+
+        `micro_batch_indices` is, per global batch, a list of [start, end], `micro_batch_lengths`
+        the length of each; packed batches have `elem_counts_per_gb`, the rows per global batch, too
+        (NeMo RL, `nemo_rl/distributed/batched_data_dict.py`). Raises BatchError unless they name
+        every row once, in order, and are long enough for their rows.
+        """
+        indices = getattr(data, "micro_batch_indices", None)
+        if indices is None:
+            return None
+        lengths = getattr(data, "micro_batch_lengths", None)
+        counts = getattr(data, "elem_counts_per_gb", None)
+        if lengths is None or [len(each) for each in indices] != [len(each) for each in lengths]:
+            raise BatchError(
+                f"micro_batch_lengths {lengths} do not match micro_batch_indices {indices}: every "
+                "microbatch needs its length"
+            )
+        batches = tuple(
+            tuple(
+                Span(int(start), int(end), int(length))
+                for (start, end), length in zip(pairs, each, strict=True)
+            )
+            for pairs, each in zip(indices, lengths, strict=True)
+        )
+        plan = cls(batches, packed=counts is not None)
+        plan._check(data.size, counts, data.get("input_lengths"))
+        return plan
+
+    def attach(self, data: Any) -> None:
+        """Give the plan to a batch, under the host's names."""
+        data.micro_batch_indices = [[[s.start, s.end] for s in spans] for spans in self.batches]
+        data.micro_batch_lengths = [[span.length for span in spans] for spans in self.batches]
+        data.elem_counts_per_gb = list(self.rows) if self.packed else None
+
+    def _check(self, size: int, counts: Sequence[int] | None, lengths: Any) -> None:
+        for number, spans in enumerate(self.batches):
+            at = 0
+            for span in spans:
+                if span.start != at or span.end < at:
+                    raise BatchError(
+                        f"microbatches of global batch {number} do not name every row once, in "
+                        f"order: after {at} rows comes [{span.start}, {span.end})"
+                    )
+                at = span.end
+        if sum(self.rows) != size or (counts is not None and tuple(counts) != self.rows):
+            raise BatchError(
+                f"the plan's global batches have {list(self.rows)} rows, elem_counts_per_gb are "
+                f"{counts}, and the data have {size} rows: they must agree"
+            )
+        if lengths is not None:
+            self._check_lengths(lengths.tolist() if hasattr(lengths, "tolist") else lengths)
+
+    def _check_lengths(self, lengths: Sequence[int]) -> None:
+        first = 0
+        for spans, rows in zip(self.batches, self.rows, strict=True):
+            for span in spans:
+                taken = lengths[first + span.start : first + span.end]
+                needed = sum(taken) if self.packed else max(taken, default=0)
+                if needed > span.length:
+                    raise BatchError(
+                        f"rows {first + span.start} to {first + span.end - 1} need {needed} "
+                        f"positions, but their microbatch has {span.length} (micro_batch_lengths)"
+                    )
+            first += rows
+
+
+def consecutive(plans: Sequence[Plan]) -> Plan:
+    """One rank's plans of several global batches, one after another."""
+    return Plan(tuple(s for plan in plans for s in plan.batches), any(p.packed for p in plans))
+
+
+@dataclass(frozen=True)
+class Share:
+    """One data-parallel rank's part of a global batch: which rows, in the order of its plan."""
+
+    rows: tuple[int, ...]
+    plan: Plan
+
+
+def plan_rows(
+    lengths: Sequence[int],
+    settings: Batching,
+    ranks: int,
+    multiple: int,
+    cost: Cost,
+    width: int | None = None,
+) -> list[Share]:
+    """Every rank's part of the rows of one global batch, with equally many microbatches each, a
+    multiple of `multiple`, and costs as equal as the algorithm allows.
+
+    `width` is that of the tensor whose rows have these `lengths`: padding goes no further. Each
+    rank computes its costliest microbatch first. Raises BatchError naming a row that is too long.
+    """
+    assert settings.kind != "padded", "microbatches of a number of rows need no plan"
+    settings.check(lengths, width)
+    sizes = [settings.size(length, width) for length in lengths]
+    total = ranks * multiple
+    if settings.kind == "packed":
+        bins = pack(sizes, settings.tokens, settings.algorithm, multiple=total, cost=cost)
+    else:
+        bins = dynamic_bins(lengths, settings.tokens, settings.round_to, total, cost, width)
+    packed = settings.kind == "packed"
+    costs = [_cost(bin_, sizes, cost, packed) for bin_ in bins]
+    shares = [[bins[number] for number in numbers] for numbers in deal(costs, ranks)]
+    if packed and checked_algorithm(settings.algorithm) == BALANCED:
+        shares = _levelled(shares, sizes, settings.tokens, cost)
+    return [_share(share, sizes, cost, packed) for share in shares]
+
+
+def _cost(bin_: Sequence[int], sizes: Sequence[int], cost: Cost, packed: bool) -> float:
+    if packed:
+        return sum(cost(sizes[row]) for row in bin_)
+    return len(bin_) * cost(max((sizes[row] for row in bin_), default=0))
+
+
+def _levelled(shares: list[Bins], sizes: Sequence[int], capacity: int, cost: Cost) -> list[Bins]:
+    """The same after exchanges between ranks, and then between the bins of each rank.
+
+    A bin of one long sequence can cost more than the mean and another bin of its rank less: only
+    what ranks have in all can be made equal.
+    """
+    costs = [cost(size) for size in sizes]
+    owners = [rank for rank, share in enumerate(shares) for _ in share]
+    bins = levelled([bin_ for share in shares for bin_ in share], owners, sizes, costs, capacity)
+    found = []
+    for rank in range(len(shares)):
+        own = [bin_ for bin_, owner in zip(bins, owners, strict=True) if owner == rank]
+        found.append(levelled(own, range(len(own)), sizes, costs, capacity))
+    return found
+
+
+def _share(bins: Bins, sizes: Sequence[int], cost: Cost, packed: bool) -> Share:
+    ordered = sorted(
+        (sorted(bin_) for bin_ in bins), key=lambda b: (-_cost(b, sizes, cost, packed), b)
+    )
+    spans, start = [], 0
+    for bin_ in ordered:
+        taken = [sizes[row] for row in bin_]
+        end = start + len(bin_)
+        spans.append(Span(start, end, sum(taken) if packed else max(taken, default=0)))
+        start = end
+    return Share(tuple(row for bin_ in ordered for row in bin_), Plan((tuple(spans),), packed))

@@ -1,0 +1,182 @@
+"""A plan names every row once, goes over the host's attributes and back, and keeps ranks even."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.config import PolicyConfig
+from megatron_policy.errors import BatchError
+from megatron_policy.packing.batching import Batching
+from megatron_policy.packing.cost import sequence_cost
+from megatron_policy.packing.plan import Plan, Share, Span, consecutive, plan_rows
+
+COST = sequence_cost(hidden_size=8)
+PACKED = Batching("packed", 64)
+DYNAMIC = Batching("dynamic", 64, 8)
+SETTINGS = [
+    PACKED,
+    Batching("packed", 64, 4, "first_fit_decreasing"),
+    Batching("packed", 64, 1, "concatenative"),
+    DYNAMIC,
+]
+LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=40)
+
+
+def spans_of(share: Share) -> list[tuple[Span, list[int]]]:
+    (spans,) = share.plan.batches
+    return [(span, list(share.rows[span.start : span.end])) for span in spans]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@given(lengths=LENGTHS, ranks=st.integers(1, 4), multiple=st.integers(1, 3))
+def test_ranks_share_the_rows_in_equally_many_microbatches_that_hold_them(
+    settings: Batching, lengths: list[int], ranks: int, multiple: int
+) -> None:
+    shares = plan_rows(lengths, settings, ranks, multiple, COST)
+    assert sorted(row for share in shares for row in share.rows) == list(range(len(lengths)))
+    (count,) = {len(spans_of(share)) for share in shares}
+    assert count % multiple == 0
+    for span, rows in (each for share in shares for each in spans_of(share)):
+        sizes = [-(-lengths[row] // settings.round_to) * settings.round_to for row in rows]
+        computed = sum(sizes) if settings.kind == "packed" else len(rows) * max(sizes, default=0)
+        assert computed <= settings.tokens
+        assert span.length == (sum(sizes) if settings.kind == "packed" else max(sizes, default=0))
+
+
+@given(lengths=st.lists(st.integers(1, 8), min_size=64, max_size=128), ranks=st.integers(1, 4))
+def test_the_costliest_rank_is_within_a_hundredth_of_the_mean_of_many_short_rows(
+    lengths: list[int], ranks: int
+) -> None:
+    shares = plan_rows(lengths, PACKED, ranks, 1, COST)
+    costs = [sum(COST(lengths[row]) for row in share.rows) for share in shares]
+    assert max(costs) <= 1.01 * sum(costs) / ranks + 0.5 * COST(1)
+
+
+def test_a_long_row_is_made_up_for_by_the_other_bins_of_its_rank() -> None:
+    # Bins alone cannot be even: 48 tokens of one row cost more than 64 of many.
+    lengths = [48] + [4] * 40
+    shares = plan_rows(lengths, PACKED, 2, 1, COST)
+    costs = [sum(COST(lengths[row]) for row in share.rows) for share in shares]
+    assert max(costs) <= min(costs) + COST(4)
+
+
+@given(lengths=LENGTHS, ranks=st.integers(1, 3))
+def test_every_rank_computes_its_costliest_microbatch_first(lengths: list[int], ranks: int) -> None:
+    for share in plan_rows(lengths, PACKED, ranks, 1, COST):
+        costs = [sum(COST(lengths[row]) for row in rows) for _, rows in spans_of(share)]
+        assert costs == sorted(costs, reverse=True)
+
+
+def test_a_batch_of_fewer_rows_than_ranks_leaves_ranks_with_empty_microbatches() -> None:
+    shares = plan_rows([5, 3], PACKED, 4, 1, COST)
+    assert sorted(share.rows for share in shares) == [(), (), (0,), (1,)]
+    assert [share.plan.batches[0][0] for share in shares if not share.rows] == [Span(0, 0, 0)] * 2
+
+
+def test_a_row_that_is_too_long_is_named_with_its_key() -> None:
+    settings = Batching("packed", 64, 4, key="sequence_packing.logprob_mb_tokens")
+    with pytest.raises(BatchError, match=r"row 1 has 65 tokens \(68 .*logprob_mb_tokens=64"):
+        plan_rows([64, 65], settings, 1, 1, COST)
+    with pytest.raises(BatchError, match=r"row 0 has 61 tokens \(64 with padding\)"):
+        plan_rows([61], Batching("dynamic", 62, 8), 1, 1, COST)
+    (share,) = plan_rows([61], Batching("dynamic", 62, 8), 1, 1, COST, width=61)
+    assert share.plan.batches == ((Span(0, 1, 61),),)
+
+
+@pytest.mark.parametrize("settings", [PACKED, DYNAMIC])
+@given(batches=st.lists(LENGTHS, min_size=1, max_size=3))
+def test_a_plan_survives_the_hosts_attributes_and_pickling(
+    settings: Batching, batches: list[list[int]]
+) -> None:
+    shares = [plan_rows(lengths, settings, 1, 1, COST)[0] for lengths in batches]
+    plan = consecutive([share.plan for share in shares])
+    lengths = [each[row] for each, share in zip(batches, shares, strict=True) for row in share.rows]
+    data = BatchedDataDict({"input_lengths": torch.tensor(lengths)})
+    plan.attach(data)
+    data = pickle.loads(pickle.dumps(data))
+    assert Plan.of(data) == plan
+    assert plan.rows == tuple(len(each) for each in batches)
+    assert (data.elem_counts_per_gb is None) == (settings.kind == "dynamic")
+    if plan.packed:
+        parts = [Plan.of(data.get_batch(number)) for number in range(len(batches))]
+        assert parts == [share.plan for share in shares]
+
+
+def host(rows: int, **attributes: Any) -> BatchedDataDict:
+    """A batch as the host's driver sends it to a worker."""
+    data = BatchedDataDict({"input_lengths": torch.full((rows,), 3)})
+    for name, value in attributes.items():
+        setattr(data, name, value)
+    return data
+
+
+def test_a_plan_of_the_host_is_read_as_it_is() -> None:
+    packed = host(
+        5,
+        micro_batch_indices=[[[0, 2], [2, 3]], [[0, 2]]],
+        micro_batch_lengths=[[8, 4], [8]],
+        elem_counts_per_gb=[3, 2],
+    )
+    assert Plan.of(packed) == Plan(((Span(0, 2, 8), Span(2, 3, 4)), (Span(0, 2, 8),)), packed=True)
+    dynamic = host(4, micro_batch_indices=[[[0, 1], [1, 4]]], micro_batch_lengths=[[8, 4]])
+    assert Plan.of(dynamic) == Plan(((Span(0, 1, 8), Span(1, 4, 4)),), packed=False)
+    assert Plan.of(host(4)) is None
+
+
+@pytest.mark.parametrize(
+    ("indices", "lengths", "counts", "message"),
+    [
+        ([[[0, 2], [3, 4]]], [[8, 8]], None, r"after 2 rows comes \[3, 4\)"),
+        ([[[0, 2], [1, 4]]], [[8, 8]], None, r"after 2 rows comes \[1, 4\)"),
+        ([[[1, 4]]], [[9]], None, r"after 0 rows comes \[1, 4\)"),
+        ([[[0, 3], [3, 2], [2, 4]]], [[9, 9, 9]], None, r"after 3 rows comes \[3, 2\)"),
+        ([[[0, 3]]], [[9]], None, r"have \[3\] rows, .* the data have 4 rows"),
+        ([[[0, 2]], [[0, 2]]], [[9], [9]], [3, 1], r"elem_counts_per_gb are \[3, 1\]"),
+        ([[[0, 4]]], None, None, "every microbatch needs its length"),
+        ([[[0, 2], [2, 4]]], [[9]], None, "every microbatch needs its length"),
+        ([[[0, 2], [2, 4]]], [[3, 2]], None, "rows 2 to 3 need 3 positions.* has 2"),
+        ([[[0, 1]], [[0, 3]]], [[3], [8]], [1, 3], "rows 1 to 3 need 9 positions.* has 8"),
+    ],
+)
+def test_a_plan_that_does_not_hold_every_row_once_is_refused(
+    indices: Any, lengths: Any, counts: Any, message: str
+) -> None:
+    data = host(
+        4,
+        micro_batch_indices=indices,
+        micro_batch_lengths=lengths,
+        elem_counts_per_gb=counts,
+    )
+    with pytest.raises(BatchError, match=message):
+        Plan.of(data)
+
+
+def batching(training: bool = True, cp: int = 1, **sections: Any) -> Batching:
+    policy = {
+        "model_name": "m",
+        "train_global_batch_size": 8,
+        "train_micro_batch_size": 2,
+        "make_sequence_length_divisible_by": 16,
+        "megatron_cfg": {"enabled": True, "context_parallel_size": cp},
+    }
+    return Batching.of(PolicyConfig.parse(policy | sections), training)
+
+
+def test_batching_is_what_the_configuration_asks_for() -> None:
+    tokens = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 128}
+    assert batching() == Batching("padded")
+    packed = batching(sequence_packing=tokens | {"algorithm": "concatenative"})
+    assert packed == Batching("packed", 64, 1, "concatenative", "sequence_packing.train_mb_tokens")
+    read = batching(training=False, cp=2, sequence_packing=tokens)
+    assert read == Batching("packed", 128, 4, None, "sequence_packing.logprob_mb_tokens")
+    dynamic = batching(dynamic_batching=tokens)
+    assert dynamic == Batching("dynamic", 64, 16, None, "dynamic_batching.train_mb_tokens")
+    rounded = batching(dynamic_batching=tokens | {"sequence_length_round": 32}, training=False)
+    assert rounded == Batching("dynamic", 128, 32, None, "dynamic_batching.logprob_mb_tokens")
