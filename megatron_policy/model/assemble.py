@@ -5,7 +5,6 @@ with it.
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.converters.architecture import padded_vocab
+from megatron_policy.converters.architecture import Architecture, padded_vocab
 from megatron_policy.converters.hf_files import HfReader
 from megatron_policy.converters.table import Table
 from megatron_policy.groups import Groups, make_groups
@@ -27,6 +26,8 @@ from megatron_policy.model.load import Held, held_entries, load_parameters
 from megatron_policy.model.optimizer import Trainable, make_trainable
 from megatron_policy.model.spec import resolve_implementation
 from megatron_policy.topology import Placement, Topology
+from megatron_policy.train.fused import HeadShape
+from megatron_policy.train.head import Head
 from megatron_policy.train.pipeline import Pipeline
 from megatron_policy.train.reference import ReferenceWeights
 
@@ -81,42 +82,48 @@ def assemble(
     )
     groups = make_groups(topology, timeout_s)
     model_config = transformer_config(
-        arch, settings, topology, DTYPES[config.precision], implementation
+        arch,
+        settings,
+        topology,
+        DTYPES[config.precision],
+        implementation,
+        variable_lengths=config.dynamic_batching.enabled or config.sequence_packing.enabled,
     )
-    chunks: Any = build_chunks(arch, model_config, place, implementation, config.seed)
-    held = held_entries(chunks, table, place)
+    built: Any = build_chunks(arch, model_config, place, implementation, config.seed)
+    held = held_entries(built, table, place)
     with HfReader(config.model_name) as reader:
         load_parameters(held, reader, table, place)
         source_dtypes = dict(reader.dtypes)
     if settings.freeze_moe_router:
-        freeze_routers(chunks)
+        freeze_routers(built)
     reference = ReferenceWeights([p for _, p in held]) if init_reference_model else None
-    trainable = None
+    chunks, trainable = built, None
     if init_optimizer:
         trainable = make_trainable(
-            chunks,
+            built,
             model_config,
             settings,
             config.train_global_batch_size,
             topology.dp * topology.cp,
         )
         chunks = trainable.chunks
-    pipeline = Pipeline(
-        chunks=tuple(chunks),
-        groups=groups,
-        topology=topology,
-        vocab_size=arch.vocab_size,
-        padded_vocab_size=padded_vocab(arch.vocab_size, topology.tp),
-        length_multiple=length_multiple(config, topology),
-        temperature=(config.generation and config.generation.temperature) or 1.0,
-    )
+    last = place.topology.vpp - 1
+    head = _head(config, arch, place, groups, built[last]) if place.holds_head(last) else None
+    pipeline = Pipeline(tuple(chunks), groups, topology, arch.vocab_size, head)
     return Assembly(place, groups, table, held, source_dtypes, pipeline, trainable, reference)
 
 
-def length_multiple(config: PolicyConfig, topology: Topology) -> int:
-    """What sequence lengths are padded to: the caller's wish, and under sequence parallelism a
-    multiple of `tp`.
-    """
-    wanted = config.make_sequence_length_divisible_by
-    needed = topology.tp if config.megatron_cfg.sequence_parallel else 1
-    return math.lcm(wanted, needed)
+def _head(
+    config: PolicyConfig, architecture: Architecture, place: Placement, groups: Groups, model: Any
+) -> Head:
+    """The head that the last chunk holds; this rank's slice of it."""
+    slice_size = padded_vocab(architecture.vocab_size, groups.tp.size()) // groups.tp.size()
+    start = place.coords.tp * slice_size
+    shape = HeadShape(
+        vocab_start=start,
+        real=max(0, min(architecture.vocab_size - start, slice_size)),
+        scale=architecture.logit_scale,
+        softcap=architecture.logit_softcap,
+        temperature=(config.generation and config.generation.temperature) or 1.0,
+    )
+    return Head(model, shape, groups.tp, config.logprob_chunk_size)

@@ -38,6 +38,8 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.GELU_TANH: functools.partial(F.gelu, approximate="tanh"),
     Activation.CLAMPED_SWIGLU: _quick_gelu,
 }
+# Of lengths that vary, Megatron-Core demands it of models without experts, too.
+_DISPATCH = {"moe_token_dispatcher_type": "alltoall"}
 
 
 def transformer_config(
@@ -46,9 +48,12 @@ def transformer_config(
     topology: Topology,
     dtype: torch.dtype,
     implementation: str,
+    variable_lengths: bool = False,
 ) -> TransformerConfig:
     """Megatron-Core's description of this model under this layout; `dtype` is that of parameters
     and activations.
+
+    With `variable_lengths` microbatches differ in shape: stages then tell each other what comes.
     """
     with_te = implementation == TRANSFORMER_ENGINE
     kind = TransformerConfig if architecture.mla is None else MLATransformerConfig
@@ -57,11 +62,12 @@ def transformer_config(
         **_norms(architecture),
         **_attention(architecture),
         **_mlp(architecture),
-        **expert_fields(architecture, settings, with_te),
+        **_DISPATCH | expert_fields(architecture, settings, with_te),
         **latent_fields(architecture),
         **_parallelism(settings, topology, dtype),
         **_recomputation(settings),
         **_kernels(architecture, settings, implementation),
+        variable_seq_lengths=variable_lengths and topology.pp > 1,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         # Losses come normalised by global counts: gradients are sums, never means.

@@ -26,8 +26,10 @@ from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.rotary import Rope
 from megatron_policy.device import current_device
 from megatron_policy.model.attention import TorchAttention
+from megatron_policy.model.engine_attention import engine_attention
 from megatron_policy.model.norm import RMSNorm, replicated
-from megatron_policy.model.rope import attention_factor, inverse_frequencies
+from megatron_policy.model.rope import assert_whole, attention_factor, inverse_frequencies
+from megatron_policy.model.sequences import SequenceParams
 
 
 def latent_fields(architecture: Architecture) -> dict[str, Any]:
@@ -55,7 +57,7 @@ def latent_attention_spec(architecture: Architecture, with_te: bool) -> ModuleSp
         from megatron.core.extensions import transformer_engine as te
 
         column, row = te.TEColumnParallelLinear, te.TERowParallelLinear
-        core = te.TEDotProductAttention
+        core = engine_attention(te.TEDotProductAttention)
     norm = ModuleSpec(module=LatentNorm, params={"own_eps": mla.layernorm_epsilon})
     return ModuleSpec(
         module=LatentAttention,
@@ -100,6 +102,25 @@ class LatentAttention(MLASelfAttention):
             self.linear_q_down_proj = DownProjection(own, mla.q_lora_rank)
         self.linear_kv_down_proj = DownProjection(own, mla.down_size)
 
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        packed_seq_params: SequenceParams | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """As Megatron-Core's, which drops the dimension of rows when it hears of sequences: here
+        only the rotary embedding does, which has to know their positions.
+        """
+        self.rotary_pos_emb.positions = packed_seq_params and packed_seq_params.positions
+        result: tuple[torch.Tensor | None, ...]
+        result = super().get_query_key_value_tensors(
+            hidden_states, key_value_states, position_ids, None, *args, **kwargs
+        )
+        return result
+
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
         """Newer releases deduce norms from flags, and know none that only keys have."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
@@ -128,11 +149,15 @@ class LatentRotary(torch.nn.Module):
         super().__init__()
         self.frequencies = inverse_frequencies(rope, head_dim).to(current_device())
         self.factor = attention_factor(rope)
+        self.positions: torch.Tensor | None = None
+        """Of the tokens that are next, where they are not to be counted from 0."""
 
     def forward(self, length: int, **_: Any) -> tuple[torch.Tensor, float]:
-        """The angles of positions 0 to `length` - 1."""
-        positions = torch.arange(length, device=self.frequencies.device, dtype=torch.float32)
-        angles = torch.outer(positions, self.frequencies)
+        """The angles of the next `length` positions."""
+        positions = self.positions
+        if positions is None:
+            positions = torch.arange(length, device=self.frequencies.device)
+        angles = torch.outer(positions.float(), self.frequencies)
         return torch.cat((angles, angles), -1)[:, None, None, :], self.factor
 
     def get_rotary_seq_len(
@@ -145,7 +170,10 @@ class LatentRotary(torch.nn.Module):
         **_: Any,
     ) -> int:
         """How many positions the attention is about to need."""
-        assert packed_seq_params is None and transformer_config.context_parallel_size == 1
+        assert packed_seq_params is None
+        if self.positions is not None:
+            return self.positions.numel()
+        assert_whole(inference_context, transformer_config)
         if inference_context is not None:
             return int(inference_context.max_sequence_length)
         parts = transformer_config.tensor_model_parallel_size

@@ -24,6 +24,7 @@ class ParallelLayer(TransformerLayer):
         attention_mask: torch.Tensor | None = None,
         rotary_pos_emb: torch.Tensor | None = None,
         inference_context: Any = None,
+        packed_seq_params: Any = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         """`[S, B, D]` to the same, as `TransformerLayer.forward`; there is no cross attention."""
@@ -33,6 +34,7 @@ class ParallelLayer(TransformerLayer):
             attention_mask=attention_mask,
             inference_context=inference_context,
             rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
         )
         if self.recompute_mlp:
             mixed = tensor_parallel.checkpoint(self.mlp, False, normed)

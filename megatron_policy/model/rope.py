@@ -24,6 +24,7 @@ from megatron_policy.converters.rotary import (
     YarnScaling,
 )
 from megatron_policy.device import current_device
+from megatron_policy.model.sequences import SequenceParams
 
 _BY_LENGTH = (DynamicScaling, LongScaling)
 
@@ -117,8 +118,11 @@ class Rotary(torch.nn.Module):
         self.ropes = tuple(ropes)
         self.head_dim = head_dim
         self.text_length: int | None = None
-        """Positions that are text, where the rest is padding; None: all of them are."""
+        """How long the text counts as, whatever padding or shorter microbatches make of it; None:
+        as long as what is computed.
+        """
         self._angles: dict[tuple[int, int], torch.Tensor] = {}
+        self._frequencies: dict[int, list[torch.Tensor]] = {}
 
     @property
     def depends_on_length(self) -> bool:
@@ -134,23 +138,35 @@ class Rotary(torch.nn.Module):
         )
         return not all(torch.equal(*pair) for pair in pairs)
 
-    def forward(self, length: int, **_: Any) -> torch.Tensor:
-        """The angles of positions 0 to `length` - 1."""
-        key = (length, min(length, self.text_length or length))
+    def forward(self, wanted: int | SequenceParams, **_: Any) -> torch.Tensor:
+        """The angles of positions 0 to `wanted` - 1, or of those of the sequences `wanted`."""
+        if not isinstance(wanted, int):
+            return self._compute(wanted.positions, self.text_length or wanted.longest)
+        key = (wanted, self.text_length or wanted)
         if key not in self._angles:
-            self._angles = {key: self._compute(*key)}  # one length at a time is in use
+            positions = torch.arange(wanted, device=current_device())
+            self._angles = {key: self._compute(positions, key[1])}  # one length is in use at a time
         return self._angles[key]
 
-    def _compute(self, length: int, text_length: int) -> torch.Tensor:
-        device = current_device()
-        positions = torch.arange(length, device=device, dtype=torch.float32)
+    def _compute(self, positions: torch.Tensor, text_length: int) -> torch.Tensor:
         angles = []
-        for rope in self.ropes:
-            frequencies = inverse_frequencies(rope, self.head_dim, text_length).to(device)
-            once = torch.outer(positions, frequencies)
+        frequencies = self._frequencies_of(text_length if self.depends_on_length else 0)
+        for rope, of_rope in zip(self.ropes, frequencies, strict=True):
+            once = torch.outer(positions.float(), of_rope)
             twice = once.repeat_interleave(2, -1) if rope.interleaved else once.repeat(1, 2)
             angles.append(twice)
         return torch.cat(angles, -1)[:, None, None, :]
+
+    def _frequencies_of(self, text_length: int) -> list[torch.Tensor]:
+        if text_length not in self._frequencies:
+            device = current_device()
+            self._frequencies = {
+                text_length: [
+                    inverse_frequencies(rope, self.head_dim, text_length).to(device)
+                    for rope in self.ropes
+                ]
+            }
+        return self._frequencies[text_length]
 
     def get_rotary_seq_len(
         self,
@@ -158,11 +174,15 @@ class Rotary(torch.nn.Module):
         transformer: Any,
         transformer_input: torch.Tensor | None,
         transformer_config: Any,
-        packed_seq_params: Any = None,
+        packed_seq_params: SequenceParams | None = None,
         **_: Any,
-    ) -> int:
-        """How many positions Megatron-Core is about to need (it asks before each forward pass)."""
-        assert packed_seq_params is None and transformer_config.context_parallel_size == 1
+    ) -> int | SequenceParams:
+        """How many positions, or which, Megatron-Core is about to need: it asks before each forward
+        pass and hands the answer to `forward` as it is.
+        """
+        if packed_seq_params is not None:
+            return packed_seq_params
+        assert_whole(inference_context, transformer_config)
         received = transformer.input_tensor
         given = (received if received is not None else transformer_input).size(0)
         if inference_context is None:
@@ -172,6 +192,13 @@ class Rotary(torch.nn.Module):
         if self.depends_on_length:
             return inference_context.sequence_len_offset + given
         return inference_context.max_sequence_length
+
+
+def assert_whole(inference_context: Any, config: Any) -> None:
+    """Without being told, positions can only be counted where a rank computes whole sequences."""
+    assert inference_context is not None or config.context_parallel_size == 1, (
+        "under context parallelism the model needs to know its sequences"
+    )
 
 
 def ropes_of(architecture: Architecture) -> tuple[Rope, ...]:
@@ -197,7 +224,9 @@ def outgrown(models: Iterable[torch.nn.Module], before: int, after: int) -> bool
 
 
 def set_text_length(models: Iterable[torch.nn.Module], length: int) -> None:
-    """Say how many of the coming batches' positions are text: padding does not make one longer."""
+    """Say how long the coming batches' text counts as: padding does not make it longer, nor does
+    cutting off some rows' padding make it shorter.
+    """
     for model in models:
         if isinstance(getattr(model, "rotary_pos_emb", None), Rotary):
             model.rotary_pos_emb.text_length = length

@@ -1,5 +1,5 @@
-"""Factors on embeddings and logits and softcaps of logits, as hooks on Megatron-Core's modules;
-knows nothing of what is between.
+"""Factors on embeddings, as a hook on Megatron-Core's module, and softcaps; knows nothing of what
+is between.
 
 Source of softcaps: "Gemma 2: Improving Open Language Models at a Practical Size" (2024).
 """
@@ -15,16 +15,11 @@ from megatron_policy.converters.architecture import Architecture
 
 
 def install_scales(model: GPTModel, architecture: Architecture) -> None:
-    """Make a chunk scale its embeddings and logits as the architecture says, where it has them."""
+    """Make a chunk scale its embeddings as the architecture says, where it has them."""
     if model.pre_process:
         model.embedding.embedding_dropout.p = architecture.embedding_dropout
         if architecture.embedding_scale != 1.0:
             model.embedding.register_forward_hook(_Scaled(architecture.embedding_scale))
-    scaled = architecture.logit_scale != 1.0 or architecture.logit_softcap is not None
-    if model.post_process and scaled:
-        model.output_layer.register_forward_hook(
-            _Logits(architecture.logit_scale, architecture.logit_softcap)
-        )
 
 
 def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
@@ -39,17 +34,3 @@ class _Scaled:
     def __call__(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         # In the activations' precision, to which transformers rounds the factor as well.
         return output * torch.tensor(self.scale, dtype=output.dtype, device=output.device)
-
-
-class _Logits:
-    def __init__(self, scale: float, cap: float | None) -> None:
-        self.scale = scale
-        self.cap = cap
-
-    def __call__(self, module: torch.nn.Module, args: Any, output: tuple[Any, Any]) -> Any:
-        logits, bias = output
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.cap is not None:
-            logits = softcap(logits, self.cap)
-        return logits, bias

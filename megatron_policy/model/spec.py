@@ -21,6 +21,7 @@ from megatron_policy.device import is_accelerated
 from megatron_policy.errors import ConfigError
 from megatron_policy.model.attention import TorchAttention
 from megatron_policy.model.config import LOCAL, TRANSFORMER_ENGINE
+from megatron_policy.model.engine_attention import engine_attention
 from megatron_policy.model.experts import experts_spec
 from megatron_policy.model.head_norm import AllHeadsRMSNorm, EachHeadLayerNorm
 from megatron_policy.model.latent_attention import latent_attention_spec
@@ -101,6 +102,8 @@ def _engine_layer(architecture: Architecture, layer: int) -> ModuleSpec:
         parts.self_attention = latent_attention_spec(architecture, with_te=True)
     else:
         _adapt_attention(parts.self_attention, architecture)
+        inner = parts.self_attention.submodules
+        inner.core_attention = engine_attention(inner.core_attention)
     return spec
 
 

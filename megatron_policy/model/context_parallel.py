@@ -1,0 +1,53 @@
+"""Keys and values of all context-parallel ranks on each of them; knows nothing of attention.
+
+Shapes: T positions of a rank, C ranks, B rows, G key-value groups, H head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def gather_keys(
+    key_TBGH: torch.Tensor,
+    value_TBGH: torch.Tensor,
+    order: torch.Tensor,
+    group: dist.ProcessGroup,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of all ranks' positions in order, `[C * T, B, G, H]`, in one collective.
+
+    Values may have heads of another size. Gradients are summed over the ranks in the dtype of the
+    keys.
+    """
+    both = torch.cat([key_TBGH, value_TBGH], -1)
+    gathered: torch.Tensor = _Gather.apply(both, order, group)
+    key, value = gathered.split([key_TBGH.size(-1), value_TBGH.size(-1)], -1)
+    return key, value
+
+
+class _Gather(torch.autograd.Function):
+    """`[T, ...]` of each rank to `[C * T, ...]`, entry i of which is entry `order[i]` of theirs one
+    after another.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, order: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        ctx.group = group
+        by_rank = local.new_empty(order.numel(), *local.shape[1:])
+        dist.all_gather_into_tensor(by_rank, local.contiguous(), group=group)
+        return by_rank[order]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (grad,), (order,) = grads, ctx.saved_tensors
+        by_rank = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        by_rank[order] = grad
+        own = grad.new_empty(grad.size(0) // ctx.group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(own, by_rank, group=ctx.group)
+        return own, None, None

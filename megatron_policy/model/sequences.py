@@ -1,0 +1,74 @@
+"""What a microbatch's token layout means to the model: positions, pieces of attention, and what
+Transformer Engine is told; knows neither models nor attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_policy.device import current_device
+from megatron_policy.packing.tokens import Piece, TokenLayout
+
+
+@dataclass(kw_only=True)
+class SequenceParams(PackedSeqParams):
+    """Travels through Megatron-Core with the hidden states of its microbatch, also when these are
+    computed again, from the chunk to rotary embedding and core attention.
+
+    Hidden states stay `[T, R, D]`, so Megatron-Core finds "sbhd" here and passes it on unread.
+    """
+
+    qkv_format: str = "sbhd"
+    positions: torch.Tensor
+    """Of this rank's tokens within their sequences, int64 `[T]`, on the device."""
+    pieces: tuple[Piece, ...]
+    """What this rank's attention is made of."""
+    longest: int
+    """Positions of the longest sequence, its filler and all ranks counted in."""
+    order: torch.Tensor | None
+    """Brings what is gathered from the context-parallel ranks, `[C * T]`, into the order of all
+    ranks' positions; None where there is one rank.
+    """
+    context_group: dist.ProcessGroup
+    packed: PackedSeqParams | None
+    """The same for Transformer Engine, "thd"; None where rows are padded."""
+
+
+def sequence_params(layout: TokenLayout, cp_group: dist.ProcessGroup) -> SequenceParams | None:
+    """What the ranks of `cp_group` tell their chunks of `layout`; None: each row is a sequence from
+    its first position on, which one rank computes whole.
+    """
+    assert layout.ranks == cp_group.size(), (layout.ranks, cp_group.size())
+    if layout.plain:
+        return None
+    device, rank = current_device(), cp_group.rank()
+    order = layout.columns_CT.flatten().argsort() if layout.ranks > 1 else None
+    return SequenceParams(
+        positions=layout.positions(rank).to(device),
+        pieces=layout.pieces(rank),
+        longest=max(segment.length for segment in layout.segments),
+        order=None if order is None else order.to(device),
+        context_group=cp_group,
+        packed=_packed(layout, device) if len(layout.segments) > 1 else None,
+    )
+
+
+def _packed(layout: TokenLayout, device: torch.device) -> PackedSeqParams:
+    """Filler counts as tokens here: nothing sees it, and kernels that skip it would leave its
+    output undefined.
+    """
+    lengths = [segment.length for segment in layout.segments if segment.length]
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        cu_seqlens_q_padded=ends,
+        cu_seqlens_kv_padded=ends,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )

@@ -1,0 +1,109 @@
+"""Which rectangles of causal attention are computed at once, and which keys their queries see;
+knows nothing of scores.
+
+Shapes: Q queries, K keys of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_policy.packing.tokens import Piece
+
+# Queries of a window's tile: few enough that most of the keys it sees are in the windows of all.
+BLOCK = 512
+# Rows of masks are a multiple of this long: kernels would copy others to make them so.
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries `[query, query + queries)` see keys `[key, key + keys)`, aligned at the lower right
+    corner; where `reach` is not None, none further back than that from their own.
+    """
+
+    query: int
+    queries: int
+    key: int
+    keys: int
+    reach: int | None
+
+    @property
+    def shape(self) -> tuple[int, int, int | None]:
+        """All that its mask depends on."""
+        return self.queries, self.keys, self.reach
+
+
+def tiles(pieces: Iterable[Piece], reach: int | None) -> tuple[Tile, ...]:
+    """The tiles of these pieces, in the order of their queries; `reach` is that of a sliding
+    window, in positions before a query's own.
+    """
+    found: list[Tile] = []
+    for piece in pieces:
+        if piece.queries == 0:
+            continue
+        if reach is None or piece.keys <= reach + 1:
+            found.append(Tile(piece.query, piece.queries, piece.key, piece.keys, None))
+        else:
+            found.extend(_blocks(piece, reach))
+    return tuple(found)
+
+
+def _blocks(piece: Piece, reach: int) -> Iterator[Tile]:
+    before = piece.keys - piece.queries
+    for start in range(0, piece.queries, BLOCK):
+        queries = min(BLOCK, piece.queries - start)
+        end = before + start + queries
+        seen = queries + reach
+        if queries > 1:
+            seen += -seen % _ALIGNMENT
+        keys = min(end, seen)
+        hidden = reach if keys > reach + 1 else None
+        yield Tile(piece.query + start, queries, piece.key + end - keys, keys, hidden)
+
+
+def mask(tile: Tile, like: torch.Tensor) -> torch.Tensor:
+    """What to add to the tile's scores, `[Q, K]`: 0 where a query sees a key, -inf where not."""
+    key = torch.arange(tile.keys, device=like.device)
+    query = key[tile.keys - tile.queries :].unsqueeze(1)
+    seen = key <= query
+    if tile.reach is not None:
+        seen &= key >= query - tile.reach
+    return like.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+
+
+def cut(x: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
+    """Views of these (start, length) of the first dimension, which may overlap.
+
+    Their gradients are added up in one tensor, where slicing would make one as large as `x` of each
+    of them.
+    """
+    if list(ranges) == [(0, x.size(0))]:
+        return (x,)
+    parts: tuple[torch.Tensor, ...] = _Cut.apply(x, tuple(ranges))
+    return parts
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, ranges: tuple[tuple[int, int], ...]
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.ranges, ctx.shape = ranges, x.shape
+        return tuple(x.narrow(0, start, length) for start, length in ranges)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        total = None
+        for (start, length), grad in zip(ctx.ranges, grads, strict=True):
+            if grad is None:
+                continue
+            if total is None:
+                total = grad.new_zeros(ctx.shape)
+            total.narrow(0, start, length).add_(grad)
+        return total, None

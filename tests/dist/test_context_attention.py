@@ -1,0 +1,202 @@
+"""Attention of padded and packed sequences, on one rank and on several context-parallel ones,
+equals attention of each sequence alone, forward and backward.
+
+Shapes: B rows and S positions of the caller; C ranks, T positions and R rows of one of them; N
+query heads, G key-value groups, H head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_policy import device
+from megatron_policy.model.attention import TorchAttention
+from megatron_policy.model.sequences import sequence_params
+from megatron_policy.model.tiles import BLOCK
+from megatron_policy.packing.tokens import TokenLayout, packed_layout, padded_layout
+
+HEADS, HEAD_DIM = 4, 8
+LENGTHS = (1, 13, 24, 0, 7, 2)
+LONG = (BLOCK + 90, 1, 2 * BLOCK + 40)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kind of attention; `reach` is that of its window, `values` the size of a value's head."""
+
+    groups: int = HEADS
+    values: int = HEAD_DIM
+    reach: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    lengths: tuple[int, ...] = LENGTHS
+
+
+VARIANTS = {
+    "plain": Variant(),
+    "grouped": Variant(groups=2),
+    "windowed": Variant(reach=5, groups=1),
+    "a window of one": Variant(reach=0),
+    "a window as long as the longest": Variant(reach=23),
+    "softcapped": Variant(softcap=1.5, groups=2),
+    "sinks": Variant(sinks=True, groups=2),
+    "sinks and window": Variant(sinks=True, reach=5),
+    "softcap and window": Variant(softcap=1.5, reach=9),
+    "smaller values": Variant(values=5),
+    "larger values in a window": Variant(values=11, reach=6),
+    "longer than a block of queries": Variant(reach=40, groups=2, lengths=LONG),
+    "softcapped, longer than a block": Variant(reach=600, softcap=1.5, lengths=LONG),
+}
+
+
+def attention_of(variant: Variant) -> TorchAttention:
+    """The module, its sinks the same wherever it is made."""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HEADS * HEAD_DIM,
+        num_attention_heads=HEADS,
+        num_query_groups=variant.groups,
+        kv_channels=HEAD_DIM,
+        attention_dropout=0.0,
+        window_size=None if variant.reach is None else (variant.reach, 0),
+    )
+    attention = TorchAttention(
+        config,
+        1,
+        AttnMaskType.causal,
+        "self",
+        softcap=variant.softcap,
+        sinks=variant.sinks,
+    )
+    if attention.softmax_offset is not None:
+        attention.softmax_offset.data.copy_(torch.linspace(-1, 2, HEADS))
+    return attention
+
+
+def states_of(variant: Variant) -> list[torch.Tensor]:
+    """Queries, keys, values, and the weight of each output in the loss, all `[B, S, heads, size]`:
+    none counts beyond its sequence.
+    """
+    draw = torch.Generator().manual_seed(0)
+    rows, width = len(variant.lengths), max(variant.lengths)
+    sizes = [(HEADS, HEAD_DIM), (variant.groups, HEAD_DIM), (variant.groups, variant.values)]
+    states = [torch.randn(rows, width, *size, generator=draw) for size in sizes]
+    weights = torch.randn(rows, width, HEADS, variant.values, generator=draw)
+    inside = torch.arange(width) < torch.tensor(variant.lengths).unsqueeze(1)
+    return [*states, weights * inside[..., None, None]]
+
+
+def reference(variant: Variant) -> list[torch.Tensor]:
+    """Context `[B, S, N, H]` and the gradients of queries, keys, values and sinks, sequence by
+    sequence, with every score explicit.
+    """
+    *states, weights_BSNH = states_of(variant)
+    leaves = [x.requires_grad_() for x in states]
+    sinks = attention_of(variant).softmax_offset
+    context_BSNH = torch.zeros_like(weights_BSNH)
+    for row, length in enumerate(variant.lengths):
+        query, key, value = (x[row, :length].transpose(0, 1) for x in leaves)
+        context_BSNH[row, :length] = _alone(variant, query, key, value, sinks).transpose(0, 1)
+    (context_BSNH * weights_BSNH).sum().backward()
+    grads = [x.grad for x in leaves] + [x.grad for x in (sinks,) if x is not None]
+    return [context_BSNH.detach(), *grads]
+
+
+def _alone(variant: Variant, query: Any, key: Any, value: Any, sinks: Any) -> torch.Tensor:
+    shared, length = HEADS // variant.groups, query.size(1)
+    key, value = (x.repeat_interleave(shared, 0) for x in (key, value))
+    scores = query @ key.mT / HEAD_DIM**0.5
+    if variant.softcap is not None:
+        scores = variant.softcap * torch.tanh(scores / variant.softcap)
+    back = torch.arange(length).unsqueeze(1) - torch.arange(length)
+    hidden = back < 0 if variant.reach is None else (back < 0) | (back > variant.reach)
+    powers = scores.masked_fill(hidden, float("-inf")).exp()
+    total = powers.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks.exp()[:, None, None]
+    return powers / total @ value
+
+
+def layout_of(kind: str, lengths: tuple[int, ...], ranks: int) -> TokenLayout:
+    zigzag = 2 * ranks if ranks > 1 else 1
+    if kind == "padded":
+        return padded_layout(len(lengths), max(lengths), zigzag, ranks)
+    return packed_layout(lengths, max(lengths), zigzag, 3 * zigzag, ranks)
+
+
+def take(layout: TokenLayout, values_BSNH: torch.Tensor, rank: int) -> torch.Tensor:
+    """`TokenLayout.take` of something with heads."""
+    flat = values_BSNH.flatten(2).unbind(-1)
+    shape = values_BSNH.shape[2:]
+    return torch.stack([layout.take(part, rank) for part in flat], -1).unflatten(-1, shape)
+
+
+def put(layout: TokenLayout, values_TR: torch.Tensor) -> torch.Tensor:
+    """Every rank's values at the caller's places."""
+    everyones = values_TR.new_empty(layout.full_length, *values_TR.shape[1:])
+    dist.all_gather_into_tensor(everyones, values_TR.contiguous())
+    return layout.put(everyones.unflatten(0, layout.columns_CT.shape))
+
+
+def attend(kind: str, variant: Variant) -> list[torch.Tensor]:
+    """As `reference`, by all ranks of the world together."""
+    device.prepare_platform()
+    device.join_process_group(60.0)
+    world = dist.group.WORLD
+    layout = layout_of(kind, variant.lengths, world.size())
+    *states, weights_TRNH = (take(layout, x, world.rank()) for x in states_of(variant))
+    leaves = [x.requires_grad_() for x in states]
+    attention = attention_of(variant)
+    params = sequence_params(layout, world)
+    context = attention(*leaves, None, packed_seq_params=params)
+    context_TRNH = context.unflatten(-1, weights_TRNH.shape[2:])
+    (context_TRNH * weights_TRNH).sum().backward()
+    found = [put(layout, x) for x in (context_TRNH.detach(), *(x.grad for x in leaves))]
+    if attention.softmax_offset is not None:
+        dist.all_reduce(attention.softmax_offset.grad)
+        found.append(attention.softmax_offset.grad)
+    return found
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_attention_of_many_sequences_equals_that_of_each_alone(
+    ranks, world: int, kind: str, name: str
+) -> None:
+    variant = VARIANTS[name]
+    context, *grads = reference(variant)
+    inside = torch.arange(max(variant.lengths)) < torch.tensor(variant.lengths).unsqueeze(1)
+    for found, *found_grads in ranks.run(world, attend, kind, variant):
+        torch.testing.assert_close(found[inside], context[inside], rtol=0, atol=1e-5)
+        for mine, theirs in zip(found_grads, grads, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+
+
+def attend_without_params() -> list[torch.Tensor]:
+    device.prepare_platform()
+    device.join_process_group(60.0)
+    query, key, value, _ = (x.transpose(0, 1) for x in states_of(Variant()))
+    attention = attention_of(Variant())
+    attention.config.context_parallel_size = 2
+    return [attention(query, key, value, None), attention(query[-1:], key, value, None)]
+
+
+def test_without_params_every_context_parallel_rank_attends_to_whole_rows(ranks) -> None:
+    """As generation with a cache does, whose next query sees all of it."""
+    for whole, last in ranks.run(2, attend_without_params):
+        expected = attend_in_one_process(Variant(lengths=(24,) * len(LENGTHS)))
+        torch.testing.assert_close(whole.transpose(0, 1), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(last, whole[-1:], rtol=0, atol=1e-6)
+
+
+def attend_in_one_process(variant: Variant) -> torch.Tensor:
+    context, *_ = reference(variant)
+    return context.flatten(2)

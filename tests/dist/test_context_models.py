@@ -1,0 +1,184 @@
+"""Models of every kind of layer compute of padded and packed sequences, on one rank and on several
+context-parallel ones, what transformers computes of each sequence alone, forward and backward.
+
+Shapes: B rows and S positions of the caller; T positions and R rows of one rank; D model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_policy import device
+from megatron_policy.config import PolicyConfig
+from megatron_policy.converters.hf_files import HfReader, read_config
+from megatron_policy.converters.table import bind
+from megatron_policy.groups import Groups, drop_groups, make_groups
+from megatron_policy.layout import layer_split
+from megatron_policy.model.build import build_chunks
+from megatron_policy.model.config import LOCAL, transformer_config
+from megatron_policy.model.load import held_entries, load_parameters
+from megatron_policy.model.rope import set_text_length
+from megatron_policy.model.sequences import sequence_params
+from megatron_policy.packing.tokens import TokenLayout, packed_layout, padded_layout
+from megatron_policy.topology import Placement, Topology
+from tests import oracle
+from tests.dist.cases import policy_config
+
+VOCAB, WIDTH = 200, 21
+LENGTHS = (21, 1, 9, 16)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "cohere": {},
+    "deepseek_v3": {"rope_scaling": YARN},
+    "gemma2": {},
+    "gemma3_text": {"head_dim": 32, "tied": True},
+    "glm4_moe": {},
+    "gpt_oss": {},
+    "mistral": {"window": 7},
+    "olmo2": {},
+    "qwen2_moe": {},
+}
+RANKS = {"one rank": (1, 1), "CP2": (1, 2), "TP2xCP2+SP": (2, 2)}
+"""Tensor- and context-parallel ranks."""
+RECOMPUTED = {"activation_checkpointing": True, "recompute_granularity": "full"}
+UNSPLIT = ("gpt_oss",)
+"""Whose experts have biases, which Megatron-Core cannot split."""
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens `[B, S]` and the weight of each position's hidden state in the loss, by element."""
+    draw = torch.Generator().manual_seed(0)
+    tokens_BS = torch.randint(1, VOCAB, (len(LENGTHS), WIDTH), generator=draw)
+    inside_BS = torch.arange(WIDTH) < torch.tensor(LENGTHS).unsqueeze(1)
+    weights_BS = torch.randn(len(LENGTHS), WIDTH, generator=draw)
+    return tokens_BS * inside_BS, weights_BS * inside_BS
+
+
+def hf_states(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states `[B, S, D]` behind the final norm, each sequence on its own, and the gradient
+    of the embedding.
+    """
+    model = oracle.load_hf(path)
+    tokens_BS, weights_BS = batch()
+    hidden_BSD = torch.zeros(*tokens_BS.shape, model.config.hidden_size)
+    for row, length in enumerate(LENGTHS):
+        own = model.model(tokens_BS[row : row + 1, :length]).last_hidden_state
+        hidden_BSD[row, :length] = own[0]
+    loss_of(hidden_BSD, weights_BS).backward()
+    return hidden_BSD.detach(), model.get_input_embeddings().weight.grad
+
+
+def loss_of(hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return (torch.linspace(-1, 1, hidden.size(-1)) * hidden * weights.unsqueeze(-1)).sum()
+
+
+def layout_of(kind: str, tp: int, cp: int) -> TokenLayout:
+    zigzag = 2 * cp if cp > 1 else 1
+    multiple = zigzag * tp
+    if kind == "padded":
+        return padded_layout(len(LENGTHS), WIDTH, multiple, cp)
+    return packed_layout(LENGTHS, WIDTH, zigzag, multiple, cp)
+
+
+def model_of(config: PolicyConfig, topology: Topology) -> tuple[Any, Groups]:
+    """The only chunk of a pipeline of one stage, as `assemble` would build it."""
+    table = bind(read_config(config.model_name))
+    groups = make_groups(topology, 60.0)
+    split = layer_split(config, table.architecture, topology)
+    place = Placement(topology, topology.coords(dist.get_rank()), split)
+    settings = config.megatron_cfg
+    described = transformer_config(
+        table.architecture, settings, topology, torch.float32, LOCAL, variable_lengths=True
+    )
+    (model,) = build_chunks(table.architecture, described, place, LOCAL, 0)
+    with HfReader(config.model_name) as reader:
+        load_parameters(held_entries([model], table, place), reader, table, place)
+    return model, groups
+
+
+def states(config: dict[str, Any], kind: str, tp: int, cp: int) -> tuple[torch.Tensor, ...]:
+    """As `hf_states`, by all ranks of the world together."""
+    device.prepare_platform()
+    device.join_process_group(60.0)
+    model, groups = model_of(PolicyConfig.parse(config), Topology(tp=tp, cp=cp))
+    try:
+        tokens_BS, weights_BS = batch()
+        layout, rank = layout_of(kind, tp, cp), groups.cp.rank()
+        set_text_length([model], WIDTH)
+        model.train().post_process = False
+        tokens_RT = layout.take(tokens_BS, rank).T.contiguous()
+        hidden_TRD = model(
+            tokens_RT,
+            layout.positions(rank).expand_as(tokens_RT),
+            None,
+            packed_seq_params=sequence_params(layout, groups.cp),
+        )
+        share = layout.take(weights_BS, rank).tensor_split(hidden_share(model, groups))
+        loss_of(hidden_TRD, share[groups.tp.rank() if len(share) > 1 else 0]).backward()
+        grad = model.embedding.word_embeddings.weight.grad
+        dist.all_reduce(grad, group=groups.cp)
+        whole_TRD = gathered(hidden_TRD.detach(), groups.tp if len(share) > 1 else None)
+        all_CTRD = gathered(whole_TRD, groups.cp).unflatten(0, layout.columns_CT.shape)
+        return layout.put(all_CTRD), gathered(grad, groups.tp)[:VOCAB]
+    finally:
+        drop_groups()
+
+
+def hidden_share(model: Any, groups: Groups) -> int:
+    """Into how many parts the tensor-parallel ranks divide positions."""
+    return groups.tp.size() if model.config.sequence_parallel else 1
+
+
+def gathered(values: torch.Tensor, group: Any) -> torch.Tensor:
+    """The ranks' values one after another."""
+    if group is None:
+        return values
+    everyones = values.new_empty(values.size(0) * group.size(), *values.shape[1:])
+    dist.all_gather_into_tensor(everyones, values.contiguous(), group=group)
+    return everyones
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Callable[..., Path]) -> Callable[[str], tuple[Path, Any, Any]]:
+    """A family's checkpoint and what transformers computes of it, once."""
+    known: dict[str, tuple[Path, Any, Any]] = {}
+
+    def of(family: str) -> tuple[Path, Any, Any]:
+        if family not in known:
+            path = checkpoint(family, vocab=VOCAB, **FAMILIES[family])
+            known[family] = (path, *hf_states(path))
+        return known[family]
+
+    return of
+
+
+CASES = [
+    (family, ranks, kind)
+    for family in FAMILIES
+    for ranks in RANKS
+    for kind in ("padded", "packed")
+    if not (ranks == "one rank" and kind == "padded")
+    and not (family in UNSPLIT and ranks.startswith("TP2"))
+]
+
+
+@pytest.mark.parametrize(("family", "layout", "kind"), CASES)
+def test_a_model_computes_each_sequence_as_transformers_does_alone(
+    ranks, expected, family: str, layout: str, kind: str
+) -> None:
+    path, hidden, grad = expected(family)
+    tp, cp = RANKS[layout]
+    megatron = {"sequence_parallel": tp > 1}
+    # Recomputation passes everything through Megatron-Core's checkpoints once more.
+    megatron |= RECOMPUTED if kind == "packed" else {}
+    config = policy_config(path, megatron)
+    inside = torch.arange(WIDTH) < torch.tensor(LENGTHS).unsqueeze(1)
+    for found, found_grad in ranks.run(tp * cp, states, config, kind, tp, cp):
+        torch.testing.assert_close(found[inside], hidden[inside], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found_grad, grad, rtol=1e-5, atol=1e-5 * float(grad.abs().max()))

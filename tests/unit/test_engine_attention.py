@@ -1,0 +1,196 @@
+"""What Transformer Engine's attention is given, and when torch's takes its place."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_policy.model.engine_attention import EngineAttention, engine_attention
+from megatron_policy.model.sequences import SequenceParams, sequence_params
+from megatron_policy.packing.tokens import packed_layout, padded_layout
+
+HEADS, HEAD_DIM = 2, 8
+
+
+class Group:
+    """A context-parallel group as one of its ranks sees it."""
+
+    def __init__(self, size: int = 1, rank: int = 0) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
+class Engine(MegatronModule):
+    """Stands in for `TEDotProductAttention` by its calling convention, and keeps what it got; one
+    rank alone attends as the engine would.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = "p2p",
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.calls: list[dict[str, Any]] = []
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        assert attn_mask_type is AttnMaskType.causal and attention_mask is attention_bias is None
+        self.calls.append({"shape": tuple(query.shape), "params": packed_seq_params})
+        if packed_seq_params is None:
+            return attend(query, key, value)
+        assert packed_seq_params.qkv_format == "thd"
+        ends = packed_seq_params.cu_seqlens_q.tolist()
+        assert ends[-1] <= query.size(0) * self.config.context_parallel_size
+        if self.config.context_parallel_size > 1:
+            return query.flatten(1)
+        parts = [
+            attend(*(x[a:b].unsqueeze(1) for x in (query, key, value)))
+            for a, b in itertools.pairwise(ends)
+        ]
+        return torch.cat(parts).squeeze(1)
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`[S, B, N, H]` to `[S, B, N*H]`."""
+    states = [x.permute(1, 2, 0, 3) for x in (query, key, value)]
+    context = torch.nn.functional.scaled_dot_product_attention(*states, is_causal=True)
+    return context.permute(2, 0, 1, 3).flatten(2)
+
+
+def build(ranks: int = 1, **more: Any) -> EngineAttention:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HEADS * HEAD_DIM,
+        num_attention_heads=HEADS,
+        attention_dropout=0.0,
+        context_parallel_size=ranks,
+        **more,
+    )
+    attention: EngineAttention = build_module(
+        engine_attention(Engine),
+        config=config,
+        layer_number=1,
+        attn_mask_type=AttnMaskType.causal,
+        attention_type="self",
+        cp_comm_type=None,
+        softmax_scale=None,
+        pg_collection=None,
+    )
+    return attention
+
+
+def states(positions: int, rows: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(positions, rows, HEADS, HEAD_DIM, generator=draw).to(dtype) for _ in range(3)
+    ]
+
+
+def call(attention: EngineAttention, given: list[torch.Tensor], params: Any) -> torch.Tensor:
+    context: torch.Tensor = attention(
+        *given, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=params
+    )
+    return context
+
+
+def packed(size: int = 1, rank: int = 0) -> SequenceParams:
+    """Four sequences, one of them empty, and filler."""
+    zigzag = 2 * size if size > 1 else 1
+    layout = packed_layout([3, 1, 0, 7], 7, zigzag, 8, size)
+    params = sequence_params(layout, Group(size, rank))
+    assert params is not None
+    return params
+
+
+def test_packed_sequences_reach_the_engine_one_behind_the_other() -> None:
+    attention, params, given = build(), packed(), states(16, 1)
+    context = call(attention, given, params)
+    assert context.shape == (16, 1, HEADS * HEAD_DIM)
+    for start, length in [(0, 3), (3, 1), (4, 7), (11, 5)]:
+        alone = attend(*(x[start : start + length] for x in given))
+        torch.testing.assert_close(context[start : start + length], alone)
+    (seen,) = attention.engine.calls
+    told = seen["params"]
+    assert seen["shape"] == (16, HEADS, HEAD_DIM)
+    assert told.cu_seqlens_q.tolist() == [0, 3, 4, 11, 16]
+    assert told.cu_seqlens_q.dtype == torch.int32
+    assert told.max_seqlen_q == told.max_seqlen_kv == 7
+    same = (told.cu_seqlens_kv, told.cu_seqlens_q_padded, told.cu_seqlens_kv_padded)
+    assert all(torch.equal(ends, told.cu_seqlens_q) for ends in same)
+    assert told.cp_group is None and told.local_cp_size is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_context_parallel_engine_hears_of_all_ranks_positions(rank: int) -> None:
+    attention, params = build(2), packed(2, rank)
+    given = states(8, 1)
+    call(attention, given, params)
+    (seen,) = attention.engine.calls
+    assert seen["shape"] == (8, HEADS, HEAD_DIM)
+    # Each sequence is filled up to a multiple of four; the engine divides by the ranks itself.
+    assert seen["params"].cu_seqlens_q.tolist() == [0, 4, 8, 16]
+    assert seen["params"].max_seqlen_q == 8
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_padded_rows_reach_the_engine_as_they_are(ranks: int) -> None:
+    attention, given = build(ranks), states(4, 3)
+    params = sequence_params(padded_layout(3, 4 * ranks, 4, ranks), Group(ranks))
+    assert (params is None) == (ranks == 1)
+    context = call(attention, given, params)
+    assert attention.engine.calls == [{"shape": (4, 3, HEADS, HEAD_DIM), "params": None}]
+    assert torch.equal(context, attend(*given))
+
+
+def test_torch_attends_where_the_engine_cannot() -> None:
+    for given, params, attention in [
+        (states(16, 1, torch.float32), packed(), build()),
+        ([*states(16, 1)[:2], states(16, 1)[2][..., :5]], packed(), build()),
+        # A cache, or what generation reads into it: every rank computes all of it.
+        (states(6, 2), None, build(2)),
+        ([states(6, 2)[0][-1:], *states(6, 2)[1:]], None, build(2)),
+    ]:
+        context = call(attention, given, params)
+        assert not attention.engine.calls
+        assert context.shape[:2] == given[0].shape[:2] and context.isfinite().all()
+
+
+def test_a_window_under_context_parallelism_is_torchs() -> None:
+    alone, split = build(window_size=(2, 0)), build(2, window_size=(2, 0))
+    call(alone, states(16, 1), packed())
+    assert len(alone.engine.calls) == 1
+    # Of one rank that holds all keys in order: no group to gather them from.
+    params = replace(packed(), context_group=None)
+    call(split, states(16, 1), params)
+    assert not split.engine.calls
+    full = build(2, window_size=(2, 0), window_attn_skip_freq=[0])
+    call(full, states(8, 1), packed(2))
+    assert len(full.engine.calls) == 1
