@@ -1,0 +1,182 @@
+"""Log-probabilities and entropies of a language-model head from hidden states, without the logits
+of more than a tile; takes a group, knows nothing of models.
+
+The softmax is taken over tiles as they come, with a running largest logit and running sums; in the
+backward pass every tile is computed again. Sources: Milakov and Gimelshein 2018, "Online normalizer
+calculation for softmax"; Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language
+Models".
+
+Shapes: N tokens, V entries of this rank's slice of the vocabulary, D model, R rows and W entries of
+a tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_policy.train.fused_gradients import Known, gradients
+from megatron_policy.train.fused_tiles import (
+    HeadShape,
+    Tile,
+    buffer,
+    calculation_dtype,
+    finish_logits,
+    multiply,
+    place_of_targets,
+    tiling,
+)
+from megatron_policy.train.fused_topk import fused_topk
+
+__all__ = ["HeadShape", "fused_scores", "fused_topk"]
+
+# Below any logit, and yet finite: infinity less infinity is not a number.
+LOWEST = -1e30
+
+
+def fused_scores(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_N: torch.Tensor,
+    head: HeadShape,
+    group: dist.ProcessGroup,
+    chunk: int,
+    entropy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """fp32 `[N]`: `log softmax(logits)[target]`, and if asked for the entropy of that softmax in
+    nats; both differentiable in hidden states and weights, and the same on every rank of `group`.
+
+    `weight_VD` is this rank's slice; `hidden_ND` and `targets_N`, int64 entries of the whole
+    vocabulary, are the same on every rank. At most `chunk * V` logits are held at a time. In the
+    backward pass every rank expects the gradient of the one loss; it gets the whole gradient of its
+    weights and its share of that of the hidden states, which the caller adds up over the group.
+    """
+    scores: tuple[torch.Tensor, torch.Tensor | None] = _FusedScores.apply(
+        hidden_ND.to(weight_VD.dtype), weight_VD, targets_N, head, group, chunk, entropy
+    )
+    return scores
+
+
+class _FusedScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        targets_N: torch.Tensor,
+        head: HeadShape,
+        group: dist.ProcessGroup,
+        chunk: int,
+        entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        local_N = targets_N - head.vocab_start
+        sums = _local_sums(hidden_ND, weight_VD, local_N, head, chunk, entropy)
+        if group.size() > 1:
+            _combine(sums, group)
+        log_total_N = sums.total_N.log()
+        entropy_N = log_total_N - sums.moment_N / sums.total_N if entropy else None
+        ctx.save_for_backward(hidden_ND, weight_VD, local_N, sums.peak_N + log_total_N, entropy_N)
+        ctx.head, ctx.chunk = head, chunk
+        ctx.set_materialize_grads(False)
+        return sums.target_N - sums.peak_N - log_total_N, entropy_N
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_logprobs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden_ND, weight_VD, local_N, normaliser_N, entropy_N = ctx.saved_tensors
+        if grad_logprobs_N is None:
+            grad_logprobs_N = torch.zeros_like(normaliser_N)
+        known = Known(normaliser_N, local_N, grad_logprobs_N, entropy_N, grad_entropy_N)
+        grad_hidden, grad_weight = gradients(
+            hidden_ND, weight_VD, known, ctx.head, ctx.chunk, ctx.needs_input_grad[:2]
+        )
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Of each token's logits l seen so far, changed in place: the largest one (`peak`), the sums of
+    `exp(l - peak)` and of `exp(l - peak) * (l - peak)`, and the target's, 0 until it is seen.
+    """
+
+    peak_N: torch.Tensor
+    sums_3N: torch.Tensor
+
+    @property
+    def total_N(self) -> torch.Tensor:
+        return self.sums_3N[0]
+
+    @property
+    def moment_N(self) -> torch.Tensor:
+        return self.sums_3N[1]
+
+    @property
+    def target_N(self) -> torch.Tensor:
+        return self.sums_3N[2]
+
+    def of(self, rows: slice) -> _Sums:
+        return _Sums(self.peak_N[rows], self.sums_3N[:, rows])
+
+    def raise_peak(self, peak_N: torch.Tensor) -> None:
+        """Express the sums by a peak that is at least as large."""
+        difference_N = self.peak_N - peak_N
+        self.moment_N.addcmul_(difference_N, self.total_N)
+        self.sums_3N[:2].mul_(difference_N.exp_())
+        self.peak_N.copy_(peak_N)
+
+
+def _local_sums(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    local_N: torch.Tensor,
+    head: HeadShape,
+    chunk: int,
+    entropy: bool,
+) -> _Sums:
+    """Over this rank's slice of the vocabulary."""
+    dtype, device = calculation_dtype(weight_VD), weight_VD.device
+    plan = tiling(hidden_ND.size(0), weight_VD.size(0), head.real, chunk)
+    products = buffer(plan.height, plan.width, weight_VD.dtype, device)
+    work = buffer(plan.strip, plan.width, dtype, device)
+    powers = buffer(plan.strip, plan.width, dtype, device) if entropy else work
+    peak_N = torch.full_like(local_N, LOWEST, dtype=dtype)
+    sums = _Sums(peak_N, torch.zeros(3, *local_N.shape, dtype=dtype, device=device))
+    for column in plan.columns():
+        for tile in column:
+            product_RW = multiply(hidden_ND, weight_VD, tile, products)
+            for rows, inside in plan.strips(tile):
+                logits_RW = finish_logits(product_RW[inside], head, work)
+                strip = sums.of(rows)
+                _take_targets(strip, logits_RW, local_N[rows], tile)
+                _add_logits(strip, logits_RW, powers.view(*logits_RW.shape), entropy)
+    return sums
+
+
+def _take_targets(sums: _Sums, logits_RW: torch.Tensor, local_R: torch.Tensor, tile: Tile) -> None:
+    index_R1, here_R = place_of_targets(local_R, tile)
+    found_R = logits_RW.gather(1, index_R1).squeeze(1)
+    sums.target_N.copy_(torch.where(here_R, found_R, sums.target_N))
+
+
+def _add_logits(
+    sums: _Sums, logits_RW: torch.Tensor, powers_RW: torch.Tensor, entropy: bool
+) -> None:
+    """Overwrites both matrices, which may be one unless the entropy is wanted."""
+    sums.raise_peak(torch.maximum(sums.peak_N, logits_RW.amax(-1)))
+    logits_RW.sub_(sums.peak_N.unsqueeze(1))
+    torch.exp(logits_RW, out=powers_RW)
+    sums.total_N.add_(powers_RW.sum(-1))
+    if entropy:
+        sums.moment_N.add_(logits_RW.mul_(powers_RW).sum(-1))
+
+
+def _combine(sums: _Sums, group: dist.ProcessGroup) -> None:
+    """Make the sums of all ranks' slices out of each one's."""
+    peak_N = sums.peak_N.clone()
+    dist.all_reduce(peak_N, op=dist.ReduceOp.MAX, group=group)
+    sums.raise_peak(peak_N)
+    dist.all_reduce(sums.sums_3N, group=group)

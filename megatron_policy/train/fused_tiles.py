@@ -1,0 +1,135 @@
+"""Logits of a language-model head a tile at a time, in buffers that are used again; knows neither
+what is made of them nor process groups.
+
+Shapes: N tokens, V entries of this rank's slice of the vocabulary, D model, R rows and W entries of
+a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron_policy.device import is_accelerated
+
+# Elements of a tile on which elementwise work is done at once. A CPU passes over them several
+# times, so they have to stay in its cache; a GPU wants few and large kernels.
+ELEMENTWISE_CPU = 2**18
+ELEMENTWISE_GPU = 2**28
+
+# Narrower products waste the machine: with fewer entries to a tile, tokens are split instead.
+LEAST_WIDTH = 256
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """What a head makes of a token's hidden state h and an entry's weights w:
+    `softcap(scale * h.w) / temperature`.
+
+    This rank's slice of the vocabulary starts at entry `vocab_start`; its first `real` entries are
+    entries of the vocabulary, the rest is padding that has probability 0. `real` may be 0.
+    """
+
+    vocab_start: int
+    real: int
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A rectangle of tokens and entries."""
+
+    rows: slice
+    entries: slice
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A grid of tiles of at most `height` x `width`, of which elementwise work takes `strip` rows
+    at a time.
+
+    Tiles are as high as they can be: where one spans all tokens, the gradient of its weights is one
+    matrix product, and every weight is read once.
+    """
+
+    tokens: int
+    real: int
+    height: int
+    width: int
+    strip: int
+
+    def columns(self) -> Iterator[list[Tile]]:
+        """All tiles, those of the same entries together."""
+        for entries in _ranges(0, self.real, self.width):
+            yield [Tile(rows, entries) for rows in _ranges(0, self.tokens, self.height)]
+
+    def strips(self, tile: Tile) -> Iterator[tuple[slice, slice]]:
+        """The rows of each strip, among all tokens and among those of the tile."""
+        for rows in _ranges(tile.rows.start, tile.rows.stop, self.strip):
+            yield rows, slice(rows.start - tile.rows.start, rows.stop - tile.rows.start)
+
+
+def tiling(tokens: int, vocab: int, real: int, chunk: int) -> Tiling:
+    """Tiles of at most `chunk * vocab` elements."""
+    budget = chunk * max(vocab, 1)
+    width = max(1, min(real, max(budget // max(tokens, 1), min(LEAST_WIDTH, budget))))
+    height = max(1, min(tokens, budget // width))
+    elementwise = ELEMENTWISE_GPU if is_accelerated() else ELEMENTWISE_CPU
+    return Tiling(tokens, real, height, width, max(1, min(height, elementwise // width)))
+
+
+def _ranges(start: int, stop: int, step: int) -> Iterator[slice]:
+    for first in range(start, stop, step):
+        yield slice(first, min(first + step, stop))
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory for one matrix at a time, of any shape that fits."""
+
+    flat: torch.Tensor
+
+    def view(self, rows: int, columns: int) -> torch.Tensor:
+        return self.flat[: rows * columns].view(rows, columns)
+
+
+def buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Buffer:
+    """A buffer for matrices of up to `rows * columns` elements."""
+    return Buffer(torch.empty(rows * columns, dtype=dtype, device=device))
+
+
+def calculation_dtype(weight_VD: torch.Tensor) -> torch.dtype:
+    """Of everything but matrix products: fp32, or more where the weights have more."""
+    return torch.promote_types(weight_VD.dtype, torch.float32)
+
+
+def multiply(
+    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, tile: Tile, out: Buffer
+) -> torch.Tensor:
+    """`h.w` of a tile `[R, W]`, in the dtype of the weights, as the model's head has it."""
+    hidden_RD, weight_WD = hidden_ND[tile.rows], weight_VD[tile.entries]
+    product_RW = out.view(hidden_RD.size(0), weight_WD.size(0))
+    return torch.mm(hidden_RD, weight_WD.t(), out=product_RW)
+
+
+def finish_logits(product_RW: torch.Tensor, head: HeadShape, out: Buffer) -> torch.Tensor:
+    """The logits `[R, W]` of products `h.w`."""
+    logits_RW = out.view(*product_RW.shape).copy_(product_RW)
+    if head.softcap is not None:
+        logits_RW.mul_(head.scale / head.softcap).tanh_()
+        return logits_RW.mul_(head.softcap / head.temperature)
+    factor = head.scale / head.temperature
+    return logits_RW if factor == 1.0 else logits_RW.mul_(factor)
+
+
+def place_of_targets(local_R: torch.Tensor, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each target stands among the entries of a tile, int64 `[R, 1]`, and whether it does: a
+    target elsewhere has a place that means nothing.
+    """
+    here_R = (local_R >= tile.entries.start) & (local_R < tile.entries.stop)
+    last = tile.entries.stop - tile.entries.start - 1
+    return (local_R - tile.entries.start).clamp(0, last).unsqueeze(1), here_R

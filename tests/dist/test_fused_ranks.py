@@ -1,0 +1,135 @@
+"""Log-probabilities, entropies and top-k of a head whose vocabulary is split between ranks, against
+plain torch on all of it.
+
+Shapes: N tokens, V entries of all slices, D model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_policy.device import join_process_group
+from megatron_policy.train.fused import HeadShape, fused_scores, fused_topk
+from tests.unit.test_fused import (
+    Case,
+    Watch,
+    assert_close,
+    differentiated,
+    make_case,
+    plain_logits,
+    plain_scores,
+)
+
+MODEL = 6
+HEADS = (HeadShape(0, 0), HeadShape(0, 0, scale=0.5, softcap=3.0, temperature=1.7))
+# Entries with padding, and real ones: of the second the last rank of two, and the last two of four,
+# have none.
+VOCABULARIES = ((1200, 1190), (1200, 550))
+
+
+def whole_case(tokens: int, vocab: int, real: int, head: HeadShape = HEADS[0]) -> Case:
+    return make_case(tokens, vocab, MODEL, replace(head, real=real))
+
+
+def own_slice(case: Case, group: dist.ProcessGroup) -> tuple[slice, HeadShape]:
+    width = case.weight_VD.size(0) // group.size()
+    start = group.rank() * width
+    real = max(0, min(case.head.real - start, width))
+    return slice(start, start + width), replace(case.head, vocab_start=start, real=real)
+
+
+def scores_of_rank(
+    cases: list[Case], chunk: int, entropy: bool
+) -> list[tuple[dict[str, torch.Tensor], list[str]]]:
+    """Of each case, results and gradients of this rank's slice, and the collectives they took."""
+    join_process_group()
+    group = dist.group.WORLD
+    assert group is not None
+    found = []
+    for case in cases:
+        mine, head = own_slice(case, group)
+        local = replace(case, weight_VD=case.weight_VD[mine], head=head)
+        with Watch() as watch:
+            results = differentiated(local, partial(fused, group, chunk, entropy), entropy)
+        found.append((results, [name for name in watch.called if name.startswith("c10d")]))
+    return found
+
+
+def fused(
+    group: dist.ProcessGroup,
+    chunk: int,
+    entropy: bool,
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_N: torch.Tensor,
+    head: HeadShape,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return fused_scores(hidden_ND, weight_VD, targets_N, head, group, chunk, entropy)
+
+
+def joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What the ranks hold together: their shares of the hidden states' gradient add up."""
+    for part in parts[1:]:
+        for name in part.keys() - {"hidden", "weight"}:
+            assert torch.equal(part[name], parts[0][name]), name
+    whole = {
+        "hidden": torch.stack([part["hidden"] for part in parts]).sum(0),
+        "weight": torch.cat([part["weight"] for part in parts]),
+    }
+    return parts[0] | whole
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("world", [2, 4])
+def test_split_vocabularies_give_the_scores_and_gradients_of_the_whole(
+    ranks, world: int, entropy: bool
+) -> None:
+    cases = [whole_case(33, *sizes, head) for sizes in VOCABULARIES for head in HEADS]
+    found = ranks.run(world, scores_of_rank, cases, 5, entropy)
+    for case, of_ranks in zip(cases, zip(*found, strict=True), strict=True):
+        expected = differentiated(case, plain_scores, entropy)
+        assert_close(joined([results for results, _ in of_ranks]), expected, 1e-11)
+
+
+def test_split_vocabularies_are_exact_in_fp32(ranks) -> None:
+    case = whole_case(33, 1200, 1190)
+    found = ranks.run(2, scores_of_rank, [case.to(torch.float32)], 5, True)
+    expected = differentiated(case, plain_scores)
+    assert_close(joined([results for ((results, _),) in found]), expected, 1e-5)
+
+
+def test_ranks_talk_twice_however_many_tokens_and_tiles_there_are(ranks) -> None:
+    cases = [whole_case(tokens, 1200, 550) for tokens in (0, 1, 33)]
+    for found in ranks.run(2, scores_of_rank, cases, 1, True):
+        for case, (results, collectives) in zip(cases, found, strict=True):
+            assert [name.split(".")[1] for name in collectives] == ["allreduce_"] * 2
+            assert results["logprobs"].shape == case.targets_N.shape
+        assert not found[0][0]["weight"].any()
+
+
+def topk_of_rank(case: Case, k: int, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    join_process_group()
+    group = dist.group.WORLD
+    assert group is not None
+    mine, head = own_slice(case, group)
+    return fused_topk(case.hidden_ND, case.weight_VD[mine], k, head, group, chunk)
+
+
+@pytest.mark.parametrize("k", [1, 40, 550])
+@pytest.mark.parametrize("tokens", [0, 33])
+def test_topk_of_split_vocabularies_is_that_of_the_whole_with_ties_in_order(
+    ranks, tokens: int, k: int
+) -> None:
+    case = whole_case(tokens, 1200, 550).to(torch.float32)
+    case = replace(case, hidden_ND=case.hidden_ND.round(), weight_VD=case.weight_VD.round())
+    logits_NV = plain_logits(case.hidden_ND, case.weight_VD, case.head)
+    expected = logits_NV.sort(dim=-1, descending=True, stable=True)
+    for world in (2, 4):
+        for values_NK, indices_NK in ranks.run(world, topk_of_rank, case, k, 3):
+            assert torch.equal(values_NK, expected.values[:, :k])
+            assert torch.equal(indices_NK, expected.indices[:, :k])
