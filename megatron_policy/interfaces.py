@@ -66,7 +66,14 @@ class LossFunction(Protocol):
         `loss(data=, global_valid_seqs=, global_valid_toks=, next_token_logprobs=[B, S - 1])` or
         `loss(data=, global_valid_seqs=, global_valid_toks=, logits=[B, S, V])`.
 
-    Both return (scalar tensor to differentiate, metrics).
+    Both return (scalar tensor to differentiate, metrics). B and S are those of a microbatch, which
+    losses must not rely on: rows and padding are cut as the configuration says. A loss that takes
+    logits is called for each sequence of a packed microbatch, one that takes log-probabilities for
+    all of them.
+
+    For `next_token_logprobs` only tokens that `token_mask` and `sample_mask` count are computed,
+    the others are 0; an attribute `reads_masked_positions = True` asks for all. With
+    `needs_entropy = True` such a loss also gets `next_token_entropy=[B, S - 1]`, in nats.
     """
 
     loss_type: Any

@@ -26,10 +26,11 @@ from megatron_policy.model.assemble import assemble
 from megatron_policy.model.experts import forget_routing
 from megatron_policy.model.load import held_layers
 from megatron_policy.refit.disk import DEFAULT_MAX_SHARD_BYTES, export_checkpoint
-from megatron_policy.train import score, step
-from megatron_policy.train.checks import checked_prompts, checked_tokens
+from megatron_policy.train import step
+from megatron_policy.train.batching import batcher_of
 from megatron_policy.train.generate import Continuations, generate
 from megatron_policy.train.sampling import Sampling
+from megatron_policy.train.score import Scorer
 
 
 class MegatronPolicy:
@@ -82,6 +83,8 @@ class MegatronPolicy:
             self.shutdown()
             raise
         self._pipeline = self._assembly.pipeline
+        self._batcher = batcher_of(self.config, self.topology, self._table.architecture.hidden_size)
+        self._scorer = Scorer(self._pipeline, self._batcher, self.config.logprob_batch_size)
         self._gather_pending = False
         # Replicas must not draw the same tokens; the ranks of one replica draw once and share.
         self._generator = torch.Generator(device=device.current_device())
@@ -113,6 +116,7 @@ class MegatronPolicy:
         return step.train(
             self._pipeline,
             None if eval_mode else trainable,
+            self._batcher,
             data,
             loss_fn,
             gbs or self.config.train_global_batch_size,
@@ -122,12 +126,16 @@ class MegatronPolicy:
     def logprobs(
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None
     ) -> torch.Tensor:
-        """fp32 `[B, S]`: `log p(token t | tokens before t)`; 0 at t = 0, arbitrary at padding."""
+        """fp32 `[B, S]`: `log p(token t | those before)`; 0 at t = 0 and beyond `input_lengths`."""
         self._settle()
-        tokens_BS = checked_tokens(data, self._pipeline.vocab_size)
-        return score.logprobs(
-            self._pipeline, tokens_BS, micro_batch_size or self.config.logprob_batch_size
-        )
+        return self._scorer.logprobs(data, micro_batch_size)
+
+    def entropy(
+        self, data: BatchedDataDict, *, micro_batch_size: int | None = None
+    ) -> torch.Tensor:
+        """fp32 `[B, S]`, in nats: of the distribution token t is drawn from; 0 at t = 0."""
+        self._settle()
+        return self._scorer.entropy(data, micro_batch_size)
 
     def reference_logprobs(
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None
@@ -143,12 +151,7 @@ class MegatronPolicy:
         K]`.
         """
         self._settle()
-        return score.topk_logits(
-            self._pipeline,
-            checked_tokens(data, self._pipeline.vocab_size),
-            k,
-            micro_batch_size or self.config.logprob_batch_size,
-        )
+        return self._scorer.topk_logits(data, k, micro_batch_size)
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -169,15 +172,12 @@ class MegatronPolicy:
         `config.generation` says.
         """
         self._settle()
-        longest = self.config.max_total_sequence_length
-        prompts_BS, lengths_B = checked_prompts(data, self._pipeline.vocab_size, longest)
         return generate(
             self._pipeline,
-            prompts_BS,
-            lengths_B,
+            data,
             _sampling(self.config, self.tokenizer, greedy),
             _pad_id(self.tokenizer),
-            longest,
+            self.config.max_total_sequence_length,
             self._generator,
             self.config.generation_batch_size,
         )

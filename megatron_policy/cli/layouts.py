@@ -72,9 +72,6 @@ def _architecture(config: PolicyConfig) -> Architecture:
 def _summary(config: PolicyConfig, architecture: Architecture, topology: Topology) -> Table:
     from rich.table import Table
 
-    from megatron_policy.layout import microbatches
-
-    rounds = microbatches(config.train_global_batch_size, config.train_micro_batch_size, topology)
     axes = " x ".join(f"{axis}={getattr(topology, axis)}" for axis in ("pp", "dp", "cp", "tp"))
     table = Table(show_header=False, box=None)
     table.add_row("model", config.model_name)
@@ -85,25 +82,36 @@ def _summary(config: PolicyConfig, architecture: Architecture, topology: Topolog
     )
     table.add_row("precision", config.precision)
     table.add_row("ranks", f"{topology.world_size} = {axes}")
-    table.add_row(
-        "train step",
-        f"{config.train_global_batch_size} samples = {topology.dp} data-parallel ranks x {rounds} "
-        f"microbatches of {config.train_micro_batch_size}",
-    )
+    table.add_row("train step", _train_step(config, topology))
     table.add_row("ranks that fit", _listed(_legal_world_sizes(config)))
     return table
 
 
+def _train_step(config: PolicyConfig, topology: Topology) -> str:
+    from megatron_policy.layout import microbatches, pads
+    from megatron_policy.packing.batching import Batching
+
+    rows, ranks = config.train_global_batch_size, f"{topology.dp} data-parallel ranks"
+    if not pads(config):
+        wanted = Batching.of(config, training=True)
+        return f"{rows} samples on {ranks} in {wanted.kind} microbatches of {wanted.tokens} tokens"
+    rounds = microbatches(rows, config.train_micro_batch_size, topology)
+    return f"{rows} samples = {ranks} x {rounds} microbatches of {config.train_micro_batch_size}"
+
+
 def _legal_world_sizes(config: PolicyConfig) -> Iterator[int]:
-    """Ranks over which the global batch divides, in increasing order."""
+    """Ranks over which the global batch divides, if it has to, in increasing order."""
     from megatron_policy.errors import ConfigError
-    from megatron_policy.layout import microbatches, topology_of
+    from megatron_policy.layout import microbatches, pads, topology_of
 
     replica = _ranks_of_a_replica(config)
     for replicas in range(1, config.train_global_batch_size + 1):
         topology = topology_of(config, replica * replicas)
         try:
-            microbatches(config.train_global_batch_size, config.train_micro_batch_size, topology)
+            if pads(config):
+                microbatches(
+                    config.train_global_batch_size, config.train_micro_batch_size, topology
+                )
         except ConfigError:
             continue
         yield topology.world_size

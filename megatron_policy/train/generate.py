@@ -11,18 +11,20 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.inference.contexts import StaticInferenceContext
 from torch.nn.functional import pad
 
+from megatron_policy.batch import BatchedDataDict
 from megatron_policy.device import current_device
 from megatron_policy.model.rope import outgrown
-from megatron_policy.train.pipeline import Pipeline
+from megatron_policy.train.checks import checked_prompts
+from megatron_policy.train.logprobs import gather_vocab
+from megatron_policy.train.pipeline import Pipeline, hidden_states_of
 from megatron_policy.train.sampling import Sampling, sample
 
 
@@ -45,20 +47,20 @@ class Continuations:
 @torch.no_grad()
 def generate(
     pipeline: Pipeline,
-    prompts_BS: torch.Tensor,
-    lengths_B: torch.Tensor,
+    data: BatchedDataDict,
     sampling: Sampling,
     pad_id: int,
     max_length: int,
     generator: torch.Generator,
     batch_size: int,
 ) -> Continuations:
-    """Continue right-padded prompts, none beyond `max_length` positions; the result is on the CPU
-    of every rank.
+    """Continue right-padded prompts (`input_ids`, `input_lengths`), none beyond `max_length`
+    positions; the result is on the CPU of every rank.
 
     `batch_size` rows at a time share a KV cache. `generator` draws on one rank of each
     data-parallel replica only, so it need not agree between ranks.
     """
+    prompts_BS, lengths_B = checked_prompts(data, pipeline.vocab_size, max_length)
     parts = [
         _generate_batch(pipeline, prompts, lengths, sampling, pad_id, max_length, generator)
         for prompts, lengths in zip(
@@ -197,12 +199,16 @@ def _relay(
             )
             dist.recv(hidden_SBD, group=pp, group_src=(pp.rank() - 1) % pp.size())
             chunk.set_input_tensor(hidden_SBD)
-        output = chunk(
-            tokens_BS, positions_BS, None, inference_context=cache, runtime_gather_output=True
-        )
+        with hidden_states_of(chunk):
+            output = chunk(
+                tokens_BS, positions_BS, None, inference_context=cache, runtime_gather_output=True
+            )
         if not last:
             dist.send(output.contiguous(), group=pp, group_dst=(pp.rank() + 1) % pp.size())
-    return output[:, -1].float() if pipeline.is_last_stage and output is not None else None
+    if pipeline.head is None or output is None:
+        return None
+    logits_1BV = pipeline.head.plain.logits(output[-1:])
+    return gather_vocab(logits_1BV[0], pipeline.groups.tp)[:, : pipeline.vocab_size]
 
 
 def _draw(
@@ -215,11 +221,13 @@ def _draw(
     """One rank draws; its whole replica learns the tokens and log-probabilities, both `[B]`."""
     # fp64 holds every token id exactly, so that one message carries both.
     drawn_2B = torch.zeros(2, rows, dtype=torch.float64, device=current_device())
-    tp = pipeline.groups.tp
+    tp, cp = pipeline.groups.tp, pipeline.groups.cp
     if logits_BV is not None:
-        if tp.rank() == 0:
-            tokens_B, logprobs_B = sample(logits_BV[:, : pipeline.vocab_size], sampling, generator)
+        if tp.rank() == cp.rank() == 0:
+            tokens_B, logprobs_B = sample(logits_BV, sampling, generator)
             drawn_2B = torch.stack([tokens_B.double(), logprobs_B.double()])
+        if cp.size() > 1 and tp.rank() == 0:
+            dist.broadcast(drawn_2B, group=cp, group_src=0)
         if tp.size() > 1:
             dist.broadcast(drawn_2B, group=tp, group_src=0)
     drawn_2B = pipeline.share_tensor(drawn_2B if pipeline.is_last_stage else None, drawn_2B)
@@ -228,23 +236,11 @@ def _draw(
 
 @contextmanager
 def _inference_mode(pipeline: Pipeline) -> Iterator[None]:
-    """Eval mode, logits of the last position only, and no sequence parallelism: one position cannot
-    be split.
-    """
-    with ExitStack() as stack:
-        for chunk in pipeline.models:
-            chunk.eval()
-            if chunk.post_process:
-                hook = chunk.output_layer.register_forward_pre_hook(_last_position)
-                stack.callback(hook.remove)
-        if pipeline.topology.tp > 1:
-            stack.enter_context(_without_sequence_parallelism(pipeline.models))
+    """Eval mode, and no sequence parallelism: one position cannot be split."""
+    for chunk in pipeline.models:
+        chunk.eval()
+    with _without_sequence_parallelism(pipeline.models):
         yield
-
-
-def _last_position(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    hidden_SBD, *rest = args
-    return (hidden_SBD[-1:], *rest)
 
 
 @contextmanager

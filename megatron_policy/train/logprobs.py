@@ -66,28 +66,6 @@ def vocab_parallel_logsumexp(logits_BSV: torch.Tensor, group: dist.ProcessGroup)
     return peak_BS + total_BS.log_()
 
 
-def next_token_logprobs(
-    logits_BSV: torch.Tensor, tokens_BS: torch.Tensor, vocab_start: int, group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Log-probability of token t + 1 given tokens up to t, fp32 `[B, S - 1]`."""
-    return vocab_parallel_logprobs(logits_BSV[:, :-1], tokens_BS[:, 1:], vocab_start, group)
-
-
-def vocab_parallel_topk(
-    logits_BSV: torch.Tensor, k: int, vocab_start: int, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `k` largest logits and their vocabulary entries, both `[B, S, k]`, largest first, on
-    every rank.
-    """
-    values_BSK, indices_BSK = logits_BSV.topk(min(k, logits_BSV.size(-1)), dim=-1)
-    indices_BSK = indices_BSK + vocab_start
-    if group.size() == 1:
-        return values_BSK, indices_BSK
-    values_BSC, indices_BSC = _gather_last(values_BSK, group), _gather_last(indices_BSK, group)
-    values_BSK, chosen_BSK = values_BSC.topk(k, dim=-1)
-    return values_BSK, indices_BSC.gather(-1, chosen_BSK)
-
-
 def gather_vocab(logits_BSV: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """All ranks' slices side by side, differentiable: every rank is expected to compute the same
     from the result.

@@ -6,6 +6,7 @@ Shapes: B rows, S positions, V this rank's slice of the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,11 @@ import torch.distributed as dist
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.groups import Groups
 from megatron_policy.interfaces import LossFunction, LossInputType
-from megatron_policy.train.logprobs import gather_vocab, next_token_logprobs
+from megatron_policy.train.checks import check_metrics
+from megatron_policy.train.logprobs import gather_vocab
+from megatron_policy.train.output import Output
+
+Metrics = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -48,56 +53,107 @@ def count_valid(
 
 
 def evaluate_loss(
-    loss_fn: LossFunction,
-    logits_BSV: torch.Tensor,
-    data: BatchedDataDict,
-    counts: ValidCounts,
-    vocab_size: int,
-    vocab_start: int,
-    groups: Groups,
-) -> tuple[torch.Tensor, dict[str, Any]]:
+    loss_fn: LossFunction, output: Output, counts: ValidCounts, vocab_size: int, groups: Groups
+) -> tuple[torch.Tensor, Metrics]:
     """The loss's scalar and metrics for one microbatch, already divided by the global counts.
 
     A loss without `input_type` takes this rank's logits and the groups (the host up to 0.5). One
     with `input_type` takes what it names (the host from 0.6): `logprob` the fp32 next-token
-    log-probabilities `[B, S - 1]`, `logit` the whole vocabulary's fp32 logits `[B, S, vocab_size]`.
+    log-probabilities `[B, S - 1]`, for which no logits are held; `logit` the whole vocabulary's
+    fp32 logits `[B, S, vocab_size]`. A loss that takes logits is called for each packed sequence.
     """
     # A batch without a valid sample is a step of zero gradients, not a division by zero.
     sequences, tokens = counts.sequences.clamp(min=1), counts.tokens.clamp(min=1)
-    if not hasattr(loss_fn, "input_type"):
+    kind = _kind(loss_fn)
+    if kind == LossInputType.LOGPROB.value:
         return loss_fn(
-            logits_BSV,
-            data,
-            sequences,
-            tokens,
-            vocab_parallel_rank=groups.tp.rank(),
-            vocab_parallel_group=groups.tp,
-            context_parallel_group=groups.cp,
+            data=output.microbatch.data,
+            global_valid_seqs=sequences,
+            global_valid_toks=tokens,
+            **_scores(loss_fn, output),
         )
-    return loss_fn(
-        data=data,
-        global_valid_seqs=sequences,
-        global_valid_toks=tokens,
-        **_loss_input(loss_fn, logits_BSV, data, vocab_size, vocab_start, groups),
-    )
+    calls = []
+    for data, logits_BSV in output.logits():
+        if kind is None:
+            calls.append(
+                loss_fn(
+                    logits_BSV,
+                    data,
+                    sequences,
+                    tokens,
+                    vocab_parallel_rank=groups.tp.rank(),
+                    vocab_parallel_group=groups.tp,
+                    # The logits are those of all context-parallel ranks already.
+                    context_parallel_group=groups.cp if groups.cp.size() == 1 else None,
+                )
+            )
+        else:
+            logits_BSV = gather_vocab(logits_BSV, groups.tp)[..., :vocab_size]
+            calls.append(
+                loss_fn(
+                    data=data,
+                    global_valid_seqs=sequences,
+                    global_valid_toks=tokens,
+                    logits=logits_BSV,
+                )
+            )
+    return _added(calls)
 
 
-def _loss_input(
-    loss_fn: LossFunction,
-    logits_BSV: torch.Tensor,
-    data: BatchedDataDict,
-    vocab_size: int,
-    vocab_start: int,
-    groups: Groups,
-) -> dict[str, torch.Tensor]:
+def _kind(loss_fn: LossFunction) -> str | None:
+    """What a loss of the newer generation takes; None for the older one."""
+    if not hasattr(loss_fn, "input_type"):
+        return None
     # A host brings an enumeration of its own: compare values, not members.
     kind = getattr(loss_fn.input_type, "value", loss_fn.input_type)
-    if kind == LossInputType.LOGPROB.value:
-        logprobs = next_token_logprobs(logits_BSV, data["input_ids"], vocab_start, groups.tp)
-        return {"next_token_logprobs": logprobs}
-    if kind == LossInputType.LOGIT.value:
-        return {"logits": gather_vocab(logits_BSV, groups.tp)[..., :vocab_size]}
-    raise NotImplementedError(
-        f"{type(loss_fn).__name__}.input_type is {kind!r}; this policy feeds "
-        "'logprob' and 'logit' losses. Distillation is not built yet."
+    if kind not in [known.value for known in LossInputType]:
+        raise NotImplementedError(
+            f"{type(loss_fn).__name__}.input_type is {kind!r}; this policy feeds "
+            "'logprob' and 'logit' losses. Distillation is not built yet."
+        )
+    return str(kind)
+
+
+def _scores(loss_fn: LossFunction, output: Output) -> dict[str, torch.Tensor | None]:
+    data = output.microbatch.data
+    everywhere = getattr(loss_fn, "reads_masked_positions", False)
+    wanted_BS = torch.ones_like(data["input_ids"]) if everywhere else counted(data)
+    with_entropy = getattr(loss_fn, "needs_entropy", False)
+    logprobs, entropy = output.next_token_scores(wanted_BS, with_entropy)
+    return {"next_token_logprobs": logprobs} | (
+        {"next_token_entropy": entropy} if with_entropy else {}
     )
+
+
+def counted(data: BatchedDataDict) -> torch.Tensor:
+    """Bool `[B, S]`: the tokens that count, by `sample_mask` and `token_mask`, if there is one."""
+    rows_B1 = (data["sample_mask"] != 0).unsqueeze(-1)
+    tokens_BS = data["token_mask"] if "token_mask" in data else torch.ones_like(data["input_ids"])
+    return (tokens_BS != 0) & rows_B1
+
+
+def _added(calls: Sequence[tuple[torch.Tensor, Metrics]]) -> tuple[torch.Tensor, Metrics]:
+    """One call's result of those for the sequences of a microbatch."""
+    if len(calls) == 1:
+        return calls[0]
+    metrics: Metrics = {}
+    for _, found in calls:
+        check_metrics(plain_metrics(found))
+        for name, value in found.items():
+            known = metrics.get(name)
+            metrics[name] = value if known is None else _joined(name, known, value)
+    return torch.stack([value for value, _ in calls]).sum(), metrics
+
+
+def _joined(name: str, one: Any, other: Any) -> Any:
+    if "_min" in name:
+        return min(one, other)
+    return max(one, other) if "_max" in name else one + other
+
+
+def plain_metrics(metrics: Metrics) -> Metrics:
+    """Metrics as Python numbers, so that they cross processes and pickle small."""
+    return {
+        key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        for key, value in metrics.items()
+    }

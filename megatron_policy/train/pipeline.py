@@ -1,12 +1,13 @@
 """Runs microbatches through this rank's chunks with Megatron-Core's pipeline schedule; knows
 nothing of losses.
 
-Shapes: B rows of a microbatch, S positions, V this rank's slice of the vocabulary.
+Shapes: T positions that this context-parallel rank computes, R rows of them, D model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -15,66 +16,51 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_policy.batch import BatchedDataDict
 from megatron_policy.device import current_device
 from megatron_policy.groups import Groups
 from megatron_policy.model.rope import set_text_length
+from megatron_policy.model.sequences import sequence_params
 from megatron_policy.topology import Topology
-
-# Logit of a padding entry of the vocabulary: its probability is exactly 0 and 0 * logit stays
-# finite.
-PADDING_LOGIT = -1e9
+from megatron_policy.train.head import Head
+from megatron_policy.train.microbatch import Microbatch
+from megatron_policy.train.output import Output
 
 T = TypeVar("T")
-Consume = Callable[[torch.Tensor, BatchedDataDict], T]
+Consume = Callable[[Output], T]
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """This rank's chunks in the pipeline and the groups they talk in.
-
-    Sequences are padded to a multiple of `length_multiple`. Losses and readers see logits divided
-    by `temperature`: rollouts are drawn from that distribution, so it is the one whose
-    log-probabilities count.
+    """This rank's chunks in the pipeline and the groups they talk in; `head` is there on the last
+    stage only.
     """
 
     chunks: tuple[torch.nn.Module, ...]
     groups: Groups
     topology: Topology
     vocab_size: int
-    padded_vocab_size: int
-    length_multiple: int
-    temperature: float
+    head: Head | None
 
     @property
     def models(self) -> tuple[torch.nn.Module, ...]:
         """The chunks without the gradient buffers they may be wrapped in."""
-        return tuple(getattr(chunk, "module", chunk) for chunk in self.chunks)
+        return tuple(_model(chunk) for chunk in self.chunks)
 
     @property
     def is_last_stage(self) -> bool:
         return self.groups.pp.rank() == self.groups.pp.size() - 1
 
-    @property
-    def vocab_start(self) -> int:
-        """First vocabulary entry of this rank's slice."""
-        return self.groups.tp.rank() * self.vocab_slice
-
-    @property
-    def vocab_slice(self) -> int:
-        """Width of this rank's slice of the padded vocabulary."""
-        return self.padded_vocab_size // self.groups.tp.size()
-
     def train(
         self,
-        microbatches: Sequence[BatchedDataDict],
+        microbatches: Sequence[Microbatch],
         loss: Consume[tuple[torch.Tensor, T]],
         forward_only: bool = False,
     ) -> list[T]:
         """Forward and, unless `forward_only`, backward; `loss` gives a scalar to differentiate and
         what to keep.
 
-        Returns what was kept, in order, on the last stage; an empty list on the others.
+        Returns what was kept, in order and without fillers, on the last stage; an empty list on the
+        others.
         """
         for chunk in self.chunks:
             chunk.train(not forward_only)
@@ -82,33 +68,23 @@ class Pipeline:
             return self._run(microbatches, partial(self._finish_loss, loss), forward_only, False)
 
     @torch.no_grad()
-    def infer(self, microbatches: Sequence[BatchedDataDict], read: Consume[T]) -> list[T]:
-        """Forward only, in eval mode; returns what `read` makes of each microbatch's logits, on the
-        last stage.
+    def infer(self, microbatches: Sequence[Microbatch], read: Consume[T]) -> list[T]:
+        """Forward only, in eval mode; returns what `read` makes of each microbatch that is no
+        filler, on the last stage.
         """
         for chunk in self.chunks:
             chunk.eval()
-        padded = self._fill_rounds(microbatches)
-        results = self._run(padded, partial(self._finish_read, read), True, True)
-        return results[: len(microbatches)]
-
-    def _fill_rounds(self, microbatches: Sequence[BatchedDataDict]) -> list[BatchedDataDict]:
-        """The interleaved schedule runs whole rounds of `pp` microbatches: repeat the last one to
-        fill up.
-        """
-        round_size = self.topology.pp if self.topology.vpp > 1 else 1
-        missing = -len(microbatches) % round_size
-        return [*microbatches, *[microbatches[-1]] * missing]
+        return self._run(microbatches, partial(self._finish_read, read), True, True)
 
     def _run(
         self,
-        microbatches: Sequence[BatchedDataDict],
+        microbatches: Sequence[Microbatch],
         finish: Callable[..., Any],
         forward_only: bool,
         collect: bool,
     ) -> list[Any]:
-        rows, length = microbatches[0]["input_ids"].shape
-        set_text_length(self.models, length)
+        first = microbatches[0]
+        set_text_length(self.models, first.text_length)
         several = len(self.chunks) > 1
         data = [iter(microbatches) for _ in self.chunks]
         schedule = get_forward_backward_func()
@@ -117,59 +93,55 @@ class Pipeline:
             data_iterator=data if several else data[0],
             model=list(self.chunks) if several else self.chunks[0],
             num_microbatches=len(microbatches),
-            seq_length=self.padded_length(length),
-            micro_batch_size=rows,
+            # These two bind all microbatches, unless their lengths may vary.
+            seq_length=first.layout.full_length,
+            micro_batch_size=first.layout.sources_CTR.size(2),
             forward_only=forward_only,
             collect_non_loss_data=collect,
         )
-        return kept
+        pairs = zip(kept, microbatches, strict=bool(kept))
+        return [value for value, microbatch in pairs if not microbatch.filler]
 
     def _forward(
         self,
         finish: Callable[..., Any],
-        microbatches: Iterator[BatchedDataDict],
-        model: torch.nn.Module,
+        microbatches: Iterator[Microbatch],
+        chunk: torch.nn.Module,
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        data = next(microbatches)
-        tokens_BS = self.pad_tokens(data["input_ids"])
-        positions_BS = torch.arange(tokens_BS.size(1), device=tokens_BS.device).expand_as(tokens_BS)
-        return model(tokens_BS, positions_BS, None), partial(finish, data)
+        microbatch = next(microbatches)
+        layout, rank = microbatch.layout, self.groups.cp.rank()
+        tokens_RT = layout.take(microbatch.tokens_BS, rank).T.contiguous()
+        positions_RT = layout.positions(rank).expand_as(tokens_RT)
+        params = sequence_params(layout, self.groups.cp)
+        with hidden_states_of(_model(chunk)):
+            output = chunk(tokens_RT, positions_RT, None, packed_seq_params=params)
+        return output, partial(finish, microbatch)
 
     def _finish_loss(
-        self, loss: Consume[tuple[torch.Tensor, Any]], data: BatchedDataDict, output: torch.Tensor
+        self,
+        loss: Consume[tuple[torch.Tensor, Any]],
+        microbatch: Microbatch,
+        hidden_TRD: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        value, kept = loss(self.clean_logits(output, data["input_ids"].size(1)), data)
+        output = self._output(microbatch, hidden_TRD)
+        value, kept = (output.nothing(), None) if microbatch.filler else loss(output)
         # The count would divide gradients when they are reduced; ours are sums, so it has no
         # effect.
         return value, torch.ones((), dtype=torch.int, device=value.device), kept
 
     def _finish_read(
-        self, read: Consume[Any], data: BatchedDataDict, output: torch.Tensor, non_loss_data: bool
+        self,
+        read: Consume[Any],
+        microbatch: Microbatch,
+        hidden_TRD: torch.Tensor,
+        non_loss_data: bool,
     ) -> Any:
         assert non_loss_data
-        return read(self.clean_logits(output, data["input_ids"].size(1)), data)
+        return None if microbatch.filler else read(self._output(microbatch, hidden_TRD))
 
-    def padded_length(self, length: int) -> int:
-        """`length` rounded up to what the layout can split."""
-        return -(-length // self.length_multiple) * self.length_multiple
-
-    def pad_tokens(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """Token ids on the device, padded on the right to a length that the layout can split."""
-        tokens_BS = tokens_BS.to(current_device(), non_blocking=True)
-        missing = self.padded_length(tokens_BS.size(1)) - tokens_BS.size(1)
-        return torch.nn.functional.pad(tokens_BS, (0, missing)) if missing else tokens_BS
-
-    def clean_logits(self, logits_BSV: torch.Tensor, length: int) -> torch.Tensor:
-        """fp32 logits of the first `length` positions at the policy's temperature, vocabulary
-        padding made impossible.
-        """
-        logits_BSV = logits_BSV[:, :length].float()
-        if self.temperature != 1.0:
-            logits_BSV = logits_BSV / self.temperature
-        real = max(0, min(self.vocab_size - self.vocab_start, self.vocab_slice))
-        if real < self.vocab_slice:
-            logits_BSV[..., real:] = PADDING_LOGIT
-        return logits_BSV
+    def _output(self, microbatch: Microbatch, hidden_TRD: torch.Tensor) -> Output:
+        assert self.head is not None
+        return Output(hidden_TRD, microbatch, self.head, self.groups.cp)
 
     def share_tensor(self, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """What the last stage holds, on every stage; `like` gives shape and dtype where there is
@@ -191,3 +163,19 @@ class Pipeline:
             )
         result: T = box[0]
         return result
+
+
+def _model(chunk: torch.nn.Module) -> torch.nn.Module:
+    model: torch.nn.Module = getattr(chunk, "module", chunk)
+    return model
+
+
+@contextmanager
+def hidden_states_of(model: torch.nn.Module) -> Iterator[None]:
+    """Within this context a chunk returns hidden states `[T, R, D]` also if it holds the head."""
+    holds_head = model.post_process
+    model.post_process = False
+    try:
+        yield
+    finally:
+        model.post_process = holds_head

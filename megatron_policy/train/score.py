@@ -1,72 +1,111 @@
-"""Reads log-probabilities and top-k logits of given sequences, in the caller's rows and order.
+"""Reads log-probabilities, entropies and top-k logits of given sequences, in the caller's rows and
+order.
 
 Shapes: B rows, S positions, K candidates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.device import current_device
 from megatron_policy.errors import BatchError
-from megatron_policy.train.logprobs import next_token_logprobs, vocab_parallel_topk
+from megatron_policy.train.batching import Batcher
+from megatron_policy.train.checks import checked_tokens
+from megatron_policy.train.output import Output
 from megatron_policy.train.pipeline import Pipeline
 
 
-def logprobs(pipeline: Pipeline, tokens_BS: torch.Tensor, micro_batch_size: int) -> torch.Tensor:
-    """fp32 `[B, S]` on the CPU, on every rank: position t holds `log p(token t | tokens before t)`,
-    position 0 is 0.
+@dataclass(frozen=True)
+class Scorer:
+    """Reads with one policy's chunks; `rows` at a time where batches are padded and the caller does
+    not say. Every rank of a replica gets the whole result, on the CPU.
     """
 
-    def read(logits_BSV: torch.Tensor, data: BatchedDataDict) -> torch.Tensor:
-        scores = next_token_logprobs(
-            logits_BSV, data["input_ids"], pipeline.vocab_start, pipeline.groups.tp
-        )
-        return torch.nn.functional.pad(scores, (1, 0))
+    pipeline: Pipeline
+    batcher: Batcher
+    rows: int
 
-    results = pipeline.infer(_microbatches(tokens_BS, micro_batch_size), read)
-    like = torch.empty(tokens_BS.shape, dtype=torch.float32, device=current_device())
-    return _assemble(pipeline, results, like)
+    def logprobs(self, data: BatchedDataDict, rows: int | None) -> torch.Tensor:
+        """fp32 `[B, S]`: position t holds `log p(token t | tokens before t)`; 0 at position 0 and
+        beyond `input_lengths`.
+        """
+
+        def read(output: Output) -> list[torch.Tensor]:
+            scores, _ = output.next_token_scores(_inside(output.microbatch.data))
+            return [F.pad(scores, (1, 0))]
+
+        (found,) = self._read(data, rows, read, [((), torch.float32)])
+        return found
+
+    def entropy(self, data: BatchedDataDict, rows: int | None) -> torch.Tensor:
+        """fp32 `[B, S]`, in nats: position t holds the entropy of the distribution that token t is
+        drawn from; 0 where `logprobs` is.
+        """
+
+        def read(output: Output) -> list[torch.Tensor]:
+            inside = _inside(output.microbatch.data)
+            _, entropies = output.next_token_scores(inside, entropy=True)
+            assert entropies is not None
+            return [F.pad(entropies, (1, 0))]
+
+        (found,) = self._read(data, rows, read, [((), torch.float32)])
+        return found
+
+    def topk_logits(
+        self, data: BatchedDataDict, k: int, rows: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `k` largest logits after each position and their token ids, fp32 and int64
+        `[B, S, k]`, largest first, at temperature 1; 0 beyond `input_lengths`.
+        """
+        if not 1 <= k <= self.pipeline.vocab_size:
+            raise BatchError(
+                f"k is {k}; it must lie between 1 and the vocabulary size "
+                f"{self.pipeline.vocab_size}"
+            )
+
+        def read(output: Output) -> list[torch.Tensor]:
+            return list(output.topk(k, _inside(output.microbatch.data)))
+
+        kinds = [((k,), torch.float32), ((k,), torch.int64)]
+        values, indices = self._read(data, rows, read, kinds)
+        return values, indices
+
+    def _read(
+        self,
+        data: BatchedDataDict,
+        rows: int | None,
+        read: Callable[[Output], list[torch.Tensor]],
+        kinds: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    ) -> list[torch.Tensor]:
+        """What `read` makes of all rows, `[B, S, ...]` of each kind."""
+        pipeline, where = self.pipeline, current_device()
+        tokens_BS = checked_tokens(data, pipeline.vocab_size)
+        cut = self.batcher.for_reading(data, rows or self.rows)
+        parts = pipeline.infer(cut.microbatches, read)
+        found: list[torch.Tensor] = []
+        for index, (rest, dtype) in enumerate(kinds):
+            whole = torch.zeros(*tokens_BS.shape, *rest, dtype=dtype, device=where)
+            for own, part in zip(cut.rows, parts, strict=bool(parts)):
+                values = part[index][: len(own)]
+                whole[torch.tensor(own, device=where), : values.size(1)] = values
+            shared = pipeline.share_tensor(whole if pipeline.is_last_stage else None, whole)
+            found.append(shared.cpu())
+        return found
 
 
-def topk_logits(
-    pipeline: Pipeline, tokens_BS: torch.Tensor, k: int, micro_batch_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `k` largest logits after each position and their token ids, fp32 and int64 `[B, S, k]`,
-    largest first.
-    """
-    if not 1 <= k <= pipeline.vocab_size:
-        raise BatchError(
-            f"k is {k}; it must lie between 1 and the vocabulary size {pipeline.vocab_size}"
-        )
-
-    def read(logits_BSV: torch.Tensor, data: BatchedDataDict) -> tuple[torch.Tensor, torch.Tensor]:
-        return vocab_parallel_topk(
-            logits_BSV * pipeline.temperature, k, pipeline.vocab_start, pipeline.groups.tp
-        )
-
-    results = pipeline.infer(_microbatches(tokens_BS, micro_batch_size), read)
-    like = torch.empty(*tokens_BS.shape, k, dtype=torch.float32, device=current_device())
-    values = _assemble(pipeline, [values for values, _ in results], like)
-    indices = _assemble(pipeline, [indices for _, indices in results], like.long())
-    return values, indices
-
-
-def _microbatches(tokens_BS: torch.Tensor, micro_batch_size: int) -> list[BatchedDataDict]:
-    """Equal microbatches, as the pipeline needs them: the last row is repeated to fill the last
-    one.
-    """
-    rows = tokens_BS.size(0)
-    size = min(micro_batch_size, rows)
-    missing = -rows % size
-    filled_BS = torch.cat([tokens_BS, tokens_BS[-1:].expand(missing, -1)]) if missing else tokens_BS
-    return [
-        BatchedDataDict({"input_ids": part}) for part in filled_BS.to(current_device()).split(size)
-    ]
-
-
-def _assemble(pipeline: Pipeline, parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """The rows asked for, on the CPU of every rank of the pipeline."""
-    whole = torch.cat(parts)[: like.size(0)] if pipeline.is_last_stage else None
-    return pipeline.share_tensor(whole, like).cpu()
+def _inside(data: BatchedDataDict) -> torch.Tensor:
+    """Bool `[B, S]`: where there is text; everywhere without `input_lengths`."""
+    tokens_BS = data["input_ids"]
+    lengths: Any = data.get("input_lengths")
+    if lengths is None:
+        return torch.ones_like(tokens_BS, dtype=torch.bool)
+    positions_S = torch.arange(tokens_BS.size(1), device=tokens_BS.device)
+    inside: torch.Tensor = positions_S < lengths.unsqueeze(1)
+    return inside

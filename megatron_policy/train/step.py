@@ -13,15 +13,20 @@ import torch.distributed as dist
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.device import current_device
-from megatron_policy.errors import BatchError
+from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.interfaces import LossFunction
-from megatron_policy.layout import microbatches
 from megatron_policy.model.optimizer import Trainable
+from megatron_policy.train.batching import Batcher, GlobalBatch
 from megatron_policy.train.checks import check_metrics, check_training_data
-from megatron_policy.train.losses import ValidCounts, count_valid, evaluate_loss
+from megatron_policy.train.losses import (
+    Metrics,
+    ValidCounts,
+    count_valid,
+    evaluate_loss,
+    plain_metrics,
+)
+from megatron_policy.train.output import Output
 from megatron_policy.train.pipeline import Pipeline
-
-Metrics = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,7 @@ class OptimStats:
 
 
 def forward_backward(
-    pipeline: Pipeline,
-    batch: BatchedDataDict,
-    loss_fn: LossFunction,
-    micro_batch_size: int,
-    trainable: Trainable | None,
+    pipeline: Pipeline, batch: GlobalBatch, loss_fn: LossFunction, trainable: Trainable | None
 ) -> BatchLosses:
     """One global batch (this data-parallel rank's share) through the pipeline.
 
@@ -57,19 +58,11 @@ def forward_backward(
     only the loss is computed. The loss divides by global counts, so the sum is the gradient of the
     global batch's loss.
     """
-    counts = count_valid(batch, pipeline.groups.dp, current_device())
+    counts = count_valid(batch.data, pipeline.groups.dp, current_device())
 
-    def loss(
-        logits: torch.Tensor, data: BatchedDataDict
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, Metrics]]:
+    def loss(output: Output) -> tuple[torch.Tensor, tuple[torch.Tensor, Metrics]]:
         value, metrics = evaluate_loss(
-            loss_fn,
-            logits,
-            data,
-            counts,
-            pipeline.vocab_size,
-            pipeline.vocab_start,
-            pipeline.groups,
+            loss_fn, output, counts, pipeline.vocab_size, pipeline.groups
         )
         # The schedule scales the value it differentiates in place.
         return value, (value.detach().clone(), metrics)
@@ -78,21 +71,12 @@ def forward_backward(
         for chunk in trainable.chunks:
             chunk.zero_grad_buffer()
         trainable.optimizer.zero_grad()
-    parts = [mb.to(current_device()) for mb in batch.make_microbatch_iterator(micro_batch_size)]
-    kept = pipeline.train(parts, loss, forward_only=trainable is None)
-    plain = [(float(value), _plain(metrics)) for value, metrics in kept]
+    kept = pipeline.train(batch.microbatches, loss, forward_only=trainable is None)
+    plain = [(float(value), plain_metrics(metrics)) for value, metrics in kept]
     shared = pipeline.share_object(plain if pipeline.is_last_stage else None)
     for _, metrics in shared:
         check_metrics(metrics)
     return BatchLosses(sum(value for value, _ in shared), tuple(m for _, m in shared), counts)
-
-
-def _plain(metrics: Metrics) -> Metrics:
-    """Metrics as Python numbers, so that they cross processes and pickle small."""
-    return {
-        key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-        for key, value in metrics.items()
-    }
 
 
 def optim_step(trainable: Trainable) -> OptimStats:
@@ -107,6 +91,7 @@ def optim_step(trainable: Trainable) -> OptimStats:
 def train(
     pipeline: Pipeline,
     trainable: Trainable | None,
+    batcher: Batcher,
     data: BatchedDataDict,
     loss_fn: LossFunction,
     global_batch_size: int,
@@ -122,12 +107,12 @@ def train(
     (fp32 `[1]`, of the last step), `all_mb_metrics` (this data-parallel rank's, a list per name:
     they add up to the true values), `rank`.
     """
-    batches = _global_batches(data, pipeline, global_batch_size, micro_batch_size)
+    batches = _global_batches(pipeline, batcher, data, global_batch_size, micro_batch_size)
     losses: list[float] = []
     mb_metrics: list[Metrics] = []
     stats = OptimStats(grad_norm=0.0, lr=0.0, wd=0.0)
     for batch in batches:
-        result = forward_backward(pipeline, batch, loss_fn, micro_batch_size, trainable)
+        result = forward_backward(pipeline, batch, loss_fn, trainable)
         if trainable is not None:
             stats = optim_step(trainable)
         losses.append(result.loss)
@@ -143,19 +128,45 @@ def train(
 
 
 def _global_batches(
-    data: BatchedDataDict, pipeline: Pipeline, global_batch_size: int, micro_batch_size: int
-) -> list[BatchedDataDict]:
-    """This rank's share of each global batch; BatchError unless everything divides."""
-    check_training_data(data, pipeline.vocab_size)
-    microbatches(global_batch_size, micro_batch_size, pipeline.topology)
-    share = global_batch_size // pipeline.topology.dp
-    if data.size % share or not data.size:
+    pipeline: Pipeline,
+    batcher: Batcher,
+    data: BatchedDataDict,
+    global_batch_size: int,
+    micro_batch_size: int,
+) -> list[GlobalBatch]:
+    """This rank's share of each global batch, as many microbatches on every data-parallel rank.
+
+    BatchError unless the data can be cut, on all of them if it is so on one: none waits for
+    another.
+    """
+    try:
+        check_training_data(data, pipeline.vocab_size, batcher.training)
+        batches = batcher.for_training(data, global_batch_size, micro_batch_size)
+    except (BatchError, ConfigError):
+        _largest([1, 0, 0], pipeline.groups.dp)
+        raise
+    number = len(batches)
+    refused, most, least = _largest([0, number, -number], pipeline.groups.dp)
+    if refused:
+        raise BatchError("another data-parallel rank has refused its data; its error says why")
+    if most != -least:
         raise BatchError(
-            f"{data.size} samples on a data-parallel rank are no whole number of "
-            f"global batches, of which each rank has {share} "
-            f"samples: pass a multiple of {global_batch_size} samples"
+            f"{number} global batches on this data-parallel rank, but {-least} to {most} on the "
+            "ranks: pass every rank the same number"
         )
-    return [data.get_batch(i, share) for i in range(data.size // share)]
+    counts = _largest([len(batch.microbatches) for batch in batches], pipeline.groups.dp)
+    return [
+        GlobalBatch(batch.data, batcher.in_step(batch.microbatches, count, data))
+        for batch, count in zip(batches, counts, strict=True)
+    ]
+
+
+def _largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+    """The largest of each number over the group's ranks."""
+    found = torch.tensor(numbers, device=current_device())
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    largest: list[int] = found.tolist()
+    return largest
 
 
 def _complete(metrics: Metrics, counts: ValidCounts, stats: OptimStats, batches: int) -> Metrics:

@@ -41,6 +41,7 @@ LAYOUTS = {
     "DP2 distributed optimizer, both overlaps": layout(2, **OVERLAPPED),
     "TP2xPP2xDP2+SP": layout(8, tp=2, pp=2, sequence_parallel=True, **OVERLAPPED),
     "TP4 over 2 groups": layout(4, tp=4),
+    "TP2xCP2+SP": layout(4, tp=2, sequence_parallel=True, context_parallel_size=2),
 }
 # Tied with biases on q, k, v; untied with norms on q, k.
 FAMILIES = {True: "qwen2", False: "qwen3"}

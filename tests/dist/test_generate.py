@@ -76,6 +76,7 @@ GENERATING = (
     "PP2xVPP2",
     "TP2xPP2xDP2+SP",
     "TP4 over 2 groups",
+    "TP2xCP2+SP",
 )
 
 

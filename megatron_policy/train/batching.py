@@ -1,0 +1,195 @@
+"""Turns one rank's data into microbatches: by a plan that came with them, or by its own; knows no
+model but what its sequences cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.config import PolicyConfig
+from megatron_policy.errors import BatchError
+from megatron_policy.layout import microbatches as count_microbatches
+from megatron_policy.packing.batching import Batching
+from megatron_policy.packing.cost import Cost, sequence_cost
+from megatron_policy.packing.plan import Plan, Span, plan_rows
+from megatron_policy.topology import Topology
+from megatron_policy.train.checks import checked_lengths
+from megatron_policy.train.microbatch import (
+    Microbatch,
+    Multiples,
+    empty_microbatch,
+    packed_microbatch,
+    padded_microbatch,
+)
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """This data-parallel rank's rows of one global batch, which its microbatches hold once each."""
+
+    data: BatchedDataDict
+    microbatches: list[Microbatch]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Microbatches, and which of the caller's rows each that is no filler holds."""
+
+    microbatches: list[Microbatch]
+    rows: list[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Batcher:
+    """How this policy cuts batches for training and for reading.
+
+    Where batches are padded all microbatches are alike, as the pipeline then needs them.
+    """
+
+    training: Batching
+    reading: Batching
+    multiples: Multiples
+    topology: Topology
+    cost: Cost
+
+    def for_training(
+        self, data: BatchedDataDict, global_batch_size: int, micro_batch_size: int
+    ) -> list[GlobalBatch]:
+        """The global batches that `data` hold: those of the plan they carry, or else equal shares
+        of `global_batch_size` rows each, cut into microbatches of `micro_batch_size` rows or of
+        tokens.
+        """
+        plan = _given(data, self.training)
+        if plan is not None:
+            return self._planned(data, plan)
+        if self.training.kind != "padded":
+            shares = [
+                self._own_plan(b, self.training) for b in self._shares(data, global_batch_size)
+            ]
+            return [batch for share in shares for batch in self._planned(*share[:2])]
+        count_microbatches(global_batch_size, micro_batch_size, self.topology)
+        return [
+            GlobalBatch(share, self._side_by_side(share, micro_batch_size))
+            for share in self._shares(data, global_batch_size)
+        ]
+
+    def for_reading(self, data: BatchedDataDict, at_once: int) -> Reading:
+        """All rows of `data`, `at_once` of them or as many tokens as a microbatch has."""
+        plan, order = _given(data, self.reading), range(data.size)
+        if self.reading.kind == "padded":
+            size = min(at_once, data.size)
+            rows = [order[start : start + size] for start in range(0, data.size, size)]
+            # All microbatches are alike: the last row is repeated to fill the last one.
+            filled = data.select_indices([*order, *[data.size - 1] * (-data.size % size)])
+            return Reading(self.in_step(self._side_by_side(filled, size), len(rows), data), rows)
+        if plan is None:
+            data, plan, order = self._own_plan(data, self.reading)
+        (batch,) = self._planned(data, plan)
+        spans = [span for span in plan.batches[0] if span.start < span.end]
+        rows = [order[span.start : span.end] for span in spans]
+        count = len(batch.microbatches)
+        return Reading(self.in_step(batch.microbatches, count, data), rows)
+
+    def in_step(
+        self, microbatches: Sequence[Microbatch], count: int, data: BatchedDataDict
+    ) -> list[Microbatch]:
+        """`count` microbatches, or as many as make whole rounds of the interleaved schedule, with
+        fillers for those that are missing.
+        """
+        count = -(-max(count, 1) // self._round) * self._round
+        missing = count - len(microbatches)
+        if self.training.kind == "padded" and missing:
+            filler = replace(microbatches[-1], filler=True)
+        else:
+            filler = self._filler(data)
+        return [*microbatches, *[filler] * missing]
+
+    @property
+    def _round(self) -> int:
+        return self.topology.pp if self.topology.vpp > 1 else 1
+
+    def _filler(self, data: BatchedDataDict) -> Microbatch:
+        return empty_microbatch(data["input_ids"].size(1), self.multiples)
+
+    def _shares(self, data: BatchedDataDict, global_batch_size: int) -> list[BatchedDataDict]:
+        share, left = divmod(global_batch_size, self.topology.dp)
+        if left:
+            raise BatchError(
+                f"global batch size {global_batch_size} (train_global_batch_size, or gbs) cannot "
+                f"be shared out evenly to {self.topology.dp} data-parallel ranks: make it a "
+                "multiple, or let the driver plan the batch"
+            )
+        if data.size % share or not data.size:
+            raise BatchError(
+                f"{data.size} samples on a data-parallel rank are no whole number of global "
+                f"batches, of which each rank has {share} samples: pass a multiple of "
+                f"{global_batch_size} samples"
+            )
+        return [data.get_batch(i, share) for i in range(data.size // share)]
+
+    def _side_by_side(self, data: BatchedDataDict, rows: int) -> list[Microbatch]:
+        width = data["input_ids"].size(1)
+        parts = data.make_microbatch_iterator(rows)
+        return [padded_microbatch(part, width, width, self.multiples) for part in parts]
+
+    def _own_plan(
+        self, data: BatchedDataDict, settings: Batching
+    ) -> tuple[BatchedDataDict, Plan, Sequence[int]]:
+        """One global batch in the order of a plan, the plan, and which row each was."""
+        lengths = checked_lengths(data, settings)
+        width = data["input_ids"].size(1)
+        (share,) = plan_rows(lengths, settings, 1, self._round, self.cost, width)
+        return data.select_indices(share.rows), share.plan, share.rows
+
+    def _planned(self, data: BatchedDataDict, plan: Plan) -> list[GlobalBatch]:
+        width = data["input_ids"].size(1)
+        found, start = [], 0
+        for spans, rows in zip(plan.batches, plan.rows, strict=True):
+            batch = data.slice(start, start + rows)
+            parts = [self._microbatch(batch, span, plan.packed, width) for span in spans]
+            found.append(GlobalBatch(batch, parts))
+            start += rows
+        return found
+
+    def _microbatch(
+        self, batch: BatchedDataDict, span: Span, packed: bool, width: int
+    ) -> Microbatch:
+        if span.start == span.end:
+            return self._filler(batch)
+        rows = batch.slice(span.start, span.end)
+        if not packed:
+            return padded_microbatch(rows, width, min(span.length, width), self.multiples)
+        lengths = rows["input_lengths"].tolist()
+        return packed_microbatch(rows, width, lengths, self.multiples)
+
+
+def _given(data: BatchedDataDict, settings: Batching) -> Plan | None:
+    """The plan that came with the data; BatchError where the configuration wants another kind."""
+    plan = Plan.of(data)
+    if plan is not None and (
+        settings.kind == "padded" or plan.packed != (settings.kind == "packed")
+    ):
+        raise BatchError(
+            f"the data come planned for {'packed' if plan.packed else 'dynamic'} microbatches, but "
+            f"the configuration asks for {settings.kind} ones: make both agree"
+        )
+    return plan
+
+
+def batcher_of(config: PolicyConfig, topology: Topology, hidden_size: int) -> Batcher:
+    """As the configuration wants batches cut, for a model of this width."""
+    multiples = Multiples.of(
+        config.make_sequence_length_divisible_by,
+        topology.tp,
+        topology.cp,
+        config.megatron_cfg.sequence_parallel,
+    )
+    return Batcher(
+        training=Batching.of(config, training=True),
+        reading=Batching.of(config, training=False),
+        multiples=multiples,
+        topology=topology,
+        cost=sequence_cost(hidden_size),
+    )

@@ -1,0 +1,104 @@
+"""Cuts a batch into microbatches: rows as the loss sees them, and where their tokens stand in what
+a rank computes; knows no model.
+
+Shapes: B rows of a microbatch, S positions of its widest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.device import current_device
+from megatron_policy.packing.tokens import TokenLayout, packed_layout, padded_layout
+
+
+@dataclass(frozen=True)
+class Multiples:
+    """What lengths are padded to so that a layout can split them: a whole row, and each sequence of
+    a packed row.
+    """
+
+    row: int
+    sequence: int
+    context_ranks: int
+
+    @classmethod
+    def of(cls, wanted: int, tp: int, cp: int, sequence_parallel: bool) -> Multiples:
+        """`wanted` is the caller's own wish for whole rows."""
+        zigzag = 2 * cp if cp > 1 else 1
+        shares = cp * tp if sequence_parallel else 1
+        return cls(row=math.lcm(wanted, zigzag, shares), sequence=zigzag, context_ranks=cp)
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Rows and the place of their tokens. `text_length` is how wide the caller's batch was, which
+    some rotary embeddings go by. A filler only keeps ranks in step: its results are dropped.
+    """
+
+    data: BatchedDataDict
+    layout: TokenLayout
+    text_length: int
+    filler: bool = False
+
+    @property
+    def tokens_BS(self) -> torch.Tensor:
+        tokens: torch.Tensor = self.data["input_ids"]
+        return tokens
+
+    @property
+    def packed(self) -> bool:
+        """Whether several rows stand one behind the other."""
+        return self.layout.sources_CTR.size(2) != self.layout.rows
+
+
+def padded_microbatch(
+    data: BatchedDataDict, text_length: int, width: int, multiples: Multiples
+) -> Microbatch:
+    """All rows of `data` side by side, cut to `width` positions."""
+    data = cut(data, width)
+    rows, width = data["input_ids"].shape
+    layout = padded_layout(rows, width, multiples.row, multiples.context_ranks)
+    return _on_device(Microbatch(data, layout, text_length))
+
+
+def packed_microbatch(
+    data: BatchedDataDict, text_length: int, lengths: Sequence[int], multiples: Multiples
+) -> Microbatch:
+    """All rows of `data`, of which the first `lengths[i]` positions count, one behind the other."""
+    data = cut(data, max(lengths))
+    width = data["input_ids"].size(1)
+    layout = packed_layout(
+        lengths, width, multiples.sequence, multiples.row, multiples.context_ranks
+    )
+    return _on_device(Microbatch(data, layout, text_length))
+
+
+def empty_microbatch(text_length: int, multiples: Multiples) -> Microbatch:
+    """A filler without rows: the fewest positions that the layout can split."""
+    data = BatchedDataDict({"input_ids": torch.zeros(0, 1, dtype=torch.long)})
+    layout = packed_layout([], 1, multiples.sequence, multiples.row, multiples.context_ranks)
+    return _on_device(Microbatch(data, layout, text_length, filler=True))
+
+
+def cut(data: BatchedDataDict, width: int) -> BatchedDataDict:
+    """What has the sequence as dimension 1, cut to its first `width` positions."""
+    full = data["input_ids"].size(1)
+    return BatchedDataDict(
+        {
+            key: value[:, :width]
+            if isinstance(value, torch.Tensor) and value.ndim > 1 and value.size(1) == full
+            else value
+            for key, value in data.items()
+        }
+    )
+
+
+def _on_device(microbatch: Microbatch) -> Microbatch:
+    where = current_device()
+    return replace(microbatch, data=microbatch.data.to(where), layout=microbatch.layout.to(where))
