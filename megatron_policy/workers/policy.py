@@ -14,7 +14,6 @@ from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces import ColocatablePolicyInterface, GenerationInterface
 from megatron_policy.layout import check_layout, topology_of
-from megatron_policy.train.checks import check_training_data, checked_prompts, checked_tokens
 from megatron_policy.workers.checks import check_device
 from megatron_policy.workers.cluster import RayVirtualCluster
 from megatron_policy.workers.group import WorkerGroup
@@ -26,7 +25,7 @@ from megatron_policy.workers.later import (
     not_yet,
     refuses,
 )
-from megatron_policy.workers.sharding import even_shards, joined, merged_training, training_shards
+from megatron_policy.workers.sharding import Dealer, merged_training
 from megatron_policy.workers.worker import MegatronPolicyWorker
 
 if TYPE_CHECKING:
@@ -61,7 +60,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         weights_path, optimizer_path: a checkpoint to resume from; not built yet, hence None.
         init_reference_model: whether `get_reference_policy_logprobs` will be called.
 
-    Batches are dealt over data-parallel ranks in the caller's order and answers come back in it.
+    Batches are dealt over data-parallel ranks in the caller's order or, with dynamic batching and
+    sequence packing, by what their rows cost; answers come back in the caller's order and shape.
     Shapes: B rows, S positions.
     """
 
@@ -83,9 +83,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._tokenizer = tokenizer
         self._can_train, self._has_reference = init_optimizer, init_reference_model
         architecture = bind(read_config(self.config.model_name)).architecture
-        self._vocab_size = architecture.vocab_size
         self.topology = topology_of(self.config, cluster.size_of(workers_per_node))
         check_layout(self.config, architecture, self.topology)
+        self._dealer = Dealer.of(self.config, self.topology, architecture)
         check_device(self.config, cluster.use_gpus)
         self._workers = WorkerGroup(
             cluster,
@@ -118,9 +118,10 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     ) -> dict[str, Any]:
         """One optimizer step per global batch of `gbs` rows of `data`, in microbatches of `mbs`.
 
-        Both default to the config's. Returns `loss` fp32 [global batches], `grad_norm` fp32 [1] of
-        the last step, and `all_mb_metrics`: per name a list over all ranks' microbatches, made so
-        that its sum is the metric's value over the call. `eval_mode` computes the loss only.
+        Both default to the config's; microbatches of tokens need no `mbs`. Returns `loss` fp32
+        [global batches], `grad_norm` fp32 [1] of the last step, and `all_mb_metrics`: per name a
+        list over all ranks' microbatches that adds up to the metric's value over the call.
+        `eval_mode` computes the loss only.
         """
         if not (eval_mode or self._can_train):
             raise ConfigError(
@@ -128,13 +129,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             )
         gbs = gbs or self.config.train_global_batch_size
         mbs = mbs or self.config.train_micro_batch_size
-        batch = _batch(data)
-        check_training_data(batch, self._vocab_size)
-        shards = training_shards(batch, self.topology.dp, gbs, mbs)
-        results = self._workers.run_sharded(
-            "train", data=shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs
-        )
-        return merged_training(results)
+        shards = self._dealer.to_train(_batch(data), gbs, mbs)
+        options = {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs}
+        return merged_training(self._workers.run_sharded("train", data=shards, **options))
 
     def get_logprobs(self, data: Mapping[str, Any]) -> BatchedDataDict:
         """`logprobs` fp32 [B, S]: of each token given those before it; 0 at position 0."""
@@ -154,12 +151,20 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         """`topk_logits` fp32 and `topk_indices` int64, both [B, S, k], largest first."""
         return self._ask("get_topk_logits", data, k=k, micro_batch_size=micro_batch_size)
 
+    def get_entropy(
+        self, data: Mapping[str, Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """`entropy` fp32 [B, S], in nats, of what each token is drawn from; 0 at position 0."""
+        return self._ask("get_entropy", data, micro_batch_size=micro_batch_size)
+
     def generate(self, data: Mapping[str, Any], greedy: bool = False) -> BatchedDataDict:
         """Continue right-padded prompts `input_ids` [B, S], `input_lengths` [B]; see
         `GenerationOutputSpec` for what comes back.
         """
-        checked_prompts(_batch(data), self._vocab_size, self.config.max_total_sequence_length)
-        return self._ask("generate", data, greedy=greedy)
+        dealt = self._dealer.to_continue(_batch(data))
+        answers = self._workers.run_sharded("generate", data=dealt.shards, greedy=greedy)
+        pad_id = getattr(self._tokenizer, "pad_token_id", None) or 0
+        return dealt.restored(answers, {"output_ids": pad_id})
 
     def export_hf(
         self, path: PathLike, *, max_shard_bytes: int | None = None, overwrite: bool = False
@@ -233,12 +238,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             group.kill()
 
     def _ask(self, method: str, data: Mapping[str, Any], **kwargs: Any) -> BatchedDataDict:
-        batch = _batch(data)
-        checked_tokens(batch, self._vocab_size)
-        shards = even_shards(batch, self.topology.dp)
-        answers = self._workers.run_sharded(method, data=shards, **kwargs)
-        pad_id = getattr(self._tokenizer, "pad_token_id", None) or 0
-        return joined(answers, batch.size, {"output_ids": pad_id})
+        dealt = self._dealer.to_read(_batch(data))
+        return dealt.restored(self._workers.run_sharded(method, data=dealt.shards, **kwargs))
 
 
 def _batch(data: Mapping[str, Any]) -> BatchedDataDict:

@@ -3,12 +3,131 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.config import PolicyConfig
+from megatron_policy.converters.architecture import Architecture
 from megatron_policy.errors import ConfigError
+from megatron_policy.layout import microbatch_round
+from megatron_policy.packing.batching import Batching
+from megatron_policy.packing.cost import Cost, sequence_cost
+from megatron_policy.packing.plan import Share, consecutive, plan_rows
+from megatron_policy.topology import Topology
+from megatron_policy.train.checks import (
+    check_training_data,
+    checked_lengths,
+    checked_prompts,
+    checked_tokens,
+)
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """Each data-parallel rank's part of a caller's `size` rows.
+
+    `rows` are which of them these are, rank after rank; None where they are in the caller's order,
+    with rows to fill up at the end.
+    """
+
+    shards: list[BatchedDataDict]
+    size: int
+    rows: list[int] | None = None
+
+    def restored(
+        self, answers: Sequence[Mapping[str, Any]], pad: Mapping[str, float] | None = None
+    ) -> BatchedDataDict:
+        """The ranks' answers as rows in the caller's order; see `joined`."""
+        whole = joined(answers, self.size, pad)
+        if self.rows is not None:
+            whole.reorder_data(self.rows)
+        return whole
+
+
+@dataclass(frozen=True)
+class Dealer:
+    """Checks data and deals them to data-parallel ranks, to train on and to read, by rows or, by
+    `cost`, by tokens.
+    """
+
+    topology: Topology
+    vocab_size: int
+    training: Batching
+    reading: Batching
+    cost: Cost
+    max_length: int
+
+    @classmethod
+    def of(cls, config: PolicyConfig, topology: Topology, architecture: Architecture) -> Dealer:
+        """As `config` asks for, for this model."""
+        training, reading = (Batching.of(config, training=each) for each in (True, False))
+        return cls(
+            topology,
+            architecture.vocab_size,
+            training,
+            reading,
+            sequence_cost(architecture.hidden_size),
+            config.max_total_sequence_length,
+        )
+
+    def to_train(self, data: BatchedDataDict, gbs: int, mbs: int) -> list[BatchedDataDict]:
+        """Each rank's rows of every global batch of `gbs`; BatchError naming what does not fit."""
+        check_training_data(data, self.vocab_size, self.training)
+        if self.training.kind == "padded":
+            return training_shards(data, self.topology.dp, gbs, mbs)
+        lengths = checked_lengths(data, self.training)
+        return planned_shards(data, lengths, self.training, self.topology, self.cost, gbs).shards
+
+    def to_read(self, data: BatchedDataDict) -> Dealt:
+        """Each rank's rows of all; BatchError naming what does not fit."""
+        checked_tokens(data, self.vocab_size)
+        lengths = checked_lengths(data, self.reading)
+        if self.reading.kind == "padded":
+            return Dealt(even_shards(data, self.topology.dp), data.size)
+        return planned_shards(data, lengths, self.reading, self.topology, self.cost)
+
+    def to_continue(self, prompts: BatchedDataDict) -> Dealt:
+        """Each rank's prompts; BatchError naming one that cannot be continued."""
+        checked_prompts(prompts, self.vocab_size, self.max_length)
+        return Dealt(even_shards(prompts, self.topology.dp), prompts.size)
+
+
+def planned_shards(
+    data: BatchedDataDict,
+    lengths: Sequence[int],
+    batching: Batching,
+    topology: Topology,
+    cost: Cost,
+    global_batch_size: int | None = None,
+) -> Dealt:
+    """Each rank's rows of every global batch (by default of all rows), dealt by what they cost, in
+    the order of the plan that comes with them.
+
+    A rank may have no row of a global batch, or none at all. ConfigError unless the data are whole
+    global batches, BatchError naming a row that does not fit into a microbatch.
+    """
+    size = global_batch_size or data.size
+    _check_whole(data, size)
+    batching.check(lengths, data["input_ids"].size(1))
+    shares: list[list[Share]] = []
+    for start in range(0, data.size, size):
+        part, width = lengths[start : start + size], data["input_ids"].size(1)
+        shares.append(
+            plan_rows(part, batching, topology.dp, microbatch_round(topology), cost, width)
+        )
+    shards: list[BatchedDataDict] = []
+    order: list[int] = []
+    for rank in range(topology.dp):
+        own = [each[rank] for each in shares]
+        rows = [number * size + row for number, share in enumerate(own) for row in share.rows]
+        shard = data.select_indices(rows)
+        consecutive([share.plan for share in own]).attach(shard)
+        shards.append(shard)
+        order.extend(rows)
+    return Dealt(shards, data.size, order)
 
 
 def training_shards(
@@ -24,18 +143,13 @@ def training_shards(
             f"microbatches of mbs={micro_batch_size}: make gbs a multiple of "
             f"{ranks * micro_batch_size}."
         )
-    if data.size == 0 or data.size % global_batch_size:
-        raise ConfigError(
-            f"the data have {data.size} samples, which is no multiple of gbs={global_batch_size}: "
-            "drop or pad the rest (padding rows have sample_mask 0), or pass another gbs."
-        )
+    _check_whole(data, global_batch_size)
     return [_compact(shard) for shard in data.shard_by_batch_size(ranks, global_batch_size)]
 
 
 def even_shards(data: BatchedDataDict, ranks: int) -> list[BatchedDataDict]:
     """Contiguous parts of equal size in order; the last row fills up where rows do not divide."""
-    if data.size == 0:
-        raise ConfigError("the data have no rows; pass at least one.")
+    _check_whole(data, data.size)
     missing = -data.size % ranks
     if missing:
         data = data.select_indices([*range(data.size), *[data.size - 1] * missing])
@@ -65,6 +179,16 @@ def merged_training(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "grad_norm": results[0]["grad_norm"],
         "all_mb_metrics": metrics,
     }
+
+
+def _check_whole(data: BatchedDataDict, global_batch_size: int) -> None:
+    if data.size == 0:
+        raise ConfigError("the data have no rows; pass at least one.")
+    if data.size % global_batch_size:
+        raise ConfigError(
+            f"the data have {data.size} samples, which is no multiple of gbs={global_batch_size}: "
+            "drop or pad the rest (padding rows have sample_mask 0), or pass another gbs."
+        )
 
 
 def _compact(shard: BatchedDataDict) -> BatchedDataDict:

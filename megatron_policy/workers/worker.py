@@ -55,8 +55,8 @@ class MegatronPolicyWorkerImpl:
     """One rank's policy under the host's names.
 
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set when it is constructed. Arguments are
-    keywords. `data` is this data-parallel rank's shard and is not changed; results lie on the CPU
-    and are complete on every rank.
+    keywords. `data` is this data-parallel rank's shard, with the plan of its microbatches if the
+    driver made one, and is not changed; results lie on the CPU and are complete on every rank.
 
     Args:
         config: as the host passes it, a mapping, or parsed.
@@ -158,6 +158,13 @@ class MegatronPolicyWorkerImpl:
         batch = _batch(data)
         values, indices = self.policy.topk_logits(batch, k, micro_batch_size=micro_batch_size)
         return BatchedDataDict({"topk_logits": values, "topk_indices": indices})
+
+    def get_entropy(
+        self, data: Mapping[str, Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """`entropy`, fp32 [B, S], of the distributions that `get_logprobs` reads."""
+        scores = self.policy.entropy(_batch(data), micro_batch_size=micro_batch_size)
+        return BatchedDataDict({"entropy": scores})
 
     def generate(self, data: Mapping[str, Any], greedy: bool = False) -> BatchedDataDict:
         """Continue each prompt; see `GenerationOutputSpec` for what comes back."""

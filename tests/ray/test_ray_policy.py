@@ -95,9 +95,10 @@ def assert_topk(policy: Policy, model: Any, data: BatchedDataDict) -> None:
     found = policy.get_topk_logits(data.slice(0, 3), k=4)
     with torch.no_grad():
         logits = model(data["input_ids"][:3]).logits
-    expected = logits.topk(4, dim=-1)
-    torch.testing.assert_close(found["topk_logits"], expected.values, atol=TOLERANCE, rtol=0)
-    assert torch.equal(logits.gather(-1, found["topk_indices"]), expected.values)
+    inside = torch.arange(LENGTH) < data["input_lengths"][:3].unsqueeze(1)
+    expected = logits.topk(4, dim=-1).values[inside]
+    torch.testing.assert_close(found["topk_logits"][inside], expected, atol=TOLERANCE, rtol=0)
+    assert torch.equal(logits.gather(-1, found["topk_indices"])[inside], expected)
 
 
 def assert_greedy_tokens(policy: Policy, model: Any, data: BatchedDataDict) -> None:

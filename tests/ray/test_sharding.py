@@ -6,10 +6,26 @@ import pickle
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.errors import ConfigError
-from megatron_policy.workers.sharding import even_shards, joined, merged_training, training_shards
+from megatron_policy.errors import BatchError, ConfigError
+from megatron_policy.packing.batching import Batching
+from megatron_policy.packing.cost import sequence_cost
+from megatron_policy.packing.plan import Plan
+from megatron_policy.topology import Topology
+from megatron_policy.workers.sharding import (
+    even_shards,
+    joined,
+    merged_training,
+    planned_shards,
+    training_shards,
+)
+
+COST = sequence_cost(hidden_size=8)
+PACKED = Batching("packed", 16, key="sequence_packing.train_mb_tokens")
+DYNAMIC = Batching("dynamic", 16, 4)
 
 
 def numbered(rows: int, length: int = 1) -> BatchedDataDict:
@@ -60,3 +76,66 @@ def test_metrics_of_all_ranks_follow_one_another() -> None:
     ]
     merged = {"loss": 1, "grad_norm": 2, "all_mb_metrics": {"a": [1, 2, 4], "b": [3]}}
     assert merged_training(results) == merged
+
+
+def uneven(lengths: list[int]) -> BatchedDataDict:
+    """Row i holds i, and counts for `lengths[i]` positions."""
+    data = numbered(len(lengths), length=16)
+    data["input_lengths"] = torch.tensor(lengths)
+    return data
+
+
+@pytest.mark.parametrize("batching", [PACKED, DYNAMIC], ids=lambda batching: batching.kind)
+@given(
+    lengths=st.lists(st.integers(1, 16), min_size=1, max_size=12),
+    ranks=st.integers(1, 4),
+    stages=st.integers(1, 2),
+)
+def test_planned_answers_come_back_in_the_callers_order_and_shape(
+    batching: Batching, lengths: list[int], ranks: int, stages: int
+) -> None:
+    grid = Topology(dp=ranks, pp=stages, vpp=stages)
+    data = uneven(lengths)
+    dealt = planned_shards(data, lengths, batching, grid, COST)
+    plans = [Plan.of(shard) for shard in dealt.shards]
+    (count,) = {len(spans) for plan in plans if plan for spans in plan.batches}
+    assert count % stages == 0
+    assert all(shard.keys() == data.keys() for shard in dealt.shards)
+    answers = [
+        {"scores": shard["input_ids"].float(), "names": shard["names"]} for shard in dealt.shards
+    ]
+    whole = dealt.restored(answers)
+    assert torch.equal(whole["scores"], data["input_ids"].float())
+    assert whole["names"] == data["names"]
+
+
+def test_global_batches_are_planned_one_by_one_and_follow_one_another() -> None:
+    lengths = [16, 1, 2, 3, 16, 16]
+    dealt = planned_shards(uneven(lengths), lengths, PACKED, Topology(dp=2), COST, 3)
+    for number, rows in enumerate(({0, 1, 2}, {3, 4, 5})):
+        parts = [shard.get_batch(number) for shard in dealt.shards]
+        assert {int(row) for part in parts for row in part["input_ids"][:, 0]} == rows
+        assert len({len(part.micro_batch_indices[0]) for part in parts}) == 1
+        assert all(Plan.of(part) is not None for part in parts)
+
+
+def test_a_rank_without_rows_still_gets_every_key_and_a_plan() -> None:
+    dealt = planned_shards(uneven([5]), [5], PACKED, Topology(dp=2), COST)
+    (empty,) = [shard for shard in dealt.shards if not shard.size]
+    assert empty.keys() == uneven([5]).keys()
+    assert (empty["input_ids"].shape, empty["names"]) == ((0, 16), [])
+    assert empty.micro_batch_indices == [[[0, 0]]]
+
+
+def test_the_row_that_is_too_long_is_the_callers() -> None:
+    small = Batching("packed", 8, key="sequence_packing.train_mb_tokens")
+    lengths = [1, 1, 1, 9]
+    with pytest.raises(BatchError, match=r"row 3 has 9 tokens, more than sequence_packing\.t"):
+        planned_shards(uneven(lengths), lengths, small, Topology(dp=2), COST, 2)
+
+
+def test_planned_data_are_whole_global_batches() -> None:
+    with pytest.raises(ConfigError, match="3 samples, which is no multiple of gbs=2"):
+        planned_shards(uneven([1, 1, 1]), [1, 1, 1], PACKED, Topology(), COST, 2)
+    with pytest.raises(ConfigError, match="no rows"):
+        planned_shards(BatchedDataDict(), [], PACKED, Topology(), COST)

@@ -1,0 +1,99 @@
+"""Microbatches of tokens over real workers: any number of rows, answers in the caller's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy import Policy
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.errors import BatchError
+from megatron_policy.workers import RayVirtualCluster
+from tests import oracle
+from tests.losses import TokenNLL
+from tests.ray.policies import DP2, LENGTH, TOKENIZER, TOLERANCE, VOCAB, batch, config_of
+
+ROWS, GBS = 10, 5
+"""The global batch divides by neither the ranks nor the microbatch."""
+
+TOKENS = {"enabled": True, "train_mb_tokens": 16, "logprob_mb_tokens": 24}
+
+
+@pytest.fixture(scope="module", params=["dynamic_batching", "sequence_packing"])
+def policy(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Iterator[Policy]:
+    """Two data-parallel workers whose microbatches have a number of tokens."""
+    config: dict[str, Any] = config_of(checkpoint, DP2) | {request.param: TOKENS}
+    cluster = RayVirtualCluster([2], use_gpus=False)
+    made = Policy(cluster, config, TOKENIZER)
+    yield made
+    made.shutdown()
+    cluster.shutdown()
+
+
+def assert_read(found: torch.Tensor, expected: torch.Tensor, data: BatchedDataDict) -> None:
+    assert found.shape[:2] == data["input_ids"].shape
+    inside = torch.arange(LENGTH) < data["input_lengths"].unsqueeze(1)
+    torch.testing.assert_close(found[inside], expected[inside], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_answers_come_back_in_the_callers_order_however_few_rows_there_are(
+    policy: Policy, checkpoint: Callable[..., Path], rows: int
+) -> None:
+    model, data = oracle.load_hf(checkpoint("qwen2", vocab=VOCAB)), batch(seed=3, rows=rows)
+    with torch.no_grad():
+        logits = model(data["input_ids"]).logits.float()
+    logprobs = torch.nn.functional.pad(oracle.hf_logprobs(model, data["input_ids"]), (1, 0))
+    assert_read(policy.get_logprobs(data)["logprobs"], logprobs, data)
+    reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+    assert_read(reference, logprobs, data)
+    probabilities = logits.log_softmax(-1)
+    entropy = -(probabilities.exp() * probabilities).sum(-1)[:, :-1]
+    padded = torch.nn.functional.pad(entropy, (1, 0))
+    assert_read(policy.get_entropy(data)["entropy"], padded, data)
+    topk = policy.get_topk_logits(data, k=3)
+    assert_read(topk["topk_logits"], logits.topk(3).values, data)
+
+
+def test_a_row_above_the_budget_is_named_and_the_policy_goes_on(policy: Policy) -> None:
+    data = oracle.make_batch(6, 30, VOCAB, 0)
+    data["input_lengths"] = torch.tensor([30, 3, 3, 3, 30, 3])
+    data["token_mask"] = torch.zeros(6, 30)
+    with pytest.raises(BatchError, match=r"row 0 has 30 tokens.*train_mb_tokens=16"):
+        policy.train(data, TokenNLL(), gbs=2)
+    data["input_lengths"] = torch.tensor([3, 3, 3, 3, 30, 3])
+    with pytest.raises(BatchError, match=r"row 4 has 30 tokens.*logprob_mb_tokens=24"):
+        policy.get_logprobs(data)
+    data["input_lengths"] = torch.tensor([3, 3, 31, 3, 3, 3])
+    with pytest.raises(BatchError, match="input_lengths has 31 in row 2"):
+        policy.get_entropy(data)
+    del data["input_lengths"]
+    with pytest.raises(BatchError, match="lack a tensor 'input_lengths'"):
+        policy.get_topk_logits(data, k=2)
+    assert policy.get_logprobs(batch(rows=1))["logprobs"].shape == (1, LENGTH)
+
+
+def test_a_rank_without_rows_of_a_global_batch_leaves_the_loss_to_the_other(policy: Policy) -> None:
+    data = batch(seed=4, rows=3)
+    data["sample_mask"] = torch.ones(3)
+    scores = policy.get_logprobs(data)["logprobs"]
+    mask = data["token_mask"][:, 1:]
+    expected = -(scores[:, 1:] * mask).sum(1) / mask.sum(1)
+    results = policy.train(data, TokenNLL(), eval_mode=True, gbs=1)
+    assert results["loss"].tolist() == pytest.approx(expected.tolist(), rel=TOLERANCE)
+
+
+def test_training_is_that_of_the_whole_global_batch(
+    policy: Policy, checkpoint: Callable[..., Path]
+) -> None:
+    data = batch(seed=1, rows=ROWS)
+    trained = oracle.train(checkpoint("qwen2", vocab=VOCAB), data, GBS, oracle.token_level)
+    results = policy.train(data, TokenNLL(), gbs=GBS)
+    assert results["loss"].tolist() == pytest.approx(trained.losses, rel=TOLERANCE)
+    assert results["grad_norm"].tolist() == pytest.approx(trained.grad_norms[-1:], rel=TOLERANCE)
+    losses = results["all_mb_metrics"]["loss"]
+    assert sum(losses) * 2 == pytest.approx(sum(trained.losses), rel=TOLERANCE)
