@@ -126,4 +126,5 @@ def _head(
         softcap=architecture.logit_softcap,
         temperature=(config.generation and config.generation.temperature) or 1.0,
     )
-    return Head(model, shape, groups.tp, config.logprob_chunk_size)
+    overlapped = config.megatron_cfg.distributed_data_parallel_config.overlap_param_gather
+    return Head(model, shape, groups.tp, config.logprob_chunk_size, overlapped)

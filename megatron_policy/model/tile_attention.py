@@ -61,11 +61,11 @@ def fused(
 
 
 def _flash(query_BNSH: torch.Tensor, bias: Any) -> bool:
-    """Whether the kernel that shares heads by itself may take this: on an accelerator the other one
-    that holds no scores does not.
+    """Whether flash attention may take this. On an accelerator the other kernel that holds no
+    scores wants a key head for each query head.
     """
-    masked = isinstance(bias, torch.Tensor) and type(bias) is torch.Tensor
-    return query_BNSH.dtype in (torch.bfloat16, torch.float16) and not masked
+    half = query_BNSH.dtype in (torch.bfloat16, torch.float16)
+    return half and type(bias) is not torch.Tensor
 
 
 def explicit(

@@ -20,8 +20,10 @@ import torch.distributed as dist
 
 from megatron_policy.train.fused_gradients import Known, gradients
 from megatron_policy.train.fused_tiles import (
+    Buffer,
     HeadShape,
     Tile,
+    Tiling,
     buffer,
     calculation_dtype,
     finish_logits,
@@ -73,13 +75,17 @@ class _FusedScores(torch.autograd.Function):
         entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         local_N = targets_N - head.vocab_start
-        sums = _local_sums(hidden_ND, weight_VD, local_N, head, chunk, entropy)
+        plan = tiling(hidden_ND.size(0), weight_VD.size(0), head.real, chunk)
+        products = buffer(plan.height, plan.width, weight_VD.dtype, weight_VD.device)
+        sums = _local_sums(hidden_ND, weight_VD, local_N, head, plan, products, entropy)
         if group.size() > 1:
             _combine(sums, group)
         log_total_N = sums.total_N.log()
         entropy_N = log_total_N - sums.moment_N / sums.total_N if entropy else None
         ctx.save_for_backward(hidden_ND, weight_VD, local_N, sums.peak_N + log_total_N, entropy_N)
         ctx.head, ctx.chunk = head, chunk
+        # The last tile need not be computed again: where it is the only one, none is.
+        ctx.products = products if any(ctx.needs_input_grad[:2]) else None
         ctx.set_materialize_grads(False)
         return sums.target_N - sums.peak_N - log_total_N, entropy_N
 
@@ -91,8 +97,9 @@ class _FusedScores(torch.autograd.Function):
         if grad_logprobs_N is None:
             grad_logprobs_N = torch.zeros_like(normaliser_N)
         known = Known(normaliser_N, local_N, grad_logprobs_N, entropy_N, grad_entropy_N)
+        products, ctx.products = ctx.products, None  # they are overwritten: good for one pass
         grad_hidden, grad_weight = gradients(
-            hidden_ND, weight_VD, known, ctx.head, ctx.chunk, ctx.needs_input_grad[:2]
+            hidden_ND, weight_VD, known, ctx.head, ctx.chunk, ctx.needs_input_grad[:2], products
         )
         return grad_hidden, grad_weight, None, None, None, None, None
 
@@ -134,13 +141,12 @@ def _local_sums(
     weight_VD: torch.Tensor,
     local_N: torch.Tensor,
     head: HeadShape,
-    chunk: int,
+    plan: Tiling,
+    products: Buffer,
     entropy: bool,
 ) -> _Sums:
-    """Over this rank's slice of the vocabulary."""
+    """Over this rank's slice of the vocabulary; leaves the last tile's in `products`."""
     dtype, device = calculation_dtype(weight_VD), weight_VD.device
-    plan = tiling(hidden_ND.size(0), weight_VD.size(0), head.real, chunk)
-    products = buffer(plan.height, plan.width, weight_VD.dtype, device)
     work = buffer(plan.strip, plan.width, dtype, device)
     powers = buffer(plan.strip, plan.width, dtype, device) if entropy else work
     peak_N = torch.full_like(local_N, LOWEST, dtype=dtype)

@@ -47,23 +47,28 @@ def gradients(
     head: HeadShape,
     chunk: int,
     needed: tuple[bool, bool],
+    last: Buffer | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Those in `hidden_ND`, of this rank's slice alone, and in `weight_VD`, each if it is `needed`.
 
-    Matrix products are of the weights' dtype; what is added up over tiles is so in fp32.
+    Matrix products are of the weights' dtype; what is added up over tiles is so in fp32. `last` may
+    hold the products of the last tile, and is overwritten.
     """
     plan = tiling(hidden_ND.size(0), weight_VD.size(0), head.real, chunk)
-    buffers = _buffers(plan, hidden_ND, weight_VD)
+    buffers = _buffers(plan, hidden_ND, weight_VD, last)
     dtype = calculation_dtype(weight_VD)
     grad_hidden_ND = torch.zeros_like(hidden_ND, dtype=dtype) if needed[0] else None
     grad_weight_VD = torch.empty_like(weight_VD) if needed[1] else None
     if grad_weight_VD is not None:
         grad_weight_VD[head.real if plan.tokens else 0 :].zero_()
-    for column in plan.columns():
+    for column in reversed(list(plan.columns())):
         total_WD = None
-        for tile in column:
+        for tile in reversed(column):
             hidden_RD, weight_WD = hidden_ND[tile.rows], weight_VD[tile.entries]
-            product_RW = multiply(hidden_ND, weight_VD, tile, buffers.products)
+            if last is None:
+                product_RW = multiply(hidden_ND, weight_VD, tile, buffers.products)
+            else:
+                product_RW, last = last.view(hidden_RD.size(0), weight_WD.size(0)), None
             for rows, inside in plan.strips(tile):
                 grad_RW = _of_logits(product_RW[inside], rows, tile, known, head, buffers.work)
                 product_RW[inside] = grad_RW
@@ -95,12 +100,14 @@ class _Buffers:
     terms: Buffer
 
 
-def _buffers(plan: Tiling, hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> _Buffers:
+def _buffers(
+    plan: Tiling, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, products: Buffer | None
+) -> _Buffers:
     dtype, device = weight_VD.dtype, weight_VD.device
     exact = calculation_dtype(weight_VD)
     terms = 0 if dtype == exact else max(plan.height, plan.width)
     return _Buffers(
-        products=buffer(plan.height, plan.width, dtype, device),
+        products=products or buffer(plan.height, plan.width, dtype, device),
         work=buffer(plan.strip, plan.width, exact, device),
         terms=buffer(terms, hidden_ND.size(1), dtype, device),
     )

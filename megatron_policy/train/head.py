@@ -38,6 +38,8 @@ class Head:
     shape: HeadShape
     group: dist.ProcessGroup
     chunk: int
+    overlapped: bool = False
+    """Whether its weight may still be on its way from an overlapped gather of parameters."""
 
     @property
     def plain(self) -> Head:
@@ -57,7 +59,8 @@ class Head:
         """Hidden states of all positions of this context-parallel rank, ready for `scores`: in the
         backward pass the tensor-parallel ranks' gradients are added up.
         """
-        self._finish_gather(hidden_SRD)
+        if self.overlapped:
+            self._finish_gather(hidden_SRD)
         if self.model.output_layer.sequence_parallel:
             whole: torch.Tensor = gather_from_sequence_parallel_region(hidden_SRD)
             return whole
@@ -103,8 +106,6 @@ class Head:
 
     @torch.no_grad()
     def _finish_gather(self, hidden_SRD: torch.Tensor) -> None:
-        """An overlapped gather of parameters ends in a hook on the module that holds them: call it,
-        on nothing.
-        """
+        """The gather ends in a hook on the module that holds the weight: call it, on nothing."""
         weight = self.weight if self.model.share_embeddings_and_output_weights else None
         self.model.output_layer(hidden_SRD[:0], weight=weight)

@@ -218,11 +218,20 @@ def test_a_gradient_that_nobody_needs_is_not_made(needed: str) -> None:
     with Watch() as watch:
         (logprobs_N * case.of_logprobs_N).sum().backward()
     products = sum(name.startswith(("aten.mm", "aten.addmm")) for name in watch.called)
-    assert products == 2 * 6  # the logits again and one more, of 2 rows each
+    assert products == 6 + 5  # one more of 2 rows each, and the logits again but for the last
     expected = differentiated(case, plain_scores, entropy=False)[needed]
     got = {"hidden": hidden_ND, "weight": weight_VD}
     assert got.pop(needed).grad.sub(expected).abs().max() < 1e-11
     assert all(other.grad is None for other in got.values())
+
+
+def test_two_backward_passes_of_one_graph_give_the_same_gradients() -> None:
+    case = make_case(12, 40, 3, HeadShape(0, 40))
+    hidden_ND = case.hidden_ND.clone().requires_grad_()
+    logprobs_N, _ = fused(12, False)(hidden_ND, case.weight_VD, case.targets_N, case.head)
+    total = (logprobs_N * case.of_logprobs_N).sum()
+    first, second = (torch.autograd.grad(total, hidden_ND, retain_graph=True)[0] for _ in "12")
+    assert torch.equal(first, second)
 
 
 def test_a_loss_of_the_entropy_alone_is_differentiated() -> None:
