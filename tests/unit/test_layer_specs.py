@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_policy.config import MegatronConfig
 from megatron_policy.converters.traits import Norm, QkNorm
 from megatron_policy.errors import ConfigError
+from megatron_policy.model.config import LOCAL, transformer_config
 from megatron_policy.model.spec import resolve_implementation
+from megatron_policy.topology import Topology
 from tests.unit.test_rows import model
 
 
@@ -33,3 +37,16 @@ def test_what_transformer_engine_cannot_express_is_refused_by_name(
         resolve_implementation("transformer_engine", model(**traits))
     for wish in ("auto", "local"):
         assert resolve_implementation(wish, model(**traits)) == "local"
+
+
+@pytest.mark.parametrize(("pp", "variable"), [(1, False), (1, True), (2, False), (2, True)])
+def test_stages_exchange_shapes_where_lengths_vary(pp: int, variable: bool) -> None:
+    """Megatron-Core refuses it with its default way of dispatching tokens to experts, also of a
+    model without experts.
+    """
+    described = transformer_config(
+        model(), MegatronConfig(), Topology(pp=pp, cp=2), torch.float32, LOCAL, variable
+    )
+    assert described.variable_seq_lengths == (variable and pp > 1)
+    assert described.moe_token_dispatcher_type == "alltoall"
+    assert described.context_parallel_size == 2
