@@ -17,6 +17,12 @@ from megatron_policy.device import current_device
 from megatron_policy.packing.tokens import TokenLayout, packed_layout, padded_layout
 
 
+NARROWEST = 2
+"""Positions that a microbatch keeps of a wider batch: losses look at pairs of tokens, and one that
+takes extrema over them fails where there is none.
+"""
+
+
 @dataclass(frozen=True)
 class Multiples:
     """What lengths are padded to so that a layout can split them: a whole row, and each sequence of
@@ -61,7 +67,7 @@ def padded_microbatch(
     data: BatchedDataDict, text_length: int, width: int, multiples: Multiples
 ) -> Microbatch:
     """All rows of `data` side by side, cut to `width` positions."""
-    data = cut(data, width)
+    data = cut(data, max(width, NARROWEST))
     rows, width = data["input_ids"].shape
     layout = padded_layout(rows, width, multiples.row, multiples.context_ranks)
     return _on_device(Microbatch(data, layout, text_length))
@@ -71,7 +77,7 @@ def packed_microbatch(
     data: BatchedDataDict, text_length: int, lengths: Sequence[int], multiples: Multiples
 ) -> Microbatch:
     """All rows of `data`, of which the first `lengths[i]` positions count, one behind the other."""
-    data = cut(data, max(lengths))
+    data = cut(data, max(*lengths, NARROWEST))
     width = data["input_ids"].size(1)
     layout = packed_layout(
         lengths, width, multiples.sequence, multiples.row, multiples.context_ranks

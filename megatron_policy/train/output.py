@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.packing.tokens import FILLER
 from megatron_policy.train.head import Head
-from megatron_policy.train.microbatch import Microbatch, cut
+from megatron_policy.train.microbatch import NARROWEST, Microbatch, cut
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Output:
         """
         mine_TRV = self.head.logits(self.hidden_TRD)
         layout, data = self.microbatch.layout, self.microbatch.data
-        if layout.plain:
+        if layout.plain and layout.width <= mine_TRV.size(0):
             yield data, mine_TRV[: layout.width].transpose(0, 1)
             return
         all_CTRV = _gather_copies(mine_TRV, self.context_group)
@@ -72,8 +72,10 @@ class Output:
             return
         flat = all_CTRV.flatten(0, 2)
         for row, where_S in enumerate(layout.where()):
-            where_S = where_S[where_S != FILLER]
-            yield cut(data.slice(row, row + 1), len(where_S)), flat[where_S].unsqueeze(0)
+            length = max(int((where_S != FILLER).sum()), NARROWEST)
+            where_S = where_S[:length]
+            logits_SV = flat[where_S.clamp(min=0)].masked_fill((where_S == FILLER)[:, None], 0)
+            yield cut(data.slice(row, row + 1), length), logits_SV.unsqueeze(0)
 
     def nothing(self) -> torch.Tensor:
         """A zero that depends on every parameter, so that all of them get a gradient of zero."""
