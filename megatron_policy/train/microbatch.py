@@ -16,7 +16,6 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.device import current_device
 from megatron_policy.packing.tokens import TokenLayout, packed_layout, padded_layout
 
-
 NARROWEST = 2
 """Positions that a microbatch keeps of a wider batch: losses look at pairs of tokens, and one that
 takes extrema over them fails where there is none.

@@ -1,8 +1,8 @@
-"""Every layout against one process of Hugging Face transformers and torch's AdamW.
+"""Every layout in bf16 against one process of Hugging Face transformers and torch's AdamW.
 
-Tolerances, fp32: logits, log-probabilities and weights 1e-5 absolute (values of order 1, sums of a
-few hundred terms in another order); loss and gradient norm 1e-5 relative. bf16: weights within one
-unit in the last place of their tensor's largest, see `assert_bf16_weights_like_hf`.
+Weights are within one unit in the last place of their tensor's largest, see
+`assert_bf16_weights_like_hf`; losses and gradient norms within 2 %. (In fp32, and with every
+batching: test_invariance.py.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, policy_config, train_two_steps
 from tests.dist.layouts import FAMILIES, LAYOUTS, LENGTH, VOCAB
 
-TOLERANCE = 1e-5
 # Small enough that the rounding of bf16 gradients moves no weight by a unit in its last place.
 BF16_LR = 1e-3
 
@@ -32,23 +31,8 @@ def data():
 
 
 @cache
-def expected(
-    path: Path, loss: str, dtype: torch.dtype = torch.float32, lr: float = oracle.LR
-) -> oracle.Trained:
-    loss_of = {
-        "token": oracle.token_level,
-        "sequence": oracle.sequence_level,
-        "logit": oracle.logit_level,
-    }
-    return oracle.train(path, data(), GLOBAL_BATCH, loss_of[loss], dtype, lr)
-
-
-@cache
-def hf_reading(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    model = oracle.load_hf(path)
-    tokens = data()["input_ids"]
-    with torch.no_grad():
-        return model(tokens).logits, oracle.hf_logprobs(model, tokens)
+def expected(path: Path) -> oracle.Trained:
+    return oracle.train(path, data(), GLOBAL_BATCH, oracle.token_level, torch.bfloat16, BF16_LR)
 
 
 def shards_of(path: Path, weights: dict[str, torch.Tensor], tp: int, rank: int, names: list[str]):
@@ -64,18 +48,6 @@ def shards_of(path: Path, weights: dict[str, torch.Tensor], tp: int, rank: int, 
         yield name, shard
 
 
-def assert_reads_like_hf(path: Path, seen: dict[str, Any]) -> None:
-    logits, logprobs = hf_reading(path)
-    torch.testing.assert_close(seen["before"]["logits"], logits, rtol=0, atol=TOLERANCE)
-    for reading in (seen["before"]["logprobs"], seen["reference"]):
-        torch.testing.assert_close(reading[:, 1:], logprobs, rtol=0, atol=TOLERANCE)
-        assert (reading[:, 0] == 0).all()
-    assert seen["unchanged"], "the policy's weights changed while the reference was active"
-    assert (seen["after"] - seen["before"]["logprobs"]).abs().max() > 1e-3, (
-        "training changed nothing"
-    )
-
-
 def assert_trained_like_hf(
     path: Path, tp: int, seen: dict[str, Any], hf: oracle.Trained, rel: float
 ) -> None:
@@ -85,40 +57,6 @@ def assert_trained_like_hf(
     assert seen["eval"]["global_loss"][0].item() == pytest.approx(hf.losses[0], rel=rel)
 
 
-def assert_metrics_complete(results: list[dict[str, Any]], loss: str) -> None:
-    """Every rank has its replica's metrics; over the replicas they add up to the global batch's
-    loss.
-    """
-    for index, step in enumerate(results[0]["steps"]):
-        by_replica = {}
-        for seen in results:
-            metrics = seen["steps"][index]["all_mb_metrics"]
-            assert by_replica.setdefault(seen["coords"].dp, metrics) == metrics
-        total = sum(sum(metrics["loss"]) for metrics in by_replica.values())
-        assert total == pytest.approx(step["global_loss"].item(), rel=1e-5)
-        valid = sum(sum(metrics["valid"]) for metrics in by_replica.values())
-        counted = "global_valid_toks" if loss == "token" else "global_valid_seqs"
-        assert valid == by_replica[0][counted][0]
-
-
-@pytest.mark.parametrize("tied", FAMILIES, ids=["tied", "untied"])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_equals_one_process_of_hf(ranks, checkpoints, name: str, tied: bool) -> None:
-    path, case = checkpoints[tied], LAYOUTS[name]
-    config = policy_config(path, case.megatron)
-    for loss in ("token", "sequence"):
-        results = ranks.run(
-            case.world, train_two_steps, config, loss, data(), VOCAB, loss == "token"
-        )
-        hf = expected(path, loss)
-        assert_metrics_complete(results, loss)
-        for seen in results:
-            if loss == "token":
-                assert_reads_like_hf(path, seen)
-            assert_trained_like_hf(path, case.tp, seen, hf, rel=1e-5)
-            assert_weights_like_hf(path, case.tp, seen, hf, TOLERANCE)
-
-
 @pytest.mark.parametrize("tied", FAMILIES, ids=["tied", "untied"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_bf16_weights_after_two_steps_are_within_one_ulp_of_hf(
@@ -126,17 +64,10 @@ def test_bf16_weights_after_two_steps_are_within_one_ulp_of_hf(
 ) -> None:
     path, case = checkpoints[tied], LAYOUTS[name]
     config = policy_config(path, case.megatron, lr=BF16_LR, precision="bfloat16")
-    hf = expected(path, "token", torch.bfloat16, BF16_LR)
+    hf = expected(path)
     for seen in ranks.run(case.world, train_two_steps, config, "token", data(), VOCAB, False):
         assert_trained_like_hf(path, case.tp, seen, hf, rel=2e-2)
         assert_bf16_weights_like_hf(path, case.tp, seen, hf)
-
-
-def assert_weights_like_hf(
-    path: Path, tp: int, seen: dict[str, Any], hf: oracle.Trained, atol: float
-) -> None:
-    for name, shard in shards_of(path, hf.weights, tp, seen["coords"].tp, list(seen["weights"])):
-        torch.testing.assert_close(seen["weights"][name], shard, rtol=0, atol=atol, msg=name)
 
 
 def assert_bf16_weights_like_hf(

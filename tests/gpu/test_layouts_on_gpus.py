@@ -1,32 +1,35 @@
-"""The layout table over NCCL, and the Transformer Engine path, where there are GPUs for it."""
+"""The invariance table over NCCL, and the Transformer Engine path, where there are GPUs for it."""
 
 from __future__ import annotations
 
 import importlib.util
 
 import pytest
-import torch
 
 from tests.dist.cases import policy_config, train_two_steps
 from tests.dist.layouts import FAMILIES, LAYOUTS, VOCAB
 from tests.dist.test_layouts import (
     BF16_LR,
     assert_bf16_weights_like_hf,
-    assert_metrics_complete,
-    assert_reads_like_hf,
     assert_trained_like_hf,
-    assert_weights_like_hf,
     data,
     expected,
 )
+from tests.invariance import cases
+from tests.invariance.cases import Cell, config_of
+from tests.invariance.compare import differences
+from tests.invariance.measure import run_cell
+from tests.invariance.oracle import data_of, few, truth
 
 WITH_TE = importlib.util.find_spec("transformer_engine") is not None
-CASES = [
-    pytest.param(
-        name, marks=pytest.mark.gpu if case.world == 1 else pytest.mark.multi_gpu(case.world)
-    )
-    for name, case in LAYOUTS.items()
-]
+
+
+def on_gpus(world: int) -> pytest.MarkDecorator:
+    return pytest.mark.gpu if world == 1 else pytest.mark.multi_gpu(world)
+
+
+CASES = [pytest.param(name, marks=on_gpus(case.world)) for name, case in LAYOUTS.items()]
+CELLS = [pytest.param(cell, marks=on_gpus(cell.of.world), id=cell.name) for cell in cases.CELLS]
 
 
 @pytest.fixture(autouse=True)
@@ -35,24 +38,18 @@ def exact_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
 
 
-@pytest.mark.parametrize("tied", FAMILIES, ids=["tied", "untied"])
-@pytest.mark.parametrize("name", CASES)
-def test_layout_on_gpus_equals_one_process_of_hf(
-    gpu_ranks, checkpoints, name: str, tied: bool
+@pytest.mark.parametrize("cell", CELLS)
+def test_cell_on_gpus_equals_hf_computing_each_sequence_alone(
+    gpu_ranks, checkpoints, cell: Cell
 ) -> None:
-    """Loss and norm 1e-4 relative: GPU kernels sum in another order than the CPU oracle."""
-    path, case = checkpoints[tied], LAYOUTS[name]
-    config = policy_config(path, case.megatron | {"transformer_impl": "local"})
-    for loss in ("token", "sequence"):
-        results = gpu_ranks.run(
-            case.world, train_two_steps, config, loss, data(), VOCAB, loss == "token"
-        )
-        assert_metrics_complete(results, loss)
-        for seen in results:
-            assert_trained_like_hf(path, case.tp, seen, expected(path, loss), rel=1e-4)
-            assert_weights_like_hf(path, case.tp, seen, expected(path, loss), atol=1e-5)
-            if loss == "token":
-                assert_reads_like_hf(path, seen)
+    """Within 1e-4: GPU kernels sum in another order than the CPU oracle."""
+    path = checkpoints[cell.tied]
+    data = few(data_of(path), cell.rows)
+    config = config_of(cell, path)
+    config["megatron_cfg"]["transformer_impl"] = "local"
+    results = gpu_ranks.run(cell.of.world, run_cell, cell, config, data)
+    found = differences(cell, path, data, truth(path, cell.loss, cell.rows), results)
+    assert all(value <= 1e-4 for value in found.values()), found
 
 
 IMPLEMENTATIONS = [
@@ -74,7 +71,7 @@ def test_bf16_on_gpus_equals_hf(
     path, case = checkpoints[tied], LAYOUTS[name]
     megatron = case.megatron | {"transformer_impl": implementation}
     config = policy_config(path, megatron, lr=BF16_LR, precision="bfloat16")
-    hf = expected(path, "token", torch.bfloat16, BF16_LR)
+    hf = expected(path)
     for seen in gpu_ranks.run(case.world, train_two_steps, config, "token", data(), VOCAB, False):
         assert_trained_like_hf(path, case.tp, seen, hf, rel=2e-2)
         assert_bf16_weights_like_hf(path, case.tp, seen, hf)

@@ -1,0 +1,113 @@
+"""No layout and no way to make microbatches changes a result: every cell of the table against one
+process of Hugging Face; docs/invariance.md says what that means and what was measured.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.invariance import cases, page
+from tests.invariance.cases import CELLS, Cell, config_of
+from tests.invariance.compare import TOLERANCE, Results, differences
+from tests.invariance.measure import LOSSES, run_cell
+from tests.invariance.mutations import MUTATIONS, run_broken
+from tests.invariance.oracle import data_of, few, truth
+
+WRITE = "INVARIANCE_PAGE"
+"""Set in the environment, a run of the whole table writes the page."""
+
+
+@pytest.fixture(scope="session")
+def measured() -> Iterator[dict[Cell, dict[str, float]]]:
+    """The worst differences of the cells that were run."""
+    found: dict[Cell, dict[str, float]] = {}
+    yield found
+    if os.environ.get(WRITE):
+        page.write(found)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_cell_equals_hf_computing_each_sequence_alone(
+    ranks, checkpoints, measured, cell: Cell
+) -> None:
+    path = checkpoints[cell.tied]
+    results = run(ranks, path, cell)
+    assert_microbatches_are_what_the_cell_says(cell, results)
+    found = compared(cell, path, results)
+    wrong = {name: value for name, value in found.items() if not value <= TOLERANCE}
+    assert not wrong, found
+    measured[cell] = found
+
+
+def run(ranks: Any, path: Path, cell: Cell) -> Results:
+    data = few(data_of(path), cell.rows)
+    return ranks.run(cell.of.world, run_cell, cell, config_of(cell, path), data)
+
+
+def compared(cell: Cell, path: Path, results: Results) -> dict[str, float]:
+    expected = truth(path, cell.loss, cell.rows)
+    return differences(cell, path, few(data_of(path), cell.rows), expected, results)
+
+
+def assert_microbatches_are_what_the_cell_says(cell: Cell, results: Results) -> None:
+    """A replica runs several, by tokens not all alike; of few rows there are too few for all."""
+    for step in range(cases.STEPS):
+        by_replica = {
+            seen["coords"].dp: seen["steps"][step]["all_mb_metrics"].get("lengths", [])
+            for seen in results
+        }
+        sizes = [size for each in by_replica.values() for size in each]
+        if cell.rows != cases.ROWS:
+            assert 0 < len(sizes) < cell.microbatches, by_replica
+        else:
+            assert max(map(len, by_replica.values())) > 1, by_replica
+            assert len(set(sizes)) > 1, by_replica
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_package_that_is_broken_in_one_place_fails_the_comparison(
+    ranks, checkpoints, name: str
+) -> None:
+    mutation = MUTATIONS[name]
+    path, cell = checkpoints[mutation.cell.tied], mutation.cell
+    data = few(data_of(path), cell.rows)
+    results = ranks.run(cell.of.world, run_broken, name, config_of(cell, path), data)
+    found = compared(cell, path, results)
+    for quantity in mutation.breaks:
+        assert not found[quantity] <= 10 * TOLERANCE, (quantity, found)
+    for quantity in mutation.keeps:
+        assert found[quantity] <= TOLERANCE, (quantity, found)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_two_steps_move_every_matrix_by_more_than_a_hundred_tolerances(
+    checkpoints, loss: str, tied: bool
+) -> None:
+    oracle = truth(checkpoints[tied], loss, cases.ROWS)
+    for name, weight in oracle.weights.items():
+        if weight.dim() > 1:
+            assert (weight - oracle.start[name]).abs().max() > 100 * TOLERANCE, name
+    moved = (oracle.after.logprobs_BS - oracle.before.logprobs_BS).abs().max()
+    assert moved > 1000 * TOLERANCE
+    assert min(map(abs, [*oracle.losses, *oracle.evaluated])) > 0.1, "relative to next to nothing"
+
+
+def test_the_table_has_every_layout_and_every_loss_with_every_batching() -> None:
+    assert len({cell.name for cell in CELLS}) == len(CELLS)
+    for name in cases.LAYOUTS:
+        own = [cell for cell in CELLS if cell.layout == name and cell.rows == cases.ROWS]
+        assert {cell.batching for cell in own} == set(cases.BATCHINGS)
+        assert {cell.loss for cell in own} >= set(cases.LOSSES)
+        assert {cell.tied for cell in own} == {True, False}
+    for loss in LOSSES:
+        assert {cell.batching for cell in CELLS if cell.loss == loss} == set(cases.BATCHINGS)
+    for loss in cases.LOSSES:
+        for tied in (True, False):
+            own = [cell for cell in CELLS if cell.loss == loss and cell.tied == tied]
+            assert {cell.batching for cell in own} == set(cases.BATCHINGS)

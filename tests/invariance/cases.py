@@ -1,0 +1,160 @@
+"""The cells of the invariance table, and the rows they all compute; knows neither oracle nor ranks.
+
+Shapes: B rows, S positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_policy.batch import BatchedDataDict
+from tests.dist.cases import policy_config
+from tests.dist.layouts import LENGTH, OVERLAPPED, VOCAB, Layout, layout
+
+SEQUENCE_PARALLEL = {"sequence_parallel": True}
+CP2, CP4 = {"context_parallel_size": 2}, {"context_parallel_size": 4}
+LAYOUTS = {
+    "one process": layout(1),
+    "TP2": layout(2, tp=2),
+    "TP2+SP": layout(2, tp=2, **SEQUENCE_PARALLEL),
+    "TP4 over 2 key-value groups": layout(4, tp=4),
+    "PP2": layout(2, pp=2),
+    "PP2, stages of 1 and 3 layers": layout(2, pp=2, num_layers_in_first_pipeline_stage=1),
+    "PP2, layers recomputed": layout(2, pp=2, activation_checkpointing=True),
+    "PP2xVPP2": layout(2, pp=2, vpp=2),
+    "DP2": layout(2),
+    "DP4": layout(4),
+    "DP2, distributed optimizer, overlaps": layout(2, **OVERLAPPED),
+    "CP2": layout(2, **CP2),
+    "CP4": layout(4, **CP4),
+    "CP2xDP2, distributed optimizer, overlaps": layout(4, **CP2, **OVERLAPPED),
+    "TP2xCP2+SP": layout(4, tp=2, **CP2, **SEQUENCE_PARALLEL),
+    "PP2xCP2": layout(4, pp=2, **CP2),
+    "TP2xPP2xDP2+SP, distributed optimizer, overlaps": layout(
+        8, tp=2, pp=2, **SEQUENCE_PARALLEL, **OVERLAPPED
+    ),
+    "PP2xVPP2xCP2xDP2": layout(8, pp=2, vpp=2, **CP2),
+    "TP2xPP2xCP2+SP": layout(8, tp=2, pp=2, **CP2, **SEQUENCE_PARALLEL),
+}
+BATCHINGS = ("padded", "dynamic", "packed")
+LOSSES = ("token", "sequence", "policy gradient")
+ROWS, STEPS = 16, 2
+FEW = {"DP4": 3, "PP2xVPP2": 1, "PP2xVPP2xCP2xDP2": 3}
+"""Rows of a global batch that are fewer than the microbatches that must run."""
+WITH_LOGITS = ("PP2xCP2", "CP2xDP2, distributed optimizer, overlaps", "TP2xCP2+SP")
+"""Layouts of the loss that is given all logits, with each way to make microbatches."""
+
+# Small enough for several microbatches, large enough for the longest row under every layout.
+TRAIN_TOKENS, READ_TOKENS, READ_ROWS = 24, 64, 7
+TILE = 5  # positions of one tile of the language-model head: several tiles a microbatch
+CANDIDATES = 130  # more than a tensor-parallel rank's slice of the vocabulary has
+
+LENGTHS = (13, 1, 7, 4, 10, 2, 9, 5, 12, 6, 13, 3, 8, 11, 1, 5)  # of the first global batch
+LENGTHS += (5, 13, 2, 6, 13, 1, 8, 11, 3, 12, 4, 9, 7, 10, 1, 6)
+EMPTY, LEFT_OUT = (4, 20), (6, 25)  # rows with an empty token mask, and rows that do not count
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the page: what is run, and in global batches of how many rows."""
+
+    layout: str
+    batching: str
+    loss: str
+    tied: bool
+    rows: int = ROWS
+
+    @property
+    def name(self) -> str:
+        """What a test of this cell is called."""
+        family = "tied" if self.tied else "untied"
+        return f"{self.layout} | {self.rows_in_words} | {self.loss} | {family}"
+
+    @property
+    def rows_in_words(self) -> str:
+        """How microbatches are made, and of how many rows where these are few."""
+        few = "" if self.rows == ROWS else f", {self.rows} row{'s' * (self.rows > 1)}"
+        return self.batching + few
+
+    @property
+    def of(self) -> Layout:
+        return LAYOUTS[self.layout]
+
+    @property
+    def microbatches(self) -> int:
+        """The fewest that all replicas together run: whole rounds of the interleaved schedule."""
+        sizes = self.of.megatron
+        stages = sizes["pipeline_model_parallel_size"]
+        replica = self.of.tp * stages * sizes.get("context_parallel_size", 1)
+        interleaved = sizes["virtual_pipeline_model_parallel_size"] > 1
+        return self.of.world // replica * (stages if interleaved else 1)
+
+
+def _cells() -> tuple[Cell, ...]:
+    """Every layout with every batching; losses and families take turns, so that every layout has
+    every loss and both families, and every loss every batching and both families.
+    """
+    cells = [
+        Cell(name, batching, LOSSES[(row + column) % 3], (row + column) % 2 == 0)
+        for row, name in enumerate(LAYOUTS)
+        for column, batching in enumerate(BATCHINGS)
+    ]
+    turns = cycle(LOSSES)
+    for batching, name in zip(BATCHINGS, WITH_LOGITS, strict=True):
+        cells.append(Cell(name, batching, "entropy of logits", batching == "dynamic"))
+    for name, few in FEW.items():
+        for batching in BATCHINGS[1:]:
+            cells.append(Cell(name, batching, next(turns), batching == "packed", few))
+    return tuple(cells)
+
+
+CELLS = _cells()
+
+
+def rows(start_logprobs_BS: torch.Tensor) -> BatchedDataDict:
+    """The rows of both global batches, of lengths 1 to S, with whatever the losses read.
+
+    Behind a row's end there is anything but zeros, and its masks have holes. `start_logprobs_BS`
+    are the model's before training; those that the policy gradient compares with are drawn around
+    them. `row` numbers the rows.
+    """
+    random = torch.Generator().manual_seed(4)
+    lengths_B = torch.tensor(LENGTHS)
+    count = len(LENGTHS)
+    inside_BS = torch.arange(LENGTH) < lengths_B.unsqueeze(1)
+    mask_BS = inside_BS & (torch.rand(count, LENGTH, generator=random) < 0.8)
+    mask_BS[list(EMPTY)] = False
+    sample_mask_B = torch.ones(count)
+    sample_mask_B[list(LEFT_OUT)] = 0.0
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random)
+
+    return BatchedDataDict(
+        {
+            "input_ids": torch.randint(1, VOCAB, (count, LENGTH), generator=random),
+            "input_lengths": lengths_B,
+            "token_mask": mask_BS.long(),
+            "sample_mask": sample_mask_B,
+            "prev_logprobs": start_logprobs_BS + 0.3 * noise(count, LENGTH),
+            "reference_logprobs": start_logprobs_BS + 0.2 * noise(count, LENGTH),
+            "advantages": (1 + 0.8 * noise(count, 1)).expand(count, LENGTH).contiguous(),
+            "row": torch.arange(count),
+        }
+    )
+
+
+def config_of(cell: Cell, path: Path) -> dict[str, Any]:
+    """The policy's configuration for a cell."""
+    budget = {"enabled": True, "train_mb_tokens": TRAIN_TOKENS, "logprob_mb_tokens": READ_TOKENS}
+    batching: dict[str, Any] = {"logprob_chunk_size": TILE, "logprob_batch_size": READ_ROWS}
+    if cell.batching == "dynamic":
+        batching["dynamic_batching"] = budget | {"sequence_length_round": 2}
+    if cell.batching == "packed":
+        batching["sequence_packing"] = budget | {"algorithm": "modified_first_fit_decreasing"}
+    return policy_config(path, cell.of.megatron, train_global_batch_size=cell.rows, **batching)

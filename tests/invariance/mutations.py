@@ -1,0 +1,111 @@
+"""The package broken in one place each, to show that the comparison of the table would see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.model import context_parallel
+from megatron_policy.packing.tokens import Piece, TokenLayout
+from megatron_policy.train import losses, step
+from tests.invariance.cases import Cell
+from tests.invariance.measure import run_cell
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """What is broken, in which cell, which quantities must tell, and which must not."""
+
+    cell: Cell
+    apply: Callable[[pytest.MonkeyPatch], None]
+    breaks: tuple[str, ...]
+    keeps: tuple[str, ...] = ()
+
+
+def run_broken(name: str, config: Mapping[str, Any], data: BatchedDataDict) -> dict[str, Any]:
+    """`run_cell` of a mutation's cell on a rank whose package is broken meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        MUTATIONS[name].apply(patch)
+        return run_cell(MUTATIONS[name].cell, config, data)
+
+
+def _one_piece(patch: pytest.MonkeyPatch) -> None:
+    def whole(self: TokenLayout, rank: int) -> tuple[Piece, ...]:
+        return (Piece(0, self.full_length, 0, self.full_length),)
+
+    patch.setattr(TokenLayout, "pieces", whole)
+
+
+def _neighbours(patch: pytest.MonkeyPatch) -> None:
+    def contiguous(self: TokenLayout, rank: int) -> torch.Tensor:
+        own = self.columns_CT.size(1)
+        return torch.arange(rank * own, (rank + 1) * own, device=self.columns_CT.device)
+
+    patch.setattr(TokenLayout, "positions", contiguous)
+
+
+def _own_gradient(patch: pytest.MonkeyPatch) -> None:
+    def own(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        by_rank = torch.empty_like(grad)
+        by_rank[ctx.saved_tensors[0]] = grad
+        return by_rank.chunk(ctx.group.size())[ctx.group.rank()].clone(), None, None
+
+    patch.setattr(context_parallel._Gather, "backward", staticmethod(own))
+
+
+def _mask_of_all_but_the_first(patch: pytest.MonkeyPatch) -> None:
+    counted = losses.counted
+
+    def fewer(data: BatchedDataDict) -> torch.Tensor:
+        mask_BS = counted(data)
+        mask_BS[:1] = False
+        return mask_BS
+
+    patch.setattr(losses, "counted", fewer)
+
+
+def _counts_of_one_replica(patch: pytest.MonkeyPatch) -> None:
+    counted = step.count_valid
+
+    def own(batch: BatchedDataDict, group: Any, device: torch.device) -> Any:
+        alone = torch.distributed.new_group(
+            [torch.distributed.get_rank()], use_local_synchronization=True
+        )
+        return counted(batch, alone, device)
+
+    patch.setattr(step, "count_valid", own)
+
+
+READ = ("logprobs before", "logprobs after", "reference", "entropy", "top-k")
+TRAINED = ("loss", "metrics", "grad norm", "weights")
+MUTATIONS = {
+    "packed sequences see those before them": Mutation(
+        Cell("one process", "packed", "token", True), _one_piece, (*READ, *TRAINED)
+    ),
+    "a context-parallel rank takes its positions for neighbours": Mutation(
+        Cell("CP2", "padded", "token", False), _neighbours, (*READ, *TRAINED)
+    ),
+    "keys of other context-parallel ranks get no gradient": Mutation(
+        Cell("CP2", "packed", "policy gradient", True),
+        _own_gradient,
+        ("grad norm", "weights", "logprobs after"),
+        ("logprobs before", "reference", "entropy", "top-k"),
+    ),
+    "the first sequence of a microbatch is left out of the loss": Mutation(
+        Cell("one process", "packed", "token", False),
+        _mask_of_all_but_the_first,
+        ("loss", "grad norm", "weights"),
+        ("logprobs before", "reference", "entropy", "top-k"),
+    ),
+    "replicas divide by their own counts": Mutation(
+        Cell("DP2", "dynamic", "sequence", True),
+        _counts_of_one_replica,
+        ("loss", "grad norm", "weights"),
+        ("logprobs before", "reference", "entropy", "top-k"),
+    ),
+}

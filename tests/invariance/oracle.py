@@ -1,0 +1,145 @@
+"""What every cell must reproduce: Hugging Face's model in one process, which computes each sequence
+alone, without padding, and is trained by torch's AdamW.
+
+Shapes: B rows, S positions, L tokens of one row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from megatron_policy.batch import BatchedDataDict
+from tests import oracle
+from tests.dist.layouts import LENGTH
+from tests.invariance import cases, losses
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a model makes of the rows: values of token t given those before it at t, logits after it
+    at t; 0 where there is no such token.
+    """
+
+    logprobs_BS: torch.Tensor
+    entropy_BS: torch.Tensor
+    logits_BSV: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Truth:
+    """A model before, in and after its training; `evaluated` are the losses of all global batches
+    under the starting weights, `metrics` a dict for each step.
+    """
+
+    before: Reading
+    after: Reading
+    evaluated: list[float]
+    losses: list[float]
+    grad_norms: list[float]
+    metrics: list[dict[str, Any]]
+    start: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+
+
+RESULTS = {
+    "token": losses.token_result,
+    "sequence": losses.sequence_result,
+    "policy gradient": losses.policy_gradient_result,
+    "entropy of logits": losses.entropy_result,
+}
+
+
+@cache
+def data_of(path: Path) -> BatchedDataDict:
+    """The rows for the checkpoint `path`."""
+    plain = cases.rows(torch.zeros(len(cases.LENGTHS), LENGTH))
+    return cases.rows(read(oracle.load_hf(path), plain).logprobs_BS)
+
+
+def few(data: BatchedDataDict, count: int) -> BatchedDataDict:
+    """The first `count` rows of both global batches, numbered anew."""
+    chosen = data.select_indices([*range(count), *range(cases.ROWS, cases.ROWS + count)])
+    chosen["row"] = torch.arange(chosen.size)
+    return chosen
+
+
+def _alone(model: PreTrainedModel, tokens_S: torch.Tensor, length: int) -> torch.Tensor:
+    """fp32 logits `[L, V]` of one sequence."""
+    logits: torch.Tensor = model(tokens_S[None, :length]).logits[0].float()
+    return logits
+
+
+def _next_tokens(logits_LV: torch.Tensor, tokens_L: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Log-probabilities of the tokens from the second on, and the entropies of what they are drawn
+    from, `[L - 1]`.
+    """
+    scores_LV = logits_LV[:-1].log_softmax(-1)
+    logprobs_L = scores_LV.gather(-1, tokens_L[1:, None]).squeeze(-1)
+    return logprobs_L, -(scores_LV.exp() * scores_LV).sum(-1)
+
+
+def scores(model: PreTrainedModel, data: BatchedDataDict) -> losses.Scores:
+    """Next-token log-probabilities and entropies, differentiable; 0 beyond the end of a row."""
+    found = []
+    for tokens_S, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True):
+        own = _next_tokens(_alone(model, tokens_S, length), tokens_S[:length])
+        missing = len(tokens_S) - length
+        found.append([torch.nn.functional.pad(part_L, (0, missing)) for part_L in own])
+    logprobs, entropies = zip(*found, strict=True)
+    return losses.Scores(torch.stack(logprobs), torch.stack(entropies))
+
+
+@torch.no_grad()
+def read(model: PreTrainedModel, data: BatchedDataDict) -> Reading:
+    """All there is to read of the rows."""
+    rows, width = data["input_ids"].shape
+    logits_BSV = torch.zeros(rows, width, model.config.vocab_size)
+    logprobs_BS, entropy_BS = torch.zeros(2, rows, width)
+    for row, length in enumerate(data["input_lengths"].tolist()):
+        tokens_S = data["input_ids"][row]
+        logits_LV = logits_BSV[row, :length] = _alone(model, tokens_S, length)
+        logprobs_L, entropy_L = _next_tokens(logits_LV, tokens_S[:length])
+        logprobs_BS[row, 1:length], entropy_BS[row, 1:length] = logprobs_L, entropy_L
+    return Reading(logprobs_BS, entropy_BS, logits_BSV)
+
+
+@cache
+def truth(path: Path, loss: str, rows: int) -> Truth:
+    """Two steps of training over global batches of the first `rows` rows of each."""
+    data = few(data_of(path), rows)
+    evaluate, metrics = RESULTS[loss], []
+
+    def step(model: PreTrainedModel, batch: BatchedDataDict) -> torch.Tensor:
+        value, found = evaluate(scores(model, batch), batch, *losses.counts(batch))
+        metrics.append(found)
+        return value
+
+    trained = oracle.train(path, data, rows, step)
+    model = oracle.load_hf(path)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = read(model, data)
+    evaluated = []
+    for index in range(cases.STEPS):
+        batch = data.get_batch(index, rows)
+        own = slice(index * rows, (index + 1) * rows)
+        known = losses.Scores(before.logprobs_BS[own, 1:], before.entropy_BS[own, 1:])
+        evaluated.append(evaluate(known, batch, *losses.counts(batch))[0].item())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(trained.weights[name])
+    return Truth(
+        before=before,
+        after=read(model, data),
+        evaluated=evaluated,
+        losses=trained.losses,
+        grad_norms=trained.grad_norms,
+        metrics=metrics,
+        start=start,
+        weights=trained.weights,
+    )

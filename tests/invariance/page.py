@@ -1,0 +1,116 @@
+"""The page docs/invariance.md: page.md filled with what a run of the table measured, and read back;
+runs nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from tests.dist.layouts import FAMILIES, LENGTH, SIZES, VOCAB
+from tests.invariance.cases import (
+    BATCHINGS,
+    CANDIDATES,
+    CELLS,
+    EMPTY,
+    LAYOUTS,
+    LEFT_OUT,
+    LENGTHS,
+    LOSSES,
+    ROWS,
+    STEPS,
+    TILE,
+    WITH_LOGITS,
+    Cell,
+)
+from tests.invariance.compare import QUANTITIES, TOLERANCE
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "invariance.md"
+TEMPLATE = Path(__file__).with_suffix(".md")
+PACKAGES = ("torch", "megatron-core", "transformers")
+
+Measured = Mapping[Cell, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the page's table: its first columns, which name a cell, and the numbers."""
+
+    names: tuple[str, ...]
+    numbers: tuple[float, ...]
+
+
+def names_of(cell: Cell) -> tuple[str, ...]:
+    """A cell's first columns."""
+    return (cell.layout, cell.rows_in_words, cell.loss, FAMILIES[cell.tied])
+
+
+def lines(text: str) -> list[Line]:
+    """The rows of the table of results of a page."""
+    found = []
+    for line in text.splitlines():
+        columns = [column.strip() for column in line.strip().strip("|").split("|")]
+        if len(columns) == 4 + len(QUANTITIES) and re.match(r"\d", columns[-1]):
+            names = tuple(name.strip("`") for name in columns[:4])
+            found.append(Line(names, tuple(float(number) for number in columns[4:])))
+    return found
+
+
+def versions(text: str) -> dict[str, str]:
+    """The versions a page says it was made with."""
+    return dict(re.findall(r"\| `([a-z-]+)` \| ([\w.]+) \|", text))
+
+
+def write(measured: Measured) -> None:
+    """The page, from the worst differences of every cell of the table."""
+    assert set(measured) == set(CELLS), "the page needs a run of the whole table"
+    PAGE.write_text(render(measured), encoding="utf-8")
+
+
+def render(measured: Measured) -> str:
+    """The page's text."""
+    header = ("layout", "batching", "loss", "family", *QUANTITIES)
+    rows = [
+        " | ".join((*names_of(cell), *(f"{measured[cell][name]:.1e}" for name in QUANTITIES)))
+        for cell in CELLS
+    ]
+    worst = [f"**{max(measured[cell][name] for cell in CELLS):.1e}**" for name in QUANTITIES]
+    table = [" | ".join(header), " | ".join(["---"] * 4 + ["---:"] * len(QUANTITIES)), *rows]
+    table.append(" | ".join(("**the worst of all**", "", "", "", *worst)))
+    packages = [f"| `{name}` | {version(name).partition('+')[0]} |" for name in PACKAGES]
+    text = TEMPLATE.read_text(encoding="utf-8").format(
+        table="\n".join(f"| {row} |" for row in table),
+        versions="\n".join(["| package | version |", "|---|---|", *packages]),
+        layouts=len(LAYOUTS),
+        batchings=len(BATCHINGS),
+        losses=len(LOSSES),
+        families=len(FAMILIES),
+        product=len(LAYOUTS) * len(BATCHINGS) * len(LOSSES) * len(FAMILIES),
+        latin=len(LAYOUTS) * len(BATCHINGS),
+        small=sum(cell.rows != ROWS for cell in CELLS),
+        logits=len(WITH_LOGITS),
+        tolerance=f"{TOLERANCE:.0e}".replace("e-0", "e-"),
+        rows=ROWS,
+        steps=STEPS,
+        lengths=", ".join(map(str, LENGTHS[:ROWS])) + " and " + ", ".join(map(str, LENGTHS[ROWS:])),
+        ones=LENGTHS.count(1),
+        empty=len(EMPTY),
+        left_out=len(LEFT_OUT),
+        length=LENGTH,
+        vocab=VOCAB,
+        tile=TILE,
+        candidates=CANDIDATES,
+        **{name: SIZES[name] for name in ("layers", "heads", "groups", "hidden")},
+    )
+    return "\n\n".join(map(_wrapped, text.split("\n\n")))
+
+
+def _wrapped(paragraph: str) -> str:
+    """A paragraph in lines of 120 characters; tables and headings as they are."""
+    if paragraph.startswith(("|", "#")):
+        return paragraph
+    return textwrap.fill(paragraph, 120, break_long_words=False, break_on_hyphens=False)

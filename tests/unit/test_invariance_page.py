@@ -1,0 +1,43 @@
+"""The page of measured differences is of the table that is run, and every number is within its
+tolerance.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.invariance import page
+from tests.invariance.cases import CELLS
+from tests.invariance.compare import QUANTITIES, TOLERANCE
+
+
+def test_the_page_lists_the_cells_of_the_table_each_within_its_tolerance() -> None:
+    text = page.PAGE.read_text(encoding="utf-8")
+    lines = page.lines(text)
+    assert [line.names for line in lines] == [page.names_of(cell) for cell in CELLS], (
+        "docs/invariance.md is of another table: run `make invariance`"
+    )
+    for line in lines:
+        assert all(0 <= number <= TOLERANCE for number in line.numbers), line
+        assert len(line.numbers) == len(QUANTITIES)
+
+
+def test_the_page_was_measured_with_the_versions_that_are_pinned() -> None:
+    pins = (page.PAGE.parents[1] / ".ci" / "constraints.txt").read_text()
+    pinned = dict(re.findall(r"^([a-z-]+)==([\w.]+)$", pins, re.MULTILINE))
+    found = page.versions(page.PAGE.read_text(encoding="utf-8"))
+    assert found == {name: pinned[name] for name in page.PACKAGES}, "run `make invariance`"
+
+
+def test_a_page_of_part_of_the_table_is_not_written() -> None:
+    with pytest.raises(AssertionError, match="whole table"):
+        page.write({CELLS[0]: dict.fromkeys(QUANTITIES, 0.0)})
+
+
+def test_a_page_is_read_back_as_it_was_rendered() -> None:
+    measured = {cell: {q: n * 1e-7 for n, q in enumerate(QUANTITIES)} for cell in CELLS}
+    lines = page.lines(page.render(measured))
+    assert [line.names for line in lines] == [page.names_of(cell) for cell in CELLS]
+    assert {line.numbers for line in lines} == {tuple(n * 1e-7 for n in range(len(QUANTITIES)))}
