@@ -1,26 +1,37 @@
-"""Log-probabilities and top-k over a vocabulary that is split between ranks; takes a group, knows
+"""Log-probabilities from logits over a vocabulary that is split between ranks; takes a group, knows
 nothing of models.
 
-Shapes: B rows, S positions, V this rank's slice of the vocabulary, K candidates.
+Shapes: B rows, S positions, V this rank's slice of the vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+CHUNK = 1024
+"""Positions whose softmax is held at a time."""
+
 
 def vocab_parallel_logprobs(
-    logits_BSV: torch.Tensor, targets_BS: torch.Tensor, vocab_start: int, group: dist.ProcessGroup
+    logits_BSV: torch.Tensor,
+    targets_BS: torch.Tensor,
+    vocab_start: int,
+    group: dist.ProcessGroup,
+    chunk: int = CHUNK,
 ) -> torch.Tensor:
     """`log softmax(logits)[target]` as fp32 `[B, S]`, differentiable in the logits.
 
     `logits_BSV` is this rank's fp32 slice `[vocab_start, vocab_start + V)`; every rank of `group`
-    gets the result.
+    gets the result. Beyond the logits, and their gradient in the backward pass, no more than
+    `chunk * V` elements are held.
     """
-    result: torch.Tensor = _VocabParallelLogprob.apply(logits_BSV, targets_BS, vocab_start, group)
+    result: torch.Tensor = _VocabParallelLogprob.apply(
+        logits_BSV, targets_BS, vocab_start, group, chunk
+    )
     return result
 
 
@@ -36,8 +47,9 @@ class _VocabParallelLogprob(torch.autograd.Function):
         targets_BS: torch.Tensor,
         vocab_start: int,
         group: dist.ProcessGroup,
+        chunk: int,
     ) -> torch.Tensor:
-        normaliser_BS = vocab_parallel_logsumexp(logits_BSV, group)
+        normaliser_BS = _logsumexp(logits_BSV, group, chunk)
         local_BS = targets_BS - vocab_start
         mine_BS = (local_BS >= 0) & (local_BS < logits_BSV.size(-1))
         local_BS = local_BS.masked_fill(~mine_BS, 0)
@@ -45,25 +57,41 @@ class _VocabParallelLogprob(torch.autograd.Function):
         if group.size() > 1:
             dist.all_reduce(target_BS, group=group)
         ctx.save_for_backward(logits_BSV, normaliser_BS, local_BS, mine_BS)
+        ctx.chunk = chunk
         return target_BS - normaliser_BS
 
     @staticmethod
-    def backward(ctx: Any, grad_BS: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_BS: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None, None]:
         logits_BSV, normaliser_BS, local_BS, mine_BS = ctx.saved_tensors
-        grad_BSV = (logits_BSV - normaliser_BS.unsqueeze(-1)).exp_().mul_(-grad_BS.unsqueeze(-1))
+        grad_BSV = torch.empty_like(logits_BSV, memory_format=torch.contiguous_format)
+        for part in _parts(logits_BSV, ctx.chunk):
+            softmax = (logits_BSV[part] - normaliser_BS[part].unsqueeze(-1)).exp_()
+            grad_BSV[part] = softmax.mul_(-grad_BS[part].unsqueeze(-1))
         grad_BSV.scatter_add_(-1, local_BS.unsqueeze(-1), (grad_BS * mine_BS).unsqueeze(-1))
-        return grad_BSV, None, None, None
+        return grad_BSV, None, None, None, None
 
 
-def vocab_parallel_logsumexp(logits_BSV: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _logsumexp(logits_BSV: torch.Tensor, group: dist.ProcessGroup, chunk: int) -> torch.Tensor:
     """`log sum exp` over the whole vocabulary, fp32 `[B, S]`, the same on every rank of `group`."""
-    if group.size() == 1:
-        return logits_BSV.logsumexp(-1)
     peak_BS = logits_BSV.amax(-1)
-    dist.all_reduce(peak_BS, op=dist.ReduceOp.MAX, group=group)
-    total_BS = (logits_BSV - peak_BS.unsqueeze(-1)).exp_().sum(-1)
-    dist.all_reduce(total_BS, group=group)
+    if group.size() > 1:
+        dist.all_reduce(peak_BS, op=dist.ReduceOp.MAX, group=group)
+    total_BS = torch.empty_like(peak_BS)
+    for part in _parts(logits_BSV, chunk):
+        total_BS[part] = (logits_BSV[part] - peak_BS[part].unsqueeze(-1)).exp_().sum(-1)
+    if group.size() > 1:
+        dist.all_reduce(total_BS, group=group)
     return peak_BS + total_BS.log_()
+
+
+def _parts(logits_BSV: torch.Tensor, chunk: int) -> Iterator[tuple[slice, slice]]:
+    """Indices of at most `chunk` positions, or of one of each row, that cover all of them."""
+    rows, positions = logits_BSV.shape[:2]
+    step = max(1, chunk // max(rows, 1))
+    for start in range(0, positions, step):
+        yield slice(None), slice(start, start + step)
 
 
 def gather_vocab(logits_BSV: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
