@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 class Measurement:
     """What a row measured: its `ratio`, and the CPU seconds of every run of each program, in order.
 
-    `verified` says what was compared, in these same runs, to know that the same work was done.
+    `verified` says what was compared, in these same runs, to know that the same work was done;
+    `beside` are the ratios of other ways to do it, by name.
     """
 
     ratio: float
     runs: Mapping[str, tuple[float, ...]]
     verified: str
+    beside: Mapping[str, float] = field(default_factory=dict)
 
 
 def ratio_of_minima(numerator: tuple[float, ...], denominator: tuple[float, ...]) -> float:
@@ -48,6 +50,8 @@ def line_of(
     fields["cpu_s"] = {name: min(seconds) for name, seconds in runs.items()}
     fields["load_average"] = None if load_average is None else round(load_average, 2)
     fields |= {"runs": runs, "verified": measurement.verified}
+    if measurement.beside:
+        fields["beside"] = dict(measurement.beside)
     return json.dumps(fields | {"made_with": dict(made_with or {})})
 
 
@@ -64,9 +68,11 @@ def summary(line: str) -> str:
         return f"{head}: skipped, {row['skipped']}"
     sign = "<=" if row["better"] == "lower" else ">="
     seconds = ", ".join(f"{name} {value:.3f}" for name, value in row["cpu_s"].items())
+    others = "".join(f"; {name} {value:g}" for name, value in row.get("beside", {}).items())
     return (
         f"{head}: {row['ratio']:.3f} (goal {sign} {row['goal']:g}, limit {row['limit']:g}) "
         f"{'met' if row['met'] else 'MISSED'}; cpu s: {seconds}; load {row['load_average']}"
+        f"{others}"
     )
 
 

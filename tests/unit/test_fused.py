@@ -334,3 +334,10 @@ def test_of_equal_logits_the_lowest_entry_comes_first(k: int, chunk: int) -> Non
     sorted_NV = (hidden_ND @ weight_VD.T).sort(dim=-1, descending=True, stable=True)
     assert torch.equal(values_NK, sorted_NV.values[:, :k])
     assert torch.equal(indices_NK, sorted_NV.indices[:, :k])
+
+
+def test_negative_zero_is_no_less_than_zero() -> None:
+    weight_VD = torch.tensor([[-1e-20], [1e-20], [-1e-20], [1e-20], [1.0]])
+    head = HeadShape(0, 5, scale=1e-30)  # all but the last underflow
+    _, indices_NK = fused_topk(torch.ones(1, 1), weight_VD, 5, head, ALONE, chunk=1)
+    assert indices_NK.tolist() == [[4, 0, 1, 2, 3]]

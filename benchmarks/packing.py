@@ -1,0 +1,131 @@
+"""Scorecard row 9: how much of a step computes tokens that count, while no rank waits for another;
+a model of cost over real plans, not a timing.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from benchmarks.results import Measurement
+from megatron_policy.packing.batching import Batching
+from megatron_policy.packing.bins import ALGORITHMS, Bins, modified_first_fit_decreasing
+from megatron_policy.packing.cost import sequence_cost
+from megatron_policy.packing.plan import Share, plan_rows
+from megatron_policy.packing.tokens import packed_layout
+
+RANKS, ROWS, CAPACITY, HIDDEN = 32, 512, 8192, 3584
+MEDIAN, SIGMA, DRAWS = 600, 1.0, 5
+ROUND = 64
+"""What the host's dynamic batches and packed sequences are rounded up to."""
+
+COST = sequence_cost(HIDDEN)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one data-parallel rank computes: tokens, with padding, and their cost."""
+
+    tokens: int
+    cost: float
+
+
+def step_efficiency(folder: Path, repetitions: int) -> Measurement:
+    """The mean over draws of token efficiency x balance of `balanced`, the worse of one and of two
+    context-parallel ranks; beside it the other algorithms and ways.
+    """
+    draws = [lengths(seed) for seed in range(DRAWS)]
+    ways = _ways()
+    beside = {name: mean(efficiency(way(draw), draw) for draw in draws) for name, way in ways}
+    runs: dict[str, list[float]] = {name: [] for name, _ in ways}
+    for _ in range(repetitions):
+        for name, way in ways:
+            started = time.process_time()
+            way(draws[0])
+            runs[name].append(time.process_time() - started)
+    return Measurement(
+        min(beside["balanced"], beside["balanced, CP 2"]),
+        {name: tuple(seconds) for name, seconds in runs.items()},
+        "every row once, no microbatch above its tokens, equally many on every rank",
+        {name: round(value, 4) for name, value in beside.items()},
+    )
+
+
+def lengths(seed: int) -> list[int]:
+    """A draw of ROWS log-normal lengths, cut to the capacity."""
+    source = random.Random(seed)
+    drawn = (source.lognormvariate(math.log(MEDIAN), SIGMA) for _ in range(ROWS))
+    return [min(max(round(length), 1), CAPACITY) for length in drawn]
+
+
+def efficiency(ranks: Sequence[Work], draw: Sequence[int]) -> float:
+    """Tokens that count of those computed, times the mean of the ranks' costs over the largest."""
+    costs = [work.cost for work in ranks]
+    return sum(draw) / sum(work.tokens for work in ranks) * mean(costs) / max(costs)
+
+
+def _ways() -> list[tuple[str, Callable[[Sequence[int]], list[Work]]]]:
+    packed = [
+        (name if context == 1 else f"{name}, CP {context}", _packed(name, context))
+        for context, names in ((1, ALGORITHMS), (2, ("balanced",)))
+        for name in names
+    ]
+    return [*packed, ("dynamic", _dynamic), ("bins dealt in turn", dealt_in_turn)]
+
+
+def _packed(algorithm: str, context: int) -> Callable[[Sequence[int]], list[Work]]:
+    multiple = 2 * context if context > 1 else 1
+    settings = Batching("packed", CAPACITY, multiple, algorithm)
+
+    def work(draw: Sequence[int], share: Share) -> Work:
+        tokens = 0
+        for span in share.plan.batches[0]:
+            rows = [draw[row] for row in share.rows[span.start : span.end]]
+            layout = packed_layout(rows, CAPACITY, multiple, multiple, context)
+            assert sum(rows) <= layout.full_length <= CAPACITY
+            tokens += layout.full_length
+        return Work(tokens, sum(COST(settings.size(draw[row])) for row in share.rows))
+
+    def way(draw: Sequence[int]) -> list[Work]:
+        shares = _checked(plan_rows(draw, settings, RANKS, 1, COST, CAPACITY))
+        return [work(draw, share) for share in shares]
+
+    return way
+
+
+def _dynamic(draw: Sequence[int]) -> list[Work]:
+    settings = Batching("dynamic", CAPACITY, ROUND)
+    shares = _checked(plan_rows(draw, settings, RANKS, 1, COST, CAPACITY))
+    spans = [[(s.end - s.start, s.length) for s in share.plan.batches[0]] for share in shares]
+    assert all(rows * length <= CAPACITY for each in spans for rows, length in each)
+    return [
+        Work(sum(rows * length for rows, length in each), sum(r * COST(n) for r, n in each))
+        for each in spans
+    ]
+
+
+def dealt_in_turn(draw: Sequence[int]) -> list[Work]:
+    """As hosts do it: lengths rounded up, packed modified first fit decreasing, a bin more for the
+    fullest one's last sequence until the ranks divide them, and every 32nd bin to the same rank.
+    """
+    sizes = [-(-length // ROUND) * ROUND for length in draw]
+    bins: Bins = modified_first_fit_decreasing(sizes, CAPACITY)
+    fullest = sorted(bins, key=len, reverse=True)
+    at = 0
+    while len(bins) % RANKS:
+        while len(fullest[at]) == 1:
+            at += 1
+        bins.append([fullest[at].pop()])
+    taken = [[row for bin_ in bins[rank::RANKS] for row in bin_] for rank in range(RANKS)]
+    return [Work(sum(sizes[r] for r in rows), sum(COST(sizes[r]) for r in rows)) for rows in taken]
+
+
+def _checked(shares: list[Share]) -> list[Share]:
+    assert sorted(row for share in shares for row in share.rows) == list(range(ROWS))
+    assert len({len(share.plan.batches[0]) for share in shares}) == 1
+    return shares
