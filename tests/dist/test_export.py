@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.hf_files import HfReader
 from megatron_policy.errors import ConfigError, ExportError
 from tests import oracle
@@ -77,7 +78,9 @@ def train_and_export(config: dict[str, Any], path: Path) -> tuple[torch.Tensor, 
     with open_policy(config) as policy:
         policy.train(own_share(policy, data), LOSSES["token"](), mbs=1)
         policy.export_hf(path)
-        return data["input_ids"], policy.logprobs(data)
+        # Without lengths padding is read like text, as transformers reads it.
+        tokens = BatchedDataDict({"input_ids": data["input_ids"]})
+        return data["input_ids"], policy.logprobs(tokens)
 
 
 def test_transformers_reads_the_trained_policy(ranks, checkpoints, tmp_path: Path) -> None:
