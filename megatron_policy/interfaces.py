@@ -73,7 +73,10 @@ class LossFunction(Protocol):
 
     For `next_token_logprobs` only tokens that `token_mask` and `sample_mask` count are computed,
     the others are 0; an attribute `reads_masked_positions = True` asks for all. With
-    `needs_entropy = True` such a loss also gets `next_token_entropy=[B, S - 1]`, in nats.
+    `needs_entropy = True` such a loss also gets `next_token_entropy=[B, S - 1]`, in nats. With
+    `candidates`, the name of a key of its data, int64 `[B, S, K]` as `get_topk_logits` returns
+    `topk_indices`, it also gets `candidate_logprobs=[B, S - 1, K]`: of those entries of the
+    vocabulary, after the tokens up to each position.
     """
 
     loss_type: Any

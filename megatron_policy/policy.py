@@ -23,7 +23,6 @@ from megatron_policy.groups import drop_groups, refuse_second_policy
 from megatron_policy.interfaces import LossFunction
 from megatron_policy.layout import check_layout, topology_of
 from megatron_policy.model.assemble import assemble
-from megatron_policy.model.experts import forget_routing
 from megatron_policy.model.load import held_layers
 from megatron_policy.refit.disk import DEFAULT_MAX_SHARD_BYTES, export_checkpoint
 from megatron_policy.train import step
@@ -228,7 +227,7 @@ class MegatronPolicy:
             return
         self._open = False
         if hasattr(self, "_assembly"):  # there is none after a failed start
-            forget_routing(self._assembly.pipeline.chunks)
+            self._assembly.let_go()
         drop_groups()
         if self._owns_process_group:
             device.leave_process_group()

@@ -21,7 +21,7 @@ from megatron_policy.groups import Groups, make_groups
 from megatron_policy.layout import layer_split
 from megatron_policy.model.build import build_chunks
 from megatron_policy.model.config import transformer_config
-from megatron_policy.model.experts import freeze_routers
+from megatron_policy.model.experts import forget_routing, freeze_routers
 from megatron_policy.model.load import Held, held_entries, load_parameters
 from megatron_policy.model.optimizer import Trainable, make_trainable
 from megatron_policy.model.spec import resolve_implementation
@@ -46,6 +46,12 @@ class Assembly:
     pipeline: Pipeline
     trainable: Trainable | None
     reference: ReferenceWeights | None
+
+    def let_go(self) -> None:
+        """Cut what would keep the model, and its process groups with it, when nobody uses it."""
+        forget_routing(self.pipeline.chunks)
+        if self.trainable is not None:
+            self.trainable.let_go()
 
 
 @contextmanager

@@ -78,7 +78,7 @@ class TorchAttention(MegatronModule):
                 key_KBGH, value_KBGH = gather_keys(
                     key_KBGH, value_KBGH, packed_seq_params.order, packed_seq_params.context_group
                 )
-        parts = tiles(pieces, self.reach)
+        parts = tiles(pieces, self.reach, explicit=not self._can_fuse)
         queries, keys = ([(t.query, t.queries) for t in parts], [(t.key, t.keys) for t in parts])
         states = (cut(query_SBNH, queries), cut(key_KBGH, keys), cut(value_KBGH, keys))
         bias_of = fused_bias if self._can_fuse else mask

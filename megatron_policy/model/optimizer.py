@@ -33,6 +33,16 @@ class Trainable:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
 
+    def let_go(self) -> None:
+        """Take the optimizer out of the model's config.
+
+        A distributed optimizer's parameters are views of the model's, whose graph holds its
+        gradient hooks: with the config that is a cycle which Python's collector cannot see.
+        """
+        for chunk in self.chunks:
+            config = chunk.module.config
+            config.grad_scale_func = config.no_sync_func = config.finalize_model_grads_func = None
+
     def finish_parameter_gather(self) -> None:
         """Make the parameters current: an overlapped gather leaves them stale until the next
         forward.

@@ -38,31 +38,36 @@ class Tile:
         return self.queries, self.keys, self.reach
 
 
-def tiles(pieces: Iterable[Piece], reach: int | None) -> tuple[Tile, ...]:
+def tiles(pieces: Iterable[Piece], reach: int | None, explicit: bool = False) -> tuple[Tile, ...]:
     """The tiles of these pieces, in the order of their queries; `reach` is that of a sliding
     window, in positions before a query's own.
+
+    With a window, or where scores are made explicit, a tile has a block of queries at most.
     """
     found: list[Tile] = []
     for piece in pieces:
         if piece.queries == 0:
             continue
-        if reach is None or piece.keys <= reach + 1:
+        whole = reach is None or piece.keys <= reach + 1
+        if whole and not explicit:
             found.append(Tile(piece.query, piece.queries, piece.key, piece.keys, None))
         else:
             found.extend(_blocks(piece, reach))
     return tuple(found)
 
 
-def _blocks(piece: Piece, reach: int) -> Iterator[Tile]:
+def _blocks(piece: Piece, reach: int | None) -> Iterator[Tile]:
     before = piece.keys - piece.queries
     for start in range(0, piece.queries, BLOCK):
         queries = min(BLOCK, piece.queries - start)
         end = before + start + queries
-        seen = queries + reach
-        if queries > 1:
-            seen += -seen % _ALIGNMENT
-        keys = min(end, seen)
-        hidden = reach if keys > reach + 1 else None
+        keys, hidden = end, None
+        if reach is not None:
+            seen = queries + reach
+            if queries > 1:
+                seen += -seen % _ALIGNMENT
+            keys = min(end, seen)
+            hidden = reach if keys > reach + 1 else None
         yield Tile(piece.query + start, queries, piece.key + end - keys, keys, hidden)
 
 

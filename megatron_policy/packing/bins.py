@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.packing.balance import levelled
 from megatron_policy.packing.cost import Cost
+from megatron_policy.packing.multiples import round_up
 
 Bins = list[list[int]]
 
@@ -41,7 +42,7 @@ def pack(
     if name == BALANCED:
         return balanced(lengths, capacity, multiple, cost)
     bins = _FITTING[name](lengths, capacity)
-    return split_to(bins, _round_up(len(bins), multiple), [cost(size) for size in lengths])
+    return split_to(bins, round_up(len(bins), multiple), [cost(size) for size in lengths])
 
 
 def checked_algorithm(name: str | None) -> str:
@@ -62,7 +63,7 @@ def balanced(sizes: Sequence[int], capacity: int, multiple: int, cost: Cost) -> 
     are `multiple` bins more.
     """
     costs = [cost(size) for size in sizes]
-    number = _round_up(max(-(-sum(sizes) // capacity), 1), multiple)
+    number = round_up(max(-(-sum(sizes) // capacity), 1), multiple)
     fitted = first_fit_decreasing(sizes, capacity)
     while True:
         bins = _cheapest_first(sizes, costs, capacity, number)
@@ -219,10 +220,6 @@ def _first_fit(order: Iterable[int], sizes: Sequence[int], capacity: int) -> Bin
 
 def _decreasing(sizes: Sequence[int]) -> list[int]:
     return sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 _FITTING: dict[str, Callable[[Sequence[int], int], Bins]] = {

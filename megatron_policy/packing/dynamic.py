@@ -11,52 +11,39 @@ from itertools import pairwise
 from megatron_policy.errors import BatchError
 from megatron_policy.packing.bins import Bins
 from megatron_policy.packing.cost import Cost
+from megatron_policy.packing.multiples import round_up
 
 ROUNDS = 40
 """Halvings of the interval in which the least largest cost lies."""
 
 
-def dynamic_bins(
-    lengths: Sequence[int],
-    token_budget: int,
-    round_to: int,
-    multiple: int,
-    cost: Cost,
-    width: int | None = None,
-) -> Bins:
-    """Bins of neighbours in length, each costing at most `token_budget` tokens with its padding.
+def dynamic_bins(sizes: Sequence[int], token_budget: int, multiple: int, cost: Cost) -> Bins:
+    """Bins of neighbours in size, each costing at most `token_budget` tokens with its padding.
 
-    A bin's rows are padded to its longest, rounded up to `round_to` but not beyond `width`. There
+    `sizes` are those of rows with their own padding; a bin's rows are padded to its largest. There
     are as few bins as fit, raised to a multiple of `multiple`; of all ways to cut the sorted rows
     into so many, the one whose costliest bin is cheapest. Bins are empty only where there are more
     of them than rows. Raises BatchError for a row that is longer than the budget.
     """
-    padded = [padded_length(length, round_to, width) for length in lengths]
-    for row, length in enumerate(padded):
-        if length > token_budget:
+    for row, size in enumerate(sizes):
+        if size > token_budget:
             raise BatchError(
-                f"row {row} has {length} tokens with its padding, more than the {token_budget} of "
-                "a microbatch"
+                f"row {row} has {size} tokens with its padding, more than the {token_budget} of a "
+                "microbatch"
             )
-    order = sorted(range(len(lengths)), key=lambda row: (-padded[row], row))
-    costs = [cost(padded[row]) for row in order]
-    sizes = [padded[row] for row in order]
-    ends = _cut(sizes, costs, token_budget, float("inf"))
-    number = -(-max(len(ends), 1) // multiple) * multiple
+    order = sorted(range(len(sizes)), key=lambda row: (-sizes[row], row))
+    ordered = [sizes[row] for row in order]
+    costs = [cost(size) for size in ordered]
+    ends = _cut(ordered, costs, token_budget, float("inf"))
+    number = round_up(max(len(ends), 1), multiple)
     low, high = max(costs, default=0.0), sum(costs)
     for _ in range(ROUNDS):
         middle = (low + high) / 2
-        tried = _cut(sizes, costs, token_budget, middle)
+        tried = _cut(ordered, costs, token_budget, middle)
         low, high = (low, middle) if len(tried) <= number else (middle, high)
         ends = tried if len(tried) <= number else ends
     cut = [order[start:end] for start, end in pairwise((0, *ends))]
-    return _halved(cut, number, padded, cost)
-
-
-def padded_length(length: int, round_to: int, width: int | None) -> int:
-    """A row's length rounded up to `round_to`, at most the `width` of the tensor it stands in."""
-    rounded = -(-length // round_to) * round_to
-    return rounded if width is None else min(rounded, width)
+    return _halved(cut, number, sizes, cost)
 
 
 def _cut(sizes: Sequence[int], costs: Sequence[float], tokens: int, most: float) -> list[int]:

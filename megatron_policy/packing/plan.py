@@ -56,18 +56,19 @@ class Plan:
             return None
         lengths = getattr(data, "micro_batch_lengths", None)
         counts = getattr(data, "elem_counts_per_gb", None)
-        if lengths is None or [len(each) for each in indices] != [len(each) for each in lengths]:
+        try:
+            batches = tuple(
+                tuple(
+                    Span(int(start), int(end), int(length))
+                    for (start, end), length in zip(pairs, each, strict=True)
+                )
+                for pairs, each in zip(indices, lengths, strict=True)  # type: ignore[arg-type]
+            )
+        except (TypeError, ValueError) as error:
             raise BatchError(
-                f"micro_batch_lengths {lengths} do not match micro_batch_indices {indices}: every "
-                "microbatch needs its length"
-            )
-        batches = tuple(
-            tuple(
-                Span(int(start), int(end), int(length))
-                for (start, end), length in zip(pairs, each, strict=True)
-            )
-            for pairs, each in zip(indices, lengths, strict=True)
-        )
+                f"micro_batch_lengths {lengths} do not match micro_batch_indices {indices}: each "
+                "global batch has a list of [start, end] and of as many lengths"
+            ) from error
         plan = cls(batches, packed=counts is not None)
         plan._check(data.size, counts, data.get("input_lengths"))
         return plan
@@ -142,14 +143,14 @@ def plan_rows(
     sizes = [settings.size(length, width) for length in lengths]
     total = ranks * multiple
     if settings.kind == "packed":
-        bins = pack(sizes, settings.tokens, settings.algorithm, multiple=total, cost=cost)
+        bins = pack(sizes, settings.capacity, settings.algorithm, multiple=total, cost=cost)
     else:
-        bins = dynamic_bins(lengths, settings.tokens, settings.round_to, total, cost, width)
+        bins = dynamic_bins(sizes, settings.capacity, total, cost)
     packed = settings.kind == "packed"
     costs = [_cost(bin_, sizes, cost, packed) for bin_ in bins]
     shares = [[bins[number] for number in numbers] for numbers in deal(costs, ranks)]
     if packed and checked_algorithm(settings.algorithm) == BALANCED:
-        shares = _levelled(shares, sizes, settings.tokens, cost)
+        shares = _levelled(shares, sizes, settings.capacity, cost)
     return [_share(share, sizes, cost, packed) for share in shares]
 
 

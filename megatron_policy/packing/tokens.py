@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_policy.packing.multiples import round_up
+
 FILLER = -1
 """What stands at a position that no token of the caller stands at."""
 
@@ -87,10 +89,10 @@ class TokenLayout:
         )
 
     def take(self, values_BS: torch.Tensor, rank: int, filler: float = 0) -> torch.Tensor:
-        """`values_BS[B, S]` as rank `rank` has them, `[T, R]`."""
+        """`values_BS[B, S, ...]` as rank `rank` has them, `[T, R, ...]`."""
         # FILLER is -1, and what stands last is the filler.
-        last = values_BS.new_full((1,), filler)
-        return torch.cat([values_BS.reshape(-1), last])[self.sources_CTR[rank]]
+        last = values_BS.new_full((1, *values_BS.shape[2:]), filler)
+        return torch.cat([values_BS.flatten(0, 1), last])[self.sources_CTR[rank]]
 
     def put(self, values_CTR: torch.Tensor) -> torch.Tensor:
         """All ranks' values `[C, T, R, ...]` at the caller's places `[B, S, ...]`, 0 where none is;
@@ -138,7 +140,7 @@ def padded_layout(rows: int, width: int, multiple: int, ranks: int) -> TokenLayo
     """Each of `rows` rows of `width` positions a sequence of its own, filled up to a multiple of
     `multiple`, which 2 * `ranks` divides under context parallelism.
     """
-    length = _round_up(width, multiple)
+    length = round_up(width, multiple)
     source_BS = torch.full((rows, length), FILLER)
     source_BS[:, :width] = torch.arange(rows * width).view(rows, width)
     return _layout(rows, width, (Segment(0, length),), source_BS.T, ranks)
@@ -156,13 +158,13 @@ def packed_layout(
     segments, parts = [], []
     start = 0
     for row, length in enumerate(lengths):
-        padded = _round_up(length, segment_multiple)
+        padded = round_up(length, segment_multiple)
         part = torch.full((padded,), FILLER)
         part[:length] = row * width + torch.arange(length)
         segments.append(Segment(start, padded))
         parts.append(part)
         start += padded
-    missing = _round_up(max(start, 1), total_multiple) - start
+    missing = round_up(max(start, 1), total_multiple) - start
     if missing:
         segments.append(Segment(start, missing))
         parts.append(torch.full((missing,), FILLER))
@@ -187,7 +189,3 @@ def _zigzag(segments: Sequence[Segment], rank: int, ranks: int) -> torch.Tensor:
         for number in (rank, 2 * ranks - 1 - rank):
             parts.append(torch.arange(chunk) + segment.start + number * chunk)
     return torch.cat(parts)
-
-
-def _round_up(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple

@@ -10,15 +10,16 @@ from dataclasses import dataclass, replace
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import BatchError
+from megatron_policy.layout import microbatch_round
 from megatron_policy.layout import microbatches as count_microbatches
-from megatron_policy.packing.batching import Batching
+from megatron_policy.packing.batching import Batching, multiples_of
 from megatron_policy.packing.cost import Cost, sequence_cost
+from megatron_policy.packing.multiples import Multiples, round_up
 from megatron_policy.packing.plan import Plan, Span, plan_rows
 from megatron_policy.topology import Topology
 from megatron_policy.train.checks import checked_lengths
 from megatron_policy.train.microbatch import (
     Microbatch,
-    Multiples,
     empty_microbatch,
     packed_microbatch,
     padded_microbatch,
@@ -77,6 +78,8 @@ class Batcher:
 
     def for_reading(self, data: BatchedDataDict, at_once: int) -> Reading:
         """All rows of `data`, `at_once` of them or as many tokens as a microbatch has."""
+        if at_once < 1:
+            raise BatchError(f"{at_once} rows cannot be read at once: pass 1 or more")
         plan, order = _given(data, self.reading), range(data.size)
         if self.reading.kind == "padded":
             size = min(at_once, data.size)
@@ -86,7 +89,13 @@ class Batcher:
             return Reading(self.in_step(self._side_by_side(filled, size), len(rows), data), rows)
         if plan is None:
             data, plan, order = self._own_plan(data, self.reading)
-        (batch,) = self._planned(data, plan)
+        batches = self._planned(data, plan)
+        if len(batches) != 1:
+            raise BatchError(
+                f"the data come with a plan of {len(batches)} global batches; what is only read is "
+                "planned as one"
+            )
+        (batch,) = batches
         spans = [span for span in plan.batches[0] if span.start < span.end]
         rows = [order[span.start : span.end] for span in spans]
         count = len(batch.microbatches)
@@ -98,17 +107,13 @@ class Batcher:
         """`count` microbatches, or as many as make whole rounds of the interleaved schedule, with
         fillers for those that are missing.
         """
-        count = -(-max(count, 1) // self._round) * self._round
+        count = round_up(max(count, 1), microbatch_round(self.topology))
         missing = count - len(microbatches)
         if self.training.kind == "padded" and missing:
             filler = replace(microbatches[-1], filler=True)
         else:
             filler = self._filler(data)
         return [*microbatches, *[filler] * missing]
-
-    @property
-    def _round(self) -> int:
-        return self.topology.pp if self.topology.vpp > 1 else 1
 
     def _filler(self, data: BatchedDataDict) -> Microbatch:
         return empty_microbatch(data["input_ids"].size(1), self.multiples)
@@ -140,7 +145,9 @@ class Batcher:
         """One global batch in the order of a plan, the plan, and which row each was."""
         lengths = checked_lengths(data, settings)
         width = data["input_ids"].size(1)
-        (share,) = plan_rows(lengths, settings, 1, self._round, self.cost, width)
+        (share,) = plan_rows(
+            lengths, settings, 1, microbatch_round(self.topology), self.cost, width
+        )
         return data.select_indices(share.rows), share.plan, share.rows
 
     def _planned(self, data: BatchedDataDict, plan: Plan) -> list[GlobalBatch]:
@@ -180,12 +187,7 @@ def _given(data: BatchedDataDict, settings: Batching) -> Plan | None:
 
 def batcher_of(config: PolicyConfig, topology: Topology, hidden_size: int) -> Batcher:
     """As the configuration wants batches cut, for a model of this width."""
-    multiples = Multiples.of(
-        config.make_sequence_length_divisible_by,
-        topology.tp,
-        topology.cp,
-        config.megatron_cfg.sequence_parallel,
-    )
+    multiples = multiples_of(config)
     return Batcher(
         training=Batching.of(config, training=True),
         reading=Batching.of(config, training=False),

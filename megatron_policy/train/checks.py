@@ -11,7 +11,9 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import BatchError
+from megatron_policy.interfaces import LossFunction, LossInputType
 from megatron_policy.packing.batching import Batching
+from megatron_policy.train.microbatch import inside
 
 PADDED = Batching("padded")
 
@@ -87,8 +89,11 @@ def checked_lengths(data: BatchedDataDict, batching: Batching) -> list[int]:
 def _lengths(data: BatchedDataDict, why: str) -> torch.Tensor:
     """`input_lengths` `[B]`; BatchError unless they are integers, one for each row."""
     lengths_B, rows = data.get("input_lengths"), data["input_ids"].size(0)
-    if not isinstance(lengths_B, torch.Tensor):
+    if lengths_B is None:
         raise BatchError(f"the data lack a tensor 'input_lengths', {why}; they have {sorted(data)}")
+    if not isinstance(lengths_B, torch.Tensor):
+        kind = type(lengths_B).__name__
+        raise BatchError(f"input_lengths are a {kind}; they must be a tensor of integers [{rows}]")
     integers = not lengths_B.is_floating_point() and lengths_B.dtype != torch.bool
     if lengths_B.shape != (rows,) or not integers:
         raise BatchError(
@@ -118,7 +123,7 @@ def check_training_data(
         if key in data:
             _check_mask(key, data[key], wanted)
     lengths = checked_lengths(data, batching)
-    if batching.kind != "padded" and "token_mask" in data:
+    if "token_mask" in data:
         _check_mask_within(data, lengths)
 
 
@@ -127,11 +132,13 @@ def _check_mask(key: str, mask: Any, shape: tuple[int, ...]) -> None:
         has = f"shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else "no tensor"
         each = "row" if len(shape) == 1 else "token"
         raise BatchError(f"{key!r} has {has}; it must be {list(shape)}, one number for each {each}")
-    odd = ~torch.isfinite(mask)
+    odd = ~torch.isfinite(mask) | (mask < 0)
     if odd.any():
         where = odd.nonzero()[0].tolist()
         at = f"row {where[0]}" + (f" at position {where[1]}" if where[1:] else "")
-        raise BatchError(f"{key!r} has {mask[tuple(where)]} in {at}; masks are finite: 0 masks out")
+        raise BatchError(
+            f"{key!r} has {mask[tuple(where)]} in {at}; masks are 0, which masks out, or positive"
+        )
 
 
 def _check_mask_within(data: BatchedDataDict, lengths: list[int]) -> None:
@@ -157,6 +164,63 @@ def _shape(key: str, value: Any) -> tuple[int, ...]:
         f"{key!r} is a {type(value).__name__} without rows; every value must be a tensor or a list "
         "with one entry per row"
     )
+
+
+def loss_kind(loss_fn: LossFunction) -> str | None:
+    """What a loss of the newer generation takes, None for the older one; NotImplementedError if it
+    is nothing that is fed.
+    """
+    if not hasattr(loss_fn, "input_type"):
+        return None
+    # A host brings an enumeration of its own: compare values, not members.
+    kind = getattr(loss_fn.input_type, "value", loss_fn.input_type)
+    if kind not in [known.value for known in LossInputType]:
+        raise NotImplementedError(
+            f"{type(loss_fn).__name__}.input_type is {kind!r}; this policy feeds 'logprob' and "
+            "'logit' losses. To distil from a teacher's top-k, write a 'logprob' loss whose "
+            "attribute `candidates` names the key of the teacher's indices in the data"
+        )
+    return str(kind)
+
+
+def candidates_key(loss_fn: LossFunction) -> str | None:
+    """The key of the vocabulary entries whose log-probabilities a loss asks for, if it does."""
+    key: str | None = getattr(loss_fn, "candidates", None)
+    return key if loss_kind(loss_fn) == LossInputType.LOGPROB.value else None
+
+
+def check_loss_inputs(loss_fn: LossFunction, data: BatchedDataDict, vocab_size: int) -> None:
+    """BatchError naming key and row unless `data`, which have passed `check_training_data`, hold
+    what this loss needs besides; NotImplementedError if it takes what is not fed.
+    """
+    key = candidates_key(loss_fn)
+    if key is None:
+        return
+    name, wanted = type(loss_fn).__name__, tuple(data["input_ids"].shape)
+    if key not in data:
+        raise BatchError(
+            f"{name}.candidates is {key!r}, but the data lack it; they have {sorted(data)}"
+        )
+    entries_BSK = data[key]
+    if not isinstance(entries_BSK, torch.Tensor):
+        raise BatchError(f"{key!r} is a {type(entries_BSK).__name__}; it must be a tensor")
+    shape, dtype = tuple(entries_BSK.shape), entries_BSK.dtype
+    integers = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    if len(shape) != 3 or shape[:2] != wanted or not shape[2] or not integers:
+        raise BatchError(
+            f"{key!r} is {dtype} of shape {shape}; {name}.candidates must be integers "
+            f"[{wanted[0]}, {wanted[1]}, K]: K vocabulary entries for each token of input_ids"
+        )
+    entries_BSK = entries_BSK.long()  # a small integer cannot be compared with a large size
+    outside = (entries_BSK < 0) | (entries_BSK >= vocab_size)
+    outside &= inside(data).to(outside.device).unsqueeze(-1)
+    if outside.any():
+        row, position, place = outside.nonzero()[0].tolist()
+        raise BatchError(
+            f"{key!r} has entry {entries_BSK[row, position, place]} in row {row} at position "
+            f"{position}, but the model's vocabulary has {vocab_size} entries: does the teacher "
+            "have another tokenizer?"
+        )
 
 
 def check_metrics(metrics: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 logits at a time; knows no process groups.
 
 Shapes: N tokens, V entries of this rank's slice of the vocabulary, D model, R rows and W entries of
-a tile.
+a tile, K targets of a token.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from megatron_policy.train.fused_tiles import (
 class Known:
     """What the forward pass has left, and the gradients of the loss in its two results.
 
-    `local_N` is the target among the entries of this rank's slice, outside of it where another rank
-    has it. Without `grad_entropy_N` the entropy has no part in the loss.
+    `local_NK` are the targets among the entries of this rank's slice, outside of it where another
+    rank has them. Without `grad_entropy_N` the entropy has no part in the loss.
     """
 
     normaliser_N: torch.Tensor
-    local_N: torch.Tensor
-    grad_logprobs_N: torch.Tensor
+    local_NK: torch.Tensor
+    grad_logprobs_NK: torch.Tensor
     entropy_N: torch.Tensor | None
     grad_entropy_N: torch.Tensor | None
 
@@ -123,11 +123,12 @@ def _of_logits(
         capped_RW = logits_RW * (head.temperature / head.softcap)
         slope_RW = capped_RW.square_().neg_().add_(1)
     factor = head.scale / head.temperature
-    grad_R = known.grad_logprobs_N[rows] * factor
+    grad_RK = known.grad_logprobs_NK[rows] * factor
+    grad_R1 = grad_RK.sum(1, keepdim=True)
     normaliser_R1 = known.normaliser_N[rows].unsqueeze(1)
     if known.grad_entropy_N is None:
-        # d log p(target) / d logit j = (j is the target) - p(j)
-        grad_RW = logits_RW.sub_(normaliser_R1).exp_().mul_(-grad_R.unsqueeze(1))
+        # d log p(target) / d logit j = (j is the target) - p(j), for each of the targets
+        grad_RW = logits_RW.sub_(normaliser_R1).exp_().mul_(-grad_R1)
     else:
         # d H / d logit j = -p(j) (log p(j) + H)
         assert known.entropy_N is not None
@@ -135,10 +136,11 @@ def _of_logits(
         of_entropy_R1 = known.grad_entropy_N[rows].unsqueeze(1) * -factor
         logits_RW.sub_(normaliser_R1)
         probabilities_RW = logits_RW.exp()
-        grad_RW = logits_RW.add_(entropy_R1).mul_(of_entropy_R1).sub_(grad_R.unsqueeze(1))
+        grad_RW = logits_RW.add_(entropy_R1).mul_(of_entropy_R1).sub_(grad_R1)
         grad_RW.mul_(probabilities_RW)
-    index_R1, here_R = place_of_targets(known.local_N[rows], tile)
-    grad_RW.scatter_(1, index_R1, grad_RW.gather(1, index_R1) + (grad_R * here_R).unsqueeze(1))
+    # Added, since targets may be alike: those elsewhere add 0 to where they do not belong.
+    index_RK, here_RK = place_of_targets(known.local_NK[rows], tile)
+    grad_RW.scatter_add_(1, index_RK, grad_RK * here_RK)
     return grad_RW if slope_RW is None else grad_RW.mul_(slope_RW)
 
 

@@ -2,7 +2,7 @@
 what is made of them nor process groups.
 
 Shapes: N tokens, V entries of this rank's slice of the vocabulary, D model, R rows and W entries of
-a tile.
+a tile, K targets of a token.
 """
 
 from __future__ import annotations
@@ -126,10 +126,10 @@ def finish_logits(product_RW: torch.Tensor, head: HeadShape, out: Buffer) -> tor
     return logits_RW if factor == 1.0 else logits_RW.mul_(factor)
 
 
-def place_of_targets(local_R: torch.Tensor, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each target stands among the entries of a tile, int64 `[R, 1]`, and whether it does: a
+def place_of_targets(local_RK: torch.Tensor, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each target stands among the entries of a tile, int64 `[R, K]`, and whether it does: a
     target elsewhere has a place that means nothing.
     """
-    here_R = (local_R >= tile.entries.start) & (local_R < tile.entries.stop)
+    here_RK = (local_RK >= tile.entries.start) & (local_RK < tile.entries.stop)
     last = tile.entries.stop - tile.entries.start - 1
-    return (local_R - tile.entries.start).clamp(0, last).unsqueeze(1), here_R
+    return (local_RK - tile.entries.start).clamp(0, last), here_RK

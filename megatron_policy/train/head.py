@@ -68,13 +68,13 @@ class Head:
         return copied
 
     def scores(
-        self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, entropy: bool = False
+        self, hidden_ND: torch.Tensor, targets: torch.Tensor, entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """fp32 `[N]`: each target's log-probability, and the entropy in nats if asked for, both
-        differentiable; the same on every tensor-parallel rank.
+        """fp32: the log-probability of each of `targets`, int64 `[N]` or `[N, K]`, and the entropy
+        `[N]` in nats if asked for, both differentiable; the same on every tensor-parallel rank.
         """
         scores: tuple[torch.Tensor, torch.Tensor | None] = fused_scores(
-            hidden_ND, self.weight, targets_N, self.shape, self.group, self.chunk, entropy
+            hidden_ND, self.weight, targets, self.shape, self.group, self.chunk, entropy
         )
         return scores
 

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.groups import Groups
 from megatron_policy.interfaces import LossFunction, LossInputType
-from megatron_policy.train.checks import check_metrics
+from megatron_policy.train.checks import candidates_key, check_metrics, loss_kind
 from megatron_policy.train.logprobs import gather_vocab
+from megatron_policy.train.microbatch import inside
 from megatron_policy.train.output import Output
 
 Metrics = dict[str, Any]
@@ -39,14 +40,14 @@ def count_valid(
     """Valid sequences and tokens of the whole global batch, summed over the data-parallel `group`.
 
     A token counts where `token_mask[:, 1:]` and its row's `sample_mask` are set: position 0
-    predicts nothing. Without a `token_mask` every position counts.
+    predicts nothing. Without a `token_mask` every position within `input_lengths` counts.
     """
     sample_mask_B = batch["sample_mask"].to(device, torch.float32)
     if "token_mask" in batch:
         token_mask_BS = batch["token_mask"].to(device, torch.float32)
         tokens = (token_mask_BS[:, 1:] * sample_mask_B.unsqueeze(-1)).sum()
     else:
-        tokens = sample_mask_B.sum() * batch["input_ids"].size(1)
+        tokens = (inside(batch).to(device, torch.float32) * sample_mask_B.unsqueeze(-1)).sum()
     counts = torch.stack([sample_mask_B.sum(), tokens])
     dist.all_reduce(counts, group=group)
     return ValidCounts(sequences=counts[0], tokens=counts[1])
@@ -59,12 +60,13 @@ def evaluate_loss(
 
     A loss without `input_type` takes this rank's logits and the groups (the host up to 0.5). One
     with `input_type` takes what it names (the host from 0.6): `logprob` the fp32 next-token
-    log-probabilities `[B, S - 1]`, for which no logits are held; `logit` the whole vocabulary's
+    log-probabilities `[B, S - 1]`, and those of its `candidates`, for which no logits are held;
+    `logit` the whole vocabulary's
     fp32 logits `[B, S, vocab_size]`. A loss that takes logits is called for each packed sequence.
     """
     # A batch without a valid sample is a step of zero gradients, not a division by zero.
     sequences, tokens = counts.sequences.clamp(min=1), counts.tokens.clamp(min=1)
-    kind = _kind(loss_fn)
+    kind = loss_kind(loss_fn)
     if kind == LossInputType.LOGPROB.value:
         return loss_fn(
             data=output.microbatch.data,
@@ -100,36 +102,27 @@ def evaluate_loss(
     return _added(calls)
 
 
-def _kind(loss_fn: LossFunction) -> str | None:
-    """What a loss of the newer generation takes; None for the older one."""
-    if not hasattr(loss_fn, "input_type"):
-        return None
-    # A host brings an enumeration of its own: compare values, not members.
-    kind = getattr(loss_fn.input_type, "value", loss_fn.input_type)
-    if kind not in [known.value for known in LossInputType]:
-        raise NotImplementedError(
-            f"{type(loss_fn).__name__}.input_type is {kind!r}; this policy feeds "
-            "'logprob' and 'logit' losses. Distillation is not built yet."
-        )
-    return str(kind)
-
-
 def _scores(loss_fn: LossFunction, output: Output) -> dict[str, torch.Tensor | None]:
     data = output.microbatch.data
     everywhere = getattr(loss_fn, "reads_masked_positions", False)
-    wanted_BS = torch.ones_like(data["input_ids"]) if everywhere else counted(data)
+    wanted_BS = inside(data) if everywhere else counted(data)
     with_entropy = getattr(loss_fn, "needs_entropy", False)
-    logprobs, entropy = output.next_token_scores(wanted_BS, with_entropy)
-    return {"next_token_logprobs": logprobs} | (
-        {"next_token_entropy": entropy} if with_entropy else {}
-    )
+    found: dict[str, torch.Tensor | None] = {}
+    key = candidates_key(loss_fn)
+    if key is None:
+        logprobs, entropy = output.next_token_scores(wanted_BS, with_entropy)
+    else:
+        candidates, logprobs, entropy = output.candidate_scores(data[key], wanted_BS, with_entropy)
+        found["candidate_logprobs"] = candidates
+    found["next_token_logprobs"] = logprobs
+    return found | {"next_token_entropy": entropy} if with_entropy else found
 
 
 def counted(data: BatchedDataDict) -> torch.Tensor:
     """Bool `[B, S]`: the tokens that count, by `sample_mask` and `token_mask`, if there is one."""
     rows_B1 = (data["sample_mask"] != 0).unsqueeze(-1)
-    tokens_BS = data["token_mask"] if "token_mask" in data else torch.ones_like(data["input_ids"])
-    return (tokens_BS != 0) & rows_B1
+    tokens_BS = data["token_mask"] != 0 if "token_mask" in data else inside(data)
+    return tokens_BS & rows_B1
 
 
 def _added(calls: Sequence[tuple[torch.Tensor, Metrics]]) -> tuple[torch.Tensor, Metrics]:

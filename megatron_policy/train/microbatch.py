@@ -6,7 +6,6 @@ Shapes: B rows of a microbatch, S positions of its widest.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,30 +13,8 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.device import current_device
+from megatron_policy.packing.multiples import NARROWEST, Multiples
 from megatron_policy.packing.tokens import TokenLayout, packed_layout, padded_layout
-
-NARROWEST = 2
-"""Positions that a microbatch keeps of a wider batch: losses look at pairs of tokens, and one that
-takes extrema over them fails where there is none.
-"""
-
-
-@dataclass(frozen=True)
-class Multiples:
-    """What lengths are padded to so that a layout can split them: a whole row, and each sequence of
-    a packed row.
-    """
-
-    row: int
-    sequence: int
-    context_ranks: int
-
-    @classmethod
-    def of(cls, wanted: int, tp: int, cp: int, sequence_parallel: bool) -> Multiples:
-        """`wanted` is the caller's own wish for whole rows."""
-        zigzag = 2 * cp if cp > 1 else 1
-        shares = cp * tp if sequence_parallel else 1
-        return cls(row=math.lcm(wanted, zigzag, shares), sequence=zigzag, context_ranks=cp)
 
 
 @dataclass(frozen=True)
@@ -107,3 +84,13 @@ def cut(data: BatchedDataDict, width: int) -> BatchedDataDict:
 def _on_device(microbatch: Microbatch) -> Microbatch:
     where = current_device()
     return replace(microbatch, data=microbatch.data.to(where), layout=microbatch.layout.to(where))
+
+
+def inside(data: BatchedDataDict) -> torch.Tensor:
+    """Bool `[B, S]`: where there is text; everywhere without `input_lengths`."""
+    tokens_BS = data["input_ids"]
+    lengths_B: torch.Tensor | None = data.get("input_lengths")
+    if lengths_B is None:
+        return torch.ones_like(tokens_BS, dtype=torch.bool)
+    positions_S = torch.arange(tokens_BS.size(1), device=tokens_BS.device)
+    return positions_S < lengths_B.to(tokens_BS.device).unsqueeze(1)

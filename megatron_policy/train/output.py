@@ -17,9 +17,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.packing.multiples import NARROWEST
 from megatron_policy.packing.tokens import FILLER
 from megatron_policy.train.head import Head
-from megatron_policy.train.microbatch import NARROWEST, Microbatch, cut
+from megatron_policy.train.microbatch import Microbatch, cut
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,20 @@ class Output:
         """fp32 `[B, S - 1]`: the log-probability of token t + 1 given those up to t, and the
         entropy of the distribution it is drawn from; 0 where `wanted_BS[:, t + 1]` is not set.
         """
-        tokens_BS = self.microbatch.tokens_BS
-        # What position t predicts stands at t + 1.
-        targets_TR = self._take(F.pad(tokens_BS[:, 1:], (0, 1)))
-        chosen_N = self._take(F.pad(wanted_BS[:, 1:].long(), (0, 1))).flatten().nonzero()[:, 0]
-        logprobs_N, entropy_N = self.head.scores(
-            self._hidden(chosen_N), targets_TR.flatten()[chosen_N], entropy
-        )
-        logprobs_BS = self._put(logprobs_N, chosen_N)[:, :-1]
-        return logprobs_BS, None if entropy_N is None else self._put(entropy_N, chosen_N)[:, :-1]
+        logprobs_BS1, entropy_BS = self._scores(self._next_tokens(), wanted_BS, entropy)
+        return logprobs_BS1.squeeze(-1), entropy_BS
+
+    def candidate_scores(
+        self, entries_BSK: torch.Tensor, wanted_BS: torch.Tensor, entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """fp32 `[B, S - 1, K]`: the log-probabilities that the entries `entries_BSK[:, t]` of the
+        vocabulary come after the tokens up to t, as `topk` numbers positions; 0 where
+        `wanted_BS[:, t + 1]` is not set. Then what `next_token_scores` gives, for which the logits
+        need not be computed once more.
+        """
+        targets_BSK = torch.cat([entries_BSK.long(), self._next_tokens()], dim=-1)
+        logprobs_BSK, entropy_BS = self._scores(targets_BSK, wanted_BS, entropy)
+        return logprobs_BSK[..., :-1], logprobs_BSK[..., -1], entropy_BS
 
     def topk(self, k: int, wanted_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The `k` largest logits after each wanted position at temperature 1, fp32, and their
@@ -82,6 +88,22 @@ class Output:
         none = self.hidden_TRD.new_zeros(0, dtype=torch.long)
         logprobs_N, _ = self.head.scores(self._hidden(none), none)
         return logprobs_N.sum()
+
+    def _next_tokens(self) -> torch.Tensor:
+        """What each position predicts, `[B, S, 1]`: it stands at the next one."""
+        return F.pad(self.microbatch.tokens_BS[:, 1:], (0, 1)).unsqueeze(-1)
+
+    def _scores(
+        self, targets_BSK: torch.Tensor, wanted_BS: torch.Tensor, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probabilities `[B, S - 1, K]` of `targets_BSK[:, t]` and entropies `[B, S - 1]` after
+        the tokens up to t, where the token after them is wanted.
+        """
+        chosen_N = self._take(F.pad(wanted_BS[:, 1:].long(), (0, 1))).flatten().nonzero()[:, 0]
+        targets_NK = self._take(targets_BSK).flatten(0, 1)[chosen_N]
+        logprobs_NK, entropy_N = self.head.scores(self._hidden(chosen_N), targets_NK, entropy)
+        logprobs_BSK = self._put(logprobs_NK, chosen_N)[:, :-1]
+        return logprobs_BSK, None if entropy_N is None else self._put(entropy_N, chosen_N)[:, :-1]
 
     def _take(self, values_BS: torch.Tensor) -> torch.Tensor:
         return self.microbatch.layout.take(values_BS, self.context_group.rank())

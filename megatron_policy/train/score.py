@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from megatron_policy.device import current_device
 from megatron_policy.errors import BatchError
 from megatron_policy.train.batching import Batcher
 from megatron_policy.train.checks import checked_tokens
+from megatron_policy.train.microbatch import inside
 from megatron_policy.train.output import Output
 from megatron_policy.train.pipeline import Pipeline
 
@@ -38,7 +38,7 @@ class Scorer:
         """
 
         def read(output: Output) -> list[torch.Tensor]:
-            scores, _ = output.next_token_scores(_inside(output.microbatch.data))
+            scores, _ = output.next_token_scores(inside(output.microbatch.data))
             return [F.pad(scores, (1, 0))]
 
         (found,) = self._read(data, rows, read, [((), torch.float32)])
@@ -50,8 +50,8 @@ class Scorer:
         """
 
         def read(output: Output) -> list[torch.Tensor]:
-            inside = _inside(output.microbatch.data)
-            _, entropies = output.next_token_scores(inside, entropy=True)
+            wanted_BS = inside(output.microbatch.data)
+            _, entropies = output.next_token_scores(wanted_BS, entropy=True)
             assert entropies is not None
             return [F.pad(entropies, (1, 0))]
 
@@ -71,7 +71,7 @@ class Scorer:
             )
 
         def read(output: Output) -> list[torch.Tensor]:
-            return list(output.topk(k, _inside(output.microbatch.data)))
+            return list(output.topk(k, inside(output.microbatch.data)))
 
         kinds = [((k,), torch.float32), ((k,), torch.int64)]
         values, indices = self._read(data, rows, read, kinds)
@@ -85,7 +85,7 @@ class Scorer:
         kinds: Sequence[tuple[tuple[int, ...], torch.dtype]],
     ) -> list[torch.Tensor]:
         """What `read` makes of all rows, `[B, S, ...]` of each kind."""
-        pipeline, where = self.pipeline, current_device()
+        pipeline, where, data = self.pipeline, current_device(), BatchedDataDict(data)
         tokens_BS = checked_tokens(data, pipeline.vocab_size)
         cut = self.batcher.for_reading(data, rows or self.rows)
         parts = pipeline.infer(cut.microbatches, read)
@@ -98,14 +98,3 @@ class Scorer:
             shared = pipeline.share_tensor(whole if pipeline.is_last_stage else None, whole)
             found.append(shared.cpu())
         return found
-
-
-def _inside(data: BatchedDataDict) -> torch.Tensor:
-    """Bool `[B, S]`: where there is text; everywhere without `input_lengths`."""
-    tokens_BS = data["input_ids"]
-    lengths: Any = data.get("input_lengths")
-    if lengths is None:
-        return torch.ones_like(tokens_BS, dtype=torch.bool)
-    positions_S = torch.arange(tokens_BS.size(1), device=tokens_BS.device)
-    inside: torch.Tensor = positions_S < lengths.unsqueeze(1)
-    return inside

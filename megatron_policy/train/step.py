@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.device import current_device
-from megatron_policy.errors import BatchError, ConfigError
+from megatron_policy.errors import BatchError
 from megatron_policy.interfaces import LossFunction
 from megatron_policy.model.optimizer import Trainable
 from megatron_policy.train.batching import Batcher, GlobalBatch
-from megatron_policy.train.checks import check_metrics, check_training_data
+from megatron_policy.train.checks import check_loss_inputs, check_metrics, check_training_data
 from megatron_policy.train.losses import (
     Metrics,
     ValidCounts,
@@ -107,7 +107,9 @@ def train(
     (fp32 `[1]`, of the last step), `all_mb_metrics` (this data-parallel rank's, a list per name:
     they add up to the true values), `rank`.
     """
-    batches = _global_batches(pipeline, batcher, data, global_batch_size, micro_batch_size)
+    data = BatchedDataDict(data)
+    sizes = (global_batch_size, micro_batch_size)
+    batches = _global_batches(pipeline, batcher, data, loss_fn, *sizes)
     losses: list[float] = []
     mb_metrics: list[Metrics] = []
     stats = OptimStats(grad_norm=0.0, lr=0.0, wd=0.0)
@@ -131,6 +133,7 @@ def _global_batches(
     pipeline: Pipeline,
     batcher: Batcher,
     data: BatchedDataDict,
+    loss_fn: LossFunction,
     global_batch_size: int,
     micro_batch_size: int,
 ) -> list[GlobalBatch]:
@@ -140,9 +143,12 @@ def _global_batches(
     another.
     """
     try:
+        _check_sizes(global_batch_size, micro_batch_size)
         check_training_data(data, pipeline.vocab_size, batcher.training)
+        check_loss_inputs(loss_fn, data, pipeline.vocab_size)
         batches = batcher.for_training(data, global_batch_size, micro_batch_size)
-    except (BatchError, ConfigError):
+    except Exception:
+        # Whatever it is: the others would wait, or take the next call's message for this one's.
         _largest([1, 0, 0], pipeline.groups.dp)
         raise
     number = len(batches)
@@ -159,6 +165,12 @@ def _global_batches(
         GlobalBatch(batch.data, batcher.in_step(batch.microbatches, count, data))
         for batch, count in zip(batches, counts, strict=True)
     ]
+
+
+def _check_sizes(global_batch_size: int, micro_batch_size: int) -> None:
+    for name, size in (("gbs", global_batch_size), ("mbs", micro_batch_size)):
+        if size < 1:
+            raise BatchError(f"{name} is {size}: pass 1 or more")
 
 
 def _largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:

@@ -129,7 +129,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             )
         gbs = gbs or self.config.train_global_batch_size
         mbs = mbs or self.config.train_micro_batch_size
-        shards = self._dealer.to_train(_batch(data), gbs, mbs)
+        shards = self._dealer.to_train(_batch(data), loss_fn, gbs, mbs)
         options = {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs}
         return merged_training(self._workers.run_sharded("train", data=shards, **options))
 

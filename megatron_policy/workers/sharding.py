@@ -11,13 +11,15 @@ import torch
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.errors import ConfigError
+from megatron_policy.errors import BatchError, ConfigError
+from megatron_policy.interfaces import LossFunction
 from megatron_policy.layout import microbatch_round
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.cost import Cost, sequence_cost
 from megatron_policy.packing.plan import Share, consecutive, plan_rows
 from megatron_policy.topology import Topology
 from megatron_policy.train.checks import (
+    check_loss_inputs,
     check_training_data,
     checked_lengths,
     checked_prompts,
@@ -73,9 +75,13 @@ class Dealer:
             config.max_total_sequence_length,
         )
 
-    def to_train(self, data: BatchedDataDict, gbs: int, mbs: int) -> list[BatchedDataDict]:
+    def to_train(
+        self, data: BatchedDataDict, loss_fn: LossFunction, gbs: int, mbs: int
+    ) -> list[BatchedDataDict]:
         """Each rank's rows of every global batch of `gbs`; BatchError naming what does not fit."""
+        _refuse_plan(data)
         check_training_data(data, self.vocab_size, self.training)
+        check_loss_inputs(loss_fn, data, self.vocab_size)
         if self.training.kind == "padded":
             return training_shards(data, self.topology.dp, gbs, mbs)
         lengths = checked_lengths(data, self.training)
@@ -83,6 +89,7 @@ class Dealer:
 
     def to_read(self, data: BatchedDataDict) -> Dealt:
         """Each rank's rows of all; BatchError naming what does not fit."""
+        _refuse_plan(data)
         checked_tokens(data, self.vocab_size)
         lengths = checked_lengths(data, self.reading)
         if self.reading.kind == "padded":
@@ -93,6 +100,14 @@ class Dealer:
         """Each rank's prompts; BatchError naming one that cannot be continued."""
         checked_prompts(prompts, self.vocab_size, self.max_length)
         return Dealt(even_shards(prompts, self.topology.dp), prompts.size)
+
+
+def _refuse_plan(data: BatchedDataDict) -> None:
+    if data.micro_batch_indices is not None:
+        raise BatchError(
+            "the data carry a plan of microbatches (micro_batch_indices), which is one rank's; the "
+            "driver plans for all of them: pass the data without it"
+        )
 
 
 def planned_shards(

@@ -20,7 +20,7 @@ from tests.dist.cases import (
     train_two_steps,
 )
 from tests.dist.layouts import LAYOUTS
-from tests.losses import loss_mask, token_nll
+from tests.losses import loss_mask, sequence_nll, token_nll
 
 VOCAB, LENGTH = 200, 23
 LLAMA3 = {
@@ -175,12 +175,18 @@ def test_a_loss_of_whole_logits_learns_like_hf(ranks, checkpoints, layout: str) 
             assert step["grad_norm"].item() == pytest.approx(norm, rel=1e-5)
 
 
-def test_losses_and_readings_are_at_the_temperature_of_rollouts(ranks, checkpoints) -> None:
+@pytest.mark.parametrize("loss", ["token", "sequence"])
+def test_losses_and_readings_are_at_the_temperature_of_rollouts(
+    ranks, checkpoints, loss: str
+) -> None:
+    """Both a loss that takes logits and one that takes log-probabilities."""
     temperature = 0.7
     data = oracle.make_batch(2 * GLOBAL_BATCH, 12, 251)
 
     def loss_of(model: Any, batch: Any) -> torch.Tensor:
         logprobs = hf_logprobs_at(model, batch["input_ids"], temperature)
+        if loss == "sequence":
+            return sequence_nll(logprobs, batch, batch["sample_mask"].sum())
         return token_nll(logprobs, batch, loss_mask(batch).sum())
 
     hf = oracle.train(checkpoints[False], data, GLOBAL_BATCH, loss_of)
@@ -190,7 +196,7 @@ def test_losses_and_readings_are_at_the_temperature_of_rollouts(ranks, checkpoin
         logits = model(data["input_ids"]).logits
     settings = {"generation": {"max_new_tokens": 1, "temperature": temperature}}
     config = policy_config(checkpoints[False], LAYOUTS["TP2"].megatron, **settings)
-    for seen in ranks.run(2, train_two_steps, config, "token", data, 251, True):
+    for seen in ranks.run(2, train_two_steps, config, loss, data, 251, True):
         torch.testing.assert_close(seen["before"]["logprobs"][:, 1:], expected, rtol=0, atol=2e-5)
         torch.testing.assert_close(seen["before"]["logits"], logits, rtol=0, atol=2e-5)
         for step, loss, norm in zip(seen["steps"], hf.losses, hf.grad_norms, strict=True):

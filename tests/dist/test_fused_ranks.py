@@ -32,8 +32,10 @@ HEADS = (HeadShape(0, 0), HeadShape(0, 0, scale=0.5, softcap=3.0, temperature=1.
 VOCABULARIES = ((1200, 1190), (1200, 550))
 
 
-def whole_case(tokens: int, vocab: int, real: int, head: HeadShape = HEADS[0]) -> Case:
-    return make_case(tokens, vocab, MODEL, replace(head, real=real))
+def whole_case(
+    tokens: int, vocab: int, real: int, head: HeadShape = HEADS[0], targets: int | None = None
+) -> Case:
+    return make_case(tokens, vocab, MODEL, replace(head, real=real), targets=targets)
 
 
 def own_slice(case: Case, group: dist.ProcessGroup) -> tuple[slice, HeadShape]:
@@ -66,10 +68,10 @@ def fused(
     entropy: bool,
     hidden_ND: torch.Tensor,
     weight_VD: torch.Tensor,
-    targets_N: torch.Tensor,
+    targets: torch.Tensor,
     head: HeadShape,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return fused_scores(hidden_ND, weight_VD, targets_N, head, group, chunk, entropy)
+    return fused_scores(hidden_ND, weight_VD, targets, head, group, chunk, entropy)
 
 
 def joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -89,7 +91,12 @@ def joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 def test_split_vocabularies_give_the_scores_and_gradients_of_the_whole(
     ranks, world: int, entropy: bool
 ) -> None:
-    cases = [whole_case(33, *sizes, head) for sizes in VOCABULARIES for head in HEADS]
+    cases = [
+        whole_case(33, *sizes, head, targets)
+        for sizes in VOCABULARIES
+        for head in HEADS
+        for targets in (None, 9)  # of which every rank that has real entries has some
+    ]
     found = ranks.run(world, scores_of_rank, cases, 5, entropy)
     for case, of_ranks in zip(cases, zip(*found, strict=True), strict=True):
         expected = differentiated(case, plain_scores, entropy)
@@ -104,11 +111,11 @@ def test_split_vocabularies_are_exact_in_fp32(ranks) -> None:
 
 
 def test_ranks_talk_twice_however_many_tokens_and_tiles_there_are(ranks) -> None:
-    cases = [whole_case(tokens, 1200, 550) for tokens in (0, 1, 33)]
+    cases = [whole_case(n, 1200, 550, targets=k) for n in (0, 1, 33) for k in (None, 4)]
     for found in ranks.run(2, scores_of_rank, cases, 1, True):
         for case, (results, collectives) in zip(cases, found, strict=True):
             assert [name.split(".")[1] for name in collectives] == ["allreduce_"] * 2
-            assert results["logprobs"].shape == case.targets_N.shape
+            assert results["logprobs"].shape == case.targets.shape
         assert not found[0][0]["weight"].any()
 
 

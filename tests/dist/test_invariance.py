@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.packing.bins import ALGORITHMS, BALANCED
 from tests.invariance import cases, page
 from tests.invariance.cases import CELLS, Cell, config_of
 from tests.invariance.compare import TOLERANCE, Results, differences
@@ -45,13 +47,16 @@ def test_cell_equals_hf_computing_each_sequence_alone(
 
 
 def run(ranks: Any, path: Path, cell: Cell) -> Results:
-    data = few(data_of(path), cell.rows)
-    return ranks.run(cell.of.world, run_cell, cell, config_of(cell, path), data)
+    return ranks.run(cell.of.world, run_cell, cell, config_of(cell, path), rows_of(cell, path))
+
+
+def rows_of(cell: Cell, path: Path) -> BatchedDataDict:
+    return few(data_of(path, cell.temperature), cell.rows)
 
 
 def compared(cell: Cell, path: Path, results: Results) -> dict[str, float]:
-    expected = truth(path, cell.loss, cell.rows)
-    return differences(cell, path, few(data_of(path), cell.rows), expected, results)
+    expected = truth(path, cell.loss, cell.rows, cell.temperature)
+    return differences(cell, path, rows_of(cell, path), expected, results)
 
 
 def assert_microbatches_are_what_the_cell_says(cell: Cell, results: Results) -> None:
@@ -75,7 +80,7 @@ def test_a_package_that_is_broken_in_one_place_fails_the_comparison(
 ) -> None:
     mutation = MUTATIONS[name]
     path, cell = checkpoints[mutation.cell.tied], mutation.cell
-    data = few(data_of(path), cell.rows)
+    data = rows_of(cell, path)
     results = ranks.run(cell.of.world, run_broken, name, config_of(cell, path), data)
     found = compared(cell, path, results)
     for quantity in mutation.breaks:
@@ -111,3 +116,14 @@ def test_the_table_has_every_layout_and_every_loss_with_every_batching() -> None
         for tied in (True, False):
             own = [cell for cell in CELLS if cell.loss == loss and cell.tied == tied]
             assert {cell.batching for cell in own} == set(cases.BATCHINGS)
+
+
+def test_the_table_has_every_packing_algorithm_and_every_loss_at_another_temperature() -> None:
+    packed = [cell.algorithm for cell in CELLS if cell.batching == "packed"]
+    assert set(packed) == set(ALGORITHMS)
+    assert min(map(packed.count, ALGORITHMS)) > 1
+    assert 2 * packed.count(BALANCED) >= len(packed)
+    warm = [cell for cell in CELLS if cell.temperature != 1]
+    assert {cell.loss for cell in warm} == set(LOSSES)
+    assert {cell.batching for cell in warm} == set(cases.BATCHINGS)
+    assert len(warm) == len(cases.TEMPERED)

@@ -16,6 +16,7 @@ import pytest
 from megatron_policy.device import join_process_group, prepare_platform
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config
+from tests.dist.layouts import OVERLAPPED
 from tests.losses import TokenNLL
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -62,12 +63,14 @@ def test_a_script_trains_under_each_launcher(checkpoints, tmp_path: Path, launch
     assert json.loads(out.read_text()) == pytest.approx([hf.losses[0], hf.grad_norms[0]], rel=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "megatron"), [("qwen2", {}), ("mixtral", {}), ("qwen2", OVERLAPPED)]
+)
 def test_policies_one_after_another_leave_nothing_of_their_groups(
-    ranks, checkpoint: Callable[..., Path], family: str
+    ranks, checkpoint: Callable[..., Path], family: str, megatron: dict[str, Any]
 ) -> None:
     """In a process group that was there before them, which they must not end with them."""
-    counts = ranks.run(1, threads_after_policies, policy_config(checkpoint(family), {}), 3)
+    counts = ranks.run(1, threads_after_policies, policy_config(checkpoint(family), megatron), 3)
     assert [len(set(seen)) for seen in counts] == [1], counts
 
 

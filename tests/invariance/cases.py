@@ -5,14 +5,16 @@ Shapes: B rows, S positions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import cycle
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.packing.bins import ALGORITHMS, BALANCED
 from tests.dist.cases import policy_config
 from tests.dist.layouts import LENGTH, OVERLAPPED, VOCAB, Layout, layout
 
@@ -48,6 +50,14 @@ FEW = {"DP4": 3, "PP2xVPP2": 1, "PP2xVPP2xCP2xDP2": 3}
 """Rows of a global batch that are fewer than the microbatches that must run."""
 WITH_LOGITS = ("PP2xCP2", "CP2xDP2, distributed optimizer, overlaps", "TP2xCP2+SP")
 """Layouts of the loss that is given all logits, with each way to make microbatches."""
+TEMPERATURE = 0.7
+TEMPERED = (
+    ("TP2xPP2xDP2+SP, distributed optimizer, overlaps", "padded", "sequence"),
+    ("PP2xVPP2xCP2xDP2", "dynamic", "token"),
+    ("TP2xPP2xCP2+SP", "packed", "policy gradient"),
+    ("TP2xCP2+SP", "packed", "entropy of logits"),
+)
+"""Cells whose rollouts, and so losses, are at that temperature: every loss once."""
 
 # Small enough for several microbatches, large enough for the longest row under every layout.
 TRAIN_TOKENS, READ_TOKENS, READ_ROWS = 24, 64, 7
@@ -68,18 +78,24 @@ class Cell:
     loss: str
     tied: bool
     rows: int = ROWS
+    algorithm: str = BALANCED
+    temperature: float = 1.0
 
     @property
     def name(self) -> str:
         """What a test of this cell is called."""
         family = "tied" if self.tied else "untied"
-        return f"{self.layout} | {self.rows_in_words} | {self.loss} | {family}"
+        return f"{self.layout} | {self.batching_in_words} | {self.loss} | {family}"
 
     @property
-    def rows_in_words(self) -> str:
-        """How microbatches are made, and of how many rows where these are few."""
+    def batching_in_words(self) -> str:
+        """How microbatches are made, of how many rows where these are few, and at which temperature
+        where it is not 1.
+        """
+        packer = f" ({self.algorithm})" if self.batching == "packed" else ""
         few = "" if self.rows == ROWS else f", {self.rows} row{'s' * (self.rows > 1)}"
-        return self.batching + few
+        warm = "" if self.temperature == 1 else f", temperature {self.temperature}"
+        return self.batching + packer + few + warm
 
     @property
     def of(self) -> Layout:
@@ -110,7 +126,22 @@ def _cells() -> tuple[Cell, ...]:
     for name, few in FEW.items():
         for batching in BATCHINGS[1:]:
             cells.append(Cell(name, batching, next(turns), batching == "packed", few))
-    return tuple(cells)
+    return tuple(map(_tempered, _each_packed_by_another(cells)))
+
+
+def _each_packed_by_another(cells: Sequence[Cell]) -> list[Cell]:
+    """Every second packed cell by the default algorithm, the others take turns."""
+    others = [name for name in ALGORITHMS if name != BALANCED]
+    turns = cycle(chain.from_iterable((BALANCED, name) for name in others))
+    return [
+        replace(cell, algorithm=next(turns)) if cell.batching == "packed" else cell
+        for cell in cells
+    ]
+
+
+def _tempered(cell: Cell) -> Cell:
+    chosen = (cell.layout, cell.batching, cell.loss) in TEMPERED and cell.rows == ROWS
+    return replace(cell, temperature=TEMPERATURE) if chosen else cell
 
 
 CELLS = _cells()
@@ -156,5 +187,7 @@ def config_of(cell: Cell, path: Path) -> dict[str, Any]:
     if cell.batching == "dynamic":
         batching["dynamic_batching"] = budget | {"sequence_length_round": 2}
     if cell.batching == "packed":
-        batching["sequence_packing"] = budget | {"algorithm": "modified_first_fit_decreasing"}
+        batching["sequence_packing"] = budget | {"algorithm": cell.algorithm}
+    if cell.temperature != 1:
+        batching["generation"] = {"max_new_tokens": 1, "temperature": cell.temperature}
     return policy_config(path, cell.of.megatron, train_global_batch_size=cell.rows, **batching)

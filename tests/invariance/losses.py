@@ -16,7 +16,7 @@ from megatron_policy.interfaces import LossInputType, LossType
 from megatron_policy.train.logprobs import vocab_parallel_logprobs
 from tests.losses import Result, loss_mask, sequence_nll, token_nll
 
-CLIPPED_RATIO, DIVERGENCE_WEIGHT = (0.8, 1.28), 0.1
+CLIPPED_RATIO, DIVERGENCE_WEIGHT, ENTROPY_WEIGHT = (0.8, 1.28), 0.1, 0.5
 
 
 class Scores(NamedTuple):
@@ -27,10 +27,13 @@ class Scores(NamedTuple):
 
 
 class TokenNLLOfLogprobs:
-    """Second generation: given next-token log-probabilities, normalised by valid tokens."""
+    """Second generation: given next-token log-probabilities, also of tokens that do not count,
+    normalised by valid tokens.
+    """
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.LOGPROB
+    reads_masked_positions = True
 
     def __call__(
         self,
@@ -68,13 +71,14 @@ class SequenceNLLOfLogits:
 
 
 class ClippedPolicyGradient:
-    """Second generation: PPO's clipped ratio with an estimate of the divergence from a reference,
-    normalised by valid tokens. `data` hold `prev_logprobs`, `reference_logprobs` and `advantages`
-    `[B, S]`.
+    """Second generation: PPO's clipped ratio with an estimate of the divergence from a reference
+    and a bonus for entropy, normalised by valid tokens. `data` hold `prev_logprobs`,
+    `reference_logprobs` and `advantages` `[B, S]`.
     """
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.LOGPROB
+    needs_entropy = True
 
     def __call__(
         self,
@@ -82,9 +86,10 @@ class ClippedPolicyGradient:
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
         next_token_logprobs: torch.Tensor,
+        next_token_entropy: torch.Tensor,
     ) -> Result:
-        counts = global_valid_seqs, global_valid_toks
-        return policy_gradient_result(Scores(next_token_logprobs), data, *counts)
+        scores = Scores(next_token_logprobs, next_token_entropy)
+        return policy_gradient_result(scores, data, global_valid_seqs, global_valid_toks)
 
 
 class EntropyOfLogits:
@@ -114,11 +119,19 @@ def counts(data: BatchedDataDict) -> tuple[torch.Tensor, torch.Tensor]:
     return data["sample_mask"].sum(), loss_mask(data).sum()
 
 
+def only_counted(scores: Scores, data: BatchedDataDict) -> Scores:
+    """What a loss is given that does not ask for masked positions: 0 there."""
+    counts_BS = loss_mask(data) > 0
+    return Scores(*(None if each is None else each.where(counts_BS, 0.0) for each in scores))
+
+
 def token_result(
     scores: Scores, data: BatchedDataDict, seqs: torch.Tensor, tokens: torch.Tensor
 ) -> Result:
     loss = token_nll(scores.logprobs, data, tokens)
-    return loss, {"loss": loss.item(), "valid": loss_mask(data).sum(), **sizes(data)}
+    # Without a mask: whatever the loss is given beyond what it asked for would show.
+    given = {"given": scores.logprobs.sum().item()}
+    return loss, {"loss": loss.item(), "valid": loss_mask(data).sum(), **given, **sizes(data)}
 
 
 def sequence_result(
@@ -131,6 +144,7 @@ def sequence_result(
 def policy_gradient_result(
     scores: Scores, data: BatchedDataDict, seqs: torch.Tensor, tokens: torch.Tensor
 ) -> Result:
+    assert scores.entropies is not None
     mask = loss_mask(data)
     ratio = (scores.logprobs - data["prev_logprobs"][:, 1:]).exp()
     clipped = ratio.clamp(*CLIPPED_RATIO)
@@ -138,16 +152,21 @@ def policy_gradient_result(
     lost = torch.maximum(-gain * ratio, -gain * clipped)
     away = data["reference_logprobs"][:, 1:] - scores.logprobs
     divergence = ((away.exp() - away - 1) * mask).sum() / tokens
-    loss = (lost * mask).sum() / tokens + DIVERGENCE_WEIGHT * divergence
+    entropy = (scores.entropies * mask).sum() / tokens
+    loss = (lost * mask).sum() / tokens + DIVERGENCE_WEIGHT * divergence - ENTROPY_WEIGHT * entropy
     # A microbatch without a valid token has no extremum: infinities are none.
     counted = ratio.detach().where(mask > 0, torch.inf)
     metrics = {
         "loss": loss.item(),
         "kl": divergence.item(),
+        "entropy": entropy.item(),
         "clipped": ((ratio != clipped) * mask).sum() / tokens,
         "ratio_min": counted.min(),
         "ratio_max": counted.where(mask > 0, -torch.inf).max().item(),
         "valid": mask.sum(),
+        # Without the mask: what does not count is 0.
+        "given": scores.logprobs.sum().item(),
+        "given_entropy": scores.entropies.sum().item(),
     }
     return loss, metrics | sizes(data)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ import torch
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.model import context_parallel
 from megatron_policy.packing.tokens import Piece, TokenLayout
-from megatron_policy.train import losses, step
+from megatron_policy.train import batching, losses, step
+from megatron_policy.train.microbatch import Microbatch
+from megatron_policy.train.output import Output
+from megatron_policy.train.pipeline import Pipeline
 from tests.invariance.cases import Cell
 from tests.invariance.measure import run_cell
 
@@ -81,6 +85,47 @@ def _counts_of_one_replica(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step, "count_valid", own)
 
 
+def _repetitions_for_fillers(patch: pytest.MonkeyPatch) -> None:
+    train = Pipeline.train
+
+    def repeated(self: Pipeline, microbatches: Sequence[Microbatch], *args: Any, **kwargs: Any):
+        real = [microbatch for microbatch in microbatches if not microbatch.filler]
+        again = [real[-1]] * (len(microbatches) - len(real))
+        return train(self, [*real, *again], *args, **kwargs)
+
+    patch.setattr(Pipeline, "train", repeated)
+
+
+def _gradient_of_fillers(patch: pytest.MonkeyPatch) -> None:
+    nothing = Output.nothing
+
+    def something(self: Output) -> torch.Tensor:
+        return nothing(self) + 0.1 * self.hidden_TRD[..., 0].sum()
+
+    patch.setattr(Output, "nothing", something)
+
+
+def _results_in_the_order_of_the_plan(patch: pytest.MonkeyPatch) -> None:
+    for_reading = batching.Batcher.for_reading
+
+    def in_order(self: batching.Batcher, data: BatchedDataDict, at_once: int) -> batching.Reading:
+        read = for_reading(self, data, at_once)
+        order = iter(range(data.size))
+        return replace(read, rows=[list(islice(order, len(rows))) for rows in read.rows])
+
+    patch.setattr(batching.Batcher, "for_reading", in_order)
+
+
+def _entropy_without_gradient(patch: pytest.MonkeyPatch) -> None:
+    scores = Output.next_token_scores
+
+    def detached(self: Output, *args: Any, **kwargs: Any) -> Any:
+        logprobs, entropy = scores(self, *args, **kwargs)
+        return logprobs, None if entropy is None else entropy.detach()
+
+    patch.setattr(Output, "next_token_scores", detached)
+
+
 READ = ("logprobs before", "logprobs after", "reference", "entropy", "top-k")
 TRAINED = ("loss", "metrics", "grad norm", "weights")
 MUTATIONS = {
@@ -97,7 +142,7 @@ MUTATIONS = {
         ("logprobs before", "reference", "entropy", "top-k"),
     ),
     "the first sequence of a microbatch is left out of the loss": Mutation(
-        Cell("one process", "packed", "token", False),
+        Cell("one process", "packed", "policy gradient", False),
         _mask_of_all_but_the_first,
         ("loss", "grad norm", "weights"),
         ("logprobs before", "reference", "entropy", "top-k"),
@@ -106,6 +151,31 @@ MUTATIONS = {
         Cell("DP2", "dynamic", "sequence", True),
         _counts_of_one_replica,
         ("loss", "grad norm", "weights"),
+        ("logprobs before", "reference", "entropy", "top-k"),
+    ),
+    "a filler repeats what was computed already": Mutation(
+        Cell("PP2xVPP2", "dynamic", "token", False, 1),
+        _repetitions_for_fillers,
+        # Gradients are clipped: twice as large, they make the same weights.
+        ("loss", "metrics", "grad norm"),
+        ("logprobs before", "reference", "entropy", "top-k"),
+    ),
+    "a filler leaves a gradient": Mutation(
+        Cell("PP2xVPP2", "packed", "policy gradient", True, 1),
+        _gradient_of_fillers,
+        ("grad norm", "weights", "logprobs after"),
+        ("logprobs before", "reference", "entropy", "top-k"),
+    ),
+    "results are placed in the order of the plan": Mutation(
+        Cell("one process", "dynamic", "sequence", True),
+        _results_in_the_order_of_the_plan,
+        READ,
+        TRAINED,
+    ),
+    "the entropy has no gradient": Mutation(
+        Cell("TP2", "packed", "policy gradient", False),
+        _entropy_without_gradient,
+        ("grad norm", "weights", "logprobs after"),
         ("logprobs before", "reference", "entropy", "top-k"),
     ),
 }

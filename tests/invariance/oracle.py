@@ -18,6 +18,7 @@ from megatron_policy.batch import BatchedDataDict
 from tests import oracle
 from tests.dist.layouts import LENGTH
 from tests.invariance import cases, losses
+from tests.losses import Result
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,15 @@ RESULTS = {
     "policy gradient": losses.policy_gradient_result,
     "entropy of logits": losses.entropy_result,
 }
+READING_MASKED = ("token",)
+"""Losses that are given the scores of all tokens, the others only of those that count."""
 
 
 @cache
-def data_of(path: Path) -> BatchedDataDict:
-    """The rows for the checkpoint `path`."""
+def data_of(path: Path, temperature: float = 1.0) -> BatchedDataDict:
+    """The rows for the checkpoint `path`, with earlier log-probabilities at a temperature."""
     plain = cases.rows(torch.zeros(len(cases.LENGTHS), LENGTH))
-    return cases.rows(read(oracle.load_hf(path), plain).logprobs_BS)
+    return cases.rows(read(oracle.load_hf(path), plain, temperature).logprobs_BS)
 
 
 def few(data: BatchedDataDict, count: int) -> BatchedDataDict:
@@ -75,20 +78,24 @@ def _alone(model: PreTrainedModel, tokens_S: torch.Tensor, length: int) -> torch
     return logits
 
 
-def _next_tokens(logits_LV: torch.Tensor, tokens_L: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _next_tokens(
+    logits_LV: torch.Tensor, tokens_L: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, ...]:
     """Log-probabilities of the tokens from the second on, and the entropies of what they are drawn
     from, `[L - 1]`.
     """
-    scores_LV = logits_LV[:-1].log_softmax(-1)
+    scores_LV = (logits_LV[:-1] / temperature).log_softmax(-1)
     logprobs_L = scores_LV.gather(-1, tokens_L[1:, None]).squeeze(-1)
     return logprobs_L, -(scores_LV.exp() * scores_LV).sum(-1)
 
 
-def scores(model: PreTrainedModel, data: BatchedDataDict) -> losses.Scores:
+def scores(
+    model: PreTrainedModel, data: BatchedDataDict, temperature: float = 1.0
+) -> losses.Scores:
     """Next-token log-probabilities and entropies, differentiable; 0 beyond the end of a row."""
     found = []
     for tokens_S, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True):
-        own = _next_tokens(_alone(model, tokens_S, length), tokens_S[:length])
+        own = _next_tokens(_alone(model, tokens_S, length), tokens_S[:length], temperature)
         missing = len(tokens_S) - length
         found.append([torch.nn.functional.pad(part_L, (0, missing)) for part_L in own])
     logprobs, entropies = zip(*found, strict=True)
@@ -96,46 +103,51 @@ def scores(model: PreTrainedModel, data: BatchedDataDict) -> losses.Scores:
 
 
 @torch.no_grad()
-def read(model: PreTrainedModel, data: BatchedDataDict) -> Reading:
-    """All there is to read of the rows."""
+def read(model: PreTrainedModel, data: BatchedDataDict, temperature: float = 1.0) -> Reading:
+    """All there is to read of the rows; logits always at temperature 1."""
     rows, width = data["input_ids"].shape
     logits_BSV = torch.zeros(rows, width, model.config.vocab_size)
     logprobs_BS, entropy_BS = torch.zeros(2, rows, width)
     for row, length in enumerate(data["input_lengths"].tolist()):
         tokens_S = data["input_ids"][row]
         logits_LV = logits_BSV[row, :length] = _alone(model, tokens_S, length)
-        logprobs_L, entropy_L = _next_tokens(logits_LV, tokens_S[:length])
+        logprobs_L, entropy_L = _next_tokens(logits_LV, tokens_S[:length], temperature)
         logprobs_BS[row, 1:length], entropy_BS[row, 1:length] = logprobs_L, entropy_L
     return Reading(logprobs_BS, entropy_BS, logits_BSV)
 
 
+def _evaluate(loss: str, scores: losses.Scores, batch: BatchedDataDict) -> Result:
+    """Of a whole global batch, whose scores are cut to what such a loss is given."""
+    seen = scores if loss in READING_MASKED else losses.only_counted(scores, batch)
+    return RESULTS[loss](seen, batch, *losses.counts(batch))
+
+
 @cache
-def truth(path: Path, loss: str, rows: int) -> Truth:
+def truth(path: Path, loss: str, rows: int, temperature: float = 1.0) -> Truth:
     """Two steps of training over global batches of the first `rows` rows of each."""
-    data = few(data_of(path), rows)
-    evaluate, metrics = RESULTS[loss], []
+    data = few(data_of(path, temperature), rows)
+    metrics = []
 
     def step(model: PreTrainedModel, batch: BatchedDataDict) -> torch.Tensor:
-        value, found = evaluate(scores(model, batch), batch, *losses.counts(batch))
+        value, found = _evaluate(loss, scores(model, batch, temperature), batch)
         metrics.append(found)
         return value
 
     trained = oracle.train(path, data, rows, step)
     model = oracle.load_hf(path)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    before = read(model, data)
+    before = read(model, data, temperature)
     evaluated = []
     for index in range(cases.STEPS):
-        batch = data.get_batch(index, rows)
         own = slice(index * rows, (index + 1) * rows)
         known = losses.Scores(before.logprobs_BS[own, 1:], before.entropy_BS[own, 1:])
-        evaluated.append(evaluate(known, batch, *losses.counts(batch))[0].item())
+        evaluated.append(_evaluate(loss, known, data.get_batch(index, rows))[0].item())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(trained.weights[name])
     return Truth(
         before=before,
-        after=read(model, data),
+        after=read(model, data, temperature),
         evaluated=evaluated,
         losses=trained.losses,
         grad_norms=trained.grad_norms,

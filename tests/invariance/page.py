@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from megatron_policy.packing.bins import ALGORITHMS, BALANCED
 from tests.dist.layouts import FAMILIES, LENGTH, SIZES, VOCAB
 from tests.invariance.cases import (
     BATCHINGS,
@@ -23,6 +24,8 @@ from tests.invariance.cases import (
     LOSSES,
     ROWS,
     STEPS,
+    TEMPERATURE,
+    TEMPERED,
     TILE,
     WITH_LOGITS,
     Cell,
@@ -46,7 +49,7 @@ class Line:
 
 def names_of(cell: Cell) -> tuple[str, ...]:
     """A cell's first columns."""
-    return (cell.layout, cell.rows_in_words, cell.loss, FAMILIES[cell.tied])
+    return (cell.layout, cell.batching_in_words, cell.loss, FAMILIES[cell.tied])
 
 
 def lines(text: str) -> list[Line]:
@@ -93,6 +96,10 @@ def render(measured: Measured) -> str:
         latin=len(LAYOUTS) * len(BATCHINGS),
         small=sum(cell.rows != ROWS for cell in CELLS),
         logits=len(WITH_LOGITS),
+        algorithms=len(ALGORITHMS),
+        default=BALANCED,
+        temperature=TEMPERATURE,
+        tempered=len(TEMPERED),
         tolerance=f"{TOLERANCE:.0e}".replace("e-0", "e-"),
         rows=ROWS,
         steps=STEPS,

@@ -18,7 +18,7 @@ from megatron_policy.packing.bins import (
     split_to,
 )
 from megatron_policy.packing.cost import sequence_cost
-from megatron_policy.packing.dynamic import dynamic_bins, padded_length
+from megatron_policy.packing.dynamic import dynamic_bins
 
 CAPACITY = 60
 ALGORITHMS = [
@@ -50,40 +50,35 @@ def test_every_row_is_in_one_bin_none_overflows_and_the_count_is_a_multiple(
     assert empty == max(len(bins) - len(lengths), 0)
 
 
-@given(lengths=LENGTHS, multiple=st.integers(1, 6), round_to=st.integers(1, 7))
+@given(lengths=LENGTHS, multiple=st.integers(1, 6))
 def test_every_row_is_in_one_dynamic_bin_that_holds_it_with_its_padding(
-    lengths: list[int], multiple: int, round_to: int
+    lengths: list[int], multiple: int
 ) -> None:
-    budget = CAPACITY + 6
-    bins = dynamic_bins(lengths, budget, round_to, multiple, COST)
+    bins = dynamic_bins(lengths, CAPACITY, multiple, COST)
     assert sorted(row for members in bins for row in members) == list(range(len(lengths)))
     assert len(bins) % multiple == 0
     assert sum(not members for members in bins) == max(len(bins) - len(lengths), 0)
     for members in filter(None, bins):
-        width = -(-max(lengths[row] for row in members) // round_to) * round_to
-        assert len(members) * width <= budget
+        assert len(members) * max(lengths[row] for row in members) <= CAPACITY
 
 
 @given(LENGTHS.filter(bool))
 def test_rows_of_a_dynamic_bin_are_neighbours_in_length(lengths: list[int]) -> None:
-    bins = dynamic_bins(lengths, CAPACITY, 1, 1, COST)
+    bins = dynamic_bins(lengths, CAPACITY, 1, COST)
     spans = sorted((min(own), max(own)) for b in bins for own in [[lengths[row] for row in b]])
     assert all(before[1] <= after[0] for before, after in pairwise(spans))
 
 
 def test_dynamic_bins_cost_about_the_same_where_rows_could_all_be_thrown_together() -> None:
-    bins = dynamic_bins([10] * 12, 1000, 1, 4, COST)
+    bins = dynamic_bins([10] * 12, 1000, 4, COST)
     assert [len(members) for members in bins] == [3, 3, 3, 3]
 
 
-def test_padding_goes_no_further_than_the_tensor() -> None:
-    assert padded_length(65, 64, None) == 128
-    assert padded_length(65, 64, 100) == 100
-    assert dynamic_bins([100], 100, 64, 1, COST, width=100) == [[0]]
+def test_a_row_longer_than_a_dynamic_bin_is_named() -> None:
     with pytest.raises(
         BatchError, match="row 1 has 128 tokens with its padding, more than the 100"
     ):
-        dynamic_bins([3, 100], 100, 64, 1, COST)
+        dynamic_bins([64, 128], 100, 1, COST)
 
 
 @given(LENGTHS.filter(bool))

@@ -7,8 +7,10 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import BatchError
+from megatron_policy.interfaces import LossInputType
 from megatron_policy.packing.batching import Batching
 from megatron_policy.train.checks import (
+    check_loss_inputs,
     check_training_data,
     checked_lengths,
     checked_prompts,
@@ -23,7 +25,7 @@ PROMPTS = torch.ones(3, 6, dtype=torch.long)
     [
         ({"input_lengths": torch.tensor([1])}, "lack a tensor 'input_ids'"),
         ({"input_ids": PROMPTS}, "lack a tensor 'input_lengths'"),
-        ({"input_ids": PROMPTS, "input_lengths": [1, 2, 3]}, "lack a tensor 'input_lengths'"),
+        ({"input_ids": PROMPTS, "input_lengths": [1, 2, 3]}, "input_lengths are a list"),
         ({"input_ids": PROMPTS[0], "input_lengths": torch.tensor([1])}, "must be"),
         ({"input_ids": PROMPTS, "input_lengths": torch.ones(3)}, "float32"),
         ({"input_ids": PROMPTS, "input_lengths": torch.tensor([1, 2])}, "must be"),
@@ -79,7 +81,7 @@ def test_padded_rows_without_lengths_are_as_long_as_the_tensor() -> None:
     [
         ({"input_lengths": None}, PACKED, "lack a tensor 'input_lengths', which packed"),
         ({"input_lengths": None}, DYNAMIC, "lack a tensor 'input_lengths', which dynamic"),
-        ({"input_lengths": [1, 1, 1]}, PADDED, "lack a tensor 'input_lengths'"),
+        ({"input_lengths": [1, 1, 1]}, PADDED, "input_lengths are a list"),
         ({"input_lengths": torch.ones(3)}, PADDED, "float32 of shape"),
         ({"input_lengths": torch.ones(3, dtype=torch.bool)}, PACKED, "bool of shape"),
         ({"input_lengths": torch.ones(3, 6, dtype=torch.long)}, PACKED, r"integers \[3\]"),
@@ -130,8 +132,10 @@ def test_a_mask_may_count_what_a_masked_out_row_has_beyond_its_length() -> None:
     mask = training()["token_mask"].clone()
     mask[0] = 1
     data = training(token_mask=mask, sample_mask=torch.tensor([0.0, 1.0, 1.0]))
-    check_training_data(data, 9, DYNAMIC)
-    check_training_data(training(token_mask=mask), 9, PADDED)
+    for batching in (PADDED, DYNAMIC):
+        check_training_data(data, 9, batching)
+        with pytest.raises(BatchError, match="token_mask counts position 1 of row 0"):
+            check_training_data(training(token_mask=mask), 9, batching)
 
 
 def test_only_a_rank_whose_plan_has_no_row_for_it_may_come_without_rows() -> None:
@@ -143,3 +147,54 @@ def test_only_a_rank_whose_plan_has_no_row_for_it_may_come_without_rows() -> Non
     none["input_ids"] = torch.ones(0, 0, dtype=torch.long)
     with pytest.raises(BatchError, match="one position"):
         checked_tokens(none, 9)
+
+
+class Distillation:
+    input_type = LossInputType.LOGPROB
+    candidates = "teacher"
+
+
+def entries(*at: int, value: int) -> torch.Tensor:
+    """Two entries for each token of `training()`, all right but the one at a place."""
+    entries_BSK = torch.full((3, 6, 2), 8)
+    entries_BSK[at] = value
+    return entries_BSK
+
+
+@pytest.mark.parametrize(
+    ("teacher", "message"),
+    [
+        (None, "Distillation.candidates is 'teacher', but the data lack it"),
+        ([1, 2, 3], "'teacher' is a list"),
+        (torch.ones(3, 6, dtype=torch.long), r"shape \(3, 6\).*must be integers \[3, 6, K\]"),
+        (torch.ones(3, 5, 2, dtype=torch.long), r"must be integers \[3, 6, K\]"),
+        (torch.ones(3, 6, 0, dtype=torch.long), r"must be integers \[3, 6, K\]"),
+        (torch.ones(3, 6, 2), "'teacher' is torch.float32"),
+        (entries(1, 3, 1, value=9), "entry 9 in row 1 at position 3, but.* has 9 entries"),
+        (entries(2, 0, 0, value=-1), "entry -1 in row 2 at position 0"),
+    ],
+)
+def test_candidates_that_are_missing_or_no_entries_of_the_vocabulary_are_named(
+    teacher: object, message: str
+) -> None:
+    with pytest.raises(BatchError, match=message):
+        check_loss_inputs(Distillation(), training(teacher=teacher), 9)
+
+
+@pytest.mark.parametrize("lengths", [None, torch.tensor([1, 4, 3])])
+def test_candidates_beyond_a_row_are_looked_at_where_it_is_computed(
+    lengths: torch.Tensor | None,
+) -> None:
+    data = training(teacher=entries(1, 4, 0, value=-100), input_lengths=lengths)
+    if lengths is not None:
+        check_loss_inputs(Distillation(), data, 9)
+        return
+    with pytest.raises(BatchError, match="entry -100 in row 1 at position 4"):
+        check_loss_inputs(Distillation(), data, 9)
+
+
+def test_a_loss_that_takes_what_is_not_fed_is_told_what_is() -> None:
+    loss = Distillation()
+    loss.input_type = "distillation"
+    with pytest.raises(NotImplementedError, match=r"'distillation'.*'logprob' loss.*`candidates`"):
+        check_loss_inputs(loss, training(), 9)

@@ -1,11 +1,11 @@
 """Log-probabilities, entropies and top-k of a head from hidden states, against plain torch.
 
-Shapes: N tokens, V entries of the slice, D model.
+Shapes: N tokens, V entries of the slice, D model, K targets of a token.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -28,23 +28,30 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}
 
 @dataclass(frozen=True)
 class Case:
-    """A head with hidden states, targets, and weights of the sum that is differentiated."""
+    """A head with hidden states, targets `[N]` or `[N, K]`, and weights of the sum that is
+    differentiated.
+    """
 
     hidden_ND: torch.Tensor
     weight_VD: torch.Tensor
-    targets_N: torch.Tensor
-    of_logprobs_N: torch.Tensor
+    targets: torch.Tensor
+    of_logprobs: torch.Tensor
     of_entropy_N: torch.Tensor
     head: HeadShape
 
     def to(self, dtype: torch.dtype) -> Case:
         hidden_ND, weight_VD = self.hidden_ND.to(dtype), self.weight_VD.to(dtype)
-        of_N = self.of_logprobs_N.to(dtype), self.of_entropy_N.to(dtype)
-        return Case(hidden_ND, weight_VD, self.targets_N, *of_N, self.head)
+        of = self.of_logprobs.to(dtype), self.of_entropy_N.to(dtype)
+        return Case(hidden_ND, weight_VD, self.targets, *of, self.head)
 
 
-def make_case(tokens: int, vocab: int, model: int, head: HeadShape, seed: int = 0) -> Case:
-    """In fp64, drawn in fp32 so that casts to it lose nothing."""
+def make_case(
+    tokens: int, vocab: int, model: int, head: HeadShape, seed: int = 0, targets: int | None = None
+) -> Case:
+    """In fp64, drawn in fp32 so that casts to it lose nothing; with a number of `targets` tokens
+    have as many.
+    """
+    shape = (tokens,) if targets is None else (tokens, targets)
     random = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -53,8 +60,8 @@ def make_case(tokens: int, vocab: int, model: int, head: HeadShape, seed: int = 
     return Case(
         draw(tokens, model),
         draw(vocab, model),
-        torch.randint(0, head.real, (tokens,), generator=random) + head.vocab_start,
-        draw(tokens),
+        torch.randint(0, head.real, shape, generator=random) + head.vocab_start,
+        draw(*shape),
         draw(tokens),
         head,
     )
@@ -70,12 +77,14 @@ def plain_logits(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, head: HeadSha
 
 
 def plain_scores(
-    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, head: HeadShape
+    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets: torch.Tensor, head: HeadShape
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logprobs_NV = plain_logits(hidden_ND, weight_VD, head).log_softmax(-1)
-    local_N1 = (targets_N - head.vocab_start).unsqueeze(1)
+    local = targets - head.vocab_start
     entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
-    return logprobs_NV.gather(1, local_N1).squeeze(1), entropy_N
+    if targets.ndim > 1:
+        return logprobs_NV.gather(1, local), entropy_N
+    return logprobs_NV.gather(1, local.unsqueeze(1)).squeeze(1), entropy_N
 
 
 def differentiated(case: Case, scores: Any, entropy: bool = True) -> dict[str, torch.Tensor]:
@@ -84,12 +93,12 @@ def differentiated(case: Case, scores: Any, entropy: bool = True) -> dict[str, t
     """
     hidden_ND = case.hidden_ND.clone().requires_grad_()
     weight_VD = case.weight_VD.clone().requires_grad_()
-    logprobs_N, entropy_N = scores(hidden_ND, weight_VD, case.targets_N, case.head)
-    total = (logprobs_N * case.of_logprobs_N).sum()
+    logprobs, entropy_N = scores(hidden_ND, weight_VD, case.targets, case.head)
+    total = (logprobs * case.of_logprobs).sum()
     if entropy:
         total = total + (entropy_N * case.of_entropy_N).sum()
     total.backward()
-    results = {"logprobs": logprobs_N, "hidden": hidden_ND.grad, "weight": weight_VD.grad}
+    results = {"logprobs": logprobs, "hidden": hidden_ND.grad, "weight": weight_VD.grad}
     if entropy:
         results["entropy"] = entropy_N
     return {name: value.detach() for name, value in results.items()}
@@ -99,9 +108,9 @@ def fused(chunk: int, entropy: bool = True) -> Any:
     """`fused_scores` of one rank, called as `plain_scores` is."""
 
     def scores(
-        hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, head: HeadShape
+        hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets: torch.Tensor, head: HeadShape
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return fused_scores(hidden_ND, weight_VD, targets_N, head, ALONE, chunk, entropy)
+        return fused_scores(hidden_ND, weight_VD, targets, head, ALONE, chunk, entropy)
 
     return scores
 
@@ -134,7 +143,9 @@ def cases(draw: st.DrawFn) -> tuple[Case, int]:
     """A case and a chunk; vocabularies on both sides of the width that tiles do not go below."""
     vocab = draw(st.one_of(st.integers(1, 40), st.integers(LEAST_WIDTH, 3 * LEAST_WIDTH)))
     head, tokens = draw(heads(vocab)), draw(st.integers(0, 40))
-    return make_case(tokens, vocab, draw(st.integers(1, 5)), head), draw(st.integers(1, 50))
+    targets = draw(st.sampled_from([None, 1, 2, 7]))
+    case = make_case(tokens, vocab, draw(st.integers(1, 5)), head, targets=targets)
+    return case, draw(st.integers(1, 50))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -159,6 +170,20 @@ def test_what_is_done_a_strip_at_a_time_equals_what_is_done_at_once(
     assert_close(got, differentiated(case, plain_scores, entropy), TOLERANCE[torch.float64])
 
 
+@pytest.mark.parametrize("entropy", [False, True])
+def test_an_entry_that_is_a_target_twice_gets_both_gradients(entropy: bool) -> None:
+    case = make_case(6, 600, 3, HeadShape(0, 600), targets=2)
+    # Alike, and at the edges of tiles, where the places of targets elsewhere are put as well.
+    edges = torch.tensor([0, 255, 256, 511, 512, 599])
+    alike = replace(case, targets=torch.stack([edges, edges], dim=1))
+    once = replace(case, targets=edges, of_logprobs=case.of_logprobs.sum(1))
+    assert tiling(6, 600, 600, 1).width == 256
+    got, expected = (differentiated(each, fused(1, entropy), entropy) for each in (alike, once))
+    assert torch.equal(got["logprobs"], expected["logprobs"].unsqueeze(1).expand(6, 2))
+    for name in ("hidden", "weight"):
+        torch.testing.assert_close(got[name], expected[name], rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_bf16_is_as_near_to_exact_arithmetic_as_all_logits_in_bf16(softcap: float | None) -> None:
     head = HeadShape(0, 2000, scale=0.5, softcap=softcap, temperature=0.8)
@@ -178,7 +203,7 @@ def test_bf16_is_as_near_to_exact_arithmetic_as_all_logits_in_bf16(softcap: floa
 def test_hidden_states_of_another_dtype_get_their_gradient_in_it() -> None:
     case = make_case(9, 11, 3, HeadShape(0, 11))
     hidden_ND = case.hidden_ND.float().requires_grad_()
-    logprobs_N, _ = fused(2)(hidden_ND, case.weight_VD.bfloat16(), case.targets_N, case.head)
+    logprobs_N, _ = fused(2)(hidden_ND, case.weight_VD.bfloat16(), case.targets, case.head)
     logprobs_N.sum().backward()
     assert logprobs_N.dtype == torch.float32
     assert hidden_ND.grad is not None and hidden_ND.grad.any()
@@ -189,8 +214,8 @@ def test_logits_far_from_zero_overflow_nothing(shift: float) -> None:
     case = make_case(6, 600, 3, HeadShape(0, 600))
     hidden_ND = torch.cat([case.hidden_ND, torch.full((6, 1), shift).double()], dim=1)
     weight_VD = torch.cat([case.weight_VD, torch.ones(600, 1).double()], dim=1)
-    scores = fused_scores(hidden_ND, weight_VD, case.targets_N, case.head, ALONE, 3, True)
-    expected = plain_scores(case.hidden_ND, case.weight_VD, case.targets_N, case.head)
+    scores = fused_scores(hidden_ND, weight_VD, case.targets, case.head, ALONE, 3, True)
+    expected = plain_scores(case.hidden_ND, case.weight_VD, case.targets, case.head)
     for got, value in zip(scores, expected, strict=True):
         torch.testing.assert_close(got, value, rtol=0, atol=1e-10)
 
@@ -214,9 +239,9 @@ def test_a_gradient_that_nobody_needs_is_not_made(needed: str) -> None:
     case = make_case(12, 40, 3, HeadShape(0, 40))
     hidden_ND = case.hidden_ND.clone().requires_grad_(needed == "hidden")
     weight_VD = case.weight_VD.clone().requires_grad_(needed == "weight")
-    logprobs_N, _ = fused(2, False)(hidden_ND, weight_VD, case.targets_N, case.head)
+    logprobs_N, _ = fused(2, False)(hidden_ND, weight_VD, case.targets, case.head)
     with Watch() as watch:
-        (logprobs_N * case.of_logprobs_N).sum().backward()
+        (logprobs_N * case.of_logprobs).sum().backward()
     products = sum(name.startswith(("aten.mm", "aten.addmm")) for name in watch.called)
     assert products == 6 + 5  # one more of 2 rows each, and the logits again but for the last
     expected = differentiated(case, plain_scores, entropy=False)[needed]
@@ -228,8 +253,8 @@ def test_a_gradient_that_nobody_needs_is_not_made(needed: str) -> None:
 def test_two_backward_passes_of_one_graph_give_the_same_gradients() -> None:
     case = make_case(12, 40, 3, HeadShape(0, 40))
     hidden_ND = case.hidden_ND.clone().requires_grad_()
-    logprobs_N, _ = fused(12, False)(hidden_ND, case.weight_VD, case.targets_N, case.head)
-    total = (logprobs_N * case.of_logprobs_N).sum()
+    logprobs_N, _ = fused(12, False)(hidden_ND, case.weight_VD, case.targets, case.head)
+    total = (logprobs_N * case.of_logprobs).sum()
     first, second = (torch.autograd.grad(total, hidden_ND, retain_graph=True)[0] for _ in "12")
     assert torch.equal(first, second)
 
@@ -239,7 +264,7 @@ def test_a_loss_of_the_entropy_alone_is_differentiated() -> None:
     grads = []
     for scores in (plain_scores, fused(2)):
         hidden_ND = case.hidden_ND.clone().requires_grad_()
-        _, entropy_N = scores(hidden_ND, case.weight_VD, case.targets_N, case.head)
+        _, entropy_N = scores(hidden_ND, case.weight_VD, case.targets, case.head)
         entropy_N.sum().backward()
         grads.append(hidden_ND.grad)
     torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=1e-11)
@@ -265,7 +290,7 @@ class Watch(TorchDispatchMode):
         return result
 
 
-WATCHED = make_case(256, 1000, 2, HeadShape(0, 990, softcap=5.0))
+WATCHED = make_case(256, 1000, 2, HeadShape(0, 990, softcap=5.0), targets=3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

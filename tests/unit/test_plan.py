@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from hypothesis import strategies as st
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
-from megatron_policy.errors import BatchError
+from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.cost import sequence_cost
+from megatron_policy.packing.multiples import NARROWEST, Multiples
 from megatron_policy.packing.plan import Plan, Share, Span, consecutive, plan_rows
+from megatron_policy.packing.tokens import packed_layout, padded_layout
 
 COST = sequence_cost(hidden_size=8)
 PACKED = Batching("packed", 64)
@@ -139,8 +142,8 @@ def test_a_plan_of_the_host_is_read_as_it_is() -> None:
         ([[[0, 3], [3, 2], [2, 4]]], [[9, 9, 9]], None, r"after 3 rows comes \[3, 2\)"),
         ([[[0, 3]]], [[9]], None, r"have \[3\] rows, .* the data have 4 rows"),
         ([[[0, 2]], [[0, 2]]], [[9], [9]], [3, 1], r"elem_counts_per_gb are \[3, 1\]"),
-        ([[[0, 4]]], None, None, "every microbatch needs its length"),
-        ([[[0, 2], [2, 4]]], [[9]], None, "every microbatch needs its length"),
+        ([[[0, 4]]], None, None, "do not match micro_batch_indices"),
+        ([[[0, 2], [2, 4]]], [[9]], None, "do not match micro_batch_indices"),
         ([[[0, 2], [2, 4]]], [[3, 2]], None, "rows 2 to 3 need 3 positions.* has 2"),
         ([[[0, 1]], [[0, 3]]], [[3], [8]], [1, 3], "rows 1 to 3 need 9 positions.* has 8"),
     ],
@@ -173,10 +176,47 @@ def test_batching_is_what_the_configuration_asks_for() -> None:
     tokens = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 128}
     assert batching() == Batching("padded")
     packed = batching(sequence_packing=tokens | {"algorithm": "concatenative"})
-    assert packed == Batching("packed", 64, 1, "concatenative", "sequence_packing.train_mb_tokens")
+    key = "sequence_packing.train_mb_tokens"
+    assert packed == Batching("packed", 64, 1, "concatenative", key, 16)
     read = batching(training=False, cp=2, sequence_packing=tokens)
-    assert read == Batching("packed", 128, 4, None, "sequence_packing.logprob_mb_tokens")
+    assert read == Batching("packed", 128, 4, None, "sequence_packing.logprob_mb_tokens", 16)
     dynamic = batching(dynamic_batching=tokens)
-    assert dynamic == Batching("dynamic", 64, 16, None, "dynamic_batching.train_mb_tokens")
-    rounded = batching(dynamic_batching=tokens | {"sequence_length_round": 32}, training=False)
-    assert rounded == Batching("dynamic", 128, 32, None, "dynamic_batching.logprob_mb_tokens")
+    assert dynamic == Batching("dynamic", 64, 16, None, "dynamic_batching.train_mb_tokens", 16)
+    rounded = batching(dynamic_batching=tokens | {"sequence_length_round": 24}, training=False)
+    assert rounded == Batching("dynamic", 128, 48, None, "dynamic_batching.logprob_mb_tokens", 16)
+
+
+def test_fewer_tokens_than_the_layout_can_split_are_refused() -> None:
+    for section in ("sequence_packing", "dynamic_batching"):
+        with pytest.raises(ConfigError, match=rf"{section}.train_mb_tokens=8 is less than 16"):
+            batching(**{section: {"enabled": True, "train_mb_tokens": 8}})
+
+
+@given(lengths=LENGTHS.filter(bool), round_to=st.sampled_from([1, 4, 6]), row=st.integers(1, 8))
+def test_no_microbatch_computes_more_positions_than_its_budget(
+    lengths: list[int], round_to: int, row: int
+) -> None:
+    """As the layouts lay them out, all padding counted in."""
+    width, tokens = max(lengths), 2 * max(lengths) + 40
+    multiples = Multiples(row=row * round_to, sequence=round_to, context_ranks=1)
+    for kind in ("dynamic", "packed"):
+        settings = Batching(kind, tokens, round_to * (row if kind == "dynamic" else 1))
+        settings = replace(settings, row_multiple=multiples.row)
+        (share,) = plan_rows(lengths, settings, 1, 1, COST, width)
+        ordered = [lengths[number] for number in share.rows]
+        for span in share.plan.batches[0]:
+            own = ordered[span.start : span.end]
+            if kind == "packed":
+                layout = packed_layout(own, width, multiples.sequence, multiples.row, 1)
+            else:
+                wide = max(min(span.length, width), min(NARROWEST, width))
+                layout = padded_layout(len(own), wide, multiples.row, 1)
+            assert layout.sources_CTR.numel() <= tokens, (kind, own)
+
+
+@pytest.mark.parametrize("indices", [[[[0, 1, 2]]], [[0, 3]], [[["a", 3]]], 7])
+def test_a_plan_of_another_form_is_refused(indices: Any) -> None:
+    data = BatchedDataDict({"input_ids": torch.ones(3, 4)})
+    data.micro_batch_indices, data.micro_batch_lengths = indices, [[4]]
+    with pytest.raises(BatchError, match="micro_batch_indices"):
+        Plan.of(data)

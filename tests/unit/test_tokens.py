@@ -37,6 +37,9 @@ def test_put_inverts_take_and_leaves_zeros_elsewhere(case: tuple[TokenLayout, li
     taken = torch.stack([layout.take(values_BS, rank, filler=-7) for rank in range(layout.ranks)])
     inside = torch.arange(layout.width) < torch.tensor(lengths).view(-1, 1)
     assert torch.equal(layout.put(taken), torch.where(inside, values_BS, 0))
+    pairs_BS2 = torch.stack([values_BS, -values_BS], dim=-1)
+    taken = torch.stack([layout.take(pairs_BS2, rank) for rank in range(layout.ranks)])
+    assert torch.equal(layout.put(taken), torch.where(inside.unsqueeze(-1), pairs_BS2, 0))
 
 
 @given(layouts())
