@@ -16,7 +16,7 @@ from megatron_policy.errors import BatchError, ConfigError, ConversionError
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.checkpoints import make_checkpoint
-from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, policy_config
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
 from tests.dist.layouts import LAYOUTS, LENGTH, VOCAB
 from tests.losses import Result, SequenceNLL
 
@@ -97,6 +97,54 @@ def test_reading_names_the_token_that_the_model_does_not_know(ranks, checkpoints
     for said in ranks.run(2, read_bad_batches, policy_config(checkpoints[True], TP2)):
         assert all("input_ids" in message for message in said)
         assert f"token {VOCAB} in row 2 at position 3" in said[1]
+
+
+class Unfed(SequenceNLL):
+    """Asks for what no policy feeds."""
+
+    input_type = "draft"  # type: ignore[assignment]
+
+
+class Distilling(SequenceNLL):
+    """Reads a teacher's candidates, which the data lack."""
+
+    candidates = "teacher_topk_indices"
+
+
+def refuse_then_train(config: dict[str, Any]) -> list[str]:
+    """What each of these says on this rank; the policy trains afterwards."""
+    said = []
+    with open_policy(config, init_reference_model=False) as policy:
+        ragged = good()
+        ragged.micro_batch_indices, ragged.micro_batch_lengths = [[[0, 1, 2]]], [[13]]
+        first = policy.coords.dp == 0
+        attempts: list[tuple[Any, Any, dict[str, Any]]] = [
+            (good(), Unfed(), {}),
+            (good(), Distilling(), {}),
+            (good(), LOSSES["token"](), {"gbs": -8}),
+            (good(), LOSSES["token"](), {"mbs": -1}),
+            # Only one data-parallel rank has the bad data.
+            (ragged if first else good(), LOSSES["token"](), {}),
+        ]
+        for data, loss, sizes in attempts:
+            with pytest.raises((BatchError, NotImplementedError)) as error:
+                policy.train(data, loss, **{"gbs": GLOBAL_BATCH, "mbs": 1} | sizes)
+            said.append(str(error.value))
+        share = own_share(policy, good())
+        policy.train(share, LOSSES["token"](), gbs=GLOBAL_BATCH, mbs=1)
+        return said
+
+
+@pytest.mark.parametrize("name", ["PP2", "DP2"])
+def test_what_no_rank_can_compute_is_refused_on_all_of_them(ranks, checkpoints, name: str) -> None:
+    config = policy_config(checkpoints[True], LAYOUTS[name].megatron)
+    seen = ranks.run(2, refuse_then_train, config)
+    for unfed, distilling, gbs, mbs, _ in seen:
+        assert "'draft'" in unfed and "teacher_topk_indices" in distilling
+        assert "gbs is -8" in gbs and "mbs is -1" in mbs
+    assert "micro_batch_indices" in seen[0][4]
+    other = "another data-parallel rank" if name == "DP2" else "micro_batch_indices"
+    assert other in seen[1][4]
 
 
 class WordyLoss(SequenceNLL):
