@@ -61,8 +61,8 @@ def evaluate_loss(
     A loss without `input_type` takes this rank's logits and the groups (the host up to 0.5). One
     with `input_type` takes what it names (the host from 0.6): `logprob` the fp32 next-token
     log-probabilities `[B, S - 1]`, and those of its `candidates`, for which no logits are held;
-    `logit` the whole vocabulary's
-    fp32 logits `[B, S, vocab_size]`. A loss that takes logits is called for each packed sequence.
+    `logit` the whole vocabulary's fp32 logits `[B, S, vocab_size]`. A loss that takes logits is
+    called for each packed sequence.
     """
     # A batch without a valid sample is a step of zero gradients, not a division by zero.
     sequences, tokens = counts.sequences.clamp(min=1), counts.tokens.clamp(min=1)
