@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from megatron_policy.converters.traits import QkNorm
 from megatron_policy.errors import ConfigError
+from megatron_policy.packing.batching import Batching
 from megatron_policy.topology import LayerSplit, Topology
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def check_layout(config: PolicyConfig, architecture: Shape, topology: Topology) 
         *_tensor_parallel(config, architecture, topology),
         *_experts(config, architecture, topology),
         *_balancing(config, architecture),
+        *_budgets(config),
     ]
     try:
         layer_split(config, architecture, topology)
@@ -173,6 +175,15 @@ def _experts(config: PolicyConfig, architecture: Shape, topology: Topology) -> I
         yield f"{tp} does not fit experts with biases, which Megatron-Core cannot split: use 1"
     elif present and not config.megatron_cfg.sequence_parallel:
         yield f"{tp} with {present} needs policy.megatron_cfg.sequence_parallel=true: set it"
+
+
+def _budgets(config: PolicyConfig) -> Iterator[str]:
+    """Microbatches of fewer tokens than the layout can split."""
+    for training in (True, False):
+        try:
+            Batching.of(config, training)
+        except ConfigError as error:
+            yield str(error)
 
 
 def _balancing(config: PolicyConfig, architecture: Shape) -> Iterator[str]:

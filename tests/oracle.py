@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_policy.batch import BatchedDataDict
-from tests.losses import loss_mask, sequence_nll, token_nll
+from tests.losses import loss_mask, token_nll
 
 LR, WEIGHT_DECAY, CLIP = 1e-2, 0.1, 0.5
 # A key bias shifts all scores of a query alike, so its gradient is exactly zero in theory and
@@ -69,10 +69,6 @@ def hf_logprobs(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
 
 def token_level(model: PreTrainedModel, data: BatchedDataDict) -> torch.Tensor:
     return token_nll(hf_logprobs(model, data["input_ids"]), data, loss_mask(data).sum())
-
-
-def sequence_level(model: PreTrainedModel, data: BatchedDataDict) -> torch.Tensor:
-    return sequence_nll(hf_logprobs(model, data["input_ids"]), data, data["sample_mask"].sum())
 
 
 def logit_level(model: PreTrainedModel, data: BatchedDataDict) -> torch.Tensor:

@@ -41,11 +41,8 @@ class Batching:
         ConfigError where a microbatch's tokens are fewer than the layout can split.
         """
         name = "train_mb_tokens" if training else "logprob_mb_tokens"
-        dynamic, packing, multiples = (
-            config.dynamic_batching,
-            config.sequence_packing,
-            multiples_of(config),
-        )
+        dynamic, packing = config.dynamic_batching, config.sequence_packing
+        multiples = multiples_of(config)
         if dynamic.enabled:
             tokens, rounded = getattr(dynamic, name), dynamic.sequence_length_round
             assert tokens and rounded, "PolicyConfig.parse fills them in"

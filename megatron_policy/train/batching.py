@@ -109,10 +109,10 @@ class Batcher:
         """
         count = round_up(max(count, 1), microbatch_round(self.topology))
         missing = count - len(microbatches)
-        if self.training.kind == "padded" and missing:
-            filler = replace(microbatches[-1], filler=True)
-        else:
-            filler = self._filler(data)
+        if not missing:
+            return list(microbatches)
+        alike = self.training.kind == "padded"
+        filler = replace(microbatches[-1], filler=True) if alike else self._filler(data)
         return [*microbatches, *[filler] * missing]
 
     def _filler(self, data: BatchedDataDict) -> Microbatch:

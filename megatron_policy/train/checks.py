@@ -103,6 +103,13 @@ def _lengths(data: BatchedDataDict, why: str) -> torch.Tensor:
     return lengths_B
 
 
+def check_sizes(global_batch_size: int, micro_batch_size: int) -> None:
+    """BatchError unless both are 1 or more."""
+    for name, size in (("gbs", global_batch_size), ("mbs", micro_batch_size)):
+        if size < 1:
+            raise BatchError(f"{name} is {size}: pass 1 or more")
+
+
 def check_training_data(
     data: BatchedDataDict, vocab_size: int, batching: Batching = PADDED
 ) -> None:
@@ -115,9 +122,13 @@ def check_training_data(
     for key, value in data.items():
         shape = _shape(key, value)
         if shape[0] != rows or (shape[1:2] and shape[1] != length):
+            if shape[0] != rows:
+                where = f"row {min(shape[0], rows)} is in one of them only"
+            else:
+                where = f"row 0 has {shape[1]} entries for {length} tokens"
             raise BatchError(
-                f"{key!r} has shape {tuple(shape)}, but input_ids are [{rows}, {length}]: "
-                "dimension 0 must be the batch and dimension 1, where there is one, the sequence"
+                f"{key!r} has shape {tuple(shape)}, but input_ids are [{rows}, {length}], so that "
+                f"{where}: dimension 0 must be the batch and dimension 1, if any, the sequence"
             )
     for key, wanted in (("sample_mask", (rows,)), ("token_mask", (rows, length))):
         if key in data:
@@ -131,7 +142,10 @@ def _check_mask(key: str, mask: Any, shape: tuple[int, ...]) -> None:
     if not isinstance(mask, torch.Tensor) or mask.shape != shape:
         has = f"shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else "no tensor"
         each = "row" if len(shape) == 1 else "token"
-        raise BatchError(f"{key!r} has {has}; it must be {list(shape)}, one number for each {each}")
+        raise BatchError(
+            f"{key!r} has {has}, which is wrong from row 0 on; it must be {list(shape)}, one "
+            f"number for each {each}"
+        )
     odd = ~torch.isfinite(mask) | (mask < 0)
     if odd.any():
         where = odd.nonzero()[0].tolist()

@@ -17,7 +17,12 @@ from megatron_policy.errors import BatchError
 from megatron_policy.interfaces import LossFunction
 from megatron_policy.model.optimizer import Trainable
 from megatron_policy.train.batching import Batcher, GlobalBatch
-from megatron_policy.train.checks import check_loss_inputs, check_metrics, check_training_data
+from megatron_policy.train.checks import (
+    check_loss_inputs,
+    check_metrics,
+    check_sizes,
+    check_training_data,
+)
 from megatron_policy.train.losses import (
     Metrics,
     ValidCounts,
@@ -143,7 +148,7 @@ def _global_batches(
     another.
     """
     try:
-        _check_sizes(global_batch_size, micro_batch_size)
+        check_sizes(global_batch_size, micro_batch_size)
         check_training_data(data, pipeline.vocab_size, batcher.training)
         check_loss_inputs(loss_fn, data, pipeline.vocab_size)
         batches = batcher.for_training(data, global_batch_size, micro_batch_size)
@@ -165,12 +170,6 @@ def _global_batches(
         GlobalBatch(batch.data, batcher.in_step(batch.microbatches, count, data))
         for batch, count in zip(batches, counts, strict=True)
     ]
-
-
-def _check_sizes(global_batch_size: int, micro_batch_size: int) -> None:
-    for name, size in (("gbs", global_batch_size), ("mbs", micro_batch_size)):
-        if size < 1:
-            raise BatchError(f"{name} is {size}: pass 1 or more")
 
 
 def _largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:

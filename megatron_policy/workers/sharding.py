@@ -20,6 +20,7 @@ from megatron_policy.packing.plan import Share, consecutive, plan_rows
 from megatron_policy.topology import Topology
 from megatron_policy.train.checks import (
     check_loss_inputs,
+    check_sizes,
     check_training_data,
     checked_lengths,
     checked_prompts,
@@ -80,6 +81,7 @@ class Dealer:
     ) -> list[BatchedDataDict]:
         """Each rank's rows of every global batch of `gbs`; BatchError naming what does not fit."""
         _refuse_plan(data)
+        check_sizes(gbs, mbs)
         check_training_data(data, self.vocab_size, self.training)
         check_loss_inputs(loss_fn, data, self.vocab_size)
         if self.training.kind == "padded":

@@ -17,7 +17,7 @@ from tests.dist.test_layouts import (
 )
 from tests.invariance import cases
 from tests.invariance.cases import Cell, config_of
-from tests.invariance.compare import differences
+from tests.invariance.compare import QUANTITIES, differences
 from tests.invariance.measure import run_cell
 from tests.invariance.oracle import data_of, few, truth
 
@@ -42,14 +42,17 @@ def exact_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cell_on_gpus_equals_hf_computing_each_sequence_alone(
     gpu_ranks, checkpoints, cell: Cell
 ) -> None:
-    """Within 1e-4: GPU kernels sum in another order than the CPU oracle."""
+    """Losses, norms and metrics within 1e-4 relative: GPU kernels sum in another order than the CPU
+    oracle. The rest within 1e-5, as on the CPU.
+    """
     path = checkpoints[cell.tied]
     data = few(data_of(path), cell.rows)
     config = config_of(cell, path)
     config["megatron_cfg"]["transformer_impl"] = "local"
     results = gpu_ranks.run(cell.of.world, run_cell, cell, config, data)
     found = differences(cell, path, data, truth(path, cell.loss, cell.rows), results)
-    assert all(value <= 1e-4 for value in found.values()), found
+    sums = ("loss", "grad norm", "metrics")
+    assert all(found[name] <= (1e-4 if name in sums else 1e-5) for name in QUANTITIES), found
 
 
 IMPLEMENTATIONS = [

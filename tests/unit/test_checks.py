@@ -107,7 +107,10 @@ def test_padded_rows_without_lengths_are_as_long_as_the_tensor() -> None:
         ({"sample_mask": torch.ones(3, 6)}, PADDED, r"'sample_mask' has shape \(3, 6\).* \[3\]"),
         ({"sample_mask": [1, 1, 1]}, PADDED, "'sample_mask' has no tensor"),
         ({"token_mask": torch.ones(3)}, PADDED, r"'token_mask' has shape \(3,\).* \[3, 6\]"),
+        ({"token_mask": torch.ones(3)}, PADDED, "wrong from row 0 on"),
         ({"token_mask": torch.ones(3, 5)}, PADDED, r"'token_mask' has shape \(3, 5\)"),
+        ({"token_mask": torch.ones(3, 5)}, PADDED, "row 0 has 5 entries for 6 tokens"),
+        ({"token_mask": torch.ones(2, 6)}, PADDED, "row 2 is in one of them only"),
         ({"sample_mask": spoilt(3, 1, value=float("nan"))}, PADDED, "has nan in row 1; masks"),
         (
             {"token_mask": spoilt(3, 2, 4, value=float("inf"))},

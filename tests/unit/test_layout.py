@@ -224,3 +224,12 @@ def test_the_hosts_own_settings_of_routers_are_taken(dtype: str | None) -> None:
         freeze_moe_router=True,
     )
     check_layout(host, shape(moe=MOE), topology_of(host, 1))
+
+
+@pytest.mark.parametrize("section", ["sequence_packing", "dynamic_batching"])
+def test_microbatches_of_fewer_tokens_than_the_layout_can_split_are_refused(section: str) -> None:
+    small = {section: {"enabled": True, "train_mb_tokens": 8, "logprob_mb_tokens": 16}}
+    policy = {"model_name": "m", "train_global_batch_size": 4, "train_micro_batch_size": 1}
+    policy |= {"make_sequence_length_divisible_by": 16, "megatron_cfg": {"enabled": True}} | small
+    with pytest.raises(ConfigError, match=rf"{section}.train_mb_tokens=8 is less than 16"):
+        check_layout(PolicyConfig.parse(policy), shape(), Topology())
