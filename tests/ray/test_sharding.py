@@ -16,14 +16,17 @@ from megatron_policy.packing.cost import sequence_cost
 from megatron_policy.packing.plan import Plan
 from megatron_policy.topology import Topology
 from megatron_policy.workers.sharding import (
+    Dealer,
     even_shards,
     joined,
     merged_training,
     planned_shards,
     training_shards,
 )
+from tests.losses import TokenNLL
 
 COST = sequence_cost(hidden_size=8)
+PADDED = Batching("padded")
 PACKED = Batching("packed", 16, key="sequence_packing.train_mb_tokens")
 DYNAMIC = Batching("dynamic", 16, 4)
 
@@ -31,6 +34,20 @@ DYNAMIC = Batching("dynamic", 16, 4)
 def numbered(rows: int, length: int = 1) -> BatchedDataDict:
     ids = torch.arange(rows).unsqueeze(1).expand(rows, length).contiguous()
     return BatchedDataDict({"input_ids": ids, "names": [str(row) for row in range(rows)]})
+
+
+@pytest.mark.parametrize("training", [PADDED, PACKED, DYNAMIC])
+def test_the_driver_refuses_sizes_and_plans_that_cannot_be_dealt(training: Batching) -> None:
+    dealer = Dealer(Topology(dp=2), 99, training, training, COST, max_length=64)
+    data = numbered(4, 3) | {"input_lengths": torch.full((4,), 3), "sample_mask": torch.ones(4)}
+    for sizes, message in (((-4, 1), "gbs is -4"), ((4, -1), "mbs is -1")):
+        with pytest.raises(BatchError, match=message):
+            dealer.to_train(data, TokenNLL(), *sizes)
+    assert sum(shard.size for shard in dealer.to_train(data, TokenNLL(), 4, 1)) == 4
+    data.micro_batch_indices = [[[0, 4]]]
+    for deal in (lambda: dealer.to_train(data, TokenNLL(), 4, 1), lambda: dealer.to_read(data)):
+        with pytest.raises(BatchError, match="pass the data without it"):
+            deal()
 
 
 def test_every_global_batch_is_dealt_evenly_and_in_order() -> None:
