@@ -30,6 +30,14 @@ class RefitError(RuntimeError):
     """Weights could not be handed to an inference engine."""
 
 
+class TransitionError(RuntimeError):
+    """Memory could not be moved between device and host, on this rank or another.
+
+    The message says what stopped it and which state is left; the same call, repeated, goes on from
+    there.
+    """
+
+
 class WorkerError(RuntimeError):
     """A rank failed or died.
 

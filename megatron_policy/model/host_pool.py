@@ -1,0 +1,75 @@
+"""Host memory that device memory is copied to, made once and lent again and again; knows nothing of
+what is copied.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+import torch
+
+from megatron_policy.device import host_buffer
+
+# Page-locked memory comes in powers of two: whole blocks waste none of it, one allocation per
+# tensor would waste up to half.
+BLOCK_BYTES = 64 << 20
+ALIGNMENT = 512
+
+Region = tuple[torch.Tensor, ...]
+"""uint8 pieces of blocks, in order."""
+
+
+def page_locked(nbytes: int) -> torch.Tensor:
+    """uint8 `[nbytes]` in host memory, page-locked where a GPU will copy to and from it."""
+    return host_buffer(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+
+
+class HostPool:
+    """Blocks of host memory, and the regions of them that are lent.
+
+    `reset` takes all regions back; who then asks for the same sizes in the same order gets the same
+    memory.
+    """
+
+    def __init__(
+        self,
+        allocate: Callable[[int], torch.Tensor] = page_locked,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        self._allocate, self._block_bytes = allocate, block_bytes
+        self._blocks: list[torch.Tensor] = []
+        self._used = 0  # bytes from the start of the first block
+        self._returned: defaultdict[int, deque[Region]] = defaultdict(deque)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks, lent or not."""
+        return len(self._blocks) * self._block_bytes
+
+    def take(self, nbytes: int) -> Region:
+        """A region of `nbytes` bytes; what the allocator raises if a block is missing and cannot
+        be had, and then nothing is lent.
+        """
+        if self._returned[nbytes]:
+            return self._returned[nbytes].popleft()
+        end = self._used + nbytes
+        while self.nbytes < end:
+            self._blocks.append(self._allocate(self._block_bytes))
+        pieces, start = [], self._used
+        while start < end:
+            index, offset = divmod(start, self._block_bytes)
+            length = min(end - start, self._block_bytes - offset)
+            pieces.append(self._blocks[index].narrow(0, offset, length))
+            start += length
+        self._used = -(-end // ALIGNMENT) * ALIGNMENT
+        return tuple(pieces)
+
+    def give_back(self, region: Region) -> None:
+        """Take a region back, to be lent for the same size."""
+        self._returned[sum(piece.numel() for piece in region)].append(region)
+
+    def reset(self) -> None:
+        """Take every region back."""
+        self._used = 0
+        self._returned.clear()

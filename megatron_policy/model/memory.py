@@ -1,0 +1,200 @@
+"""Where a policy's parameters, gradients and optimizer state are, and the state it is in; knows no
+batches and no verbs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from megatron_policy.device import is_accelerated
+from megatron_policy.device.caches import release_cached
+from megatron_policy.errors import ConfigError, RefitError, TransitionError
+from megatron_policy.model.host_pool import HostPool
+from megatron_policy.model.inventory import forget_gradients, resident_storages
+from megatron_policy.model.optimizer import Trainable
+from megatron_policy.model.residency import (
+    STATES,
+    TRAIN,
+    Kind,
+    MemoryState,
+    Need,
+    check_permits,
+    kinds_of,
+    listed,
+    state_of,
+    stopped_before,
+)
+from megatron_policy.model.shelf import Resize, Shelf
+
+Item = TypeVar("Item")
+
+# Gradients first: they cost no copy.
+_LEAVING = (Kind.GRADIENTS, Kind.OPTIMIZER, Kind.PARAMETERS)
+
+
+class DeviceMemory:
+    """A policy's memory in one of the named states.
+
+    Storages are emptied and refilled in place, so that every view of them stays valid. Gradients
+    are not copied: a training step starts from zeros. The reference policy's weights are no
+    business of this: they lie in host memory at all times and share nothing with the device.
+
+    `move` is whether parameters and optimizer state are really moved: by default on a GPU. On the
+    CPU there is nothing to gain; there the states and their refusals are the same, and gradients
+    are freed. `pool` makes the host memory of one kind; `resize` gives a storage its bytes. `agree`
+    is collective and raises RefitError where any rank passed it a failure.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        trainable: Trainable | None,
+        *,
+        move: bool | None = None,
+        pool: Callable[[], HostPool] = HostPool,
+        resize: Resize = torch.UntypedStorage.resize_,
+        agree: Callable[[Exception | None], object] = lambda failure: None,
+    ) -> None:
+        self._models, self._trainable, self._agree = tuple(models), trainable, agree
+        moves = is_accelerated() if move is None else move
+        self._shelves = {Kind.GRADIENTS: Shelf(None, resize)}
+        if moves:
+            self._shelves |= {k: Shelf(pool(), resize) for k in (Kind.OPTIMIZER, Kind.PARAMETERS)}
+        self._whole = set(Kind)
+        self._holders: list[str] = []
+        self._state = TRAIN
+
+    @property
+    def state(self) -> MemoryState:
+        """The state that the last call left."""
+        return self._state
+
+    def check(self, operation: str, need: Need) -> None:
+        """ConfigError unless the state permits `operation`, as "train()"."""
+        check_permits(self._state, operation, need)
+
+    @contextmanager
+    def held(self, by: str) -> Iterator[None]:
+        """Within this context nothing is moved: `by`, as "the reference policy", is at work."""
+        self._holders.append(by)
+        try:
+            yield
+        finally:
+            self._holders.remove(by)
+
+    def during(self, by: str, need: Need, items: Iterable[Item]) -> Iterator[Item]:
+        """`items`, and nothing is moved until they end; ConfigError if they cannot begin."""
+        self.check(by, need)
+        with self.held(by):
+            yield from items
+
+    def enter(self, target: MemoryState) -> None:
+        """Be in `target`, whatever the state is now; a second time does nothing.
+
+        ConfigError while something holds the memory. TransitionError if there is no room on the
+        side that is moved to, here or on another rank that `agree` hears of: `state` then tells
+        what is whole here, and a repeat goes on.
+        """
+        if self._holders:
+            raise ConfigError(
+                f"the policy cannot go to the {target.name} state while {self._holders[-1]} is at "
+                f"work: it is {self._state} until that ends"
+            )
+        failure = None
+        try:
+            self._empty([kind for kind in _LEAVING if kind not in target.holds])
+            self._refill([kind for kind in Kind if kind in target.holds])
+        except (RuntimeError, MemoryError) as error:
+            failure = error
+        self._state = target if failure is None else stopped_before(target, self._whole)
+        if failure is None:
+            self._check_ceiling()
+        self._agree_on(target, failure)
+
+    def _agree_on(self, target: MemoryState, failure: Exception | None) -> None:
+        """TransitionError on every rank if it failed on one: the others would go on alone, and wait
+        for it in the next call.
+        """
+        why = "" if failure is None else f"{failure}. The policy is {self._state}"
+        try:
+            self._agree(RuntimeError(why) if why else None)
+        except RefitError as error:
+            why, failure = str(error), failure or error
+        if failure is not None:
+            raise TransitionError(
+                f"no way to the {target.name} state: {why}. Make room and repeat the call: it goes "
+                "on where it stopped"
+            ) from failure
+
+    def offload(self, what: str | Iterable[str]) -> None:
+        """Move these kinds to the host; the others stay where they are."""
+        self.enter(state_of(self._whole - kinds_of(what)))
+
+    def onload(self, what: str | Iterable[str]) -> None:
+        """Move these kinds to the device; the others stay where they are, as they are: gradients
+        that are there keep their content.
+        """
+        self.enter(state_of(self._whole | kinds_of(what)))
+
+    def manages(self, model: object) -> bool:
+        """Whether `model` is a chunk of this policy, wrapped for training or not."""
+        chunks = () if self._trainable is None else self._trainable.chunks
+        return any(model is each for each in (*self._models, *chunks))
+
+    def resident_bytes(self) -> dict[Kind, int]:
+        """Bytes on the device now, by kind."""
+        found = resident_storages(self._models, self._trainable)
+        return {kind: sum(each.nbytes() for each in found[kind]) for kind in Kind}
+
+    def ceilings(self) -> dict[str, int]:
+        """The bytes that each state holds on the device, asserted after every transition.
+
+        The first optimizer step raises them: it makes the optimizer's moments.
+        """
+        here = self.resident_bytes()
+        whole = {kind: here[kind] + self._bytes_away(kind) for kind in Kind}
+        return {
+            state.name: sum(whole[kind] for kind in Kind if self._stays(kind, state))
+            for state in STATES
+        }
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that are kept for the copies, now or the next time."""
+        return sum(shelf.host_bytes for shelf in self._shelves.values())
+
+    def _empty(self, leaving: Sequence[Kind]) -> None:
+        if Kind.GRADIENTS in leaving and self._trainable is not None:
+            forget_gradients(self._trainable)
+        here = resident_storages(self._models, self._trainable)
+        moving = [kind for kind in leaving if here[kind] and kind in self._shelves]
+        for kind in leaving:
+            self._whole.discard(kind)
+            if kind in moving:
+                self._shelves[kind].empty(here[kind])
+        if moving:
+            release_cached()
+
+    def _refill(self, arriving: Sequence[Kind]) -> None:
+        for kind in arriving:
+            if self._bytes_away(kind):
+                self._shelves[kind].refill()
+            self._whole.add(kind)
+
+    def _stays(self, kind: Kind, state: MemoryState) -> bool:
+        return kind in state.holds or kind not in self._shelves
+
+    def _bytes_away(self, kind: Kind) -> int:
+        return self._shelves[kind].nbytes if kind in self._shelves else 0
+
+    def _check_ceiling(self) -> None:
+        here = self.resident_bytes()
+        for kind in Kind:
+            stays = self._stays(kind, self._state)
+            stray = self._bytes_away(kind) if stays else here[kind]
+            where = "still in host memory" if stays else "still on the device"
+            assert not stray, f"{self._state}, with {stray} bytes of {listed([kind])} {where}"

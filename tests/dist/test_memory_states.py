@@ -1,0 +1,504 @@
+"""Weights, gradients and optimizer state that leave for the host between steps, and come back as if
+they had never gone.
+
+On the CPU there is nothing to gain by it; told to move nevertheless, the same code empties and
+refills storages of host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy.errors import ConfigError, TransitionError
+from megatron_policy.model.host_pool import HostPool
+from megatron_policy.model.memory import DeviceMemory
+from megatron_policy.model.placing import move_buffers, move_to_device, move_to_own_device
+from megatron_policy.model.residency import (
+    ALL,
+    IDLE,
+    LOGPROB,
+    NOTHING,
+    REFIT,
+    TO_REFIT,
+    TRAIN,
+    Kind,
+    MemoryState,
+)
+from megatron_policy.policy import MegatronPolicy
+from tests import oracle
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
+from tests.dist.layouts import LAYOUTS, LENGTH, OVERLAPPED, SIZES, VOCAB
+
+SHARDED = {"optimizer": {"use_distributed_optimizer": True}}
+BF16 = {"precision": "bfloat16"}
+SMALL = 1024
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "one process": ("one process", {}, {}),
+    "TP2": ("TP2", {}, {}),
+    "PP2xVPP2": ("PP2xVPP2", {}, {}),
+    "distributed optimizer": ("DP2", SHARDED, {}),
+    "distributed optimizer, overlapped": ("DP2", OVERLAPPED, {}),
+    "fp32 main parameters": ("one process", {}, BF16),
+    "distributed fp32 main parameters": ("DP2", OVERLAPPED, BF16),
+    "experts": ("DP2", OVERLAPPED, {}),
+}
+ROUTES = {
+    "as a colocated engine asks": (REFIT, IDLE, LOGPROB, TRAIN),
+    "backwards": (LOGPROB, IDLE, REFIT, IDLE, TRAIN),
+    "everything from everywhere": (
+        *(TRAIN, LOGPROB, TRAIN, REFIT, TRAIN, IDLE, TRAIN),
+        *(LOGPROB, REFIT, LOGPROB, IDLE, REFIT, TRAIN),
+    ),
+}
+
+
+@pytest.fixture
+def config_of(checkpoint: Callable[..., Path]) -> Callable[[str], tuple[int, dict[str, Any]]]:
+    """World size and config of a case."""
+
+    def of(name: str) -> tuple[int, dict[str, Any]]:
+        layout, megatron, top = CASES[name]
+        family = {"experts": "qwen3_moe"}.get(name, "qwen2")
+        path = checkpoint(family, tied=name != "experts", **SIZES)
+        return LAYOUTS[layout].world, policy_config(
+            path, LAYOUTS[layout].megatron | megatron, **top
+        )
+
+    return of
+
+
+def memory_of(policy: MegatronPolicy, **options: Any) -> DeviceMemory:
+    """The policy's memory from now on: one that really moves."""
+    models, trainable = policy._pipeline.models, policy._assembly.trainable
+    policy.memory = DeviceMemory(models, trainable, **({"move": True} | options))
+    return policy.memory
+
+
+def step(policy: MegatronPolicy) -> dict[str, Any]:
+    data = own_share(policy, oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB))
+    return policy.train(data, LOSSES["token"](), mbs=1)
+
+
+def read(policy: MegatronPolicy) -> torch.Tensor:
+    data = own_share(policy, oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB))
+    return policy.logprobs(data)
+
+
+def optimizers(policy: MegatronPolicy) -> list[torch.optim.Optimizer]:
+    whole = policy._assembly.trainable.optimizer
+    parts = getattr(whole, "chained_optimizers", [whole])
+    return [part.optimizer for part in parts if part.optimizer is not None]
+
+
+def optimizer_tensors(policy: MegatronPolicy) -> list[torch.Tensor]:
+    """Main parameters and moments."""
+    inner = optimizers(policy)
+    mains = [p for each in inner for group in each.param_groups for p in group["params"]]
+    moments = [
+        value
+        for each in inner
+        for state in each.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    return mains + moments
+
+
+def parameters(policy: MegatronPolicy) -> list[torch.Tensor]:
+    return [p for model in policy._pipeline.models for p in model.parameters()]
+
+
+def gradients(policy: MegatronPolicy) -> list[torch.Tensor]:
+    chunks = policy._assembly.trainable.chunks
+    return [each.grad_data for c in chunks for each in (*c.buffers, *c.expert_parallel_buffers)]
+
+
+def everything(policy: MegatronPolicy) -> list[torch.Tensor]:
+    held = [*parameters(policy), *optimizer_tensors(policy)]
+    return [tensor.detach().clone() for tensor in held]
+
+
+def on_device(tensors: list[torch.Tensor]) -> dict[int, int]:
+    """Bytes of each storage, without the small ones, by the address of its first tensor."""
+    sizes = {id(t): t.untyped_storage().nbytes() for t in tensors}
+    return {key: size for key, size in sizes.items() if size >= SMALL}
+
+
+def travelled(config: dict[str, Any], route: tuple[MemoryState, ...] | None) -> dict[str, Any]:
+    """Three steps, with a route through the states before each, and what came of it; None stays."""
+    with open_policy(config) as policy:
+        memory_of(policy)
+        seen: dict[str, Any] = {"losses": [], "logprobs": []}
+        for _ in range(3):
+            for state in route or ():
+                policy.enter(state)
+            seen["losses"].append(step(policy))
+            seen["logprobs"].append(read(policy))
+        seen["tensors"] = everything(policy)
+        return seen
+
+
+def assert_bit_equal(moved: dict[str, Any], still: dict[str, Any]) -> None:
+    for a, b in zip(moved["losses"], still["losses"], strict=True):
+        assert torch.equal(a["global_loss"], b["global_loss"])
+        assert torch.equal(a["grad_norm"], b["grad_norm"])
+    pairs = [*zip(moved["logprobs"], still["logprobs"], strict=True)]
+    pairs += zip(moved["tensors"], still["tensors"], strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_after_every_route_through_the_states_is_bit_equal_to_staying(
+    ranks, config_of, name: str
+) -> None:
+    world, config = config_of(name)
+    stayed = ranks.run(world, travelled, config, None)
+    losses = [each["global_loss"].item() for each in stayed[0]["losses"]]
+    assert len(set(losses)) == len(losses), "the steps change nothing: there is nothing to lose"
+    for route in ROUTES.values():
+        for moved, still in zip(ranks.run(world, travelled, config, route), stayed, strict=True):
+            assert_bit_equal(moved, still)
+
+
+def sizes_in_states(config: dict[str, Any]) -> None:
+    """Asserts, on a rank, that storages are empty or full as each state says."""
+    with open_policy(config) as policy:
+        memory = memory_of(policy)
+        step(policy)
+        read(policy)
+        policy._assembly.trainable.optimizer.zero_grad()
+        groups = {
+            Kind.PARAMETERS: parameters(policy),
+            Kind.GRADIENTS: gradients(policy),
+            Kind.OPTIMIZER: optimizer_tensors(policy),
+        }
+        theirs = {tensor.untyped_storage().data_ptr() for tensor in groups[Kind.PARAMETERS]}
+        groups[Kind.OPTIMIZER] = [
+            t for t in groups[Kind.OPTIMIZER] if t.untyped_storage().data_ptr() not in theirs
+        ]
+        full = {kind: on_device(tensors) for kind, tensors in groups.items()}
+        assert all(full.values())
+        ceilings = memory.ceilings()
+        for state in (REFIT, IDLE, LOGPROB, TRAIN, IDLE, TRAIN):
+            policy.enter(state)
+            assert memory.state is state
+            for kind, tensors in groups.items():
+                here = full[kind] if kind in state.holds else {}
+                assert on_device(tensors) == here, (state, kind)
+                assert bool(memory.resident_bytes()[kind]) == (kind in state.holds)
+            assert sum(memory.resident_bytes().values()) == ceilings[state.name]
+            assert memory.ceilings() == ceilings
+        assert not any(bool(each.any()) for each in gradients(policy))
+        assert ceilings["idle"] == 0 < ceilings["logprob"] == ceilings["refit"] < ceilings["train"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_storages_are_empty_in_the_states_that_do_not_hold_them(
+    ranks, config_of, name: str
+) -> None:
+    world, config = config_of(name)
+    ranks.run(world, sizes_in_states, config)
+
+
+class Counted:
+    """Blocks of host memory as they were made."""
+
+    def __init__(self) -> None:
+        self.addresses: list[int] = []
+
+    def __call__(self, nbytes: int) -> torch.Tensor:
+        block = torch.empty(nbytes, dtype=torch.uint8)
+        self.addresses.append(block.data_ptr())
+        return block
+
+
+def addresses(policy: MegatronPolicy) -> list[int]:
+    """Of all that is in place; 0 of what is not."""
+    held = (*parameters(policy), *gradients(policy), *optimizer_tensors(policy))
+    return [tensor.untyped_storage().data_ptr() for tensor in held]
+
+
+def again_and_again(config: dict[str, Any]) -> None:
+    with open_policy(config) as policy:
+        blocks = Counted()
+        memory = memory_of(policy, pool=lambda: HostPool(blocks, 1 << 16))
+        step(policy)
+        policy.enter(IDLE)
+        made, kept = list(blocks.addresses), memory.host_bytes
+        mains = [p for o in optimizers(policy) for group in o.param_groups for p in group["params"]]
+        assert all(main.grad is None for main in mains), "gradients beside the buffers stay"
+        assert len(made) > 2 and kept == len(made) << 16
+        for _ in range(5):
+            for state in (IDLE, LOGPROB, LOGPROB, REFIT, REFIT, TRAIN, TRAIN, IDLE):
+                policy.enter(state)
+                before = addresses(policy)
+                policy.enter(state)
+                assert addresses(policy) == before
+        assert blocks.addresses == made and memory.host_bytes == kept
+        policy.enter(TRAIN)
+        step(policy)
+
+
+@pytest.mark.parametrize("name", ["one process", "distributed fp32 main parameters"])
+def test_a_repeated_transition_does_nothing_and_five_cycles_make_no_new_host_memory(
+    ranks, config_of, name: str
+) -> None:
+    world, config = config_of(name)
+    ranks.run(world, again_and_again, config)
+
+
+class Limited:
+    """Gives storages memory until the budget of calls is spent; None is without end."""
+
+    def __init__(self) -> None:
+        self.left: int | None = None
+
+    def __call__(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        if self.left == 0:
+            raise torch.OutOfMemoryError("no device memory")
+        self.left = None if self.left is None else self.left - 1
+        storage.resize_(nbytes)
+
+
+def short_of_room(config: dict[str, Any], fail: bool) -> dict[str, Any]:
+    """Two steps; with `fail` what is between them fails on both sides at every storage."""
+    with open_policy(config) as policy:
+        resize, seen = Limited(), {"losses": [step(policy)], "states": set()}
+        memory = memory_of(policy, resize=resize)
+        for room in range(200 if fail else 0):
+            policy.enter(IDLE)
+            resize.left = room
+            try:
+                policy.enter(TRAIN)
+                break
+            except TransitionError as error:
+                assert str(memory.state) in str(error) and "no device memory" in str(error)
+            assert "interrupted on the way to train" in memory.state.name
+            seen["states"].add(memory.state.holds)
+            with pytest.raises(ConfigError, match=r"train\(\).*interrupted.*prepare_for_training"):
+                step(policy)
+            if room % 2:
+                resize.left = None
+                policy.enter(TRAIN)  # the repeat
+                resize.left = room
+        else:
+            assert not fail, "it has never had enough room"
+        assert memory.state is TRAIN
+        seen["losses"].append(step(policy))
+        seen["logprobs"], seen["tensors"] = [read(policy)], everything(policy)
+        return seen
+
+
+@pytest.mark.parametrize("name", ["one process", "distributed fp32 main parameters"])
+def test_a_way_back_without_room_leaves_a_named_state_and_its_repeat_succeeds(
+    ranks, config_of, name: str
+) -> None:
+    world, config = config_of(name)
+    failed = ranks.run(world, short_of_room, config, True)
+    for moved, still in zip(failed, ranks.run(world, short_of_room, config, False), strict=True):
+        assert_bit_equal(moved, still)
+        whole = {Kind.PARAMETERS}, {Kind.PARAMETERS, Kind.GRADIENTS}
+        assert {NOTHING, *map(frozenset, whole)} == moved["states"]
+
+
+def one_without_room(config: dict[str, Any]) -> str:
+    """Rank 1 has no room for what comes back; what this rank hears of it."""
+    with open_policy(config) as policy:
+        step(policy)
+        before, resize = everything(policy), Limited()
+        memory = memory_of(policy, resize=resize, agree=policy.exporter.agree)
+        policy.enter(IDLE)
+        resize.left = 0 if policy.rank == 1 else None
+        with pytest.raises(TransitionError) as error:
+            policy.enter(TRAIN)
+        assert (memory.state is TRAIN) == (policy.rank != 1)
+        resize.left = None
+        policy.enter(TRAIN)
+        assert memory.state is TRAIN
+        assert all(torch.equal(a, b) for a, b in zip(everything(policy), before, strict=True))
+        step(policy)
+        return str(error.value)
+
+
+def test_a_rank_without_room_stops_all_and_the_repeat_brings_all_there(ranks, config_of) -> None:
+    for said in ranks.run(2, one_without_room, config_of("distributed optimizer")[1]):
+        assert "rank 1" in said and "no device memory" in said
+        assert "interrupted on the way to train" in said
+
+
+def no_host_memory(config: dict[str, Any]) -> None:
+    with open_policy(config) as policy:
+        step(policy)
+        before, blocks = everything(policy), [True]
+
+        def allocate(nbytes: int) -> torch.Tensor:
+            if not blocks:
+                raise RuntimeError("no host memory")
+            blocks.pop()
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+        memory = memory_of(policy, pool=lambda: HostPool(allocate, 1 << 16))
+        with pytest.raises(TransitionError, match="no way to the idle state: no host memory"):
+            policy.enter(IDLE)
+        assert memory.state.holds == {Kind.PARAMETERS}
+        read(policy)
+        policy.enter(TRAIN)
+        assert all(torch.equal(a, b) for a, b in zip(everything(policy), before, strict=True))
+        with pytest.raises(TransitionError, match="no host memory"):
+            policy.enter(IDLE)
+        blocks += [True] * 100
+        policy.enter(IDLE)
+        assert sum(memory.resident_bytes().values()) == 0
+        policy.enter(TRAIN)
+        assert all(torch.equal(a, b) for a, b in zip(everything(policy), before, strict=True))
+
+
+def test_a_way_out_without_host_memory_leaves_the_rest_where_it_was(ranks, config_of) -> None:
+    ranks.run(1, no_host_memory, config_of("one process")[1])
+
+
+def partly(config: dict[str, Any]) -> None:
+    with open_policy(config) as policy:
+        memory = memory_of(policy)
+        step(policy)
+        read(policy)
+        expected = [each.clone() for each in gradients(policy)]
+        assert any(bool(each.any()) for each in expected)
+
+        policy.onload(Kind.PARAMETERS)
+        assert memory.state is TRAIN
+        policy.offload("parameters")
+        assert memory.state == MemoryState("partial", frozenset({Kind.GRADIENTS, Kind.OPTIMIZER}))
+        with pytest.raises(ConfigError, match=r"partial.*gradients, optimizer.*lp_inference"):
+            read(policy)
+        policy.onload(Kind.PARAMETERS)
+        assert all(torch.equal(a, b) for a, b in zip(gradients(policy), expected, strict=True))
+
+        policy.offload(["optimizer", "gradients"])
+        assert memory.state is LOGPROB
+        policy.offload("parameters")
+        assert memory.state is IDLE
+        policy.onload(Kind.PARAMETERS)
+        assert memory.state is LOGPROB
+        policy.onload(("optimizer", "gradients"))
+        assert memory.state is TRAIN and memory.state.holds == ALL
+        with pytest.raises(ConfigError, match="weights cannot be moved"):
+            policy.onload("weights")
+        step(policy)
+
+
+@pytest.mark.parametrize("name", ["one process", "distributed optimizer, overlapped"])
+def test_kinds_move_by_themselves_and_kept_train_buffers_keep_their_content(
+    ranks, config_of, name: str
+) -> None:
+    world, config = config_of(name)
+    ranks.run(world, partly, config)
+
+
+def held(config: dict[str, Any]) -> None:
+    with open_policy(config) as policy:
+        memory = memory_of(policy)
+        own = everything(policy)
+        moves: list[Callable[[], None]] = [
+            lambda: policy.enter(IDLE),
+            lambda: policy.offload("optimizer"),
+            lambda: policy.onload("parameters"),
+        ]
+        with policy.reference():
+            for move in moves:
+                with pytest.raises(ConfigError, match="while the reference policy is at work"):
+                    move()
+            assert memory.state is TRAIN
+        policy.enter(LOGPROB)
+        with policy.reference():
+            read(policy)
+        policy.enter(TRAIN)
+        assert all(torch.equal(a, b) for a, b in zip(everything(policy), own, strict=True))
+
+
+def test_nothing_moves_while_the_reference_is_active(ranks, config_of) -> None:
+    ranks.run(1, held, config_of("one process")[1])
+
+
+def on_the_cpu(config: dict[str, Any]) -> None:
+    with open_policy(config) as policy:
+        memory = memory_of(policy, move=None)
+        step(policy)
+        addresses = [t.data_ptr() for t in (*parameters(policy), *optimizer_tensors(policy))]
+        for state in (REFIT, IDLE):
+            policy.enter(state)
+            with pytest.raises(ConfigError, match=rf"train\(\).*{state.name}"):
+                step(policy)
+            assert not on_device(gradients(policy)) and memory.host_bytes == 0
+            now = [t.data_ptr() for t in (*parameters(policy), *optimizer_tensors(policy))]
+            assert now == addresses
+        ceilings = memory.ceilings()
+        assert ceilings["idle"] == ceilings["logprob"] < ceilings["train"]
+        policy.enter(TRAIN)
+        step(policy)
+
+
+def test_on_the_cpu_only_gradients_are_freed_and_the_states_refuse_all_the_same(
+    ranks, config_of
+) -> None:
+    ranks.run(1, on_the_cpu, config_of("one process")[1])
+
+
+def moved_by_name(config: dict[str, Any]) -> None:
+    with open_policy(config) as policy:
+        memory = memory_of(policy)
+        (chunk,), (model,) = policy._assembly.trainable.chunks, policy._pipeline.models
+        assert move_to_device(memory, chunk, "cpu") is chunk
+        assert memory.state.holds == {Kind.GRADIENTS, Kind.OPTIMIZER}
+        assert not on_device(parameters(policy))
+        assert move_buffers(memory, model, "cpu") is model
+        assert move_to_own_device(memory, model) is model and memory.state is TRAIN
+        stranger = torch.nn.BatchNorm1d(3)
+        assert move_buffers(memory, stranger, "meta").running_mean.device.type == "meta"
+        assert stranger.weight.device.type == "cpu"
+        assert move_to_device(memory, stranger, "meta").weight.device.type == "meta"
+        assert memory.state is TRAIN
+        step(policy)
+
+
+def test_a_chunk_moved_by_the_name_of_a_device_takes_its_parameters_along(ranks, config_of) -> None:
+    ranks.run(1, moved_by_name, config_of("one process")[1])
+
+
+def half_read(config: dict[str, Any]) -> None:
+    with open_policy(config) as policy:
+        memory = memory_of(policy)
+        weights = memory.during("export()", TO_REFIT, policy.named_parameters())
+        policy.enter(TRAIN)
+        name, _ = next(weights)
+        with pytest.raises(ConfigError, match=r"while export\(\) is at work"):
+            policy.enter(IDLE)
+        rest = [name, *(name for name, _ in weights)]
+        assert rest == [name for name, _ in policy.named_parameters()]
+        late = memory.during("export()", TO_REFIT, policy.named_parameters())
+        policy.enter(IDLE)
+        with pytest.raises(ConfigError, match=r"export\(\) needs the weights.*idle"):
+            next(late)
+
+
+def test_nothing_moves_while_an_iterator_is_half_read(ranks, config_of) -> None:
+    ranks.run(1, half_read, config_of("one process")[1])
+
+
+def untrained(config: dict[str, Any]) -> None:
+    with open_policy(config, init_optimizer=False) as policy:
+        memory = memory_of(policy)
+        before = read(policy)
+        for state in (TRAIN, IDLE, REFIT, IDLE, LOGPROB):
+            policy.enter(state)
+        assert torch.equal(read(policy), before)
+        assert memory.ceilings()["train"] == memory.ceilings()["logprob"] > 0
+
+
+def test_a_policy_without_optimizer_moves_its_weights_too(ranks, config_of) -> None:
+    ranks.run(1, untrained, config_of("one process")[1])

@@ -1,0 +1,50 @@
+"""Memory states where they count: the device's memory is free for others, and comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy import device
+from megatron_policy.device.caches import allocated
+from megatron_policy.model.host_pool import page_locked
+from megatron_policy.model.residency import IDLE, REFIT, TRAIN
+from tests.dist.cases import open_policy, policy_config
+from tests.dist.layouts import OVERLAPPED, SIZES
+from tests.dist.test_memory_states import everything, parameters, step
+
+WIDE = SIZES | {"hidden": 1024, "ffn": 2816}  # about 0.7 GiB with its optimizer state in fp32
+
+
+def given_back(config: dict[str, Any]) -> None:
+    with open_policy(config) as policy:
+        step(policy)
+        policy.settle("this test")
+        memory, before = policy.memory, [tensor.cpu() for tensor in everything(policy)]
+        policy.enter(TRAIN)
+        full, free, ceilings = allocated(), device.memory_info().free, memory.ceilings()
+        for _ in range(3):
+            for state in (REFIT, IDLE):
+                policy.enter(state)
+                managed = ceilings["train"] - ceilings[state.name]
+                assert full - allocated() >= managed > 0
+                assert device.memory_info().free - free >= managed // 2
+            assert ceilings["idle"] == sum(memory.resident_bytes().values()) == 0
+            assert all(p.untyped_storage().nbytes() < 1024 for p in parameters(policy))
+            policy.enter(TRAIN)
+        after = [tensor.cpu() for tensor in everything(policy)]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert page_locked(4096).is_pinned()
+        step(policy)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("megatron", [{}, OVERLAPPED], ids=["plain", "distributed optimizer"])
+def test_an_idle_policy_leaves_the_gpu_to_others_and_comes_back_bit_equal(
+    gpu_ranks, checkpoint, megatron: dict[str, Any], precision: str
+) -> None:
+    path = checkpoint("qwen2", tied=True, **WIDE)
+    gpu_ranks.run(1, given_back, policy_config(path, megatron, precision=precision))
