@@ -5,6 +5,7 @@ Knows no model family, no Megatron-Core and no process group.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,6 +18,37 @@ from .publishing import flush, write_file
 from .safetensors_format import Shape, encode
 
 
+class ShardFile:
+    """A safetensors file that is being written: its tensors may come in any order, one by one."""
+
+    def __init__(self, path: Path, inventory: Mapping[str, tuple[torch.dtype, Shape]]) -> None:
+        """`inventory` is all that will come."""
+        header, extents = encode(inventory)
+        self._awaited = dict(extents)
+        self._file = path.open("wb")
+        self._file.write(header)
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Write one of them."""
+        extent = self._awaited.pop(name)
+        assert (tensor.dtype, tuple(tensor.shape)) == (extent.dtype, extent.shape), name
+        self._file.seek(extent.start)
+        flat = tensor.detach().contiguous().cpu().reshape(-1)
+        self._file.write(flat.view(torch.uint8).numpy().data)
+
+    def complete(self) -> None:
+        """All have come: wait until they are on the disk, and close."""
+        assert not self._awaited, f"never came: {', '.join(self._awaited)}"
+        flush(self._file)
+        self._file.close()
+
+    def close(self) -> None:
+        """Close, complete or not."""
+        # A disk without room fails once more here, with what is still in memory.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
 def write_shard(
     directory: Path,
     filename: str,
@@ -24,18 +56,13 @@ def write_shard(
     tensors: Iterable[tuple[str, Tensor]],
 ) -> None:
     """Write a safetensors file of `inventory`; its tensors may come in any order, one by one."""
-    header, extents = encode(inventory)
-    awaited = dict(extents)
-    with (directory / filename).open("wb") as file:
-        file.write(header)
+    file = ShardFile(directory / filename, inventory)
+    try:
         for name, tensor in tensors:
-            extent = awaited.pop(name)
-            assert (tensor.dtype, tuple(tensor.shape)) == (extent.dtype, extent.shape), name
-            file.seek(extent.start)
-            flat = tensor.detach().contiguous().cpu().reshape(-1)
-            file.write(flat.view(torch.uint8).numpy().data)
-        assert not awaited, f"never came: {', '.join(awaited)}"
-        flush(file)
+            file.put(name, tensor)
+        file.complete()
+    finally:
+        file.close()
 
 
 def index_of(weight_map: Mapping[str, str], total_bytes: int) -> bytes | None:

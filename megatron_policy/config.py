@@ -34,6 +34,7 @@ from megatron_policy.config_sections import (
     TokenizerConfig,
 )
 from megatron_policy.errors import ConfigError
+from megatron_policy.refit.plan import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S
 
 __all__ = [
     "DTensorConfig",
@@ -89,6 +90,12 @@ class PolicyConfig(Section):
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     refit_buffer_size_gb: PositiveFloat | None = None
+    """GiB, on each rank, of the buffers that weights travel in to an engine on the same device;
+    a fifth of the free memory when not given."""
+    refit_bucket_bytes: PositiveInt = DEFAULT_BUCKET_BYTES
+    """The most that one collective of a refit moves."""
+    refit_timeout_s: PositiveFloat = DEFAULT_TIMEOUT_S
+    """The longest wait of a refit for another rank or an engine."""
     fsdp_offload_enabled: bool = False
     activation_checkpointing_enabled: bool = False
     optimizer: PytorchOptimizerConfig | None = None

@@ -72,7 +72,8 @@ _POLICY: dict[str, Rule] = {
         Applied(),
         """model_name precision train_global_batch_size train_micro_batch_size logprob_batch_size
         generation_batch_size max_total_sequence_length max_grad_norm learning_rate seed
-        make_sequence_length_divisible_by logprob_chunk_size""",
+        make_sequence_length_divisible_by logprob_chunk_size refit_buffer_size_gb
+        refit_bucket_bytes refit_timeout_s""",
     ),
     "tokenizer": Nested(TokenizerConfig),
     "generation": Nested(GenerationConfig),
@@ -86,7 +87,7 @@ _POLICY: dict[str, Rule] = {
     ),
     **_each(
         Ignored(_MEMORY),
-        "offload_optimizer_for_logprob offload_optimizer_for_refit refit_buffer_size_gb",
+        "offload_optimizer_for_logprob offload_optimizer_for_refit",
     ),
     **_each(
         Ignored(_QUANT),

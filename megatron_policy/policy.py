@@ -5,30 +5,28 @@ Shapes: B rows of this data-parallel rank, S positions, K candidates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_policy import device
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
-from megatron_policy.converters.hf_files import read_config
-from megatron_policy.converters.table import bind
-from megatron_policy.errors import ConfigError
-from megatron_policy.groups import drop_groups, refuse_second_policy
+from megatron_policy.continuing import Continuing
 from megatron_policy.interfaces import LossFunction
-from megatron_policy.layout import check_layout, topology_of
-from megatron_policy.model.assemble import assemble
 from megatron_policy.model.load import held_layers
+from megatron_policy.model.residency import TO_READ, TO_REFIT, TO_TRAIN, MemoryState, Need
+from megatron_policy.refit.delivery import Sink, deliver
 from megatron_policy.refit.disk import DEFAULT_MAX_SHARD_BYTES, export_checkpoint
+from megatron_policy.refit.iterate import tensors
+from megatron_policy.refit.manifest import Manifest
+from megatron_policy.session import Session
 from megatron_policy.train import step
 from megatron_policy.train.batching import batcher_of
-from megatron_policy.train.generate import Continuations, generate
-from megatron_policy.train.sampling import Sampling
+from megatron_policy.train.generate import Continuations
 from megatron_policy.train.score import Scorer
 
 
@@ -59,35 +57,22 @@ class MegatronPolicy:
         """
         self.config = PolicyConfig.parse(config)
         self.tokenizer = tokenizer
-        self._table = bind(read_config(self.config.model_name))
-        device.prepare_platform()
-        device.place_process()
-        refuse_second_policy()
-        self._owns_process_group = device.join_process_group(timeout_s)
-        self._open = True
-        try:
-            self.rank = dist.get_rank()
-            self.topology = topology_of(self.config, dist.get_world_size())
-            self.coords = self.topology.coords(self.rank)
-            check_layout(self.config, self._table.architecture, self.topology)
-            self._assembly = assemble(
-                self.config,
-                self._table,
-                self.topology,
-                init_optimizer=init_optimizer,
-                init_reference_model=init_reference_model,
-                timeout_s=timeout_s,
-            )
-        except BaseException:
-            self.shutdown()
-            raise
+        self._session = Session(
+            self.config,
+            init_optimizer=init_optimizer,
+            init_reference_model=init_reference_model,
+            timeout_s=timeout_s,
+        )
+        self.rank, self.topology = self._session.rank, self._session.topology
+        self.coords, self._assembly = self._session.coords, self._session.assembly
         self._pipeline = self._assembly.pipeline
-        self._batcher = batcher_of(self.config, self.topology, self._table.architecture.hidden_size)
+        self._batcher = batcher_of(
+            self.config, self.topology, self._assembly.table.architecture.hidden_size
+        )
         self._scorer = Scorer(self._pipeline, self._batcher, self.config.logprob_batch_size)
-        self._gather_pending = False
-        # Replicas must not draw the same tokens; the ranks of one replica draw once and share.
-        self._generator = torch.Generator(device=device.current_device())
-        self._generator.manual_seed(self.config.seed + self.coords.dp)
+        self.steps = 0
+        self.exporter, self.memory = self._session.exporter, self._session.memory
+        self._continue = Continuing(self.config, tokenizer, self._pipeline, self.coords.dp)
 
     def train(
         self,
@@ -106,34 +91,34 @@ class MegatronPolicy:
         `grad_norm`, `all_mb_metrics` and `rank`, as `train.step.train` describes them. `eval_mode`
         computes the loss only.
         """
-        trainable = self._assembly.trainable
-        if trainable is None and not eval_mode:
-            raise RuntimeError(
-                "this policy was made with init_optimizer=False: it can only train in eval_mode"
-            )
-        self._gather_pending |= not eval_mode
-        return step.train(
+        trainable = None if eval_mode else self._session.trainable
+        self.memory.check("train()", TO_READ if eval_mode else TO_TRAIN)
+        if not eval_mode:
+            self._session.stepped()
+        result = step.train(
             self._pipeline,
-            None if eval_mode else trainable,
+            trainable,
             self._batcher,
             data,
             loss_fn,
             gbs or self.config.train_global_batch_size,
             mbs or self.config.train_micro_batch_size,
         )
+        self.steps += 0 if eval_mode else len(result["global_loss"])
+        return result
 
     def logprobs(
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None
     ) -> torch.Tensor:
         """fp32 `[B, S]`: `log p(token t | those before)`; 0 at t = 0 and beyond `input_lengths`."""
-        self._settle()
+        self.settle("logprobs()")
         return self._scorer.logprobs(data, micro_batch_size)
 
     def entropy(
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None
     ) -> torch.Tensor:
         """fp32 `[B, S]`, in nats: of the distribution token t is drawn from; 0 at t = 0."""
-        self._settle()
+        self.settle("entropy()")
         return self._scorer.entropy(data, micro_batch_size)
 
     def reference_logprobs(
@@ -149,7 +134,7 @@ class MegatronPolicy:
         """The `k` largest logits at each position and their token ids: fp32 and int64, both `[B, S,
         K]`.
         """
-        self._settle()
+        self.settle("topk_logits()")
         return self._scorer.topk_logits(data, k, micro_batch_size)
 
     @contextmanager
@@ -157,35 +142,23 @@ class MegatronPolicy:
         """Within this context the policy computes with its starting weights; afterwards its own are
         back, bit for bit.
         """
-        reference = self._assembly.reference
-        if reference is None:
-            raise RuntimeError(
-                "this policy was made with init_reference_model=False: it has no reference"
-            )
-        self._settle()
-        with reference.active():
+        reference = self._session.reference
+        self.settle("reference_logprobs()")
+        with reference.active(), self.memory.held("the reference policy"):
             yield
 
     def generate(self, data: BatchedDataDict, *, greedy: bool = False) -> Continuations:
         """Continue right-padded prompts (`input_ids` `[B, S]`, `input_lengths` `[B]`) as
         `config.generation` says.
         """
-        self._settle()
-        return generate(
-            self._pipeline,
-            data,
-            _sampling(self.config, self.tokenizer, greedy),
-            _pad_id(self.tokenizer),
-            self.config.max_total_sequence_length,
-            self._generator,
-            self.config.generation_batch_size,
-        )
+        self.settle("generate()")
+        return self._continue(data, greedy)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's parameters, and buffers that belong to the model as they do, under their
         canonical, global Megatron-Core names.
         """
-        self._settle()
+        self.settle("named_parameters()")
         return ((entry.megatron, parameter) for entry, parameter in self._assembly.held)
 
     def decoder_layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
@@ -208,50 +181,47 @@ class MegatronPolicy:
         back bit-equal. The directory appears when it is complete; one that exists is refused unless
         `overwrite`.
         """
-        self._settle()
-        export_checkpoint(path, self._assembly, self.config.model_name, max_shard_bytes, overwrite)
+        self.settle("export_hf()", TO_REFIT)
+        source = self.config.model_name
+        export_checkpoint(path, self.exporter, source, self.steps, max_shard_bytes, overwrite)
 
-    def _settle(self) -> None:
-        """Parameters may still be on their way when their gather overlaps the next step: wait for
-        them.
+    def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """All weights as Hugging Face tensors by name, on every rank, one after another, on the
+        device; in the checkpoint's dtypes unless `dtype` is given. Iterate to the end: the other
+        ranks do.
         """
-        if self._gather_pending and self._assembly.trainable is not None:
-            self._assembly.trainable.finish_parameter_gather()
-        self._gather_pending = False
+        self.settle("export()", TO_REFIT)
+        stream = tensors(self.exporter, self.exporter.plan(dtype=dtype))
+        return self.memory.during("export()", TO_REFIT, stream)
+
+    def refit(self, sink: Sink) -> Manifest:
+        """Hand the weights to an engine; returns what this rank has sent. RefitError, on every
+        rank, when any rank's engine refused or did not answer in time; the policy goes on.
+        """
+        self.settle("refit()", TO_REFIT)
+        return deliver(self.exporter, sink, self.steps)
+
+    def enter(self, state: MemoryState) -> None:
+        """Move parameters, gradients and optimizer state to where `state` has them, TRAIN, LOGPROB,
+        REFIT or IDLE of `model.residency`; a second time does nothing.
+        """
+        self._session.settle()
+        self.memory.enter(state)
+
+    def offload(self, what: str | Iterable[str]) -> None:
+        """Move "parameters", "gradients", "optimizer" or several of them to host memory."""
+        self._session.settle()
+        self.memory.offload(what)
+
+    def onload(self, what: str | Iterable[str]) -> None:
+        """Bring back what `offload` has moved."""
+        self.memory.onload(what)
+
+    def settle(self, operation: str, need: Need = TO_READ) -> None:
+        """Make the weights ready for `operation`; ConfigError where the memory state forbids it."""
+        self.memory.check(operation, need)
+        self._session.settle()
 
     def shutdown(self) -> None:
-        """Leave the process groups this policy made; it is of no use afterwards. A second call does
-        nothing: a policy that was made meanwhile keeps its groups.
-        """
-        if not self._open:
-            return
-        self._open = False
-        if hasattr(self, "_assembly"):  # there is none after a failed start
-            self._assembly.let_go()
-        drop_groups()
-        if self._owns_process_group:
-            device.leave_process_group()
-
-
-def _sampling(config: PolicyConfig, tokenizer: Any, greedy: bool) -> Sampling:
-    settings = config.generation
-    if settings is None:
-        raise ConfigError(
-            "policy.generation is missing: generate needs at least generation.max_new_tokens"
-        )
-    eos = getattr(tokenizer, "eos_token_id", None)
-    return Sampling(
-        max_new_tokens=settings.max_new_tokens,
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        greedy=greedy,
-        stop_ids=(*settings.stop_token_ids, *([] if eos is None else [int(eos)])),
-    )
-
-
-def _pad_id(tokenizer: Any) -> int:
-    pad = getattr(tokenizer, "pad_token_id", None)
-    if pad is None:
-        raise ConfigError("generate needs a tokenizer with a pad_token_id; pass one as `tokenizer`")
-    return int(pad)
+        """Leave the process groups; the policy is of no use afterwards. May be called again."""
+        self._session.close()

@@ -37,6 +37,13 @@ FLOORS: tuple[tuple[str, int], ...] = (
     ("packing.*", 0),
     ("refit", 0),
     ("refit.plan", 0),
+    ("refit.geometry", 0),
+    ("refit.files", 0),
+    ("refit.manifest", 0),
+    ("refit.wire", 0),
+    ("conversion.digests", 1),
+    ("conversion.manifest", 1),
+    ("conversion.tensors", 1),
     ("device", 1),
     ("device.*", 1),
     ("groups", 1),
@@ -47,6 +54,8 @@ FLOORS: tuple[tuple[str, int], ...] = (
     ("train.*", 2),
     ("checkpoint", 2),
     ("refit.*", 2),
+    ("session", 3),
+    ("continuing", 3),
     ("policy", 3),
     ("conversion", 3),
     ("conversion.*", 3),
@@ -69,6 +78,7 @@ IMPORT_ONLY_IN: dict[str, tuple[str, ...]] = {
     "nemo_rl": ("hosts", "hosts.*"),
     "megatron": (*MEGATRON, "refit.*"),
     "transformer_engine": (*MEGATRON, "refit.*"),
+    "zmq": ("refit.*",),
     "converters": (),  # it is imported as megatron_policy.converters, or a wheel has two of it
 }
 FLOOR_0_IMPORTS = sys.stdlib_module_names | {PACKAGE, "torch", "numpy", "pydantic", "yaml"}

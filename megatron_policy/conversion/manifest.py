@@ -34,6 +34,8 @@ class Manifest:
     """Relative path -> digest of the bytes that are no tensor's own."""
     origin: Mapping[str, Any]
     """package, direction, source, family, config."""
+    step: int | None = None
+    """Optimizer steps behind the weights, where a policy wrote them."""
 
     def encoded(self) -> bytes:
         """The file; its first value is a digest of the rest of it."""
@@ -42,6 +44,7 @@ class Manifest:
             "format": FORMAT,
             "mapping": MAPPING,
             **self.origin,
+            **({} if self.step is None else {"step": self.step}),
             "files": dict(self.files),
             "tensors": {
                 name: [str(info.dtype).removeprefix("torch."), list(info.shape), digest]
@@ -69,6 +72,7 @@ def read_manifest(root: Path) -> Manifest | None:
             {name: _tensor(*entry) for name, entry in content["tensors"].items()},
             content["files"],
             {key: content[key] for key in ("package", "direction", "source", "family", "config")},
+            int(content["step"]) if "step" in content else None,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConversionError(

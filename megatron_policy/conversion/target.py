@@ -28,7 +28,7 @@ from megatron_policy.converters.raw_files import RawFiles
 from megatron_policy.converters.safetensors_format import encode
 from megatron_policy.converters.stored import Stored
 from megatron_policy.converters.table import Entry, Table
-from megatron_policy.refit.plan import ExportTensor, plan_export
+from megatron_policy.refit.files import ExportTensor, plan_export
 
 
 @dataclass(frozen=True)

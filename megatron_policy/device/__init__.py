@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ __all__ = [
     "memory_info",
     "place_process",
     "prepare_platform",
+    "private_group",
     "reset_peak_memory",
     "synchronize",
 ]
@@ -98,6 +100,18 @@ def join_process_group(timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
         )
     return True
+
+
+def private_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
+    """A group of `size` processes that meet in `store`, known to nobody else: NCCL between GPUs,
+    gloo elsewhere. It ends when the last reference to it goes.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if not is_accelerated():
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def leave_process_group() -> None:

@@ -43,6 +43,7 @@ class Assembly:
     table: Table
     held: Held
     source_dtypes: Mapping[str, torch.dtype]
+    precision: torch.dtype
     pipeline: Pipeline
     trainable: Trainable | None
     reference: ReferenceWeights | None
@@ -116,7 +117,17 @@ def assemble(
     last = place.topology.vpp - 1
     head = _head(config, arch, place, groups, built[last]) if place.holds_head(last) else None
     pipeline = Pipeline(tuple(chunks), groups, topology, arch.vocab_size, head)
-    return Assembly(place, groups, table, held, source_dtypes, pipeline, trainable, reference)
+    return Assembly(
+        place,
+        groups,
+        table,
+        held,
+        source_dtypes,
+        DTYPES[config.precision],
+        pipeline,
+        trainable,
+        reference,
+    )
 
 
 def _head(

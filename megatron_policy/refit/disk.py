@@ -4,165 +4,148 @@ optimizer and no engine.
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
-from itertools import groupby
+import json
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from megatron_policy.converters import hf_writing, publishing
-from megatron_policy.converters.table import EMBEDDING, HEAD, Entry
-from megatron_policy.errors import ConfigError, ExportError
-from megatron_policy.refit.export import gather_entries
-from megatron_policy.refit.plan import ExportFile, ExportPlan, ExportTensor, plan_export
+from megatron_policy.errors import ConfigError, ExportError, RefitError
+from megatron_policy.refit.delivery import deliver
+from megatron_policy.refit.disk_files import DirectoryOutlet
+from megatron_policy.refit.files import ExportPlan, ExportTensor, plan_export
+from megatron_policy.refit.plan import RefitPlan
 
 if TYPE_CHECKING:
-    from megatron_policy.model.assemble import Assembly
+    from megatron_policy.refit.exporter import Exporter
 
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 # A stage's ranks share its tensors out between them, but not into files smaller than this.
 _MIN_SHARD_BYTES = 64 * 2**20
+_REFUSAL = "refit/directory"  # where rank 0 says why there is none to write in
 
 
 def export_checkpoint(
     path: str | PathLike[str],
-    assembly: Assembly,
+    exporter: Exporter,
     source: str,
-    max_shard_bytes: int,
-    overwrite: bool,
+    step: int,
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    overwrite: bool = False,
 ) -> None:
-    """Write config, tokenizer and weights to `path`; collective, and an error of one rank is raised
-    on all.
+    """Write config, tokenizer and weights to `path`, as `HfDirectory` does; collective: an error of
+    one rank is raised on all.
 
-    A rank holds one gathered tensor at a time. The directory is written beside its final name and
-    renamed when every file is on the disk, so `path` either does not exist, is what it was, or is
-    complete. ConfigError for a `path` that is taken, ExportError when a rank cannot write.
+    `step` counts the optimizer steps behind the weights. ConfigError for a `path` that is taken,
+    ExportError when a rank cannot write; the policy is unharmed and nothing was published.
     """
-    plan = plan_files(assembly, max_shard_bytes)
-    rank_zero = dist.get_rank() == 0
-    partial = publishing.partial_dir(path)
-
-    def prepare() -> None:
-        if rank_zero:
-            publishing.stage(path, overwrite)
-            hf_writing.copy_side_files(source, partial)
-            hf_writing.write_index(partial, plan.weight_map, plan.total_bytes)
-
-    def finish() -> None:
-        if rank_zero:
-            publishing.publish(partial, path, overwrite)
-
-    _together(prepare)
+    sink = HfDirectory(path, source, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
     try:
-        _together(lambda: _write_files(assembly, plan, partial))
-        _together(finish)
-    except (ConfigError, ExportError):
-        # Half a checkpoint is of no use to anybody, and may be what has filled the disk.
-        if rank_zero:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
+        exporter.begin()
+        refusal = sink.prepare(exporter)
+        if refusal is None:
+            deliver(exporter, sink, step)
+            return
+    except RefitError as error:
+        raise ExportError(str(error)) from error
+    is_config, words = refusal
+    raise ConfigError(words) if is_config else ExportError(f"rank 0: {words}")
 
 
-def plan_files(assembly: Assembly, max_shard_bytes: int) -> ExportPlan:
-    """The same plan on every rank: which tensor goes into which file, and which rank of its stage
-    writes it.
+class HfDirectory:
+    """A sink: a directory that transformers, `megatron-policy` and engines load.
+
+    It is written beside its final name and renamed when every file is on the disk, so `path` either
+    does not exist, is what it was, or is complete. A rank has one whole tensor of its files in
+    memory at a time. The directory's manifest has the step and a digest of every byte.
     """
-    shapes = assembly.table.hf_shapes()
-    stages = {
-        name: _stage_of(entry, assembly) for entry in assembly.table.exported() for name in entry.hf
-    }
-    inventory = [
-        ExportTensor(name, shapes[name], assembly.source_dtypes[name], stage)
-        for name, stage in stages.items()
-    ]
-    topology = assembly.place.topology
-    writers = topology.tp * topology.dp
-    total = sum(tensor.nbytes for tensor in inventory)
-    fair = -(-total // (writers * topology.pp))
-    return plan_export(inventory, min(max_shard_bytes, max(fair, _MIN_SHARD_BYTES)), writers)
 
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        source: str,
+        *,
+        max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+        overwrite: bool = False,
+    ) -> None:
+        """`source` is the model whose config and tokenizer are copied. A file has at most
+        `max_shard_bytes`, or one tensor. With `overwrite` a checkpoint at `path` is replaced.
+        """
+        self.path, self.source, self.overwrite = path, source, overwrite
+        self.partial = publishing.partial_dir(path)
+        self._max_shard_bytes = max_shard_bytes
+        self._files: tuple[Exporter, ExportPlan] | None = None
+        self._refusal: tuple[bool, str] | None = None
+        self._is_prepared = False
 
-def _stage_of(entry: Entry, assembly: Assembly) -> int:
-    place = assembly.place
-    if entry.where == EMBEDDING:
-        return 0
-    if entry.where == HEAD:
-        return place.topology.pp - 1
-    assert entry.layer is not None
-    return place.split.owner(entry.layer)[0]
+    def files(self, exporter: Exporter) -> ExportPlan:
+        """What is in which file, and which rank of its stage writes it: the same on every rank."""
+        if self._files is None or self._files[0] is not exporter:
+            self._files = (exporter, plan_files(exporter, self._max_shard_bytes))
+        return self._files[1]
 
-
-def _write_files(assembly: Assembly, plan: ExportPlan, directory: Path) -> None:
-    """This rank's part in its stage's files: the replica whose writer a file has gathers, the
-    writer writes.
-    """
-    coords, tp = assembly.place.coords, assembly.place.topology.tp
-    failure: Exception | None = None
-    for file in plan.files:
-        replica, writer = divmod(file.writer, tp)
-        if (file.stage, replica) != (coords.pp, coords.dp):
-            continue
-        tensors = _gathered(assembly, file, writer)
-        if writer != coords.tp or failure is not None:
-            for _ in tensors:  # the others count on this rank's shards
-                pass
-            continue
-        try:
-            hf_writing.write_shard(
-                directory, file.name, {t.name: (t.dtype, t.shape) for t in file.tensors}, tensors
-            )
-        except Exception as error:
-            failure = error
-            for _ in tensors:
-                pass
-    if failure is not None:
-        raise failure
-
-
-def _gathered(
-    assembly: Assembly, file: ExportFile, writer: int
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The file's tensors one after another, on the tensor-parallel rank `writer`; nothing, after
-    the same work, elsewhere.
-    """
-    wanted = {tensor.name for tensor in file.tensors}
-    owned = (pair for pair in assembly.held if pair[0].row.owns)
-    # The experts that one HF tensor stacks follow each other.
-    for names, held in groupby(owned, key=lambda pair: pair[0].hf):
-        if wanted.isdisjoint(names):
-            continue
-        parts = gather_entries(
-            tuple(held),
-            assembly.table.architecture,
-            assembly.source_dtypes,
-            assembly.groups.tp,
-            writer,
+    def plan(self, exporter: Exporter) -> RefitPlan:
+        """The tensors of the files that the ranks of this stage and replica write."""
+        at, tp = exporter.coords, exporter.topology.tp
+        names = tuple(
+            tensor.name
+            for file in self.files(exporter).files
+            if at.cp == 0 and (file.stage, file.writer // tp) == (at.pp, at.dp)
+            for tensor in file.tensors
         )
-        yield from ((name, part) for name, part in parts.items() if name in wanted)
+        if not names:
+            return RefitPlan((), 1, (at.pp,), exporter.bucket_bytes)
+        return exporter.plan(names=names, own_stage=True)
+
+    def prepare(self, exporter: Exporter) -> tuple[bool, str] | None:
+        """Make the directory to write in; collective over all ranks, to which it returns the same:
+        None, or whether it is `path` that is not accepted, and the words for it.
+        """
+        refusal = self._make(exporter) if exporter.rank == 0 else None
+        if refusal is not None:
+            exporter.store.set(_REFUSAL, json.dumps(refusal))
+        refused = torch.tensor([refusal is not None], dtype=torch.int64, device=exporter.device)
+        exporter.sum(refused)
+        if refused.item():
+            is_config, words = json.loads(exporter.store.get(_REFUSAL))
+            refusal = (is_config, words)
+        self._refusal, self._is_prepared = refusal, True
+        return refusal
+
+    def open(self, exporter: Exporter, plan: RefitPlan) -> DirectoryOutlet | None:
+        """This rank's files, of which it may have none; RefitError on rank 0 alone when there is no
+        directory to write in.
+        """
+        if not self._is_prepared:
+            self.prepare(exporter)
+        self._is_prepared = False
+        if self._refusal is None:
+            return DirectoryOutlet(self, exporter, self.files(exporter))
+        if exporter.rank == 0:
+            raise RefitError(self._refusal[1])
+        return None
+
+    def _make(self, exporter: Exporter) -> tuple[bool, str] | None:
+        files = self.files(exporter)
+        try:
+            publishing.stage(self.path, self.overwrite)
+            hf_writing.copy_side_files(self.source, self.partial)
+            hf_writing.write_index(self.partial, files.weight_map, files.total_bytes)
+        except ConfigError as error:
+            return True, str(error)
+        except Exception as error:
+            return False, f"{type(error).__name__}: {error}"
+        return None
 
 
-def _together(step: Callable[[], None]) -> None:
-    """Run `step` on every rank; if it fails on any, raise on all, so that nobody waits for a rank
-    that has given up.
-    """
-    failure: Exception | None = None
-    try:
-        step()
-    except Exception as error:
-        failure = error
-    said = None if failure is None else (isinstance(failure, ConfigError), _words(failure))
-    answers: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, said)
-    for rank, answer in enumerate(answers):
-        if answer is not None:
-            refused, words = answer
-            kind = ConfigError if refused else ExportError
-            raise kind(words if refused else f"rank {rank}: {words}") from failure
-
-
-def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+def plan_files(exporter: Exporter, max_shard_bytes: int) -> ExportPlan:
+    """Pure: files of at most `max_shard_bytes`, dealt to the ranks of each stage."""
+    tensors, topology = exporter.plan().tensors, exporter.topology
+    writers = topology.tp * topology.dp
+    fair = -(-sum(tensor.nbytes for tensor in tensors) // (writers * topology.pp))
+    return plan_export(
+        [ExportTensor(t.name, t.shape, t.dtype, t.stage) for t in tensors],
+        min(max_shard_bytes, max(fair, _MIN_SHARD_BYTES)),
+        writers,
+    )

@@ -1,60 +1,197 @@
-"""Makes whole Hugging Face tensors out of tensor-parallel shards, along the table's blocks; writes
-nothing.
+"""Streams a policy's weights as whole Hugging Face tensors, along a refit plan; knows no sink.
+
+Tensor-parallel shards and pipeline stages are exchanged in rounds through one buffer of at most a
+bucket; the next round is under way while the last tensors are consumed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.rows import fill_parts
 from megatron_policy.converters.table import Entry
+from megatron_policy.refit.buffers import Buffer, Room
+from megatron_policy.refit.channels import Channel, Pending
+from megatron_policy.refit.geometry import Region, overlaps, segments
+from megatron_policy.refit.plan import Item, RefitPlan, RefitTensor
+
+Place = Callable[[RefitTensor], Room | None]
+"""Where a tensor's elements are wanted, if at all; may wait for memory to be free."""
+
+Copies = tuple[Item, tuple[tuple[Region | None, Tensor], ...]]
+"""An item and its sources: each with where it goes in the HF tensor; None when it is all of it."""
+
+Filled = Iterator[tuple[RefitTensor, Room | None]]
+
+
+class Sources:
+    """This rank's parameters, and views of what each plan takes from them."""
+
+    def __init__(self, held: Sequence[tuple[Entry, Tensor]], architecture: Architecture) -> None:
+        self.architecture = architecture
+        self._held = {entry.megatron: parameter for entry, parameter in held}
+        self._views: dict[tuple[str, Region], Tensor] = {}
+        self._copies: dict[int, tuple[RefitPlan, list[Copies]]] = {}
+
+    @property
+    def probe(self) -> Tensor:
+        """A parameter: it lies where all do."""
+        return next(iter(self._held.values()))
+
+    def view(self, entry: Entry, region: Region) -> Tensor:
+        """Those elements of the parameter as it is now; made once, as parameters never move."""
+        key = (entry.megatron, region)
+        if key not in self._views:
+            flat = self._held[entry.megatron].detach()
+            self._views[key] = flat.as_strided(
+                region.size, region.stride, flat.storage_offset() + region.offset
+            )
+        return self._views[key]
+
+    def copies(self, plan: RefitPlan) -> list[Copies]:
+        """What a rank that holds all of the plan copies, found when it is asked for first."""
+        if id(plan) not in self._copies:
+            found = [(item, tuple(_whole_copies(item, self, plan.slots))) for item in plan.items]
+            self._copies[id(plan)] = (plan, found)  # with the plan, so that its id stays its own
+        return self._copies[id(plan)][1]
+
+    def forget(self) -> None:
+        """Drop what was found for plans."""
+        self._views.clear()
+        self._copies.clear()
 
 
 @torch.no_grad()
-def gather_entries(
-    held: Sequence[tuple[Entry, torch.Tensor]],
-    architecture: Architecture,
-    dtypes: Mapping[str, torch.dtype],
-    group: dist.ProcessGroup,
-    destination: int,
-) -> dict[str, torch.Tensor]:
-    """The HF tensors that these entries make up between them, on the CPU of rank `destination` of
-    the tensor-parallel `group`; {} elsewhere.
-
-    All entries have the same HF tensors, and together all elements of them. Collective over
-    `group`. Each tensor has its dtype in `dtypes`.
-    """
-    here = group.rank() == destination
-    first, _ = held[0]
-    parts = [
-        torch.empty(shape, dtype=dtypes[name])
-        for name, shape in zip(first.hf, first.row.hf_shapes(architecture), strict=True)
-        if here
-    ]
-    for entry, parameter in held:
-        assert entry.hf == first.hf
-        shards = _gather(parameter.data, entry.row.shard_dim, group, destination)
-        for rank, shard in enumerate(shards) if here else ():
-            fill_parts(entry.row, architecture, parts, shard, rank, len(shards))
-    return dict(zip(first.hf, parts, strict=True)) if here else {}
+def stream_alone(plan: RefitPlan, sources: Sources, place: Place) -> Filled:
+    """For a rank that holds all of the plan: straight from the parameters to where they belong."""
+    room: Room | None = None
+    for item, regions in sources.copies(plan):
+        if item.first:
+            room = place(item.tensor)
+        if room is not None:
+            for region, source in regions:
+                _put(room, item.tensor, region, source)
+        if item.last:
+            yield item.tensor, room
 
 
-def _gather(
-    shard: torch.Tensor, shard_dim: int | None, group: dist.ProcessGroup, destination: int
-) -> list[torch.Tensor]:
-    """All shards in rank order on `destination`; a replicated parameter is its own only shard."""
-    if shard_dim is None or group.size() == 1:
-        return [shard]
-    here = group.rank() == destination
-    shards = [torch.empty_like(shard) for _ in range(group.size())] if here else []
-    dist.gather(
-        shard,
-        shards or None,
-        group=group,
-        group_dst=destination,
+@torch.no_grad()
+def stream_together(
+    plan: RefitPlan, sources: Sources, place: Place, tp: Channel, pp: Channel
+) -> Filled:
+    """For ranks that hold the plan's tensors between them; `pp` is used where it has stages."""
+    if not plan.rounds:
+        return
+    rounds = _Rounds(plan, sources, tp, pp)
+    under_way = rounds.start(0)
+    room: Room | None = None
+    for number in range(plan.rounds):
+        rounds.complete(under_way)
+        for item, begin, end in plan.in_round(number):
+            if begin == 0 and item.first:
+                room = place(item.tensor)
+            if room is not None:
+                rounds.unpack(item, begin, end, room)
+            if end == item.elements and item.last:
+                yield item.tensor, room
+        if number + 1 < plan.rounds:
+            under_way = rounds.start(number + 1)
+
+
+class _Rounds:
+    """The exchanges of one refit: `slots` parts of a buffer, each a piece of a rank's stream."""
+
+    def __init__(self, plan: RefitPlan, sources: Sources, tp: Channel, pp: Channel) -> None:
+        self._plan, self._sources, self._tp, self._pp = plan, sources, tp, pp
+        self._buffer = Buffer.on(sources.probe.device, plan.slots * plan.chunk)
+        self._own = tp.rank if plan.slots > 1 else 0
+
+    def start(self, number: int) -> Pending | None:
+        """Put this rank's elements of a round into its part, and begin the exchange."""
+        plan, stage = self._plan, self._pp.rank
+        stages = sorted({item.tensor.stage for item, _, _ in plan.in_round(number)})
+        memory = self._slot(self._own)
+        several = len(plan.stages) > 1
+        if several and len(stages) > 1:
+            memory.zero_()
+        for item, begin, end in plan.in_round(number):
+            if not several or item.tensor.stage == stage:
+                self._pack(item, begin, end)
+        if not several:
+            return self._tp.all_gather(self._whole())
+        # Stages share a round only where one ends and the next begins: the sum has each one's bytes
+        # beside zeros, in one call like the broadcast.
+        return self._pp.broadcast(memory, stages[0]) if len(stages) == 1 else self._pp.sum(memory)
+
+    def complete(self, under_way: Pending | None) -> None:
+        """Wait for the exchange; over several stages the slots' part of it follows here."""
+        if under_way is not None:
+            under_way.wait()
+        if len(self._plan.stages) > 1 and self._plan.slots > 1:
+            self._tp.all_gather(self._whole()).wait()
+
+    def unpack(self, item: Item, begin: int, end: int, room: Room) -> None:
+        """Copy elements `begin` to `end` of every slot's run from the buffer to their place."""
+        architecture = self._sources.architecture
+        for slot in range(self._plan.slots):
+            parts = segments(item.entry.row, architecture, item.part, slot, self._plan.slots)
+            wire = self._wire(item, begin, end, slot)
+            for place, hf, _ in overlaps(parts, begin, end):
+                _put(room, item.tensor, hf, _piece(wire, place, hf))
+
+    def _pack(self, item: Item, begin: int, end: int) -> None:
+        architecture = self._sources.architecture
+        parts = segments(item.entry.row, architecture, item.part, self._own, self._plan.slots)
+        wire = self._wire(item, begin, end, self._own)
+        for place, hf, own in overlaps(parts, begin, end):
+            _piece(wire, place, hf).copy_(self._sources.view(item.entry, own))
+
+    def _wire(self, item: Item, begin: int, end: int, slot: int) -> Tensor:
+        """The buffer's elements for that range of the item's run in a slot's stream."""
+        size = item.wire.itemsize
+        in_stream = item.start + begin * size
+        first = (slot * self._plan.chunk + in_stream % self._plan.chunk) // size
+        return self._buffer.typed(item.wire)[first : first + end - begin]
+
+    def _whole(self) -> Tensor:
+        return self._buffer.memory[: self._plan.slots * self._plan.chunk]
+
+    def _slot(self, slot: int) -> Tensor:
+        return self._whole().view(self._plan.slots, -1)[slot]
+
+
+def _whole_copies(
+    item: Item, sources: Sources, slots: int
+) -> Iterator[tuple[Region | None, Tensor]]:
+    for segment in segments(item.entry.row, sources.architecture, item.part, 0, slots):
+        source = sources.view(item.entry, segment.own)
+        if item.first and item.last and _is_whole(segment.hf, item.tensor):
+            yield None, source
+        else:
+            yield segment.hf, source
+
+
+def _is_whole(region: Region, tensor: RefitTensor) -> bool:
+    return region == Region(
+        tensor.shape, tuple(torch.empty(tensor.shape, device="meta").stride()), 0
     )
-    return shards
+
+
+def _put(room: Room, tensor: RefitTensor, region: Region | None, source: Tensor) -> None:
+    """Copy to the region of the tensor that stands in the room, casting."""
+    typed = room.buffer.typed(tensor.dtype)
+    first = room.offset // tensor.dtype.itemsize
+    if region is None:
+        typed[first : first + source.numel()].view(source.shape).copy_(source)
+    else:
+        typed.as_strided(
+            region.size, region.stride, typed.storage_offset() + first + region.offset
+        ).copy_(source)
+
+
+def _piece(wire: Tensor, place: int, box: Region) -> Tensor:
+    return wire[place : place + math.prod(box.size)].view(box.size)

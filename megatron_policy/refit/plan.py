@@ -1,102 +1,289 @@
-"""Which HF tensors go into which file and who writes it, settled before a byte moves.
+"""What a refit moves, from which rank, in which round: settled before a byte moves.
 
-Pure: knows no process group and no disk.
+Pure: from the table, the layout and dtypes alone, and the same on every rank. Knows no tensor, no
+process group and no transport.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import TYPE_CHECKING
+from functools import cached_property
 
-if TYPE_CHECKING:
-    from torch import dtype
+import torch
+
+from megatron_policy.converters.table import EMBEDDING, HEAD, Entry, Table
+from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.refit.geometry import largest_share
+from megatron_policy.topology import LayerSplit
+
+DEFAULT_BUCKET_BYTES = 512 * 2**20
+DEFAULT_TIMEOUT_S = 120.0
+SMALLEST_BUCKET_BYTES = 4096
+PACKED_ALIGNMENT = 512
+"""Bytes; the host's receivers expect tensors of a pack at multiples of it."""
+
+_WIRE_ALIGNMENT = 16  # bytes; a multiple of every dtype's
 
 
 @dataclass(frozen=True)
-class ExportTensor:
-    """One HF tensor to write, and the pipeline stage that has it."""
+class RefitTensor:
+    """One HF tensor and the pipeline stage that holds it."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: dtype
-    stage: int = 0
+    dtype: torch.dtype
+    stage: int
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
-class ExportFile:
-    """One file: what it holds, in order, and which of its stage's writers writes it."""
+class Item:
+    """What one Megatron parameter has of one HF tensor: a run in every tensor-parallel rank's
+    stream.
 
-    name: str
-    stage: int
-    writer: int
-    tensors: tuple[ExportTensor, ...]
+    `start` is in bytes from the beginning of the streams, `elements` of `wire` follow there: as
+    many as the rank with the most of them has. `first` and `last` say whether the tensor's first
+    elements are among them, and whether it is complete with them.
+    """
+
+    tensor: RefitTensor
+    entry: Entry
+    part: int
+    wire: torch.dtype
+    start: int
+    elements: int
+    first: bool
+    last: bool
+
+    @property
+    def end(self) -> int:
+        """The byte after its run."""
+        return self.start + self.elements * self.wire.itemsize
 
 
 @dataclass(frozen=True)
-class ExportPlan:
-    """All files of an export: each tensor is in exactly one of them, and each has one writer."""
+class Pack:
+    """Whole tensors that travel in one buffer, each from its offset on, in bytes."""
 
-    files: tuple[ExportFile, ...]
+    tensors: tuple[RefitTensor, ...]
+    offsets: tuple[int, ...]
+    nbytes: int
 
-    @property
+
+@dataclass(frozen=True)
+class RefitPlan:
+    """The tensors of one refit in the order in which they come, stage after stage.
+
+    Each of `slots` tensor-parallel ranks has a stream of its share of every item; `stages` are the
+    pipeline stages that take part. In each round the next `chunk` bytes of all streams are
+    exchanged, over the stages and then over the slots.
+    """
+
+    items: tuple[Item, ...]
+    slots: int
+    stages: tuple[int, ...]
+    bucket_bytes: int
+
+    @cached_property
+    def tensors(self) -> tuple[RefitTensor, ...]:
+        """Each HF tensor once, in order."""
+        return tuple(item.tensor for item in self.items if item.last)
+
+    @cached_property
     def total_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for file in self.files for tensor in file.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
-    def weight_map(self) -> dict[str, str]:
-        """Tensor name -> file name."""
-        return {tensor.name: file.name for file in self.files for tensor in file.tensors}
+    def gathers(self) -> bool:
+        """Whether ranks have to exchange anything; one that holds all copies it."""
+        return self.slots > 1 or len(self.stages) > 1
+
+    @property
+    def rounds(self) -> int:
+        """Exchanges over each kind of group: the streams' bytes over the bucket's, rounded up."""
+        most = self.bucket_bytes // self.slots // _WIRE_ALIGNMENT * _WIRE_ALIGNMENT
+        return -(-self._stream_bytes // most) if self.gathers else 0
+
+    @cached_property
+    def chunk(self) -> int:
+        """Bytes of a stream in a round; `slots` times it is at most a bucket."""
+        return _aligned(-(-self._stream_bytes // max(1, self.rounds)))
+
+    @property
+    def collectives(self) -> int:
+        """Collective calls of one rank in one refit, the closing agreement not counted."""
+        return self.rounds * ((self.slots > 1) + (len(self.stages) > 1))
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest tensor."""
+        return max((tensor.nbytes for tensor in self.tensors), default=0)
+
+    def in_round(self, number: int) -> Iterator[tuple[Item, int, int]]:
+        """Items with elements in that round, and which (first, end) of theirs."""
+        begin = number * self.chunk
+        for index in range(*self._round_bounds[number]):
+            item = self.items[index]
+            size = item.wire.itemsize
+            first = max(begin - item.start, 0) // size
+            end = min(begin + self.chunk - item.start, item.end - item.start) // size
+            yield item, first, end
+
+    @cached_property
+    def _round_bounds(self) -> tuple[tuple[int, int], ...]:
+        """Indices (first, end) of each round's items."""
+        bounds, low, count = [], 0, len(self.items)
+        for number in range(self.rounds):
+            begin, end = number * self.chunk, (number + 1) * self.chunk
+            while low < count and self.items[low].end <= begin:
+                low += 1
+            high = low
+            while high < count and self.items[high].start < end:
+                high += 1
+            bounds.append((low, high))
+        return tuple(bounds)
+
+    @property
+    def _stream_bytes(self) -> int:
+        return self.items[-1].end if self.items else 0
+
+    def info(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor by name, in the order in which they come."""
+        return {tensor.name: (tensor.shape, tensor.dtype) for tensor in self.tensors}
 
 
-def plan_export(
-    inventory: Sequence[ExportTensor], max_shard_size: int, writers: int = 1
-) -> ExportPlan:
-    """Deal tensors to files of at most `max_shard_size` bytes, and files to each stage's `writers`.
+@dataclass(frozen=True)
+class Model:
+    """What a plan is made from.
 
-    A file holds tensors of one stage, in inventory order; a larger one has a file of its own.
+    `dtypes` are those of the HF tensors in the checkpoint, `precision` that of the parameters in
+    training.
     """
-    assert len({tensor.name for tensor in inventory}) == len(inventory), (
-        "a tensor would be written twice"
-    )
-    shards = [
-        (stage, number % writers, shard)
-        for stage, tensors in groupby(
-            sorted(inventory, key=lambda t: t.stage), key=lambda t: t.stage
+
+    table: Table
+    split: LayerSplit
+    dtypes: Mapping[str, torch.dtype]
+    precision: torch.dtype
+    slots: int
+
+
+def plan_refit(
+    model: Model,
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    dtype: torch.dtype | None = None,
+    stage: int | None = None,
+    names: Collection[str] | None = None,
+) -> RefitPlan:
+    """The plan for all HF tensors, or those of one pipeline `stage`, or those of `names`.
+
+    Tensors keep the checkpoint's dtype unless `dtype` names another; those that keep their own in
+    training keep it here. ConfigError for a bucket too small to be of use, RefitError for a name
+    that the model has not.
+    """
+    least = SMALLEST_BUCKET_BYTES * model.slots
+    if bucket_bytes < least:
+        raise ConfigError(
+            f"a refit bucket of {bucket_bytes} bytes is too small: give {least} or more "
+            f"({SMALLEST_BUCKET_BYTES} for each tensor-parallel rank)"
         )
-        for number, shard in enumerate(_cut(tensors, max_shard_size))
+    owned = sorted(
+        ((stage_of(entry, model.split), entry) for entry in model.table.exported()),
+        key=lambda pair: pair[0],
+    )
+    if names is not None:
+        _refuse_unknown(names, model.table)
+    wanted = None if names is None else frozenset(names)
+    chosen = [
+        (at, entry, part)
+        for at, entry in owned
+        if stage is None or at == stage
+        for part, name in enumerate(entry.hf)
+        if wanted is None or name in wanted
     ]
-    return ExportPlan(
-        tuple(
-            ExportFile(file_name(index, len(shards)), stage, writer, shard)
-            for index, (stage, writer, shard) in enumerate(shards)
-        )
-    )
+    stages = range(len(model.split.stages)) if stage is None else (stage,)
+    return RefitPlan(tuple(_items(chosen, model, dtype)), model.slots, tuple(stages), bucket_bytes)
 
 
-def file_name(index: int, count: int) -> str:
-    """The name of file `index` (from 0) of `count`, as transformers looks for it."""
-    if count == 1:
-        return "model.safetensors"
-    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _cut(tensors: Iterable[ExportTensor], limit: int) -> list[tuple[ExportTensor, ...]]:
-    """Consecutive runs of at most `limit` bytes, at least one tensor each."""
-    shards: list[list[ExportTensor]] = []
-    room = 0
+def packed(tensors: Sequence[RefitTensor], capacity: int) -> tuple[Pack, ...]:
+    """Deal tensors, in order, to packs of at most `capacity` bytes; a larger one has its own."""
+    packs: list[Pack] = []
+    group: list[tuple[RefitTensor, int]] = []
+    used = 0
     for tensor in tensors:
-        if not shards or tensor.nbytes > room:
-            shards.append([])
-            room = limit
-        shards[-1].append(tensor)
-        room -= tensor.nbytes
-    return [tuple(shard) for shard in shards]
+        space = -(-tensor.nbytes // PACKED_ALIGNMENT) * PACKED_ALIGNMENT
+        if group and used + space > capacity:
+            packs.append(_pack(group, used))
+            group, used = [], 0
+        group.append((tensor, used))
+        used += space
+    if group:
+        packs.append(_pack(group, used))
+    return tuple(packs)
+
+
+def stage_of(entry: Entry, split: LayerSplit) -> int:
+    """The pipeline stage that holds the entry's parameter."""
+    if entry.where == EMBEDDING:
+        return 0
+    if entry.where == HEAD:
+        return len(split.stages) - 1
+    assert entry.layer is not None
+    return split.owner(entry.layer)[0]
+
+
+def _pack(group: Sequence[tuple[RefitTensor, int]], used: int) -> Pack:
+    tensors, offsets = zip(*group, strict=True)
+    return Pack(tensors, offsets, used)
+
+
+def _items(
+    chosen: Sequence[tuple[int, Entry, int]], model: Model, dtype: torch.dtype | None
+) -> Iterator[Item]:
+    architecture = model.table.architecture
+    shapes = model.table.hf_shapes()
+    start, tensor = 0, RefitTensor("", (), model.precision, 0)
+    for index, (stage, entry, part) in enumerate(chosen):
+        name, row = entry.hf[part], entry.row
+        first = tensor.name != name
+        if first:
+            target = model.dtypes[name] if dtype is None or row.keeps_dtype else dtype
+            tensor = RefitTensor(name, shapes[name], target, stage)
+        held = torch.float32 if row.keeps_dtype else model.precision
+        item = Item(
+            tensor=tensor,
+            entry=entry,
+            part=part,
+            # The narrower of both: a cast gives the same on either side of the exchange.
+            wire=tensor.dtype if tensor.dtype.itemsize < held.itemsize else held,
+            start=start,
+            elements=largest_share(row, architecture, part, model.slots),
+            first=first,
+            last=index + 1 == len(chosen) or _name(chosen[index + 1]) != name,
+        )
+        start = _aligned(item.end)
+        yield item
+
+
+def _name(chosen: tuple[int, Entry, int]) -> str:
+    return chosen[1].hf[chosen[2]]
+
+
+def _refuse_unknown(names: Collection[str], table: Table) -> None:
+    known = {name for entry in table.exported() for name in entry.hf}
+    if unknown := sorted(set(names) - known):
+        raise RefitError(
+            f"this {table.family} model has no HF tensor {', '.join(unknown[:8])}; "
+            "ask for names that prepare_refit_info lists"
+        )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _WIRE_ALIGNMENT) * _WIRE_ALIGNMENT

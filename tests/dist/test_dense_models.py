@@ -11,7 +11,7 @@ import torch
 
 from tests import oracle
 from tests.checkpoints import FAMILIES, HEAD_DIM, make_checkpoint
-from tests.dist.cases import logits_of, open_policy, policy_config, read_everything
+from tests.dist.cases import logits_of, open_policy, policy_config
 
 LENGTH, MODELS = 20, 6
 BIASED = ("cohere", "gemma2", "gemma3_text", "granite", "llama", "olmo2", "qwen3", "smollm3")

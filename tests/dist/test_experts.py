@@ -18,7 +18,6 @@ from tests.dist.cases import (
     logits_of,
     open_policy,
     policy_config,
-    read_everything,
     train_two_steps,
 )
 from tests.dist.layouts import LAYOUTS

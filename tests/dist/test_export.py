@@ -117,19 +117,19 @@ def fail_to_write(config: dict[str, Any], path: Path, rank: int) -> str:
     """The error every rank sees when one rank cannot write its file."""
     from megatron_policy.converters import hf_writing
 
-    original = hf_writing.write_shard
+    original = hf_writing.ShardFile.put
 
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
     with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
         if policy.rank == rank:
-            hf_writing.write_shard = full
+            hf_writing.ShardFile.put = full
         try:
             with pytest.raises(ExportError) as error:
                 policy.export_hf(path, max_shard_bytes=50_000)
         finally:
-            hf_writing.write_shard = original
+            hf_writing.ShardFile.put = original
         policy.export_hf(path.with_name("second"), max_shard_bytes=50_000)
         return str(error.value)
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_policy.refit.plan import ExportTensor, plan_export
+from megatron_policy.refit.files import ExportTensor, plan_export
 
 
 def tensors(*sizes: int, stage: int = 0) -> list[ExportTensor]:

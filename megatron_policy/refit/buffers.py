@@ -1,0 +1,60 @@
+"""Memory that whole tensors are assembled in; knows no transport."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 512
+"""Bytes. Tensors start at multiples of it in packed buffers, as the host's receivers expect."""
+
+
+def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
+    """`nbytes` rounded up."""
+    return -(-nbytes // alignment) * alignment
+
+
+class Buffer:
+    """A flat piece of memory, seen as any dtype."""
+
+    def __init__(self, memory: Tensor) -> None:
+        assert memory.dtype == torch.uint8 and memory.dim() == 1, memory.shape
+        self.memory = memory
+        self._typed: dict[torch.dtype, Tensor] = {torch.uint8: memory}
+
+    @classmethod
+    def on(cls, device: torch.device, nbytes: int) -> Buffer:
+        """A new one, contents undefined, of a size that every dtype divides."""
+        return cls(torch.empty(aligned(nbytes), dtype=torch.uint8, device=device))
+
+    def typed(self, dtype: torch.dtype) -> Tensor:
+        """The whole buffer as flat elements of `dtype`; always the same tensor."""
+        if dtype not in self._typed:
+            whole = self.memory.numel() // dtype.itemsize * dtype.itemsize
+            self._typed[dtype] = self.memory[:whole].view(dtype)
+        return self._typed[dtype]
+
+    def forget(self) -> None:
+        """Let go of the memory, whoever still holds the buffer."""
+        self.memory = self.memory.new_empty(0)
+        self._typed.clear()
+
+
+class Room(NamedTuple):
+    """Where one tensor's elements belong: from byte `offset` of `buffer` on, row-major."""
+
+    buffer: Buffer
+    offset: int
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A view of it; `offset` must be a multiple of the element size."""
+        first, over = divmod(self.offset, dtype.itemsize)
+        assert not over, (self.offset, dtype)
+        return self.buffer.typed(dtype)[first : first + math.prod(shape)].view(shape)
+
+    def bytes(self, nbytes: int) -> Tensor:
+        """Its bytes, flat."""
+        return self.buffer.memory[self.offset : self.offset + nbytes]

@@ -1,0 +1,83 @@
+"""Groups of processes that move weights: apart from those that train, so that a broken one costs
+nothing and is made anew. Knows neither tensors' names nor who needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_policy import device
+from megatron_policy.errors import RefitError
+
+
+class Channel:
+    """Collectives of one group of processes, each bounded in time; `calls` counts them."""
+
+    def __init__(
+        self, name: str, store: dist.Store, rank: int, size: int, timeout_s: float
+    ) -> None:
+        """Meet the other `size - 1` processes through `store`; `name` must be new to it."""
+        self.name, self.rank, self.size, self.calls = name, rank, size, 0
+        self._timeout_s = timeout_s
+        self._group: Any = None
+        if size > 1:
+            self._group = self._bounded(
+                lambda: device.private_group(dist.PrefixStore(name, store), rank, size, timeout_s)
+            )
+
+    def broadcast(self, memory: Tensor, source: int) -> Pending:
+        """Send `memory` of rank `source` to that of all others."""
+        return self._start(lambda: self._group.broadcast(memory, source))
+
+    def all_gather(self, memory: Tensor) -> Pending:
+        """In place: `memory` has `size` equal parts, and part `rank` is this process's own."""
+        own = memory.view(self.size, -1)[self.rank]
+        return self._start(lambda: self._group._allgather_base(memory, own))
+
+    def sum(self, memory: Tensor) -> Pending:
+        """In place, integers modulo 2**bits."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM
+        return self._start(lambda: self._group.allreduce([memory], options))
+
+    def close(self, broken: bool = False) -> None:
+        """Leave; `broken` when something of it may still be under way."""
+        group, self._group = self._group, None
+        if broken and group is not None and hasattr(group, "abort"):
+            group.abort()
+
+    def _start(self, begin: Callable[[], Any]) -> Pending:
+        if self.size == 1:
+            return Pending(self, None)
+        assert self._group is not None, f"{self.name} is closed"
+        self.calls += 1
+        return Pending(self, self._bounded(begin))
+
+    def _bounded(self, step: Callable[[], Any]) -> Any:
+        """What `step` returns; whatever fails there is a process that is slow, stopped or gone."""
+        try:
+            return step()
+        except RuntimeError as error:
+            raise RefitError(
+                f"{self.name}: a process did not take part within {self._timeout_s:g} s, or is "
+                f"gone ({str(error).splitlines()[0]}). Look at its log; the next refit starts anew"
+            ) from error
+
+
+class Pending:
+    """A collective under way."""
+
+    def __init__(self, channel: Channel, work: Any) -> None:
+        self._channel, self._work = channel, work
+
+    def wait(self) -> None:
+        """Until the memory may be used; RefitError after the channel's timeout."""
+        work, self._work = self._work, None
+        if work is not None:
+            timeout = timedelta(seconds=self._channel._timeout_s)
+            self._channel._bounded(lambda: work.wait(timeout))

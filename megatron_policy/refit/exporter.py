@@ -1,0 +1,151 @@
+"""One policy's end of every refit: plans, the stream of its weights, and agreement between ranks.
+
+Knows no transport.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_policy.refit.export import Filled, Place, Sources, stream_alone, stream_together
+from megatron_policy.refit.meeting import Meeting
+from megatron_policy.refit.plan import (
+    DEFAULT_BUCKET_BYTES,
+    DEFAULT_TIMEOUT_S,
+    Model,
+    RefitPlan,
+    plan_refit,
+)
+from megatron_policy.topology import Coords, Topology
+
+if TYPE_CHECKING:
+    from megatron_policy.model.assemble import Assembly
+
+_KEPT_PLANS = 64
+
+
+class Exporter:
+    """A rank's weights as whole Hugging Face tensors; every rank of the policy has one.
+
+    Collectives go over groups of its own, made at the first refit. Where one of them fails, they
+    are given up on all ranks and made anew for the next refit, which begins a new epoch.
+    """
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        """No collective waits longer than `timeout_s` seconds, and none moves more than
+        `bucket_bytes`.
+        """
+        place = assembly.place
+        self.topology: Topology = place.topology
+        self.coords: Coords = place.coords
+        self.rank = place.topology.rank(place.coords)
+        self.timeout_s, self.bucket_bytes = timeout_s, bucket_bytes
+        self.source_dtypes = assembly.source_dtypes
+        self.table = assembly.table
+        self._sources = Sources(assembly.held, assembly.table.architecture)
+        self._model = Model(
+            assembly.table,
+            place.split,
+            assembly.source_dtypes,
+            assembly.precision,
+            self.topology.tp,
+        )
+        self._plans: dict[object, RefitPlan] = {}
+        self._meeting = Meeting(self.topology, self.coords, timeout_s, self.device)
+
+    @property
+    def probe(self) -> Tensor:
+        """A tensor that lies where the weights lie."""
+        return self._sources.probe
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self.probe.device
+
+    @property
+    def store(self) -> dist.Store:
+        """Where the policy's ranks met."""
+        return self._meeting.store
+
+    @property
+    def calls(self) -> int:
+        """Collective calls of this rank so far."""
+        return self._meeting.calls
+
+    def begin(self) -> None:
+        """To be called first in whatever all ranks undertake together; see `Meeting.begin`."""
+        self._meeting.begin()
+
+    def plan(
+        self,
+        *,
+        names: tuple[str, ...] | None = None,
+        own_stage: bool = False,
+        bucket_bytes: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> RefitPlan:
+        """What a refit moves; see `plan_refit`. `own_stage` leaves out other stages' tensors."""
+        size = bucket_bytes or self.bucket_bytes
+        key = (names, own_stage, size, dtype)
+        if key not in self._plans:
+            if len(self._plans) >= _KEPT_PLANS:
+                self._plans.clear()
+                self._sources.forget()
+            self._plans[key] = plan_refit(
+                self._model,
+                bucket_bytes=size,
+                dtype=dtype,
+                stage=self.coords.pp if own_stage else None,
+                names=names,
+            )
+        return self._plans[key]
+
+    def stream(self, plan: RefitPlan, place: Place) -> Filled:
+        """Each tensor of the plan in order, complete, and its room; `place` says where it goes.
+
+        A tensor is placed when its first elements are there, after all before it were yielded. All
+        ranks that gather together iterate to the end, also those that place nothing. RefitError
+        when one of them does not take part in time.
+        """
+        if self.topology.world_size == 1:
+            return stream_alone(plan, self._sources, place)
+        return self._watched(plan, place)
+
+    def agree(self, failure: Exception | None) -> None:
+        """Collective over all ranks: RefitError on all of them, with reasons, if any failed."""
+        self._meeting.agree(failure)
+
+    def sum(self, numbers: Tensor) -> None:
+        """Collective over all ranks, in place: add up int64 numbers on the weights' device."""
+        self._meeting.sum(numbers)
+
+    def close(self) -> None:
+        """Leave the groups."""
+        self._meeting.close()
+
+    def _watched(self, plan: RefitPlan, place: Place) -> Filled:
+        try:
+            for filled in self._streamed(plan, place):
+                yield filled
+                self._meeting.tell()
+        except BaseException as error:
+            # Also when the caller stops early: the others are in the middle of an exchange.
+            self._meeting.give_up(error)
+            raise
+
+    def _streamed(self, plan: RefitPlan, place: Place) -> Filled:
+        joined = self._meeting.channels()  # also to be there for ranks that only wait
+        if not plan.gathers:
+            return stream_alone(plan, self._sources, place)
+        return stream_together(plan, self._sources, place, joined.tp, joined.pp)

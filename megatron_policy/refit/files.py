@@ -1,0 +1,102 @@
+"""Which HF tensors go into which file and who writes it, settled before a byte moves.
+
+Pure: knows no process group and no disk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import dtype
+
+
+@dataclass(frozen=True)
+class ExportTensor:
+    """One HF tensor to write, and the pipeline stage that has it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: dtype
+    stage: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ExportFile:
+    """One file: what it holds, in order, and which of its stage's writers writes it."""
+
+    name: str
+    stage: int
+    writer: int
+    tensors: tuple[ExportTensor, ...]
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """All files of an export: each tensor is in exactly one of them, and each has one writer."""
+
+    files: tuple[ExportFile, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for file in self.files for tensor in file.tensors)
+
+    @property
+    def weight_map(self) -> dict[str, str]:
+        """Tensor name -> file name."""
+        return {tensor.name: file.name for file in self.files for tensor in file.tensors}
+
+
+def plan_export(
+    inventory: Sequence[ExportTensor], max_shard_size: int, writers: int = 1
+) -> ExportPlan:
+    """Deal tensors to files of at most `max_shard_size` bytes, and files to each stage's `writers`.
+
+    A file holds tensors of one stage, in inventory order; a larger one has a file of its own.
+    """
+    assert len({tensor.name for tensor in inventory}) == len(inventory), (
+        "a tensor would be written twice"
+    )
+    shards = [
+        (stage, number % writers, shard)
+        for stage, tensors in groupby(
+            sorted(inventory, key=lambda t: t.stage), key=lambda t: t.stage
+        )
+        for number, shard in enumerate(_cut(tensors, max_shard_size))
+    ]
+    return ExportPlan(
+        tuple(
+            ExportFile(file_name(index, len(shards)), stage, writer, shard)
+            for index, (stage, writer, shard) in enumerate(shards)
+        )
+    )
+
+
+def file_name(index: int, count: int) -> str:
+    """The name of file `index` (from 0) of `count`, as transformers looks for it."""
+    if count == 1:
+        return "model.safetensors"
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _cut(tensors: Iterable[ExportTensor], limit: int) -> list[tuple[ExportTensor, ...]]:
+    """Consecutive runs of at most `limit` bytes, at least one tensor each."""
+    shards: list[list[ExportTensor]] = []
+    room = 0
+    for tensor in tensors:
+        if not shards or tensor.nbytes > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(tensor)
+        room -= tensor.nbytes
+    return [tuple(shard) for shard in shards]

@@ -1,0 +1,23 @@
+"""A refit as a plain iteration over named tensors; knows no transport."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from megatron_policy.refit.buffers import Buffer, Room
+from megatron_policy.refit.exporter import Exporter
+from megatron_policy.refit.plan import RefitPlan, RefitTensor
+
+
+def tensors(exporter: Exporter, plan: RefitPlan) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each HF tensor of the plan by name, in memory of its own, which is the caller's to keep."""
+
+    def place(tensor: RefitTensor) -> Room:
+        return Room(Buffer.on(exporter.device, tensor.nbytes), 0)
+
+    exporter.begin()
+    for tensor, room in exporter.stream(plan, place):
+        assert room is not None
+        yield tensor.name, room.tensor(tensor.shape, tensor.dtype)

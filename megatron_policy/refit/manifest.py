@@ -1,0 +1,130 @@
+"""What a complete set of handed-over weights consists of, and how a set that arrived is checked.
+
+Knows no transport and computes no digest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron_policy.errors import RefitError
+
+FORMAT = 1
+_NAMED = 8  # names of a kind that an error lists
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One tensor: `digest` is the 64-bit digest of its bytes in row-major order."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    digest: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All tensors of one refit by Hugging Face name, in the order they were sent.
+
+    `step` counts the optimizer steps that the weights have behind them; `algorithm` names the
+    digest.
+    """
+
+    step: int
+    algorithm: str
+    tensors: Mapping[str, Sent]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(sent.nbytes for sent in self.tensors.values())
+
+    def encoded(self) -> bytes:
+        """As JSON, for another process or a file."""
+        content = {
+            "format": FORMAT,
+            "step": self.step,
+            "algorithm": self.algorithm,
+            "total_tensors": len(self.tensors),
+            "total_bytes": self.total_bytes,
+            "tensors": {
+                name: [str(s.dtype).removeprefix("torch."), list(s.shape), f"{s.digest:016x}"]
+                for name, s in self.tensors.items()
+            },
+        }
+        return json.dumps(content, ensure_ascii=False).encode()
+
+    @classmethod
+    def decoded(cls, content: bytes) -> Manifest:
+        """The inverse of `encoded`; RefitError for anything else, or totals that contradict it."""
+        try:
+            said = json.loads(content)
+            if said["format"] != FORMAT:
+                raise ValueError(f"it is of format {said['format']}, this version reads {FORMAT}")
+            tensors = {name: _sent(*entry) for name, entry in said["tensors"].items()}
+            found = cls(int(said["step"]), str(said["algorithm"]), tensors)
+            if (len(tensors), found.total_bytes) != (said["total_tensors"], said["total_bytes"]):
+                raise ValueError("its totals contradict its tensors")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise RefitError(f"the manifest cannot be read: {error}; send the weights again") from (
+                error
+            )
+        return found
+
+    def check(self, arrived: Mapping[str, Sent]) -> None:
+        """RefitError, naming tensors, unless exactly these have arrived, unharmed."""
+        problems = [
+            *_listed("missing", [name for name in self.tensors if name not in arrived]),
+            *_listed("not announced", [name for name in arrived if name not in self.tensors]),
+            *_listed("of another shape or dtype", self._differing(arrived)),
+            *_listed("with a wrong digest", self._corrupt(arrived)),
+        ]
+        if problems:
+            raise RefitError(f"the weights of step {self.step} are refused: {'; '.join(problems)}")
+
+    def _differing(self, arrived: Mapping[str, Sent]) -> list[str]:
+        return [
+            f"{name} ({_form(arrived[name])} instead of {_form(sent)})"
+            for name, sent in self.tensors.items()
+            if name in arrived and _form(arrived[name]) != _form(sent)
+        ]
+
+    def _corrupt(self, arrived: Mapping[str, Sent]) -> list[str]:
+        return [
+            name
+            for name, sent in self.tensors.items()
+            if name in arrived
+            and _form(arrived[name]) == _form(sent)
+            and arrived[name].digest != sent.digest
+        ]
+
+
+def listed(what: str, names: list[str]) -> str:
+    """`3 missing: a, b, c`, with so many names that a line can hold."""
+    shown = ", ".join(names[:_NAMED])
+    return f"{len(names)} {what}: {shown}{', ...' if len(names) > _NAMED else ''}"
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    return [listed(what, names)] if names else []
+
+
+def _form(sent: Sent) -> str:
+    return f"{str(sent.dtype).removeprefix('torch.')} {list(sent.shape)}"
+
+
+def _sent(dtype: str, shape: list[int], digest: str) -> Sent:
+    kind = getattr(torch, dtype)
+    if not isinstance(kind, torch.dtype):
+        raise ValueError(f"{dtype} is no dtype")
+    return Sent(tuple(map(int, shape)), kind, int(digest, 16))

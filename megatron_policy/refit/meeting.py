@@ -1,0 +1,249 @@
+"""How the ranks of a policy meet for a refit, hear of each other's failures, and meet again after
+one. Knows nothing of weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_policy.errors import RefitError
+from megatron_policy.refit.channels import Channel
+from megatron_policy.refit.patience import within
+from megatron_policy.topology import Coords, Topology
+
+T = TypeVar("T")
+
+_SHOWN_REASONS = 3
+_LOOKS = 8  # at signs of life, in the longest wait
+_SHORTEST_S, _LONGEST_S = 0.0005, 0.05  # between two looks for a note
+_PROGRESS = "refit/progress"
+_NO_STORE = "rank 0, where the ranks meet, does not answer ({}); look at its log"
+
+
+@dataclass(frozen=True)
+class Channels:
+    """A rank's private groups: of its tensor-parallel and pipeline peers, and of all ranks."""
+
+    tp: Channel
+    pp: Channel
+    world: Channel
+
+    @property
+    def calls(self) -> int:
+        """Collective calls over them."""
+        return self.tp.calls + self.pp.calls + self.world.calls
+
+    def close(self, broken: bool = False) -> None:
+        """Leave them."""
+        for channel in (self.tp, self.pp, self.world):
+            channel.close(broken)
+
+
+class Meeting:
+    """One rank's part in what all ranks undertake together, one thing after another.
+
+    Channels are made when they are needed first. A rank for which one fails gives the undertaking
+    up: it leaves a note in the store where the policy's ranks met, and its channels. The others
+    find a broken connection or the note, and the next undertaking begins a new epoch of channels.
+    """
+
+    def __init__(
+        self, topology: Topology, coords: Coords, timeout_s: float, device: torch.device
+    ) -> None:
+        """No wait is longer than `timeout_s` seconds, counted from the last sign of life."""
+        self.rank = topology.rank(coords)
+        self._topology, self._coords = topology, coords
+        self._timeout_s, self._device = timeout_s, device
+        self._channels: Channels | None = None
+        self._epoch = self._number = self._sums = self._calls = 0
+        self._told = 0.0
+        self._unanswered = -1
+
+    @property
+    def store(self) -> dist.Store:
+        """Where the policy's ranks met."""
+        return dist.distributed_c10d._get_default_store()
+
+    @property
+    def calls(self) -> int:
+        """Collective calls of this rank so far."""
+        return self._calls + (self._channels.calls if self._channels else 0)
+
+    def begin(self) -> None:
+        """Count what all ranks now undertake: one that is late to it, when the others have given it
+        up, must not meet them in the next.
+        """
+        if self.rank == 0:
+            for place in range(self._sums):  # nobody waits for these any more
+                self._asked(lambda place=place: self._drop(place))
+        self._number, self._sums = self._number + 1, 0
+
+    def channels(self) -> Channels:
+        """This epoch's; RefitError where another rank does not come in time, or has given up."""
+        if self._channels is None:
+            while given_up := self._given_up():
+                number, words = given_up
+                if number >= self._number:
+                    raise RefitError(f"the others have given up already: {words}")
+                self._epoch += 1
+            self._channels = self._asked(self._joined)
+        return self._channels
+
+    def tell(self) -> None:
+        """A sign of life, for ranks that have nothing to do but wait; to be called often."""
+        now = time.monotonic()
+        if now - self._told > self._timeout_s / _LOOKS:
+            self._told = now
+            self._asked(lambda: self.store.add(_PROGRESS, 1))
+
+    def sum(self, numbers: Tensor) -> None:
+        """Collective over all ranks, in place: add up int64 numbers. Waits as long as others are
+        seen to be at work; RefitError otherwise, with the words of who gave up first.
+        """
+        try:
+            world = self.channels().world
+            self._all_here()
+            world.sum(numbers).wait()
+            # What another rank sent before it gave up is enough to complete the sum here.
+            given_up = self._given_up()
+            if given_up is not None:
+                raise RefitError(given_up[1])
+        except RefitError as error:
+            first = self._given_up()
+            self.give_up(error)
+            raise (RefitError(first[1]) if first else error) from error
+
+    def agree(self, failure: Exception | None) -> None:
+        """Collective over all ranks: RefitError on all of them, with reasons, if any failed."""
+        if failure is not None:
+            self._asked(lambda: self.store.set(_reason_key(self.rank), words_of(failure)))
+        failed = torch.zeros(self._topology.world_size, dtype=torch.int64, device=self._device)
+        failed[self.rank] = failure is not None
+        try:
+            self.sum(failed)
+        except RefitError as error:
+            raise (RefitError(words_of(failure)) if failure else error) from error
+        if ranks := [rank for rank, flag in enumerate(failed.tolist()) if flag]:
+            raise RefitError(self._reasons(ranks)) from failure
+
+    def give_up(self, error: BaseException) -> None:
+        """Leave channels in which something may still be under way, and tell the others why."""
+        said = f"{self._number} rank {self.rank}: {words_of(error)}"
+        key = f"refit/broken/{self._epoch}"
+        try:
+            self._asked(lambda: self.store.compare_set(key, "", said))
+        finally:
+            self._leave(broken=True)
+
+    def close(self) -> None:
+        """Leave the channels."""
+        self._leave()
+
+    def _joined(self) -> Channels:
+        at, size = self._coords, self._topology
+
+        def channel(name: str, rank: int, count: int) -> Channel:
+            where = f"refit/{self._epoch}/{name}"
+            return Channel(where, self.store, rank, count, self._timeout_s)
+
+        return Channels(
+            tp=channel(f"tp/{at.pp}.{at.dp}.{at.cp}", at.tp, size.tp),
+            pp=channel(f"pp/{at.dp}.{at.cp}.{at.tp}", at.pp, size.pp),
+            world=channel("world", self.rank, size.world_size),
+        )
+
+    def _all_here(self) -> None:
+        """Wait until every rank is at its next sum, as long as there are signs of life."""
+        arrived, everybody = self._keys(self._sums)
+        self._sums += 1
+        size = self._topology.world_size
+        if self._asked(lambda: self.store.add(arrived, 1)) == size:
+            self._asked(lambda: self.store.set(everybody, ""))
+        seen, quiet_since = -1, time.monotonic()
+        while not self._asked(lambda: self._comes(everybody)):
+            sign = self._asked(lambda: self.store.add(_PROGRESS, 0))
+            now = time.monotonic()
+            seen, quiet_since = sign, quiet_since if sign == seen or seen < 0 else now
+            if given_up := self._given_up():
+                raise RefitError(given_up[1])
+            if now - quiet_since >= self._timeout_s:
+                raise RefitError(
+                    f"a rank did not take part within {self._timeout_s:g} s. Look at its log; the "
+                    "next refit starts anew"
+                )
+
+    def _comes(self, key: str) -> bool:
+        """Whether the key is there, or comes within a part of the timeout."""
+        # Not the store's own wait: it writes a warning whenever its time is up.
+        pause, end = _SHORTEST_S, time.monotonic() + self._timeout_s / _LOOKS
+        while not self.store.check([key]):
+            if time.monotonic() > end:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_S)
+        return True
+
+    def _keys(self, place: int) -> tuple[str, str]:
+        return tuple(f"refit/{what}/{self._number}/{place}" for what in ("arrived", "everybody"))
+
+    def _drop(self, place: int) -> None:
+        for key in self._keys(place):
+            self.store.delete_key(key)
+
+    def _leave(self, broken: bool = False) -> None:
+        channels, self._channels = self._channels, None
+        if channels is not None:
+            self._calls += channels.calls
+            channels.close(broken)
+
+    def _given_up(self) -> tuple[int, str] | None:
+        """In which undertaking this epoch was given up, by whom and why; None where it was not."""
+        key = f"refit/broken/{self._epoch}"
+
+        def look() -> bytes | None:
+            return self.store.get(key) if self.store.check([key]) else None
+
+        note = self._asked(look)
+        if note is None:
+            return None
+        number, _, words = note.decode().partition(" ")
+        return int(number), words
+
+    def _reasons(self, ranks: list[int]) -> str:
+        def reason(rank: int) -> str:
+            return f"rank {rank}: {self.store.get(_reason_key(rank)).decode()}"
+
+        reasons = self._asked(lambda: [reason(rank) for rank in ranks[:_SHOWN_REASONS]])
+        more = f" ({len(ranks)} ranks failed)" if len(ranks) > _SHOWN_REASONS else ""
+        return "; ".join(reasons) + more
+
+    def _asked(self, step: Callable[[], T]) -> T:
+        """What `step` makes of the store; its host, rank 0, may have stopped or gone. Once in an
+        undertaking that is waited for.
+        """
+        if self._unanswered == self._number:
+            raise RefitError(_NO_STORE.format("still"))
+        try:
+            # The channels' own timeout gives the better message.
+            return within(1.25 * self._timeout_s + 0.5, step)
+        except (TimeoutError, dist.DistError) as error:
+            self._unanswered = self._number
+            raise RefitError(_NO_STORE.format(str(error).splitlines()[0])) from error
+
+
+def words_of(failure: BaseException) -> str:
+    """A failure for others to read."""
+    if isinstance(failure, RefitError):
+        return str(failure)
+    return f"{type(failure).__name__}: {failure}"
+
+
+def _reason_key(rank: int) -> str:
+    return f"refit/reason/{rank}"

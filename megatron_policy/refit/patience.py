@@ -1,0 +1,34 @@
+"""Waiting that ends, for calls that have no bound of their own; knows neither groups nor stores."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def within(timeout_s: float, step: Callable[[], T]) -> T:
+    """What `step` returns or raises; TimeoutError if that takes longer than `timeout_s` seconds. It
+    then goes on in a thread that nobody waits for, so it must not touch what others use.
+
+    For calls of torch's store: its client waits without end for a host that is stopped.
+    """
+    outcome: list[tuple[Any, Exception | None]] = []
+
+    def attempt() -> None:
+        try:
+            outcome.append((step(), None))
+        except Exception as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=attempt, daemon=True, name="refit-store")
+    thread.start()
+    thread.join(timeout_s)
+    if not outcome:
+        raise TimeoutError(f"no answer within {timeout_s:g} s")
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value  # type: ignore[no-any-return]

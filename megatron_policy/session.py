@@ -1,0 +1,103 @@
+"""A policy's place among its processes: the group it joined, its coordinates, what was built there.
+
+Knows none of the policy's verbs.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from megatron_policy import device
+from megatron_policy.config import PolicyConfig
+from megatron_policy.converters.hf_files import read_config
+from megatron_policy.converters.table import bind
+from megatron_policy.groups import drop_groups, refuse_second_policy
+from megatron_policy.layout import check_layout, topology_of
+from megatron_policy.model.assemble import assemble
+from megatron_policy.model.memory import DeviceMemory
+from megatron_policy.model.optimizer import Trainable
+from megatron_policy.refit.exporter import Exporter
+from megatron_policy.train.reference import ReferenceWeights
+
+
+class Session:
+    """Joins the process group, builds this rank's part of the model and loads its weights.
+
+    ConfigError for a layout that is not legal, ConversionError for a checkpoint that does not match
+    its family's table; after an error nothing is left behind.
+    """
+
+    def __init__(self, config: PolicyConfig, *, timeout_s: float, **parts: bool) -> None:
+        self._table = bind(read_config(config.model_name))
+        device.prepare_platform()
+        device.place_process()
+        refuse_second_policy()
+        self._owns_process_group = device.join_process_group(timeout_s)
+        self._open, self._on_their_way = True, False
+        try:
+            self.rank = dist.get_rank()
+            self.topology = topology_of(config, dist.get_world_size())
+            self.coords = self.topology.coords(self.rank)
+            check_layout(config, self._table.architecture, self.topology)
+            self.assembly = assemble(
+                config, self._table, self.topology, timeout_s=timeout_s, **parts
+            )
+            self.exporter = Exporter(
+                self.assembly,
+                timeout_s=config.refit_timeout_s,
+                bucket_bytes=config.refit_bucket_bytes,
+            )
+            self.memory = DeviceMemory(
+                self.assembly.pipeline.models,
+                self.assembly.trainable,
+                agree=self._agree,
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def _agree(self, failure: Exception | None) -> None:
+        self.exporter.begin()
+        self.exporter.agree(failure)
+
+    @property
+    def reference(self) -> ReferenceWeights:
+        """The weights the policy started from; RuntimeError where none were kept."""
+        if self.assembly.reference is None:
+            raise RuntimeError(
+                "this policy was made with init_reference_model=False: it has no reference"
+            )
+        return self.assembly.reference
+
+    @property
+    def trainable(self) -> Trainable:
+        """What a training step works on; RuntimeError where there is no optimizer."""
+        if self.assembly.trainable is None:
+            raise RuntimeError(
+                "this policy was made with init_optimizer=False: it can only train in eval_mode"
+            )
+        return self.assembly.trainable
+
+    def stepped(self) -> None:
+        """The optimizer may leave parameters on their way: their gather overlaps what follows."""
+        self._on_their_way = True
+
+    def settle(self) -> None:
+        """Wait for parameters that are on their way."""
+        if self._on_their_way and self.assembly.trainable is not None:
+            self.assembly.trainable.finish_parameter_gather()
+        self._on_their_way = False
+
+    def close(self) -> None:
+        """Leave the process groups; a second call does nothing: a policy that was made meanwhile
+        keeps its groups.
+        """
+        if not self._open:
+            return
+        self._open = False
+        if hasattr(self, "exporter"):  # there is none after a failed start
+            self.exporter.close()
+            self.assembly.let_go()
+        drop_groups()
+        if self._owns_process_group:
+            device.leave_process_group()

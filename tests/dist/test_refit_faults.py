@@ -1,0 +1,180 @@
+"""A rank that fails or stalls in a refit: the others hear of it in time, and the next one works."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_policy.errors import RefitError
+from megatron_policy.policy import MegatronPolicy
+from megatron_policy.refit.buffers import Buffer, Room
+from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.plan import RefitPlan, RefitTensor
+from tests.dist.test_export import tensors_of
+from tests.dist.test_refit_export import LAYOUTS, config_of
+from tests.ranks import RankPool
+
+TIMEOUT_S = 2.0
+
+
+class Outlet:
+    """Keeps what comes; does `act` at the tensor number `at`, or when it is finished or opened."""
+
+    def __init__(self, device: torch.device, at: Any, act: Any) -> None:
+        self.found: dict[str, torch.Tensor] = {}
+        self.closed = 0
+        self._device, self._at, self._act = device, at, act
+
+    def place(self, tensor: RefitTensor) -> Room:
+        if len(self.found) == self._at:
+            self._act()
+        return Room(Buffer.on(self._device, tensor.nbytes), 0)
+
+    def filled(self, tensor: RefitTensor, room: Room) -> None:
+        self.found[tensor.name] = room.tensor(tensor.shape, tensor.dtype)
+
+    def finish(self, manifest: Manifest) -> None:
+        if self._at == "finish":
+            self._act()
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class KeepingSink:
+    def __init__(self, at: Any = None, act: Any = None) -> None:
+        self._at, self._act = at, act
+        self.outlet: Outlet | None = None
+
+    def plan(self, exporter: Any) -> RefitPlan:
+        return exporter.plan(bucket_bytes=16384)
+
+    def open(self, exporter: Any, plan: RefitPlan) -> Outlet:
+        if self._at == "open":
+            self._act()
+        self.outlet = Outlet(exporter.device, self._at, self._act)
+        return self.outlet
+
+
+def _fail() -> None:
+    raise OSError("the engine is out of ink")
+
+
+def _stall() -> None:
+    time.sleep(2.5 * TIMEOUT_S)
+
+
+ACTS = {"fail": _fail, "stall": _stall}
+
+
+def refit_after_fault(
+    path: Path, cfg: dict[str, int], culprit: int, at: Any, act: str
+) -> dict[str, Any]:
+    config = config_of(path, cfg) | {"refit_timeout_s": TIMEOUT_S}
+    policy = MegatronPolicy(config, init_optimizer=False, init_reference_model=False)
+    try:
+        if at == "before the first":
+            _stall() if policy.rank == culprit else None
+        else:
+            policy.refit(KeepingSink())  # the groups are there
+        sink = KeepingSink(at, ACTS[act]) if policy.rank == culprit else KeepingSink()
+        started = time.monotonic()
+        with pytest.raises(RefitError) as error:
+            policy.refit(sink)
+        seconds = time.monotonic() - started
+        closed = sink.outlet.closed if sink.outlet else 1
+        dist.barrier()  # the one that was away is back
+        after = KeepingSink()
+        manifest = policy.refit(after)
+        assert after.outlet is not None
+        assert list(manifest.tensors) == list(after.outlet.found)
+        return {
+            "said": str(error.value),
+            "seconds": seconds,
+            "closed": closed,
+            "tensors": after.outlet.found,
+        }
+    finally:
+        policy.shutdown()
+
+
+def assert_recovered(results: list[dict[str, Any]], path: Path) -> None:
+    expected = tensors_of(path)
+    for result in results:
+        assert result["closed"] == 1, "an outlet is closed once"
+        assert result["tensors"].keys() == expected.keys()
+        assert all(torch.equal(t, expected[name]) for name, t in result["tensors"].items())
+
+
+@pytest.mark.parametrize("at", [0, 5, "open", "finish"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "tp2 pp2"])
+def test_a_rank_that_cannot_send_fails_all_with_its_reason(
+    ranks: RankPool, checkpoint: Any, layout: str, at: Any
+) -> None:
+    world, cfg = LAYOUTS[layout]
+    path = checkpoint("qwen2")
+    results = ranks.run(world, refit_after_fault, path, cfg, 1, at, "fail")
+    for result in results:
+        assert "rank 1: OSError: the engine is out of ink" in result["said"]
+    assert_recovered(results, path)
+
+
+@pytest.mark.parametrize("at", [5, "before the first"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
+def test_a_rank_that_stalls_fails_the_others_in_time_and_itself_when_it_is_back(
+    ranks: RankPool, checkpoint: Any, layout: str, at: Any
+) -> None:
+    world, cfg = LAYOUTS[layout]
+    path = checkpoint("qwen2")
+    results = ranks.run(world, refit_after_fault, path, cfg, 1, at, "stall")
+    # Not as a measurement: without a bound the others would wait for the whole stall, and more.
+    assert results[0]["seconds"] < 2.4 * TIMEOUT_S
+    assert "did not take part within 2 s" in results[0]["said"]
+    if at == "before the first":
+        assert "rank 0: refit/0" in results[1]["said"], "it hears who gave up, and why"
+    assert_recovered(results, path)
+
+
+def long_refit(path: Path) -> list[str]:
+    """Rank 1 is at work for longer than the timeout, rank 0 has nothing to do but wait."""
+    config = config_of(path, {}) | {"refit_timeout_s": TIMEOUT_S / 2}
+    policy = MegatronPolicy(config, init_optimizer=False, init_reference_model=False)
+    try:
+        number = len(policy.exporter.plan().tensors)
+        slow = KeepingSink()
+        if policy.rank == 1:
+            slow = SlowSink(2.5 * TIMEOUT_S / 2 / number)
+        return list(policy.refit(slow).tensors)
+    finally:
+        policy.shutdown()
+
+
+class SlowSink(KeepingSink):
+    """Takes its time over every tensor."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def open(self, exporter: Any, plan: RefitPlan) -> Outlet:
+        outlet = super().open(exporter, plan)
+        place = outlet.place
+
+        def slow(tensor: RefitTensor) -> Room:
+            time.sleep(self._seconds)
+            return place(tensor)
+
+        outlet.place = slow  # type: ignore[method-assign]
+        return outlet
+
+
+def test_a_rank_at_work_is_waited_for_longer_than_the_timeout(
+    ranks: RankPool, checkpoint: Any
+) -> None:
+    waiting, working = ranks.run(2, long_refit, checkpoint("qwen2"))
+    assert waiting == working

@@ -1,0 +1,129 @@
+"""Digests notice every change, manifests every difference; buffers say where tensors stand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_policy.errors import RefitError
+from megatron_policy.refit.buffers import Buffer, Room
+from megatron_policy.refit.digest import DEVICE, HOST, algorithm_for, digest
+from megatron_policy.refit.manifest import Manifest, Sent
+
+ALGORITHMS = (HOST, DEVICE)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@given(
+    content=st.binary(min_size=1, max_size=200), place=st.integers(0, 10**6), bit=st.integers(0, 7)
+)
+def test_a_flipped_bit_changes_the_digest(
+    algorithm: str, content: bytes, place: int, bit: int
+) -> None:
+    memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    before = digest(memory, algorithm)
+    assert 0 <= before < 2**64
+    memory[place % len(content)] ^= 1 << bit
+    assert digest(memory, algorithm) != before
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_exchanged_words_lost_zeros_and_lengths_change_the_digest(algorithm: str) -> None:
+    words = torch.randint(-(2**62), 2**62, (5000,), generator=torch.Generator().manual_seed(0))
+    swapped = words.clone()
+    swapped[[3, 4000]] = words[[4000, 3]]
+    zeros = [torch.zeros(n, dtype=torch.uint8) for n in range(40)]
+    found = {digest(t, algorithm) for t in (words, swapped, words[1:], words[:-1], *zeros)}
+    assert len(found) == 4 + len(zeros)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_digest_is_of_the_bytes_and_not_of_where_or_as_what_they_lie(algorithm: str) -> None:
+    tensor = torch.randn(37, 11, generator=torch.Generator().manual_seed(1)).bfloat16()
+    flat = tensor.reshape(-1).view(torch.uint8)
+    moved = torch.empty(flat.numel() + 3, dtype=torch.uint8)[3:].copy_(flat)
+    assert digest(tensor, algorithm) == digest(flat, algorithm) == digest(moved, algorithm)
+
+
+def test_steps_of_the_sum_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.randint(0, 256, (10_007,), dtype=torch.uint8)
+    whole = digest(memory, DEVICE)
+    monkeypatch.setattr("megatron_policy.refit.digest._STEP", 64)
+    assert digest(memory, DEVICE) == whole
+
+
+def test_host_memory_has_the_fast_digest() -> None:
+    assert algorithm_for(torch.zeros(1)) == HOST
+    assert algorithm_for(torch.zeros(1, device="meta")) == DEVICE
+
+
+SENT = {
+    "a": Sent((2, 3), torch.bfloat16, 2**64 - 1),
+    "b": Sent((), torch.float32, 0),
+    "c": Sent((0, 4), torch.int64, 7),
+}
+MANIFEST = Manifest(12, HOST, SENT)
+
+
+def test_a_manifest_comes_back_and_accepts_what_it_lists() -> None:
+    again = Manifest.decoded(MANIFEST.encoded())
+    assert again == MANIFEST
+    assert list(again.tensors) == list(SENT)
+    assert again.total_bytes == 12 + 4
+    again.check(dict(SENT))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"a": None}, "1 missing: a"),
+        ({"d": Sent((1,), torch.float32, 1)}, "1 not announced: d"),
+        ({"a": Sent((3, 2), torch.bfloat16, 2**64 - 1)}, r"a \(bfloat16 \[3, 2\] instead of"),
+        ({"a": Sent((2, 3), torch.float16, 2**64 - 1)}, r"a \(float16 \[2, 3\] instead of"),
+        ({"b": Sent((), torch.float32, 1)}, "1 with a wrong digest: b"),
+    ],
+)
+def test_a_difference_is_refused_by_name(change: dict[str, Sent | None], said: str) -> None:
+    arrived = {name: sent for name, sent in (SENT | change).items() if sent is not None}
+    with pytest.raises(RefitError, match=said) as refused:
+        MANIFEST.check(arrived)
+    assert "step 12" in str(refused.value)
+
+
+def _changed(**fields: object) -> bytes:
+    return json.dumps(json.loads(MANIFEST.encoded()) | fields).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        MANIFEST.encoded()[:-1],
+        _changed(format=2),
+        _changed(total_bytes=15),
+        _changed(total_tensors=2),
+        _changed(tensors={"a": ["no_dtype", [1], "0"]}),
+        _changed(tensors={"a": ["nn", [1], "0"]}),
+        _changed(step="x"),
+    ],
+)
+def test_what_is_no_manifest_is_refused(content: bytes) -> None:
+    with pytest.raises(RefitError, match="manifest cannot be read"):
+        Manifest.decoded(content)
+
+
+def test_a_room_shows_a_tensor_in_its_buffer() -> None:
+    buffer = Buffer.on(torch.device("cpu"), 1000)
+    assert buffer.memory.numel() == 1024
+    buffer.memory.zero_()
+    room = Room(buffer, 512)
+    room.tensor((2, 3), torch.float32).fill_(1.0)
+    assert room.bytes(24).view(torch.float32).tolist() == [1.0] * 6
+    assert not buffer.memory[:512].any()
+    assert not buffer.memory[536:].any()
+    assert buffer.typed(torch.float32) is buffer.typed(torch.float32)
