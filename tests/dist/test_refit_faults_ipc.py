@@ -1,0 +1,283 @@
+"""Refits of several ranks to an engine on the machine, and every way they fail: all ranks hear why
+in time, the engine keeps what it has, and the next refit succeeds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_policy.errors import RefitError
+from megatron_policy.policy import MegatronPolicy
+from megatron_policy.refit.ipc_handles import IpcHandles
+from megatron_policy.refit.ipc_socket import path_of
+from megatron_policy.refit.ipc_stream import IpcStream
+from tests import refit_engine as engine
+from tests.dist.test_export import tensors_of
+from tests.dist.test_refit_export import LAYOUTS, config_of
+from tests.other_process import OtherProcess, shared_memory_of
+from tests.ranks import RankFailure, RankPool
+from tests.small_disk import MIB, free, small_disk
+
+TIMEOUT_S = 4.0
+BUFFER = 16 * 1024
+
+
+@pytest.fixture
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("s")
+    yield f"ipc://{folder}/t.sock"
+    assert os.listdir(folder) == []
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., OtherProcess]]:
+    """`start(...)`: an engine of zeros in a process of its own; nothing may be left in it."""
+    running: list[OtherProcess] = []
+
+    def started(forms: Any, die_at_load: int = 0, **options: Any) -> OtherProcess:
+        running.append(OtherProcess())
+        running[-1].call(engine.start, forms, die_at_load, {"timeout_s": 60.0, **options})
+        return running[-1]
+
+    yield started
+    for process in running:
+        assert not process.alive or process.call(engine.left) == []
+        process.kill()
+
+
+def forms_of(path: Path) -> dict[str, Any]:
+    return {name: (tuple(t.shape), t.dtype) for name, t in tensors_of(path).items()}
+
+
+class Meddling:
+    """The stream, disturbed on one rank: `act(tensor, room)` is called before each is sent."""
+
+    def __init__(self, inner: IpcStream, opening: Any, act: Any) -> None:
+        self._inner, self._opening, self._act = inner, opening, act
+
+    def plan(self, exporter: Any) -> Any:
+        return self._inner.plan(exporter)
+
+    def open(self, exporter: Any, plan: Any) -> Any:
+        self._opening(exporter.rank)
+        outlet = self._inner.open(exporter, plan)
+        if outlet is not None:
+            filled = outlet.filled
+
+            def disturbed(tensor: Any, room: Any) -> None:
+                self._act(tensor.name, room)
+                filled(tensor, room)
+
+            outlet.filled = disturbed
+        return outlet
+
+
+def _stall(rank: int) -> None:
+    if rank == 1:
+        time.sleep(2 * TIMEOUT_S)
+
+
+def _flip(name: str, room: Any) -> None:
+    if name.endswith("layers.1.self_attn.o_proj.weight"):
+        room.bytes(64)[5] ^= 1
+
+
+def _die(name: str, room: Any) -> None:
+    if name.endswith("layers.1.self_attn.o_proj.weight"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _nothing(*of: Any) -> None:
+    pass
+
+
+FAULTS: dict[str | None, tuple[Any, Any]] = {
+    None: (_nothing, _nothing),
+    "stall": (_stall, _nothing),
+    "flip": (_nothing, _flip),
+    "die": (_nothing, _die),
+}
+
+
+def refits(
+    path: Path, cfg: dict[str, int], address: str, fault: str | None, directory: str | None
+) -> dict[str, Any]:
+    """A refit with that fault, and one without."""
+    config = config_of(path, cfg) | {"refit_timeout_s": TIMEOUT_S, "refit_bucket_bytes": BUFFER}
+    policy = MegatronPolicy(config, init_optimizer=False, init_reference_model=False)
+    try:
+        place = {} if directory is None else {"directory": directory}
+        first = IpcStream(address, buffer_bytes=4 * MIB if directory else BUFFER, **place)
+        policy.exporter.agree(None)  # the ranks' groups are there
+        started = time.monotonic()
+        with pytest.raises(RefitError) as error:
+            policy.refit(Meddling(first, *FAULTS[fault]))
+        seconds, said = time.monotonic() - started, str(error.value)
+        del error
+        dist.barrier()
+        manifest = policy.refit(IpcStream(address, buffer_bytes=BUFFER, **place))
+        return {"said": said, "seconds": seconds, "sent": len(manifest.tensors)}
+    finally:
+        policy.shutdown()
+
+
+def end_of(process: OtherProcess) -> str:
+    """What the engine says of the refit that failed."""
+    with pytest.raises(RefitError) as error:
+        process.result()
+    return str(error.value)
+
+
+def assert_recovered(results: list[Any], process: OtherProcess, path: Path) -> None:
+    weights = tensors_of(path)
+    assert process.result() == 0
+    held, step, mixed, _ = process.call(engine.state)
+    assert held == engine.bits(weights) and step == 0 and not mixed
+    assert [result["sent"] for result in results] == [len(weights)] + [0] * (len(results) - 1)
+    seconds = [round(result["seconds"]) for result in results]
+    assert max(seconds) < 3 * TIMEOUT_S, seconds
+
+
+class Beside:
+    """Runs the ranks in another thread, so that this one can look after the engines."""
+
+    def __init__(self, ranks: RankPool, world: int, *args: Any) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._running = self._pool.submit(ranks.run, world, refits, *args)
+
+    def results(self) -> list[Any]:
+        try:
+            return self._running.result()
+        finally:
+            self._pool.shutdown()
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "tp2 pp2"])
+@pytest.mark.parametrize("staged", [True, False])
+def test_an_engine_that_dies_fails_all_ranks_and_another_one_is_served(
+    ranks: RankPool, checkpoint: Any, start: Any, address: str, layout: str, staged: bool
+) -> None:
+    world, cfg = LAYOUTS[layout]
+    path = checkpoint("qwen2")
+    first = start(forms_of(path), die_at_load=1 if staged else 3, staged=staged)
+    second = start(forms_of(path), staged=staged)
+    first.begin(engine.receive, address)
+    trainers = Beside(ranks, world, path, cfg, address, None, None)
+    with pytest.raises((EOFError, ConnectionResetError)):
+        first.result()
+    second.begin(engine.receive, address)
+    results = trainers.results()
+    assert all("rank 0: the engine at" in result["said"] for result in results)
+    assert_recovered(results, second, path)
+
+
+@pytest.mark.parametrize(
+    ("fault", "trainers_hear", "engine_hears"),
+    [
+        ("flip", "with a wrong digest: model.layers.1.self_attn.o_proj.weight", "wrong digest"),
+        ("stall", "did not take part within 4 s", "trainer at .* (gone|silent)"),
+        ("full", r"the trainer cannot get [\d,]+ bytes", "trainer at .* gone"),
+    ],
+)
+def test_a_fault_on_the_way_fails_both_sides_and_the_next_refit_succeeds(
+    ranks: RankPool,
+    checkpoint: Any,
+    start: Any,
+    address: str,
+    tmp_path: Path,
+    fault: str,
+    trainers_hear: str,
+    engine_hears: str,
+) -> None:
+    world, cfg = LAYOUTS["tp2"]
+    path = checkpoint("qwen2", vocab=3000)
+    process = start(forms_of(path))
+    process.begin(engine.receive, address)
+    with small_disk(tmp_path / "tiny") as tiny:
+        where = tiny if fault == "full" else None
+        known = None if fault == "full" else fault
+        trainers = Beside(ranks, world, path, cfg, address, known, where)
+        assert re.search(engine_hears, end_of(process))
+        process.begin(engine.receive, address)
+        results = trainers.results()
+        assert free(tiny) == MIB
+    said = [result["said"] for result in results]
+    assert all(re.search(trainers_hear, s) for s in said), said
+    assert_recovered(results, process, path)
+
+
+def test_an_engine_of_another_model_fails_all_ranks_with_its_reason(
+    ranks: RankPool, checkpoint: Any, start: Any, address: str
+) -> None:
+    world, cfg = LAYOUTS["pp2"]
+    path, other = checkpoint("qwen2"), checkpoint("qwen3")
+    wrong, right = start(forms_of(other)), start(forms_of(path))
+    wrong.begin(engine.receive, address)
+    trainers = Beside(ranks, world, path, cfg, address, None, None)
+    assert "not the weights of the engine's model" in end_of(wrong)
+    right.begin(engine.receive, address)
+    results = trainers.results()
+    assert all("not the weights of the engine's model" in result["said"] for result in results)
+    assert_recovered(results, right, path)
+
+
+def test_a_rank_that_is_killed_fails_the_engine_and_the_other_rank(
+    ranks: RankPool, checkpoint: Any, start: Any, address: str
+) -> None:
+    world, cfg = LAYOUTS["tp2"]
+    path = checkpoint("qwen2")
+    process = start(forms_of(path))
+    process.begin(engine.receive, address)
+    trainers = Beside(ranks, world, path, cfg, address, "die", None)
+    heard = end_of(process)
+    with pytest.raises(RankFailure, match="rank0 died"):
+        trainers.results()
+    assert "gone" in heard or "cannot open" in heard
+    held, step, mixed, _ = process.call(engine.state)
+    assert held == engine.bits(engine.zeros(forms_of(path))) and step is None and not mixed
+    assert not os.path.exists(path_of(address))
+
+
+def lend(path: Path, cfg: dict[str, int], directory: str) -> dict[str, Any]:
+    """Everything at once, for which there is no room on rank 0, and then in parts."""
+    config = config_of(path, cfg) | {"refit_timeout_s": TIMEOUT_S}
+    policy = MegatronPolicy(config, init_optimizer=False, init_reference_model=False)
+    try:
+        names = list(policy.exporter.plan().info())
+        lent = IpcHandles(policy.exporter, *([directory] if policy.rank == 0 else []))
+        with pytest.raises(RefitError) as error:
+            lent.weights(names)
+        said = str(error.value)
+        del error
+        parts = [list(lent.weights([name]).values()) for name in names]
+        manifest = lent.manifest(7)
+        lent.release()
+        left = shared_memory_of("self")
+        return {"said": said, "parts": len(parts), "sent": list(manifest.tensors), "left": left}
+    finally:
+        policy.shutdown()
+
+
+def test_a_rank_without_room_for_its_handles_fails_all_and_less_at_a_time_succeeds(
+    ranks: RankPool, checkpoint: Any, tmp_path: Path
+) -> None:
+    world, cfg = LAYOUTS["tp2"]
+    path = checkpoint("qwen2", vocab=3000)
+    names = list(tensors_of(path))
+    with small_disk(tmp_path / "tiny") as tiny:
+        results = ranks.run(world, lend, path, cfg, tiny)
+        assert free(tiny) == MIB
+    for result in results:
+        assert "rank 0: the trainer cannot get" in result["said"]
+        assert sorted(result["sent"]) == sorted(names)
+        assert result["left"] == []

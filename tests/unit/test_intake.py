@@ -1,0 +1,213 @@
+"""What arrives of a refit is complete, new and undamaged before an engine loads it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_policy.errors import RefitError
+from megatron_policy.refit.digest import algorithm_for, digest
+from megatron_policy.refit.manifest import Manifest, Sent
+from megatron_policy.refit.receiver import Receiver
+from tests.refit_engine import SmallEngine, bits, zeros
+from tests.refit_trainer import FORMS, weights
+
+
+def manifest_of(tensors: dict[str, torch.Tensor], step: int = 1) -> Manifest:
+    algorithm = algorithm_for(torch.zeros(1))
+    return Manifest(
+        step,
+        algorithm,
+        {n: Sent(tuple(t.shape), t.dtype, digest(t, algorithm)) for n, t in tensors.items()},
+    )
+
+
+def make(**options: Any) -> tuple[SmallEngine, Receiver]:
+    """An engine of zeros and its receiver."""
+    engine = SmallEngine(zeros(FORMS))
+    return engine, Receiver(engine.load, **{"expected": FORMS, **options})
+
+
+def give(receiver: Receiver, tensors: dict[str, torch.Tensor], step: int = 1) -> None:
+    """A whole refit, tensor by tensor."""
+    intake = receiver.intake()
+    for item in tensors.items():
+        intake.take([item])
+    intake.finish(manifest_of(tensors, step))
+
+
+OLD, NEW = weights(1), weights(2)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=12), st.booleans(), st.randoms(), st.booleans()
+)
+def test_a_complete_set_is_loaded_in_whatever_pieces_and_order_it_comes(
+    sizes: list[int], staged: bool, random: Any, expecting: bool
+) -> None:
+    engine, receiver = make(staged=staged, **({} if expecting else {"expected": None}))
+    for step, tensors in ((1, OLD), (2, NEW)):
+        rest = list(tensors.items())
+        random.shuffle(rest)
+        intake = receiver.intake()
+        for size in [*sizes, len(rest)]:
+            piece, rest = rest[:size], rest[size:]
+            intake.take([(name, tensor.clone()) for name, tensor in piece])
+        intake.finish(manifest_of(tensors, step))
+        assert bits(engine.weights) == bits(tensors)
+        assert receiver.step == step and not receiver.mixed
+    assert not staged or len(engine.loads) == 2
+
+
+def wrong(what: str) -> dict[str, torch.Tensor]:
+    """NEW with one tensor that is not as the manifest of NEW says."""
+    found = dict(NEW)
+    if what == "missing":
+        del found["norm"]
+    elif what == "extra":
+        found["more"] = found["norm"]
+    elif what == "damaged":
+        found["norm"] = found["norm"].clone()
+        found["norm"].view(torch.int16)[7] ^= 1
+    elif what == "shape":
+        found["norm"] = found["norm"].view(11, 3)
+    else:
+        found["norm"] = found["norm"].view(torch.float16)
+    return found
+
+
+@pytest.mark.parametrize("expected", [FORMS, None], ids=["expecting", "not expecting"])
+@pytest.mark.parametrize("what", ["missing", "extra", "damaged", "shape", "dtype"])
+def test_what_is_not_the_set_is_refused_and_the_engine_keeps_the_last(
+    what: str, expected: Any
+) -> None:
+    engine, receiver = make(expected=expected)
+    give(receiver, OLD, 1)
+    with pytest.raises(RefitError, match="more" if what == "extra" else "norm"):
+        intake = receiver.intake()
+        intake.take(list(wrong(what).items()))
+        intake.finish(manifest_of(NEW, 2))
+    assert bits(engine.weights) == bits(OLD) and receiver.step == 1 and not receiver.mixed
+    assert len(engine.loads) == 1
+    give(receiver, NEW, 2)
+    assert bits(engine.weights) == bits(NEW)
+
+
+@pytest.mark.parametrize("what", ["missing", "damaged"])
+def test_without_staging_a_refused_set_leaves_the_engine_mixed_until_the_next(what: str) -> None:
+    engine, receiver = make(staged=False)
+    with pytest.raises(RefitError, match="weights are mixed"):
+        intake = receiver.intake()
+        intake.take(list(wrong(what).items()))
+        intake.finish(manifest_of(NEW))
+    assert receiver.mixed and receiver.step is None
+    give(receiver, NEW)
+    assert not receiver.mixed and bits(engine.weights) == bits(NEW)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_tensor_that_comes_twice_is_refused(together: bool) -> None:
+    intake = make()[1].intake()
+    twice = [("norm", NEW["norm"]), ("norm", NEW["norm"])]
+    with pytest.raises(RefitError, match="norm twice"):
+        for piece in [twice] if together else [[item] for item in twice]:
+            intake.take(piece)
+
+
+def test_a_tensor_of_another_model_is_refused_when_it_comes() -> None:
+    intake = make()[1].intake()
+    with pytest.raises(RefitError, match="other, which this model has not"):
+        intake.take([("other", NEW["norm"])])
+    with pytest.raises(RefitError, match=r"norm is .*should be"):
+        intake.take([("norm", NEW["norm"].float())])
+
+
+def test_a_manifest_with_less_than_the_engine_expects_is_refused() -> None:
+    engine, receiver = make()
+    less = {name: NEW[name] for name in FORMS if name != "norm"}
+    with pytest.raises(RefitError, match="1 missing: norm"):
+        give(receiver, less)
+    assert engine.loads == []
+
+
+@pytest.mark.parametrize(("step", "fine"), [(3, True), (4, True), (2, False)])
+def test_only_steps_older_than_the_last_are_refused(step: int, fine: bool) -> None:
+    engine, receiver = make()
+    give(receiver, OLD, 3)
+    if fine:
+        give(receiver, NEW, step)
+    else:
+        with pytest.raises(RefitError, match="older"):
+            give(receiver, NEW, step)
+        assert bits(engine.weights) == bits(OLD)
+        receiver.step = None
+        give(receiver, NEW, step)
+    assert receiver.step == step and bits(engine.weights) == bits(NEW)
+
+
+def test_digests_of_another_algorithm_are_refused_and_can_be_asked_for() -> None:
+    _, receiver = make()
+    manifest = manifest_of(NEW)
+    other = "products_64"
+    same = {
+        name: replace(s, digest=digest(NEW[name], other)) for name, s in manifest.tensors.items()
+    }
+    intake = receiver.intake()
+    intake.take(list(NEW.items()))
+    with pytest.raises(RefitError, match="same kind of device"):
+        intake.finish(Manifest(1, other, same))
+    intake = receiver.intake(other)
+    intake.take(list(NEW.items()))
+    assert intake.finish(Manifest(1, other, same)).step == 1
+
+
+def test_a_load_that_raises_is_a_refusal_with_its_reason() -> None:
+    _, receiver = make(expected=None)
+    with pytest.raises(RefitError, match=r"KeyError: 'more'.*mixed") as raised:
+        give(receiver, {**NEW, "more": NEW["norm"]})
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert receiver.mixed and receiver.step is None
+
+
+def test_an_empty_refit_is_no_refit_of_a_model() -> None:
+    with pytest.raises(RefitError, match="10 missing"):
+        make()[1].intake().finish(Manifest(1, "xxh3_64", {}))
+
+
+def test_the_memory_kept_between_refits_is_used_again_and_can_be_released() -> None:
+    places: list[dict[str, int]] = []
+    receiver = Receiver(lambda tensors: places.append({n: t.data_ptr() for n, t in tensors}))
+    give(receiver, OLD, 1)
+    give(receiver, NEW, 2)
+    assert places[0] == places[1]
+    other = {"norm": torch.ones(2000)}
+    give(receiver, other, 3)
+    assert list(places[2]) == ["norm"]
+    assert len(receiver._engine.kept) == 1
+    receiver.release()
+    assert not receiver._engine.kept
+    give(receiver, NEW, 4)
+
+
+def test_what_was_taken_is_not_changed_by_what_is_written_there_later() -> None:
+    engine, receiver = make()
+    memory = {name: tensor.clone() for name, tensor in NEW.items()}
+    intake = receiver.intake()
+    for name, tensor in memory.items():
+        intake.take([(name, tensor)])
+        tensor.zero_()
+    intake.finish(manifest_of(NEW))
+    assert bits(engine.weights) == bits(NEW)
+
+
+def test_the_hosts_three_part_form_of_what_to_expect_is_understood() -> None:
+    three = {name: (list(shape), dtype, 7) for name, (shape, dtype) in FORMS.items()}
+    _, receiver = make(expected=three)
+    give(receiver, NEW)
+    assert receiver.step == 1

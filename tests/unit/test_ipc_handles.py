@@ -1,0 +1,246 @@
+"""Weights lent by handle, some names at a time: what a real other process makes of them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy import device
+from megatron_policy.errors import RefitError
+from megatron_policy.refit.ipc_handles import Handles, IpcHandles
+from megatron_policy.refit.receiver import Receiver
+from tests import refit_engine as engine
+from tests.other_process import OtherProcess, shared_memory_of
+from tests.refit_trainer import FORMS, StandIn, weights
+from tests.small_disk import MIB, free, small_disk
+
+NAMES = list(FORMS)
+CALLS = (NAMES[:3], NAMES[3:8], NAMES[8:])
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[OtherProcess]:
+    process = OtherProcess()
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def start(other: OtherProcess) -> Iterator[Callable[..., OtherProcess]]:
+    def started(**options: Any) -> OtherProcess:
+        other.call(engine.start, FORMS, 0, options)
+        return other
+
+    yield started
+    assert other.call(engine.left) == []
+    gc.collect()
+    assert shared_memory_of("self") == []
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[str]:
+    with small_disk(tmp_path / "tiny") as path:
+        yield path
+
+
+def lender(seed: int, **exporter: Any) -> IpcHandles:
+    return IpcHandles(StandIn(weights(seed), **exporter))
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_every_bit_arrives_and_again_a_step_later(
+    start: Callable[..., OtherProcess], staged: bool
+) -> None:
+    process = start(staged=staged)
+    for step in (1, 2):
+        lent = lender(step)
+        for names in CALLS:
+            process.call(engine.receive_handles, lent.weights(names))
+        manifest = lent.manifest(step)
+        assert list(manifest.tensors) == NAMES
+        assert process.call(engine.finish, manifest) == step
+        lent.release()
+        held, accepted, mixed, _ = process.call(engine.state)
+        assert held == engine.bits(weights(step)) and accepted == step and not mixed
+
+
+def host_receiver(handles: Handles, wanted: str) -> dict[str, torch.Tensor]:
+    """What a receiver does that knows shapes and the protocol, but nothing of us."""
+    packed, rebuilds, offsets = handles[wanted]
+    assert packed is True
+    flat = {}
+    for dtype, (function, arguments) in rebuilds:
+        own = list(arguments)
+        own[6] = 0
+        flat[dtype] = function(*own)
+    return {
+        name: flat[dtype][offset : offset + torch.Size(shape).numel()].view(shape).clone()
+        for name, offset in offsets.items()
+        for shape, dtype in [FORMS[name]]
+    }
+
+
+def test_the_handles_are_what_the_hosts_receivers_take(
+    start: Callable[..., OtherProcess],
+) -> None:
+    process = start()
+    lent = lender(1)
+    process.begin(host_receiver_bits, lent.weights(NAMES), device.device_id())
+    assert process.result() == engine.bits(weights(1))
+    lent.release()
+
+
+def host_receiver_bits(handles: Handles, wanted: str) -> engine.Bits:
+    return engine.bits(host_receiver(handles, wanted))
+
+
+def test_what_was_lent_cannot_be_opened_after_the_next_call_or_release(
+    start: Callable[..., OtherProcess],
+) -> None:
+    process = start()
+    lent = lender(1)
+    first = lent.weights(["embed"])
+    second = lent.weights(["norm"])
+    with pytest.raises(RefitError, match="send the weights again"):
+        process.call(engine.receive_handles, first)
+    lent.release()
+    with pytest.raises(RefitError, match="send the weights again"):
+        process.call(engine.receive_handles, second)
+
+
+@pytest.mark.parametrize("why", ["incomplete", "flipped", "stale", "twice"])
+def test_what_is_not_the_complete_set_is_refused_and_the_next_refit_succeeds(
+    start: Callable[..., OtherProcess], why: str
+) -> None:
+    process = start()
+
+    def refit(step: int, calls: Any, flip: bool = False) -> None:
+        lent = lender(step)
+        for names in calls:
+            handles = lent.weights(names)
+            if flip and "norm" in names:
+                lent._lent[torch.bfloat16].buffer.memory[1] ^= 1
+            process.call(engine.receive_handles, handles)
+        process.call(engine.finish, lent.manifest(step))
+
+    refit(3, CALLS)
+    fault = {
+        "incomplete": (4, CALLS[:2]),
+        "flipped": (4, CALLS, True),
+        "stale": (2, CALLS),
+        "twice": (4, [*CALLS, CALLS[1]]),
+    }[why]
+    said = {"incomplete": "norm", "flipped": "digest", "stale": "older", "twice": "twice"}[why]
+    with pytest.raises(RefitError, match=said):
+        refit(*fault)
+    held, step, mixed, _ = process.call(engine.state)
+    assert held == engine.bits(weights(3)) and step == 3 and not mixed
+    refit(5, CALLS)
+    assert process.call(engine.state)[:2] == (engine.bits(weights(5)), 5)
+
+
+def test_a_refit_that_a_trainer_abandoned_does_not_disturb_the_next(
+    start: Callable[..., OtherProcess],
+) -> None:
+    process = start()
+    abandoned = lender(1)
+    process.call(engine.receive_handles, abandoned.weights(CALLS[0]))
+    lent = lender(2)
+    for names in CALLS:
+        process.call(engine.receive_handles, lent.weights(names))
+    process.call(engine.finish, lent.manifest(2))
+    assert process.call(engine.state)[0] == engine.bits(weights(2))
+    lent.release()
+    abandoned.release()
+
+
+def lend_and_be_killed() -> Any:
+    kept.append(lender(1))
+    return kept[-1].weights(CALLS[0])
+
+
+kept: list[IpcHandles] = []
+
+
+def test_the_handles_of_a_killed_trainer_are_refused_and_nothing_of_it_is_left(
+    start: Callable[..., OtherProcess],
+) -> None:
+    process, trainer = start(), OtherProcess()
+    handles = trainer.call(lend_and_be_killed)
+    assert len(shared_memory_of(trainer.pid)) > 0
+    trainer.kill()
+    with pytest.raises(RefitError, match="same machine"):
+        process.call(engine.receive_handles, handles)
+    held, step, mixed, _ = process.call(engine.state)
+    assert step is None and not mixed and not any(any(data) for _, _, data in held.values())
+
+
+def test_room_for_part_of_it_is_an_error_that_leaves_nothing_and_less_still_fits(
+    start: Callable[..., OtherProcess], tiny: str
+) -> None:
+    process = start()
+    forms = dict.fromkeys(("a", "b"), ((300, 1000), torch.bfloat16))
+    held = weights(1, forms)
+    lent = IpcHandles(StandIn(held), directory=tiny)
+    with pytest.raises(RefitError, match="shared memory"):
+        lent.weights(["a", "b"])
+    assert free(tiny) == MIB
+    process.call(engine.start, forms, 0, {})
+    for name in forms:
+        process.call(engine.receive_handles, lent.weights([name]))
+    process.call(engine.finish, lent.manifest(1))
+    assert process.call(engine.state)[0] == engine.bits(held)
+    lent.release()
+    assert free(tiny) == MIB
+
+
+def test_a_name_that_is_unknown_is_an_error_of_the_trainer() -> None:
+    with pytest.raises(RefitError, match="other"):
+        lender(1).weights(["embed", "other"])
+
+
+def receiver() -> Receiver:
+    return Receiver(lambda tensors: None, expected=FORMS)
+
+
+@pytest.mark.parametrize("entry", [None, (False, []), (True, [], {"norm": 0}), (True, 3, {})])
+def test_what_are_no_handles_is_refused(entry: Any) -> None:
+    with pytest.raises(RefitError):
+        receiver().receive_ipc_handles({"here": entry})
+
+
+def test_handles_of_another_device_are_refused_by_name() -> None:
+    lent = lender(1)
+    ((_, entry),) = lent.weights(["norm"]).items()
+    with pytest.raises(RefitError, match="here, there, none for"):
+        receiver().receive_ipc_handles({"here": entry, "there": entry})
+    with pytest.raises(RefitError, match="none for elsewhere"):
+        receiver().receive_ipc_handles({"here": entry}, device_id="elsewhere")
+    receiver().receive_ipc_handles({"here": entry, "there": entry}, device_id="there")
+    lent.release()
+
+
+def test_an_offset_beyond_the_end_is_refused() -> None:
+    lent = lender(1)
+    ((_, (packed, rebuilds, offsets)),) = lent.weights(["norm"]).items()
+    for offset in (10**6, -1):
+        with pytest.raises(RefitError, match="does not fit"):
+            receiver().receive_ipc_handles({"x": (packed, rebuilds, {"norm": offset})})
+    assert offsets == {"norm": 0}
+    lent.release()
+
+
+def test_a_manifest_without_handles_is_refused() -> None:
+    lent = lender(1)
+    lent.weights(NAMES)
+    manifest = lent.manifest(1)
+    with pytest.raises(RefitError, match="missing"):
+        receiver().finish_ipc(manifest)
+    assert lent.manifest(2) == replace(manifest, step=2, tensors={})
+    lent.release()

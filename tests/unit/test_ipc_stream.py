@@ -1,0 +1,485 @@
+"""The stream over a socket to a real other process: what arrives, and every way it can go wrong."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.refit.buffers import Room
+from megatron_policy.refit.delivery import deliver
+from megatron_policy.refit.ipc_protocol import Dialect, Pack, question, understood
+from megatron_policy.refit.ipc_socket import bound, path_of
+from megatron_policy.refit.ipc_stream import IpcStream, address_of
+from megatron_policy.refit.manifest import Manifest
+from tests import refit_engine as engine
+from tests.other_process import OtherProcess, shared_memory_of
+from tests.refit_trainer import BUFFER, FORMS, StandIn, send_and_die, weights
+from tests.small_disk import MIB, free, small_disk
+
+SHORT = 2.0  # seconds that a side waits for one that is gone
+ZEROS = engine.bits(engine.zeros(FORMS))
+
+
+@pytest.fixture(scope="module")
+def others() -> Iterator[list[OtherProcess]]:
+    """Processes that live as long as they can."""
+    running = [OtherProcess(), OtherProcess()]
+    for process in running:
+        process.call(os.getpid)
+    yield running
+    for process in running:
+        process.kill()
+
+
+@pytest.fixture
+def start(others: list[OtherProcess], address: str) -> Iterator[Callable[..., OtherProcess]]:
+    """`start(...)`: a process that has just become an engine; nothing may be left of it."""
+
+    def started(
+        forms: Any = FORMS, die_at_load: int = 0, receiving: bool = True, **options: Any
+    ) -> OtherProcess:
+        process = others[0]
+        options = {"timeout_s": 20.0, **options}
+        process.call(engine.start, forms, die_at_load, options)
+        if receiving:
+            process.begin(engine.receive, address)
+        return process
+
+    yield started
+    if others[0].alive:
+        assert others[0].call(engine.left) == []
+    else:
+        others[0] = OtherProcess()
+    assert left_here() == []
+    assert os.listdir(os.path.dirname(path_of(address))) == []
+
+
+def left_here() -> list[str]:
+    """Shared memory of this process; not what only the frames of a caught error hold."""
+    gc.collect()
+    return shared_memory_of("self")
+
+
+@pytest.fixture
+def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"ipc://{tmp_path_factory.mktemp('s')}/t.sock"
+
+
+def send(address: str, seed: int, buffer_bytes: int = BUFFER, **exporter: Any) -> Manifest:
+    """One refit from this process, of the weights of that seed, which is also the step."""
+    sink = IpcStream(address, buffer_bytes=buffer_bytes)
+    return deliver(StandIn(weights(seed), **exporter), sink, step=seed)
+
+
+@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.parametrize("buffer_bytes", [1024, BUFFER, 2**20])
+def test_every_bit_arrives_once_and_again_a_step_later(
+    start: Callable[..., OtherProcess], address: str, staged: bool, buffer_bytes: int
+) -> None:
+    process = start(staged=staged)
+    for step in (1, 2):
+        manifest = send(address, step, buffer_bytes)
+        assert process.result() == step == manifest.step
+        held, accepted, mixed, loads = process.call(engine.state)
+        assert held == engine.bits(weights(step)) and accepted == step and not mixed
+        assert list(manifest.tensors) == list(FORMS)
+        assert sorted(chain(*loads)) == sorted([*FORMS] * step)
+        assert (len(loads) == step) == (staged or buffer_bytes == 2**20)
+        assert process.call(engine.left) == []
+        if step == 1:
+            process.begin(engine.receive, address)
+
+
+def test_the_engine_imports_neither_megatron_nor_ray(address: str) -> None:
+    process = OtherProcess(clean=True)
+    process.call(engine.start, FORMS, 0, {})
+    process.begin(engine.receive, address)
+    send(address, 1)
+    assert process.result() == 1
+    imported = process.call(engine.imported)
+    process.kill()
+    assert {"torch", "zmq", "megatron_policy"} <= imported
+    assert not {"megatron", "ray", "transformers"} & imported
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_an_engine_killed_while_loading_fails_the_sender_and_the_next_refit_succeeds(
+    start: Callable[..., OtherProcess], others: list[OtherProcess], address: str, staged: bool
+) -> None:
+    process = start(die_at_load=1 if staged else 2, staged=staged)
+    began = time.monotonic()
+    with pytest.raises(RefitError, match=r"engine .* (gone|silent)"):
+        send(address, 1, timeout_s=SHORT)
+    assert time.monotonic() - began < 3 * SHORT
+    with pytest.raises((EOFError, ConnectionResetError)):
+        process.result()
+    assert not os.path.exists(path_of(address)) and left_here() == []
+    others[0] = OtherProcess()
+    process = start(staged=staged)
+    send(address, 2)
+    assert process.result() == 2
+
+
+def test_an_engine_killed_in_the_middle_fails_the_sender(
+    start: Callable[..., OtherProcess], address: str
+) -> None:
+    process = start()
+
+    def kill(name: str) -> None:
+        if name == "layers.3.weight":
+            process.kill()
+
+    with pytest.raises(RefitError, match=r"engine .* (gone|silent)"):
+        send(address, 1, timeout_s=SHORT, during=kill)
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_trainer_killed_in_the_middle_fails_the_engine_and_leaves_nothing(
+    start: Callable[..., OtherProcess], others: list[OtherProcess], address: str, staged: bool
+) -> None:
+    process = start(staged=staged, timeout_s=SHORT)
+    others[1].begin(send_and_die, address, 1, "layers.4.weight")
+    with pytest.raises(RefitError, match=r"trainer .* (gone|silent)|cannot open"):
+        process.result(3 * SHORT)
+    others[1].kill()
+    others[1] = OtherProcess()
+    others[1].call(os.getpid)
+    held, step, mixed, _ = process.call(engine.state)
+    assert step is None and mixed == (not staged)
+    assert (held == ZEROS) == staged
+    assert not os.path.exists(path_of(address)) and process.call(engine.left) == []
+    process.begin(engine.receive, address)
+    send(address, 2)
+    assert process.result() == 2
+    assert process.call(engine.state)[:3] == (engine.bits(weights(2)), 2, False)
+
+
+class Meddling:
+    """The stream, with its outlet's `filled` or `finish` replaced."""
+
+    def __init__(self, inner: IpcStream, filled: Any = None, finish: Any = None) -> None:
+        self._inner, self._filled, self._finish = inner, filled, finish
+
+    def plan(self, exporter: Any) -> Any:
+        return self._inner.plan(exporter)
+
+    def open(self, exporter: Any, plan: Any) -> Any:
+        outlet = self._inner.open(exporter, plan)
+        filled, finish = outlet.filled, outlet.finish
+        if self._filled:
+            outlet.filled = lambda tensor, room: self._filled(filled, tensor, room)
+        if self._finish:
+            outlet.finish = lambda manifest: finish(self._finish(manifest))
+        return outlet
+
+
+def flipped(filled: Any, tensor: Any, room: Room) -> None:
+    """One bit of one tensor, after its digest was taken."""
+    if tensor.name == "layers.2.weight":
+        room.bytes(tensor.nbytes)[17] ^= 4
+    filled(tensor, room)
+
+
+def without(manifest: Manifest) -> Manifest:
+    return replace(manifest, tensors={k: v for k, v in manifest.tensors.items() if k != "norm"})
+
+
+def with_more(manifest: Manifest) -> Manifest:
+    return replace(manifest, tensors={**manifest.tensors, "more": manifest.tensors["norm"]})
+
+
+@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.parametrize("expected", [True, False])
+@pytest.mark.parametrize(
+    ("meddle", "said"),
+    [
+        ({"filled": flipped}, "digest: layers.2.weight"),
+        ({"finish": without}, "norm"),
+        ({"finish": with_more}, "missing: more|unknown to it: more"),
+    ],
+    ids=["flipped", "unannounced", "missing"],
+)
+def test_what_is_not_the_complete_set_is_refused_on_both_sides(
+    start: Callable[..., OtherProcess],
+    address: str,
+    meddle: dict[str, Any],
+    said: str,
+    staged: bool,
+    expected: bool,
+) -> None:
+    process = start(staged=staged, **({} if expected else {"expected": None}))
+    sink = Meddling(IpcStream(address, buffer_bytes=BUFFER), **meddle)
+    with pytest.raises(RefitError, match=said) as sent:
+        deliver(StandIn(weights(1)), sink, step=1)
+    assert "the engine refused the weights" in str(sent.value)
+    with pytest.raises(RefitError, match=said):
+        process.result()
+    held, step, mixed, _ = process.call(engine.state)
+    assert step is None and mixed == (not staged) and (held == ZEROS) == staged
+    process.begin(engine.receive, address)
+    send(address, 1)
+    assert process.result() == 1 and process.call(engine.state)[2] is False
+
+
+OTHER_NAME = {**FORMS, "other": ((3,), torch.float32)}
+OTHER_SHAPE = {**FORMS, "norm": ((34,), torch.bfloat16)}
+OTHER_DTYPE = {**FORMS, "norm": ((33,), torch.float16)}
+FEWER = {name: form for name, form in FORMS.items() if name != "norm"}
+
+
+@pytest.mark.parametrize("model", [OTHER_NAME, OTHER_SHAPE, OTHER_DTYPE, FEWER])
+def test_the_weights_of_another_model_are_refused_before_any_is_sent(
+    start: Callable[..., OtherProcess], address: str, model: dict[str, Any]
+) -> None:
+    process = start(model, staged=False)
+    with pytest.raises(RefitError, match=r"not the weights of the engine's model.*(other|norm)"):
+        send(address, 1)
+    with pytest.raises(RefitError):
+        process.result()
+    assert process.call(engine.state)[1:] == (None, False, [])
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_what_the_engine_cannot_load_is_refused_with_its_reason(
+    start: Callable[..., OtherProcess], address: str, staged: bool
+) -> None:
+    process = start({**FORMS, "norm": ((34,), torch.bfloat16)}, expected=None, staged=staged)
+    with pytest.raises(RefitError, match=r"RuntimeError: .*size of tensor"):
+        send(address, 1)
+    with pytest.raises(RefitError, match="mixed"):
+        process.result()
+    assert process.call(engine.state)[1:3] == (None, True)
+
+
+def test_a_step_older_than_the_engines_is_refused_and_an_equal_one_is_not(
+    start: Callable[..., OtherProcess], address: str
+) -> None:
+    process = start()
+    for step in (5, 5):
+        send(address, step)
+        assert process.result() == 5
+        process.begin(engine.receive, address)
+    with pytest.raises(RefitError, match=r"step 4 .*older"):
+        send(address, 4)
+    with pytest.raises(RefitError, match="older"):
+        process.result()
+    assert process.call(engine.state)[:2] == (engine.bits(weights(5)), 5)
+
+
+@pytest.mark.parametrize("during", ["before the first", "in the middle"])
+def test_a_trainer_that_gives_up_ends_the_engines_wait(
+    start: Callable[..., OtherProcess], address: str, during: str
+) -> None:
+    process = start(timeout_s=30)
+
+    def fail(name: str) -> None:
+        if name == ("embed" if during == "before the first" else "layers.3.weight"):
+            raise RuntimeError("somewhere else")
+
+    with pytest.raises(RuntimeError, match="somewhere else"):
+        send(address, 1, during=fail)
+    with pytest.raises(RefitError, match=r"trainer .* gone"):
+        process.result(10)
+    assert process.call(engine.state)[0] == ZEROS
+
+
+def test_a_full_shared_memory_fails_the_refit_and_a_smaller_buffer_succeeds(
+    start: Callable[..., OtherProcess], address: str, tmp_path: Path
+) -> None:
+    forms = {f"w{i}": ((100, 1000), torch.bfloat16) for i in range(8)}
+    held = weights(1, forms)
+    process = start(forms)
+    with small_disk(tmp_path / "tiny") as tiny:
+
+        def refit(buffer_bytes: int) -> None:
+            sink = IpcStream(address, buffer_bytes=buffer_bytes, directory=tiny)
+            deliver(StandIn(held), sink, step=1)
+
+        with pytest.raises(RefitError, match=r"the trainer cannot get .* smaller buffer") as full:
+            refit(3 * MIB)
+        assert free(tiny) == MIB and full.value.__cause__ is not None
+        with pytest.raises(RefitError, match=r"trainer .* gone"):
+            process.result()
+        process.begin(engine.receive, address)
+        refit(MIB)
+        assert process.result() == 1 and process.call(engine.state)[0] == engine.bits(held)
+        assert free(tiny) == MIB
+
+
+def test_an_engine_that_never_comes_fails_the_refit_in_time(address: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(RefitError, match=r"no engine came to .* within 0.75 s"):
+        send(address, 1, timeout_s=1.0)
+    assert time.monotonic() - began < 5
+    assert os.listdir(os.path.dirname(path_of(address))) == []
+
+
+def test_a_trainer_that_never_comes_fails_the_engine_in_time(
+    start: Callable[..., OtherProcess], address: str
+) -> None:
+    process = start(timeout_s=0.5)
+    with pytest.raises(RefitError, match=r"no trainer came to .* within 0.5 s"):
+        process.result(10)
+
+
+def test_the_socket_of_a_killed_trainer_is_removed_by_the_engine_that_waits_there(
+    start: Callable[..., OtherProcess], address: str
+) -> None:
+    dead = f"import socket; socket.socket(socket.AF_UNIX).bind({path_of(address)!r})"
+    subprocess.run([sys.executable, "-c", dead], check=True)
+    assert os.path.exists(path_of(address))
+    process = start(timeout_s=0.5)
+    with pytest.raises(RefitError):
+        process.result(10)
+    assert not os.path.exists(path_of(address))
+
+
+def test_the_socket_of_a_killed_trainer_does_not_keep_the_next_one_away(
+    start: Callable[..., OtherProcess], address: str
+) -> None:
+    dead = f"import socket; socket.socket(socket.AF_UNIX).bind({path_of(address)!r})"
+    subprocess.run([sys.executable, "-c", dead], check=True)
+    process = start()
+    time.sleep(0.2)
+    send(address, 3)
+    assert process.result() == 3
+
+
+def test_only_sockets_of_this_user_are_taken_weights_from(
+    start: Callable[..., OtherProcess], address: str
+) -> None:
+    Path(path_of(address)).write_text("not a socket")
+    process = start()
+    with pytest.raises(RefitError, match="not a socket of this user"):
+        process.result(10)
+    assert Path(path_of(address)).read_text() == "not a socket"
+    os.unlink(path_of(address))
+
+
+def test_the_socket_is_open_to_its_user_only(address: str) -> None:
+    line = bound(address, "engine", 1.0)
+    assert os.stat(path_of(address)).st_mode & 0o777 == 0o600
+    line.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [os.system, subprocess.Popen, pickle.Unpickler, torch.load, Path("/")],
+    ids=lambda said: getattr(said, "__name__", "path"),
+)
+def test_nothing_that_a_message_names_is_called(said: Any) -> None:
+    with pytest.raises(RefitError, match="has no place"):
+        understood(pickle.dumps((said, ["a"], 1)))
+
+
+def test_a_handle_of_gpu_memory_is_let_through() -> None:
+    """As torch makes it: type, size, stride, offset, storage type, dtype, GPU, handles."""
+    storage = (
+        torch.storage.TypedStorage,
+        torch.uint8,
+        0,
+        b"handle",
+        8,
+        0,
+        False,
+        b"c",
+        0,
+        b"",
+        True,
+    )
+    handle = ((torch.Tensor, torch.Size([8]), (1,), 0, *storage),)
+    said = understood(question(Pack(handle, ["a"], 512)))
+    assert said == Pack(handle, ["a"], 512)
+
+
+@pytest.mark.parametrize("content", [b"", b"x", pickle.dumps(3), pickle.dumps(("a", "b"))])
+def test_what_is_no_message_is_refused(content: bytes) -> None:
+    with pytest.raises(RefitError, match="same version"):
+        understood(content)
+
+
+def test_a_message_that_means_nothing_is_answered_with_a_refusal(
+    start: Callable[..., OtherProcess], address: str
+) -> None:
+    process = start()
+    line = bound(address, "engine", 5.0)
+    line.send(pickle.dumps(Path("/")))
+    assert line.receive().startswith(b"refused: ")
+    line.close()
+    with pytest.raises(RefitError, match="has no place"):
+        process.result()
+
+
+def test_an_engine_with_its_own_dialect_gets_packs_and_its_marker_only(address: str) -> None:
+    sink = IpcStream(address, buffer_bytes=BUFFER, dialect=Dialect(end="all sent"))
+    said: list[Any] = []
+    context = zmq.Context()
+    with pytest.raises(RefitError, match="refused the weights: enough"):
+        replies = [b"ack", b"ack", b"enough"]
+        _answering(context, address, said, replies, lambda: deliver(StandIn(weights(1)), sink, 1))
+    _answering(context, address, said, [b"ack"] * 99, lambda: deliver(StandIn(weights(1)), sink, 1))
+    context.term()
+    packs, end = said[3:-1], said[-1]
+    assert end == "all sent"
+    assert list(chain(*(names for _, names, _ in packs))) == list(FORMS)
+    assert [used for _, _, used in packs] == [3072, 1536, 1536, 1536, 1536, 1536, 1536 + 512, 1024]
+
+
+def _answering(
+    context: zmq.Context, address: str, said: list[Any], replies: list[bytes], act: Callable
+) -> None:
+    """Answer in another thread, as an engine of a host would, while `act` runs."""
+    import threading
+
+    stop = threading.Event()
+
+    def answer() -> None:
+        with context.socket(zmq.REP) as socket:
+            socket.linger = 0
+            socket.connect(address)
+            for reply in replies:
+                while not socket.poll(20):
+                    if stop.is_set():
+                        return
+                said.append(pickle.loads(socket.recv()))
+                socket.send(reply)
+            stop.wait(5)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        act()
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_the_address_is_the_hosts() -> None:
+    assert address_of("GPU-1234") == "ipc:///tmp/GPU-1234.sock"
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://127.0.0.1:1", "/tmp/x.sock", "ipc://relative", "ipc:///" + 107 * "x"]
+)
+def test_an_address_elsewhere_is_refused(address: str) -> None:
+    with pytest.raises((ConfigError, RefitError), match="ipc:///tmp"):
+        send(address, 1)
+
+
+def test_a_buffer_too_small_is_refused() -> None:
+    with pytest.raises(ConfigError, match="1024 or more"):
+        IpcStream(buffer_bytes=1000)

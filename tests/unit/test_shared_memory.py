@@ -1,0 +1,275 @@
+"""Shared memory without a name: another process reads it, and nothing of it is ever left."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing as mp
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy.errors import RefitError
+from megatron_policy.refit import shared_memory
+from megatron_policy.refit.lending import Lent, borrow, handle_of
+from megatron_policy.refit.shared_memory import DIRECTORY, SharedMemory, attach, create
+from tests.other_process import OtherProcess, shared_memory_of
+from tests.small_disk import MIB, free, small_disk
+
+FORK = mp.get_context("fork")
+HOST = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[OtherProcess]:
+    process = OtherProcess()
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedMemory]:
+    made = create(5000)
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    gc.collect()
+    assert shared_memory_of("self") == []
+
+
+def read(handle: Any) -> tuple[bytes, list[str]]:
+    """The memory's bytes, and what stays open when it is closed."""
+    found = attach(handle)
+    content = found.tensor().numpy().tobytes()
+    assert found.close()
+    return content, shared_memory_of("self")
+
+
+def scribble(handle: Any) -> int:
+    found = attach(handle)
+    found.tensor().fill_(7)
+    return int(found.tensor().sum())
+
+
+def test_another_process_reads_what_is_written_and_keeps_nothing(
+    memory: SharedMemory, other: OtherProcess
+) -> None:
+    for value in (1, 2):
+        memory.tensor().fill_(value)
+        assert other.call(read, memory.handle()) == (bytes([value]) * 5000, [])
+
+
+def test_nobody_sees_a_file(memory: SharedMemory, tmp_path: Path) -> None:
+    assert "(deleted)" in os.readlink(f"/proc/self/fd/{memory.handle().fd}")
+    elsewhere = create(100, str(tmp_path))
+    assert os.listdir(tmp_path) == []
+    assert elsewhere.close()
+
+
+def test_what_the_other_process_writes_stays_there(
+    memory: SharedMemory, other: OtherProcess
+) -> None:
+    memory.tensor().fill_(1)
+    assert other.call(scribble, memory.handle()) == 7 * 5000
+    assert int(memory.tensor().sum()) == 5000
+
+
+def test_a_process_forked_meanwhile_does_not_keep_it(memory: SharedMemory) -> None:
+    def mapped(pipe: Any) -> None:
+        pipe.send([line for line in shared_memory_of("self") if "-" in line.split()[0]])
+
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=mapped, args=(theirs,))
+    process.start()
+    assert ours.recv() == []
+    process.join()
+
+
+def make_and_be_killed(pipe: Any) -> None:
+    made = create(MIB)
+    pipe.send(made.handle())
+    pipe.recv()
+
+
+def test_the_memory_of_a_killed_process_is_gone_and_its_handle_refused() -> None:
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=make_and_be_killed, args=(theirs,))
+    process.start()
+    handle = ours.recv()
+    attached = attach(handle)
+    process.kill()
+    process.join()
+    assert attached.close()
+    with pytest.raises(RefitError, match="same machine"):
+        attach(handle)
+
+
+@pytest.mark.parametrize(
+    "stale",
+    [
+        lambda h: replace(h, started=h.started - 1),
+        lambda h: replace(h, inode=h.inode + 1),
+        lambda h: replace(h, nbytes=h.nbytes + 1),
+        lambda h: replace(h, fd=0),
+        lambda h: replace(h, fd=4000),
+        lambda h: replace(h, pid=2**22 + 1),
+    ],
+    ids=[
+        "process number reused",
+        "descriptor reused",
+        "size",
+        "other file",
+        "closed",
+        "no process",
+    ],
+)
+def test_a_handle_of_something_else_is_refused(memory: SharedMemory, stale: Any) -> None:
+    with pytest.raises(RefitError, match="send the weights again"):
+        attach(stale(memory.handle()))
+
+
+def test_a_closed_memory_cannot_be_opened(memory: SharedMemory) -> None:
+    handle = memory.handle()
+    assert memory.close() and memory.close()
+    with pytest.raises(RefitError):
+        attach(handle)
+
+
+def test_it_is_unmapped_with_the_last_tensor() -> None:
+    made = create(100)
+    view = made.tensor()[3:5]
+    assert not made.close()
+    del view
+    assert made.close()
+
+
+def test_a_file_system_that_knows_no_nameless_files_is_not_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: OtherProcess
+) -> None:
+    real = os.open
+
+    def refusing(path: Any, flags: int, *rest: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(95, "Operation not supported")
+        return real(path, flags, *rest)
+
+    monkeypatch.setattr(shared_memory.os, "open", refusing)
+    made = create(64, str(tmp_path))
+    made.tensor().fill_(9)
+    monkeypatch.undo()
+    assert other.call(read, made.handle())[0] == bytes([9]) * 64
+    assert made.close()
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[str]:
+    with small_disk(tmp_path / "tiny") as path:
+        yield path
+
+
+def test_a_full_file_system_is_an_error_with_numbers_and_less_still_fits(tiny: str) -> None:
+    assert free(tiny) == MIB
+    with pytest.raises(RefitError, match=r"2,097,152 bytes .*1,048,576 bytes free.*--shm-size"):
+        create(2 * MIB, tiny)
+    assert free(tiny) == MIB
+    made = create(MIB // 2, tiny)
+    with pytest.raises(RefitError):
+        create(MIB, tiny)
+    made.tensor().fill_(1)
+    assert made.close() and free(tiny) == MIB
+
+
+def test_the_room_of_a_closed_memory_is_free_although_a_tensor_of_it_is_held(tiny: str) -> None:
+    made = create(MIB, tiny)
+    view = made.tensor().fill_(1)
+    assert free(tiny) == 0 and not made.close()
+    assert free(tiny) == MIB
+    view.sum()  # and may be read
+
+
+def limited(pipe: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))
+    said = []
+    for size in (2 * MIB, MIB):
+        try:
+            said.append(create(size).close())
+        except RefitError as error:
+            said.append(str(error))
+    pipe.send((said, shared_memory_of("self")))
+
+
+def test_memory_that_may_not_grow_is_an_error_and_leaves_nothing() -> None:
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=limited, args=(theirs,))
+    process.start()
+    (refused, made), left = ours.recv()
+    process.join()
+    assert "2,097,152 bytes" in refused and made is True and left == []
+
+
+def test_a_directory_that_is_not_there_is_named() -> None:
+    with pytest.raises(RefitError, match="/nowhere"):
+        create(1, "/nowhere")
+
+
+def test_a_lent_buffer_is_gone_when_it_is_closed_although_somebody_holds_it() -> None:
+    lent = Lent(1000, HOST)
+    held = lent.buffer
+    held.typed(torch.float32).fill_(2)
+    handle, rebuild = lent.handle(), lent.rebuild(torch.float32)
+    sums: list[float] = []
+    borrow(handle, lambda memory: sums.append(float(memory.view(torch.float32).sum())))
+    borrow(handle_of(rebuild), lambda memory: sums.append(float(memory.view(torch.float32).sum())))
+    function, arguments = rebuild
+    changed = list(arguments)
+    changed[6] = 3  # as the host's receivers do
+    sums.append(float(function(*changed).sum()))
+    assert sums == [512.0] * 3
+    lent.close()
+    assert held.memory.numel() == 0 and shared_memory_of("self") == []
+    with pytest.raises(RefitError):
+        borrow(handle, print)
+
+
+def test_an_engine_that_keeps_a_borrowed_tensor_is_told() -> None:
+    lent = Lent(1000, HOST)
+    kept: list[torch.Tensor] = []
+    with pytest.raises(RefitError, match="copy what it keeps"):
+        borrow(lent.handle(), kept.append)
+    kept.clear()
+    lent.close()
+
+
+def test_an_error_that_is_kept_does_not_keep_the_memory() -> None:
+    lent = Lent(1000, HOST)
+
+    def fail(memory: torch.Tensor) -> None:
+        part = memory[5:]
+        try:
+            raise KeyError(str(part.sum()))
+        except KeyError as error:
+            raise RefitError("no") from error
+
+    with pytest.raises(RefitError) as raised:
+        borrow(lent.handle(), fail)
+    lent.close()
+    assert shared_memory_of("self") == [] and str(raised.value) == "no"
+
+
+@pytest.mark.parametrize("rebuild", [(os.system, ("true",)), None, (1, 2, 3), ("x", ())])
+def test_only_the_two_kinds_of_handles_are_opened(rebuild: Any) -> None:
+    with pytest.raises(RefitError, match="handle"):
+        handle_of(rebuild)
+
+
+def test_the_directory_is_that_of_posix_shared_memory() -> None:
+    assert DIRECTORY == "/dev/shm"
