@@ -1,0 +1,365 @@
+"""Faults in a group of trainers and engines: heard of in time on the living side, and mended by the
+next refit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.refit.collective import Collective, CollectiveOutlet
+from megatron_policy.refit.collective_receiving import join_collective
+from megatron_policy.refit.delivery import deliver
+from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.plan import RefitTensor
+from megatron_policy.rendezvous import reserved_port
+from tests import collective_engine, refit_engine
+from tests.other_process import OtherProcess
+from tests.refit_engine import bits
+from tests.refit_trainer import FORMS, StandIn, weights
+
+TIMEOUT_S, BUCKET = 3.0, 4096
+IN_TIME_S = 3 * TIMEOUT_S  # not as a measurement: nothing may wait for the other side without end
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the sink uses of a plan."""
+
+    tensors: tuple[RefitTensor, ...]
+    bucket_bytes: int = BUCKET
+    stages: tuple[int, ...] = (0,)
+
+
+class Trainer(StandIn):
+    """One rank."""
+
+    def begin(self) -> None:
+        """Nobody to count with."""
+
+    def plan(self, **options: Any) -> Plan:
+        return Plan(super().plan().tensors)
+
+
+class Group:
+    """A trainer in this process, and what it sends."""
+
+    def __init__(self, port: int, engines: int = 1) -> None:
+        self._exporter = Trainer(weights(0), TIMEOUT_S)
+        self.group = Collective.join(
+            self._exporter, "127.0.0.1", port, engines + 1, timeout_s=TIMEOUT_S
+        )
+
+    def refit(self, seed: int, during: Any = lambda name: None) -> Manifest:
+        trainer = Trainer(weights(seed), TIMEOUT_S, during)
+        return deliver(trainer, self.group.sink(), step=seed)
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    with reserved_port() as port:
+        made = Group(port)
+        made.port = port
+        yield made
+        made.group.close()
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[list[OtherProcess]]:
+    started = [OtherProcess(), OtherProcess()]
+    yield started
+    for process in started:
+        process.kill()
+
+
+@pytest.fixture
+def engine(engines: list[OtherProcess], group: Group) -> OtherProcess:
+    """A process that has joined the group; where a test has killed it, another."""
+    return joined(engines, 0, group.port)
+
+
+def alive(engines: list[OtherProcess], number: int) -> OtherProcess:
+    """That process, or another where a test has ended it or left it amid a call."""
+    with contextlib.suppress(OSError, EOFError, RefitError):
+        if engines[number].call(os.getpid) == engines[number].pid:
+            return engines[number]
+    engines[number].kill()
+    engines[number] = OtherProcess()
+    return engines[number]
+
+
+def joined(engines: list[OtherProcess], number: int, port: int, **options: Any) -> OtherProcess:
+    process = alive(engines, number)
+    die_at, world = options.pop("die_at", 0), options.pop("world", 2)
+    process.call(
+        refit_engine.start, FORMS, die_at, {"timeout_s": TIMEOUT_S, "staged": True, **options}
+    )
+    process.call(collective_engine.join, port, number + 1, world, None, TIMEOUT_S)
+    return process
+
+
+def assert_refits(group: Group, engine: OtherProcess, seed: int) -> None:
+    """A refit that works, to the bit."""
+    engine.begin(collective_engine.receive)
+    group.refit(seed)
+    assert engine.result() == seed
+    assert engine.call(refit_engine.state)[:3] == (bits(weights(seed)), seed, False)
+
+
+def test_refits_follow_each_other_in_one_group(group: Group, engine: OtherProcess) -> None:
+    for seed in (1, 2, 2, 5):
+        assert_refits(group, engine, seed)
+    chunks = -(-sum(t.numel() * t.element_size() for t in weights(0).values()) // BUCKET)
+    assert 4 * chunks <= group.group.broadcasts <= 4 * (chunks + 1)
+    assert group.group.member._made_in == 1, "one group for all"
+
+
+def test_the_notes_of_a_refit_go_when_the_next_begins(group: Group, engine: OtherProcess) -> None:
+    assert_refits(group, engine, 1)
+    store = group.group.member._board._store
+    before = store.num_keys()
+    for seed in (2, 3, 4):
+        assert_refits(group, engine, seed)
+    assert store.num_keys() == before
+
+
+def test_a_port_that_is_taken_is_named(group: Group) -> None:
+    with pytest.raises(RefitError, match=f"cannot be kept at 127.0.0.1:{group.port}.*a free port"):
+        Group(group.port)
+
+
+def test_all_engines_have_the_weights_and_one_that_refuses_is_named(
+    engines: list[OtherProcess],
+) -> None:
+    with reserved_port() as port:
+        group = Group(port, engines=2)
+        first, second = (joined(engines, number, port, world=3) for number in range(2))
+        second.begin(collective_engine.receive)
+        assert_refits(group, first, 1)
+        assert second.result() == 1
+        assert second.call(refit_engine.state)[0] == bits(weights(1))
+        other = {**FORMS, "norm": ((34,), torch.bfloat16)}
+        second.call(refit_engine.start, other, 0, {"timeout_s": TIMEOUT_S})
+        for engine in (first, second):
+            engine.begin(collective_engine.receive)
+        with pytest.raises(RefitError, match=r"engine 1: .*not the weights of .*: .*norm"):
+            group.refit(2)
+        for engine in (first, second):
+            with pytest.raises(RefitError, match="norm"):
+                engine.result()
+        assert first.call(refit_engine.state)[:2] == (bits(weights(1)), 1)
+        group.group.close()
+
+
+def test_an_engine_that_is_not_there_is_named(group: Group) -> None:
+    started = time.monotonic()
+    with pytest.raises(RefitError, match=r"engine 0 is not there within 2\.25 s"):
+        group.refit(1)
+    assert time.monotonic() - started < IN_TIME_S
+
+
+def test_an_engine_that_nobody_sends_to_raises_and_receives_the_next_time(
+    group: Group, engine: OtherProcess
+) -> None:
+    with pytest.raises(RefitError, match="has not begun a refit within"):
+        engine.call(collective_engine.receive)
+    assert_refits(group, engine, 1)
+    with pytest.raises(RefitError, match="has not begun a refit within"):
+        engine.call(collective_engine.receive)
+    assert_refits(group, engine, 2)
+
+
+def test_an_engine_killed_amid_the_chunks_fails_the_trainer_and_another_takes_its_place(
+    group: Group, engines: list[OtherProcess]
+) -> None:
+    dying = joined(engines, 0, group.port, die_at=2, staged=False)
+    dying.begin(collective_engine.receive)
+    started = time.monotonic()
+    with pytest.raises(RefitError):
+        group.refit(1, during=lambda name: time.sleep(0.1))
+    assert time.monotonic() - started < IN_TIME_S
+    with pytest.raises((EOFError, OSError)):
+        dying.result()
+    assert_refits(group, joined(engines, 0, group.port), 2)
+
+
+def test_an_engine_that_is_stopped_fails_the_trainer_in_time_and_may_come_back(
+    group: Group, engine: OtherProcess
+) -> None:
+    assert_refits(group, engine, 1)
+    engine.begin(collective_engine.receive)
+
+    def stop(name: str) -> None:
+        if name == "layers.1.weight":
+            os.kill(engine.pid, signal.SIGSTOP)
+
+    started = time.monotonic()
+    try:
+        with pytest.raises(RefitError):
+            group.refit(2, during=stop)
+        assert time.monotonic() - started < IN_TIME_S
+    finally:
+        os.kill(engine.pid, signal.SIGCONT)
+    with pytest.raises(RefitError):
+        engine.result()
+    assert engine.call(refit_engine.state)[:2] == (bits(weights(1)), 1), "it has what it had"
+    assert_refits(group, engine, 3)
+
+
+def test_a_trainer_that_gives_up_is_heard_of_at_once(group: Group, engine: OtherProcess) -> None:
+    def fail(name: str) -> None:
+        if name == "layers.2.weight":
+            raise RefitError("the gather has failed")
+
+    engine.begin(collective_engine.receive)
+    with pytest.raises(RefitError, match="the gather has failed"):
+        group.refit(1, during=fail)
+    with pytest.raises(RefitError, match="the trainer gave up"):
+        engine.result()
+    assert_refits(group, engine, 2)
+
+
+def test_a_byte_that_changes_on_the_way_is_refused_by_name(
+    group: Group, engine: OtherProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_refits(group, engine, 1)
+    send = CollectiveOutlet._send
+
+    def flip(self: CollectiveOutlet, chunk: torch.Tensor) -> Any:
+        chunk[7] ^= 1
+        return send(self, chunk)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CollectiveOutlet, "_send", flip)
+        engine.begin(collective_engine.receive)
+        with pytest.raises(RefitError, match=r"engine 0: .*with a wrong digest: .*embed"):
+            group.refit(2)
+    with pytest.raises(RefitError, match="wrong digest"):
+        engine.result()
+    assert engine.call(refit_engine.state)[:3] == (bits(weights(1)), 1, False)
+    assert_refits(group, engine, 3)
+
+
+def test_weights_of_another_model_are_refused_before_any_is_sent(
+    group: Group, engine: OtherProcess, engines: list[OtherProcess]
+) -> None:
+    other = {**FORMS, "norm": ((34,), torch.bfloat16)}
+    engine.call(refit_engine.start, other, 0, {"timeout_s": TIMEOUT_S})
+    engine.begin(collective_engine.receive)
+    with pytest.raises(RefitError, match=r"engine 0: .*not the weights of .*: .*norm"):
+        group.refit(1)
+    with pytest.raises(RefitError, match="norm"):
+        engine.result()
+    assert group.group.broadcasts == 0
+    assert_refits(group, joined(engines, 0, group.port), 2)
+
+
+def test_older_weights_are_refused(group: Group, engine: OtherProcess) -> None:
+    assert_refits(group, engine, 5)
+    engine.begin(collective_engine.receive)
+    with pytest.raises(RefitError, match="step 4 are older than those of step 5"):
+        group.refit(4)
+    with pytest.raises(RefitError, match="older"):
+        engine.result()
+    assert_refits(group, engine, 6)
+
+
+def test_an_engine_that_loads_piece_by_piece_says_when_it_is_mixed(
+    group: Group, engines: list[OtherProcess]
+) -> None:
+    engine = joined(engines, 0, group.port, staged=False)
+    assert_refits(group, engine, 1)
+    assert len(engine.call(refit_engine.state)[3]) > 1, "one load for each chunk"
+
+    def fail(name: str) -> None:
+        if name == "router.bias":
+            raise RefitError("the gather has failed")
+
+    engine.begin(collective_engine.receive)
+    with pytest.raises(RefitError):
+        group.refit(2, during=fail)
+    with pytest.raises(RefitError):
+        engine.result()
+    assert engine.call(refit_engine.state)[2], "mixed"
+    assert_refits(group, engine, 3)
+
+
+def serve_and_die(port: int, seed: int, die_after: str) -> None:
+    """A trainer that is killed after a tensor."""
+
+    def die(name: str) -> None:
+        if name == die_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Group(port).refit(seed, during=die)
+
+
+def test_a_trainer_that_is_killed_fails_the_engine_and_another_at_the_same_port_is_heard(
+    engines: list[OtherProcess],
+) -> None:
+    trainer = OtherProcess()
+    with reserved_port() as port:
+        engine = joined(engines, 0, port)
+        started = time.monotonic()
+        engine.begin(collective_engine.receive)
+        trainer.begin(serve_and_die, port, 1, "layers.3.weight")
+        with pytest.raises(RefitError):
+            engine.result()
+        assert time.monotonic() - started < IN_TIME_S + 20, "with the start of a process"
+        trainer.kill()
+        assert engine.call(refit_engine.state)[1] is None
+        with pytest.raises(RefitError, match="cannot be reached"):
+            engine.call(collective_engine.receive)
+        group = Group(port)
+        assert_refits(group, engine, 2)
+        group.group.close()
+
+
+def refit_slowly(port: int, seed: int, pause_s: float) -> int:
+    """A trainer in a process of its own; the step."""
+    group = Group(port)
+    try:
+        return group.refit(seed, during=lambda name: time.sleep(pause_s)).step
+    finally:
+        group.group.close()
+
+
+def test_a_trainer_that_is_stopped_fails_the_engine_in_time(engines: list[OtherProcess]) -> None:
+    trainer = OtherProcess()
+    trainer.call(os.getpid)  # it has started
+    with reserved_port() as port:
+        engine = joined(engines, 0, port)
+        engine.begin(collective_engine.receive)
+        trainer.begin(refit_slowly, port, 1, 0.2)
+        time.sleep(1.0)
+        os.kill(trainer.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        try:
+            with pytest.raises(RefitError):
+                engine.result()
+            assert time.monotonic() - started < IN_TIME_S
+        finally:
+            trainer.kill()
+
+
+@pytest.mark.parametrize(
+    ("world", "train", "legal"), [(1, None, "no engine"), (3, 2, "1 ranks train"), (1, 1, "no")]
+)
+def test_sizes_that_leave_no_engine_are_refused(world: int, train: int | None, legal: str) -> None:
+    with pytest.raises(ConfigError, match=legal):
+        Collective.join(Trainer(weights(0)), "127.0.0.1", 1, world, train)
+
+
+@pytest.mark.parametrize(("rank", "train"), [(0, None), (3, None), (1, 2), (3, 2)])
+def test_the_rank_of_no_engine_is_refused(rank: int, train: int | None) -> None:
+    with pytest.raises(ConfigError, match="is no engine's"):
+        join_collective("127.0.0.1", 1, rank, 3, train)
