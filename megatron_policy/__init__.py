@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megatron_policy.errors import ConversionError as ConversionError
     from megatron_policy.errors import ExportError as ExportError
     from megatron_policy.errors import RefitError as RefitError
+    from megatron_policy.errors import TransitionError as TransitionError
     from megatron_policy.errors import WorkerError as WorkerError
     from megatron_policy.interfaces import (
         ColocatablePolicyInterface as ColocatablePolicyInterface,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         ReferenceLogprobOutputSpec as ReferenceLogprobOutputSpec,
     )
     from megatron_policy.policy import MegatronPolicy as MegatronPolicy
+    from megatron_policy.refit.receiver import Receiver as Receiver
     from megatron_policy.workers.cluster import RayVirtualCluster as RayVirtualCluster
     from megatron_policy.workers.environment import init_ray as init_ray
     from megatron_policy.workers.policy import Policy as Policy
@@ -57,8 +59,10 @@ _HOME = {
     "PolicyConfig": "config",
     "PolicyInterface": "interfaces",
     "RayVirtualCluster": "workers.cluster",
+    "Receiver": "refit.receiver",
     "ReferenceLogprobOutputSpec": "interfaces",
     "RefitError": "errors",
+    "TransitionError": "errors",
     "WorkerError": "errors",
     "init_ray": "workers.environment",
 }

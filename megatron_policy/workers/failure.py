@@ -17,9 +17,11 @@ REFUSALS = (
     errors.ConfigError,
     errors.ConversionError,
     errors.ExportError,
+    errors.RefitError,
+    errors.TransitionError,
     NotImplementedError,
 )
-OWN = (*REFUSALS, errors.CheckpointError, errors.RefitError, WorkerError)
+OWN = (*REFUSALS, errors.CheckpointError, WorkerError)
 _OWN_NAMES = {kind.__name__: kind for kind in OWN if kind.__module__ == errors.__name__}
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _RAISED = re.compile(rf"^{re.escape(errors.__name__)}\.(\w+): ", re.MULTILINE)

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 CHECKPOINTS = "checkpoints of model, optimizer and random state"
-REFIT = "the refit of inference engines"
-MEMORY_STATES = "moving weights and optimizer state between device and host memory"
 PROFILING = "profiler ranges"
 
 Class = TypeVar("Class", bound=type)

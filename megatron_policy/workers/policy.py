@@ -16,15 +16,16 @@ from megatron_policy.interfaces import ColocatablePolicyInterface, GenerationInt
 from megatron_policy.layout import check_layout, topology_of
 from megatron_policy.workers.checks import check_device
 from megatron_policy.workers.cluster import RayVirtualCluster
+from megatron_policy.workers.delegates import delegates
 from megatron_policy.workers.group import WorkerGroup
 from megatron_policy.workers.later import (
     CHECKPOINTS,
-    MEMORY_STATES,
     PROFILING,
-    REFIT,
     not_yet,
     refuses,
 )
+from megatron_policy.workers.memory_driver import DriverMemory
+from megatron_policy.workers.refit_driver import DriverRefit
 from megatron_policy.workers.sharding import Dealer, merged_training
 from megatron_policy.workers.worker import MegatronPolicyWorker
 
@@ -36,11 +37,12 @@ PathLike = str | os.PathLike[str]
 
 @refuses(
     {
-        "prepare_info_for_collective": REFIT,
         "start_gpu_profiling": PROFILING,
         "stop_gpu_profiling": PROFILING,
     }
 )
+@delegates("_refit", DriverRefit)
+@delegates("_memory", DriverMemory)
 class Policy(ColocatablePolicyInterface, GenerationInterface):
     """A Hugging Face checkpoint as a policy on the workers of a cluster, one rank per bundle.
 
@@ -102,6 +104,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             name=name_prefix,
             workers_per_node=workers_per_node,
         )
+        self._refit, self._memory = DriverRefit(self._workers), DriverMemory(self._workers)
 
     @property
     def worker_group(self) -> WorkerGroup:
@@ -177,20 +180,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         options = {"max_shard_bytes": max_shard_bytes, "overwrite": overwrite}
         self._workers.run_all("export_hf", path=os.path.abspath(path), **options)
 
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Make the workers ready to train."""
-        self._workers.run_all("prepare_for_training")
-
-    def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
-        """Make the workers ready to compute log-probabilities."""
-        self._workers.run_all("prepare_for_lp_inference")
-
-    def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Tell the workers that training pauses."""
-        self._workers.run_all("finish_training")
-
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """True: the policy generates with its own weights, which are where they are needed."""
+        """True, once the weights that the policy itself generates with are on the devices."""
+        self._workers.run_all("prepare_for_generation")
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
@@ -204,29 +196,6 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         tokenizer_path: PathLike | None = None,
     ) -> None:
         not_yet("save_checkpoint", CHECKPOINTS)
-
-    def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
-        not_yet("init_collective", REFIT)
-
-    def prepare_refit_info(self) -> dict[str, Any] | None:
-        not_yet("prepare_refit_info", REFIT)
-
-    def prepare_weights_for_ipc(
-        self, _refit_buffer_size_gb: float | None = None
-    ) -> list[list[str]]:
-        not_yet("prepare_weights_for_ipc", REFIT)
-
-    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        not_yet("get_weights_ipc_handles", REFIT)
-
-    def broadcast_weights_for_collective(self) -> list[Any]:
-        not_yet("broadcast_weights_for_collective", REFIT)
-
-    def offload_before_refit(self) -> None:
-        not_yet("offload_before_refit", MEMORY_STATES)
-
-    def offload_after_refit(self) -> None:
-        not_yet("offload_after_refit", MEMORY_STATES)
 
     def shutdown(self) -> bool:
         """End all workers; returns whether their processes are gone. May be called again."""

@@ -16,14 +16,15 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import ConfigError
 from megatron_policy.topology import Topology
+from megatron_policy.workers.delegates import delegates
 from megatron_policy.workers.later import (
     CHECKPOINTS,
-    MEMORY_STATES,
     PROFILING,
-    REFIT,
     not_yet,
     refuses,
 )
+from megatron_policy.workers.memory import WorkerMemory
+from megatron_policy.workers.refit import WorkerRefit
 
 if TYPE_CHECKING:
     from megatron_policy.interfaces import LossFunction
@@ -35,22 +36,12 @@ NOISE_STD = 0.01
     {
         "save_checkpoint": CHECKPOINTS,
         "load_checkpoint": CHECKPOINTS,
-        "init_collective": REFIT,
-        "prepare_refit_info": REFIT,
-        "prepare_weights_for_ipc": REFIT,
-        "get_weights_ipc_handles": REFIT,
-        "prepare_info_for_collective": REFIT,
-        "broadcast_weights_for_collective": REFIT,
-        "offload_before_refit": MEMORY_STATES,
-        "offload_after_refit": MEMORY_STATES,
-        "move_to_cpu": MEMORY_STATES,
-        "move_to_cuda": MEMORY_STATES,
-        "move_to_device": MEMORY_STATES,
-        "move_buffer_to_device": MEMORY_STATES,
         "start_gpu_profiling": PROFILING,
         "stop_gpu_profiling": PROFILING,
     }
 )
+@delegates("_refit", WorkerRefit)
+@delegates("_memory", WorkerMemory)
 class MegatronPolicyWorkerImpl:
     """One rank's policy under the host's names.
 
@@ -93,6 +84,8 @@ class MegatronPolicyWorkerImpl:
             init_optimizer=init_optimizer,
             init_reference_model=init_reference_model,
         )
+        self._refit = WorkerRefit(self.policy)
+        self._memory = WorkerMemory(self.policy, on_idle=self._refit._release)
         caller = worker_sharding_annotations
         if isinstance(caller, Topology) and caller != self.policy.topology:
             raise ConfigError(f"the driver laid out {caller}, the config {self.policy.topology}")
@@ -209,17 +202,9 @@ class MegatronPolicyWorkerImpl:
             noise = torch.randn(parameter.shape, generator=generator) * NOISE_STD
             parameter.add_(noise.to(parameter))
 
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare: weights, gradients and optimizer state stay on the device."""
-
-    def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare: the weights stay on the device."""
-
-    def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to finish: the weights stay on the device."""
-
     def shutdown(self) -> bool:
         """Leave the process groups; the process itself ends with its actor."""
+        self._refit._close()
         self.policy.shutdown()
         return True
 

@@ -200,8 +200,7 @@ def test_what_is_not_built_is_refused_by_name_and_the_policy_goes_on(untrained: 
     group = untrained.worker_group
     for call in (
         lambda: untrained.save_checkpoint("somewhere"),
-        lambda: untrained.prepare_refit_info(),
-        lambda: untrained.init_collective("127.0.0.1", 1, 2),
+        lambda: untrained.start_gpu_profiling(),
         lambda: group.run_all("save_checkpoint", weights_path="somewhere"),
     ):
         with pytest.raises(NotImplementedError, match="is not available yet: it comes with"):

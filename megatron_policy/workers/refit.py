@@ -1,0 +1,150 @@
+"""One rank's part in refits under the host's names; knows no other rank and no engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron_policy import device
+from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.model.residency import TO_REFIT
+from megatron_policy.refit.plan import RefitTensor
+
+if TYPE_CHECKING:
+    from megatron_policy.policy import MegatronPolicy
+    from megatron_policy.refit.collective import Collective
+    from megatron_policy.refit.ipc_handles import IpcHandles
+
+_SHARE_OF_FREE_MEMORY = 0.2
+
+
+class WorkerRefit:
+    """What engines are handed by one rank: by shared memory in both of the host's protocols, or
+    over a group that they joined. Every method is collective.
+    """
+
+    def __init__(self, policy: MegatronPolicy) -> None:
+        self._policy = policy
+        self._group: Collective | None = None
+        self._handles: IpcHandles | None = None
+
+    def prepare_refit_info(self, with_numel: bool = False) -> dict[str, tuple[Any, ...]]:
+        """{HF name: (shape, dtype)} of what will be handed over, in that order, on every rank.
+
+        `with_numel` gives (shape, dtype, elements), as hosts before 0.4 expect.
+        """
+        return {
+            tensor.name: (tensor.shape, tensor.dtype, *([_elements(tensor)] if with_numel else []))
+            for tensor in self._policy.exporter.plan().tensors
+        }
+
+    def prepare_info_for_collective(self) -> dict[str, tuple[Any, ...]]:
+        """{HF name: (shape, dtype)} of what `broadcast_weights_for_collective` sends."""
+        return self.prepare_refit_info()
+
+    def get_refit_address(self) -> str:
+        """The ZeroMQ address that `stream_weights_via_ipc_zmq` of this rank binds."""
+        from megatron_policy.refit.ipc_stream import address_of
+
+        return address_of(device.device_id())
+
+    def stream_weights_via_ipc_zmq(
+        self, buffer_size_bytes: int | None = None, kv_scales: Any = None
+    ) -> None:
+        """Hand all weights to the engine on this rank's device, in two buffers of half of
+        `buffer_size_bytes` each; returns when it has accepted them.
+
+        RefitError on every rank if any rank's engine refuses or does not answer in time.
+        """
+        from megatron_policy.refit.ipc_stream import IpcStream
+
+        _refuse_scales(kv_scales)
+        self._policy.refit(IpcStream(buffer_bytes=buffer_size_bytes or self._buffer_bytes()))
+
+    def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
+        """[(HF name, bytes)] in order, for the caller to group, and the bytes a group may have."""
+        tensors = self._policy.exporter.plan().tensors
+        return [(tensor.name, tensor.nbytes) for tensor in tensors], float(self._buffer_bytes())
+
+    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+        """{device id: (True, [(dtype, handle)], {HF name: offset in elements})} of these tensors,
+        packed by dtype. They stay until the next call or `offload_after_refit`.
+        """
+        from megatron_policy.refit.ipc_handles import IpcHandles
+
+        self._policy.settle("get_weights_ipc_handles()", TO_REFIT)
+        if self._handles is None:
+            self._handles = IpcHandles(self._policy.exporter)
+        return self._handles.weights(tuple(keys))
+
+    def get_refit_manifest(self) -> dict[str, Any]:
+        """{device id: Manifest} of what `get_weights_ipc_handles` has handed out since the last
+        call; an engine completes its refit with it (`Receiver.finish_ipc`).
+        """
+        if self._handles is None:
+            raise RefitError("nothing was handed out: call get_weights_ipc_handles first")
+        return {device.device_id(): self._handles.manifest(self._policy.steps)}
+
+    def init_collective(
+        self,
+        ip: str,
+        port: int,
+        world_size: int,
+        train_world_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Meet the engines' ranks at `ip`:`port`, where rank 0 listens.
+
+        Without `train_world_size` only rank 0 joins, and `world_size` is 1 + the engines' ranks;
+        with it `world_size` counts all ranks of both sides, the engines' after ours.
+        """
+        from megatron_policy.refit.collective import Collective
+
+        unknown = sorted(name for name, value in options.items() if value is not None)
+        if unknown:
+            raise ConfigError(f"init_collective has no option {', '.join(unknown)}; leave it out")
+        self._leave_group()
+        self._group = Collective.join(self._policy.exporter, ip, port, world_size, train_world_size)
+
+    def broadcast_weights_for_collective(
+        self,
+        kv_scales: Any = None,
+        buffer_size_bytes: int | None = None,
+        num_buffers: int | None = None,
+    ) -> None:
+        """Hand all weights to the engines that joined, at most `buffer_size_bytes` per broadcast;
+        returns when all of them have accepted. `num_buffers` is the host's; two are always used.
+        """
+        _refuse_scales(kv_scales)
+        if self._group is None:
+            raise RefitError("no engine has joined: call init_collective first")
+        self._policy.refit(self._group.sink(buffer_size_bytes))
+
+    def _release(self) -> None:
+        """Give back the memory of `get_weights_ipc_handles`."""
+        if self._handles is not None:
+            self._handles.release()
+
+    def _leave_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+
+    def _close(self) -> None:
+        """Give back everything."""
+        self._release()
+        self._leave_group()
+
+    def _buffer_bytes(self) -> int:
+        size = self._policy.config.refit_buffer_size_gb
+        if size is not None:
+            return int(size * 2**30)
+        return int(device.memory_info().free * _SHARE_OF_FREE_MEMORY)
+
+
+def _elements(tensor: RefitTensor) -> int:
+    return tensor.nbytes // tensor.dtype.itemsize
+
+
+def _refuse_scales(kv_scales: Any) -> None:
+    if kv_scales is not None:
+        raise ConfigError("kv_scales: an fp8 key-value cache is not built; leave it None")

@@ -1,0 +1,117 @@
+"""The driver's part in refits: asks all workers and joins their answers; moves no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from megatron_policy.errors import RefitError
+
+if TYPE_CHECKING:
+    from megatron_policy.workers.group import WorkerGroup
+
+
+class DriverRefit:
+    """Refits of the engines, from the driver of the workers."""
+
+    def __init__(self, workers: WorkerGroup) -> None:
+        self._workers = workers
+
+    def prepare_refit_info(self, with_numel: bool = False) -> dict[str, Any]:
+        """{HF name: (shape, dtype)}, or with the number of elements, of all that is handed over."""
+        return self._workers.run_all("prepare_refit_info", with_numel=with_numel)[0]
+
+    def prepare_info_for_collective(self) -> dict[str, Any]:
+        """{HF name: (shape, dtype)} of what `broadcast_weights_for_collective` sends."""
+        return self._workers.run_all("prepare_info_for_collective")[0]
+
+    def get_refit_addresses(self) -> dict[str, str]:
+        """{device id: ZeroMQ address} at which engines find `stream_weights_via_ipc_zmq`."""
+        devices = self._workers.run_all("report_device_id")
+        return dict(zip(devices, self._workers.run_all("get_refit_address"), strict=True))
+
+    def stream_weights_via_ipc_zmq(
+        self, buffer_size_bytes: int | None = None, kv_scales: Any = None
+    ) -> list[Any]:
+        """Begin to hand all weights to the engine on each worker's device; Ray's futures, which
+        raise RefitError if one refuses.
+        """
+        return self._workers.submit_all(
+            "stream_weights_via_ipc_zmq", buffer_size_bytes=buffer_size_bytes, kv_scales=kv_scales
+        )
+
+    def prepare_weights_for_ipc(
+        self, _refit_buffer_size_gb: float | None = None
+    ) -> list[list[str]]:
+        """HF names in order, in groups of at most that many GiB (by default what the worker with
+        the least free memory can afford); a larger tensor is a group of its own.
+        """
+        answers = self._workers.run_all("prepare_weights_for_ipc")
+        limit = min(available for _, available in answers)
+        if _refit_buffer_size_gb is not None:
+            limit = _refit_buffer_size_gb * 2**30
+        return _grouped(answers[0][0], limit)
+
+    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+        """{device id: handles} of these tensors, of all workers."""
+        return _united(self._workers.run_all("get_weights_ipc_handles", keys=keys))
+
+    def get_refit_manifest(self) -> dict[str, Any]:
+        """{device id: Manifest} of what was handed out by `get_weights_ipc_handles`."""
+        return _united(self._workers.run_all("get_refit_manifest"))
+
+    def init_collective(
+        self,
+        ip: str,
+        port: int,
+        world_size: int,
+        train_world_size: int | None = None,
+        **options: Any,
+    ) -> list[Any]:
+        """Begin to meet the engines' ranks; Ray's futures. See `WorkerRefit.init_collective`."""
+        return self._workers.submit_all(
+            "init_collective",
+            ip=ip,
+            port=port,
+            world_size=world_size,
+            train_world_size=train_world_size,
+            **options,
+        )
+
+    def broadcast_weights_for_collective(
+        self,
+        kv_scales: Any = None,
+        buffer_size_bytes: int | None = None,
+        num_buffers: int | None = None,
+    ) -> list[Any]:
+        """Begin to hand all weights to the engines that joined; Ray's futures, which raise
+        RefitError if one refuses.
+        """
+        return self._workers.submit_all(
+            "broadcast_weights_for_collective",
+            kv_scales=kv_scales,
+            buffer_size_bytes=buffer_size_bytes,
+            num_buffers=num_buffers,
+        )
+
+
+def _grouped(sizes: Iterable[tuple[str, int]], limit: float) -> list[list[str]]:
+    groups: list[list[str]] = []
+    room = 0.0
+    for name, nbytes in sizes:
+        if not groups or nbytes > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(name)
+        room -= nbytes
+    return groups
+
+
+def _united(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """One mapping of all workers' answers by device."""
+    united: dict[str, Any] = {}
+    for answer in answers:
+        if twice := sorted(united.keys() & answer.keys()):
+            raise RefitError(f"two workers say that they compute on {', '.join(twice)}")
+        united |= answer
+    return united
