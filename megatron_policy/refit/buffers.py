@@ -22,7 +22,7 @@ class Buffer:
 
     def __init__(self, memory: Tensor) -> None:
         assert memory.dtype == torch.uint8 and memory.dim() == 1, memory.shape
-        self.memory = memory
+        self.memory, self.address = memory, memory.data_ptr()
         self._typed: dict[torch.dtype, Tensor] = {torch.uint8: memory}
 
     @classmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from ctypes import memmove
 
 import torch
 from torch import Tensor
@@ -16,14 +17,20 @@ from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.table import Entry
 from megatron_policy.refit.buffers import Buffer, Room
 from megatron_policy.refit.channels import Channel, Pending
-from megatron_policy.refit.geometry import Region, overlaps, segments
+from megatron_policy.refit.geometry import Region, Run, overlaps, runs, segments
 from megatron_policy.refit.plan import Item, RefitPlan, RefitTensor
 
 Place = Callable[[RefitTensor], Room | None]
 """Where a tensor's elements are wanted, if at all; may wait for memory to be free."""
 
-Copies = tuple[Item, tuple[tuple[Region | None, Tensor], ...]]
-"""An item and its sources: each with where it goes in the HF tensor; None when it is all of it."""
+Moves = tuple[Tensor, Sequence[tuple[int, int, int]]]
+"""A parameter and what is moved of it: (place in the HF tensor, place in it, length), in bytes."""
+
+Copies = tuple[Item, Moves | None, Sequence[tuple[Region, Tensor]]]
+"""An item, and how it is copied: as it lies, or to regions of the HF tensor, each from a view."""
+
+_LONGEST_MOVE = 1 << 18  # bytes: torch copies more of them quicker, and with all its threads
+_MOST_MOVES = 4  # for one tensor: beyond, one call for the whole region is quicker
 
 Filled = Iterator[tuple[RefitTensor, Room | None]]
 
@@ -55,9 +62,26 @@ class Sources:
     def copies(self, plan: RefitPlan) -> list[Copies]:
         """What a rank that holds all of the plan copies, found when it is asked for first."""
         if id(plan) not in self._copies:
-            found = [(item, tuple(_whole_copies(item, self, plan.slots))) for item in plan.items]
+            found = [self._copies_of(item, plan.slots) for item in plan.items]
             self._copies[id(plan)] = (plan, found)  # with the plan, so that its id stays its own
         return self._copies[id(plan)][1]
+
+    def _copies_of(self, item: Item, slots: int) -> Copies:
+        parts = segments(item.entry.row, self.architecture, item.part, 0, slots)
+        parameter = self._held[item.entry.megatron].detach()
+        found = [run for part in parts for run in runs(part.hf, part.own)]
+        if _are_moved(found, item, parameter):
+            size = parameter.dtype.itemsize
+            return (
+                item,
+                (parameter, [(r.hf * size, r.own * size, r.length * size) for r in found]),
+                (),
+            )
+        if len(found) == len(parts):  # one run each
+            regions = [(_line(run.hf, run.length), _line(run.own, run.length)) for run in found]
+        else:
+            regions = [(part.hf, part.own) for part in parts]
+        return item, None, [(hf, self.view(item.entry, own)) for hf, own in regions]
 
     def forget(self) -> None:
         """Drop what was found for plans."""
@@ -65,21 +89,25 @@ class Sources:
         self._copies.clear()
 
 
-@torch.no_grad()
 def stream_alone(plan: RefitPlan, sources: Sources, place: Place) -> Filled:
     """For a rank that holds all of the plan: straight from the parameters to where they belong."""
     room: Room | None = None
-    for item, regions in sources.copies(plan):
+    for item, moves, regions in sources.copies(plan):
         if item.first:
             room = place(item.tensor)
-        if room is not None:
-            for region, source in regions:
-                _put(room, item.tensor, region, source)
+        if room is not None and moves is not None:
+            parameter, runs_of = moves
+            target, source = room.buffer.address + room.offset, parameter.data_ptr()
+            for at, start, nbytes in runs_of:
+                memmove(target + at, source + start, nbytes)
+        elif room is not None:
+            typed, first = _elements(room, item.tensor)
+            for (size, stride, offset), view in regions:
+                torch.as_strided(typed, size, stride, first + offset).copy_(view)
         if item.last:
             yield item.tensor, room
 
 
-@torch.no_grad()
 def stream_together(
     plan: RefitPlan, sources: Sources, place: Place, tp: Channel, pp: Channel
 ) -> Filled:
@@ -164,33 +192,28 @@ class _Rounds:
         return self._whole().view(self._plan.slots, -1)[slot]
 
 
-def _whole_copies(
-    item: Item, sources: Sources, slots: int
-) -> Iterator[tuple[Region | None, Tensor]]:
-    for segment in segments(item.entry.row, sources.architecture, item.part, 0, slots):
-        source = sources.view(item.entry, segment.own)
-        if item.first and item.last and _is_whole(segment.hf, item.tensor):
-            yield None, source
-        else:
-            yield segment.hf, source
+def _are_moved(found: Sequence[Run], item: Item, parameter: Tensor) -> bool:
+    """Whether host memory is moved as it lies: a call of libc takes a third of one of torch."""
+    if parameter.device.type != "cpu" or parameter.dtype != item.tensor.dtype:
+        return False
+    longest = max((run.length for run in found), default=0) * parameter.dtype.itemsize
+    return len(found) <= _MOST_MOVES and longest <= _LONGEST_MOVE
 
 
-def _is_whole(region: Region, tensor: RefitTensor) -> bool:
-    return region == Region(
-        tensor.shape, tuple(torch.empty(tensor.shape, device="meta").stride()), 0
-    )
+def _line(first: int, length: int) -> Region:
+    return Region((length,), (1,), first)
 
 
-def _put(room: Room, tensor: RefitTensor, region: Region | None, source: Tensor) -> None:
+def _put(room: Room, tensor: RefitTensor, region: Region, source: Tensor) -> None:
     """Copy to the region of the tensor that stands in the room, casting."""
+    typed, first = _elements(room, tensor)
+    typed.as_strided(region.size, region.stride, first + region.offset).copy_(source)
+
+
+def _elements(room: Room, tensor: RefitTensor) -> tuple[Tensor, int]:
+    """The room's buffer in the tensor's dtype, and where in its storage the tensor begins."""
     typed = room.buffer.typed(tensor.dtype)
-    first = room.offset // tensor.dtype.itemsize
-    if region is None:
-        typed[first : first + source.numel()].view(source.shape).copy_(source)
-    else:
-        typed.as_strided(
-            region.size, region.stride, typed.storage_offset() + first + region.offset
-        ).copy_(source)
+    return typed, typed.storage_offset() + room.offset // tensor.dtype.itemsize
 
 
 def _piece(wire: Tensor, place: int, box: Region) -> Tensor:

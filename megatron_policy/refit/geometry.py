@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,32 @@ class Region(NamedTuple):
             self.stride,
             self.offset + sum(low * step for (low, _), step in zip(box, self.stride, strict=True)),
         )
+
+
+class Run(NamedTuple):
+    """Elements that are contiguous on both sides: first place of each, and how many."""
+
+    hf: int
+    own: int
+    length: int
+
+
+def runs(hf: Region, own: Region) -> tuple[Run, ...]:
+    """The elements of two boxes of one size, in the fewest runs that are contiguous in both."""
+    inner, length = len(hf.size), 1
+    while inner and (
+        hf.size[inner - 1] == 1 or hf.stride[inner - 1] == own.stride[inner - 1] == length
+    ):
+        inner -= 1
+        length *= hf.size[inner]
+    outer = [
+        [(index * a, index * b) for index in range(size)]
+        for size, a, b in zip(hf.size[:inner], hf.stride, own.stride, strict=False)
+    ]
+    return tuple(
+        Run(hf.offset + sum(a for a, _ in at), own.offset + sum(b for _, b in at), length)
+        for at in product(*outer)
+    )
 
 
 class Segment(NamedTuple):
