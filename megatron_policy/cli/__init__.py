@@ -10,6 +10,7 @@ from megatron_policy.cli.convert import convert
 from megatron_policy.cli.inspect import inspect
 from megatron_policy.cli.layouts import inspect_config
 from megatron_policy.cli.parity import parity
+from megatron_policy.cli.plan import plan
 from megatron_policy.cli.verify import verify
 
 __all__ = ["app"]
@@ -49,4 +50,5 @@ app.command("convert")(convert)
 app.command("inspect")(inspect)
 app.command("verify")(verify)
 app.command("parity")(parity)
+app.command("plan")(plan)
 app.command("inspect-config")(inspect_config)

@@ -21,6 +21,13 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+class Precision(StrEnum):
+    """What a model computes in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
 def parse_memory(text: str) -> int:
     """A size that is enough to work with."""
     size = parse_size(text)
@@ -43,3 +50,21 @@ Config = Annotated[
         help="A Hugging Face directory with the config.json of a Megatron checkpoint that has none."
     ),
 ]
+
+_OPTION_OF_KEY = (
+    ("tensor_model_parallel_size", "--tp"),
+    ("virtual_pipeline_model_parallel_size", "--vpp"),
+    ("pipeline_model_parallel_size", "--pp"),
+    ("context_parallel_size", "--cp"),
+)
+
+
+def in_options(message: str) -> str:
+    """The message with the options of a command where a policy's config has keys."""
+    for key, option in _OPTION_OF_KEY:
+        for written, said in ((f"{key}=", f"{option} "), (key, option)):
+            message = message.replace(f"policy.megatron_cfg.{written}", said)
+            message = message.replace(written, said)
+    for written, said in (("sequence_parallel=true", "--sequence-parallel"),):
+        message = message.replace(f"policy.megatron_cfg.{written}", said).replace(written, said)
+    return message.replace("policy.megatron_cfg: ", "")

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megatron_policy.cli.failures import fail, one_line_errors
+from megatron_policy.cli.options import Precision, in_options
 
 if TYPE_CHECKING:
     from megatron_policy.parity import Difference, Parity
-
-
-class Precision(StrEnum):
-    """What both models compute in."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 def parity(
@@ -71,24 +64,11 @@ def parity(
                 reference=reference,
             )
         except ConfigError as error:
-            raise ConfigError(_in_options(str(error))) from error
+            raise ConfigError(in_options(str(error))) from error
         for line in _lines(result):
             typer.echo(line)
         if not result.holds:
             fail(_complaint(result))
-
-
-def _in_options(message: str) -> str:
-    """The message with this command's options where a policy's config has keys."""
-    for key, option in (
-        ("tensor_model_parallel_size=", "--tp "),
-        ("tensor_model_parallel_size", "--tp"),
-        ("pipeline_model_parallel_size=", "--pp "),
-        ("pipeline_model_parallel_size", "--pp"),
-        ("sequence_parallel=true", "--sequence-parallel"),
-    ):
-        message = message.replace(f"policy.megatron_cfg.{key}", option).replace(key, option)
-    return message
 
 
 def _be_quiet() -> None:

@@ -1,0 +1,199 @@
+"""`plan --refit` says what a refit moves, from the headers of a checkpoint and a layout alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_policy.cli import app
+from megatron_policy.converters.hf_config import read_config
+from megatron_policy.converters.table import bind
+from tests.checkpoints import ALL_FAMILIES
+
+Checkpoint = Callable[..., Path]
+
+
+def plan(path: Path | str, *options: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["plan", "--refit", str(path), *options])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.output
+    return result.exit_code, result.stdout, result.stderr
+
+
+def cells(said: str) -> dict[str, list[str]]:
+    """The lines of `--tensors` by name, each in its columns."""
+    listed = said.split("tensors, in the order in which they come\n")[1]
+    rows = [line.strip().split("  ") for line in listed.splitlines()]
+    return {row[0]: row[1:] for row in rows}
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_every_tensor_of_a_family_is_planned_once_with_its_shape(
+    checkpoint: Checkpoint, family: str
+) -> None:
+    path = checkpoint(family)
+    code, said, errors = plan(path, "--tensors", "--pp", "2")
+    assert (code, errors) == (0, "")
+    shapes = bind(read_config(path)).hf_shapes()
+    found = cells(said)
+    assert {name: json.loads(row[0]) for name, row in found.items()} == {
+        name: list(shape) for name, shape in shapes.items()
+    }
+    assert {row[3] for row in found.values()} == {"stage 0", "stage 1"}
+
+
+def test_stages_own_their_layers_and_ranks(checkpoint: Checkpoint) -> None:
+    path = checkpoint("qwen2", tied=True, dtype="bfloat16")
+    code, said, _ = plan(path, "--tp", "2", "--pp", "2", "--vpp", "2", "--dp", "2", "--tensors")
+    assert code == 0
+    assert said.splitlines()[0] == (
+        "qwen2, 4 layers: 50 tensors, 330 kB, on 8 ranks = pp 2 x dp 2 x cp 1 x tp 2"
+    )
+    stages = [line for line in said.splitlines() if line.startswith("  stage")]
+    assert stages == [
+        "  stage 0: ranks 0-3, layers 0, 2, 25 tensors, 181 kB",
+        "  stage 1: ranks 4-7, layers 1, 3, 25 tensors, 149 kB",
+    ]
+    found = cells(said)
+    assert found["model.embed_tokens.weight"][3] == "stage 0"
+    assert found["model.layers.2.mlp.up_proj.weight"][3] == "stage 0"
+    assert found["model.layers.1.mlp.up_proj.weight"][3] == "stage 1"
+    assert "lm_head.weight" not in found
+    assert found["model.layers.0.self_attn.k_proj.weight"] == [
+        "[32, 64]",
+        "bfloat16",
+        "4,096 bytes",
+        "stage 0",
+        "Qkv, split along dimension 0 in decoder.layers.0.self_attention.linear_qkv.weight",
+        "bucket 0",
+    ]
+    assert "Whole, held whole in decoder.final_layernorm" in found["model.norm.weight"][4]
+
+
+@pytest.mark.parametrize(
+    ("options", "exchange"),
+    [
+        ((), "exchange: no collective, every rank holds whole tensors"),
+        (
+            ("--dp", "2"),
+            "exchange: no collective, every rank holds whole tensors; 1 to agree at the end",
+        ),
+        (
+            ("--tp", "2"),
+            "exchange: 1 round of 330 kB, 1 collective on each rank; 1 to agree at the end",
+        ),
+        (
+            ("--pp", "2", "--bucket-size", "100kB"),
+            "exchange: 4 rounds of 82.5 kB, 4 collectives on each rank; 1 to agree at the end",
+        ),
+        (
+            ("--tp", "2", "--pp", "2", "--bucket-size", "100kB"),
+            "exchange: 4 rounds of 82.5 kB, 8 collectives on each rank; 1 to agree at the end",
+        ),
+    ],
+)
+def test_collectives_go_by_bytes_and_groups(
+    checkpoint: Checkpoint, options: tuple[str, ...], exchange: str
+) -> None:
+    code, said, _ = plan(checkpoint("qwen2", tied=True, dtype="bfloat16"), *options)
+    assert code == 0
+    assert exchange in said.splitlines()
+
+
+def test_every_tensor_is_in_a_bucket_and_the_last_one_in_the_last(checkpoint: Checkpoint) -> None:
+    options = ("--tp", "2", "--bucket-size", "20kB", "--tensors")
+    code, said, _ = plan(checkpoint("qwen2", tied=True, dtype="bfloat16"), *options)
+    assert code == 0
+    counts = [int(count) for count in re.findall(r"^  \d+: (\d+) tensors?, ", said, re.M)]
+    bucket = [row[5].removeprefix("bucket ") for row in cells(said).values()]
+    first = [int(numbers.split("-")[0]) for numbers in bucket]
+    last = [int(numbers.split("-")[-1]) for numbers in bucket]
+    assert first == sorted(first) and last == sorted(last) and last[-1] == len(counts) - 1
+    assert counts == [
+        sum(low <= number <= high for low, high in zip(first, last, strict=True))
+        for number in range(len(counts))
+    ]
+    # 32 kB in rounds of at most 20 kB.
+    assert bucket[0] == "0-1"
+
+
+def test_a_rank_that_holds_all_packs_whole_tensors(checkpoint: Checkpoint) -> None:
+    path = checkpoint("qwen2", tied=True, dtype="bfloat16")
+    code, said, _ = plan(path, "--bucket-size", "20kB", "--tensors")
+    assert code == 0
+    assert "  0: 1 tensor, model.embed_tokens.weight\n" in said
+    assert all(row[5].removeprefix("bucket ").isdigit() for row in cells(said).values())
+    assert "largest tensor: model.embed_tokens.weight, 32.8 kB" in said
+    assert (
+        "at most 52.8 kB = 0 B of the exchange + 20 kB of a transport's buffers + 32.8 kB of the "
+        "largest tensor" in said
+    )
+
+
+def test_weights_can_be_handed_over_in_another_dtype(checkpoint: Checkpoint) -> None:
+    path = checkpoint("qwen2", tied=True)
+    as_they_are = plan(path, "--tensors")[1]
+    cast = plan(path, "--tensors", "--dtype", "bfloat16")[1]
+    assert {row[1] for row in cells(as_they_are).values()} == {"float32"}
+    assert {row[1] for row in cells(cast).values()} == {"bfloat16"}
+    assert "50 tensors, 660 kB" in as_they_are and "50 tensors, 330 kB" in cast
+
+
+def test_the_exchange_is_in_the_narrower_of_both_dtypes(checkpoint: Checkpoint) -> None:
+    path = checkpoint("qwen2", tied=True)
+    assert "1 round of 330 kB" in plan(path, "--tp", "2")[1]
+    assert "1 round of 660 kB" in plan(path, "--tp", "2", "--precision", "float32")[1]
+
+
+def test_no_weight_is_read(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    path = tmp_path / "copy"
+    shutil.copytree(checkpoint("qwen2"), path)
+    before = plan(path, "--tensors", "--tp", "2")
+    file = path / "model.safetensors"
+    content = file.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    file.write_bytes(content[:header] + bytes(len(content) - header))
+    assert plan(path, "--tensors", "--tp", "2") == before and before[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (("--tp", "3"), 1, "--tp 3 does not divide 4 attention heads"),
+        (("--pp", "3"), 1, "4 layers do not split evenly over --pp 3; use one of [1, 2, 4]"),
+        (("--vpp", "2"), 1, "--vpp 2 needs --pp of at least 2"),
+        (("--bucket-size", "1kB"), 1, "a refit bucket of 1000 bytes is too small: give 4096"),
+        (("--bucket-size", "much"), 2, "'much' is no size"),
+        (("--dtype", "int8"), 2, "int8"),
+        (("--tp", "0"), 2, "--tp"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_the_commands_own_words(
+    checkpoint: Checkpoint, options: tuple[str, ...], code: int, words: str
+) -> None:
+    found, said, errors = plan(checkpoint("qwen2"), *options)
+    assert (found, said) == (code, "")
+    assert words in re.sub(r"[\s│]+", " ", errors)
+    assert "policy." not in errors
+
+
+def test_a_checkpoint_that_is_not_what_its_config_says_is_refused(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    path = tmp_path / "copy"
+    shutil.copytree(checkpoint("qwen2"), path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    code, said, errors = plan(path)
+    assert (code, said) == (1, "")
+    assert errors.startswith("error: ") and "mlp.up_proj.weight" in errors
+
+
+def test_a_plan_needs_to_know_what_for() -> None:
+    result = CliRunner().invoke(app, ["plan"])
+    assert result.exit_code == 2 and "--refit" in result.output
