@@ -16,7 +16,7 @@ from megatron_policy.converters.table import bind
 
 @dataclass(frozen=True)
 class Size:
-    """What makes a Qwen2 model large; all are bf16 with tied embeddings, in one file."""
+    """What makes a Qwen2 model large; all are bf16, in one file."""
 
     hidden: int
     ffn: int
@@ -24,6 +24,7 @@ class Size:
     heads: int
     groups: int
     vocab: int
+    tied: bool = True
 
 
 HALF_BILLION = Size(hidden=896, ffn=4864, layers=24, heads=14, groups=2, vocab=151936)
@@ -57,7 +58,7 @@ def _config(size: Size) -> dict[str, object]:
         "num_key_value_heads": size.groups,
         "vocab_size": size.vocab,
         "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": size.tied,
         "torch_dtype": "bfloat16",
     }
 

@@ -1,11 +1,12 @@
-"""What no import can beat: each weight copied once, from mapped file to Megatron-Core's layout.
+"""What no import and no export can beat: each weight copied once, between Megatron-Core's layout
+and that of Hugging Face.
 
 Straight-line code for Qwen2 on one rank: no modules, no checks, nothing of the package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,33 @@ def copy_weights(file: Path, config: Mapping[str, Any]) -> dict[str, torch.Tenso
                 made[ours + mine] = _copy(read(theirs + name))
         made["decoder.final_layernorm.weight"] = _copy(read("model.norm.weight"))
     return made
+
+
+def hf_views(
+    weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The HF tensors as views of weights that have Megatron-Core's names and layout.
+
+    Each has the elements of its HF tensor in their order, in a shape that is a view away from its.
+    """
+    groups = config["num_key_value_heads"]
+    per_group = config["num_attention_heads"] // groups
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    yield "model.embed_tokens.weight", weights["embedding.word_embeddings.weight"]
+    for layer in range(config["num_hidden_layers"]):
+        ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        for kind in ("weight", "bias"):
+            fused = weights[f"{ours}self_attention.linear_qkv.{kind}"]
+            heads = fused.view(groups, per_group + 2, head_dim, *fused.shape[1:])
+            yield f"{theirs}self_attn.q_proj.{kind}", heads[:, :per_group]
+            yield f"{theirs}self_attn.k_proj.{kind}", heads[:, per_group]
+            yield f"{theirs}self_attn.v_proj.{kind}", heads[:, per_group + 1]
+        gate, up = weights[f"{ours}mlp.linear_fc1.weight"].chunk(2)
+        yield f"{theirs}mlp.gate_proj.weight", gate
+        yield f"{theirs}mlp.up_proj.weight", up
+        for mine, name in _COPIED.items():
+            yield theirs + name, weights[ours + mine]
+    yield "model.norm.weight", weights["decoder.final_layernorm.weight"]
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

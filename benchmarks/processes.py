@@ -1,4 +1,4 @@
-"""Runs a measuring program in a fresh Python process; knows nothing of what it measures."""
+"""Runs a measuring program in fresh Python processes; knows nothing of what it measures."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
+
+from megatron_policy.rendezvous import reserved_port
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,3 +40,57 @@ def run_fresh(module: str, *arguments: str | Path) -> dict[str, Any]:
         )
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
+
+
+def run_ranks(
+    world: int, module: str, *arguments: str | Path, limit_s: float = 300.0
+) -> list[dict[str, Any]]:
+    """Run the module in `world` processes that can meet, and return the JSON object of each.
+
+    RuntimeError with what a process wrote to stderr if it failed, or if one takes longer than
+    `limit_s` seconds; none is left running.
+    """
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
+        logs = [Path(folder, f"{rank}.{kind}") for rank in range(world) for kind in ("out", "err")]
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(world):
+                out, err = logs[2 * rank : 2 * rank + 2]
+                with out.open("wb") as stdout, err.open("wb") as stderr:
+                    env = os.environ | ENVIRONMENT | _rendezvous(rank, world, port)
+                    processes.append(
+                        subprocess.Popen(command, cwd=ROOT, env=env, stdout=stdout, stderr=stderr)
+                    )
+            _wait(processes, limit_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        for rank, process in enumerate(processes):
+            if process.returncode:
+                said = logs[2 * rank + 1].read_text(errors="replace")[-4000:]
+                raise RuntimeError(f"rank {rank} ended with status {process.returncode}:\n{said}")
+        return [json.loads(log.read_text().splitlines()[-1]) for log in logs[::2]]
+
+
+def _rendezvous(rank: int, world: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",  # the name of a container need not resolve
+    }
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], limit_s: float) -> None:
+    """Until all have ended, or one has failed, or the time is over."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in processes]
+        if all(code is not None for code in codes) or any(codes):
+            return
+        time.sleep(0.05)

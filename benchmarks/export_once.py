@@ -1,0 +1,144 @@
+"""Exports of one policy: `python -m benchmarks.export_once PROGRAM CHECKPOINT TURNS`.
+
+Prints CPU seconds of every turn. Whole tensors go one after another into a buffer whose pages are
+in use, along the path of every transport. Python's imports and loading are no part of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from benchmarks.floor import hf_views
+from megatron_policy.converters.hf_files import SINGLE
+from megatron_policy.policy import MegatronPolicy
+from megatron_policy.refit.buffers import Buffer, Room, aligned
+from megatron_policy.refit.exporter import Exporter
+from megatron_policy.refit.plan import RefitTensor
+
+Placed = list[tuple[RefitTensor, Room]]
+
+
+def over_memcpy(path: Path, turns: int) -> dict[str, Any]:
+    """Exports, and copies of as many bytes in one piece, by turns."""
+    exporter = policy_on(path, {}).exporter
+    target = flat_buffer(path)
+    seconds: dict[str, list[float]] = {"copy_": [], "memmove": [], "first": [], "ours": []}
+    placed = timed(seconds["first"], lambda: export(exporter, target))
+    verify(path, placed)
+    total = sum(tensor.nbytes for tensor, _ in placed)
+    source = torch.empty(total, dtype=torch.uint8).fill_(1)
+    same = target.memory[:total]
+    for _ in range(turns):
+        timed(seconds["copy_"], lambda: same.copy_(source))
+        timed(seconds["memmove"], lambda: ctypes.memmove(same.data_ptr(), source.data_ptr(), total))
+        target.memory[total:].fill_(1)
+        placed = timed(seconds["ours"], lambda: export(exporter, target))
+    verify(path, placed)
+    return {"tensors": len(placed), "bytes": total, "cpu_s": seconds}
+
+
+def over_copies(path: Path, turns: int) -> dict[str, Any]:
+    """Exports, and the same copies from views to views that lie ready, by turns."""
+    policy = policy_on(path, {})
+    target = flat_buffer(path)
+    seconds: dict[str, list[float]] = {"a loop": [], "one call": [], "first": [], "ours": []}
+    placed = timed(seconds["first"], lambda: export(policy.exporter, target))
+    verify(path, placed)
+    sources, places = _ready(policy, path, placed)
+    programs: dict[str, Callable[[], Any]] = {
+        "a loop": lambda: _copy_each(sources, places),
+        "one call": lambda: torch._foreach_copy_(places, sources),
+        "ours": lambda: export(policy.exporter, target),
+    }
+    for _ in range(turns):
+        for name, program in programs.items():
+            target.memory.fill_(1)
+            timed(seconds[name], program)
+            verify(path, placed)
+    return {"tensors": len(placed), "cpu_s": seconds}
+
+
+def export(exporter: Exporter, target: Buffer) -> Placed:
+    """All tensors, one after another in `target`."""
+    end = 0
+
+    def place(tensor: RefitTensor) -> Room:
+        nonlocal end
+        start, end = end, end + aligned(tensor.nbytes)
+        return Room(target, start)
+
+    return list(exporter.stream(exporter.plan(), place))
+
+
+def flat_buffer(path: Path) -> Buffer:
+    """Room for the checkpoint, aligned, in pages that are in use."""
+    with safe_open(path / SINGLE, framework="pt") as file:
+        sizes = [aligned(file.get_tensor(name).nbytes) for name in file.keys()]  # noqa: SIM118
+    return Buffer(torch.empty(sum(sizes), dtype=torch.uint8).fill_(1))
+
+
+def verify(path: Path, placed: Placed) -> None:
+    """RuntimeError unless the rooms hold the checkpoint: each tensor once, bit for bit."""
+    with safe_open(path / SINGLE, framework="pt") as file:
+        unseen = set(file.keys())
+        for tensor, room in placed:
+            unseen.remove(tensor.name)
+            found = room.tensor(tensor.shape, tensor.dtype)
+            if not torch.equal(found, file.get_tensor(tensor.name)):
+                raise RuntimeError(f"{tensor.name} was not exported faithfully")
+    if unseen:
+        raise RuntimeError(f"not exported: {sorted(unseen)}")
+
+
+def timed(seconds: list[float], step: Callable[[], Any]) -> Any:
+    """What `step` returns; its CPU seconds are added to `seconds`."""
+    started = time.process_time()
+    result = step()
+    seconds.append(time.process_time() - started)
+    return result
+
+
+def policy_on(path: Path, megatron: Mapping[str, int]) -> MegatronPolicy:
+    """A policy that only reads, in bf16."""
+    config = {
+        "model_name": str(path),
+        "precision": "bfloat16",
+        "train_global_batch_size": 1,
+        "train_micro_batch_size": 1,
+        "max_total_sequence_length": 128,
+        "megatron_cfg": {"enabled": True, **megatron},
+    }
+    return MegatronPolicy(config, init_optimizer=False, init_reference_model=False, timeout_s=60.0)
+
+
+def _ready(
+    policy: MegatronPolicy, path: Path, placed: Placed
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    weights = {name: parameter.detach() for name, parameter in policy.named_parameters()}
+    views = dict(hf_views(weights, config))
+    sources = [views[tensor.name] for tensor, _ in placed]
+    places = [
+        room.tensor(tensor.shape, tensor.dtype).view(source.shape)
+        for (tensor, room), source in zip(placed, sources, strict=True)
+    ]
+    return sources, places
+
+
+def _copy_each(sources: list[torch.Tensor], places: list[torch.Tensor]) -> None:
+    for source, place in zip(sources, places, strict=True):
+        place.copy_(source)
+
+
+if __name__ == "__main__":
+    program = {"over memcpy": over_memcpy, "over copies": over_copies}[sys.argv[1]]
+    print(json.dumps(program(Path(sys.argv[2]), int(sys.argv[3]))))
