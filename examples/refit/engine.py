@@ -1,0 +1,123 @@
+"""The engine: a transformers model in a process of its own, which takes weights in and generates.
+
+Of this project it imports the receiver, and nothing of training, Megatron-Core or Ray. What it does
+is what an adapter for any inference engine does: copy named tensors into a model, and say which
+method of the receiver is to wait for them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from megatron_policy.refit.collective_receiving import CollectiveGroup, join_collective
+from megatron_policy.refit.receiver import Receiver
+
+
+class Engine:
+    """Answers questions about tokens with the weights that it was handed last."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+        self.weights: dict[str, Tensor] = self.model.state_dict()
+        self.timeout_s = timeout_s
+        self.receiver = Receiver(self.load, timeout_s=timeout_s)
+        self.group: CollectiveGroup | None = None
+
+    def load(self, weights: list[tuple[str, Tensor]]) -> None:
+        """Copy what the receiver has checked; the tensors are only lent to us."""
+        for name, tensor in weights:
+            self.weights[name].copy_(tensor)
+
+    # -- refits ----------------------------------------------------------------------------------
+
+    def expect(self, info: Mapping[str, Any]) -> None:
+        """Refuse weights of any other model from now on; `info` is the trainer's list of its own.
+
+        ValueError, before a weight is on its way, for shapes that are not those of this model.
+        """
+        for name, (shape, *_) in info.items():
+            if name not in self.weights or tuple(self.weights[name].shape) != tuple(shape):
+                raise ValueError(f"the trainer has {name} {tuple(shape)}, this engine has not")
+        self.receiver = Receiver(self.load, expected=info, timeout_s=self.timeout_s)
+
+    def stream(self, address: str) -> int:
+        """One refit over a socket and shared memory; returns the trainer's step, as all do."""
+        return self.receiver.receive_ipc_stream(address).step
+
+    def handles(self, handles: Mapping[str, Any]) -> None:
+        """Some weights of a refit by handles."""
+        self.receiver.receive_ipc_handles(handles)
+
+    def finish(self, manifest: Any) -> int:
+        """The end of a refit by handles."""
+        return self.receiver.finish_ipc(manifest).step
+
+    def join(self, port: int, rank: int, world_size: int) -> None:
+        """Be that rank of a group with the trainer."""
+        self.group = join_collective("127.0.0.1", port, rank, world_size, timeout_s=self.timeout_s)
+
+    def collective(self) -> int:
+        """One refit over the group."""
+        return self.receiver.receive_collective(self.group).step
+
+    def directory(self, path: str) -> int:
+        """One refit from a directory that the trainer has published."""
+        return self.receiver.receive_directory(path).step
+
+    # -- generation ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def logprobs(self, tokens: list[list[int]]) -> list[list[float]]:
+        """fp32: of each token but the first of its row, given those before."""
+        ids = torch.tensor(tokens)
+        logits = self.model(ids).logits[:, :-1].float()
+        return logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1).tolist()
+
+    @torch.no_grad()
+    def generate(self, prompt: list[int], count: int) -> list[int]:
+        """The `count` tokens that follow, each the most likely one."""
+        ids = torch.tensor([prompt])
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        return out[0, len(prompt) :].tolist()
+
+    def modules(self) -> list[str]:
+        """Top-level names of all that this process has imported."""
+        return sorted({name.partition(".")[0] for name in sys.modules})
+
+
+def serve(pipe: Connection, path: str, timeout_s: float) -> None:
+    """Call the methods that the pipe names until it closes: this process ends with its owner."""
+    engine = Engine(path, timeout_s)
+    pipe.send((True, None))
+    while True:
+        try:
+            method, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, getattr(engine, method)(*arguments))
+        except Exception as error:
+            answer = (False, f"{type(error).__name__}: {error}")
+        pipe.send(answer)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the name of a container need not resolve
+    transformers_logging.disable_progress_bar()
+    serve(Connection(int(sys.argv[1])), sys.argv[2], float(sys.argv[3]))

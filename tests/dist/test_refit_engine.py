@@ -1,0 +1,179 @@
+"""The example's engine, a process of its own, follows a policy over every transport; and so does
+what vLLM's workers would be given.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from examples.refit.remote import EngineError, RemoteEngine
+from examples.refit.task import PROMPT, VOCAB, make_checkpoint, policy_section
+from examples.refit.trainer import TOLERANCE, TRANSPORTS, Report, session, train_step
+from examples.refit.vllm_extension import RefitExtension, plain
+from megatron_policy import MegatronPolicy, device
+from megatron_policy.errors import RefitError
+from megatron_policy.refit.collective import Collective
+from megatron_policy.refit.ipc_stream import IpcStream
+from megatron_policy.rendezvous import reserved_port
+
+TIMEOUT_S = 60.0
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "refit" / "run.py"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("refit-engine") / "start")
+
+
+def follow(path: Path, tp: int, pp: int) -> dict[str, Any]:
+    """Rank 0's view of a session with an engine."""
+    device.prepare_platform()
+    device.join_process_group(TIMEOUT_S)
+    policy = MegatronPolicy(policy_section(path, tp, pp), init_reference_model=False)
+    engine = RemoteEngine(str(path), TIMEOUT_S) if policy.rank == 0 else None
+    seen: dict[str, Any] = {}
+    try:
+        if engine is not None:
+            seen["before"] = engine.call("generate", PROMPT, 10)
+        seen["reports"] = list(session(policy, engine, path.parent, steps=3, rounds=1))
+    finally:
+        if engine is not None:
+            engine.close()
+        policy.shutdown()
+    return seen
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_an_engine_follows_a_policy_that_trains_over_every_transport(
+    ranks, path: Path, tp: int, pp: int
+) -> None:
+    seen, other = ranks.run(2, follow, path, tp, pp)
+    reports: list[Report] = seen["reports"]
+    assert other == {"reports": []}
+    assert [report.transport for report in reports] == list(TRANSPORTS)
+    assert [report.step for report in reports] == [3, 6, 9, 12]
+    for report in reports:
+        assert report.difference <= TOLERANCE, report
+        assert set(report.continuation) <= set(range(VOCAB)), report
+    counted = [replace(reports[0], continuation=seen["before"]), *reports]
+    assert counted[0].continuation != reports[-1].continuation
+    assert counted[0].right < reports[-1].right, [report.continuation for report in counted]
+
+
+@pytest.fixture(scope="module")
+def engine(path: Path) -> Iterator[RemoteEngine]:
+    engine = RemoteEngine(str(path), TIMEOUT_S)
+    yield engine
+    engine.close()
+
+
+def test_the_engine_imports_neither_megatron_nor_ray(engine: RemoteEngine) -> None:
+    modules = set(engine.call("modules"))
+    assert "transformers" in modules and not modules & {"megatron", "ray"}
+
+
+def test_an_engine_of_another_model_says_so_before_a_weight_is_sent(engine: RemoteEngine) -> None:
+    with pytest.raises(EngineError, match=r"ValueError.* the trainer has model\.norm\.weight"):
+        engine.call("expect", {"model.norm.weight": ((65,), torch.float32)})
+
+
+def test_an_engine_that_dies_is_an_error_and_not_a_wait(path: Path) -> None:
+    engine = RemoteEngine(str(path), TIMEOUT_S)
+    engine._process.kill()
+    with pytest.raises(EngineError, match="the engine died, status -9"):
+        engine.call("generate", PROMPT, 1)
+    engine.close()
+
+
+class Model:
+    """What a vLLM model is to its worker: something that loads HF tensors."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+
+    def load_weights(self, weights: list[tuple[str, Tensor]]) -> set[str]:
+        self.weights |= {name: tensor.clone() for name, tensor in weights}
+        return {name for name, _ in weights}
+
+
+class Worker(RefitExtension):
+    """A stand-in for vLLM's worker."""
+
+    def __init__(self) -> None:
+        self.model_runner = SimpleNamespace(model=Model())
+
+
+def hand_over_to_worker(path: Path, staged: bool) -> list[tuple[bool, Any]]:
+    """Over both transports, with training between: whether the worker has the policy's weights,
+    and what it says of its state.
+    """
+    device.prepare_platform()
+    device.join_process_group(TIMEOUT_S)
+    policy = MegatronPolicy(policy_section(path), init_reference_model=False)
+    worker, seen = Worker(), []
+    worker.refit_prepare(plain(policy.exporter.plan().info()), TIMEOUT_S, staged)
+    address = f"ipc://{path.parent}/worker.sock"
+    with reserved_port() as port:
+        group = Collective.join(policy.exporter, "127.0.0.1", port, 2, timeout_s=TIMEOUT_S)
+    worker.refit_join(1, "127.0.0.1", port, 2)
+    try:
+        for receive, arguments, sink in (
+            (worker.refit_from_stream, [{device.device_id(): address}], IpcStream(address)),
+            (worker.refit_from_group, [], group.sink()),
+        ):
+            train_step(policy)
+            thread = Thread(target=receive, args=arguments, daemon=True)
+            thread.start()
+            policy.refit(sink)
+            thread.join(TIMEOUT_S)
+            held, sent = worker.model_runner.model.weights, dict(policy.export())
+            equal = held.keys() == sent.keys() and all(torch.equal(held[n], sent[n]) for n in sent)
+            seen.append((equal, worker.refit_state()))
+    finally:
+        group.close()
+        policy.shutdown()
+    return seen
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_worker_of_vllm_gets_the_weights_through_its_load_weights(
+    ranks, path: Path, staged: bool
+) -> None:
+    (seen,) = ranks.run(1, hand_over_to_worker, path, staged)
+    assert seen == [(True, (1, False)), (True, (2, False))]
+
+
+def test_a_worker_that_has_another_model_refuses(path: Path) -> None:
+    worker = Worker()
+    worker.refit_prepare({"weight": ([2, 3], "bfloat16")})
+    intake = worker.refit_receiver.intake()
+    with pytest.raises(RefitError, match="not the weights of the engine's model"):
+        intake.announce({"weight": ((3, 2), torch.bfloat16)})
+    assert worker.refit_state() == (None, False)
+
+
+def test_the_example_runs_as_it_is_started(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--steps", "1", "--rounds", "1", "--tp", "1"],
+        cwd=tmp_path,
+        text=True,
+        timeout=300,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, done.stdout
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step")]
+    assert [line[: len("step   1")] for line in lines] == [f"step {n:>3}" for n in range(1, 5)]
+    assert not list(tmp_path.iterdir())
