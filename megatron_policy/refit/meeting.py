@@ -23,7 +23,6 @@ T = TypeVar("T")
 _SHOWN_REASONS = 3
 _LOOKS = 8  # at signs of life, in the longest wait
 _SHORTEST_S, _LONGEST_S = 0.0005, 0.05  # between two looks for a note
-_PROGRESS = "refit/progress"
 _NO_STORE = "rank 0, where the ranks meet, does not answer ({}); look at its log"
 
 
@@ -65,6 +64,8 @@ class Meeting:
         self._epoch = self._number = self._sums = self._calls = 0
         self._told = 0.0
         self._unanswered = -1
+        # The store may outlive a policy, and what the next one's ranks leave there must be new.
+        self._root = f"refit/{self._asked(lambda: self.store.add(f'refit/of rank {self.rank}', 1))}"
 
     @property
     def store(self) -> dist.Store:
@@ -101,12 +102,14 @@ class Meeting:
         now = time.monotonic()
         if now - self._told > self._timeout_s / _LOOKS:
             self._told = now
-            self._asked(lambda: self.store.add(_PROGRESS, 1))
+            self._asked(lambda: self.store.add(f"{self._root}/progress", 1))
 
     def sum(self, numbers: Tensor) -> None:
         """Collective over all ranks, in place: add up int64 numbers. Waits as long as others are
         seen to be at work; RefitError otherwise, with the words of who gave up first.
         """
+        if self._topology.world_size == 1:
+            return
         try:
             world = self.channels().world
             self._all_here()
@@ -123,7 +126,7 @@ class Meeting:
     def agree(self, failure: Exception | None) -> None:
         """Collective over all ranks: RefitError on all of them, with reasons, if any failed."""
         if failure is not None:
-            self._asked(lambda: self.store.set(_reason_key(self.rank), words_of(failure)))
+            self._asked(lambda: self.store.set(self._reason_key(self.rank), words_of(failure)))
         failed = torch.zeros(self._topology.world_size, dtype=torch.int64, device=self._device)
         failed[self.rank] = failure is not None
         try:
@@ -136,7 +139,7 @@ class Meeting:
     def give_up(self, error: BaseException) -> None:
         """Leave channels in which something may still be under way, and tell the others why."""
         said = f"{self._number} rank {self.rank}: {words_of(error)}"
-        key = f"refit/broken/{self._epoch}"
+        key = f"{self._root}/broken/{self._epoch}"
         try:
             self._asked(lambda: self.store.compare_set(key, "", said))
         finally:
@@ -150,7 +153,7 @@ class Meeting:
         at, size = self._coords, self._topology
 
         def channel(name: str, rank: int, count: int) -> Channel:
-            where = f"refit/{self._epoch}/{name}"
+            where = f"{self._root}/{self._epoch}/{name}"
             return Channel(where, self.store, rank, count, self._timeout_s)
 
         return Channels(
@@ -168,7 +171,7 @@ class Meeting:
             self._asked(lambda: self.store.set(everybody, ""))
         seen, quiet_since = -1, time.monotonic()
         while not self._asked(lambda: self._comes(everybody)):
-            sign = self._asked(lambda: self.store.add(_PROGRESS, 0))
+            sign = self._asked(lambda: self.store.add(f"{self._root}/progress", 0))
             now = time.monotonic()
             seen, quiet_since = sign, quiet_since if sign == seen or seen < 0 else now
             if given_up := self._given_up():
@@ -191,7 +194,11 @@ class Meeting:
         return True
 
     def _keys(self, place: int) -> tuple[str, str]:
-        return tuple(f"refit/{what}/{self._number}/{place}" for what in ("arrived", "everybody"))
+        end = f"{self._number}/{place}"
+        return f"{self._root}/arrived/{end}", f"{self._root}/everybody/{end}"
+
+    def _reason_key(self, rank: int) -> str:
+        return f"{self._root}/reason/{rank}"
 
     def _drop(self, place: int) -> None:
         for key in self._keys(place):
@@ -205,7 +212,7 @@ class Meeting:
 
     def _given_up(self) -> tuple[int, str] | None:
         """In which undertaking this epoch was given up, by whom and why; None where it was not."""
-        key = f"refit/broken/{self._epoch}"
+        key = f"{self._root}/broken/{self._epoch}"
 
         def look() -> bytes | None:
             return self.store.get(key) if self.store.check([key]) else None
@@ -218,7 +225,7 @@ class Meeting:
 
     def _reasons(self, ranks: list[int]) -> str:
         def reason(rank: int) -> str:
-            return f"rank {rank}: {self.store.get(_reason_key(rank)).decode()}"
+            return f"rank {rank}: {self.store.get(self._reason_key(rank)).decode()}"
 
         reasons = self._asked(lambda: [reason(rank) for rank in ranks[:_SHOWN_REASONS]])
         more = f" ({len(ranks)} ranks failed)" if len(ranks) > _SHOWN_REASONS else ""
@@ -243,7 +250,3 @@ def words_of(failure: BaseException) -> str:
     if isinstance(failure, RefitError):
         return str(failure)
     return f"{type(failure).__name__}: {failure}"
-
-
-def _reason_key(rank: int) -> str:
-    return f"refit/reason/{rank}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def test_a_rank_that_stalls_fails_the_others_in_time_and_itself_when_it_is_back(
     assert results[0]["seconds"] < 2.4 * TIMEOUT_S
     assert "did not take part within 2 s" in results[0]["said"]
     if at == "before the first":
-        assert "rank 0: refit/0" in results[1]["said"], "it hears who gave up, and why"
+        assert "rank 0: refit/1/0" in results[1]["said"], "it hears who gave up, and why"
     assert_recovered(results, path)
 
 
@@ -178,3 +179,29 @@ def test_a_rank_at_work_is_waited_for_longer_than_the_timeout(
 ) -> None:
     waiting, working = ranks.run(2, long_refit, checkpoint("qwen2"))
     assert waiting == working
+
+
+def two_policies(path: Path, cfg: dict[str, int]) -> list[list[str]]:
+    """One after the other in a process group that outlives both."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    try:
+        sent = []
+        for _ in range(2):
+            policy = MegatronPolicy(
+                config_of(path, cfg) | {"refit_timeout_s": 20.0},
+                init_optimizer=False,
+                init_reference_model=False,
+            )
+            sent.append(list(policy.refit(KeepingSink()).tensors))
+            policy.shutdown()
+        return sent
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_second_policy_in_the_same_process_group_meets_anew(
+    ranks: RankPool, checkpoint: Any
+) -> None:
+    world, cfg = LAYOUTS["tp2 pp2"]
+    for first, second in ranks.run(world, two_policies, checkpoint("qwen2"), cfg):
+        assert first == second != []
