@@ -94,6 +94,8 @@ class PolicyConfig(Section):
     a fifth of the free memory when not given."""
     refit_bucket_bytes: PositiveInt = DEFAULT_BUCKET_BYTES
     """The most that one collective of a refit moves."""
+    refit_dtype: Dtype | None = None
+    """Of the weights that engines are handed; the checkpoint's when not given."""
     refit_timeout_s: PositiveFloat = DEFAULT_TIMEOUT_S
     """The longest wait of a refit for another rank or an engine."""
     fsdp_offload_enabled: bool = False

@@ -73,7 +73,7 @@ _POLICY: dict[str, Rule] = {
         """model_name precision train_global_batch_size train_micro_batch_size logprob_batch_size
         generation_batch_size max_total_sequence_length max_grad_norm learning_rate seed
         make_sequence_length_divisible_by logprob_chunk_size refit_buffer_size_gb
-        refit_bucket_bytes refit_timeout_s""",
+        refit_bucket_bytes refit_dtype refit_timeout_s""",
     ),
     "tokenizer": Nested(TokenizerConfig),
     "generation": Nested(GenerationConfig),

@@ -18,7 +18,14 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.continuing import Continuing
 from megatron_policy.interfaces import LossFunction
 from megatron_policy.model.load import held_layers
-from megatron_policy.model.residency import TO_READ, TO_REFIT, TO_TRAIN, MemoryState, Need
+from megatron_policy.model.residency import (
+    TO_EXCHANGE,
+    TO_READ,
+    TO_REFIT,
+    TO_TRAIN,
+    MemoryState,
+    Need,
+)
 from megatron_policy.refit.delivery import Sink, deliver
 from megatron_policy.refit.disk import DEFAULT_MAX_SHARD_BYTES, export_checkpoint
 from megatron_policy.refit.iterate import tensors
@@ -143,7 +150,7 @@ class MegatronPolicy:
         back, bit for bit.
         """
         reference = self._session.reference
-        self.settle("reference_logprobs()")
+        self.settle("reference_logprobs()", TO_EXCHANGE)
         with reference.active(), self.memory.held("the reference policy"):
             yield
 

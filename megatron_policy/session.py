@@ -13,7 +13,7 @@ from megatron_policy.converters.hf_files import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.groups import drop_groups, refuse_second_policy
 from megatron_policy.layout import check_layout, topology_of
-from megatron_policy.model.assemble import assemble
+from megatron_policy.model.assemble import DTYPES, assemble
 from megatron_policy.model.memory import DeviceMemory
 from megatron_policy.model.optimizer import Trainable
 from megatron_policy.refit.exporter import Exporter
@@ -46,6 +46,7 @@ class Session:
                 self.assembly,
                 timeout_s=config.refit_timeout_s,
                 bucket_bytes=config.refit_bucket_bytes,
+                dtype=None if config.refit_dtype is None else DTYPES[config.refit_dtype],
             )
             self.memory = DeviceMemory(
                 self.assembly.pipeline.models,

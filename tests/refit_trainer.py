@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -65,6 +66,13 @@ class StandIn:
         self.held, self.timeout_s, self._during = held, timeout_s, during
         self.probe = next(iter(held.values()))
         self.device = self.probe.device
+
+    def begin(self) -> None:
+        """Alone, it meets nobody."""
+
+    def alive(self) -> contextlib.AbstractContextManager[None]:
+        """Nobody asks."""
+        return contextlib.nullcontext()
 
     def plan(self, names: tuple[str, ...] | None = None) -> Plan:
         """Everything, or what is named."""

@@ -26,6 +26,7 @@ __all__ = [
     "prepare_platform",
     "private_group",
     "reset_peak_memory",
+    "shareable_bytes",
     "synchronize",
 ]
 
@@ -142,6 +143,17 @@ def memory_info() -> MemoryInfo:
         total=os.sysconf("SC_PHYS_PAGES") * page,
         peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
+
+
+def shareable_bytes() -> int:
+    """Free bytes of what this process can share with another: the device's memory, or on the CPU
+    what /dev/shm has left of the host's.
+    """
+    free = memory_info().free
+    if is_accelerated() or not os.path.isdir("/dev/shm"):
+        return free
+    shared = os.statvfs("/dev/shm")
+    return min(free, shared.f_bavail * shared.f_frsize)
 
 
 def reset_peak_memory() -> None:

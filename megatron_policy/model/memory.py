@@ -74,8 +74,10 @@ class DeviceMemory:
         return self._state
 
     def check(self, operation: str, need: Need) -> None:
-        """ConfigError unless the state permits `operation`, as "train()"."""
+        """ConfigError unless the state permits `operation`, as "train()", and what is at work."""
         check_permits(self._state, operation, need)
+        if need.alone and self._holders:
+            raise ConfigError(f"{operation} has to wait until {self._holders[-1]} has ended")
 
     @contextmanager
     def held(self, by: str) -> Iterator[None]:

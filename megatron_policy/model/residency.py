@@ -5,7 +5,7 @@ neither tensors nor devices.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from megatron_policy.errors import ConfigError
@@ -47,15 +47,20 @@ STATES = (TRAIN, LOGPROB, REFIT, IDLE)
 
 @dataclass(frozen=True)
 class Need:
-    """What an operation must find on the device, and the call that brings it there."""
+    """What an operation must find on the device, and the call that brings it there.
+
+    `alone` is whether nothing else may be at work on the weights meanwhile.
+    """
 
     holds: frozenset[Kind]
     said: str
     call: str
+    alone: bool = True
 
 
 TO_TRAIN = Need(ALL, "the train state", "prepare_for_training()")
-TO_READ = Need(WEIGHTS, "the weights on the device", "prepare_for_lp_inference()")
+TO_READ = Need(WEIGHTS, "the weights on the device", "prepare_for_lp_inference()", alone=False)
+TO_EXCHANGE = replace(TO_READ, alone=True)
 TO_REFIT = Need(WEIGHTS, "the weights on the device", "offload_before_refit()")
 
 

@@ -119,6 +119,8 @@ class Board:
             raise
         except RuntimeError as error:
             self._forget()
+            if known is not None and self._store is None:
+                return self._within(timeout_s, step)  # perhaps the host was started anew
             raise RefitError(self._words(str(error).splitlines()[0])) from error
         return value
 

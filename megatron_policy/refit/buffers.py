@@ -22,7 +22,7 @@ class Buffer:
 
     def __init__(self, memory: Tensor) -> None:
         assert memory.dtype == torch.uint8 and memory.dim() == 1, memory.shape
-        self.memory, self.address = memory, memory.data_ptr()
+        self.memory, self.address, self.nbytes = memory, memory.data_ptr(), memory.numel()
         self._typed: dict[torch.dtype, Tensor] = {torch.uint8: memory}
 
     @classmethod
@@ -39,7 +39,7 @@ class Buffer:
 
     def forget(self) -> None:
         """Let go of the memory, whoever still holds the buffer."""
-        self.memory = self.memory.new_empty(0)
+        self.memory, self.nbytes = self.memory.new_empty(0), 0
         self._typed.clear()
 
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from megatron_policy.refit.exporter import Exporter
     from megatron_policy.refit.plan import RefitPlan, RefitTensor
 
-DEFAULT_TIMEOUT_S = 120.0
-
 _PATIENCE = 0.75
 """Of the timeout: how long engines are waited for, so that the ranks which wait for this one to
 gather with them hear the reason before their own time is up."""
@@ -45,14 +43,14 @@ class Collective:
         port: int,
         world_size: int,
         train_world_size: int | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> Collective:
         """Training rank 0 opens (ip, port), where engines join when they like.
 
         Without `train_world_size` the group is rank 0 and `world_size - 1` engines, and rank 0
         sends everything. With it, it is all training ranks and then the engines, and the first rank
         of each pipeline stage sends that stage's tensors. ConfigError for sizes that do not fit,
-        RefitError where rank 0 cannot open the port.
+        RefitError where rank 0 cannot open the port. `timeout_s` is the exporter's if not given.
         """
         trains = exporter.topology.world_size
         if train_world_size not in (None, trains):
@@ -64,7 +62,8 @@ class Collective:
                 "rank(s); it counts both"
             )
         by_stage = train_world_size is not None
-        sender, patience_s, member = _sender_of(exporter, by_stage), timeout_s * _PATIENCE, None
+        sender, member = _sender_of(exporter, by_stage), None
+        patience_s = (timeout_s or exporter.timeout_s) * _PATIENCE
         if sender is not None:
             board = Board(ip, port, patience_s, host=sender == 0)
             member = Member(board, sender, engines, patience_s)
@@ -175,7 +174,7 @@ class CollectiveSink:
             if member.sender == 0:
                 layout = _layout(self._plan(exporter, False), self._group.by_stage)
                 member.caller.offer(layout, plan.bucket_bytes)
-            return CollectiveOutlet(member, member.meet(), plan, exporter.device)
+            return CollectiveOutlet(member, member.meet(), plan, exporter)
         except BaseException as error:
             member.give_up(str(error))
             raise
@@ -198,10 +197,13 @@ class CollectiveOutlet:
     """Sends one refit's stream of this sender, chunk by chunk."""
 
     def __init__(
-        self, member: Member, channel: Channel, plan: RefitPlan, where: torch.device
+        self, member: Member, channel: Channel, plan: RefitPlan, exporter: Exporter
     ) -> None:
+        self._exporter = exporter
         self._member, self._channel, self._accepted = member, channel, False
-        self._writer = Writer(Stream.of(plan.tensors), plan.bucket_bytes, where, self._send)
+        self._writer = Writer(
+            Stream.of(plan.tensors), plan.bucket_bytes, exporter.device, self._send
+        )
 
     def place(self, tensor: RefitTensor) -> Room:
         """See `delivery.Outlet`."""
@@ -215,15 +217,16 @@ class CollectiveOutlet:
 
     def finish(self, manifest: Manifest) -> None:
         """See `delivery.Outlet`."""
-        with heard(self._member.caller.objections):
-            self._writer.settle()
-        self._member.caller.finish(manifest.encoded())
+        with self._exporter.alive():  # for ranks that wait: engines may take their time to load
+            with heard(self._member.caller.objections):
+                self._writer.settle()
+            self._member.caller.finish(manifest.encoded())
         self._accepted = True
 
     def close(self) -> None:
         """See `delivery.Outlet`."""
         if not self._accepted:
-            self._member.give_up("the trainer gave up; what failed there is in its log")
+            self._member.give_up("what failed there is in its log")
 
     def _send(self, chunk: Tensor) -> Pending:
         return self._channel.broadcast(chunk, 0)

@@ -96,7 +96,7 @@ class HfDirectory:
         )
         if not names:
             return RefitPlan((), 1, (at.pp,), exporter.bucket_bytes)
-        return exporter.plan(names=names, own_stage=True)
+        return exporter.plan(names=names, own_stage=True, as_stored=True)
 
     def prepare(self, exporter: Exporter) -> tuple[bool, str] | None:
         """Make the directory to write in; collective over all ranks, to which it returns the same:
@@ -141,7 +141,7 @@ class HfDirectory:
 
 def plan_files(exporter: Exporter, max_shard_bytes: int) -> ExportPlan:
     """Pure: files of at most `max_shard_bytes`, dealt to the ranks of each stage."""
-    tensors, topology = exporter.plan().tensors, exporter.topology
+    tensors, topology = exporter.plan(as_stored=True).tensors, exporter.topology
     writers = topology.tp * topology.dp
     fair = -(-sum(tensor.nbytes for tensor in tensors) // (writers * topology.pp))
     return plan_export(

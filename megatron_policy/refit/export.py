@@ -97,6 +97,7 @@ def stream_alone(plan: RefitPlan, sources: Sources, place: Place) -> Filled:
             room = place(item.tensor)
         if room is not None and moves is not None:
             parameter, runs_of = moves
+            assert room.offset + item.tensor.nbytes <= room.buffer.nbytes, item.tensor
             target, source = room.buffer.address + room.offset, parameter.data_ptr()
             for at, start, nbytes in runs_of:
                 memmove(target + at, source + start, nbytes)

@@ -5,6 +5,7 @@ Knows no transport.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,15 +42,16 @@ class Exporter:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """No collective waits longer than `timeout_s` seconds, and none moves more than
-        `bucket_bytes`.
+        `bucket_bytes`. Engines are handed `dtype`; None: the checkpoint's own.
         """
         place = assembly.place
         self.topology: Topology = place.topology
         self.coords: Coords = place.coords
         self.rank = place.topology.rank(place.coords)
-        self.timeout_s, self.bucket_bytes = timeout_s, bucket_bytes
+        self.timeout_s, self.bucket_bytes, self.dtype = timeout_s, bucket_bytes, dtype
         self.source_dtypes = assembly.source_dtypes
         self.table = assembly.table
         self._sources = Sources(assembly.held, assembly.table.architecture)
@@ -94,9 +96,13 @@ class Exporter:
         own_stage: bool = False,
         bucket_bytes: int | None = None,
         dtype: torch.dtype | None = None,
+        as_stored: bool = False,
     ) -> RefitPlan:
-        """What a refit moves; see `plan_refit`. `own_stage` leaves out other stages' tensors."""
+        """What a refit moves; see `plan_refit`. `own_stage` leaves out other stages' tensors;
+        `as_stored` is the checkpoint's dtypes, whatever engines are handed.
+        """
         size = bucket_bytes or self.bucket_bytes
+        dtype = None if as_stored else dtype or self.dtype
         key = (names, own_stage, size, dtype)
         if key not in self._plans:
             if len(self._plans) >= _KEPT_PLANS:
@@ -126,6 +132,10 @@ class Exporter:
         """Collective over all ranks: RefitError on all of them, with reasons, if any failed."""
         self._meeting.agree(failure)
 
+    def alive(self) -> AbstractContextManager[None]:
+        """Signs of life for the other ranks while the body waits for an engine."""
+        return self._meeting.pulse.kept()
+
     def sum(self, numbers: Tensor) -> None:
         """Collective over all ranks, in place: add up int64 numbers on the weights' device."""
         self._meeting.sum(numbers)
@@ -138,7 +148,7 @@ class Exporter:
         try:
             for filled in self._streamed(plan, place):
                 yield filled
-                self._meeting.tell()
+                self._meeting.pulse.tell()
         except BaseException as error:
             # Also when the caller stops early: the others are in the middle of an exchange.
             self._meeting.give_up(error)

@@ -93,6 +93,8 @@ class Intake:
         engine = self._engine
         if engine.expected is not None:
             self._compare(engine.expected, _forms_of(manifest.tensors))
+        if not manifest.tensors:
+            raise self._refusal("the trainer has sent nothing")
         if engine.step is not None and manifest.step < engine.step:
             raise self._refusal(
                 f"weights of step {manifest.step} are older than those of step {engine.step}, "

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_policy import device
+from megatron_policy.errors import RefitError
 from megatron_policy.refit.buffers import Room, aligned
 from megatron_policy.refit.digest import algorithm_for, digest
 from megatron_policy.refit.lending import Lent
@@ -39,13 +40,19 @@ class IpcHandles:
         self._exporter, self._directory = exporter, directory
         self._lent: dict[torch.dtype, Lent] = {}
         self._sent: dict[str, Sent] = {}
+        self._step: int | None = None
 
-    def weights(self, names: Sequence[str]) -> Handles:
-        """Lend the tensors of these names to the engine on this rank's device.
+    def weights(self, names: Sequence[str], step: int | None = None) -> Handles:
+        """Lend the tensors of these names to the engine on this rank's device; `step` tells how
+        many optimizer steps are behind them.
 
         Collective: all ranks give the same names. What the last call lent must be out of use.
-        RefitError on all of them when one has no room, or when a name is unknown.
+        RefitError on all of them when one has no room, when a name is unknown, or when the others
+        of this refit were of another step.
         """
+        if self._sent:
+            self._check_step(step)
+        self._step = step
         self._take_back()
         exporter = self._exporter
         exporter.begin()
@@ -73,7 +80,12 @@ class IpcHandles:
         return {device.device_id(): (True, rebuilds, offsets)}
 
     def manifest(self, step: int) -> Manifest:
-        """What was lent since the last manifest, for the engine to check; the end of a refit."""
+        """What was lent since the last manifest, for the engine to check; the end of a refit.
+        RefitError if that is nothing, or of another step.
+        """
+        if not self._sent:
+            raise RefitError("nothing was lent since the last refit: call `weights` first")
+        self._check_step(step)
         sent, self._sent = self._sent, {}
         return Manifest(step, algorithm_for(self._exporter.probe), sent)
 
@@ -81,6 +93,15 @@ class IpcHandles:
         """Take everything back, and forget an unfinished refit."""
         self._take_back()
         self._sent = {}
+
+    def _check_step(self, step: int | None) -> None:
+        before = self._step
+        if None not in (before, step) and before != step:
+            self._sent = {}
+            raise RefitError(
+                f"the policy was trained amid a refit: some weights were lent at step {before}, "
+                f"this is step {step}. Begin again with the first names"
+            )
 
     def _lend(self, places: dict[str, int], tensors: Sequence[RefitTensor]) -> None:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):

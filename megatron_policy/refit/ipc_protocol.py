@@ -22,15 +22,17 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 
+from megatron_policy import device
+from megatron_policy.device.shared import GLOBALS
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.intake import Form
-from megatron_policy.refit.lending import GLOBALS
 from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.shared_memory import Handle
 
 ACK = b"ack"
 ANNOUNCE, COMPLETE = "announce", "complete"
@@ -68,11 +70,15 @@ class Dialect:
 
 def question(pack: Pack) -> bytes:
     """A pack as it is sent."""
-    return pickle.dumps((pack.handle, list(pack.names), pack.used_bytes))
+    handle = pack.handle
+    plain = (_HOST_MEMORY, *astuple(handle)) if isinstance(handle, Handle) else handle
+    return pickle.dumps((plain, list(pack.names), pack.used_bytes))
 
 
 def understood(content: bytes) -> Pack | dict[str, Form] | Manifest:
-    """A question of our dialect. RefitError for anything else; nothing that it names is called."""
+    """A question of our dialect. RefitError for anything else. Where there is no GPU, what a pickle
+    may name are dtypes only, so that it can call nothing.
+    """
     try:
         said = _Unpickler(io.BytesIO(content)).load()
         match said:
@@ -81,7 +87,7 @@ def understood(content: bytes) -> Pack | dict[str, Form] | Manifest:
             case (kind, bytes(encoded)) if kind == COMPLETE:
                 return Manifest.decoded(encoded)
             case (handle, list(names), int(used_bytes)):
-                return Pack(handle, names, used_bytes)
+                return Pack(_opened_handle(handle), names, used_bytes)
     except RefitError:
         raise
     except Exception as error:
@@ -101,14 +107,22 @@ def check_answer(answer: bytes) -> None:
         raise RefitError(f"the engine refused the weights: {reason}")
 
 
+def _opened_handle(said: Any) -> object:
+    match said:
+        case (kind, int(), int(), int(), int(), int()) if kind == _HOST_MEMORY:
+            return Handle(*said[1:])
+    return said
+
+
+_HOST_MEMORY = "host memory"
 _SAME = "Use the same version of megatron_policy on both sides"
 
 
 class _Unpickler(pickle.Unpickler):
-    """Loads plain values, dtypes and handles: a pickle that names anything else could run it."""
+    """Loads plain values, dtypes, and what handles of a GPU name: anything else could be run."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in GLOBALS:
+        if device.is_accelerated() and (module, name) in GLOBALS:
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)

@@ -155,12 +155,29 @@ def remove_if_dead(address: str) -> None:
     end = time.monotonic() + _ENDING_S
     with contextlib.suppress(FileNotFoundError, RefitError):
         while _is_own_socket(path) and time.monotonic() < end:
-            with socket.socket(socket.AF_UNIX) as probe:
-                try:
-                    probe.connect(path)
-                except ConnectionRefusedError:
-                    os.unlink(path)
+            inode = os.lstat(path).st_ino
+            if not _is_listed(path) and _is_refused(path) and os.lstat(path).st_ino == inode:
+                os.unlink(path)
             time.sleep(_RETRY_MS / 1000)
+
+
+def _is_listed(path: str) -> bool:
+    """Whether somebody on this system waits there: asked without a connection, which the next
+    trainer at this address would take for its engine that comes and goes.
+    """
+    with contextlib.suppress(OSError), open("/proc/net/unix", encoding="utf-8") as sockets:
+        return any(line.rstrip("\n").endswith(f" {path}") for line in sockets)
+    return False
+
+
+def _is_refused(path: str) -> bool:
+    """Whether nobody waits there, in a container of the same files either."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return True
+    return False
 
 
 def _is_own_socket(path: str) -> bool:

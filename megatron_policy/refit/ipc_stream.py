@@ -85,7 +85,7 @@ class IpcStream:
         half = (self._buffer_bytes or (HOST_BUFFER_BYTES if on_host else GPU_BUFFER_BYTES)) // 2
         lender = _Lender(packed(plan.tensors, half), half, exporter.device, self._directory)
         line = bound(address, "engine", exporter.timeout_s * _PATIENCE)
-        outlet = _Outlet(line, lender, self._dialect)
+        outlet = _Outlet(line, lender, self._dialect, exporter)
         try:
             outlet.begin(plan)
         except BaseException:
@@ -142,7 +142,8 @@ class _Lender:
 class _Outlet:
     """One rank's end of one stream; see `Outlet`."""
 
-    def __init__(self, line: Line, lender: _Lender, dialect: Dialect) -> None:
+    def __init__(self, line: Line, lender: _Lender, dialect: Dialect, exporter: Exporter) -> None:
+        self._exporter = exporter
         self._line, self._lender, self._dialect = line, lender, dialect
         self._at = 0  # tensors that the pack has so far
         self._asked = False  # and not heard the answer yet
@@ -174,10 +175,11 @@ class _Outlet:
             self._lender.take_back()
 
     def finish(self, manifest: Manifest) -> None:
-        self._hear()
-        self._lender.close()  # the engine may need the room when it loads
-        self._ask(self._dialect.closing(manifest))
-        self._hear()
+        with self._exporter.alive():  # for ranks that wait: the engine may take its time to load
+            self._hear()
+            self._lender.close()  # the engine may need the room when it loads
+            self._ask(self._dialect.closing(manifest))
+            self._hear()
 
     def close(self) -> None:
         try:

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.channels import Channel
 from megatron_policy.refit.patience import within
+from megatron_policy.refit.pulse import Pulse
 from megatron_policy.topology import Coords, Topology
 
 T = TypeVar("T")
@@ -62,10 +63,14 @@ class Meeting:
         self._timeout_s, self._device = timeout_s, device
         self._channels: Channels | None = None
         self._epoch = self._number = self._sums = self._calls = 0
-        self._told = 0.0
         self._unanswered = -1
         # The store may outlive a policy, and what the next one's ranks leave there must be new.
         self._root = f"refit/{self._asked(lambda: self.store.add(f'refit/of rank {self.rank}', 1))}"
+
+        self.pulse = Pulse(
+            lambda by: self._asked(lambda: self.store.add(f"{self._root}/progress", by)),
+            timeout_s / _LOOKS,
+        )
 
     @property
     def store(self) -> dist.Store:
@@ -96,13 +101,6 @@ class Meeting:
                 self._epoch += 1
             self._channels = self._asked(self._joined)
         return self._channels
-
-    def tell(self) -> None:
-        """A sign of life, for ranks that have nothing to do but wait; to be called often."""
-        now = time.monotonic()
-        if now - self._told > self._timeout_s / _LOOKS:
-            self._told = now
-            self._asked(lambda: self.store.add(f"{self._root}/progress", 1))
 
     def sum(self, numbers: Tensor) -> None:
         """Collective over all ranks, in place: add up int64 numbers. Waits as long as others are
@@ -171,7 +169,7 @@ class Meeting:
             self._asked(lambda: self.store.set(everybody, ""))
         seen, quiet_since = -1, time.monotonic()
         while not self._asked(lambda: self._comes(everybody)):
-            sign = self._asked(lambda: self.store.add(f"{self._root}/progress", 0))
+            sign = self.pulse.look()
             now = time.monotonic()
             seen, quiet_since = sign, quiet_since if sign == seen or seen < 0 else now
             if given_up := self._given_up():

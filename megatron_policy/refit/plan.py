@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 
-from megatron_policy.converters.table import EMBEDDING, HEAD, Entry, Table
+from megatron_policy.converters.table import EMBEDDING, HEAD, WEIGHT_DTYPES, Entry, Table
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.refit.geometry import largest_share
 from megatron_policy.topology import LayerSplit
@@ -25,6 +25,8 @@ PACKED_ALIGNMENT = 512
 """Bytes; the host's receivers expect tensors of a pack at multiples of it."""
 
 _WIRE_ALIGNMENT = 16  # bytes; a multiple of every dtype's
+_ROUNDING = 1.02
+"""How far a round may exceed the bucket, so that shares rounded up cost no round of their own."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +110,12 @@ class RefitPlan:
     @property
     def rounds(self) -> int:
         """Exchanges over each kind of group: the streams' bytes over the bucket's, rounded up."""
-        most = self.bucket_bytes // self.slots // _WIRE_ALIGNMENT * _WIRE_ALIGNMENT
+        most = int(self.bucket_bytes * _ROUNDING) // self.slots // _WIRE_ALIGNMENT * _WIRE_ALIGNMENT
         return -(-self._stream_bytes // most) if self.gathers else 0
 
     @cached_property
     def chunk(self) -> int:
-        """Bytes of a stream in a round; `slots` times it is at most a bucket."""
+        """Bytes of a stream in a round; `slots` times it is at most a bucket and 2 % of it."""
         return _aligned(-(-self._stream_bytes // max(1, self.rounds)))
 
     @property
@@ -188,6 +190,9 @@ def plan_refit(
     training keep it here. ConfigError for a bucket too small to be of use, RefitError for a name
     that the model has not.
     """
+    if dtype is not None and dtype not in WEIGHT_DTYPES:
+        legal = ", ".join(str(kind).removeprefix("torch.") for kind in WEIGHT_DTYPES)
+        raise ConfigError(f"weights cannot be handed over as {dtype}; legal: torch's {legal}")
     least = SMALLEST_BUCKET_BYTES * model.slots
     if bucket_bytes < least:
         raise ConfigError(

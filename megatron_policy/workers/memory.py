@@ -56,8 +56,8 @@ class WorkerMemory:
 
     def offload_after_refit(self) -> None:
         """Nothing on the device: the engine has it to itself."""
-        self._on_idle()
         self._policy.enter(IDLE)
+        self._on_idle()
 
     def get_free_memory_bytes(self) -> int:
         """Free bytes of this rank's device, or of the host's memory on CPU."""

@@ -51,19 +51,20 @@ class WorkerRefit:
         self, buffer_size_bytes: int | None = None, kv_scales: Any = None
     ) -> None:
         """Hand all weights to the engine on this rank's device, in two buffers of half of
-        `buffer_size_bytes` each; returns when it has accepted them.
+        `buffer_size_bytes` each; returns when it has accepted them. The engine is a `Receiver`.
 
         RefitError on every rank if any rank's engine refuses or does not answer in time.
         """
         from megatron_policy.refit.ipc_stream import IpcStream
 
         _refuse_scales(kv_scales)
-        self._policy.refit(IpcStream(buffer_bytes=buffer_size_bytes or self._buffer_bytes()))
+        self._policy.refit(IpcStream(buffer_bytes=buffer_size_bytes or self._configured_bytes()))
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
         """[(HF name, bytes)] in order, for the caller to group, and the bytes a group may have."""
         tensors = self._policy.exporter.plan().tensors
-        return [(tensor.name, tensor.nbytes) for tensor in tensors], float(self._buffer_bytes())
+        free = device.shareable_bytes() * _SHARE_OF_FREE_MEMORY
+        return [(t.name, t.nbytes) for t in tensors], float(self._configured_bytes() or free)
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
         """{device id: (True, [(dtype, handle)], {HF name: offset in elements})} of these tensors,
@@ -74,7 +75,7 @@ class WorkerRefit:
         self._policy.settle("get_weights_ipc_handles()", TO_REFIT)
         if self._handles is None:
             self._handles = IpcHandles(self._policy.exporter)
-        return self._handles.weights(tuple(keys))
+        return self._handles.weights(tuple(keys), self._policy.steps)
 
     def get_refit_manifest(self) -> dict[str, Any]:
         """{device id: Manifest} of what `get_weights_ipc_handles` has handed out since the last
@@ -134,11 +135,9 @@ class WorkerRefit:
         self._release()
         self._leave_group()
 
-    def _buffer_bytes(self) -> int:
+    def _configured_bytes(self) -> int | None:
         size = self._policy.config.refit_buffer_size_gb
-        if size is not None:
-            return int(size * 2**30)
-        return int(device.memory_info().free * _SHARE_OF_FREE_MEMORY)
+        return None if size is None else int(size * 2**30)
 
 
 def _elements(tensor: RefitTensor) -> int:

@@ -386,7 +386,8 @@ def test_nothing_that_a_message_names_is_called(said: Any) -> None:
         understood(pickle.dumps((said, ["a"], 1)))
 
 
-def test_a_handle_of_gpu_memory_is_let_through() -> None:
+def test_a_handle_of_gpu_memory_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_policy.device.is_accelerated", lambda: True)
     """As torch makes it: type, size, stride, offset, storage type, dtype, GPU, handles."""
     storage = (
         torch.storage.TypedStorage,
