@@ -5,7 +5,7 @@
 or `LLM(MODEL, worker_extension_cls=...)`, with this folder on PYTHONPATH. vLLM makes its worker
 class inherit from the named one, and `collective_rpc(METHOD, args=...)` calls a method of every
 worker. This file imports nothing of vLLM. It has been run with a stand-in for a worker, and not
-yet inside vLLM, for want of a GPU.
+yet inside vLLM.
 """
 
 from __future__ import annotations
