@@ -43,7 +43,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "PP2xVPP2": ("PP2xVPP2", {}, {}),
     "distributed optimizer": ("DP2", SHARDED, {}),
     "distributed optimizer, overlapped": ("DP2", OVERLAPPED, {}),
-    "fp32 main parameters": ("one process", {}, BF16),
     "distributed fp32 main parameters": ("DP2", OVERLAPPED, BF16),
     "experts": ("DP2", OVERLAPPED, {}),
 }

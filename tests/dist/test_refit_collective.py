@@ -22,11 +22,8 @@ from tests.refit_engine import bits
 BUCKET = 32 * 1024
 TIMEOUT_S = 60.0
 CASES = {
-    "TP2": LAYOUTS["TP2"],
-    "PP2": LAYOUTS["PP2"],
     "TP2xPP2": layout(4, tp=2, pp=2),
     "PP2xVPP2": LAYOUTS["PP2xVPP2"],
-    "DP2": LAYOUTS["DP2"],
 }
 
 
