@@ -92,6 +92,6 @@ def test_every_rank_gets_every_tensor_once_bit_equal_in_as_few_rounds_as_bytes_n
         for name, tensor in result["tensors"].items():
             assert torch.equal(tensor, expected[name]), name
             assert tensor.dtype == expected[name].dtype
-        assert result["rounds"] in (0, *range(2, 10**6)), "more than one round, or none needed"
+        assert result["rounds"] > 1 or not result["groups"], "or nothing is cut"
         bound = 2 + math.ceil(result["total"] / (2 * SMALL)) * max(1, result["groups"])
         assert result["calls"] + 1 <= bound, "the closing agreement included"

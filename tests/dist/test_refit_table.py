@@ -8,7 +8,9 @@ import math
 import os
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,9 @@ from tests.ranks import RankPool
 VOCAB, ROWS, LENGTH = 256, 4, 12
 BUCKET = 48 * 1024
 ROUNDS = 2
+COLLECTIVES = """all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all
+    all_to_all_single barrier broadcast broadcast_object_list gather gather_object irecv isend recv
+    reduce reduce_scatter reduce_scatter_tensor scatter scatter_object_list send""".split()
 Ports = tuple[int, int]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama tied": ("llama", {"tied": True}),
@@ -63,7 +68,7 @@ def trainer(world: int, path: Path, cfg: dict[str, Any], box: Path, ports: Ports
 
 
 def _refits(policy: MegatronPolicy, mail: Mailbox, box: Path, ports: Ports) -> dict[str, Any]:
-    world, calls, counted = policy.topology.world_size, {}, _count_calls()
+    world, calls = policy.topology.world_size, {}
     mail.put(f"info {policy.rank}", policy.exporter.plan().info())
     groups = {
         "collective": Collective.join(policy.exporter, "127.0.0.1", ports[0], 2, timeout_s=WAIT_S),
@@ -73,7 +78,6 @@ def _refits(policy: MegatronPolicy, mail: Mailbox, box: Path, ports: Ports) -> d
     }
     handles = IpcHandles(policy.exporter)
     for number in range(ROUNDS):
-        before = policy.exporter.calls, len(counted)
         policy.export_hf(box / f"export {number}")
         steps = {
             "ipc stream": lambda n=number: policy.refit(
@@ -89,14 +93,14 @@ def _refits(policy: MegatronPolicy, mail: Mailbox, box: Path, ports: Ports) -> d
             ),
         }
         for name, step in steps.items():
-            before = policy.exporter.calls, len(counted)
-            broadcasts = sum(group.broadcasts for group in groups.values())
-            step()
+            before = _calls(policy, groups)
+            with _counted_calls() as outside:
+                step()
+            calls[name, number] = _calls(policy, groups) - before, outside
             if name == "disk":
                 dist.barrier()
-                mail.put(f"published {number}") if policy.rank == 0 else None
-            sent = sum(group.broadcasts for group in groups.values()) - broadcasts
-            calls[name, number] = policy.exporter.calls - before[0] + sent, counted[before[1] :]
+                if policy.rank == 0:
+                    mail.put(f"published {number}")
         if number + 1 < ROUNDS:
             batch = make_batch(ROWS, LENGTH, VOCAB)
             share = ROWS // policy.topology.dp
@@ -122,24 +126,29 @@ def _lend(policy: MegatronPolicy, handles: IpcHandles, mail: Mailbox, number: in
     handles.release()
 
 
-def _count_calls() -> list[str]:
-    """Names of torch.distributed's collectives as they are called from here on."""
+def _calls(policy: MegatronPolicy, groups: dict[str, Collective]) -> int:
+    """Of refits' own collectives, and of broadcasts to engines."""
+    return policy.exporter.calls + sum(group.broadcasts for group in groups.values())
+
+
+@contextmanager
+def _counted_calls() -> Iterator[list[str]]:
+    """Names of torch.distributed's collectives, as they are called within this context."""
+    names = [name for name in dist.distributed_c10d.__all__ if name in COLLECTIVES]
+    assert len(names) == len(COLLECTIVES)
     seen: list[str] = []
-    for name in ("broadcast", "all_gather", "all_gather_into_tensor", "all_reduce", "gather"):
-        _watch(name, seen)
-    for name in ("all_gather_object", "broadcast_object_list", "gather_object", "send", "recv"):
-        _watch(name, seen)
-    return seen
 
+    def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append(name)
+            return original(*args, **kwargs)
 
-def _watch(name: str, seen: list[str]) -> None:
-    original = getattr(dist, name)
+        return call
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        seen.append(name)
-        return original(*args, **kwargs)
-
-    setattr(dist, name, watched)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(dist, name, watched(name, getattr(dist, name)))
+        yield seen
 
 
 class Holder:
@@ -194,11 +203,11 @@ def _compared(
 
 def _stream_engine(mail: Mailbox, box: Path, rank: int) -> Any:
     holder, receiver = _engine(mail)
+    rows = []
     for number in range(ROUNDS):
         manifest = receiver.receive_ipc_stream(f"ipc://{box}/{number}.{rank}")
-        yield_ = _compared(f"ipc stream {rank}", number, holder, box, manifest.step)
-        mail.put(f"row stream {rank} {number}", yield_)
-    return [mail.get(f"row stream {rank} {number}") for number in range(ROUNDS)]
+        rows.append(_compared(f"ipc stream {rank}", number, holder, box, manifest.step))
+    return rows
 
 
 def _handles_engine(mail: Mailbox, box: Path, rank: int) -> Any:
