@@ -34,7 +34,8 @@ from megatron_policy.config_sections import (
     TokenizerConfig,
 )
 from megatron_policy.errors import ConfigError
-from megatron_policy.refit.plan import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S
+from megatron_policy.refit.patience import DEFAULT_TIMEOUT_S
+from megatron_policy.refit.plan import DEFAULT_BUCKET_BYTES
 
 __all__ = [
     "DTensorConfig",

@@ -40,6 +40,8 @@ FLOORS: tuple[tuple[str, int], ...] = (
     ("refit.geometry", 0),
     ("refit.files", 0),
     ("refit.manifest", 0),
+    ("refit.buffers", 0),
+    ("refit.patience", 0),
     ("refit.wire", 0),
     ("conversion.digests", 1),
     ("conversion.manifest", 1),

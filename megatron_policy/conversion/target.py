@@ -28,7 +28,8 @@ from megatron_policy.converters.raw_files import RawFiles
 from megatron_policy.converters.safetensors_format import encode
 from megatron_policy.converters.stored import Stored
 from megatron_policy.converters.table import Entry, Table
-from megatron_policy.refit.files import ExportTensor, plan_export
+from megatron_policy.refit.files import plan_export
+from megatron_policy.refit.plan import RefitTensor
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Target:
 def hf_target(infos: Mapping[str, Info], files: RawFiles, max_file_bytes: int) -> Target:
     """Safetensors of these tensors, in this order, with an index where it takes several files."""
     plan = plan_export(
-        [ExportTensor(name, info.shape, info.dtype) for name, info in infos.items()],
+        [RefitTensor(name, info.shape, info.dtype) for name, info in infos.items()],
         max_file_bytes,
     )
     stored: dict[str, Stored] = {}

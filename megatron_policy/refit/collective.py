@@ -18,15 +18,12 @@ from megatron_policy.refit.calls import Caller, group_name, heard
 from megatron_policy.refit.channels import Channel, Pending
 from megatron_policy.refit.chunks import Writer
 from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.patience import FOR_THE_OTHER_SIDE
 from megatron_policy.refit.wire import Layout, Stream
 
 if TYPE_CHECKING:
     from megatron_policy.refit.exporter import Exporter
     from megatron_policy.refit.plan import RefitPlan, RefitTensor
-
-_PATIENCE = 0.75
-"""Of the timeout: how long engines are waited for, so that the ranks which wait for this one to
-gather with them hear the reason before their own time is up."""
 
 
 class Collective:
@@ -63,7 +60,7 @@ class Collective:
             )
         by_stage = train_world_size is not None
         sender, member = _sender_of(exporter, by_stage), None
-        patience_s = (timeout_s or exporter.timeout_s) * _PATIENCE
+        patience_s = (timeout_s or exporter.timeout_s) * FOR_THE_OTHER_SIDE
         if sender is not None:
             board = Board(ip, port, patience_s, host=sender == 0)
             member = Member(board, sender, engines, patience_s)

@@ -27,10 +27,9 @@ from megatron_policy.refit.calls import (
 from megatron_policy.refit.channels import Channel, Pending
 from megatron_policy.refit.intake import Intake
 from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.patience import DEFAULT_TIMEOUT_S
 from megatron_policy.refit.staging import readers_of
 from megatron_policy.refit.wire import Layout
-
-DEFAULT_TIMEOUT_S = 120.0
 
 
 def join_collective(

@@ -14,7 +14,7 @@ from megatron_policy.converters import hf_writing, publishing
 from megatron_policy.errors import ConfigError, ExportError, RefitError
 from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.disk_files import DirectoryOutlet
-from megatron_policy.refit.files import ExportPlan, ExportTensor, plan_export
+from megatron_policy.refit.files import ExportPlan, plan_export
 from megatron_policy.refit.plan import RefitPlan
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def plan_files(exporter: Exporter, max_shard_bytes: int) -> ExportPlan:
     writers = topology.tp * topology.dp
     fair = -(-sum(tensor.nbytes for tensor in tensors) // (writers * topology.pp))
     return plan_export(
-        [ExportTensor(t.name, t.shape, t.dtype, t.stage) for t in tensors],
+        tensors,
         min(max_shard_bytes, max(fair, _MIN_SHARD_BYTES)),
         writers,
     )

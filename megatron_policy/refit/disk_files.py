@@ -47,9 +47,12 @@ class DirectoryOutlet:
         self._written: dict[str, hf_writing.ShardFile] = {}
         self._digests: dict[str, int] = {}
         largest = max((tensor.nbytes for file in own for tensor in file.tensors), default=0)
-        self._buffer = Buffer.on(exporter.device, largest)
         self._failure: Exception | None = None
         self._published = False
+        try:
+            self._buffer = Buffer.on(exporter.device, largest)
+        except RuntimeError as error:
+            self._failure = error
 
     def place(self, tensor: RefitTensor) -> Room | None:
         """See `delivery.Outlet`; None for what is in others' files."""

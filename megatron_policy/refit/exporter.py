@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megatron_policy.refit.export import Filled, Place, Sources, stream_alone, stream_together
 from megatron_policy.refit.meeting import Meeting
+from megatron_policy.refit.patience import DEFAULT_TIMEOUT_S
 from megatron_policy.refit.plan import (
     DEFAULT_BUCKET_BYTES,
-    DEFAULT_TIMEOUT_S,
     Model,
     RefitPlan,
     plan_refit,
@@ -45,7 +45,7 @@ class Exporter:
         dtype: torch.dtype | None = None,
     ) -> None:
         """No collective waits longer than `timeout_s` seconds, and none moves more than
-        `bucket_bytes`. Engines are handed `dtype`; None: the checkpoint's own.
+        `bucket_bytes` and 2 % of them. Engines are handed `dtype`; None: the checkpoint's own.
         """
         place = assembly.place
         self.topology: Topology = place.topology

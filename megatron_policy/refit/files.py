@@ -5,29 +5,11 @@ Pure: knows no process group and no disk.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import dtype
-
-
-@dataclass(frozen=True)
-class ExportTensor:
-    """One HF tensor to write, and the pipeline stage that has it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: dtype
-    stage: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+from megatron_policy.refit.plan import RefitTensor
 
 
 @dataclass(frozen=True)
@@ -37,7 +19,7 @@ class ExportFile:
     name: str
     stage: int
     writer: int
-    tensors: tuple[ExportTensor, ...]
+    tensors: tuple[RefitTensor, ...]
 
 
 @dataclass(frozen=True)
@@ -58,7 +40,7 @@ class ExportPlan:
 
 
 def plan_export(
-    inventory: Sequence[ExportTensor], max_shard_size: int, writers: int = 1
+    inventory: Sequence[RefitTensor], max_shard_size: int, writers: int = 1
 ) -> ExportPlan:
     """Deal tensors to files of at most `max_shard_size` bytes, and files to each stage's `writers`.
 
@@ -89,9 +71,9 @@ def file_name(index: int, count: int) -> str:
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _cut(tensors: Iterable[ExportTensor], limit: int) -> list[tuple[ExportTensor, ...]]:
+def _cut(tensors: Iterable[RefitTensor], limit: int) -> list[tuple[RefitTensor, ...]]:
     """Consecutive runs of at most `limit` bytes, at least one tensor each."""
-    shards: list[list[ExportTensor]] = []
+    shards: list[list[RefitTensor]] = []
     room = 0
     for tensor in tensors:
         if not shards or tensor.nbytes > room:

@@ -17,6 +17,7 @@ from megatron_policy.refit.ipc_protocol import Dialect
 from megatron_policy.refit.ipc_socket import Line, bound
 from megatron_policy.refit.lending import Lent
 from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.patience import FOR_THE_OTHER_SIDE
 from megatron_policy.refit.plan import Pack, RefitPlan, RefitTensor, packed
 from megatron_policy.refit.shared_memory import DIRECTORY
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 HOST_BUFFER_BYTES = 32 * 2**20  # new pages cost more than more packs; containers have 64 MiB
 GPU_BUFFER_BYTES = 512 * 2**20
 SMALLEST_BUFFER_BYTES = 1024
-_PATIENCE = 0.75  # of the timeout: the other ranks, who wait for this one, hear why it failed
 
 
 def address_of(device_id: str) -> str:
@@ -84,7 +84,7 @@ class IpcStream:
         on_host = exporter.device.type == "cpu"
         half = (self._buffer_bytes or (HOST_BUFFER_BYTES if on_host else GPU_BUFFER_BYTES)) // 2
         lender = _Lender(packed(plan.tensors, half), half, exporter.device, self._directory)
-        line = bound(address, "engine", exporter.timeout_s * _PATIENCE)
+        line = bound(address, "engine", exporter.timeout_s * FOR_THE_OTHER_SIDE)
         outlet = _Outlet(line, lender, self._dialect, exporter)
         try:
             outlet.begin(plan)

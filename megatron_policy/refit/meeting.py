@@ -62,7 +62,8 @@ class Meeting:
         self._topology, self._coords = topology, coords
         self._timeout_s, self._device = timeout_s, device
         self._channels: Channels | None = None
-        self._epoch = self._number = self._sums = self._calls = 0
+        self._epoch = self._number = self._calls = 0
+        self._left: list[str] = []
         self._unanswered = -1
         # The store may outlive a policy, and what the next one's ranks leave there must be new.
         self._root = f"refit/{self._asked(lambda: self.store.add(f'refit/of rank {self.rank}', 1))}"
@@ -87,9 +88,9 @@ class Meeting:
         up, must not meet them in the next.
         """
         if self.rank == 0:
-            for place in range(self._sums):  # nobody waits for these any more
-                self._asked(lambda place=place: self._drop(place))
-        self._number, self._sums = self._number + 1, 0
+            for key in self._left:  # nobody waits for these any more
+                self._asked(lambda key=key: self.store.delete_key(key))
+        self._number, self._left = self._number + 1, []
 
     def channels(self) -> Channels:
         """This epoch's; RefitError where another rank does not come in time, or has given up."""
@@ -110,7 +111,7 @@ class Meeting:
             return
         try:
             world = self.channels().world
-            self._all_here()
+            self._all_here(numbers.numel())
             world.sum(numbers).wait()
             # What another rank sent before it gave up is enough to complete the sum here.
             given_up = self._given_up()
@@ -160,10 +161,12 @@ class Meeting:
             world=channel("world", self.rank, size.world_size),
         )
 
-    def _all_here(self) -> None:
-        """Wait until every rank is at its next sum, as long as there are signs of life."""
-        arrived, everybody = self._keys(self._sums)
-        self._sums += 1
+    def _all_here(self, count: int) -> None:
+        """Wait until every rank is at its next sum, of `count` numbers, as long as there are signs
+        of life. A rank that is at another sum does not come, and must not meet these.
+        """
+        arrived, everybody = self._keys(count)
+        self._left += [arrived, everybody]
         size = self._topology.world_size
         if self._asked(lambda: self.store.add(arrived, 1)) == size:
             self._asked(lambda: self.store.set(everybody, ""))
@@ -191,16 +194,12 @@ class Meeting:
             pause = min(2 * pause, _LONGEST_S)
         return True
 
-    def _keys(self, place: int) -> tuple[str, str]:
-        end = f"{self._number}/{place}"
+    def _keys(self, count: int) -> tuple[str, str]:
+        end = f"{self._number}/{len(self._left)}/{count}"
         return f"{self._root}/arrived/{end}", f"{self._root}/everybody/{end}"
 
     def _reason_key(self, rank: int) -> str:
         return f"{self._root}/reason/{rank}"
-
-    def _drop(self, place: int) -> None:
-        for key in self._keys(place):
-            self.store.delete_key(key)
 
     def _leave(self, broken: bool = False) -> None:
         channels, self._channels = self._channels, None

@@ -6,6 +6,12 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+DEFAULT_TIMEOUT_S = 120.0
+
+FOR_THE_OTHER_SIDE = 0.75
+"""Of the timeout: how long a trainer's rank waits for its engine, so that the ranks which wait for
+this one to gather with them hear the reason before their own time is up."""
+
 T = TypeVar("T")
 
 

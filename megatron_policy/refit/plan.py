@@ -15,15 +15,12 @@ import torch
 
 from megatron_policy.converters.table import EMBEDDING, HEAD, WEIGHT_DTYPES, Entry, Table
 from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.refit.buffers import aligned
 from megatron_policy.refit.geometry import largest_share
 from megatron_policy.topology import LayerSplit
 
 DEFAULT_BUCKET_BYTES = 512 * 2**20
-DEFAULT_TIMEOUT_S = 120.0
 SMALLEST_BUCKET_BYTES = 4096
-PACKED_ALIGNMENT = 512
-"""Bytes; the host's receivers expect tensors of a pack at multiples of it."""
-
 _WIRE_ALIGNMENT = 16  # bytes; a multiple of every dtype's
 _ROUNDING = 1.02
 """How far a round may exceed the bucket, so that shares rounded up cost no round of their own."""
@@ -36,7 +33,7 @@ class RefitTensor:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    stage: int
+    stage: int = 0
 
     @cached_property
     def nbytes(self) -> int:
@@ -116,7 +113,7 @@ class RefitPlan:
     @cached_property
     def chunk(self) -> int:
         """Bytes of a stream in a round; `slots` times it is at most a bucket and 2 % of it."""
-        return _aligned(-(-self._stream_bytes // max(1, self.rounds)))
+        return aligned(-(-self._stream_bytes // max(1, self.rounds)), _WIRE_ALIGNMENT)
 
     @property
     def collectives(self) -> int:
@@ -223,7 +220,7 @@ def packed(tensors: Sequence[RefitTensor], capacity: int) -> tuple[Pack, ...]:
     group: list[tuple[RefitTensor, int]] = []
     used = 0
     for tensor in tensors:
-        space = -(-tensor.nbytes // PACKED_ALIGNMENT) * PACKED_ALIGNMENT
+        space = aligned(tensor.nbytes)
         if group and used + space > capacity:
             packs.append(_pack(group, used))
             group, used = [], 0
@@ -273,7 +270,7 @@ def _items(
             first=first,
             last=index + 1 == len(chosen) or _name(chosen[index + 1]) != name,
         )
-        start = _aligned(item.end)
+        start = aligned(item.end, _WIRE_ALIGNMENT)
         yield item
 
 
@@ -288,7 +285,3 @@ def _refuse_unknown(names: Collection[str], table: Table) -> None:
             f"this {table.family} model has no HF tensor {', '.join(unknown[:8])}; "
             "ask for names that prepare_refit_info lists"
         )
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _WIRE_ALIGNMENT) * _WIRE_ALIGNMENT

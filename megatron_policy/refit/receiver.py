@@ -10,8 +10,7 @@ from typing import Any
 
 from megatron_policy.refit.intake import Engine, Intake, Load, forms
 from megatron_policy.refit.manifest import Manifest
-
-DEFAULT_TIMEOUT_S = 120.0
+from megatron_policy.refit.patience import DEFAULT_TIMEOUT_S
 
 
 class Receiver:

@@ -113,7 +113,8 @@ class WorkerRefit:
         num_buffers: int | None = None,
     ) -> None:
         """Hand all weights to the engines that joined, at most `buffer_size_bytes` per broadcast;
-        returns when all of them have accepted. `num_buffers` is the host's; two are always used.
+        returns when all of them have accepted. `num_buffers` is the host's and has no
+        effect: the next chunk is gathered while one is on its way.
         """
         _refuse_scales(kv_scales)
         if self._group is None:

@@ -6,12 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_policy.refit.files import ExportTensor, plan_export
+from megatron_policy.refit.files import plan_export
+from megatron_policy.refit.plan import RefitTensor
 
 
-def tensors(*sizes: int, stage: int = 0) -> list[ExportTensor]:
+def tensors(*sizes: int, stage: int = 0) -> list[RefitTensor]:
     """Float32 tensors of so many elements."""
-    return [ExportTensor(f"s{stage}.t{i}", (n,), torch.float32, stage) for i, n in enumerate(sizes)]
+    return [RefitTensor(f"s{stage}.t{i}", (n,), torch.float32, stage) for i, n in enumerate(sizes)]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -50,7 +51,7 @@ def test_the_writers_of_each_stage_share_its_files() -> None:
 
 
 def test_tensors_of_mixed_width_count_their_bytes() -> None:
-    half = ExportTensor("half", (3, 2), torch.bfloat16)
+    half = RefitTensor("half", (3, 2), torch.bfloat16)
     assert half.nbytes == 12
     assert len(plan_export([*tensors(1), half], 16).files) == 1
     assert len(plan_export([*tensors(1), half], 15).files) == 2
