@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_policy.errors import ConfigError
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
 from tests.dist.layouts import LAYOUTS, LENGTH, OVERLAPPED, VOCAB
@@ -32,7 +33,7 @@ def interrupted(config: dict[str, Any]) -> dict[str, bool]:
             inside = weights(policy)
             raise KeyError("stop here")
         after = weights(policy)
-        nested = pytest.raises(RuntimeError, match="active already")
+        nested = pytest.raises(ConfigError, match="has to wait until the reference policy has ended")
         with policy.reference(), nested, policy.reference():
             pass
         return {
