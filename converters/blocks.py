@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
+from megatron_policy.errors import ConversionError
+
 from .architecture import Architecture
 
 if TYPE_CHECKING:
@@ -71,6 +73,10 @@ class Row(Hashable, Protocol):
     @property
     def shard_dim(self) -> int | None:
         """Dimension that tensor-parallel ranks share out; None: each holds the whole parameter."""
+
+    @property
+    def stripes(self) -> int:
+        """Runs of equal length along `shard_dim`, of each of which every rank holds its part."""
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         """Shapes of the HF tensors."""
@@ -143,3 +149,19 @@ def unpack(row: Row, arch: Architecture, whole: Tensor) -> list[Tensor]:
 def _region(shard: Tensor, block: Block) -> Tensor:
     """The block's elements of a shard: a view, written to past autograd when it is a parameter."""
     return shard.detach().view(block.shard_view)[block.shard_index]
+
+
+def nth(index: int, length: int) -> slice:
+    """Run `index` of those of `length` elements."""
+    return slice(index * length, (index + 1) * length)
+
+
+def even(total: int, size: int, row: Row) -> int:
+    """A rank's share of `total`; ConversionError naming the legal sizes where it is uneven."""
+    if total % size:
+        legal = [n for n in range(1, min(total, 128) + 1) if total % n == 0]
+        raise ConversionError(
+            f"{row.megatron}: {total} cannot be split over {size} tensor-parallel ranks; "
+            f"choose one of {legal}"
+        )
+    return total // size

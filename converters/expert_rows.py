@@ -28,6 +28,7 @@ class StackedGateUp:
     owns: ClassVar[bool] = True
     keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = 0
+    stripes: ClassVar[int] = 2
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         experts, rows = arch.shape(("moe.experts", "moe.ffn_hidden_size"))
@@ -66,6 +67,7 @@ class StackedRows:
     owns: ClassVar[bool] = True
     keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = 1
+    stripes: ClassVar[int] = 1
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         experts, out, inner = arch.shape(("moe.experts", *self.dims))
@@ -96,6 +98,7 @@ class StackedWhole:
     owns: ClassVar[bool] = True
     keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = None
+    stripes: ClassVar[int] = 1
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         return (arch.shape(("moe.experts", *self.dims)),)

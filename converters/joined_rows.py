@@ -29,6 +29,10 @@ class Joined:
     def when(self) -> str:
         return self.of.when
 
+    @property
+    def stripes(self) -> int:
+        return self.of.stripes
+
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         shapes = self.of.hf_shapes(arch)
         return ((sum(rows for rows, *_ in shapes), *shapes[0][1:]),)

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron_policy.errors import ConversionError
-
 from .architecture import Architecture, padded_vocab
 from .blocks import (
     Block,
     Row,
     Shape,
     blocks_of,
+    even,
     fill_parts,
     fill_shard,
+    nth,
     pack,
     shard,
     unpack,
@@ -39,8 +39,10 @@ __all__ = [
     "Vocab",
     "Whole",
     "blocks_of",
+    "even",
     "fill_parts",
     "fill_shard",
+    "nth",
     "pack",
     "shard",
     "unpack",
@@ -62,6 +64,7 @@ class Whole:
     """It stays in its own dtype whatever the precision of the model: nobody casts it."""
     owns: ClassVar[bool] = True
     shard_dim: ClassVar[int | None] = None
+    stripes: ClassVar[int] = 1
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         return (arch.shape(self.dims),)
@@ -88,6 +91,7 @@ class Columns:
     owns: ClassVar[bool] = True
     keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = 0
+    stripes: ClassVar[int] = 1
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         return (arch.shape(self.dims),)
@@ -115,6 +119,7 @@ class Rows:
     owns: ClassVar[bool] = True
     keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = 1
+    stripes: ClassVar[int] = 1
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         return (arch.shape(self.dims),)
@@ -143,6 +148,7 @@ class Qkv:
     owns: ClassVar[bool] = True
     keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = 0
+    stripes: ClassVar[int] = 1
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         tail = arch.shape(self.tail)
@@ -195,6 +201,7 @@ class GateUp:
     owns: ClassVar[bool] = True
     keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = 0
+    stripes: ClassVar[int] = 2
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         return (arch.shape(self.dims),) * 2
@@ -225,6 +232,7 @@ class Vocab:
     owns: ClassVar[bool] = True
     keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = 0
+    stripes: ClassVar[int] = 1
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         return (arch.shape(self.dims),)
@@ -255,6 +263,7 @@ class Tied:
     owns: ClassVar[bool] = False
     keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = 0
+    stripes: ClassVar[int] = 1
 
     @property
     def hf(self) -> tuple[str, ...]:
@@ -281,19 +290,3 @@ class Ignore:
     why: str
     when: str = ""
     equals: str = ""
-
-
-def nth(index: int, length: int) -> slice:
-    """Run `index` of those of `length` elements."""
-    return slice(index * length, (index + 1) * length)
-
-
-def even(total: int, size: int, row: Row) -> int:
-    """A rank's share of `total`; ConversionError naming the legal sizes where it is uneven."""
-    if total % size:
-        legal = [n for n in range(1, min(total, 128) + 1) if total % n == 0]
-        raise ConversionError(
-            f"{row.megatron}: {total} cannot be split over {size} tensor-parallel ranks; "
-            f"choose one of {legal}"
-        )
-    return total // size
