@@ -120,7 +120,24 @@ def tiled(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
         return False
     if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
         return False
-    return _is_grid(shape, boxes) or _are_disjoint(boxes)
+    return _is_cut(shape, boxes) or _is_grid(shape, boxes) or _are_disjoint(boxes)
+
+
+def _is_cut(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
+    """Whether the boxes are what cuts through the first dimension leave of the tensor, cuts through
+    the second of each of those slabs, and so on: told in as many steps as there are boxes.
+    """
+    if not shape:
+        return len(boxes) == 1
+    slabs: dict[tuple[int, int], list[tuple[Shape, Shape]]] = {}
+    for origin, sizes in boxes:
+        slabs.setdefault((origin[0], sizes[0]), []).append((origin[1:], sizes[1:]))
+    end = 0
+    for start, size in sorted(slabs):
+        if start != end or not size:
+            return False
+        end = start + size
+    return end == shape[0] and all(tiled(shape[1:], slab) for slab in slabs.values())
 
 
 def _is_grid(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
