@@ -26,6 +26,11 @@ class Continuing:
         self._generator = torch.Generator(device=device.current_device())
         self._generator.manual_seed(config.seed + replica)
 
+    @property
+    def generator(self) -> torch.Generator:
+        """Where the random numbers come from: who restores a policy sets its state."""
+        return self._generator
+
     def __call__(self, data: BatchedDataDict, greedy: bool) -> Continuations:
         """Continue right-padded prompts; ConfigError where settings or tokenizer are missing."""
         return generate(

@@ -25,7 +25,9 @@ __all__ = [
     "place_process",
     "prepare_platform",
     "private_group",
+    "random_state",
     "reset_peak_memory",
+    "set_random_state",
     "shareable_bytes",
     "synchronize",
 ]
@@ -160,6 +162,18 @@ def reset_peak_memory() -> None:
     """Forget the peak so far; on CPU nothing: that peak is the operating system's."""
     if is_accelerated():
         torch.cuda.reset_peak_memory_stats()
+
+
+def random_state() -> torch.Tensor | None:
+    """The state of the device's default generator, in host memory; None where there is none but the
+    CPU's, which torch gives itself.
+    """
+    return torch.cuda.get_rng_state() if is_accelerated() else None
+
+
+def set_random_state(state: torch.Tensor) -> None:
+    """Set the device's default generator to what `random_state` gave."""
+    torch.cuda.set_rng_state(state)
 
 
 def host_buffer(like: torch.Tensor) -> torch.Tensor:

@@ -17,12 +17,13 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.architecture import Architecture, padded_vocab
 from megatron_policy.converters.hf_files import HfReader
 from megatron_policy.converters.table import Table
+from megatron_policy.errors import CheckpointError
 from megatron_policy.groups import Groups, make_groups
 from megatron_policy.layout import layer_split
 from megatron_policy.model.build import build_chunks
 from megatron_policy.model.config import transformer_config
 from megatron_policy.model.experts import forget_routing, freeze_routers
-from megatron_policy.model.load import Held, held_entries, load_parameters
+from megatron_policy.model.load import Held, held_entries, load_parameters, mark_unfilled
 from megatron_policy.model.optimizer import Trainable, make_trainable
 from megatron_policy.model.spec import resolve_implementation
 from megatron_policy.topology import Placement, Topology
@@ -31,6 +32,7 @@ from megatron_policy.train.head import Head
 from megatron_policy.train.pipeline import Pipeline
 from megatron_policy.train.reference import ReferenceWeights
 
+_SHOWN = 5
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -78,11 +80,16 @@ def assemble(
     init_optimizer: bool,
     init_reference_model: bool,
     timeout_s: float,
+    source_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Assembly:
     """Build and load this rank's part of the model; the default process group must exist and fit
     `topology`.
+
+    With `source_dtypes`, for each HF tensor the dtype in which it is exported, no weights are read:
+    parameters and lasting buffers are as `mark_unfilled` leaves them, and main parameters copies.
+    CheckpointError if a tensor has no dtype there. There is no reference policy then.
     """
-    settings, arch = config.megatron_cfg, table.architecture
+    settings, arch, precision = config.megatron_cfg, table.architecture, DTYPES[config.precision]
     implementation = resolve_implementation(settings.transformer_impl, arch)
     place = Placement(
         topology, topology.coords(dist.get_rank()), layer_split(config, arch, topology)
@@ -92,15 +99,14 @@ def assemble(
         arch,
         settings,
         topology,
-        DTYPES[config.precision],
+        precision,
         implementation,
         variable_lengths=config.dynamic_batching.enabled or config.sequence_packing.enabled,
     )
     built: Any = build_chunks(arch, model_config, place, implementation, config.seed)
     held = held_entries(built, table, place)
-    with HfReader(config.model_name) as reader:
-        load_parameters(held, reader, table, place)
-        source_dtypes = dict(reader.dtypes)
+    assert source_dtypes is None or not init_reference_model, "a reference is what was read"
+    source_dtypes = _fill(config, held, table, place, source_dtypes)
     if settings.freeze_moe_router:
         freeze_routers(built)
     reference = ReferenceWeights([p for _, p in held]) if init_reference_model else None
@@ -118,16 +124,31 @@ def assemble(
     head = _head(config, arch, place, groups, built[last]) if place.holds_head(last) else None
     pipeline = Pipeline(tuple(chunks), groups, topology, arch.vocab_size, head)
     return Assembly(
-        place,
-        groups,
-        table,
-        held,
-        source_dtypes,
-        DTYPES[config.precision],
-        pipeline,
-        trainable,
-        reference,
+        place, groups, table, held, source_dtypes, precision, pipeline, trainable, reference
     )
+
+
+def _fill(
+    config: PolicyConfig,
+    held: Held,
+    table: Table,
+    place: Placement,
+    source_dtypes: Mapping[str, torch.dtype] | None,
+) -> Mapping[str, torch.dtype]:
+    """Read what is held from the model's own files, or mark it where dtypes are given; the dtypes
+    in which it is exported.
+    """
+    if source_dtypes is None:
+        with HfReader(config.model_name) as reader:
+            load_parameters(held, reader, table, place)
+            return dict(reader.dtypes)
+    if unknown := sorted(table.hf_shapes().keys() - source_dtypes.keys()):
+        raise CheckpointError(
+            f"the checkpoint is of another model than {config.model_name}: it does not know "
+            f"{', '.join(unknown[:_SHOWN])}. Set policy.model_name to the model it was saved from"
+        )
+    mark_unfilled(held)
+    return source_dtypes
 
 
 def _head(

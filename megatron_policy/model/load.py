@@ -1,10 +1,10 @@
-"""Fills this rank's parameters from a Hugging Face checkpoint: an executor of the table, with no
-names of its own.
+"""Fills this rank's parameters from a Hugging Face checkpoint, or marks them as not filled yet: an
+executor of the table, with no names of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -12,9 +12,17 @@ from megatron.core.models.gpt import GPTModel
 from megatron_policy.converters.hf_files import HfReader
 from megatron_policy.converters.rows import fill_shard
 from megatron_policy.converters.table import Entry, Table, canonical_name
+from megatron_policy.errors import CheckpointError
 from megatron_policy.topology import Placement
 
 Held = list[tuple[Entry, torch.Tensor]]
+
+# The mark is a NaN with every bit set, which no arithmetic makes: those it makes have one bit of
+# the fraction set. Of a mark that was cast from bfloat16 to float32 the upper half is left.
+_SAME_WIDTH = {2: torch.int16, 4: torch.int32}
+_HALF = 2  # bytes
+_SHOWN = 20
+_PIECE = 2**24  # elements that are looked at together, so that little memory is needed
 
 
 def held_entries(chunks: Sequence[GPTModel], table: Table, place: Placement) -> Held:
@@ -74,3 +82,33 @@ def load_parameters(held: Held, reader: HfReader, table: Table, place: Placement
             coords.tp,
             topology.tp,
         )
+
+
+@torch.no_grad()
+def mark_unfilled(held: Held) -> None:
+    """Make sure that none of these floats can pass for a weight until something is written to it:
+    all become NaN.
+    """
+    for _, parameter in held:
+        assert parameter.is_floating_point(), "only floats have a mark"
+        parameter.data.view(_SAME_WIDTH[parameter.itemsize]).fill_(-1)
+
+
+def refuse_unfilled(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """CheckpointError, naming them, if any element of these tensors is still as `mark_unfilled`
+    left it, or was copied from one that is. NaN that was computed passes.
+    """
+    missing = [name for name, tensor in tensors if _has_mark(tensor.detach())]
+    if missing:
+        further = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        raise CheckpointError(
+            f"nothing was loaded into {', '.join(missing[:_SHOWN])}{further}, or not into all of "
+            "it: the checkpoint does not hold the whole model. Load another checkpoint"
+        )
+
+
+def _has_mark(tensor: torch.Tensor) -> bool:
+    # Of each element the two bytes with its exponent: the last, as all machines here have them.
+    step = tensor.itemsize // _HALF
+    halves = tensor.reshape(-1).view(torch.int16)[step - 1 :]
+    return any(bool((piece[::step] == -1).any()) for piece in halves.split(_PIECE * step))

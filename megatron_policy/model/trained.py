@@ -1,0 +1,123 @@
+"""Which part of which parameter an optimizer of Megatron-Core trains on this rank, and what stands
+for it in torch's optimizer inside; changes nothing.
+
+Told apart by what they have, not by their names: those of Transformer Engine and Apex stand in
+torch's place where they are installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+
+from megatron_policy.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Elements `first` to `last` of a flattened parameter, and what `inner` has of them."""
+
+    parameter: torch.Tensor
+    main: torch.Tensor
+    """What `inner` updates: the parameter, a view of it, or a wider copy."""
+    first: int
+    last: int
+    inner: torch.optim.Optimizer
+    group: dict[str, Any]
+    """Of `inner`, with `main` in it."""
+
+    @property
+    def separate(self) -> bool:
+        """Whether `main` is a copy in memory of its own."""
+        return self.main.dtype != self.parameter.dtype
+
+    @property
+    def own(self) -> torch.Tensor:
+        """The elements as the model has them."""
+        return self.parameter.data.view(-1)[self.first : self.last]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What `inner` keeps of them; changing what this returns may not change `inner`."""
+        kept: dict[str, Any] = self.inner.state.get(self.main) or {}
+        return kept
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The names of the tensors that `inner` keeps beside `main` once it has stepped."""
+        if self._is_adam and not self.group.get("amsgrad"):
+            return ("exp_avg", "exp_avg_sq")
+        if "momentum" in self.group:
+            return ("momentum_buffer",) if self.group["momentum"] else ()
+        raise CheckpointError(
+            "the state of this optimizer cannot be saved: by its settings, "
+            f"{', '.join(sorted(map(str, self.group)))}, it is neither Adam nor SGD. Set "
+            "megatron_cfg.optimizer.optimizer to adam or sgd"
+        )
+
+    @property
+    def counts_alone(self) -> bool:
+        """Whether steps are counted in a tensor of its state, as torch's Adam does."""
+        return self._is_adam and "bias_correction" not in self.group
+
+    @property
+    def counts_in_group(self) -> bool:
+        """Whether steps are counted in the group, as fused Adam does, which alone names this."""
+        return self._is_adam and "bias_correction" in self.group
+
+    @property
+    def steps(self) -> int | None:
+        """How many steps were counted; None where none are."""
+        if self.counts_alone:
+            return int(self.state["step"]) if "step" in self.state else 0
+        if self.counts_in_group:
+            return int(self.group["step"]) if "step" in self.group else 0
+        return None
+
+    @property
+    def _is_adam(self) -> bool:
+        return "betas" in self.group
+
+
+def trained(optimizer: Any) -> Iterator[Trained]:
+    """All that `optimizer`, as Megatron-Core's `get_megatron_optimizer` makes it, trains here."""
+    for leaf in _leaves(optimizer):
+        inner = leaf.optimizer
+        groups = {id(main): group for group in inner.param_groups for main in group["params"]}
+        for parameter, main, first, last in _ranges(leaf):
+            yield Trained(parameter, main, first, last, inner, groups.pop(id(main)))
+        assert not groups, "the optimizer trains what belongs to no parameter of the model"
+
+
+def _leaves(optimizer: Any) -> Iterator[Any]:
+    """The optimizers in a chain of them; one that trains nothing on this rank is empty inside."""
+    if hasattr(optimizer, "chained_optimizers"):
+        for chained in optimizer.chained_optimizers:
+            yield from _leaves(chained)
+    elif optimizer.optimizer is not None:
+        yield optimizer
+
+
+def _ranges(leaf: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
+    """Each parameter that `leaf` trains, what stands for it inside, and the range that this is."""
+    if hasattr(leaf, "shard_fp32_from_float16_groups"):  # distributed over data-parallel ranks
+        # Not by the optimizer's own index of them: that is wrong in groups of two dtypes.
+        models = chain(*leaf.model_fp32_groups, *leaf.model_float16_groups)
+        mains = chain(*leaf.shard_fp32_groups, *leaf.shard_fp32_from_float16_groups)
+        for parameter, main in zip(models, mains, strict=True):
+            own = leaf._get_model_param_range_map(parameter)["param"]
+            yield parameter, main, own.start, own.end
+        return
+    if hasattr(leaf, "fp32_from_float16_groups"):  # whole, wider copies
+        pairs = [
+            *zip(chain(*leaf.float16_groups), chain(*leaf.fp32_from_float16_groups), strict=True),
+            *((same, same) for same in chain(*leaf.fp32_from_fp32_groups)),
+        ]
+    else:
+        pairs = [(same, same) for group in leaf.optimizer.param_groups for same in group["params"]]
+    for parameter, main in pairs:
+        yield parameter, main, 0, parameter.numel()

@@ -1,0 +1,147 @@
+"""The optimizer's state on this rank as live tensors beside the model's parameters, and its count
+of steps; knows no files, no names and no other rank's part.
+
+Megatron-Core's own ways to save an optimizer are not used: with torch's Adam they fail on loading,
+and they gather what is sharded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_policy.errors import CheckpointError
+from megatron_policy.model.optimizer import Trainable
+from megatron_policy.model.trained import Trained, trained
+
+MAIN = "fp32_param"
+KINDS = (MAIN, "exp_avg", "exp_avg_sq", "momentum_buffer")
+"""Kinds of state, in the order in which a parameter's come."""
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One kind of state of a part of one parameter."""
+
+    parameter: torch.Tensor
+    """The model's parameter itself: callers tell it by its identity."""
+    kind: str
+    """One of `KINDS`."""
+    tensor: torch.Tensor
+    """`[last - first]`, contiguous and live: writing to it changes the optimizer."""
+    first: int
+    last: int
+    """The elements of the flattened parameter to which it belongs."""
+
+
+class TrainingState:
+    """The optimizer's state of all parameters that this rank trains.
+
+    Nothing is kept between calls but the optimizer. Its memory must be on the device, and
+    parameters settled: a gather on its way would overwrite what is written here.
+    """
+
+    def __init__(self, trainable: Trainable) -> None:
+        self._trainable = trainable
+
+    @property
+    def distributed(self) -> bool:
+        """Whether the ranks that share a parameter's gradients hold different ranges of its state;
+        the same on every rank. Those are the data-and-context-parallel ranks, and of an expert's
+        parameters the ranks that have the same expert.
+        """
+        return bool(self._trainable.chunks[0].ddp_config.use_distributed_optimizer)
+
+    def tensors(self) -> list[StateTensor]:
+        """What exists now: before the first step there are main parameters only, and none of those
+        where the model's own are fp32. A parameter of which this rank has no range is left out.
+        """
+        found = []
+        for each in self._trained():
+            parts = {MAIN: each.main} if each.separate else {}
+            parts |= {kind: each.state[kind] for kind in each.moments if kind in each.state}
+            for kind, tensor in parts.items():
+                flat = tensor.detach().view(-1)
+                assert len(flat) == each.last - each.first, (kind, tensor.shape, each.first)
+                found.append(StateTensor(each.parameter, kind, flat, each.first, each.last))
+        return found
+
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds that there are once it has stepped; none on a rank that trains nothing."""
+        parts = self._trained()
+        found = {kind for each in parts for kind in each.moments}
+        found |= {MAIN for each in parts if each.separate}
+        return tuple(kind for kind in KINDS if kind in found)
+
+    @torch.no_grad()
+    def materialize(self) -> None:
+        """Make what the first step would make, as it would: moments of zeros and counts of 0.
+
+        What exists already stays as it is.
+        """
+        for each in self._trained():
+            state = each.inner.state[each.main]
+            if each.counts_alone and "step" not in state:
+                on_device = each.group["capturable"] or each.group["fused"]
+                device = each.main.device if on_device else "cpu"
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            elif each.counts_in_group and "step" not in each.group:
+                each.group["step"] = 0
+            for kind in each.moments:
+                if kind not in state:
+                    state[kind] = torch.zeros_like(each.main)
+
+    @property
+    def step(self) -> int | None:
+        """How often the optimizer has stepped by its own count, which corrects Adam's bias; None
+        where it counts nothing: SGD, or a rank that trains nothing.
+
+        CheckpointError if it is not the same for all parameters.
+        """
+        counts = {each.steps for each in self._trained()}
+        if len(counts) > 1:
+            raise CheckpointError(
+                "the optimizer has not taken equally many steps for all parameters of this rank: "
+                f"{', '.join(sorted(map(str, counts)))}. A checkpoint holds one number; let every "
+                "step update all parameters"
+            )
+        return next(iter(counts), None)
+
+    @torch.no_grad()
+    def set_step(self, step: int) -> None:
+        """Go on counting from here; after `materialize`. Nothing where nothing is counted."""
+        for each in self._trained():
+            if each.counts_alone:
+                each.state["step"].fill_(step)
+            elif each.counts_in_group:
+                each.group["step"] = step
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Be as new over the model's parameters as they are now: main parameters taken from them,
+        no moments, no steps.
+        """
+        for each in self._trained():
+            each.inner.state.pop(each.main, None)
+            if each.counts_in_group:
+                each.group.pop("step", None)
+            if each.separate:
+                each.main.view(-1).copy_(each.own)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round main parameters to the model's, as after a step; collective where `distributed`.
+
+        Each rank rounds what it has the state of, and the ranks gather it from each other. Who
+        writes whole parameters to the model itself has no need of this: a parameter is always its
+        main parameter rounded, so both come out alike.
+        """
+        for each in self._trained():
+            if each.separate:
+                each.own.copy_(each.main.view(-1))
+        for chunk in self._trainable.chunks if self.distributed else ():
+            chunk.start_param_sync(force_sync=True)
+
+    def _trained(self) -> list[Trained]:
+        return list(trained(self._trainable.optimizer))

@@ -1,0 +1,179 @@
+"""Optimizer state and schedule without a model: what other optimizers keep, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_policy.errors import CheckpointError
+from megatron_policy.model.load import mark_unfilled, refuse_unfilled
+from megatron_policy.model.schedule_state import restore_schedule, schedule_state
+from megatron_policy.model.training_state import StateTensor, TrainingState
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Keeps state where Transformer Engine's does: steps are counted in the group."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, {"betas": (0.9, 0.99), "bias_correction": True} | settings)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if group["params"]:
+                group["step"] = group["step"] + 1 if "step" in group else 1
+            for p in group["params"]:
+                if not self.state[p]:
+                    self.state[p] = {n: torch.zeros_like(p) for n in ("exp_avg", "exp_avg_sq")}
+                self.state[p]["exp_avg"].add_(p.grad)
+
+
+def state_over(*inner: torch.optim.Optimizer | None) -> TrainingState:
+    """Over a chain of plain optimizers; None trains nothing."""
+    leaves = [SimpleNamespace(optimizer=each) for each in inner]
+    trainable: Any = SimpleNamespace(optimizer=SimpleNamespace(chained_optimizers=leaves))
+    return TrainingState(trainable)
+
+
+def parameters(*shapes: tuple[int, ...]) -> list[torch.nn.Parameter]:
+    made = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+    for each in made:
+        each.grad = torch.full_like(each, 0.5)
+    return made
+
+
+def kinds_of(tensors: list[StateTensor]) -> list[tuple[str, int]]:
+    return [(each.kind, each.last - each.first) for each in tensors]
+
+
+def test_a_fused_adam_counts_in_its_groups_and_an_empty_one_counts_nothing() -> None:
+    one, two = parameters((2, 3), (5,))
+    inner = FusedAdam([{"params": [one]}, {"params": []}, {"params": [two]}])
+    state = state_over(None, inner)
+    assert (state.step, state.tensors(), state.kinds()) == (0, [], ("exp_avg", "exp_avg_sq"))
+    inner.step()
+    assert state.step == 1 and "step" not in inner.param_groups[1]
+    saved = [each.tensor.clone() for each in state.tensors()]
+
+    fresh = FusedAdam([{"params": [one]}, {"params": []}, {"params": [two]}])
+    state = state_over(None, fresh)
+    state.materialize()
+    assert state.step == 0
+    assert kinds_of(state.tensors()) == [(k, n) for n in (6, 5) for k in ("exp_avg", "exp_avg_sq")]
+    for each, tensor in zip(state.tensors(), saved, strict=True):
+        each.tensor.copy_(tensor)
+    state.set_step(1)
+    for both in (inner, fresh):
+        both.step()
+        assert [group.get("step") for group in both.param_groups] == [2, None, 2]
+        assert all(torch.equal(both.state[p]["exp_avg"], p.grad + p.grad) for p in (one, two))
+    state.restart()
+    assert (state.step, state.tensors()) == (0, []) and "step" not in fresh.param_groups[0]
+
+
+def test_unequal_counts_of_steps_are_refused_with_both_numbers() -> None:
+    one, two = parameters((2,), (3,))
+    first, second = torch.optim.AdamW([one]), torch.optim.AdamW([two])
+    state = state_over(first, second)
+    first.step()
+    with pytest.raises(CheckpointError, match=r"equally many steps.*: 0, 1"):
+        _ = state.step
+    second.step()
+    assert state.step == 1
+    second.step()
+    with pytest.raises(CheckpointError, match=r"equally many steps.*: 1, 2"):
+        _ = state.step
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.Adagrad, lambda params: torch.optim.AdamW(params, amsgrad=True)]
+)
+def test_an_optimizer_whose_state_nobody_knows_is_refused(make: Any) -> None:
+    state = state_over(make(parameters((2,))))
+    for call in (state.tensors, state.kinds, state.materialize):
+        with pytest.raises(CheckpointError, match="neither Adam nor SGD"):
+            call()
+
+
+def test_a_rank_that_trains_nothing_has_no_state() -> None:
+    for state in (state_over(), state_over(None), state_over(torch.optim.SGD([{"params": []}]))):
+        state.materialize()
+        state.set_step(3)
+        state.restart()
+        assert (state.step, state.kinds(), state.tensors()) == (None, (), [])
+
+
+def scheduled(**other: Any) -> Any:
+    """A schedule over two groups, one of which does not decay."""
+    groups = [{"lr": 0.0, "weight_decay": 0.0, "wd_mult": mult} for mult in (1.0, 0.0)]
+    settings = {
+        "init_lr": 1e-4,
+        "max_lr": 1e-2,
+        "min_lr": 1e-3,
+        "lr_warmup_steps": 8,
+        "lr_decay_steps": 64,
+        "lr_decay_style": "cosine",
+        "start_wd": 0.1,
+        "end_wd": 0.3,
+        "wd_incr_steps": 64,
+        "wd_incr_style": "linear",
+        "use_checkpoint_opt_param_scheduler": False,
+        "override_opt_param_scheduler": True,
+    }
+    optimizer: Any = SimpleNamespace(param_groups=groups)
+    scheduler = OptimizerParamScheduler(optimizer, **settings | other)
+    return SimpleNamespace(optimizer=optimizer, scheduler=scheduler)
+
+
+def test_a_restored_schedule_goes_on_as_if_it_had_never_stopped() -> None:
+    whole = scheduled()
+    for at in range(0, 80, 8):
+        saved = json.loads(json.dumps(schedule_state(whole)))
+        assert saved["num_steps"] == at
+        resumed = scheduled()
+        resumed.scheduler.step(40)  # a policy may have trained already
+        assert restore_schedule(resumed, saved) == {}
+        assert resumed.optimizer.param_groups == whole.optimizer.param_groups
+        for each in (whole, resumed):
+            each.scheduler.step(8)
+        assert resumed.optimizer.param_groups == whole.optimizer.param_groups
+
+
+def test_the_configured_schedule_wins_and_what_differs_is_told() -> None:
+    whole, other = scheduled(), scheduled(max_lr=5e-3, lr_decay_style="linear")
+    whole.scheduler.step(24)
+    differing = restore_schedule(other, schedule_state(whole))
+    assert differing == {"max_lr": (1e-2, 5e-3), "lr_decay_style": ("cosine", "linear")}
+    expected = scheduled(max_lr=5e-3, lr_decay_style="linear")
+    expected.scheduler.step(24)
+    assert other.optimizer.param_groups == expected.optimizer.param_groups
+
+
+@pytest.mark.parametrize("count", [None, -1, "12", 1.5])
+def test_a_schedule_that_does_not_say_where_it_is_changes_nothing(count: Any) -> None:
+    trainable = scheduled()
+    trainable.scheduler.step(16)
+    before = schedule_state(trainable)
+    with pytest.raises(CheckpointError, match="num_steps"):
+        restore_schedule(trainable, before | {"num_steps": count})
+    assert schedule_state(trainable) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_element_that_nobody_filled_is_found_and_a_computed_nan_is_not(dtype: Any) -> None:
+    computed = torch.tensor([0.0, float("inf")], dtype=dtype)
+    computed = torch.cat([computed / 0.0, computed - computed, computed * 0.0, -(computed * 0.0)])
+    assert bool(computed.isnan().any())
+    refuse_unfilled([("computed", computed), ("none", torch.empty(0, dtype=dtype))])
+    for place in range(15):
+        tensor = torch.randn(3, 5).to(dtype)
+        marked = torch.empty(1, dtype=dtype)
+        mark_unfilled([(None, marked)])  # type: ignore[list-item]
+        tensor.view(-1)[place] = marked[0]
+        for each in (tensor, tensor.float(), tensor.t()):
+            with pytest.raises(CheckpointError, match=r"into layer\.7, or not into all"):
+                refuse_unfilled([("layer.6", computed), ("layer.7", each)])
