@@ -12,14 +12,23 @@ import glob
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 from megatron_policy.errors import ConfigError
 
-_MARKS = (("config.json", "*.safetensors"), ("metadata.json", ".metadata"))
-"""What a checkpoint has, of Hugging Face or of Megatron-Core; others' directories have neither."""
+from .renaming import put, take_back
+
+_MARKS = (
+    ("config.json", "*.safetensors"),
+    ("metadata.json", ".metadata"),
+    ("*.distcp",),
+    ("checkpoint.json",),
+)
+"""What a checkpoint has, of Hugging Face, of Megatron-Core, or one of those that was damaged since;
+others' directories have none of them.
+"""
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 """What file systems answer that know no locks."""
@@ -44,16 +53,15 @@ def stage(destination: str | Path, overwrite: bool = False) -> Path:
 
 
 def publish(partial: Path, destination: str | Path, overwrite: bool = False) -> None:
-    """Give the fully written directory its final name; for one rank to call, after all wrote."""
+    """Give the fully written directory its final name; for one rank to call, after all wrote.
+
+    What it replaces is there until the moment it is, where the file system can exchange two names.
+    """
     final = check_replaceable(destination, overwrite)
-    replaced = _replaced(final)
-    shutil.rmtree(replaced, ignore_errors=True)
     _flush_directories(partial)
-    if final.exists():
-        final.rename(replaced)
-    partial.rename(final)
+    old = put(partial, final, _replaced(final))
     flush_directory(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove(old)
 
 
 @contextlib.contextmanager
@@ -63,25 +71,56 @@ def new_directory(destination: str | Path, overwrite: bool = False) -> Iterator[
     One that a killed process left behind is removed; those of running ones are left alone: each has
     its own, and the last to finish needs `overwrite`. ConfigError as for `stage`.
     """
-    final = _absolute(destination)
-    partial = final.with_name(f".{final.name}.partial-{uuid.uuid4().hex[:12]}")
-    made_parents = _make_parents(final)
+    with new_directories([destination], overwrite) as (partial,):
+        yield partial
+
+
+@contextlib.contextmanager
+def new_directories(
+    destinations: Sequence[str | Path], overwrite: bool = False
+) -> Iterator[tuple[Path, ...]]:
+    """Several as `new_directory`, that get their names one after another, or none of them does.
+
+    What they replace is removed when all have their names, so that what belongs together is on the
+    disk at any moment: of those that a process was killed before, the old ones; of the others the
+    new ones under their names, and the old ones beside them as `.NAME.*`.
+    """
+    finals = [_absolute(destination) for destination in destinations]
+    assert len(set(finals)) == len(finals), finals
+    number = uuid.uuid4().hex[:12]
+    partials = tuple(final.with_name(f".{final.name}.partial-{number}") for final in finals)
+    made_parents = _make_parents(finals)
     with contextlib.ExitStack() as held:
         try:
-            with _locked(final.parent):
-                _clean_up(final)
-                check_replaceable(final, overwrite)
-                partial.mkdir()
-                held.enter_context(_locked(partial))  # until this process ends, however it does
-            yield partial
-            with _locked(final.parent):
-                publish(partial, final, overwrite)
+            for partial, final in zip(partials, finals, strict=True):
+                with _locked(final.parent):
+                    _clean_up(final)
+                    check_replaceable(final, overwrite)
+                    partial.mkdir()
+                    held.enter_context(_locked(partial))  # until this process ends, however it does
+            yield partials
+            _publish_all(partials, finals, overwrite)
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
+            _remove(*partials)
             for parent in made_parents:
                 with contextlib.suppress(OSError):  # others may use it by now
                     parent.rmdir()
             raise
+
+
+def clean_leftovers(parent: str | Path, names: str = "iter_*") -> None:
+    """Remove what killed processes left in `parent` of directories with such names.
+
+    A directory that one of them was replacing comes back.
+    """
+    folder = _absolute(parent)
+    if not folder.is_dir():
+        return
+    with _locked(folder):
+        for replaced in folder.glob(f".{names}.replaced"):
+            _bring_back(replaced)
+        for partial in folder.glob(f".{names}.partial-*"):
+            _remove_unused(partial)
 
 
 def check_replaceable(destination: str | Path, overwrite: bool) -> Path:
@@ -131,23 +170,58 @@ def _replaced(final: Path) -> Path:
     return final.with_name(f".{final.name}.replaced")
 
 
-def _make_parents(final: Path) -> list[Path]:
-    """Make the missing parents of `final`, and return them, innermost first."""
-    missing = [parent for parent in final.parents if not parent.exists()]
-    for parent in reversed(missing):
+def _make_parents(finals: Iterable[Path]) -> list[Path]:
+    """Make the missing parents of `finals`, and return them, innermost first."""
+    parents = {parent for final in finals for parent in final.parents}
+    missing = sorted((p for p in parents if not p.exists()), key=lambda p: len(p.parts))
+    for parent in missing:
         parent.mkdir(exist_ok=True)
-    return missing
+    return missing[::-1]
+
+
+def _publish_all(partials: Iterable[Path], finals: Iterable[Path], overwrite: bool) -> None:
+    """Give all directories their names; if one cannot have it, the others lose theirs again."""
+    done: list[tuple[Path, Path, Path | None]] = []
+    try:
+        for partial, final in zip(partials, finals, strict=True):
+            with _locked(final.parent):
+                check_replaceable(final, overwrite)
+                _flush_directories(partial)
+                done.append((partial, final, put(partial, final, _replaced(final))))
+                flush_directory(final.parent)
+    except BaseException:
+        for partial, final, old in reversed(done):
+            take_back(partial, final, old)
+        raise
+    _remove(*(old for _, _, old in done))
+
+
+def _remove(*directories: Path | None) -> None:
+    for directory in directories:
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _clean_up(final: Path) -> None:
     """Remove what killed processes left behind; a directory they were replacing comes back."""
-    replaced = _replaced(final)
-    if replaced.exists() and not final.exists():
-        replaced.rename(final)
+    _bring_back(_replaced(final))
     for partial in final.parent.glob(f".{glob.escape(final.name)}.partial-*"):
-        # In use, or somebody else's: it is not in the way.
-        with contextlib.suppress(OSError), _locked(partial, wait=False):
-            shutil.rmtree(partial, ignore_errors=True)
+        _remove_unused(partial)
+
+
+def _bring_back(replaced: Path) -> None:
+    """Give what was moved aside its name again, unless what replaces it has that by now."""
+    final = replaced.with_name(replaced.name.removeprefix(".").removesuffix(".replaced"))
+    if final.exists():
+        _remove(replaced)
+    elif replaced.exists():
+        replaced.rename(final)
+
+
+def _remove_unused(partial: Path) -> None:
+    # In use, or somebody else's: it is not in the way.
+    with contextlib.suppress(OSError), _locked(partial, wait=False):
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextlib.contextmanager
