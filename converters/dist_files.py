@@ -12,7 +12,7 @@ import math
 import pathlib
 import pickle
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -98,18 +98,26 @@ class DistReader:
 
     def __init__(self, root: Path, files: RawFiles) -> None:
         self.root, self._files = root, files
-        self.keys = _read_metadata(root)
+        self.keys, self.objects = _read_metadata(root)
         self._by_lead = cache(self._chunks_by_lead)
 
-    def parameter(self, entry: Entry, arch: Architecture) -> tuple[str, Stored] | None:
+    def parameter(
+        self, entry: Entry, arch: Architecture, prefix: str = ""
+    ) -> tuple[str, Stored] | None:
         """The first key of the entry's parameter that the checkpoint has, and the parameter there.
 
         A vocabulary may have more rows in the file: padding, which is left out. None when the
-        checkpoint has no such key.
+        checkpoint has no such key. `prefix` stands before the keys of an optimizer's state.
         """
         rows, *tail = entry.row.local_shape(arch, 1)
         shape = (rows - entry.row.pad_rows(arch, 0, 1), *tail)
-        return self._find(readable(entry, arch), shape, padded=isinstance(entry.row, Vocab))
+        places = (replace(place, key=prefix + place.key) for place in readable(entry, arch))
+        return self._find(places, shape, padded=isinstance(entry.row, Vocab))
+
+    def object_bytes(self, name: str) -> bytes | None:
+        """The record of an object, as it stands in its file; None if there is none."""
+        where = self.objects.get(name)
+        return None if where is None else self._files.read_bytes(*where)
 
     def unused(self, entries: Iterable[Entry], arch: Architecture) -> list[str]:
         """The keys of weights that belong to none of the entries."""
@@ -197,17 +205,24 @@ def _check_format(root: Path) -> None:
         raise ConfigError(f"{root} is a {backend!r} checkpoint; only 'torch_dist' can be read")
 
 
-def _read_metadata(root: Path) -> dict[str, Key]:
+_Where = tuple[Path, int, int]
+
+
+def _read_metadata(root: Path) -> tuple[dict[str, Key], dict[str, _Where]]:
+    """Tensors by key, and (file, offset, length) of objects by name."""
     path = root / METADATA
     try:
         found = _Unpickler(io.BytesIO(path.read_bytes())).load()
         places = {(at.fqn, tuple(at.offset or ())): info for at, info in found.storage_data.items()}
         _check_sizes(root, found.storage_data.values())
-        return {
-            key: _key(root, key, held, places)
-            for key, held in found.state_dict_metadata.items()
-            if isinstance(held, metadata.TensorStorageMetadata)
-        }
+        keys, objects = {}, {}
+        for key, held in found.state_dict_metadata.items():
+            if isinstance(held, metadata.TensorStorageMetadata):
+                keys[key] = _key(root, key, held, places)
+            elif (key, ()) in places:
+                info = places[key, ()]
+                objects[key] = (root / info.relative_path, info.offset, info.length)
+        return keys, objects
     except ConversionError:
         raise
     except Exception as error:  # a damaged pickle can raise anything

@@ -17,6 +17,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from megatron_policy.config_classify import classify
 from megatron_policy.config_complete import check, complete
 from megatron_policy.config_sections import (
+    CheckpointConfig,
     DTensorConfig,
     Dtype,
     DynamicBatchingConfig,
@@ -38,6 +39,7 @@ from megatron_policy.refit.patience import DEFAULT_TIMEOUT_S
 from megatron_policy.refit.plan import DEFAULT_BUCKET_BYTES
 
 __all__ = [
+    "CheckpointConfig",
     "DTensorConfig",
     "DynamicBatchingConfig",
     "GenerationConfig",
@@ -99,6 +101,8 @@ class PolicyConfig(Section):
     """Of the weights that engines are handed; the checkpoint's when not given."""
     refit_timeout_s: PositiveFloat = DEFAULT_TIMEOUT_S
     """The longest wait of a refit for another rank or an engine."""
+    checkpoint_timeout_s: PositiveFloat = DEFAULT_TIMEOUT_S
+    """The longest wait of a save or a load for another rank that gives no sign of life."""
     fsdp_offload_enabled: bool = False
     activation_checkpointing_enabled: bool = False
     optimizer: PytorchOptimizerConfig | None = None

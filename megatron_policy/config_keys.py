@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_policy.config_sections import (
+    CheckpointConfig,
     DTensorConfig,
     DynamicBatchingConfig,
     GenerationConfig,
@@ -73,7 +74,8 @@ _POLICY: dict[str, Rule] = {
         """model_name precision train_global_batch_size train_micro_batch_size logprob_batch_size
         generation_batch_size max_total_sequence_length max_grad_norm learning_rate seed
         make_sequence_length_divisible_by logprob_chunk_size refit_buffer_size_gb
-        refit_bucket_bytes refit_dtype refit_timeout_s""",
+        refit_bucket_bytes refit_dtype refit_timeout_s
+        checkpoint_timeout_s""",
     ),
     "tokenizer": Nested(TokenizerConfig),
     "generation": Nested(GenerationConfig),
@@ -149,12 +151,12 @@ _MEGATRON: dict[str, Rule] = {
     "optimizer": Nested(MegatronOptimizerConfig),
     "scheduler": Nested(MegatronSchedulerConfig),
     "distributed_data_parallel_config": Nested(MegatronDDPConfig),
+    "checkpoint": Nested(CheckpointConfig),
     "pipeline_dtype": Rejected("stages exchange what they compute in", same_as="precision"),
     "empty_unused_memory_level": Ignored("caches are emptied where memory is handed over"),
     "converter_type": Ignored("the checkpoint's config.json names the model family"),
     "force_reconvert_from_hf": Ignored("every start reads the Hugging Face files anew"),
     "use_gloo_process_groups": Ignored("process groups follow from the device"),
-    "checkpoint": Ignored("tunes the host's checkpoint writer, which is not used"),
     **_each(
         Ignored(_MEMORY),
         """defer_fp32_logits use_fused_linear_logprobs fused_linear_logprobs_chunk_size
@@ -240,6 +242,11 @@ _DDP: dict[str, Rule] = {
     "data_parallel_sharding_strategy": Ignored("bears on use_custom_fsdp only"),
 }
 
+_CHECKPOINT: dict[str, Rule] = {
+    **_each(Applied(), "async_save fresh_optimizer"),
+    "ckpt_assume_constant_structure": Ignored("what goes where is worked out at every save"),
+}
+
 _BATCHING: dict[str, Rule] = {
     **_each(Applied(), "enabled train_mb_tokens logprob_mb_tokens"),
     "microbatch_order": Ignored("each rank computes its costliest microbatch first"),
@@ -264,6 +271,7 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
     "megatron_cfg.optimizer.": _OPTIMIZER,
     "megatron_cfg.scheduler.": _SCHEDULER,
     "megatron_cfg.distributed_data_parallel_config.": _DDP,
+    "megatron_cfg.checkpoint.": _CHECKPOINT,
     "dtensor_cfg.": {"enabled": Applied(), "*": Ignored(_OTHER)},
     "dynamic_batching.": _DYNAMIC,
     "sequence_packing.": _PACKING,

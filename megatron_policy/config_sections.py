@@ -170,6 +170,15 @@ class MegatronDDPConfig(Section):
     data_parallel_sharding_strategy: str | None = None
 
 
+class CheckpointConfig(Section):
+    """How training checkpoints are written and read back."""
+
+    async_save: bool = False
+    """A save returns when all is copied to host memory, and is written in the background."""
+    fresh_optimizer: bool = False
+    """Loading goes on with a new optimizer where a checkpoint has no state of one."""
+
+
 class MegatronConfig(Section):
     """Layout, kernels, optimizer and schedule of the Megatron worker."""
 
@@ -208,3 +217,4 @@ class MegatronConfig(Section):
     optimizer: MegatronOptimizerConfig = MegatronOptimizerConfig()
     scheduler: MegatronSchedulerConfig = MegatronSchedulerConfig()
     distributed_data_parallel_config: MegatronDDPConfig = MegatronDDPConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()

@@ -5,8 +5,8 @@ Shapes: B rows of this data-parallel rank, S positions, K candidates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from os import PathLike
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 
 from megatron_policy import device
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.checkpoint.loading import LoadReport
+from megatron_policy.checkpointing import AnyPath, Checkpoints, source_dtypes
 from megatron_policy.config import PolicyConfig
 from megatron_policy.continuing import Continuing
 from megatron_policy.interfaces import LossFunction
@@ -23,8 +25,6 @@ from megatron_policy.model.residency import (
     TO_READ,
     TO_REFIT,
     TO_TRAIN,
-    MemoryState,
-    Need,
 )
 from megatron_policy.refit.delivery import Sink, deliver
 from megatron_policy.refit.disk import DEFAULT_MAX_SHARD_BYTES, export_checkpoint
@@ -40,10 +40,9 @@ from megatron_policy.train.score import Scorer
 class MegatronPolicy:
     """A Hugging Face checkpoint as a Megatron-Core model: train it, read it, write it back.
 
-    Every rank of the layout makes one, wherever torch.distributed runs: under torchrun, inside Ray
-    workers, or alone in one process. Every method is collective: all ranks call it, in the same
-    order, each data-parallel replica with rows of its own and all ranks of a replica with the same
-    rows.
+    Every rank of the layout makes one, under torchrun, in Ray workers, or alone in one process.
+    Every method is collective: all ranks call it, in the same order, each data-parallel replica
+    with rows of its own and all ranks of a replica with the same rows.
     """
 
     def __init__(
@@ -51,6 +50,8 @@ class MegatronPolicy:
         config: PolicyConfig | Mapping[str, Any],
         tokenizer: Any = None,
         *,
+        weights_path: AnyPath | None = None,
+        optimizer_path: AnyPath | None = None,
         init_optimizer: bool = True,
         init_reference_model: bool = True,
         timeout_s: float = device.DEFAULT_TIMEOUT_S,
@@ -58,9 +59,10 @@ class MegatronPolicy:
         """Join the process group, build this rank's part of the model and load its weights.
 
         `tokenizer` is anything with `pad_token_id` and `eos_token_id`; only `generate` needs one.
-        No collective waits longer than `timeout_s` seconds. Raises ConfigError for a layout that is
-        not legal, naming the legal values, and ConversionError for a checkpoint that does not match
-        its family's table, naming both sides.
+        With `weights_path` it starts from a checkpoint, whose report is `loaded`; the reference is
+        `config.model_name`, which without one needs no weights. No collective waits longer than
+        `timeout_s` seconds. ConfigError for a layout that is not legal; ConversionError or
+        CheckpointError for files that do not fit.
         """
         self.config = PolicyConfig.parse(config)
         self.tokenizer = tokenizer
@@ -69,6 +71,7 @@ class MegatronPolicy:
             init_optimizer=init_optimizer,
             init_reference_model=init_reference_model,
             timeout_s=timeout_s,
+            source_dtypes=None if init_reference_model else source_dtypes(weights_path),
         )
         self.rank, self.topology = self._session.rank, self._session.topology
         self.coords, self._assembly = self._session.coords, self._session.assembly
@@ -77,9 +80,12 @@ class MegatronPolicy:
             self.config, self.topology, self._assembly.table.architecture.hidden_size
         )
         self._scorer = Scorer(self._pipeline, self._batcher, self.config.logprob_batch_size)
-        self.steps = 0
         self.exporter, self.memory = self._session.exporter, self._session.memory
         self._continue = Continuing(self.config, tokenizer, self._pipeline, self.coords.dp)
+        draws = {"sampling": self._continue.generator}
+        self._checkpoints = Checkpoints(self._session, self.config, tokenizer, draws)
+        self.loaded = self._checkpoints.start_from(weights_path, optimizer_path)
+        self.steps = 0 if self.loaded is None else self.loaded.step
 
     def train(
         self,
@@ -90,13 +96,11 @@ class MegatronPolicy:
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """One optimizer step for each global batch of `gbs` samples (over all replicas), in
-        microbatches of `mbs`.
+        """One optimizer step for each `gbs` samples (of all replicas), in microbatches of `mbs`.
 
         `data` is this replica's share: `input_ids` int64 `[B, S]` right padded, `sample_mask`
-        `[B]`, `token_mask` `[B, S]` and whatever the loss reads. Returns `global_loss`,
-        `grad_norm`, `all_mb_metrics` and `rank`, as `train.step.train` describes them. `eval_mode`
-        computes the loss only.
+        `[B]`, `token_mask` `[B, S]` and whatever the loss reads. Returns what `train.step.train`
+        does. `eval_mode` computes the loss only.
         """
         trainable = None if eval_mode else self._session.trainable
         self.memory.check("train()", TO_READ if eval_mode else TO_TRAIN)
@@ -118,14 +122,14 @@ class MegatronPolicy:
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None
     ) -> torch.Tensor:
         """fp32 `[B, S]`: `log p(token t | those before)`; 0 at t = 0 and beyond `input_lengths`."""
-        self.settle("logprobs()")
+        self.memory.ready("logprobs()")
         return self._scorer.logprobs(data, micro_batch_size)
 
     def entropy(
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None
     ) -> torch.Tensor:
         """fp32 `[B, S]`, in nats: of the distribution token t is drawn from; 0 at t = 0."""
-        self.settle("entropy()")
+        self.memory.ready("entropy()")
         return self._scorer.entropy(data, micro_batch_size)
 
     def reference_logprobs(
@@ -138,19 +142,15 @@ class MegatronPolicy:
     def topk_logits(
         self, data: BatchedDataDict, k: int, *, micro_batch_size: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `k` largest logits at each position and their token ids: fp32 and int64, both `[B, S,
-        K]`.
-        """
-        self.settle("topk_logits()")
+        """The `k` largest logits at each position, fp32, and their tokens, int64: `[B, S, K]`."""
+        self.memory.ready("topk_logits()")
         return self._scorer.topk_logits(data, k, micro_batch_size)
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Within this context the policy computes with its starting weights; afterwards its own are
-        back, bit for bit.
-        """
+        """In this context the policy has its starting weights, afterwards its own, bit for bit."""
         reference = self._session.reference
-        self.settle("reference_logprobs()", TO_EXCHANGE)
+        self.memory.ready("reference_logprobs()", TO_EXCHANGE)
         with reference.active(), self.memory.held("the reference policy"):
             yield
 
@@ -158,14 +158,12 @@ class MegatronPolicy:
         """Continue right-padded prompts (`input_ids` `[B, S]`, `input_lengths` `[B]`) as
         `config.generation` says.
         """
-        self.settle("generate()")
+        self.memory.ready("generate()")
         return self._continue(data, greedy)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's parameters, and buffers that belong to the model as they do, under their
-        canonical, global Megatron-Core names.
-        """
-        self.settle("named_parameters()")
+        """This rank's parameters and lasting buffers by their global Megatron-Core names."""
+        self.memory.ready("named_parameters()")
         return ((entry.megatron, parameter) for entry, parameter in self._assembly.held)
 
     def decoder_layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
@@ -181,14 +179,10 @@ class MegatronPolicy:
         max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
         overwrite: bool = False,
     ) -> None:
-        """Write a Hugging Face checkpoint: config, tokenizer, sharded safetensors with index, each
-        rank its part.
-
-        Tensors keep the dtype they had in `config.model_name`, so that what was not trained comes
-        back bit-equal. The directory appears when it is complete; one that exists is refused unless
-        `overwrite`.
+        """Write a Hugging Face checkpoint, in the dtypes of `config.model_name`. The directory
+        appears when it is complete; one that exists is refused unless `overwrite`.
         """
-        self.settle("export_hf()", TO_REFIT)
+        self.memory.ready("export_hf()", TO_REFIT)
         source = self.config.model_name
         export_checkpoint(path, self.exporter, source, self.steps, max_shard_bytes, overwrite)
 
@@ -197,7 +191,7 @@ class MegatronPolicy:
         device; in the checkpoint's dtypes unless `dtype` is given. Iterate to the end: the other
         ranks do.
         """
-        self.settle("export()", TO_REFIT)
+        self.memory.ready("export()", TO_REFIT)
         stream = tensors(self.exporter, self.exporter.plan(dtype=dtype))
         return self.memory.during("export()", TO_REFIT, stream)
 
@@ -205,30 +199,41 @@ class MegatronPolicy:
         """Hand the weights to an engine; returns what this rank has sent. RefitError, on every
         rank, when any rank's engine refused or did not answer in time; the policy goes on.
         """
-        self.settle("refit()", TO_REFIT)
+        self.memory.ready("refit()", TO_REFIT)
         return deliver(self.exporter, sink, self.steps)
 
-    def enter(self, state: MemoryState) -> None:
-        """Move parameters, gradients and optimizer state to where `state` has them, TRAIN, LOGPROB,
-        REFIT or IDLE of `model.residency`; a second time does nothing.
-        """
-        self._session.settle()
-        self.memory.enter(state)
+    def save_checkpoint(
+        self,
+        weights_path: AnyPath,
+        optimizer_path: AnyPath | None = None,
+        tokenizer_path: AnyPath | None = None,
+        *,
+        host_data: Mapping[str, Any] | None = None,
+        hf_export: AnyPath | None = None,
+    ) -> None:
+        """Write what it takes to go on from here; see `Checkpoints.save`. `hf_export` as well."""
+        paths = (weights_path, optimizer_path, tokenizer_path)
+        self._checkpoints.save(self.steps, *paths, host_data or {})
+        if hf_export is not None:
+            self.export_hf(hf_export, overwrite=True)
 
-    def offload(self, what: str | Iterable[str]) -> None:
-        """Move "parameters", "gradients", "optimizer" or several of them to host memory."""
-        self._session.settle()
-        self.memory.offload(what)
+    def load_checkpoint(
+        self,
+        weights_path: AnyPath,
+        optimizer_path: AnyPath | None = None,
+        *,
+        fresh_optimizer: bool | None = None,
+    ) -> LoadReport:
+        """Be what was saved last in `weights_path`; see `Checkpoints.load`."""
+        report = self._checkpoints.load(weights_path, optimizer_path, fresh_optimizer)
+        self.steps = report.step
+        return report
 
-    def onload(self, what: str | Iterable[str]) -> None:
-        """Bring back what `offload` has moved."""
-        self.memory.onload(what)
-
-    def settle(self, operation: str, need: Need = TO_READ) -> None:
-        """Make the weights ready for `operation`; ConfigError where the memory state forbids it."""
-        self.memory.check(operation, need)
-        self._session.settle()
+    def finalize_async_save(self) -> None:
+        """Wait for a save under way; CheckpointError if it failed. None may be."""
+        self._checkpoints.finish()
 
     def shutdown(self) -> None:
-        """Leave the process groups; the policy is of no use afterwards. May be called again."""
-        self._session.close()
+        """Wait for a save under way and leave the process groups; may be called again."""
+        with closing(self._session):
+            self._checkpoints.finish()

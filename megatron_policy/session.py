@@ -5,6 +5,9 @@ Knows none of the policy's verbs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 import torch.distributed as dist
 
 from megatron_policy import device
@@ -21,13 +24,22 @@ from megatron_policy.train.reference import ReferenceWeights
 
 
 class Session:
-    """Joins the process group, builds this rank's part of the model and loads its weights.
+    """Joins the process group, builds this rank's part of the model and loads its weights, or, with
+    `source_dtypes`, leaves them to be filled (see `assemble`).
 
     ConfigError for a layout that is not legal, ConversionError for a checkpoint that does not match
     its family's table; after an error nothing is left behind.
     """
 
-    def __init__(self, config: PolicyConfig, *, timeout_s: float, **parts: bool) -> None:
+    def __init__(
+        self,
+        config: PolicyConfig,
+        *,
+        timeout_s: float,
+        init_optimizer: bool,
+        init_reference_model: bool,
+        source_dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
         self._table = bind(read_config(config.model_name))
         device.prepare_platform()
         device.place_process()
@@ -40,7 +52,13 @@ class Session:
             self.coords = self.topology.coords(self.rank)
             check_layout(config, self._table.architecture, self.topology)
             self.assembly = assemble(
-                config, self._table, self.topology, timeout_s=timeout_s, **parts
+                config,
+                self._table,
+                self.topology,
+                init_optimizer=init_optimizer,
+                init_reference_model=init_reference_model,
+                timeout_s=timeout_s,
+                source_dtypes=source_dtypes,
             )
             self.exporter = Exporter(
                 self.assembly,
@@ -52,6 +70,7 @@ class Session:
                 self.assembly.pipeline.models,
                 self.assembly.trainable,
                 agree=self._agree,
+                settle=self.settle,
             )
         except BaseException:
             self.close()

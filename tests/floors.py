@@ -20,6 +20,7 @@ FLOORS: tuple[tuple[str, int], ...] = (
     ("converters.hf_writing", 1),
     ("converters.publishing", 1),
     ("converters.raw_files", 1),
+    ("converters.renaming", 1),
     ("converters.dist_files", 1),
     ("converters.dist_records", 1),
     ("converters.dist_writing", 1),
@@ -54,10 +55,17 @@ FLOORS: tuple[tuple[str, int], ...] = (
     ("model.*", 2),
     ("train", 2),
     ("train.*", 2),
-    ("checkpoint", 2),
+    ("checkpoint.manifest", 1),
+    ("checkpoint.finding", 1),
+    ("checkpoint.identity", 1),
+    ("checkpoint.verifying", 1),
+    ("checkpoint.slices", 0),
+    ("checkpoint", 0),
+    ("checkpoint.*", 2),
     ("refit.*", 2),
     ("session", 3),
     ("continuing", 3),
+    ("checkpointing", 3),
     ("policy", 3),
     ("conversion", 3),
     ("conversion.*", 3),
@@ -74,7 +82,8 @@ FLOORS: tuple[tuple[str, int], ...] = (
 )
 
 # Foreign packages that only some modules may import, and all that floor 0 may import at all.
-MEGATRON = ("device", "device.*", "groups", "model", "model.*", "train", "train.*", "checkpoint")
+MEGATRON = ("device", "device.*", "groups", "model", "model.*", "train", "train.*")
+MEGATRON += ("checkpoint", "checkpoint.*")
 IMPORT_ONLY_IN: dict[str, tuple[str, ...]] = {
     "ray": ("workers", "workers.*"),
     "nemo_rl": ("hosts", "hosts.*"),

@@ -79,7 +79,7 @@ class Refits:
         self._while_it("stream", address, lambda: self._policy.refit(IpcStream(address)))
 
     def _by_handles(self) -> None:
-        self._policy.settle("a refit by handles")
+        self._policy.memory.ready("a refit by handles")
         names = [tensor.name for tensor in self._policy.exporter.plan().tensors]
         for first in range(0, len(names), 20):
             lent = self._handles.weights(names[first : first + 20])

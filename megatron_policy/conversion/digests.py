@@ -19,6 +19,9 @@ from megatron_policy.errors import ConversionError
 
 STEP = 2**20
 
+UNSEALED = "0" * 16
+"""What stands for a text's own digest while that is computed."""
+
 
 class Digest:
     """Takes bytes one after another."""
@@ -38,6 +41,16 @@ class Digest:
 def of_bytes(content: bytes) -> str:
     """The digest of these bytes."""
     return xxhash.xxh3_64_hexdigest(content)
+
+
+def sealed(text: bytes) -> bytes:
+    """The text with a digest of all of it where its first `UNSEALED` stands."""
+    return text.replace(UNSEALED.encode(), of_bytes(text).encode(), 1)
+
+
+def is_sealed(text: bytes, stated: str) -> bool:
+    """Whether `stated`, the digest that stands in the text, is the one that `sealed` put there."""
+    return of_bytes(text.replace(stated.encode(), UNSEALED.encode(), 1)) == stated
 
 
 def of_file(files: RawFiles, path: Path, size: int, extents: Iterable[tuple[int, int]] = ()) -> str:

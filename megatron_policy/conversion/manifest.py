@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_policy.conversion.digests import of_bytes
+from megatron_policy.conversion.digests import UNSEALED, is_sealed, sealed
 from megatron_policy.conversion.tensors import Info
 from megatron_policy.converters.hf_files import MANIFEST
 from megatron_policy.errors import ConversionError
@@ -21,8 +21,6 @@ from megatron_policy.errors import ConversionError
 FORMAT = 1
 MAPPING = 1
 """Counts changes after which the same HF tensors would lie elsewhere in Megatron-Core's."""
-
-_NONE = "0" * 16
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Manifest:
     def encoded(self) -> bytes:
         """The file; its first value is a digest of the rest of it."""
         content = {
-            "digest": _NONE,
+            "digest": UNSEALED,
             "format": FORMAT,
             "mapping": MAPPING,
             **self.origin,
@@ -51,8 +49,7 @@ class Manifest:
                 for name, (info, digest) in self.tensors.items()
             },
         }
-        text = json.dumps(content, indent=1, ensure_ascii=False).encode()
-        return text.replace(_NONE.encode(), of_bytes(text).encode(), 1)
+        return sealed(json.dumps(content, indent=1, ensure_ascii=False).encode())
 
 
 def read_manifest(root: Path) -> Manifest | None:
@@ -63,8 +60,7 @@ def read_manifest(root: Path) -> Manifest | None:
     try:
         text = path.read_bytes()
         content = json.loads(text)
-        stated = content["digest"]
-        if of_bytes(text.replace(stated.encode(), _NONE.encode(), 1)) != stated:
+        if not is_sealed(text, content["digest"]):
             raise ValueError("its content contradicts its digest")
         if content["format"] != FORMAT:
             raise ValueError(f"it is of format {content['format']}, this version reads {FORMAT}")

@@ -12,12 +12,13 @@ import torch
 
 from megatron_policy.device import is_accelerated
 from megatron_policy.device.caches import release_cached
-from megatron_policy.errors import ConfigError, RefitError, TransitionError
+from megatron_policy.errors import CheckpointError, ConfigError, RefitError, TransitionError
 from megatron_policy.model.host_pool import HostPool
 from megatron_policy.model.inventory import forget_gradients, resident_storages
 from megatron_policy.model.optimizer import Trainable
 from megatron_policy.model.residency import (
     STATES,
+    TO_READ,
     TRAIN,
     Kind,
     MemoryState,
@@ -46,7 +47,8 @@ class DeviceMemory:
     `move` is whether parameters and optimizer state are really moved: by default on a GPU. On the
     CPU there is nothing to gain; there the states and their refusals are the same, and gradients
     are freed. `pool` makes the host memory of one kind; `resize` gives a storage its bytes. `agree`
-    is collective and raises RefitError where any rank passed it a failure.
+    is collective and raises RefitError where any rank passed it a failure; `settle` waits for what
+    is on its way to the memory.
     """
 
     def __init__(
@@ -58,14 +60,18 @@ class DeviceMemory:
         pool: Callable[[], HostPool] = HostPool,
         resize: Resize = torch.UntypedStorage.resize_,
         agree: Callable[[Exception | None], object] = lambda failure: None,
+        settle: Callable[[], object] = lambda: None,
     ) -> None:
-        self._models, self._trainable, self._agree = tuple(models), trainable, agree
+        self._models, self._trainable = tuple(models), trainable
+        self._agree, self._settle = agree, settle
         moves = is_accelerated() if move is None else move
         self._shelves = {Kind.GRADIENTS: Shelf(None, resize)}
         if moves:
             self._shelves |= {k: Shelf(pool(), resize) for k in (Kind.OPTIMIZER, Kind.PARAMETERS)}
         self._whole = set(Kind)
         self._holders: list[str] = []
+        self.spoiled = ""
+        """Why what is held is of no use, if so."""
         self._state = TRAIN
 
     @property
@@ -73,11 +79,24 @@ class DeviceMemory:
         """The state that the last call left."""
         return self._state
 
-    def check(self, operation: str, need: Need) -> None:
-        """ConfigError unless the state permits `operation`, as "train()", and what is at work."""
+    def check(self, operation: str, need: Need, *, mends: bool = False) -> None:
+        """ConfigError unless the state permits `operation`, as "train()", and what is at work.
+
+        CheckpointError where what is held is `spoiled`, unless the operation `mends` it.
+        """
+        if self.spoiled and not mends:
+            raise CheckpointError(
+                f"{operation} would use weights that are partly old and partly new: "
+                f"{self.spoiled}. Call load_checkpoint() again"
+            )
         check_permits(self._state, operation, need)
         if need.alone and self._holders:
             raise ConfigError(f"{operation} has to wait until {self._holders[-1]} has ended")
+
+    def ready(self, operation: str, need: Need = TO_READ, *, mends: bool = False) -> None:
+        """`check`, and the parameters are as the last step left them."""
+        self.check(operation, need, mends=mends)
+        self._settle()
 
     @contextmanager
     def held(self, by: str) -> Iterator[None]:
@@ -108,6 +127,7 @@ class DeviceMemory:
             )
         failure = None
         try:
+            self._settle()
             self._empty([kind for kind in _LEAVING if kind not in target.holds])
             self._refill([kind for kind in Kind if kind in target.holds])
         except (RuntimeError, MemoryError) as error:

@@ -27,36 +27,36 @@ class WorkerMemory:
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         """Everything on the device: parameters, gradient buffers, optimizer state."""
-        self._policy.enter(TRAIN)
+        self._policy.memory.enter(TRAIN)
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
         """Only parameters on the device; with `keep_train_buffers` whatever of training is there
         stays, gradients included.
         """
         if keep_train_buffers:
-            self._policy.onload(Kind.PARAMETERS)
+            self._policy.memory.onload(Kind.PARAMETERS)
         else:
-            self._policy.enter(LOGPROB)
+            self._policy.memory.enter(LOGPROB)
 
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
         """Give back gradient buffers and optimizer state; parameters stay for reading."""
-        self._policy.enter(LOGPROB)
+        self._policy.memory.enter(LOGPROB)
 
     def finish_inference(self) -> None:
         """Parameters leave the device; what there is of training stays where it is."""
-        self._policy.offload(Kind.PARAMETERS)
+        self._policy.memory.offload(Kind.PARAMETERS)
 
     def prepare_for_generation(self) -> None:
         """Parameters on the device, for a policy that generates itself."""
-        self._policy.onload(Kind.PARAMETERS)
+        self._policy.memory.onload(Kind.PARAMETERS)
 
     def offload_before_refit(self) -> None:
         """Only parameters on the device: room for what travels to the engine."""
-        self._policy.enter(REFIT)
+        self._policy.memory.enter(REFIT)
 
     def offload_after_refit(self) -> None:
         """Nothing on the device: the engine has it to itself."""
-        self._policy.enter(IDLE)
+        self._policy.memory.enter(IDLE)
         self._on_idle()
 
     def get_free_memory_bytes(self) -> int:

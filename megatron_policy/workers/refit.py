@@ -8,6 +8,7 @@ from megatron_policy import device
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.model.residency import TO_REFIT
 from megatron_policy.refit.plan import RefitTensor
+from megatron_policy.workers.checks import refuse_unknown
 
 if TYPE_CHECKING:
     from megatron_policy.policy import MegatronPolicy
@@ -72,7 +73,7 @@ class WorkerRefit:
         """
         from megatron_policy.refit.ipc_handles import IpcHandles
 
-        self._policy.settle("get_weights_ipc_handles()", TO_REFIT)
+        self._policy.memory.ready("get_weights_ipc_handles()", TO_REFIT)
         if self._handles is None:
             self._handles = IpcHandles(self._policy.exporter)
         return self._handles.weights(tuple(keys), self._policy.steps)
@@ -100,9 +101,7 @@ class WorkerRefit:
         """
         from megatron_policy.refit.collective import Collective
 
-        unknown = sorted(name for name, value in options.items() if value is not None)
-        if unknown:
-            raise ConfigError(f"init_collective has no option {', '.join(unknown)}; leave it out")
+        refuse_unknown("init_collective", options)
         self._leave_group()
         self._group = Collective.join(self._policy.exporter, ip, port, world_size, train_world_size)
 

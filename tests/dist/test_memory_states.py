@@ -46,7 +46,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "distributed fp32 main parameters": ("DP2", OVERLAPPED, BF16),
     "experts": ("DP2", OVERLAPPED, {}),
 }
-ROUTES = {
+ROUTES: dict[str, tuple[MemoryState, ...]] = {
+    "none": (),
     "as a colocated engine asks": (REFIT, IDLE, LOGPROB, TRAIN),
     "backwards": (LOGPROB, IDLE, REFIT, IDLE, TRAIN),
     "everything from everywhere": (
@@ -128,14 +129,14 @@ def on_device(tensors: list[torch.Tensor]) -> dict[int, int]:
     return {key: size for key, size in sizes.items() if size >= SMALL}
 
 
-def travelled(config: dict[str, Any], route: tuple[MemoryState, ...] | None) -> dict[str, Any]:
-    """Three steps, with a route through the states before each, and what came of it; None stays."""
+def travelled(config: dict[str, Any], routes: tuple[str, ...]) -> dict[str, Any]:
+    """A step for each route through the states, which it follows, and what came of them."""
     with open_policy(config) as policy:
         memory_of(policy)
         seen: dict[str, Any] = {"losses": [], "logprobs": []}
-        for _ in range(3):
-            for state in route or ():
-                policy.enter(state)
+        for name in routes:
+            for state in ROUTES[name]:
+                policy.memory.enter(state)
             seen["losses"].append(step(policy))
             seen["logprobs"].append(read(policy))
         seen["tensors"] = everything(policy)
@@ -156,12 +157,14 @@ def test_training_after_every_route_through_the_states_is_bit_equal_to_staying(
     ranks, config_of, name: str
 ) -> None:
     world, config = config_of(name)
-    stayed = ranks.run(world, travelled, config, None)
+    # Before the first step there are no moments yet.
+    routes = ("everything from everywhere", "as a colocated engine asks", "backwards")
+    routes += ("everything from everywhere",)
+    stayed = ranks.run(world, travelled, config, ("none",) * len(routes))
     losses = [each["global_loss"].item() for each in stayed[0]["losses"]]
     assert len(set(losses)) == len(losses), "the steps change nothing: there is nothing to lose"
-    for route in ROUTES.values():
-        for moved, still in zip(ranks.run(world, travelled, config, route), stayed, strict=True):
-            assert_bit_equal(moved, still)
+    for moved, still in zip(ranks.run(world, travelled, config, routes), stayed, strict=True):
+        assert_bit_equal(moved, still)
 
 
 def sizes_in_states(config: dict[str, Any]) -> None:
@@ -184,7 +187,7 @@ def sizes_in_states(config: dict[str, Any]) -> None:
         assert all(full.values())
         ceilings = memory.ceilings()
         for state in (REFIT, IDLE, LOGPROB, TRAIN, IDLE, TRAIN):
-            policy.enter(state)
+            policy.memory.enter(state)
             assert memory.state is state
             for kind, tensors in groups.items():
                 here = full[kind] if kind in state.holds else {}
@@ -227,19 +230,19 @@ def again_and_again(config: dict[str, Any]) -> None:
         blocks = Counted()
         memory = memory_of(policy, pool=lambda: HostPool(blocks, 1 << 16))
         step(policy)
-        policy.enter(IDLE)
+        policy.memory.enter(IDLE)
         made, kept = list(blocks.addresses), memory.host_bytes
         mains = [p for o in optimizers(policy) for group in o.param_groups for p in group["params"]]
         assert all(main.grad is None for main in mains), "gradients beside the buffers stay"
         assert len(made) > 2 and kept == len(made) << 16
         for _ in range(5):
             for state in (IDLE, LOGPROB, LOGPROB, REFIT, REFIT, TRAIN, TRAIN, IDLE):
-                policy.enter(state)
+                policy.memory.enter(state)
                 before = addresses(policy)
-                policy.enter(state)
+                policy.memory.enter(state)
                 assert addresses(policy) == before
         assert blocks.addresses == made and memory.host_bytes == kept
-        policy.enter(TRAIN)
+        policy.memory.enter(TRAIN)
         step(policy)
 
 
@@ -270,10 +273,10 @@ def short_of_room(config: dict[str, Any], fail: bool) -> dict[str, Any]:
         resize, seen = Limited(), {"losses": [step(policy)], "states": set()}
         memory = memory_of(policy, resize=resize)
         for room in range(200 if fail else 0):
-            policy.enter(IDLE)
+            policy.memory.enter(IDLE)
             resize.left = room
             try:
-                policy.enter(TRAIN)
+                policy.memory.enter(TRAIN)
                 break
             except TransitionError as error:
                 assert str(memory.state) in str(error) and "no device memory" in str(error)
@@ -283,7 +286,7 @@ def short_of_room(config: dict[str, Any], fail: bool) -> dict[str, Any]:
                 step(policy)
             if room % 2:
                 resize.left = None
-                policy.enter(TRAIN)  # the repeat
+                policy.memory.enter(TRAIN)  # the repeat
                 resize.left = room
         else:
             assert not fail, "it has never had enough room"
@@ -311,13 +314,13 @@ def one_without_room(config: dict[str, Any]) -> str:
         step(policy)
         before, resize = everything(policy), Limited()
         memory = memory_of(policy, resize=resize, agree=policy.exporter.agree)
-        policy.enter(IDLE)
+        policy.memory.enter(IDLE)
         resize.left = 0 if policy.rank == 1 else None
         with pytest.raises(TransitionError) as error:
-            policy.enter(TRAIN)
+            policy.memory.enter(TRAIN)
         assert (memory.state is TRAIN) == (policy.rank != 1)
         resize.left = None
-        policy.enter(TRAIN)
+        policy.memory.enter(TRAIN)
         assert memory.state is TRAIN
         assert all(torch.equal(a, b) for a, b in zip(everything(policy), before, strict=True))
         step(policy)
@@ -343,17 +346,17 @@ def no_host_memory(config: dict[str, Any]) -> None:
 
         memory = memory_of(policy, pool=lambda: HostPool(allocate, 1 << 16))
         with pytest.raises(TransitionError, match="no way to the idle state: no host memory"):
-            policy.enter(IDLE)
+            policy.memory.enter(IDLE)
         assert memory.state.holds == {Kind.PARAMETERS}
         read(policy)
-        policy.enter(TRAIN)
+        policy.memory.enter(TRAIN)
         assert all(torch.equal(a, b) for a, b in zip(everything(policy), before, strict=True))
         with pytest.raises(TransitionError, match="no host memory"):
-            policy.enter(IDLE)
+            policy.memory.enter(IDLE)
         blocks += [True] * 100
-        policy.enter(IDLE)
+        policy.memory.enter(IDLE)
         assert sum(memory.resident_bytes().values()) == 0
-        policy.enter(TRAIN)
+        policy.memory.enter(TRAIN)
         assert all(torch.equal(a, b) for a, b in zip(everything(policy), before, strict=True))
 
 
@@ -369,25 +372,25 @@ def partly(config: dict[str, Any]) -> None:
         expected = [each.clone() for each in gradients(policy)]
         assert any(bool(each.any()) for each in expected)
 
-        policy.onload(Kind.PARAMETERS)
+        policy.memory.onload(Kind.PARAMETERS)
         assert memory.state is TRAIN
-        policy.offload("parameters")
+        policy.memory.offload("parameters")
         assert memory.state == MemoryState("partial", frozenset({Kind.GRADIENTS, Kind.OPTIMIZER}))
         with pytest.raises(ConfigError, match=r"partial.*gradients, optimizer.*lp_inference"):
             read(policy)
-        policy.onload(Kind.PARAMETERS)
+        policy.memory.onload(Kind.PARAMETERS)
         assert all(torch.equal(a, b) for a, b in zip(gradients(policy), expected, strict=True))
 
-        policy.offload(["optimizer", "gradients"])
+        policy.memory.offload(["optimizer", "gradients"])
         assert memory.state is LOGPROB
-        policy.offload("parameters")
+        policy.memory.offload("parameters")
         assert memory.state is IDLE
-        policy.onload(Kind.PARAMETERS)
+        policy.memory.onload(Kind.PARAMETERS)
         assert memory.state is LOGPROB
-        policy.onload(("optimizer", "gradients"))
+        policy.memory.onload(("optimizer", "gradients"))
         assert memory.state is TRAIN and memory.state.holds == ALL
         with pytest.raises(ConfigError, match="weights cannot be moved"):
-            policy.onload("weights")
+            policy.memory.onload("weights")
         step(policy)
 
 
@@ -404,19 +407,19 @@ def held(config: dict[str, Any]) -> None:
         memory = memory_of(policy)
         own = everything(policy)
         moves: list[Callable[[], None]] = [
-            lambda: policy.enter(IDLE),
-            lambda: policy.offload("optimizer"),
-            lambda: policy.onload("parameters"),
+            lambda: policy.memory.enter(IDLE),
+            lambda: policy.memory.offload("optimizer"),
+            lambda: policy.memory.onload("parameters"),
         ]
         with policy.reference():
             for move in moves:
                 with pytest.raises(ConfigError, match="while the reference policy is at work"):
                     move()
             assert memory.state is TRAIN
-        policy.enter(LOGPROB)
+        policy.memory.enter(LOGPROB)
         with policy.reference():
             read(policy)
-        policy.enter(TRAIN)
+        policy.memory.enter(TRAIN)
         assert all(torch.equal(a, b) for a, b in zip(everything(policy), own, strict=True))
 
 
@@ -430,7 +433,7 @@ def on_the_cpu(config: dict[str, Any]) -> None:
         step(policy)
         addresses = [t.data_ptr() for t in (*parameters(policy), *optimizer_tensors(policy))]
         for state in (REFIT, IDLE):
-            policy.enter(state)
+            policy.memory.enter(state)
             with pytest.raises(ConfigError, match=rf"train\(\).*{state.name}"):
                 step(policy)
             assert not on_device(gradients(policy)) and memory.host_bytes == 0
@@ -438,7 +441,7 @@ def on_the_cpu(config: dict[str, Any]) -> None:
             assert now == addresses
         ceilings = memory.ceilings()
         assert ceilings["idle"] == ceilings["logprob"] < ceilings["train"]
-        policy.enter(TRAIN)
+        policy.memory.enter(TRAIN)
         step(policy)
 
 
@@ -473,14 +476,14 @@ def half_read(config: dict[str, Any]) -> None:
     with open_policy(config) as policy:
         memory = memory_of(policy)
         weights = memory.during("export()", TO_REFIT, policy.named_parameters())
-        policy.enter(TRAIN)
+        policy.memory.enter(TRAIN)
         name, _ = next(weights)
         with pytest.raises(ConfigError, match=r"while export\(\) is at work"):
-            policy.enter(IDLE)
+            policy.memory.enter(IDLE)
         rest = [name, *(name for name, _ in weights)]
         assert rest == [name for name, _ in policy.named_parameters()]
         late = memory.during("export()", TO_REFIT, policy.named_parameters())
-        policy.enter(IDLE)
+        policy.memory.enter(IDLE)
         with pytest.raises(ConfigError, match=r"export\(\) needs the weights.*idle"):
             next(late)
 
@@ -494,7 +497,7 @@ def untrained(config: dict[str, Any]) -> None:
         memory = memory_of(policy)
         before = read(policy)
         for state in (TRAIN, IDLE, REFIT, IDLE, LOGPROB):
-            policy.enter(state)
+            policy.memory.enter(state)
         assert torch.equal(read(policy), before)
         assert memory.ceilings()["train"] == memory.ceilings()["logprob"] > 0
 

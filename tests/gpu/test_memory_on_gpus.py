@@ -21,19 +21,19 @@ WIDE = SIZES | {"hidden": 1024, "ffn": 2816}  # about 0.7 GiB with its optimizer
 def given_back(config: dict[str, Any]) -> None:
     with open_policy(config) as policy:
         step(policy)
-        policy.settle("this test")
+        policy.memory.ready("this test")
         memory, before = policy.memory, [tensor.cpu() for tensor in everything(policy)]
-        policy.enter(TRAIN)
+        policy.memory.enter(TRAIN)
         full, free, ceilings = allocated(), device.memory_info().free, memory.ceilings()
         for _ in range(3):
             for state in (REFIT, IDLE):
-                policy.enter(state)
+                policy.memory.enter(state)
                 managed = ceilings["train"] - ceilings[state.name]
                 assert full - allocated() >= managed > 0
                 assert device.memory_info().free - free >= managed // 2
             assert ceilings["idle"] == sum(memory.resident_bytes().values()) == 0
             assert all(p.untyped_storage().nbytes() < 1024 for p in parameters(policy))
-            policy.enter(TRAIN)
+            policy.memory.enter(TRAIN)
         after = [tensor.cpu() for tensor in everything(policy)]
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         assert page_locked(4096).is_pinned()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_policy.config import PolicyConfig
+from megatron_policy.config import CheckpointConfig, PolicyConfig, ignored_keys
 from megatron_policy.errors import ConfigError
 from tests.unit import host_policies
 
@@ -140,6 +140,19 @@ def test_logits_exist_for_a_thousand_tokens_at_a_time_unless_told_otherwise() ->
     assert PolicyConfig.parse(minimal(logprob_chunk_size=64)).logprob_chunk_size == 64
 
 
+def test_saves_are_synchronous_and_need_an_optimizer_unless_told_otherwise() -> None:
+    config = PolicyConfig.parse(minimal())
+    assert config.megatron_cfg.checkpoint == CheckpointConfig()
+    assert not CheckpointConfig().async_save and not CheckpointConfig().fresh_optimizer
+    assert config.checkpoint_timeout_s == 120.0
+    section = {"async_save": True, "ckpt_assume_constant_structure": True}
+    raw = minimal(**{MEGATRON + "checkpoint": section, "checkpoint_timeout_s": 5})
+    config = PolicyConfig.parse(raw)
+    assert config.megatron_cfg.checkpoint == CheckpointConfig(async_save=True)
+    assert config.checkpoint_timeout_s == 5.0
+    assert "megatron_cfg.checkpoint.ckpt_assume_constant_structure" in ignored_keys(raw)
+
+
 def test_null_means_not_given() -> None:
     nulls = {MEGATRON + "env_vars": None, SCHEDULER + "lr_decay_iters": None}
     nulls |= {MEGATRON + "optimizer": None, MEGATRON + "virtual_pipeline_model_parallel_size": None}
@@ -205,6 +218,8 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
         ({"train_micro_batch_size": "two"}, "valid integer"),
         ({"megatron_cfg": 3}, "policy.megatron_cfg must be a section of keys, not 3"),
         ({OPTIMIZER + "optimizer": "lion"}, "'adam' or 'sgd'"),
+        ({MEGATRON + "checkpoint": {"async": True}}, "checkpoint.async is unknown: did you mean"),
+        ({"checkpoint_timeout_s": 0}, "checkpoint_timeout_s: .*greater than 0, not 0"),
         ({OPTIMIZER + "min_lr": 1.0}, "min_lr is at most lr"),
         ({OPTIMIZER + "fp16": True}, "fp16=True would change results"),
         ({SCHEDULER + "lr_decay_style": "WSD"}, "'constant', 'linear', 'cosine' or 'inverse-"),

@@ -25,7 +25,7 @@ PUBLIC = {
         dynamic_batching sequence_packing make_sequence_length_divisible_by
         max_total_sequence_length max_grad_norm fsdp_offload_enabled
         activation_checkpointing_enabled refit_buffer_size_gb refit_bucket_bytes
-        refit_dtype refit_timeout_s optimizer scheduler""",
+        refit_dtype refit_timeout_s checkpoint_timeout_s optimizer scheduler""",
     "tokenizer.": "name chat_template",
     "megatron_cfg.": """enabled empty_unused_memory_level activation_checkpointing converter_type
         tensor_model_parallel_size pipeline_model_parallel_size num_layers_in_first_pipeline_stage
@@ -35,7 +35,7 @@ PUBLIC = {
         moe_router_load_balancing_type moe_router_bias_update_rate apply_rope_fusion
         bias_activation_fusion attention_backend recompute_granularity recompute_method
         recompute_num_layers recompute_modules defer_fp32_logits env_vars peft
-        virtual_pipeline_model_parallel_size transformer_impl""",
+        virtual_pipeline_model_parallel_size transformer_impl checkpoint""",
     "megatron_cfg.optimizer.": """optimizer lr min_lr weight_decay bf16 fp16 params_dtype adam_beta1
         adam_beta2 adam_eps sgd_momentum use_distributed_optimizer use_precision_aware_optimizer
         clip_grad optimizer_cpu_offload optimizer_offload_fraction""",
@@ -44,6 +44,7 @@ PUBLIC = {
     "megatron_cfg.distributed_data_parallel_config.": """grad_reduce_in_fp32 overlap_grad_reduce
         overlap_param_gather average_in_collective use_custom_fsdp
         data_parallel_sharding_strategy""",
+    "megatron_cfg.checkpoint.": "async_save fresh_optimizer",
     "dtensor_cfg.": """enabled cpu_offload sequence_parallel activation_checkpointing
         tensor_parallel_size context_parallel_size custom_parallel_plan""",
     "dynamic_batching.": "enabled train_mb_tokens logprob_mb_tokens sequence_length_round",

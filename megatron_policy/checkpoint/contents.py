@@ -1,0 +1,150 @@
+"""What of a policy a checkpoint has, as parts to write, and what becomes of the policy when one has
+been read; knows neither paths nor how ranks meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_policy.checkpoint import holdings, manifest
+from megatron_policy.checkpoint.loading import Found, LoadReport, Reading
+from megatron_policy.checkpoint.saving import Part, layout_of
+from megatron_policy.converters.dist_keys import extra_states
+from megatron_policy.converters.dist_records import empty_object
+from megatron_policy.model.assemble import Assembly
+from megatron_policy.model.random_state import capture, restore
+from megatron_policy.model.schedule_state import restore_schedule, schedule_state
+from megatron_policy.model.training_state import TrainingState
+
+OURS = "megatron_policy"
+"""Key of what this package keeps in the common state, beside Megatron-Core's."""
+
+
+class Contents:
+    """One rank's policy, as far as checkpoints know it."""
+
+    def __init__(self, assembly: Assembly, generators: Mapping[str, torch.Generator]) -> None:
+        """`generators` draw the random numbers that are the policy's own, by name."""
+        self._assembly, self._generators = assembly, generators
+        place = assembly.place
+        self._topology, self._rank = place.topology, place.topology.rank(place.coords)
+        trainable = assembly.trainable
+        self._training = None if trainable is None else TrainingState(trainable)
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether there is any state to save or load beside weights."""
+        return self._training is not None
+
+    def held(self, *, with_states: bool) -> list[holdings.Holding]:
+        """Weights, and the optimizer's state, which is made where there is none yet."""
+        held, place = self._assembly.held, self._assembly.place
+        found = holdings.weights(held, place)
+        if with_states and self._training is not None:
+            self._training.materialize()
+            found += holdings.states(held, place, self._training)
+        return found
+
+    def parts(
+        self, step: int, weights: Path, optimizer: Path | None, host_data: Mapping[str, Any]
+    ) -> list[Part]:
+        """The directories of a save; the weights', which is what is looked for, comes last."""
+        table, place = self._assembly.table, self._assembly.place
+        together = optimizer == weights
+        objects = {self._random_key: capture(self._generators)}
+        if self._rank == 0:
+            objects |= dict.fromkeys(extra_states(table), empty_object())
+        held = self.held(with_states=optimizer is not None)
+        of_weights = [each for each in held if each.kind == holdings.WEIGHTS]
+        of_optimizer = [each for each in held if each.kind != holdings.WEIGHTS]
+        common = self._common(step, host_data, with_optimizer=optimizer is not None)
+        kept = held if together else of_weights
+        contains = (manifest.WEIGHTS, manifest.RANDOM)
+        parts = [
+            Part(
+                weights,
+                (*contains, manifest.OPTIMIZER) if together else contains,
+                holdings.items(kept, table.architecture, place),
+                objects,
+                common,
+                optimizer_elsewhere=optimizer is not None and not together,
+            )
+        ]
+        if optimizer is not None and not together:
+            items = holdings.items(of_optimizer, table.architecture, place)
+            parts.insert(0, Part(optimizer, (manifest.OPTIMIZER,), items, {}, common))
+        return parts
+
+    @property
+    def _random_key(self) -> str:
+        return f"{OURS}.random/shard_{self._rank}_{self._topology.world_size}"
+
+    def _common(
+        self, step: int, host_data: Mapping[str, Any], *, with_optimizer: bool
+    ) -> dict[str, Any]:
+        assembly = self._assembly
+        ours: dict[str, Any] = {"host_data": dict(host_data)}
+        ours["source_dtypes"] = {
+            name: holdings.dtype_name(dtype) for name, dtype in assembly.source_dtypes.items()
+        }
+        if with_optimizer and self._training is not None and assembly.trainable is not None:
+            ours["optimizer_step"] = self._training.step
+            ours["schedule"] = schedule_state(assembly.trainable)
+        return {
+            "checkpoint_version": 3.0,
+            "iteration": step,
+            "content_metadata": {
+                "singleton_local_shards": False,
+                "non_homogeneous_layers": not assembly.table.architecture.uniform_layers,
+            },
+            OURS: ours,
+        }
+
+    def restored(self, found: Found, reading: Reading) -> LoadReport:
+        """What is not tensors: counters, schedule and random numbers."""
+        ours = found.common(found.root)[OURS]
+        restored = ["weights"]
+        missing: dict[str, str] = {}
+        if found.optimizer is not None:
+            missing |= self._restored_training(found, ours)
+            restored += ["optimizer", "schedule"]
+        else:
+            missing["optimizer"] = found.no_optimizer
+            if self._training is not None:
+                self._start_anew()
+                missing["schedule"] = "it starts anew with the optimizer"
+        if why := self._restored_random(found, reading):
+            missing["random numbers"] = why
+        else:
+            restored.append("random numbers")
+        return LoadReport(
+            str(found.root), found.weights.step, tuple(restored), missing, ours["host_data"]
+        )
+
+    def _start_anew(self) -> None:
+        assert self._training is not None and self._assembly.trainable is not None
+        self._training.restart()
+        restore_schedule(self._assembly.trainable, {"num_steps": 0})
+
+    def _restored_training(self, found: Found, ours: Mapping[str, Any]) -> dict[str, str]:
+        assert self._training is not None and self._assembly.trainable is not None
+        counted = ours["optimizer_step"]
+        self._training.set_step(found.weights.step if counted is None else counted)
+        changed = restore_schedule(self._assembly.trainable, ours["schedule"])
+        return {
+            f"schedule.{name}": f"{old} in the checkpoint; the configuration's {new} holds"
+            for name, (old, new) in changed.items()
+        }
+
+    def _restored_random(self, found: Found, reading: Reading) -> str | None:
+        """Why this rank's random numbers do not go on where they were, if so."""
+        if dict(found.weights.layout) != layout_of(self._topology):
+            return "they belong to the ranks of another layout, and start from the seed here"
+        content = reading.weights.object_bytes(self._random_key)
+        if content is None:
+            return "the checkpoint has none of this rank"
+        return restore(content, self._generators)

@@ -1,0 +1,174 @@
+"""How the ranks of a policy go through a save or a load together: notes in the store where they
+met. No collectives, so a thread beside the training may do it; knows nothing of checkpoints.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megatron_policy.errors import CheckpointError
+from megatron_policy.refit.patience import within
+from megatron_policy.refit.pulse import Pulse
+
+T = TypeVar("T")
+
+_SHORTEST_S, _LONGEST_S = 0.0005, 0.1  # between two looks for a note
+_SIGNS = 8  # of life, in the longest wait
+
+
+class Council:
+    """One rank's seat: `open` it for each thing that all ranks undertake, in the same order."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
+        """No wait is longer than `timeout_s` seconds, counted from the last sign of life."""
+        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self._store, self._number = store, 0
+        # The store may outlive a policy, and what the next one's ranks leave there must be new.
+        first = 0 if size == 1 else store.add(f"council/of rank {rank}", 1)
+        self._root = f"council/{first}"
+
+    def open(self) -> Undertaking:
+        """The next undertaking of all ranks."""
+        self._number += 1
+        if self._number > 2 and self.rank == 0:
+            self._clean(self._number - 2)  # whoever comes late to the last one must still find it
+        return Undertaking(self, self._store, f"{self._root}/{self._number}")
+
+    def _clean(self, number: int) -> None:
+        for name in ("failed", "signs", *_NAMES):
+            for suffix in ("", "/arrived"):
+                self._store.delete_key(f"{self._root}/{number}/{name}{suffix}")
+
+
+_NAMES = (
+    "where",
+    "written",
+    "published",
+    "ready",
+    "found",
+    "verified",
+    "mapped",
+    "read",
+    "restored",
+)
+"""What ranks tell each other, or wait for, in an undertaking."""
+
+
+class Undertaking:
+    """What one rank has to do with the others until something is done, or given up by all."""
+
+    def __init__(self, council: Council, store: dist.Store, root: str) -> None:
+        self._council, self._store, self._root = council, store, root
+        self._alone = council.size == 1
+        self._told: dict[str, str] = {}
+        self._pulse = Pulse(
+            lambda by: self._asked(lambda: self._store.add(f"{root}/signs", by)),
+            council.timeout_s / _SIGNS,
+        )
+
+    @contextmanager
+    def at_work(self, name: str = "") -> Iterator[None]:
+        """The others wait while the body goes on, which waits for none of them, and hear of its
+        failure, which is a CheckpointError here. Afterwards this rank has arrived at `name`, if
+        that is given.
+        """
+        try:
+            with self._signs():
+                yield
+        except Exception as error:
+            failure = as_checkpoint_error(error)
+            self._fail(str(failure))
+            raise failure from error
+        if name:
+            self._arrive(name)
+
+    def wait(self, name: str) -> None:
+        """Until every rank has arrived at `name`; CheckpointError, with the words of who failed
+        first, where one has or gives no sign of life.
+        """
+        self._await(name)
+
+    def tell(self, name: str, words: str) -> None:
+        """Leave a note for the others."""
+        assert name in _NAMES, name
+        if self._alone:
+            self._told[name] = words
+        else:
+            self._asked(lambda: self._store.set(f"{self._root}/{name}", words))
+
+    def hear(self, name: str) -> str:
+        """The note that another rank leaves; waits for it as `wait` does."""
+        if self._alone:
+            return self._told[name]
+        self._await(name)
+        return self._asked(lambda: self._store.get(f"{self._root}/{name}")).decode()
+
+    def _arrive(self, name: str) -> None:
+        assert name in _NAMES, name
+        if self._alone:
+            return
+        arrived = self._asked(lambda: self._store.add(f"{self._root}/{name}/arrived", 1))
+        if arrived == self._council.size:
+            self.tell(name, "all")
+
+    def _fail(self, words: str) -> None:
+        if not self._alone:
+            said = words if words.startswith("rank ") else f"rank {self._council.rank}: {words}"
+            self._asked(lambda: self._store.compare_set(f"{self._root}/failed", "", said))
+
+    def _await(self, name: str) -> None:
+        if self._alone:
+            return
+        pause, seen, quiet_since = _SHORTEST_S, -1, time.monotonic()
+        while True:
+            there = self._asked(lambda: self._store.check([f"{self._root}/{name}"]))
+            if self._asked(lambda: self._store.check([f"{self._root}/failed"])):
+                said = self._asked(lambda: self._store.get(f"{self._root}/failed"))
+                raise CheckpointError(said.decode())
+            if there:
+                return
+            sign, now = self._pulse.look(), time.monotonic()
+            seen, quiet_since = sign, quiet_since if sign == seen else now
+            if now - quiet_since > self._council.timeout_s:
+                words = (
+                    f"a rank gave no sign of life for {self._council.timeout_s:g} s while the "
+                    f"others waited for {name!r}. Look at its log; checkpoint_timeout_s sets how "
+                    "long to wait"
+                )
+                self._fail(words)
+                raise CheckpointError(words)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_S)
+
+    @contextmanager
+    def _signs(self) -> Iterator[None]:
+        if self._alone:
+            yield
+            return
+        with self._pulse.kept():
+            yield
+
+    def _asked(self, step: Callable[[], T]) -> T:
+        """What `step` makes of the store, whose host, rank 0, may have stopped or gone."""
+        try:
+            return within(1.25 * self._council.timeout_s + 0.5, step)
+        except (TimeoutError, dist.DistError) as error:
+            raise CheckpointError(
+                "rank 0, where the ranks meet, does not answer "
+                f"({str(error).splitlines()[0]}); look at its log"
+            ) from error
+
+
+def as_checkpoint_error(error: Exception) -> CheckpointError:
+    """The error itself, or one that says what it says."""
+    if isinstance(error, CheckpointError):
+        return error
+    if isinstance(error, OSError) and error.filename:
+        return CheckpointError(f"{error.filename}: {error.strerror}")
+    plain = isinstance(error, RuntimeError | ValueError) and str(error)
+    return CheckpointError(str(error) if plain else f"{type(error).__name__}: {error}")

@@ -1,0 +1,242 @@
+"""A load, from a path to what this rank holds: everything is found, read through and agreed on
+before anything is changed. Knows no verbs of the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from megatron_policy.checkpoint import finding, identity, manifest
+from megatron_policy.checkpoint.council import Council, Undertaking
+from megatron_policy.checkpoint.holdings import WEIGHTS, Holding, located, state_prefix
+from megatron_policy.checkpoint.manifest import Manifest
+from megatron_policy.checkpoint.reading import Filler
+from megatron_policy.checkpoint.verifying import check_files, records_share, verify_records
+from megatron_policy.converters.dist_files import DistReader
+from megatron_policy.converters.dist_writing import COMMON
+from megatron_policy.converters.raw_files import RawFiles
+from megatron_policy.converters.stored import Stored
+from megatron_policy.converters.table import Entry, Table
+from megatron_policy.errors import CheckpointError
+from megatron_policy.model.training_state import MAIN
+from megatron_policy.topology import Placement
+
+T = TypeVar("T")
+
+FRESH = "fresh_optimizer=True (or megatron_cfg.checkpoint.fresh_optimizer) starts a new optimizer"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that can be loaded, as far as its manifests tell."""
+
+    root: Path
+    weights: Manifest
+    optimizer_root: Path | None
+    """None: there is no optimizer's state to load."""
+    optimizer: Manifest | None
+    no_optimizer: str
+    """Why there is none."""
+
+    @property
+    def directories(self) -> dict[Path, Manifest]:
+        """Each directory to read from."""
+        found = {self.root: self.weights}
+        if self.optimizer_root is not None and self.optimizer is not None:
+            found[self.optimizer_root] = self.optimizer
+        return found
+
+    def common(self, root: Path) -> dict[str, Any]:
+        """The common state in one of the directories."""
+        loaded = torch.load(root / COMMON, map_location="cpu", weights_only=True)
+        assert isinstance(loaded, dict)
+        return loaded
+
+
+class Loader:
+    """One rank's end of a load of a checkpoint."""
+
+    def __init__(self, table: Table, place: Placement, council: Council) -> None:
+        self._table, self._place, self._council = table, place, council
+        self._under: Undertaking = council.open()
+
+    def together(self, name: str, step: Callable[[], T]) -> T:
+        """What `step` returns on this rank; its failure is every rank's."""
+        with self._under.at_work(name):
+            outcome = step()
+        self._under.wait(name)
+        return outcome
+
+    def find(
+        self, weights_path: Path, optimizer_path: Path | None, *, wanted: bool, fresh: bool
+    ) -> Found:
+        """The checkpoint that rank 0 finds, checked on all ranks.
+
+        `wanted` is whether the policy has an optimizer, `fresh` whether it may start anew. Raises
+        CheckpointError for what is missing, damaged, of another model or of a newer version.
+        """
+        if self._council.rank == 0:
+            with self._under.at_work():
+                self._under.tell("where", str(finding.find(weights_path).absolute()))
+        root = Path(self._under.hear("where"))
+        return self.together("found", lambda: self._examined(root, optimizer_path, wanted, fresh))
+
+    def verify(self, found: Found) -> None:
+        """Compare all records with their digests, each rank its share of them."""
+        rank, size = self._council.rank, self._council.size
+
+        def step() -> None:
+            for root, stated in found.directories.items():
+                verify_records(root, records_share(stated, rank, size))
+
+        self.together("verified", step)
+
+    @contextmanager
+    def opened(self, found: Found, holdings: Callable[[], Sequence[Holding]]) -> Iterator[Reading]:
+        """All that this rank will read; CheckpointError, on every rank, if one misses some."""
+        with RawFiles() as files:
+            yield self.together(
+                "mapped", lambda: Reading(found, files, self._table, self._place, holdings())
+            )
+
+    def _examined(
+        self, root: Path, optimizer_path: Path | None, wanted: bool, fresh: bool
+    ) -> Found:
+        weights = self._checked(root)
+        if manifest.WEIGHTS not in weights.contains:
+            raise CheckpointError(
+                f"{root} has no weights, only {', '.join(weights.contains)}: give the directory "
+                "that the weights were saved to as weights_path"
+            )
+        if not wanted:
+            return Found(root, weights, None, None, "the policy has no optimizer")
+        try:
+            place = self._optimizer(root, weights, optimizer_path)
+        except CheckpointError as error:
+            if not fresh:
+                raise
+            return Found(root, weights, None, None, f"a new one was asked for; {error}")
+        return Found(root, weights, place, weights if place == root else self._checked(place), "")
+
+    def _optimizer(self, root: Path, weights: Manifest, optimizer_path: Path | None) -> Path:
+        if optimizer_path is None:
+            there = manifest.OPTIMIZER in weights.contains
+            where = "elsewhere" if weights.optimizer_elsewhere else "nowhere"
+            hint = f"optimizer_path={root.parent}" if there else f"it was saved {where}"
+            raise CheckpointError(
+                f"no optimizer_path was given to load the optimizer's state from ({hint}); {FRESH}"
+            )
+        if manifest.OPTIMIZER in weights.contains and optimizer_path.absolute() in (
+            root,
+            root.parent,
+        ):
+            return root
+        return finding.companion(weights, optimizer_path).absolute()
+
+    def _checked(self, root: Path) -> Manifest:
+        stated = manifest.read(root)
+        architecture = self._table.architecture
+        manifest.check_model(stated, self._table.family, identity.digest_of(architecture))
+        check_files(root, stated)
+        return stated
+
+
+class Reading:
+    """Where each of a rank's holdings lies in the files."""
+
+    def __init__(
+        self,
+        found: Found,
+        files: RawFiles,
+        table: Table,
+        place: Placement,
+        holdings: Sequence[Holding],
+    ) -> None:
+        self._architecture, self._place, self._files = table.architecture, place, files
+        self._owners = {entry.hf: entry for entry in table.exported()}
+        self.weights = DistReader(found.root, files)
+        self.optimizer: DistReader | None = None
+        if found.optimizer_root is not None:
+            same = found.optimizer_root == found.root
+            self.optimizer = self.weights if same else DistReader(found.optimizer_root, files)
+        self._sources = [(holding, self._source(holding)) for holding in holdings]
+
+    def fill(self) -> None:
+        """Read every holding's elements; padding of a vocabulary becomes 0."""
+        filler = Filler(self._files)
+        for holding, stored in self._sources:
+            places = list(located(holding, self._architecture, self._place))
+            if sum(piece.elements for piece, _ in places) < holding.tensor.numel():
+                holding.tensor.zero_()
+            filler.fill(stored, places)
+
+    def _source(self, holding: Holding) -> Stored:
+        """The tensor of the files that a holding is filled from.
+
+        What a policy keeps in fp32 comes from the main parameters, whatever the precision of the
+        policy that wrote them; if that had no others, they are its weights.
+        """
+        owner, kind = self._owner(holding.entry), holding.kind
+        if kind in (WEIGHTS, MAIN):
+            own = self._stored(self.weights, owner, WEIGHTS)
+            if own is None:
+                raise CheckpointError(f"{self.weights.root} lacks {owner.megatron}")
+            main = None
+            if kind == MAIN or own.dtype != holding.tensor.dtype:
+                main = self._stored(self.optimizer, owner, MAIN)
+            if main is not None and main.dtype == holding.tensor.dtype:
+                return main
+            if kind == WEIGHTS or own.dtype == holding.tensor.dtype:
+                return own
+        elif (found := self._stored(self.optimizer, owner, kind)) is not None:
+            return found
+        assert self.optimizer is not None
+        raise CheckpointError(
+            f"{self.optimizer.root} lacks {kind} of {owner.megatron}: it has "
+            f"{', '.join(_kinds(self.optimizer)) or 'no state at all'}, so it is of another "
+            f"optimizer, or that parameter was not trained; {FRESH}"
+        )
+
+    def _owner(self, entry: Entry) -> Entry:
+        """Whose place in the files it is: another entry's, of which this is a copy."""
+        return entry if entry.row.owns else self._owners[entry.hf]
+
+    def _stored(self, reader: DistReader | None, entry: Entry, kind: str) -> Stored | None:
+        if reader is None:
+            return None
+        found = reader.parameter(entry, self._architecture, state_prefix(kind))
+        return None if found is None else found[1]
+
+
+def _kinds(reader: DistReader) -> list[str]:
+    """The kinds of state that there are."""
+    before = len("optimizer.state.")
+    keys = (key for key in reader.keys if key.startswith("optimizer.state."))
+    return sorted({key[before:].partition(".")[0] for key in keys})
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load has restored."""
+
+    path: str
+    """The directory of the checkpoint that was loaded."""
+    step: int
+    """Optimizer steps behind it."""
+    restored: tuple[str, ...]
+    not_restored: Mapping[str, str]
+    """What was not, and why."""
+    host_data: Mapping[str, Any]
+    """What the caller had given to the save."""
+
+    def __str__(self) -> str:
+        """In a line for each part."""
+        lines = [f"{self.path}, step {self.step}: restored {', '.join(self.restored)}"]
+        lines += [f"  not restored: {what} ({why})" for what, why in self.not_restored.items()]
+        return "\n".join(lines)

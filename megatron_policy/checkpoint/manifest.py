@@ -1,0 +1,212 @@
+"""What a training checkpoint says of itself: what it holds, of which model, and its digests.
+
+Knows neither how checkpoints are written nor what a rank needs of one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from megatron_policy.conversion.digests import UNSEALED, is_sealed, sealed
+from megatron_policy.errors import CheckpointError
+from megatron_policy.version import VERSION
+
+NAME = "checkpoint.json"
+FORMAT = 1
+"""Counts changes that older versions of this package cannot read."""
+
+WEIGHTS, OPTIMIZER, RANDOM = "weights", "optimizer", "random"
+"""What a checkpoint may hold."""
+
+MEND = "Restore it from a copy, or load another checkpoint."
+
+Shape = tuple[int, ...]
+
+
+class Record(NamedTuple):
+    """A run of bytes of a file, and the xxh3 digest of them."""
+
+    offset: int
+    length: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One directory of one save; the weights' and the optimizer's share their `id`."""
+
+    id: str
+    step: int
+    """Optimizer steps behind what is saved."""
+    contains: tuple[str, ...]
+    """Of WEIGHTS, OPTIMIZER and RANDOM."""
+    optimizer_elsewhere: bool
+    """Whether the optimizer's state is in another directory."""
+    versions: Mapping[str, str]
+    """Of what wrote it."""
+    layout: Mapping[str, int | None]
+    """tp, cp, ep, dp, pp, vpp."""
+    family: str
+    config: str
+    """What `identity.digest_of` says of the model's architecture."""
+    tensors: Mapping[str, tuple[torch.dtype, Shape]]
+    """(dtype, unsharded shape) of each key."""
+    records: Mapping[str, tuple[Record, ...]]
+    """Of each file with tensors, in the order of their offsets."""
+    files: Mapping[str, str]
+    """Digests of all other files, by their relative names."""
+    root: Path | None = field(default=None, compare=False)
+    """Where it was read from; not written."""
+
+    def encoded(self) -> bytes:
+        """The file; its first value is a digest of the rest of it."""
+        content = {
+            "digest": UNSEALED,
+            "format": FORMAT,
+            "id": self.id,
+            "step": self.step,
+            "contains": self.contains,
+            "optimizer_elsewhere": self.optimizer_elsewhere,
+            "versions": dict(self.versions),
+            "layout": dict(self.layout),
+            "model": {"family": self.family, "config": self.config},
+            "tensors": {key: (_name(dtype), shape) for key, (dtype, shape) in self.tensors.items()},
+            "records": dict(self.records),
+            "files": dict(self.files),
+        }
+        return sealed(("{\n" + ",\n".join(_lines(content)) + "\n}\n").encode())
+
+    @property
+    def nbytes(self) -> int:
+        """Of all records."""
+        return sum(record.length for records in self.records.values() for record in records)
+
+
+def read(directory: str | Path) -> Manifest:
+    """The manifest of a checkpoint's directory.
+
+    CheckpointError when it is missing, unreadable, damaged, or of a newer version of this package.
+    """
+    root = Path(directory)
+    path = root / NAME
+    try:
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(
+            f"{path} is missing: was the checkpoint written to its end, and by this package? "
+            "Load another checkpoint"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    content = _unsealed(path, text)
+    try:
+        return _parsed(content, root)
+    except KeyError as error:
+        _damaged(path, f"it lacks {error}", error)
+    except (TypeError, ValueError, AttributeError) as error:
+        _damaged(path, str(error), error)
+
+
+def check_model(manifest: Manifest, family: str, config: str) -> None:
+    """CheckpointError unless it is of that family and of an architecture with that digest."""
+    where = manifest.root or "the checkpoint"
+    if manifest.family != family:
+        raise CheckpointError(
+            f"{where} is of a {manifest.family} model, this policy's is {family}: "
+            "load a checkpoint of this model, or make the policy from that one's config"
+        )
+    if manifest.config != config:
+        raise CheckpointError(
+            f"{where} is of another {family} model than this policy's: their config.json differ, "
+            "and the checkpoint's is in its directory hf/; load a checkpoint of this model"
+        )
+
+
+def _unsealed(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+        kept = is_sealed(text, content["digest"])
+        number, versions = content["format"], content.get("versions")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        _damaged(path, f"it is no manifest ({error!r:.200})", error)
+    if type(number) is int and number > FORMAT:
+        newer = isinstance(versions, dict) and versions.get("megatron_policy")
+        raise CheckpointError(
+            f"{path} was written by megatron-policy {newer or 'of a newer version'}: install that "
+            f"or newer (it is of format {number}, {VERSION} reads {FORMAT})"
+            + ("" if kept else "; or it is damaged: its content contradicts its digest")
+        )
+    if not kept:
+        _damaged(path, "its content contradicts its digest")
+    if number != FORMAT:
+        _damaged(path, f"its format is {number!r}, which no version writes")
+    assert isinstance(content, dict)
+    return content
+
+
+def _damaged(path: Path, what: str, error: Exception | None = None) -> NoReturn:
+    raise CheckpointError(f"{path} is damaged: {what}. {MEND}") from error
+
+
+def _parsed(content: Mapping[str, Any], root: Path) -> Manifest:
+    return Manifest(
+        id=str(content["id"]),
+        step=int(content["step"]),
+        contains=tuple(map(str, content["contains"])),
+        optimizer_elsewhere=bool(content["optimizer_elsewhere"]),
+        versions=dict(content["versions"]),
+        layout=dict(content["layout"]),
+        family=str(content["model"]["family"]),
+        config=str(content["model"]["config"]),
+        tensors={key: _tensor(*entry) for key, entry in content["tensors"].items()},
+        records={
+            _inside(name): tuple(_record(*entry) for entry in entries)
+            for name, entries in content["records"].items()
+        },
+        files={_inside(name): str(digest) for name, digest in content["files"].items()},
+        root=root,
+    )
+
+
+def _tensor(dtype: str, shape: list[int]) -> tuple[torch.dtype, Shape]:
+    found = getattr(torch, dtype)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{dtype!r} is no dtype")
+    return found, tuple(map(int, shape))
+
+
+def _record(offset: int, length: int, digest: str) -> Record:
+    if offset < 0 or length < 0:
+        raise ValueError(f"a record has {length} bytes from {offset} on")
+    return Record(int(offset), int(length), str(digest))
+
+
+def _inside(name: str) -> str:
+    """The name, if it is of a file in the directory or below."""
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise ValueError(f"it names {name!r}, which is not in its directory")
+    return name
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _lines(content: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each value, and for each entry of one that is a mapping."""
+    for key, value in content.items():
+        if isinstance(value, dict) and value:
+            entries = (f"  {_json(name)}: {_json(entry)}" for name, entry in value.items())
+            yield f" {_json(key)}: {{\n" + ",\n".join(entries) + "\n }"
+        else:
+            yield f" {_json(key)}: {_json(value)}"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,120 @@
+"""Boxes of a checkpoint's tensors into memory that is in use; knows neither keys nor ranks.
+
+What lies alike in file and memory is read straight to its place; everything else, and all that a
+GPU holds, comes through a buffer of a bounded size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from megatron_policy.checkpoint.slices import Slice
+from megatron_policy.conversion.tensors import flat_bytes
+from megatron_policy.converters.blocks import Shape
+from megatron_policy.converters.raw_files import RawFiles
+from megatron_policy.converters.runs import Box
+from megatron_policy.converters.stored import Chunk, Stored
+from megatron_policy.device import host_buffer, synchronize
+from megatron_policy.refit.geometry import Region, runs
+
+BUFFER_BYTES = 32 << 20
+
+
+class Filler:
+    """Fills memory from files, through one buffer of its own."""
+
+    def __init__(self, files: RawFiles) -> None:
+        self._files = files
+        self._buffer: Tensor | None = None
+
+    def fill(self, stored: Stored, places: Iterable[tuple[Slice, Tensor]]) -> None:
+        """Copy each slice of the stored tensor to its flat memory, casting. ConversionError for
+        files that cannot be read.
+        """
+        for piece, memory in places:
+            for chunk in stored.chunks:
+                box = _common(piece, chunk)
+                if box is not None:
+                    self._fill(stored.dtype, chunk, piece, memory, box)
+
+    def _fill(
+        self, dtype: torch.dtype, chunk: Chunk, piece: Slice, memory: Tensor, box: Box
+    ) -> None:
+        file = _region(box, chunk.origin, chunk.sizes)
+        own = _region(box, piece.origin, piece.sizes)
+        if memory.device.type == "cpu" and memory.dtype == dtype:
+            found = runs(file, own)
+            if _follow_each_other([(run.hf, run.length) for run in found]):
+                size, content = dtype.itemsize, flat_bytes(memory)
+                views = [content[r.own * size : (r.own + r.length) * size] for r in found]
+                self._files.read(chunk.path, chunk.start + found[0].hf * size, views)
+                return
+        for part in _parts(box, chunk, BUFFER_BYTES // dtype.itemsize):
+            self._through_buffer(dtype, chunk, piece, memory, part)
+
+    def _through_buffer(
+        self, dtype: torch.dtype, chunk: Chunk, piece: Slice, memory: Tensor, box: Box
+    ) -> None:
+        file = _region(box, chunk.origin, chunk.sizes)
+        own = _region(box, piece.origin, piece.sizes)
+        extent = _extent(file)
+        buffer = self._memory(extent * dtype.itemsize)
+        start = chunk.start + file.offset * dtype.itemsize
+        self._files.read(chunk.path, start, [flat_bytes(buffer)])
+        source = buffer.view(dtype).as_strided(file.size, file.stride)
+        target = memory.as_strided(own.size, own.stride, memory.storage_offset() + own.offset)
+        target.copy_(source, non_blocking=True)
+        synchronize()  # the buffer is used again
+
+    def _memory(self, nbytes: int) -> Tensor:
+        if self._buffer is None or self._buffer.numel() < nbytes:
+            size = max(nbytes, BUFFER_BYTES)
+            self._buffer = host_buffer(torch.empty(size, dtype=torch.uint8, device="meta"))
+        return self._buffer[:nbytes]
+
+
+def _common(piece: Slice, chunk: Chunk) -> Box | None:
+    """The elements that both have, by their indices in the whole tensor."""
+    box = []
+    for a, n, b, m in zip(piece.origin, piece.sizes, chunk.origin, chunk.sizes, strict=True):
+        low, high = max(a, b), min(a + n, b + m)
+        if low >= high:
+            return None
+        box.append((low, high))
+    return tuple(box)
+
+
+def _region(box: Box, origin: Shape, sizes: Shape) -> Region:
+    """Where the box lies in a flat one of that origin and those sizes."""
+    stride = tuple(math.prod(sizes[n + 1 :]) for n in range(len(sizes)))
+    offset = sum(
+        (low - first) * step for (low, _), first, step in zip(box, origin, stride, strict=True)
+    )
+    return Region(tuple(high - low for low, high in box), stride, offset)
+
+
+def _follow_each_other(places: Sequence[tuple[int, int]]) -> bool:
+    return all(start + length == following for (start, length), (following, _) in pairwise(places))
+
+
+def _extent(region: Region) -> int:
+    """Elements from the region's first to its last."""
+    steps = zip(region.size, region.stride, strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps)
+
+
+def _parts(box: Box, chunk: Chunk, most: int) -> Iterator[Box]:
+    """The box in parts whose extent in the chunk is at most `most` elements."""
+    if _extent(_region(box, chunk.origin, chunk.sizes)) <= most:
+        yield box
+        return
+    dim = next(n for n, (low, high) in enumerate(box) if high - low > 1)
+    low, high = box[dim]
+    middle = (low + high) // 2
+    for ends in ((low, middle), (middle, high)):
+        yield from _parts((*box[:dim], ends, *box[dim + 1 :]), chunk, most)

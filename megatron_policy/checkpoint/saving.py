@@ -1,0 +1,221 @@
+"""A save, from what each rank holds to a directory that is there whole or not at all, before the
+caller goes on or beside its training. Knows no verbs of the policy.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_policy.checkpoint import finding, identity, manifest
+from megatron_policy.checkpoint.council import Council, Undertaking
+from megatron_policy.checkpoint.holdings import Item
+from megatron_policy.checkpoint.manifest import Manifest
+from megatron_policy.checkpoint.staging import Ready, staged, written_from
+from megatron_policy.checkpoint.writing import merge, write_records, write_small_files
+from megatron_policy.conversion.digests import of_bytes
+from megatron_policy.converters.hf_files import locate, side_files
+from megatron_policy.converters.publishing import (
+    clean_leftovers,
+    flush_directory,
+    new_directories,
+    write_file,
+)
+from megatron_policy.converters.table import Table
+from megatron_policy.errors import CheckpointError
+from megatron_policy.model.host_pool import HostPool
+from megatron_policy.topology import Topology
+
+SIDE = "hf"
+"""Directory in a checkpoint for config and tokenizer, where the converter looks for them."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Whose checkpoint it is."""
+
+    table: Table
+    topology: Topology
+    source: str
+    """Directory or hub name with the config and the tokenizer."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One directory of a save, as far as this rank fills it."""
+
+    root: Path
+    """In which the directory of the step is made; absolute."""
+    contains: tuple[str, ...]
+    items: Sequence[Item]
+    objects: Mapping[str, bytes]
+    common: Mapping[str, Any]
+    """What no rank has alone, plain; rank 0 writes it."""
+    optimizer_elsewhere: bool = False
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A save under way on this rank: parts in the order in which they appear."""
+
+    under: Undertaking
+    step: int
+    parts: tuple[Part, ...]
+    ready: tuple[Iterable[Ready], ...]
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+class Saver:
+    """One rank's end of every save; one is under way at most."""
+
+    def __init__(self, model: Model, council: Council) -> None:
+        self._model, self._council = model, council
+        self._pool: HostPool | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: CheckpointError | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a save is being written beside the training."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(self, step: int, parts: Callable[[], Sequence[Part]], *, wait: bool) -> None:
+        """Write what `parts` returns; the last of them makes the checkpoint the one to load.
+
+        Collective. Unless it is to `wait`, returns when all is copied to host memory; the memory is
+        kept for the next save. CheckpointError if this save fails, or one before it did that has
+        not been told of; nothing of it is left then, and the checkpoints before are as they were.
+        """
+        under = self._council.open()
+        with under.at_work():  # whatever fails on this rank, all hear of it
+            self.finish()
+            job = self._job(under, step, tuple(parts()), wait)
+        if wait:
+            self._carry_out(job)
+            return
+        self._thread = threading.Thread(
+            target=self._in_background, args=(job,), name="checkpoint-writer"
+        )
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the save under way; CheckpointError if it has failed."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise CheckpointError(
+                f"the save that was under way has failed, the checkpoint before it is the last: "
+                f"{failure}"
+            ) from failure
+
+    def _job(self, under: Undertaking, step: int, parts: tuple[Part, ...], wait: bool) -> _Job:
+        if wait:
+            ready = tuple(written_from(part.items, self._host_memory) for part in parts)
+            return _Job(under, step, parts, ready)
+        pool = self._host_memory()
+        pool.reset()
+        copies = tuple(staged(part.items, pool) for part in parts)
+        return _Job(under, step, tuple(replace(part, items=()) for part in parts), copies)
+
+    def _host_memory(self) -> HostPool:
+        if self._pool is None:
+            self._pool = HostPool()
+        return self._pool
+
+    def _in_background(self, job: _Job) -> None:
+        try:
+            self._carry_out(job)
+        except CheckpointError as error:
+            self._failure = error
+
+    def _carry_out(self, job: _Job) -> None:
+        if self._council.rank == 0:
+            self._lead(job)
+        else:
+            self._write(job, [Path(path) for path in json.loads(job.under.hear("where"))])
+            job.under.hear("published")
+
+    def _lead(self, job: _Job) -> None:
+        with ExitStack() as held:
+            with job.under.at_work():
+                roots = [part.root for part in job.parts]
+                for root in roots:
+                    root.mkdir(parents=True, exist_ok=True)
+                    clean_leftovers(root)
+                names = [finding.directory(root, job.step) for root in roots]
+                partials = held.enter_context(new_directories(names, overwrite=True))
+                job.under.tell("where", json.dumps([str(path) for path in partials]))
+            self._write(job, partials)
+            with job.under.at_work():
+                for part, partial in zip(job.parts, partials, strict=True):
+                    self._complete(job, part, partial)
+                held.close()
+                for root in roots:
+                    finding.commit(root, job.step)
+        job.under.tell("published", "")
+
+    def _write(self, job: _Job, partials: Sequence[Path]) -> None:
+        with job.under.at_work("written"):
+            for part, ready, partial in zip(job.parts, job.ready, partials, strict=True):
+                write_records(partial, self._council.rank, ready, part.objects)
+        job.under.wait("written")
+
+    def _complete(self, job: _Job, part: Part, partial: Path) -> None:
+        """Rank 0's last part of the work: everything beside the records."""
+        merged = merge(partial, self._council.size)
+        files = write_small_files(partial, merged, part.common)
+        files |= _copy_side_files(partial, self._model.source)
+        table, topology = self._model.table, self._model.topology
+        stated = Manifest(
+            id=job.id,
+            step=job.step,
+            contains=part.contains,
+            optimizer_elsewhere=part.optimizer_elsewhere,
+            versions=identity.current_versions(),
+            layout=layout_of(topology),
+            family=table.family,
+            config=identity.digest_of(table.architecture),
+            tensors=merged.tensors,
+            records=merged.records,
+            files={name: of_bytes(content) for name, content in files.items()},
+        )
+        write_file(partial / manifest.NAME, stated.encoded())
+
+
+def layout_of(topology: Topology) -> dict[str, int]:
+    """The sizes of its axes by name."""
+    names = ("tp", "cp", "ep", "dp", "pp", "vpp")
+    return {name: getattr(topology, name) for name in names}
+
+
+def _copy_side_files(partial: Path, source: str) -> dict[str, bytes]:
+    """Config and tokenizer, beside the tensors; returns the files' contents by relative name."""
+    (partial / SIDE).mkdir()
+    copied = {}
+    for path in side_files(locate(source)):
+        content = path.read_bytes()
+        write_file(partial / SIDE / path.name, content)
+        copied[f"{SIDE}/{path.name}"] = content
+    flush_directory(partial / SIDE)
+    return copied
+
+
+def write_tokenizer(source: str, tokenizer: Any, path: Path) -> None:
+    """The tokenizer's files in a directory of their own, as the host asks for: what it saves of
+    itself, or the model directory's.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    if hasattr(tokenizer, "save_pretrained"):
+        tokenizer.save_pretrained(str(path))
+        return
+    for file in side_files(locate(source)):
+        shutil.copyfile(file, path / file.name)

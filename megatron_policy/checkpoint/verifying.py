@@ -1,0 +1,154 @@
+"""Compares the files of a training checkpoint with the digests in its manifest.
+
+Knows nothing of processes: a rank is given its share of the records.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import groupby
+from pathlib import Path
+
+from megatron_policy.checkpoint.manifest import MEND, NAME, Manifest, read
+from megatron_policy.conversion.digests import Digest
+from megatron_policy.converters.dist_files import DistReader
+from megatron_policy.converters.raw_files import RawFiles
+from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
+
+Share = tuple[str, int, int, str]
+"""(file, offset, length, digest) of a record."""
+
+SHOWN = 5
+"""Problems that are named; after so many, no more are looked for."""
+
+_STEP = 2**20
+"""Bytes read at a time: they are still in the processor's cache when they are digested."""
+
+
+def verify(root: Path, tell: Callable[[int, int], None] | None = None) -> Manifest:
+    """Its manifest, when every byte of the checkpoint is what that says; else CheckpointError."""
+    manifest = read(root)
+    check_files(root, manifest)
+    verify_records(root, records_share(manifest, 0, 1), tell)
+    return manifest
+
+
+def check_files(root: Path, manifest: Manifest) -> None:
+    """CheckpointError if a file is missing or too short, or one without records is damaged."""
+    problems = []
+    for name, records in manifest.records.items():
+        path = root / name
+        end = max((record.offset + record.length for record in records), default=0)
+        if not path.is_file():
+            problems.append(f"{root} lacks {name}, which its {NAME} names")
+        elif (size := path.stat().st_size) < end:
+            problems.append(f"{path} is truncated: it has {size} bytes, its records end at {end}")
+    buffer = memoryview(bytearray(_STEP))
+    for name, stated in manifest.files.items():
+        path = root / name
+        if not path.is_file():
+            problems.append(f"{root} lacks {name}, which its {NAME} names")
+            continue
+        try:
+            with _opened(path) as handle:
+                if _digest(handle, 0, size := os.fstat(handle).st_size, buffer) != stated:
+                    words = f"its {size} bytes contradict their digest in {NAME}"
+                    problems.append(f"{path} is damaged: {words}")
+        except OSError as error:
+            problems.append(_unreadable(path, error))
+    _raise(problems)
+
+
+def records_share(manifest: Manifest, part: int, parts: int) -> list[Share]:
+    """The records that are `part`'s of `parts` to check: as many bytes each, file after file.
+
+    Each record is in one part: that in which its middle falls.
+    """
+    total, at = manifest.nbytes, 0
+    share = []
+    for name, records in manifest.records.items():
+        for offset, length, digest in records:
+            middle = 2 * at + length
+            if min(parts - 1, middle * parts // (2 * total) if total else 0) == part:
+                share.append((name, offset, length, digest))
+            at += length
+    return share
+
+
+def verify_records(
+    root: Path, records: Sequence[Share], tell: Callable[[int, int], None] | None = None
+) -> None:
+    """CheckpointError naming the records whose bytes are not those that were written.
+
+    `tell` is told bytes done and bytes in all after each record.
+    """
+    total, done = sum(length for _, _, length, _ in records), 0
+    buffer = memoryview(bytearray(_STEP))
+    problems: list[str] = []
+    for name, group in groupby(records, key=lambda record: record[0]):
+        try:
+            with _opened(root / name) as handle:
+                for _, offset, length, stated in group:
+                    found = _digest(handle, offset, length, buffer)
+                    if found != stated:
+                        problems.append(_wrong(root, name, offset, length, found is None))
+                        if len(problems) >= SHOWN:
+                            _raise(problems)
+                    done += length
+                    if tell is not None:
+                        tell(done, total)
+        except OSError as error:
+            problems.append(_unreadable(root / name, error))
+    _raise(problems)
+
+
+def _digest(handle: int, offset: int, length: int, buffer: memoryview) -> str | None:
+    """Of these bytes of an open file; None if it ends before they do."""
+    digest, end = Digest(), offset + length
+    while offset < end:
+        got = os.preadv(handle, [buffer[: end - offset]], offset)
+        if not got:
+            return None
+        digest.update(buffer[:got])
+        offset += got
+    return digest.text()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    return f"{path} cannot be read: {error.strerror}"
+
+
+def _wrong(root: Path, name: str, offset: int, length: int, ended: bool) -> str:
+    key = _keys(root).get((name, offset))
+    what = f"{length} bytes from {offset} on" + (f", which hold {key}," if key else "")
+    if ended:
+        return f"{root / name} is truncated: it ends within the {what.rstrip(',')}"
+    return f"{root / name} is damaged: the {what} contradict their digest in {NAME}"
+
+
+def _keys(root: Path) -> Mapping[tuple[str, int], str]:
+    """The key of the tensor in each record, as far as the checkpoint can still be asked for it."""
+    found = {}
+    with suppress(ConversionError, ConfigError), RawFiles() as files:
+        for key, held in DistReader(root, files).keys.items():
+            for path, offset, _ in held.records:
+                found[path.name, offset] = key
+    return found
+
+
+def _raise(problems: Sequence[str]) -> None:
+    if len(problems) > SHOWN:
+        problems = [*problems[:SHOWN], f"and {len(problems) - SHOWN} more"]
+    if problems:
+        raise CheckpointError("\n".join(problems) + f". {MEND}")

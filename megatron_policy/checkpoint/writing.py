@@ -1,0 +1,142 @@
+"""A rank's file of a sharded checkpoint, written record by record, and all ranks' files made one
+checkpoint; knows neither policies nor how ranks meet.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_policy.checkpoint.holdings import dtype_name
+from megatron_policy.checkpoint.manifest import Record as Sealed
+from megatron_policy.checkpoint.staging import Ready
+from megatron_policy.conversion.digests import Digest
+from megatron_policy.converters.blocks import Shape
+from megatron_policy.converters.dist_records import framing
+from megatron_policy.converters.dist_writing import Layout, Record, small_files
+from megatron_policy.converters.publishing import write_file
+from megatron_policy.converters.raw_files import RawFiles
+from megatron_policy.errors import CheckpointError
+
+_NOTE = ".rank-{}.json"
+
+
+class Written(NamedTuple):
+    """A record that stands in a rank's file; `dtype` is empty for an object."""
+
+    key: str
+    dtype: str
+    shape: Shape
+    origin: Shape
+    sizes: Shape
+    offset: int
+    length: int
+    digest: str
+
+
+def write_records(
+    directory: Path, rank: int, ready: Iterable[Ready], objects: Mapping[str, bytes]
+) -> None:
+    """Write this rank's file and a note of its records beside it; both are on the disk when this
+    returns. CheckpointError, naming the file, if they cannot be.
+    """
+    name = Path(f"__{rank}_0.distcp")
+    done: list[Written] = []
+    end = 0
+    with RawFiles(directory, writable=True) as files:
+        for item, views in ready:
+            dtype = item.tensor.dtype
+            prefix, suffix = framing(dtype, item.sizes)
+            parts = [memoryview(prefix), *views, memoryview(suffix)]
+            shapes = (item.shape, item.origin, item.sizes)
+            record = _sealed(item.key, dtype_name(dtype), *shapes, end, parts)
+            files.write(name, end, parts)
+            done.append(record)
+            end += record.length
+        for key, content in objects.items():
+            record = _sealed(key, "", (), (), (), end, [memoryview(content)])
+            files.write(name, end, [memoryview(content)])
+            done.append(record)
+            end += record.length
+        if done:
+            files.sync([name])
+    write_file(directory / _NOTE.format(rank), json.dumps(done).encode())
+
+
+def _sealed(
+    key: str,
+    dtype: str,
+    shape: Shape,
+    origin: Shape,
+    sizes: Shape,
+    offset: int,
+    parts: list[memoryview],
+) -> Written:
+    digest = Digest()
+    for part in parts:
+        digest.update(part)
+    length = sum(part.nbytes for part in parts)
+    return Written(key, dtype, shape, origin, sizes, offset, length, digest.text())
+
+
+@dataclass(frozen=True)
+class Merged:
+    """All ranks' records: what a checkpoint's metadata and its manifest say of them."""
+
+    layout: Layout
+    tensors: Mapping[str, tuple[torch.dtype, Shape]]
+    records: Mapping[str, tuple[Sealed, ...]]
+
+
+def merge(directory: Path, ranks: int) -> Merged:
+    """The records that all ranks' notes tell of; the notes are gone afterwards.
+
+    CheckpointError if a rank has left none: the directory is not on storage that all share.
+    """
+    records: list[Record] = []
+    tensors: dict[str, tuple[torch.dtype, Shape]] = {}
+    sealed: dict[str, tuple[Sealed, ...]] = {}
+    for rank in range(ranks):
+        file = Path(f"__{rank}_0.distcp")
+        done = _note_of(directory, rank)
+        for each in done:
+            dtype = getattr(torch, each.dtype) if each.dtype else None
+            if dtype is not None:
+                tensors[each.key] = (dtype, each.shape)
+            where = (file, each.offset, each.length)
+            records.append(Record(each.key, dtype, each.origin, each.sizes, *where))
+        if done:
+            sealed[file.name] = tuple(Sealed(r.offset, r.length, r.digest) for r in done)
+    shapes = {key: shape for key, (_, shape) in tensors.items()}
+    return Merged(Layout(tuple(records), shapes, ()), tensors, sealed)
+
+
+def write_small_files(
+    directory: Path, merged: Merged, common: Mapping[str, Any]
+) -> dict[str, bytes]:
+    """Write metadata and common state; returns the files' contents by name."""
+    contents = small_files(merged.layout, dict(common))
+    for name, content in contents.items():
+        write_file(directory / name, content)
+    return contents
+
+
+def _note_of(directory: Path, rank: int) -> list[Written]:
+    path = directory / _NOTE.format(rank)
+    try:
+        told = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"rank {rank} has written its part, but there is no {path} here: every node has to "
+            "reach the checkpoint's directory under the same path"
+        ) from error
+    path.unlink()
+    return [
+        Written(key, dtype, tuple(shape), tuple(origin), tuple(sizes), offset, length, digest)
+        for key, dtype, shape, origin, sizes, offset, length, digest in told
+    ]

@@ -1,0 +1,178 @@
+"""A policy's saves and loads: what is written of it, and what it is after reading.
+
+Knows neither formats nor how ranks meet.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_policy.checkpoint import finding, manifest
+from megatron_policy.checkpoint.contents import OURS, Contents
+from megatron_policy.checkpoint.council import Council
+from megatron_policy.checkpoint.loading import Found, Loader, LoadReport, Reading
+from megatron_policy.checkpoint.saving import Model, Part, Saver, write_tokenizer
+from megatron_policy.config import PolicyConfig
+from megatron_policy.converters.dist_writing import COMMON
+from megatron_policy.errors import CheckpointError, ConfigError
+from megatron_policy.model.load import refuse_unfilled
+from megatron_policy.model.residency import TO_REFIT, TO_TRAIN
+from megatron_policy.session import Session
+
+AnyPath = str | PathLike[str]
+
+
+class Checkpoints:
+    """One rank's end of all saves and loads of its policy; every method is collective."""
+
+    def __init__(
+        self,
+        session: Session,
+        config: PolicyConfig,
+        tokenizer: Any,
+        generators: Mapping[str, torch.Generator],
+    ) -> None:
+        """`generators` draw the random numbers that are the policy's own, by name."""
+        self._session, self._config, self._tokenizer = session, config, tokenizer
+        self._assembly = session.assembly
+        self._contents = Contents(session.assembly, generators)
+        store = dist.distributed_c10d._get_default_store()
+        size = session.topology.world_size
+        self._council = Council(store, session.rank, size, config.checkpoint_timeout_s)
+        model = Model(self._assembly.table, session.topology, config.model_name)
+        self._saver = Saver(model, self._council)
+
+    def save(
+        self,
+        step: int,
+        weights_path: AnyPath,
+        optimizer_path: AnyPath | None,
+        tokenizer_path: AnyPath | None,
+        host_data: Mapping[str, Any],
+    ) -> None:
+        """Write `iter_<step>` in `weights_path`: weights, counters and random numbers, and with
+        `optimizer_path`, which may be the same, the optimizer's state. The tokenizer goes to a
+        directory of its own as well, if that is asked for.
+
+        `host_data`, plain values, comes back with the report of a load. With
+        `megatron_cfg.checkpoint.async_save` this returns when all is copied to host memory.
+        CheckpointError, on every rank, if this save or the one before failed; nothing of it is
+        left then, and the checkpoints before are as they were.
+        """
+        weights, optimizer = _absolute(weights_path), _absolute(optimizer_path)
+        assert weights is not None
+        if optimizer is not None and not self._contents.has_optimizer:
+            raise ConfigError(
+                "this policy was made with init_optimizer=False and has no optimizer to save: "
+                "leave optimizer_path out"
+            )
+        _refuse_others(host_data)
+        need = TO_REFIT if optimizer is None else TO_TRAIN
+        self._session.memory.ready("save_checkpoint()", need)
+
+        def parts() -> list[Part]:
+            if tokenizer_path is not None and self._session.rank == 0:
+                write_tokenizer(self._config.model_name, self._tokenizer, Path(tokenizer_path))
+            return self._contents.parts(step, weights, optimizer, host_data)
+
+        wait = not self._config.megatron_cfg.checkpoint.async_save
+        self._saver.save(step, parts, wait=wait)
+
+    def load(
+        self,
+        weights_path: AnyPath,
+        optimizer_path: AnyPath | None,
+        fresh_optimizer: bool | None = None,
+    ) -> LoadReport:
+        """Be what was saved last in `weights_path`, or in that `iter_*` directory, and report what
+        was restored. The reference policy stays what it is.
+
+        CheckpointError, on every rank and before anything is changed, for a checkpoint that is not
+        there, damaged, of another model or a newer version, or without the optimizer's state, which
+        only `fresh_optimizer` (by default the configuration's) allows to be missing.
+        """
+        if fresh_optimizer is None:
+            fresh_optimizer = self._config.megatron_cfg.checkpoint.fresh_optimizer
+        need = TO_TRAIN if self._contents.has_optimizer else TO_REFIT
+        self._session.memory.ready("load_checkpoint()", need, mends=True)
+        loader = Loader(self._assembly.table, self._assembly.place, self._council)
+        loader.together("ready", self._saver.finish)
+        weights, optimizer = _absolute(weights_path), _absolute(optimizer_path)
+        assert weights is not None
+        wanted = self._contents.has_optimizer
+        found = loader.find(weights, optimizer, wanted=wanted, fresh=fresh_optimizer)
+        loader.verify(found)
+        with_states = found.optimizer is not None
+        held = partial(self._contents.held, with_states=with_states)
+        with loader.opened(found, held) as reading, self._changing(found):
+            loader.together("read", lambda: self._fill(reading))
+            return loader.together("restored", lambda: self._contents.restored(found, reading))
+
+    def start_from(
+        self, weights_path: AnyPath | None, optimizer_path: AnyPath | None
+    ) -> LoadReport | None:
+        """`load` for a policy that is being made, and ends if it fails; nothing without a path."""
+        if weights_path is None:
+            return None
+        try:
+            return self.load(weights_path, optimizer_path)
+        except BaseException:
+            self._session.close()
+            raise
+
+    def finish(self) -> None:
+        """Wait for a save under way; CheckpointError if it failed."""
+        self._saver.finish()
+
+    @contextmanager
+    def _changing(self, found: Found) -> Iterator[None]:
+        """While the policy is between two states it is of no use, and says so if it stays there."""
+        self._session.memory.spoiled = f"the load of {found.root} was not finished"
+        yield
+        self._session.memory.spoiled = ""
+
+    def _fill(self, reading: Reading) -> None:
+        reading.fill()
+        refuse_unfilled((entry.megatron, parameter) for entry, parameter in self._assembly.held)
+
+
+def source_dtypes(weights_path: AnyPath | None) -> dict[str, torch.dtype] | None:
+    """The dtypes that the weights had in Hugging Face format, as a checkpoint tells; None without a
+    path. CheckpointError when there is no checkpoint.
+    """
+    path = _absolute(weights_path)
+    if path is None:
+        return None
+    root = finding.find(path)
+    try:
+        ours = torch.load(root / COMMON, map_location="cpu", weights_only=True)[OURS]
+        return {name: getattr(torch, dtype) for name, dtype in ours["source_dtypes"].items()}
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(f"{root / COMMON} is damaged: {error}. {manifest.MEND}") from error
+
+
+def _absolute(path: AnyPath | None) -> Path | None:
+    return None if path is None else Path(path).expanduser().absolute()
+
+
+def _refuse_others(host_data: Mapping[str, Any]) -> None:
+    """ConfigError unless the data can be read back without running anything."""
+    content = io.BytesIO()
+    try:
+        torch.save(dict(host_data), content)
+        content.seek(0)
+        torch.load(content, weights_only=True)
+    except Exception as error:
+        raise ConfigError(
+            "host_data can hold numbers, strings, tensors, and lists and dicts of such; it has "
+            f"something else: {str(error).splitlines()[0][:200]}"
+        ) from error

@@ -1,0 +1,367 @@
+"""Training goes on from a checkpoint as if it had never stopped: bit by bit under the layout that
+saved it, within rounding under any other.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy.conversion import convert, verify
+from megatron_policy.policy import MegatronPolicy
+from tests import oracle
+from tests.dist.cases import GLOBAL_BATCH, open_policy
+from tests.dist.layouts import FAMILIES, LAYOUTS, LENGTH, OVERLAPPED, SIZES, VOCAB, Layout, layout
+from tests.dist.resuming import (
+    HOST_DATA,
+    TOKENIZER,
+    TRACKER,
+    config_of,
+    differing,
+    drawn,
+    everything_of,
+    iteration,
+    leftovers,
+    optimizers,
+    paths,
+    prints,
+    read_disk,
+    replaced,
+    resumed,
+    train,
+    weights_of,
+)
+from tests.dist.test_dist_checkpoints import sharded
+from tests.ranks import RankPool
+
+SHARDED = {"optimizer": {"use_distributed_optimizer": True}}
+BF16 = {"precision": "bfloat16"}
+ALL = {"weights", "optimizer", "schedule", "random numbers"}
+PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 64}}
+ASYNC = {"checkpoint": {"async_save": True, "ckpt_assume_constant_structure": True}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A policy: its layout, the rest of its configuration, and its model."""
+
+    layout: Layout
+    megatron: dict[str, Any] = field(default_factory=dict)
+    top: dict[str, Any] = field(default_factory=dict)
+    family: str = FAMILIES[True]
+    tied: bool = True
+
+    def config(self, path: Path) -> dict[str, Any]:
+        return config_of(path, self.layout.megatron, self.megatron, **self.top)
+
+
+@pytest.fixture
+def path_of(checkpoint: Callable[..., Path]) -> Callable[[Case], Path]:
+    return lambda case: checkpoint(case.family, tied=case.tied, **SIZES)
+
+
+def without_weights(path: Path, to: Path) -> Path:
+    """A copy of a Hugging Face directory: config and tokenizer only."""
+    return shutil.copytree(path, to, ignore=shutil.ignore_patterns("*.safetensors*"))
+
+
+SAME = {
+    "TP2": Case(LAYOUTS["TP2"], family=FAMILIES[False], tied=False),
+    "PP2, tied": Case(LAYOUTS["PP2"]),
+    "DP2, distributed optimizer, both overlaps": Case(layout(2, **OVERLAPPED), ASYNC),
+    "DP2, distributed, bf16": Case(layout(2, **SHARDED), top=BF16),
+    "TP2, bf16": Case(LAYOUTS["TP2"], top=BF16),
+    "CP2, packed": Case(layout(2, context_parallel_size=2, **OVERLAPPED), top=PACKED),
+    "TP2xPP2xDP2": Case(layout(8, tp=2, pp=2, **OVERLAPPED)),
+}
+
+
+@contextmanager
+def writers_held() -> Iterator[None]:
+    """No file of this process is complete before the body has ended."""
+    ended = threading.Event()
+
+    def late(fsync: Callable[[int], None]) -> Callable[[int], None]:
+        def call(fd: int) -> None:
+            assert ended.wait(60), "the training waits for the writer"
+            fsync(fd)
+
+        return call
+
+    with replaced(os, "fsync", late):
+        try:
+            yield
+        finally:
+            ended.set()
+
+
+def go_on(policy: MegatronPolicy) -> dict[str, Any]:
+    """What is drawn and trained from here."""
+    return {
+        "drawn": prints(drawn(policy)),
+        "steps": [prints_of(step) for step in train(policy, range(2, 4))],
+        "end": prints(everything_of(policy)),
+    }
+
+
+def prints_of(step: dict[str, Any]) -> dict[str, Any]:
+    return prints({k: v for k, v in step.items() if isinstance(v, torch.Tensor)}) | {
+        k: v for k, v in step.items() if not isinstance(v, torch.Tensor)
+    }
+
+
+def straight(config: dict[str, Any], root: Path) -> dict[str, Any]:
+    """Four steps with a save after two; then back to it, and on from there once more."""
+    tokens = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
+    background = config["megatron_cfg"].get("checkpoint", {}).get("async_save", False)
+    with open_policy(config, tokenizer=TOKENIZER) as policy:
+        seen: dict[str, Any] = {"reference": prints({"": policy.reference_logprobs(tokens)})}
+        train(policy, range(2))
+        drawn(policy)
+        seen["saved"] = prints(everything_of(policy))
+        if background:
+            with writers_held():
+                policy.save_checkpoint(**paths(root), host_data=HOST_DATA)
+                seen["on"] = go_on(policy)
+                seen["early"] = (root / "weights" / TRACKER).exists()
+            policy.finalize_async_save()
+        else:
+            policy.save_checkpoint(**paths(root), host_data=HOST_DATA)
+            seen["on"] = go_on(policy)
+        seen["report"] = policy.load_checkpoint(**paths(root))
+        seen["back"] = prints(everything_of(policy))
+        seen["on again"] = go_on(policy)
+        return seen
+
+
+def from_checkpoint(config: dict[str, Any], root: Path, reference: bool) -> dict[str, Any]:
+    tokens = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
+    with resumed(config, root, init_reference_model=reference) as policy:
+        seen: dict[str, Any] = {"report": policy.loaded}
+        seen["back"] = prints(everything_of(policy))
+        seen["on"] = go_on(policy)
+        if reference:
+            seen["reference"] = prints({"": policy.reference_logprobs(tokens)})
+        return seen
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_four_steps_equal_two_a_save_a_load_in_other_processes_and_two(
+    ranks: RankPool, path_of: Callable[[Case], Path], tmp_path: Path, name: str
+) -> None:
+    case = SAME[name]
+    path, root = path_of(case), tmp_path / "run"
+    before = ranks.run(case.layout.world, straight, case.config(path), root)
+    assert leftovers(root / "weights") == leftovers(root / "optimizer") == []
+    if name == "TP2":
+        others = RankPool()
+        after = others.run(case.layout.world, from_checkpoint, case.config(path), root, True)
+        others.end()
+    else:
+        bare = without_weights(path, tmp_path / "bare")
+        after = ranks.run(case.layout.world, from_checkpoint, case.config(bare), root, False)
+    for old, new in zip(before, after, strict=True):
+        assert not old.get("early"), "the save was complete before what it should not wait for"
+        for seen in (old, new):
+            assert differing(seen["back"], old["saved"]) == []
+            assert seen["report"].step == 2 and seen["report"].host_data == HOST_DATA
+            assert Path(seen["report"].path) == iteration(root / "weights", 2)
+            assert {*seen["report"].restored} == ALL
+            assert not seen["report"].not_restored
+        for on in (old["on again"], new["on"]):
+            assert on["drawn"] == old["on"]["drawn"]
+            assert on["steps"] == old["on"]["steps"]
+            assert differing(on["end"], old["on"]["end"]) == []
+        assert differing(old["on"]["end"], old["saved"]) != []
+        if "reference" in new:
+            assert new["reference"] == old["reference"]
+    learning = [(step["lr"], step["wd"]) for step in before[0]["on"]["steps"]]
+    assert len({*learning}) == len(learning), "a lost counter would not be noticed"
+
+
+@dataclass(frozen=True)
+class Change:
+    """Who saves and who loads."""
+
+    saver: Case
+    loader: Case
+
+
+def change(saver: Layout, loader: Layout, **both: Any) -> Change:
+    return Change(Case(saver, **both), Case(loader, **both))
+
+
+TP2_PP2 = layout(4, tp=2, pp=2)
+CHANGES = {
+    "TP1DP4 -> TP2PP2": change(layout(4, **SHARDED), TP2_PP2),
+    "TP2PP2 -> DP4": change(TP2_PP2, layout(4, **SHARDED)),
+    "PP2VPP2 -> TP2": change(
+        LAYOUTS["PP2xVPP2"], LAYOUTS["TP2"], family=FAMILIES[False], tied=False
+    ),
+    "tied, one process -> PP2": change(layout(1), LAYOUTS["PP2"]),
+    "experts, DP2 -> TP2": change(
+        layout(2, **SHARDED), LAYOUTS["TP2+SP"], family="qwen3_moe", tied=False
+    ),
+    "sgd, TP2 -> DP2": change(
+        LAYOUTS["TP2"], layout(2), megatron={"optimizer": {"optimizer": "sgd", "sgd_momentum": 0.9}}
+    ),
+    "bf16, DP2 -> TP2": change(layout(2, **SHARDED), LAYOUTS["TP2"], top=BF16),
+    "fp32 -> bf16": Change(Case(LAYOUTS["TP2"]), Case(layout(2, **SHARDED), top=BF16)),
+    "bf16 -> fp32": Change(Case(layout(2, **SHARDED), top=BF16), Case(LAYOUTS["TP2"])),
+}
+
+
+def save_and_step(config: dict[str, Any], root: Path) -> dict[str, Any]:
+    with open_policy(config, init_reference_model=False) as policy:
+        train(policy, range(2))
+        policy.save_checkpoint(**paths(root / "saved"))
+        (step,) = train(policy, [2])
+        policy.save_checkpoint(**paths(root / "a step later"))
+        return step
+
+
+def load_and_step(config: dict[str, Any], root: Path) -> dict[str, Any]:
+    with resumed(config, root / "saved", init_reference_model=False) as policy:
+        policy.save_checkpoint(**paths(root / "loaded"))
+        report = policy.loaded
+        (step,) = train(policy, [2])
+        policy.save_checkpoint(**paths(root / "loaded, a step later"))
+        return step | {"report": report}
+
+
+def on_disk(root: Path, step: int) -> dict[str, torch.Tensor]:
+    """Everything by key in one-rank form, whatever wrote it."""
+    weights, optimizer = (read_disk(iteration(at, step)) for at in paths(root).values())
+    assert weights and optimizer and not weights.keys() & optimizer.keys()
+    return weights | optimizer
+
+
+STATE = "optimizer.state."
+
+
+def expected(saved: dict[str, torch.Tensor], saver: Case, loader: Case) -> dict[str, torch.Tensor]:
+    """What the loader must hold of what was saved: fp32 weights are what was trained."""
+    main = f"{STATE}fp32_param."
+    trained = {key.removeprefix(main): t for key, t in saved.items() if key.startswith(main)}
+    weights = {key: t for key, t in saved.items() if not key.startswith(STATE)}
+    moments = {key: t for key, t in saved.items() if key.startswith(STATE) and main not in key}
+    if saver.top == loader.top:
+        return saved
+    if loader.top == BF16:
+        rounded = {key: t.bfloat16() for key, t in weights.items()}
+        return rounded | {main + key: t for key, t in weights.items()} | moments
+    return weights | trained | moments
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_weights_moments_and_schedule_go_on_under_another_layout(
+    ranks: RankPool, path_of: Callable[[Case], Path], tmp_path: Path, name: str
+) -> None:
+    saver, loader = CHANGES[name].saver, CHANGES[name].loader
+    path = path_of(saver)
+    old = ranks.run(saver.layout.world, save_and_step, saver.config(path), tmp_path)
+    bare = without_weights(path, tmp_path / "bare")
+    new = ranks.run(loader.layout.world, load_and_step, loader.config(bare), tmp_path)
+    saved, loaded = on_disk(tmp_path / "saved", 2), on_disk(tmp_path / "loaded", 2)
+    wanted = expected(saved, saver, loader)
+    if saver.top != loader.top:  # norms under two names are written once as fp32 parameters
+        wanted = {key: wanted[key] for key in loaded}
+    assert differing(prints(loaded), prints(wanted)) == []
+    kinds = {key.removeprefix(STATE).split(".")[0] for key in saved if key.startswith(STATE)}
+    assert kinds - {"fp32_param"} == (
+        {"momentum_buffer"} if name.startswith("sgd") else {"exp_avg", "exp_avg_sq"}
+    )
+    precise = saver.top == loader.top == {}
+    for seen in new:
+        assert (seen["lr"], seen["wd"]) == (old[0]["lr"], old[0]["wd"])
+        rtol = 1e-5 if precise else 2e-2
+        torch.testing.assert_close(seen["loss"], old[0]["loss"], rtol=rtol, atol=0)
+        torch.testing.assert_close(seen["grad_norm"], old[0]["grad_norm"], rtol=10 * rtol, atol=0)
+        report = seen["report"]
+        assert {*report.restored} | report.not_restored.keys() == ALL
+        assert ALL - {*report.restored} <= {"random numbers"}, report
+    if precise:
+        later, then = (on_disk(tmp_path / n, 3) for n in ("a step later", "loaded, a step later"))
+        torch.testing.assert_close(then, later, rtol=1e-4, atol=1e-6)
+
+
+def in_memory_and_on_disk(config: dict[str, Any], root: Path) -> list[str]:
+    """The keys under which the disk has something else than one process that holds everything."""
+    from megatron_policy.converters.dist_keys import written
+
+    with open_policy(config, init_reference_model=False) as policy:
+        train(policy, range(2))
+        policy.save_checkpoint(**paths(root))
+        arch, wrong = policy._assembly.table.architecture, []
+        (optimizer,) = optimizers(policy)
+        disk = on_disk(root, 2)
+        for entry, parameter in policy._assembly.held:
+            rows = parameter.shape[0] - entry.row.pad_rows(arch, 0, 1)
+            state = optimizer.state[parameter]
+            held = {"": parameter, **{f"{STATE}{kind}.": state[kind] for kind in MOMENTS}}
+            for place in written(entry, arch):
+                for prefix, tensor in held.items():
+                    if not (prefix and place != written(entry, arch)[0]):
+                        found = disk[prefix + place.key][place.lead]
+                        if not torch.equal(found, tensor.detach()[:rows]):
+                            wrong.append(prefix + place.key)
+        return wrong
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def test_the_disk_has_under_each_key_what_one_process_has_in_memory(
+    ranks: RankPool, path_of: Callable[[Case], Path], tmp_path: Path
+) -> None:
+    case = Case(layout(1))
+    assert ranks.run(1, in_memory_and_on_disk, case.config(path_of(case)), tmp_path) == [[]]
+
+
+def save_and_export(config: dict[str, Any], root: Path) -> None:
+    with open_policy(config, init_reference_model=False) as policy:
+        train(policy, range(1))
+        policy.save_checkpoint(**paths(root), hf_export=root / "hf")
+
+
+def load_by_megatron(config: dict[str, Any], root: Path) -> dict[str, Any]:
+    """What differs of the weights that Megatron-Core's own loader reads, and what ours says."""
+    from megatron.core import dist_checkpointing
+
+    path = str(iteration(root / "weights", 1))
+    unused = {"init_optimizer": False, "init_reference_model": False}
+    with open_policy(config, **unused) as policy, torch.no_grad():
+        (chunk,) = policy._assembly.pipeline.chunks
+        for parameter in chunk.parameters():
+            parameter.normal_()
+        content = dist_checkpointing.load_content_metadata(path)
+        state = dist_checkpointing.load({"model": sharded(chunk, **content)}, path)
+        chunk.load_state_dict(state["model"])
+        theirs = prints(weights_of(policy))
+        for parameter in chunk.parameters():
+            parameter.normal_()
+        report = policy.load_checkpoint(root / "weights")
+        return {"differ": differing(theirs, prints(weights_of(policy))), "report": report}
+
+
+def test_megatron_loads_it_and_the_converter_makes_of_it_what_hf_export_wrote(
+    ranks: RankPool, path_of: Callable[[Case], Path], tmp_path: Path
+) -> None:
+    case = Case(layout(2, **OVERLAPPED))
+    path = path_of(case)
+    ranks.run(2, save_and_export, case.config(path), tmp_path)
+    for seen in ranks.run(2, load_by_megatron, Case(LAYOUTS["PP2"]).config(path), tmp_path):
+        assert seen["differ"] == []
+        assert "optimizer" in seen["report"].not_restored
+    convert(tmp_path / "weights", tmp_path / "converted", "hf")
+    assert verify(tmp_path / "converted", tmp_path / "hf").equal
+    assert not verify(tmp_path / "converted", path).equal

@@ -1,0 +1,180 @@
+"""A training checkpoint's manifest is read as it was written, or refused with what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy.checkpoint import manifest as manifests
+from megatron_policy.checkpoint.identity import current_versions, digest_of
+from megatron_policy.checkpoint.manifest import NAME, Manifest, Record
+from megatron_policy.conversion.digests import UNSEALED, sealed
+from megatron_policy.converters.hf_config import read_config
+from megatron_policy.converters.table import bind
+from megatron_policy.errors import CheckpointError
+from tests.unit.published import COMMON, PUBLISHED
+
+MANIFEST = Manifest(
+    id="00ff",
+    step=12,
+    contains=("weights", "random"),
+    optimizer_elsewhere=True,
+    versions={"megatron_policy": "0.1.0"},
+    layout={"tp": 2, "vpp": None},
+    family="qwen2",
+    config="abcd",
+    tensors={"größe.weight": (torch.bfloat16, (3, 4)), "scalar": (torch.float32, ())},
+    records={"__0_0.distcp": (Record(0, 10, "aa"), Record(10, 5, "bb")), "__1_0.distcp": ()},
+    files={"hf/config.json": "cc"},
+)
+
+
+def write(root: Path, change: Callable[[dict[str, Any]], object] = lambda content: None) -> Path:
+    """The manifest with a change and the digest that belongs to it."""
+    content = json.loads(MANIFEST.encoded())
+    change(content)
+    content["digest"] = UNSEALED
+    (root / NAME).write_bytes(sealed(json.dumps(content).encode()))
+    return root / NAME
+
+
+def refused(root: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        manifests.read(root)
+    assert str(root / NAME) in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_bytes(MANIFEST.encoded())
+    found = manifests.read(tmp_path)
+    assert found == MANIFEST and found.root == tmp_path and found.nbytes == 15
+    assert isinstance(found.records["__0_0.distcp"][0], Record)
+    empty = dataclasses.replace(MANIFEST, tensors={}, records={}, files={})
+    (tmp_path / NAME).write_bytes(empty.encoded())
+    assert manifests.read(tmp_path) == empty
+    write(tmp_path, lambda content: content.update(comment="from a later version"))
+    assert manifests.read(tmp_path) == MANIFEST
+
+
+def test_any_flipped_bit_of_a_manifest_is_found_and_its_file_named(tmp_path: Path) -> None:
+    text = MANIFEST.encoded()
+    for at in range(len(text)):
+        changed = bytearray(text)
+        changed[at] ^= 1 << at % 8
+        (tmp_path / NAME).write_bytes(changed)
+        assert "damaged" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("length", [0, 1, 30, 300, -2])
+def test_a_truncated_manifest_is_damaged(tmp_path: Path, length: int) -> None:
+    (tmp_path / NAME).write_bytes(MANIFEST.encoded()[:length])
+    assert "damaged" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{}", '{"digest": 3}', "[" * 100_000, '{"format": 2}'])
+def test_what_is_no_manifest_is_damaged(tmp_path: Path, text: str) -> None:
+    (tmp_path / NAME).write_text(text)
+    assert "damaged" in refused(tmp_path)
+
+
+def test_a_missing_manifest_asks_whether_the_save_was_finished(tmp_path: Path) -> None:
+    assert "missing: was the checkpoint written to its end" in refused(tmp_path)
+    assert "missing" in refused(tmp_path / "nowhere")
+    (tmp_path / NAME).mkdir()
+    assert "cannot be read: Is a directory" in refused(tmp_path)
+
+
+def test_a_newer_format_names_the_version_to_install_whatever_else_it_has(tmp_path: Path) -> None:
+    def newer(content: dict[str, Any]) -> None:
+        del content["records"], content["model"], content["step"]
+        content.update(format=2, tensors="elsewhere", versions={"megatron_policy": "3.1"})
+
+    path = write(tmp_path, newer)
+    said = refused(tmp_path)
+    assert "written by megatron-policy 3.1: install that or newer" in said
+    assert "damaged" not in said
+    # Edited by hand, or sealed in a way that only the newer version knows.
+    path.write_bytes(path.read_bytes().replace(b"elsewhere", b"elsewhen!"))
+    assert (
+        "3.1: install that or newer" in (said := refused(tmp_path)) and "or it is damaged" in said
+    )
+    write(tmp_path, lambda content: content.update(format=2, versions=None))
+    assert "of a newer version: install" in refused(tmp_path)
+    write(tmp_path, lambda content: content.update(format=0))
+    assert "its format is 0" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("field", [*json.loads(MANIFEST.encoded())][2:])
+def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
+    write(tmp_path, lambda content: content.pop(field))
+    assert f"it lacks '{field}'" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"step": "twelve"}, "twelve"),
+        ({"tensors": {"a": ["float31", [2]]}}, "float31"),
+        ({"tensors": {"a": ["Tensor", [2]]}}, "'Tensor' is no dtype"),
+        ({"tensors": [1]}, "damaged"),
+        ({"records": {"a": [[1, 2]]}}, "damaged"),
+        ({"records": {"a": [[1, -2, "x"]]}}, "-2 bytes from 1 on"),
+        ({"records": {"../a": []}}, "'../a', which is not in its directory"),
+        ({"files": {"/etc/passwd": "00"}}, "'/etc/passwd', which is not in its directory"),
+    ],
+)
+def test_a_field_of_another_form_is_damaged(tmp_path: Path, change: Any, said: str) -> None:
+    write(tmp_path, lambda content: content.update(change))
+    assert said in refused(tmp_path)
+
+
+def test_another_model_is_refused_by_family_and_by_config(tmp_path: Path) -> None:
+    write(tmp_path)
+    found = manifests.read(tmp_path)
+    manifests.check_model(found, "qwen2", "abcd")
+    with pytest.raises(CheckpointError, match=f"{tmp_path} is of a qwen2 model.* is llama"):
+        manifests.check_model(found, "llama", "abcd")
+    with pytest.raises(CheckpointError, match=f"{tmp_path} is of another qwen2 model"):
+        manifests.check_model(found, "qwen2", "abce")
+
+
+def test_the_digest_of_a_model_is_that_of_its_numbers(tmp_path: Path) -> None:
+    digests = set()
+    for _, config in PUBLISHED.values():
+        (tmp_path / "config.json").write_text(json.dumps(COMMON | config))
+        found = bind(read_config(tmp_path)).architecture
+        digests.add(digest_of(found))
+        wider = dataclasses.replace(found, hidden_size=2 * found.hidden_size)
+        assert digest_of(wider) != digest_of(found)
+        assert digest_of(dataclasses.replace(wider, hidden_size=found.hidden_size)) in digests
+    assert len(digests) == len(PUBLISHED)
+
+
+@dataclasses.dataclass
+class Old:
+    width: int
+
+
+@dataclasses.dataclass
+class New(Old):
+    depth: int | None = None
+    names: list[str] = dataclasses.field(default_factory=list)
+
+
+def test_a_field_that_a_later_version_adds_with_a_default_changes_no_digest() -> None:
+    assert digest_of(New(3)) == digest_of(Old(3)) != digest_of(Old(4))
+    assert len({digest_of(new) for new in (New(3), New(3, 0), New(3, names=["a"]))}) == 3
+
+
+def test_versions_are_those_of_what_writes() -> None:
+    found = current_versions()
+    assert found["torch"] == torch.__version__ and re.match(r"0\.1\d", found["megatron_core"])
+    assert set(found) == {"megatron_policy", "megatron_core", "torch", "python"}

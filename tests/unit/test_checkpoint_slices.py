@@ -1,0 +1,80 @@
+"""Slices of flat shards against sharding itself, for every row of every family."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron_policy.checkpoint.slices import in_pieces, shares, slices, whole_shape
+from megatron_policy.converters.expert_rows import StackedGateUp, StackedRows, StackedWhole
+from megatron_policy.converters.joined_rows import Joined
+from megatron_policy.converters.rows import Row, shard
+from megatron_policy.converters.traits import Moe, Scoring
+from megatron_policy.errors import ConversionError
+from tests.unit.test_rows import ROWS, SIZES, model
+
+EXPERTS = [
+    StackedGateUp("fc1", ("gate_up",), ("hidden_size",), expert=1),
+    StackedGateUp("fc1.bias", ("gate_up.bias",), (), expert=2),
+    StackedRows("fc2", ("down",), ("hidden_size", "moe.ffn_hidden_size"), expert=1),
+    StackedWhole("fc2.bias", ("down.bias",), ("hidden_size",), expert=0),
+]
+
+
+def architecture(groups: int):
+    moe = Moe(experts=3, chosen=2, ffn_hidden_size=12, scoring=Scoring.SOFTMAX)
+    return model(num_query_groups=groups, moe=moe)
+
+
+@pytest.mark.parametrize("row", [*ROWS, *EXPERTS], ids=lambda row: f"{type(row).__name__}")
+@settings(max_examples=12)
+@given(st.sampled_from(SIZES), st.sampled_from([1, 2, 4]), st.data())
+def test_a_slice_of_a_shard_is_that_box_of_the_whole(
+    row: Row, size: int, groups: int, data
+) -> None:
+    arch = architecture(groups)
+    try:
+        whole = torch.arange(1, torch.Size(row.local_shape(arch, 1)).numel() + 1)
+        whole = whole.view(row.local_shape(arch, 1))
+        pieces = [shard(row, arch, whole, rank, size) for rank in range(size)]
+    except ConversionError:
+        assume(False)
+    real = whole[: whole_shape(row, arch)[0]] if whole.dim() else whole
+    seen = torch.zeros_like(real)
+    for rank, own in enumerate(pieces):
+        flat = own.flatten()
+        cut = data.draw(st.integers(0, flat.numel()))
+        found = [
+            piece
+            for ends in ((0, cut), (cut, flat.numel()))
+            for slice_ in slices(row, arch, rank, size, *ends)
+            for piece in in_pieces(slice_, data.draw(st.integers(1, 40)))
+        ]
+        for piece in found:
+            box = tuple(slice(a, a + n) for a, n in zip(piece.origin, piece.sizes, strict=True))
+            held = flat[piece.own : piece.own + piece.elements]
+            assert torch.equal(held.view(piece.sizes), real[box])
+            seen[box] += 1
+    held_by = size if row.shard_dim is None else 1
+    assert (seen == held_by).all()
+
+
+def test_the_joined_rows_are_among_those_tested() -> None:
+    assert {type(row) for row in ROWS} >= {Joined}
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.sampled_from([2, 4]))), st.integers(1, 7))
+def test_the_shares_of_all_ranks_are_every_element_once(lengths, count: int) -> None:
+    for position, (elements, _) in enumerate(lengths):
+        cuts = [shares(lengths, rank, count)[position] for rank in range(count)]
+        assert cuts[0][0] == 0 and cuts[-1][1] == elements
+        assert all(a[1] == b[0] for a, b in pairwise(cuts))
+    total = sum(elements * size for elements, size in lengths)
+    for rank in range(count):
+        own = shares(lengths, rank, count)
+        nbytes = sum((b - a) * size for (a, b), (_, size) in zip(own, lengths, strict=True))
+        assert abs(nbytes - total / count) <= 4
