@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from megatron_policy.cli import app
+from megatron_policy.cli.sizes import show_size
 from tests.unit.test_package import ROOT
+from tests.unit.training_checkpoints import flip, make_save
 
 CONVERT = (sys.executable, "-m", "megatron_policy", "convert")
 NAME = "model.layers.1.self_attn.k_proj.weight"
@@ -115,6 +117,87 @@ def test_a_difference_is_shown_with_its_place_and_counted_by_kind(
     error = noise.splitlines()[-1]
     assert error.startswith(f"error: {there} and {other} differ")
     assert "missing 1" in error and "values 1" in error
+
+
+def test_one_converted_checkpoint_is_compared_with_its_own_digests(
+    checkpoint, there: Path, tmp_path: Path
+) -> None:
+    code, said, noise = run("verify", there)
+    first, second, last = said.splitlines()
+    assert code == 0 and last == "complete: every digest matches"
+    assert re.fullmatch(rf"{there}: qwen3, mcore, \d+ tensors, \S+ kB", first)
+    assert second.startswith("written by megatron-policy 0") and str(checkpoint("qwen3")) in second
+    assert noise.startswith("checked: ")
+    back = tmp_path / "back"
+    assert run("convert", there, back, "--to", "hf")[0] == 0
+    assert run("verify", back, "--max-memory", "1MiB")[1].startswith(f"{back}: qwen3, hf, ")
+    content = bytearray((back / "model.safetensors").read_bytes())
+    content[-3] ^= 1  # of a tensor
+    content[9] ^= 1 << 5  # of the header
+    (back / "model.safetensors").write_bytes(content)
+    assert "model.safetensors" in run("verify", back)[2]
+    tensors = load_file(checkpoint("qwen3") / "model.safetensors")
+    tensors["another"] = tensors.pop("model.norm.weight")
+    tensors[NAME] += 1
+    save_file(tensors, back / "model.safetensors", metadata={"format": "pt"})
+    code, said, noise = run("verify", back)
+    assert (code, said) == (1, "") and noise.startswith("checked: ")
+    error = noise.splitlines()[-1]
+    assert error.startswith(f"error: {back} is not what its digests say: ")
+    for words in ("lacks model.norm.weight", "another has no digest", f"{NAME} is damaged"):
+        assert words in error
+
+
+@pytest.mark.parametrize("kind", ["hf", "mcore"])
+def test_one_checkpoint_without_digests_cannot_be_checked(
+    checkpoint, there: Path, tmp_path: Path, kind: str
+) -> None:
+    path = checkpoint("qwen3")
+    if kind == "mcore":
+        path = tmp_path / "copy"
+        shutil.copytree(there, path)
+        (path / "megatron_policy.json").unlink()
+    assert f"{path} has no digests, so nothing of it can be checked" in refused("verify", path)
+
+
+@pytest.mark.parametrize("place", ["run", "directory"])
+def test_a_training_checkpoint_is_described_and_compared_with_its_digests(
+    tmp_path: Path, place: str
+) -> None:
+    saved = make_save(tmp_path / "run", 3)
+    root = tmp_path / "run" / "iter_0000003"
+    path = root if place == "directory" else tmp_path / "run"
+    code, said, noise = run("verify", path)
+    assert code == 0 and noise.startswith("checked: ")
+    assert said.splitlines() == [
+        f"{root}: qwen2, step 3, weights + optimizer",
+        "written by megatron-policy 0.1.0, torch 2.9",
+        "layout: tp 2, cp 1, ep 1, dp 1, pp 1",
+        f"3 tensors, {show_size(saved.nbytes)} in 2 files",
+        "complete: every digest matches",
+    ]
+    flip(root / "__0_1.distcp", 700)
+    for command in (["verify", path], ["verify", path, path]):
+        error = refused(*command)
+        assert f"{root / '__0_1.distcp'} is damaged" in error and "three.bias" in error
+    flip(root / "checkpoint.json", 30)
+    assert "checkpoint.json is damaged" in refused("verify", path)
+
+
+def test_of_a_training_checkpoint_it_is_said_where_to_look_or_what_is_missing(
+    checkpoint, tmp_path: Path
+) -> None:
+    make_save(tmp_path, 3, contains=("weights",), optimizer_elsewhere=True)
+    said = run("verify", tmp_path)[1]
+    assert f"the optimizer's state of save {3:032x} is elsewhere" in said
+    make_save(tmp_path / "optimizer", 3, contains=("optimizer",))
+    error = run("verify", tmp_path / "optimizer", checkpoint("qwen3"))[2].splitlines()[-1]
+    assert error.endswith("iter_0000003 has no weights to compare, only optimizer")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    assert "names step 4, but there is no" in refused("verify", tmp_path)
+    shutil.move(tmp_path / "iter_0000003", tmp_path / ".iter_0000003.partial-0")
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    assert "a save to it was not finished" in refused("verify", tmp_path)
 
 
 @pytest.mark.parametrize("command", ["convert", "verify"])
