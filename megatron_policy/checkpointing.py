@@ -50,6 +50,8 @@ class Checkpoints:
         self._council = Council(store, session.rank, size, config.checkpoint_timeout_s)
         model = Model(self._assembly.table, session.topology, config.model_name)
         self._saver = Saver(model, self._council)
+        if config.megatron_cfg.checkpoint.async_save:
+            self._saver.reserve(self._contents.nbytes)
 
     def save(
         self,

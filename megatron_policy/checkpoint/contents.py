@@ -40,6 +40,17 @@ class Contents:
         """Whether there is any state to save or load beside weights."""
         return self._training is not None
 
+    @property
+    def nbytes(self) -> int:
+        """Of this rank's share of everything that can be saved, about."""
+        table, place = self._assembly.table, self._assembly.place
+        own = holdings.items(self.held(with_states=False), table.architecture, place)
+        nbytes = sum(item.tensor.nbytes for item in own)
+        if self._training is None:
+            return nbytes
+        sharers = 1 if self._training.distributed else place.topology.dp * place.topology.cp
+        return nbytes + self._training.nbytes // sharers
+
     def held(self, *, with_states: bool) -> list[holdings.Holding]:
         """Weights, and the optimizer's state, which is made where there is none yet."""
         held, place = self._assembly.held, self._assembly.place

@@ -5,6 +5,7 @@ before anything is changed. Knows no verbs of the policy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from megatron_policy.converters.dist_writing import COMMON
 from megatron_policy.converters.raw_files import RawFiles
 from megatron_policy.converters.stored import Stored
 from megatron_policy.converters.table import Entry, Table
+from megatron_policy.device import spare_cores
 from megatron_policy.errors import CheckpointError
 from megatron_policy.model.training_state import MAIN
 from megatron_policy.topology import Placement
@@ -93,7 +95,8 @@ class Loader:
 
         def step() -> None:
             for root, stated in found.directories.items():
-                verify_records(root, records_share(stated, rank, size))
+                share = records_share(stated, rank, size)
+                verify_records(root, share, threads=spare_cores())
 
         self.together("verified", step)
 
@@ -158,7 +161,7 @@ class Reading:
         place: Placement,
         holdings: Sequence[Holding],
     ) -> None:
-        self._architecture, self._place, self._files = table.architecture, place, files
+        self._architecture, self._place = table.architecture, place
         self._owners = {entry.hf: entry for entry in table.exported()}
         self.weights = DistReader(found.root, files)
         self.optimizer: DistReader | None = None
@@ -169,12 +172,20 @@ class Reading:
 
     def fill(self) -> None:
         """Read every holding's elements; padding of a vocabulary becomes 0."""
-        filler = Filler(self._files)
-        for holding, stored in self._sources:
-            places = list(located(holding, self._architecture, self._place))
-            if sum(piece.elements for piece, _ in places) < holding.tensor.numel():
-                holding.tensor.zero_()
-            filler.fill(stored, places)
+        threads = spare_cores()
+        order = sorted(self._sources, key=lambda source: -source[0].tensor.nbytes)
+        with ThreadPoolExecutor(threads) as pool:
+            # Dealt like cards, largest first: as many bytes to each.
+            list(pool.map(self._fill, [order[n::threads] for n in range(threads)]))
+
+    def _fill(self, sources: Sequence[tuple[Holding, Stored]]) -> None:
+        with RawFiles() as files, torch.no_grad():
+            filler = Filler(files)
+            for holding, stored in sources:
+                places = list(located(holding, self._architecture, self._place))
+                if sum(piece.elements for piece, _ in places) < holding.tensor.numel():
+                    holding.tensor.zero_()
+                filler.fill(stored, places)
 
     def _source(self, holding: Holding) -> Stored:
         """The tensor of the files that a holding is filled from.

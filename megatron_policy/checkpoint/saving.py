@@ -77,7 +77,8 @@ class Saver:
 
     def __init__(self, model: Model, council: Council) -> None:
         self._model, self._council = model, council
-        self._pool: HostPool | None = None
+        self._pool = HostPool()
+        self._reserving: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
 
@@ -126,9 +127,18 @@ class Saver:
         copies = tuple(staged(part.items, pool) for part in parts)
         return _Job(under, step, tuple(replace(part, items=()) for part in parts), copies)
 
+    def reserve(self, nbytes: int) -> None:
+        """Get the host memory for saves in the background now, beside what the caller goes on to
+        do: the first save would have to wait for it.
+        """
+        self._reserving = threading.Thread(
+            target=_reserve, args=(self._pool, nbytes), name="checkpoint-memory", daemon=True
+        )
+        self._reserving.start()
+
     def _host_memory(self) -> HostPool:
-        if self._pool is None:
-            self._pool = HostPool()
+        if self._reserving is not None:
+            self._reserving.join()
         return self._pool
 
     def _in_background(self, job: _Job) -> None:
@@ -173,7 +183,8 @@ class Saver:
         """Rank 0's last part of the work: everything beside the records."""
         merged = merge(partial, self._council.size)
         files = write_small_files(partial, merged, part.common)
-        files |= _copy_side_files(partial, self._model.source)
+        if manifest.WEIGHTS in part.contains:
+            files |= _copy_side_files(partial, self._model.source)
         table, topology = self._model.table, self._model.topology
         stated = Manifest(
             id=job.id,
@@ -189,6 +200,12 @@ class Saver:
             files={name: of_bytes(content) for name, content in files.items()},
         )
         write_file(partial / manifest.NAME, stated.encoded())
+
+
+def _reserve(pool: HostPool, nbytes: int) -> None:
+    for piece in pool.take(nbytes):
+        piece.zero_()  # the system gives memory to who touches it
+    pool.reset()
 
 
 def layout_of(topology: Topology) -> dict[str, int]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
+from threading import Lock
 
 from megatron_policy.checkpoint.manifest import MEND, NAME, Manifest, read
 from megatron_policy.conversion.digests import Digest
@@ -78,13 +80,44 @@ def records_share(manifest: Manifest, part: int, parts: int) -> list[Share]:
 
 
 def verify_records(
-    root: Path, records: Sequence[Share], tell: Callable[[int, int], None] | None = None
+    root: Path,
+    records: Sequence[Share],
+    tell: Callable[[int, int], None] | None = None,
+    threads: int = 1,
 ) -> None:
     """CheckpointError naming the records whose bytes are not those that were written.
 
     `tell` is told bytes done and bytes in all after each record.
     """
-    total, done = sum(length for _, _, length, _ in records), 0
+    count = _Count(sum(length for _, _, length, _ in records), tell)
+    with ThreadPoolExecutor(threads) as pool:
+        found = pool.map(lambda share: _verified(root, share, count), _dealt(records, threads))
+        _raise([problem for problems in found for problem in problems])
+
+
+def _dealt(records: Sequence[Share], count: int) -> list[list[Share]]:
+    """The records dealt out to `count` readers, about as many bytes to each."""
+    shares: list[list[Share]] = [[] for _ in range(count)]
+    for number, record in enumerate(records):
+        shares[number * count // len(records)].append(record)
+    return shares
+
+
+class _Count:
+    """Bytes done by all threads, told as they come."""
+
+    def __init__(self, total: int, tell: Callable[[int, int], None] | None) -> None:
+        self._total, self._tell, self._done, self._lock = total, tell, 0, Lock()
+
+    def add(self, length: int) -> None:
+        if self._tell is not None:
+            with self._lock:
+                self._done += length
+                self._tell(self._done, self._total)
+
+
+def _verified(root: Path, records: Sequence[Share], count: _Count) -> list[str]:
+    """What is wrong with the first few of these records that are damaged."""
     buffer = memoryview(bytearray(_STEP))
     problems: list[str] = []
     for name, group in groupby(records, key=lambda record: record[0]):
@@ -95,13 +128,11 @@ def verify_records(
                     if found != stated:
                         problems.append(_wrong(root, name, offset, length, found is None))
                         if len(problems) >= SHOWN:
-                            _raise(problems)
-                    done += length
-                    if tell is not None:
-                        tell(done, total)
+                            return problems
+                    count.add(length)
         except OSError as error:
             problems.append(_unreadable(root / name, error))
-    _raise(problems)
+    return problems
 
 
 def _digest(handle: int, offset: int, length: int, buffer: memoryview) -> str | None:

@@ -5,7 +5,8 @@ checkpoint; knows neither policies nor how ranks meet.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,46 +43,42 @@ class Written(NamedTuple):
 def write_records(
     directory: Path, rank: int, ready: Iterable[Ready], objects: Mapping[str, bytes]
 ) -> None:
-    """Write this rank's file and a note of its records beside it; both are on the disk when this
-    returns. CheckpointError, naming the file, if they cannot be.
+    """Write this rank's file, which is on the disk when this returns, and a note of its records
+    beside it. ExportError, naming the file, if it cannot be.
     """
     name = Path(f"__{rank}_0.distcp")
     done: list[Written] = []
     end = 0
-    with RawFiles(directory, writable=True) as files:
-        for item, views in ready:
-            dtype = item.tensor.dtype
-            prefix, suffix = framing(dtype, item.sizes)
-            parts = [memoryview(prefix), *views, memoryview(suffix)]
-            shapes = (item.shape, item.origin, item.sizes)
-            record = _sealed(item.key, dtype_name(dtype), *shapes, end, parts)
+    with RawFiles(directory, writable=True) as files, ThreadPoolExecutor(1) as beside:
+        for record, parts in _records(ready, objects):
+            digest = beside.submit(_digest, parts)  # while the bytes are written
             files.write(name, end, parts)
-            done.append(record)
-            end += record.length
-        for key, content in objects.items():
-            record = _sealed(key, "", (), (), (), end, [memoryview(content)])
-            files.write(name, end, [memoryview(content)])
-            done.append(record)
-            end += record.length
+            length = sum(part.nbytes for part in parts)
+            done.append(record._replace(offset=end, length=length, digest=digest.result()))
+            end += length
         if done:
             files.sync([name])
-    write_file(directory / _NOTE.format(rank), json.dumps(done).encode())
+    (directory / _NOTE.format(rank)).write_text(json.dumps(done))
 
 
-def _sealed(
-    key: str,
-    dtype: str,
-    shape: Shape,
-    origin: Shape,
-    sizes: Shape,
-    offset: int,
-    parts: list[memoryview],
-) -> Written:
+def _records(
+    ready: Iterable[Ready], objects: Mapping[str, bytes]
+) -> Iterator[tuple[Written, list[memoryview]]]:
+    """Each record, not placed yet, and its bytes."""
+    for item, views in ready:
+        prefix, suffix = framing(item.tensor.dtype, item.sizes)
+        shapes = (item.shape, item.origin, item.sizes)
+        record = Written(item.key, dtype_name(item.tensor.dtype), *shapes, 0, 0, "")
+        yield record, [memoryview(prefix), *views, memoryview(suffix)]
+    for key, content in objects.items():
+        yield Written(key, "", (), (), (), 0, 0, ""), [memoryview(content)]
+
+
+def _digest(parts: list[memoryview]) -> str:
     digest = Digest()
     for part in parts:
         digest.update(part)
-    length = sum(part.nbytes for part in parts)
-    return Written(key, dtype, shape, origin, sizes, offset, length, digest.text())
+    return digest.text()
 
 
 @dataclass(frozen=True)

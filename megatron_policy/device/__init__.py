@@ -29,6 +29,7 @@ __all__ = [
     "reset_peak_memory",
     "set_random_state",
     "shareable_bytes",
+    "spare_cores",
     "synchronize",
 ]
 
@@ -181,6 +182,12 @@ def host_buffer(like: torch.Tensor) -> torch.Tensor:
     and from it.
     """
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=is_accelerated())
+
+
+def spare_cores(most: int = 4) -> int:
+    """How many threads of this rank may work on files: its share of the machine's cores."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(most, len(os.sched_getaffinity(0)) // ranks_here))
 
 
 def synchronize() -> None:

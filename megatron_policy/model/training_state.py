@@ -53,6 +53,14 @@ class TrainingState:
         """
         return bool(self._trainable.chunks[0].ddp_config.use_distributed_optimizer)
 
+    @property
+    def nbytes(self) -> int:
+        """Of all that `tensors` returns once there is all of it."""
+        return sum(
+            (each.last - each.first) * torch.float32.itemsize * (each.separate + len(each.moments))
+            for each in self._trained()
+        )
+
     def tensors(self) -> list[StateTensor]:
         """What exists now: before the first step there are main parameters only, and none of those
         where the model's own are fp32. A parameter of which this rank has no range is left out.
