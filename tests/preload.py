@@ -4,6 +4,7 @@ It leaves the server with a single thread, no process group and no GPU context: 
 """
 
 import contextlib
+import gc
 import importlib
 
 SLOW = (
@@ -27,3 +28,5 @@ with contextlib.suppress(Exception):
 for name in SLOW:
     with contextlib.suppress(Exception):
         importlib.import_module(name)
+gc.collect()
+gc.freeze()  # a rank's collections look at what came after, and leave these pages shared

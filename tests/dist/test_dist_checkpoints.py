@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,7 +117,10 @@ def test_a_converted_checkpoint_has_every_key_that_the_model_asks_for(
 
 def save(config: dict[str, Any], path: str, content: dict[str, Any]) -> None:
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    # For results that stay in this process; its own would start a server of queues for each rank.
+    filesystem_async._results_queue = queue.Queue()
     options = {"content_metadata": content}
     if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
         options["async_strategy"] = "mcore"  # the default needs another package

@@ -72,7 +72,7 @@ def test_every_family_computes_and_learns_like_hf_under_its_layouts(ranks, learn
     family, path, data, logits, hf = learned
     for layout in TRAINED[family]:
         case = LAYOUTS[layout]
-        config = policy_config(path, case.megatron)
+        config = policy_config(path, case.megatron, logprob_batch_size=GLOBAL_BATCH)
         for seen in ranks.run(case.world, train_two_steps, config, "token", data, VOCAB, True):
             torch.testing.assert_close(seen["before"]["logits"], logits, rtol=0, atol=1e-5)
             for step, loss, norm in zip(seen["steps"], hf.losses, hf.grad_norms, strict=True):

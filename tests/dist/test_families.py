@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_policy.batch import BatchedDataDict
 from tests import oracle
 from tests.dist.cases import (
     GLOBAL_BATCH,
     LOSSES,
+    MICROBATCHES,
     open_policy,
+    own_steps,
     policy_config,
     train_two_steps,
 )
@@ -101,12 +104,25 @@ def test_every_family_computes_and_learns_like_hf(
     model = oracle.load_hf(path)
     with torch.no_grad():
         logits = model(data["input_ids"]).logits
-    config = policy_config(path, LAYOUTS[layout].megatron)
-    for seen in ranks.run(2, train_two_steps, config, "token", data, VOCAB, True):
-        torch.testing.assert_close(seen["before"]["logits"], logits, rtol=0, atol=1e-5)
-        for step, loss, norm in zip(seen["steps"], hf.losses, hf.grad_norms, strict=True):
+    config = policy_config(path, LAYOUTS[layout].megatron, logprob_batch_size=GLOBAL_BATCH)
+    for read, steps in ranks.run(2, read_and_learn, config, data):
+        torch.testing.assert_close(read, logits, rtol=0, atol=1e-5)
+        for step, loss, norm in zip(steps, hf.losses, hf.grad_norms, strict=True):
             assert step["global_loss"].item() == pytest.approx(loss, rel=1e-5)
             assert step["grad_norm"].item() == pytest.approx(norm, rel=1e-5)
+
+
+def read_and_learn(config: dict[str, Any], data: Any) -> tuple[torch.Tensor, list[Any]]:
+    """All logits of the tokens, and the results of a step on each global batch."""
+    with open_policy(config, init_reference_model=False) as policy:
+        tokens = BatchedDataDict({"input_ids": data["input_ids"]})
+        values, indices = policy.topk_logits(tokens, VOCAB)
+        logits = torch.zeros_like(values).scatter_(-1, indices, values)
+        micro = GLOBAL_BATCH // policy.topology.dp // MICROBATCHES
+        steps = own_steps(policy, data)
+        return logits, [
+            policy.train(step, LOSSES["token"](), gbs=GLOBAL_BATCH, mbs=micro) for step in steps
+        ]
 
 
 RECOMPUTED = {
@@ -124,12 +140,9 @@ RECOMPUTED = {
 }
 
 
-@pytest.mark.parametrize("kind", RECOMPUTED)
 @pytest.mark.parametrize("layout", ["TP2+SP", "PP2"])
-def test_recomputing_activations_changes_no_gradient(
-    ranks, checkpoints, layout: str, kind: str
-) -> None:
-    compare_recomputed(ranks, checkpoints[False], 251, layout, kind)
+def test_recomputing_activations_changes_no_gradient(ranks, checkpoints, layout: str) -> None:
+    compare_recomputed(ranks, checkpoints[False], 251, layout, *RECOMPUTED)
 
 
 @pytest.mark.parametrize(
@@ -149,18 +162,22 @@ def test_other_kinds_of_layers_can_be_recomputed(
     compare_recomputed(ranks, path, VOCAB, "TP2+SP", kind)
 
 
-def compare_recomputed(ranks: Any, path: Path, vocab: int, layout: str, kind: str) -> None:
+def compare_recomputed(ranks: Any, path: Path, vocab: int, layout: str, *kinds: str) -> None:
     data = oracle.make_batch(2 * GLOBAL_BATCH, 12, vocab)
     megatron = LAYOUTS[layout].megatron
-    recomputing = megatron | {"activation_checkpointing": True} | RECOMPUTED[kind]
-    plain, again = (
+    recomputing = {"activation_checkpointing": True}
+    settings = [megatron, *(megatron | recomputing | RECOMPUTED[kind] for kind in kinds)]
+    plain, *others = (
         ranks.run(2, train_two_steps, policy_config(path, m), "token", data, vocab, False)
-        for m in (megatron, recomputing)
+        for m in settings
     )
-    for one, other in zip(plain, again, strict=True):
-        for name, weight in one["weights"].items():
-            # Recomputation repeats the same operations; only the order of some sums may differ.
-            torch.testing.assert_close(other["weights"][name], weight, rtol=0, atol=1e-6, msg=name)
+    for kind, again in zip(kinds, others, strict=True):
+        for one, other in zip(plain, again, strict=True):
+            for name, weight in one["weights"].items():
+                # The same operations again; only the order of some sums may differ.
+                torch.testing.assert_close(
+                    other["weights"][name], weight, rtol=0, atol=1e-6, msg=f"{kind}: {name}"
+                )
 
 
 @pytest.mark.parametrize("layout", ["TP2", "TP2xPP2xDP2+SP"])

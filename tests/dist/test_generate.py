@@ -4,6 +4,7 @@ back.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -54,6 +55,7 @@ def generation(**settings: Any) -> dict[str, Any]:
     return {"generation": {"max_new_tokens": NEW} | settings, "generation_batch_size": 3}
 
 
+@cache
 def hf_greedy(path, row: int) -> list[int]:
     data, length = prompts(), PROMPT_LENGTHS[row]
     prompt = data["input_ids"][row : row + 1, :length]
@@ -137,9 +139,7 @@ def test_frequencies_follow_the_growth_of_the_text(ranks, checkpoint, kind: str)
         sizes["rope_scaling"] = {"type": "longrope"} | factors
         sizes |= {"original_max_position_embeddings": limit, "max_position": 64}
     path = checkpoint("phi3" if kind == "longrope" else "llama", vocab=VOCAB, **sizes)
-    (seen,) = ranks.run(
-        1, continue_prompts, policy_config(path, {}, **generation()), None, True
-    )
+    (seen,) = ranks.run(1, continue_prompts, policy_config(path, {}, **generation()), None, True)
     (done,) = seen["done"]
     for row, length in enumerate(PROMPT_LENGTHS):
         text = done.tokens_BT[row : row + 1, : length + NEW]

@@ -33,7 +33,9 @@ def interrupted(config: dict[str, Any]) -> dict[str, bool]:
             inside = weights(policy)
             raise KeyError("stop here")
         after = weights(policy)
-        nested = pytest.raises(ConfigError, match="has to wait until the reference policy has ended")
+        nested = pytest.raises(
+            ConfigError, match="has to wait until the reference policy has ended"
+        )
         with policy.reference(), nested, policy.reference():
             pass
         return {

@@ -15,7 +15,7 @@ from megatron_policy.workers import RayVirtualCluster, WorkerGroup
 from tests.ray.actors import GroupMaker, Worker, promptly, still_running
 
 
-def test_an_exception_in_one_rank_raises_while_the_others_sleep_on(
+def test_an_exception_in_one_rank_raises_while_the_others_sleep_on_and_again_when_asked(
     make_group: GroupMaker, diary: Path
 ) -> None:
     group = make_group(Topology(tp=2, dp=2), diary=str(diary))
@@ -27,6 +27,16 @@ def test_an_exception_in_one_rank_raises_while_the_others_sleep_on(
     assert "in _raise" in error.cause, "the worker's own traceback is missing"
     assert "rank(s) 0, 1, 3 had not finished" in str(error)
     assert isinstance(error.__cause__, RuntimeError)
+    for call in (
+        lambda: group.run_all("act", how={}),
+        lambda: group.run_sharded("act", data=[1, 2]),
+    ):
+        with (
+            promptly(),
+            pytest.raises(WorkerError, match=r"is broken.*rank 2 raised RuntimeError") as caught,
+        ):
+            call()
+        assert caught.value.rank == 2
     assert group.shutdown()
 
 
@@ -74,20 +84,6 @@ def test_a_worker_that_died_between_calls_is_reported_by_the_next(
     assert group.shutdown()
 
 
-def test_a_broken_group_answers_at_once_with_its_first_failure(make_group: GroupMaker) -> None:
-    group = make_group(Topology(tp=2))
-    with promptly(), pytest.raises(WorkerError):
-        group.run_all("act", how={1: "raise"}, others="sleep")
-    for call in (lambda: group.run_all("act", how={}), lambda: group.run_sharded("act", data=[1])):
-        with (
-            promptly(),
-            pytest.raises(WorkerError, match=r"is broken.*rank 1 raised RuntimeError") as caught,
-        ):
-            call()
-        assert caught.value.rank == 1
-    assert group.shutdown()
-
-
 def test_an_error_of_our_own_kind_comes_back_as_itself(make_group: GroupMaker) -> None:
     group = make_group(Topology(tp=2))
     with (
@@ -101,28 +97,19 @@ def test_an_error_of_our_own_kind_comes_back_as_itself(make_group: GroupMaker) -
         group.run_all("act", how={})
 
 
-def test_a_refusal_by_all_ranks_leaves_the_group_usable(make_group: GroupMaker) -> None:
-    group = make_group(Topology(tp=2))
-    with promptly(), pytest.raises(ConfigError, match="cannot do that"):
-        group.run_all("act", how={}, others="refuse")
-    assert group.run_all("act", how={}) == ["rank 0 is fine", "rank 1 is fine"]
-
-
-def test_a_refusal_by_one_replica_leaves_the_group_usable_when_the_other_finishes(
+def test_a_refusal_by_whole_replicas_leaves_the_group_usable_and_one_by_a_part_breaks_it(
     make_group: GroupMaker,
 ) -> None:
     group = make_group(Topology(tp=2, dp=2))
+    fine = [f"rank {rank} is fine" for rank in range(4)]
+    with promptly(), pytest.raises(ConfigError, match="cannot do that"):
+        group.run_all("act", how={}, others="refuse")
+    assert group.run_all("act", how={}) == fine
     with promptly(), pytest.raises(ConfigError, match="cannot do that"):
         group.run_all("act", how={2: "refuse", 3: "refuse"}, others="slowly")
-    assert group.run_all("act", how={}) == [f"rank {rank} is fine" for rank in range(4)]
-
-
-def test_a_refusal_by_one_rank_of_a_replica_breaks_the_group_even_if_the_other_finishes(
-    make_group: GroupMaker,
-) -> None:
-    group = make_group(Topology(tp=2))
+    assert group.run_all("act", how={}) == fine
     with promptly(), pytest.raises(ConfigError, match="cannot do that"):
-        group.run_all("act", how={1: "refuse"})
+        group.run_all("act", how={1: "refuse"})  # although the others finish
     with promptly(), pytest.raises(WorkerError, match="is broken"):
         group.run_all("act", how={})
 

@@ -36,7 +36,7 @@ def test_eight_workers_run_on_two_cpus_in_pp_dp_cp_tp_order(make_group: GroupMak
     assert refs == [(0, "first half", 3), (2, "second half", 3)]
 
 
-def test_each_rank_gets_the_shard_of_its_data_parallel_index(
+def test_each_rank_gets_the_shard_of_its_data_parallel_index_and_there_are_no_more(
     make_group: GroupMaker, diary: Path
 ) -> None:
     topology = Topology(tp=2, dp=2)
@@ -45,14 +45,10 @@ def test_each_rank_gets_the_shard_of_its_data_parallel_index(
     assert [rank for rank, _, _ in group.run_sharded("echo", data=shards)] == [0, 2]
     for rank, received in enumerate(group.run_all("recall")):
         assert torch.equal(received, shards[topology.coords(rank).dp])
-    assert len(list(diary.iterdir())) == 4
-    assert group.shutdown()
-
-
-def test_a_wrong_number_of_shards_is_refused(make_group: GroupMaker) -> None:
-    group = make_group(Topology(dp=2))
     with pytest.raises(ConfigError, match="3 shards for 2 data-parallel ranks"):
         group.run_sharded("echo", data=[1, 2, 3])
+    assert len(list(diary.iterdir())) == 4
+    assert group.shutdown()
 
 
 def test_config_env_vars_and_the_drivers_import_path_reach_the_workers(
