@@ -25,7 +25,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.dist_writing import COMMON
 from megatron_policy.errors import CheckpointError, ConfigError
 from megatron_policy.model.load import refuse_unfilled
-from megatron_policy.model.residency import TO_REFIT, TO_TRAIN
+from megatron_policy.model.residency import TO_REFIT, TO_SAVE
 from megatron_policy.session import Session
 
 AnyPath = str | PathLike[str]
@@ -78,7 +78,7 @@ class Checkpoints:
                 "leave optimizer_path out"
             )
         _refuse_others(host_data)
-        need = TO_REFIT if optimizer is None else TO_TRAIN
+        need = TO_REFIT if optimizer is None else TO_SAVE
         self._session.memory.ready("save_checkpoint()", need)
 
         def parts() -> list[Part]:
@@ -104,7 +104,7 @@ class Checkpoints:
         """
         if fresh_optimizer is None:
             fresh_optimizer = self._config.megatron_cfg.checkpoint.fresh_optimizer
-        need = TO_TRAIN if self._contents.has_optimizer else TO_REFIT
+        need = TO_SAVE if self._contents.has_optimizer else TO_REFIT
         self._session.memory.ready("load_checkpoint()", need, mends=True)
         loader = Loader(self._assembly.table, self._assembly.place, self._council)
         loader.together("ready", self._saver.finish)
@@ -144,7 +144,9 @@ class Checkpoints:
 
     def _fill(self, reading: Reading) -> None:
         reading.fill()
-        refuse_unfilled((entry.megatron, parameter) for entry, parameter in self._assembly.held)
+        if self._session.unfilled:
+            refuse_unfilled((entry.megatron, parameter) for entry, parameter in self._assembly.held)
+            self._session.unfilled = False
 
 
 def source_dtypes(weights_path: AnyPath | None) -> dict[str, torch.dtype] | None:

@@ -46,6 +46,7 @@ class Session:
         refuse_second_policy()
         self._owns_process_group = device.join_process_group(timeout_s)
         self._open, self._on_their_way = True, False
+        self.unfilled = source_dtypes is not None
         try:
             self.rank = dist.get_rank()
             self.topology = topology_of(config, dist.get_world_size())

@@ -27,7 +27,7 @@ class Council:
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
         """No wait is longer than `timeout_s` seconds, counted from the last sign of life."""
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        self._store, self._number = store, 0
+        self._store, self._number, self._cleaned = store, 0, 0
         # The store may outlive a policy, and what the next one's ranks leave there must be new.
         first = 0 if size == 1 else store.add(f"council/of rank {rank}", 1)
         self._root = f"council/{first}"
@@ -35,14 +35,17 @@ class Council:
     def open(self) -> Undertaking:
         """The next undertaking of all ranks."""
         self._number += 1
-        if self._number > 2 and self.rank == 0:
-            self._clean(self._number - 2)  # whoever comes late to the last one must still find it
-        return Undertaking(self, self._store, f"{self._root}/{self._number}")
+        return Undertaking(self, self._store, self._root, self._number)
 
-    def _clean(self, number: int) -> None:
-        for name in ("failed", "signs", *_NAMES):
-            for suffix in ("", "/arrived"):
-                self._store.delete_key(f"{self._root}/{number}/{name}{suffix}")
+    def all_are_at(self, number: int) -> None:
+        """Every rank has come to that undertaking, so nobody looks for earlier notes any more."""
+        if self.rank != 0:
+            return
+        while self._cleaned < number - 1:
+            self._cleaned += 1
+            for name in ("failed", "signs", *_NAMES):
+                for suffix in ("", "/arrived"):
+                    self._store.delete_key(f"{self._root}/{self._cleaned}/{name}{suffix}")
 
 
 _NAMES = (
@@ -62,8 +65,10 @@ _NAMES = (
 class Undertaking:
     """What one rank has to do with the others until something is done, or given up by all."""
 
-    def __init__(self, council: Council, store: dist.Store, root: str) -> None:
-        self._council, self._store, self._root = council, store, root
+    def __init__(self, council: Council, store: dist.Store, root: str, number: int) -> None:
+        self._council, self._store, self._number = council, store, number
+        self._root = root = f"{root}/{number}"
+        self._own = f"rank {council.rank}: "
         self._alone = council.size == 1
         self._told: dict[str, str] = {}
         self._pulse = Pulse(
@@ -82,8 +87,11 @@ class Undertaking:
                 yield
         except Exception as error:
             failure = as_checkpoint_error(error)
-            self._fail(str(failure))
-            raise failure from error
+            said = self._fail(str(failure))
+            if said.startswith(self._own):
+                raise failure from error
+            # What failed first is why this failed: the directory is gone, for instance.
+            raise CheckpointError(said) from error
         if name:
             self._arrive(name)
 
@@ -92,6 +100,8 @@ class Undertaking:
         first, where one has or gives no sign of life.
         """
         self._await(name)
+        if not self._alone:
+            self._asked(lambda: self._council.all_are_at(self._number))
 
     def tell(self, name: str, words: str) -> None:
         """Leave a note for the others."""
@@ -116,10 +126,13 @@ class Undertaking:
         if arrived == self._council.size:
             self.tell(name, "all")
 
-    def _fail(self, words: str) -> None:
-        if not self._alone:
-            said = words if words.startswith("rank ") else f"rank {self._council.rank}: {words}"
-            self._asked(lambda: self._store.compare_set(f"{self._root}/failed", "", said))
+    def _fail(self, words: str) -> str:
+        """Tell why this rank gives up; returns what was told first, by whichever rank."""
+        said = f"{self._own}{words}"
+        if self._alone:
+            return said
+        key = f"{self._root}/failed"
+        return self._asked(lambda: self._store.compare_set(key, "", said)).decode()
 
     def _await(self, name: str) -> None:
         if self._alone:

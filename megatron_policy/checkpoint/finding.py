@@ -89,7 +89,10 @@ def companion(weights: Manifest, optimizer_path: str | Path) -> Path:
     """
     root = Path(optimizer_path).expanduser()
     if not root.is_dir():
-        raise CheckpointError(f"{root} does not exist, to take the optimizer's state from")
+        raise CheckpointError(
+            f"{root} does not exist, to take the optimizer's state from. Give the directory it was "
+            "saved to, or load with fresh_optimizer=True to start a new one"
+        )
     seen: list[str] = []
     for path in _candidates(root, weights.step):
         found = manifests.read(path)

@@ -46,18 +46,18 @@ def write_records(
     """Write this rank's file, which is on the disk when this returns, and a note of its records
     beside it. ExportError, naming the file, if it cannot be.
     """
-    name = Path(f"__{rank}_0.distcp")
+    path = directory / f"__{rank}_0.distcp"
     done: list[Written] = []
     end = 0
-    with RawFiles(directory, writable=True) as files, ThreadPoolExecutor(1) as beside:
+    with RawFiles(writable=True) as files, ThreadPoolExecutor(1) as beside:
         for record, parts in _records(ready, objects):
             digest = beside.submit(_digest, parts)  # while the bytes are written
-            files.write(name, end, parts)
+            files.write(path, end, parts)
             length = sum(part.nbytes for part in parts)
             done.append(record._replace(offset=end, length=length, digest=digest.result()))
             end += length
         if done:
-            files.sync([name])
+            files.sync([path])
     (directory / _NOTE.format(rank)).write_text(json.dumps(done))
 
 

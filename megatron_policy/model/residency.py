@@ -61,6 +61,11 @@ class Need:
 TO_TRAIN = Need(ALL, "the train state", "prepare_for_training()")
 TO_READ = Need(WEIGHTS, "the weights on the device", "prepare_for_lp_inference()", alone=False)
 TO_EXCHANGE = replace(TO_READ, alone=True)
+TO_SAVE = Need(
+    frozenset({Kind.PARAMETERS, Kind.OPTIMIZER}),
+    "weights and optimizer state on the device",
+    "prepare_for_training()",
+)
 TO_REFIT = Need(WEIGHTS, "the weights on the device", "offload_before_refit()")
 
 

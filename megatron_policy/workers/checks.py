@@ -1,9 +1,19 @@
-"""What the driver refuses before it troubles the workers; knows neither Ray nor Megatron-Core."""
+"""What is refused before anybody is troubled with it; knows neither Ray nor Megatron-Core."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import ConfigError
+
+
+def refuse_unknown(what: str, options: Mapping[str, Any]) -> None:
+    """ConfigError naming the `options` that are set, of which `what` knows none."""
+    unknown = sorted(name for name, value in options.items() if value is not None)
+    if unknown:
+        raise ConfigError(f"{what} has no argument {', '.join(unknown)}; leave it out")
 
 
 def check_device(config: PolicyConfig, use_gpus: bool) -> None:

@@ -14,6 +14,7 @@ from megatron_policy.errors import WorkerError
 # What a worker raises of a call that leaves it as good as before.
 REFUSALS = (
     errors.BatchError,
+    errors.CheckpointError,
     errors.ConfigError,
     errors.ConversionError,
     errors.ExportError,
@@ -21,7 +22,7 @@ REFUSALS = (
     errors.TransitionError,
     NotImplementedError,
 )
-OWN = (*REFUSALS, errors.CheckpointError, WorkerError)
+OWN = (*REFUSALS, WorkerError)
 _OWN_NAMES = {kind.__name__: kind for kind in OWN if kind.__module__ == errors.__name__}
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _RAISED = re.compile(rf"^{re.escape(errors.__name__)}\.(\w+): ", re.MULTILINE)

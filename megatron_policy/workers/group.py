@@ -79,6 +79,11 @@ class WorkerGroup:
         """Process id of every rank's worker, on its own node."""
         return tuple(place.pid for place in self._places)
 
+    @property
+    def usable(self) -> bool:
+        """Whether workers can be asked: the group is neither broken nor shut down, and Ray runs."""
+        return bool(self._workers) and self._broken is None and ray.is_initialized()
+
     def run_all(self, method: str, /, **kwargs: Any) -> list[Any]:
         """Call `method` on every worker with the same arguments; all results in rank order."""
         return self.collect(method, self.submit_all(method, **kwargs))
@@ -121,7 +126,7 @@ class WorkerGroup:
 
         A broken group is not asked first. Returns whether all processes are known to be gone.
         """
-        if self._workers and self._broken is None and ray.is_initialized():
+        if self.usable:
             with _tolerating_failures():
                 ray.wait(
                     self.submit_all("shutdown"), num_returns=self.world_size, timeout=GOODBYE_S

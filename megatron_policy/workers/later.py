@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
-CHECKPOINTS = "checkpoints of model, optimizer and random state"
 PROFILING = "profiler ranges"
 
 Class = TypeVar("Class", bound=type)
-
-
-def not_yet(what: str, brings: str) -> NoReturn:
-    """Refuse something by name."""
-    raise NotImplementedError(f"{what} is not available yet: it comes with {brings}.")
 
 
 def refuses(methods: dict[str, str]) -> Callable[[Class], Class]:
@@ -29,7 +23,7 @@ def refuses(methods: dict[str, str]) -> Callable[[Class], Class]:
 
 def _refusing(name: str, brings: str) -> Callable[..., NoReturn]:
     def method(self: object, *args: Any, **kwargs: Any) -> NoReturn:
-        not_yet(name, brings)
+        raise NotImplementedError(f"{name} is not available yet: it comes with {brings}.")
 
     method.__name__ = method.__qualname__ = name
     method.__doc__ = f"Not available yet: it comes with {brings}."

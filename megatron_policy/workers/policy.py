@@ -14,16 +14,12 @@ from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces import ColocatablePolicyInterface, GenerationInterface
 from megatron_policy.layout import check_layout, topology_of
+from megatron_policy.workers.checkpoint_driver import DriverCheckpoint, absolute
 from megatron_policy.workers.checks import check_device
 from megatron_policy.workers.cluster import RayVirtualCluster
 from megatron_policy.workers.delegates import delegates
 from megatron_policy.workers.group import WorkerGroup
-from megatron_policy.workers.later import (
-    CHECKPOINTS,
-    PROFILING,
-    not_yet,
-    refuses,
-)
+from megatron_policy.workers.later import PROFILING, refuses
 from megatron_policy.workers.memory_driver import DriverMemory
 from megatron_policy.workers.refit_driver import DriverRefit
 from megatron_policy.workers.sharding import Dealer, merged_training
@@ -35,12 +31,8 @@ if TYPE_CHECKING:
 PathLike = str | os.PathLike[str]
 
 
-@refuses(
-    {
-        "start_gpu_profiling": PROFILING,
-        "stop_gpu_profiling": PROFILING,
-    }
-)
+@refuses({"start_gpu_profiling": PROFILING, "stop_gpu_profiling": PROFILING})
+@delegates("_checkpoint", DriverCheckpoint)
 @delegates("_refit", DriverRefit)
 @delegates("_memory", DriverMemory)
 class Policy(ColocatablePolicyInterface, GenerationInterface):
@@ -59,7 +51,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         name_prefix: prefix of the workers' names in Ray.
         workers_per_node: fewer workers than the cluster has bundles, per node.
         init_optimizer: whether `train` will be called other than with `eval_mode`.
-        weights_path, optimizer_path: a checkpoint to resume from; not built yet, hence None.
+        weights_path, optimizer_path: a checkpoint to go on from, as `load_checkpoint` takes them;
+            the reference is the model of the config all the same.
         init_reference_model: whether `get_reference_policy_logprobs` will be called.
 
     Batches are dealt over data-parallel ranks in the caller's order or, with dynamic batching and
@@ -79,8 +72,6 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         optimizer_path: PathLike | None = None,
         init_reference_model: bool = True,
     ) -> None:
-        if weights_path or optimizer_path:
-            not_yet("weights_path/optimizer_path", CHECKPOINTS)
         self.config = PolicyConfig.parse(config)
         self._tokenizer = tokenizer
         self._can_train, self._has_reference = init_optimizer, init_reference_model
@@ -98,12 +89,16 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
                 "tokenizer": tokenizer,
                 "init_optimizer": init_optimizer,
                 "init_reference_model": init_reference_model,
+                "weights_path": absolute(weights_path),
+                "optimizer_path": absolute(optimizer_path),
                 "worker_sharding_annotations": self.topology,
             },
             env_vars=self.config.megatron_cfg.env_vars,
             name=name_prefix,
             workers_per_node=workers_per_node,
         )
+        asynchronous = self.config.megatron_cfg.checkpoint.async_save
+        self._checkpoint = DriverCheckpoint(self._workers, asynchronous)
         self._refit, self._memory = DriverRefit(self._workers), DriverMemory(self._workers)
 
     @property
@@ -189,17 +184,16 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         """True: generating leaves nothing behind."""
         return True
 
-    def save_checkpoint(
-        self,
-        weights_path: PathLike,
-        optimizer_path: PathLike | None = None,
-        tokenizer_path: PathLike | None = None,
-    ) -> None:
-        not_yet("save_checkpoint", CHECKPOINTS)
-
     def shutdown(self) -> bool:
-        """End all workers; returns whether their processes are gone. May be called again."""
-        return self._workers.shutdown()
+        """End all workers, once a save under way is complete; returns whether their processes are
+        gone. May be called again. If that save fails, or a worker dies over it, a CheckpointError
+        or WorkerError is raised, the workers ended all the same.
+        """
+        try:
+            self._checkpoint._drain()
+        finally:
+            gone = self._workers.shutdown()
+        return gone
 
     def __del__(self) -> None:
         group = getattr(self, "_workers", None)

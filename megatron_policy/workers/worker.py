@@ -16,13 +16,10 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import ConfigError
 from megatron_policy.topology import Topology
+from megatron_policy.workers.checkpoint import WorkerCheckpoint
+from megatron_policy.workers.checks import refuse_unknown
 from megatron_policy.workers.delegates import delegates
-from megatron_policy.workers.later import (
-    CHECKPOINTS,
-    PROFILING,
-    not_yet,
-    refuses,
-)
+from megatron_policy.workers.later import PROFILING, refuses
 from megatron_policy.workers.memory import WorkerMemory
 from megatron_policy.workers.refit import WorkerRefit
 
@@ -32,14 +29,8 @@ if TYPE_CHECKING:
 NOISE_STD = 0.01
 
 
-@refuses(
-    {
-        "save_checkpoint": CHECKPOINTS,
-        "load_checkpoint": CHECKPOINTS,
-        "start_gpu_profiling": PROFILING,
-        "stop_gpu_profiling": PROFILING,
-    }
-)
+@refuses({"start_gpu_profiling": PROFILING, "stop_gpu_profiling": PROFILING})
+@delegates("_checkpoint", WorkerCheckpoint)
 @delegates("_refit", WorkerRefit)
 @delegates("_memory", WorkerMemory)
 class MegatronPolicyWorkerImpl:
@@ -52,7 +43,7 @@ class MegatronPolicyWorkerImpl:
     Args:
         config: as the host passes it, a mapping, or parsed.
         tokenizer: anything with `pad_token_id` and `eos_token_id`; only `generate` needs one.
-        weights_path, optimizer_path: a checkpoint to resume from; not built yet, hence None.
+        weights_path, optimizer_path: a checkpoint to go on from, see `MegatronPolicy`.
         worker_sharding_annotations: the caller's rank grid; a Topology must equal the config's.
         pre_init_communication_queue: accepted for the host's sake; ranks meet in torch.distributed.
     """
@@ -70,11 +61,7 @@ class MegatronPolicyWorkerImpl:
         pre_init_communication_queue: Any = None,
         **kwargs: Any,
     ) -> None:
-        unknown = sorted(name for name, value in kwargs.items() if value is not None)
-        if unknown:
-            raise ConfigError(f"MegatronPolicyWorker has no argument {', '.join(unknown)}")
-        if weights_path or optimizer_path:
-            not_yet("weights_path/optimizer_path", CHECKPOINTS)
+        refuse_unknown("MegatronPolicyWorker", kwargs)
         # Not at the top: the host imports this module where Megatron-Core and a GPU may be missing.
         from megatron_policy.policy import MegatronPolicy
 
@@ -83,7 +70,10 @@ class MegatronPolicyWorkerImpl:
             tokenizer,
             init_optimizer=init_optimizer,
             init_reference_model=init_reference_model,
+            weights_path=weights_path,
+            optimizer_path=optimizer_path,
         )
+        self._checkpoint = WorkerCheckpoint(self.policy)
         self._refit = WorkerRefit(self.policy)
         self._memory = WorkerMemory(self.policy, on_idle=self._refit._release)
         caller = worker_sharding_annotations
@@ -203,7 +193,9 @@ class MegatronPolicyWorkerImpl:
             parameter.add_(noise.to(parameter))
 
     def shutdown(self) -> bool:
-        """Leave the process groups; the process itself ends with its actor."""
+        """Complete a save under way and leave the process groups; the process itself ends with its
+        actor.
+        """
         self._refit._close()
         self.policy.shutdown()
         return True

@@ -1,0 +1,76 @@
+"""One rank's part in training checkpoints under the host's names; knows no other rank, no files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron_policy.model.residency import Kind
+from megatron_policy.workers.checks import refuse_unknown
+
+if TYPE_CHECKING:
+    from megatron_policy.checkpoint.loading import LoadReport
+    from megatron_policy.policy import MegatronPolicy
+
+
+class WorkerCheckpoint:
+    """Saves and loads what training goes on from. Saving and loading are collective. What they
+    refuse, and what fails, leaves this rank and the checkpoints on disk as they were.
+    """
+
+    def __init__(self, policy: MegatronPolicy) -> None:
+        self._policy = policy
+
+    def save_checkpoint(
+        self,
+        weights_path: str,
+        optimizer_path: str | None = None,
+        tokenizer_path: str | None = None,
+        *,
+        host_data: Mapping[str, Any] | None = None,
+        hf_export: str | None = None,
+        **options: Any,
+    ) -> None:
+        """Write this rank's part of a checkpoint; see `MegatronPolicy.save_checkpoint`.
+
+        CheckpointError on every rank if any of them could not write, or if the save before this
+        one, in the background, has failed. What is in host memory comes to the device first, and
+        stays there.
+        """
+        refuse_unknown("save_checkpoint", options)
+        needed = (Kind.PARAMETERS, *(() if optimizer_path is None else (Kind.OPTIMIZER,)))
+        self._policy.memory.onload(needed)
+        self._policy.save_checkpoint(
+            weights_path,
+            optimizer_path,
+            tokenizer_path,
+            host_data=host_data,
+            hf_export=hf_export,
+        )
+
+    def load_checkpoint(
+        self,
+        weights_path: str,
+        optimizer_path: str | None = None,
+        *,
+        fresh_optimizer: bool | None = None,
+    ) -> LoadReport:
+        """Go on from a checkpoint, saved under any layout; see `MegatronPolicy.load_checkpoint`.
+
+        CheckpointError on every rank, before anything is changed, if any of it is damaged, missing
+        or another model's.
+        """
+        return self._policy.load_checkpoint(
+            weights_path, optimizer_path, fresh_optimizer=fresh_optimizer
+        )
+
+    def get_load_report(self) -> LoadReport | None:
+        """What a start from a checkpoint has restored; None of a policy that did not."""
+        return self._policy.loaded
+
+    def finalize_async_save(self) -> None:
+        """Wait until a save under way in the background is complete; CheckpointError if it failed.
+
+        It waits for this rank's writer only, so ranks may be asked at different times.
+        """
+        self._policy.finalize_async_save()

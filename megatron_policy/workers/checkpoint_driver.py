@@ -1,0 +1,103 @@
+"""The driver's part in training checkpoints: asks all workers; reads and writes nothing itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron_policy.workers.checks import refuse_unknown
+
+if TYPE_CHECKING:
+    from megatron_policy.checkpoint.loading import LoadReport
+    from megatron_policy.workers.group import WorkerGroup
+
+PathLike = str | os.PathLike[str]
+
+
+class DriverCheckpoint:
+    """Training checkpoints, from the driver of the workers.
+
+    Every rank reads and writes its part, so paths must be on storage that all nodes share. After a
+    CheckpointError the policy goes on.
+    """
+
+    def __init__(self, workers: WorkerGroup, asynchronous: bool) -> None:
+        """`asynchronous` is whether the workers write in the background."""
+        self._workers, self._asynchronous = workers, asynchronous
+        self._under_way = False
+
+    def save_checkpoint(
+        self,
+        weights_path: PathLike,
+        optimizer_path: PathLike | None = None,
+        tokenizer_path: PathLike | None = None,
+        checkpointing_cfg: Any = None,
+        *,
+        host_data: Mapping[str, Any] | None = None,
+        hf_export: PathLike | None = None,
+        **options: Any,
+    ) -> None:
+        """Write what training goes on from into `iter_*` below `weights_path`, and the optimizer's
+        state likewise below `optimizer_path` (None saves none); see
+        `MegatronPolicy.save_checkpoint`. `checkpointing_cfg` is the host's and has no effect.
+
+        A checkpoint appears when it is complete. With `megatron_cfg.checkpoint.async_save` this
+        returns when all is copied; what fails later is raised by the next call of this class or by
+        `shutdown`. CheckpointError names the file, what is wrong and the remedy.
+        """
+        refuse_unknown("save_checkpoint", options)
+        self._under_way = self._asynchronous
+        self._workers.run_all(
+            "save_checkpoint",
+            weights_path=absolute(weights_path),
+            optimizer_path=absolute(optimizer_path),
+            tokenizer_path=absolute(tokenizer_path),
+            host_data=host_data,
+            hf_export=absolute(hf_export),
+        )
+
+    def load_checkpoint(
+        self,
+        weights_path: PathLike,
+        optimizer_path: PathLike | None = None,
+        *,
+        fresh_optimizer: bool | None = None,
+    ) -> LoadReport:
+        """Go on from the last complete checkpoint in `weights_path`, saved under any layout, or
+        from an `iter_*` directory; see `MegatronPolicy.load_checkpoint`.
+
+        CheckpointError, before anything is changed, if any of it is damaged, missing or another
+        model's; a missing optimizer state too, unless `fresh_optimizer` (by default
+        `megatron_cfg.checkpoint.fresh_optimizer`).
+        """
+        reports: list[LoadReport] = self._workers.run_all(
+            "load_checkpoint",
+            weights_path=absolute(weights_path),
+            optimizer_path=absolute(optimizer_path),
+            fresh_optimizer=fresh_optimizer,
+        )
+        return reports[0]
+
+    def get_load_report(self) -> LoadReport | None:
+        """What a start from a checkpoint has restored; None of a policy that did not."""
+        reports: list[LoadReport | None] = self._workers.run_all("get_load_report")
+        return reports[0]
+
+    def finalize_async_save(self) -> None:
+        """Wait until a save under way in the background is complete; CheckpointError if it failed.
+
+        Needless before the next save and `shutdown`, which wait by themselves.
+        """
+        self._under_way = False
+        self._workers.run_all("finalize_async_save")
+
+    def _drain(self) -> None:
+        """`finalize_async_save` if there may be something to wait for, and somebody to ask."""
+        if self._under_way and self._workers.usable:
+            self.finalize_async_save()
+
+
+def absolute(path: PathLike | None) -> str | None:
+    """In full, for workers, which run in directories of their own."""
+    return None if path is None else os.path.abspath(os.path.expanduser(path))

@@ -1,0 +1,277 @@
+"""Ranks that are killed or stopped at any moment of a save: whoever lives hears of it in time, and
+the last complete checkpoint is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megatron_policy.converters import renaming
+from megatron_policy.errors import CheckpointError
+from megatron_policy.rendezvous import reserved_port
+from tests.dist.cases import open_policy
+from tests.dist.layouts import VOCAB, layout
+from tests.dist.resuming import (
+    config_of,
+    differing,
+    leftovers,
+    optimizer_of,
+    paths,
+    prints,
+    resumed,
+    train,
+    weights_of,
+)
+from tests.other_process import OtherProcess
+from tests.ranks import RankPool
+
+WORLD, TIMEOUT_S = 2, 2.0
+IN_TIME_S = 6 * TIMEOUT_S  # not as a measurement: nobody waits without end for who is gone
+AT_ONCE = 3  # groups of ranks, which spend their time waiting for each other
+CHANGING = {"write", "pwrite", "pwritev", "writev", "ftruncate", "posix_fallocate", "open", "mkdir"}
+COMMITTING = {"fsync", "fdatasync", "rename", "replace", "unlink", "rmdir", "put"}
+
+
+class Steps:
+    """Counts what this process does to the disk: calls into the system, by whichever thread."""
+
+    def __init__(self, act_at: int = 0, act: Callable[[], None] = lambda: None) -> None:
+        """`act` is called before step `act_at`, counted from 1."""
+        self.names: list[str] = []
+        self._act_at, self._act = act_at, act
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Count in the body, and in threads that it starts."""
+        threading.setprofile(self._see)
+        sys.setprofile(self._see)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
+    def _see(self, frame: FrameType, event: str, argument: Any) -> None:
+        name = _step(frame, event, argument)
+        if name:
+            with self._lock:
+                self.names.append(name)
+                due = len(self.names) == self._act_at
+            if due:
+                self._act()
+
+
+def _step(frame: FrameType, event: str, argument: Any) -> str:
+    if event == "c_call":
+        owner = getattr(argument, "__self__", None)
+        ours = getattr(owner, "__name__", "") in ("posix", "_io") or type(owner).__module__ == "_io"
+        return argument.__name__ if ours and argument.__name__ in CHANGING | COMMITTING else ""
+    # Two directories change their names in a call that no profiler sees: just before and after it.
+    code, named = frame.f_code, event in ("call", "return")
+    return "put" if named and code is renaming.put.__code__ else ""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What happens to whom, and when in the save."""
+
+    background: bool
+    again: bool = False
+    """The save takes the place of one of the same step."""
+    victim: int = -1
+    everybody: bool = False
+    stopped: bool = False
+    """Not killed, but it gives no more sign of life."""
+    step: int = 0
+    """Before this step of the victim's."""
+    after_s: float = 0.0
+    """Or so long after the save has begun."""
+
+
+Heard = tuple[str, float, list[str]]
+
+
+def join(rank: int, port: int) -> int:
+    """Be that rank from here on; returns the process id."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return os.getpid()
+
+
+def save_under_fire(config: dict[str, Any], root: Path, moment: Moment, pids: list[int]) -> Heard:
+    """What this rank hears of its save, after how long, and the steps that it took."""
+    struck = signal.SIGSTOP if moment.stopped else signal.SIGKILL
+
+    def strike() -> None:
+        for pid in pids if moment.everybody else []:
+            if pid != os.getpid():
+                os.kill(pid, struck)
+        os.kill(os.getpid(), struck)
+
+    with resumed(config, root, init_reference_model=False) as policy:
+        train(policy, [1])
+        if moment.again:
+            policy.save_checkpoint(**paths(root))
+            policy.finalize_async_save()
+        is_victim = policy.rank == moment.victim
+        if is_victim and moment.after_s:
+            threading.Timer(moment.after_s, strike).start()
+        steps = Steps(moment.step if is_victim else 0, strike)
+        heard, started = "", time.monotonic()
+        with steps.watched():
+            try:
+                policy.save_checkpoint(**paths(root))
+                policy.finalize_async_save()
+            except CheckpointError as error:
+                heard = str(error) or "an error without a word"
+        return heard, time.monotonic() - started, steps.names
+
+
+class Stage:
+    """Plays saves in processes that are started for them."""
+
+    def __init__(self, path: Path, first: Path, folder: Path) -> None:
+        """`first` is a run with its first checkpoint, of which every save gets a copy."""
+        self._path, self._first, self._folder = path, first, folder
+        self._starting = threading.Lock()  # it sets the environment for a moment
+
+    def config(self, background: bool) -> dict[str, Any]:
+        checkpoint = {"checkpoint": {"async_save": background}}
+        return config_of(self._path, MODEL_LAYOUT, checkpoint, checkpoint_timeout_s=TIMEOUT_S)
+
+    def play(self, name: str, moment: Moment) -> tuple[Path, list[Heard | None]]:
+        """The run afterwards, and what each rank has heard; None of one that was killed."""
+        root = shutil.copytree(self._first, self._folder / name)
+        with self._starting:
+            ranks = [OtherProcess() for _ in range(WORLD)]
+        try:
+            with reserved_port() as port:
+                pids = [process.call(join, rank, port) for rank, process in enumerate(ranks)]
+                for process in ranks:
+                    process.begin(
+                        save_under_fire, self.config(moment.background), root, moment, pids
+                    )
+                silent = moment.victim if moment.stopped else -1
+                return root, [
+                    None if rank == silent else _answer(process)
+                    for rank, process in enumerate(ranks)
+                ]
+        finally:
+            for process in ranks:
+                process.kill()
+
+
+def _answer(process: OtherProcess) -> Heard | None:
+    try:
+        answer: Heard = process.result()
+    except (EOFError, OSError):
+        return None
+    return answer
+
+
+MODEL_LAYOUT = layout(WORLD, optimizer={"use_distributed_optimizer": True}).megatron
+
+
+def save_first(config: dict[str, Any], root: Path) -> None:
+    with open_policy(config, init_reference_model=False) as policy:
+        train(policy, [0])
+        policy.save_checkpoint(**paths(root))
+
+
+def inspect_all(config: dict[str, Any], roots: list[Path]) -> list[tuple[int, list[str]]]:
+    """The step that each run goes on from and what differs from what was trained until then; then
+    it saves, and leaves nothing else behind.
+    """
+    found = []
+    with open_policy(config, init_reference_model=False) as policy:
+        expected = {}
+        for number in range(2):
+            train(policy, [number])
+            expected[number + 1] = prints(weights_of(policy) | optimizer_of(policy))
+        for root in roots:
+            report = policy.load_checkpoint(**paths(root))
+            found_now = prints(weights_of(policy) | optimizer_of(policy))
+            differ = differing(expected[report.step], found_now)
+            policy.save_checkpoint(**paths(root))
+            found.append((report.step, differ))
+    return found
+
+
+CALM = {
+    "sync": Moment(False),
+    "async": Moment(True),
+    "sync, again": Moment(False, again=True),
+    "async, again": Moment(True, again=True),
+}
+
+
+def moments(calm: dict[str, list[Heard]]) -> dict[str, Moment]:
+    """Twenty to be killed at: of any step, of those at which something is settled, of those at
+    which rank 0 makes directories visible, and of the time; and two to be stopped at. `calm` is
+    what saves do that nobody disturbs.
+    """
+    dice = random.Random(6)
+    chosen = {}
+    for number in range(22):
+        publishing, timed, stopped = 8 <= number < 16, 16 <= number < 20, number >= 20
+        name = [*CALM][number % (4 if publishing else 2)]
+        victim = 0 if publishing else number // 2 % 2
+        _, seconds, steps = calm[name][victim]
+        first = steps.index("put") if publishing else 0
+        settling = COMMITTING if number % 4 > 1 or publishing else CHANGING | COMMITTING
+        choice = [n for n, step in enumerate(steps, 1) if n > first and step in settling]
+        chosen[f"{number}, {name}"] = replace(
+            CALM[name],
+            victim=victim,
+            everybody=number % 5 == 4,
+            stopped=stopped,
+            step=0 if timed else dice.choice(choice),
+            after_s=dice.uniform(0.001, seconds) if timed else 0.0,
+        )
+    return chosen
+
+
+def test_a_rank_killed_at_any_moment_of_a_save_costs_that_save_at_most(
+    ranks: RankPool, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = checkpoint("qwen2", tied=True, layers=2, hidden=32, ffn=64, vocab=VOCAB)
+    stage = Stage(path, tmp_path / "first", tmp_path)
+    ranks.run(WORLD, save_first, stage.config(False), tmp_path / "first")
+
+    def played(moments: dict[str, Moment]) -> dict[str, tuple[Path, list[Heard | None]]]:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return dict(zip(moments, pool.map(stage.play, moments, moments.values()), strict=True))
+
+    outcomes = played(CALM)
+    calm = {name: [each for each in heard if each] for name, (_, heard) in outcomes.items()}
+    for heard in calm.values():
+        assert [words for words, _, _ in heard] == [""] * WORLD
+        assert all({"fsync", "pwritev"} <= {*steps} for _, _, steps in heard)
+    chosen = moments(calm)
+    outcomes |= played(chosen)
+    for name, moment in chosen.items():
+        _, heard = outcomes[name]
+        assert moment.after_s or heard[moment.victim] is None, name
+        assert all(each is None or each[1] < IN_TIME_S for each in heard), (name, heard)
+    roots = [root for root, _ in outcomes.values()]
+    for found in ranks.run(WORLD, inspect_all, stage.config(False), roots):
+        for (name, (_, heard)), (step, differ) in zip(outcomes.items(), found, strict=True):
+            done = "again" in name or any(each is not None and not each[0] for each in heard)
+            assert differ == [] and step in ((2,) if done else (1, 2)), (name, step, heard)
+        assert {step for step, _ in found[len(CALM) :]} == {1, 2}, "all were killed too late"
+    for root in roots:
+        assert [name for at in paths(root).values() for name in leftovers(at)] == [], root
