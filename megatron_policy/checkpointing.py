@@ -5,7 +5,6 @@ Knows neither formats nor how ranks meet.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +18,8 @@ import torch.distributed as dist
 from megatron_policy.checkpoint import finding, manifest
 from megatron_policy.checkpoint.contents import OURS, Contents
 from megatron_policy.checkpoint.council import Council
-from megatron_policy.checkpoint.loading import Found, Loader, LoadReport, Reading
+from megatron_policy.checkpoint.loading import Found, Loader, Reading
+from megatron_policy.checkpoint.report import LoadReport, check_host_data
 from megatron_policy.checkpoint.saving import Model, Part, Saver, write_tokenizer
 from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.dist_writing import COMMON
@@ -77,7 +77,7 @@ class Checkpoints:
                 "this policy was made with init_optimizer=False and has no optimizer to save: "
                 "leave optimizer_path out"
             )
-        _refuse_others(host_data)
+        check_host_data(host_data)
         need = TO_REFIT if optimizer is None else TO_SAVE
         self._session.memory.ready("save_checkpoint()", need)
 
@@ -166,17 +166,3 @@ def source_dtypes(weights_path: AnyPath | None) -> dict[str, torch.dtype] | None
 
 def _absolute(path: AnyPath | None) -> Path | None:
     return None if path is None else Path(path).expanduser().absolute()
-
-
-def _refuse_others(host_data: Mapping[str, Any]) -> None:
-    """ConfigError unless the data can be read back without running anything."""
-    content = io.BytesIO()
-    try:
-        torch.save(dict(host_data), content)
-        content.seek(0)
-        torch.load(content, weights_only=True)
-    except Exception as error:
-        raise ConfigError(
-            "host_data can hold numbers, strings, tensors, and lists and dicts of such; it has "
-            f"something else: {str(error).splitlines()[0][:200]}"
-        ) from error

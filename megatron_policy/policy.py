@@ -14,7 +14,7 @@ import torch
 
 from megatron_policy import device
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.checkpoint.loading import LoadReport
+from megatron_policy.checkpoint.report import LoadReport
 from megatron_policy.checkpointing import AnyPath, Checkpoints, source_dtypes
 from megatron_policy.config import PolicyConfig
 from megatron_policy.continuing import Continuing

@@ -60,6 +60,7 @@ FLOORS: tuple[tuple[str, int], ...] = (
     ("checkpoint.identity", 1),
     ("checkpoint.verifying", 1),
     ("checkpoint.slices", 0),
+    ("checkpoint.report", 0),
     ("checkpoint", 0),
     ("checkpoint.*", 2),
     ("refit.*", 2),

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from megatron_policy.checkpoint import holdings, manifest
-from megatron_policy.checkpoint.loading import Found, LoadReport, Reading
+from megatron_policy.checkpoint.loading import Found, Reading
+from megatron_policy.checkpoint.report import LoadReport
 from megatron_policy.checkpoint.saving import Part, layout_of
 from megatron_policy.converters.dist_keys import extra_states
 from megatron_policy.converters.dist_records import empty_object

@@ -4,7 +4,7 @@ before anything is changed. Knows no verbs of the policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -230,24 +230,3 @@ def _kinds(reader: DistReader) -> list[str]:
     before = len("optimizer.state.")
     keys = (key for key in reader.keys if key.startswith("optimizer.state."))
     return sorted({key[before:].partition(".")[0] for key in keys})
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """What a load has restored."""
-
-    path: str
-    """The directory of the checkpoint that was loaded."""
-    step: int
-    """Optimizer steps behind it."""
-    restored: tuple[str, ...]
-    not_restored: Mapping[str, str]
-    """What was not, and why."""
-    host_data: Mapping[str, Any]
-    """What the caller had given to the save."""
-
-    def __str__(self) -> str:
-        """In a line for each part."""
-        lines = [f"{self.path}, step {self.step}: restored {', '.join(self.restored)}"]
-        lines += [f"  not restored: {what} ({why})" for what, why in self.not_restored.items()]
-        return "\n".join(lines)

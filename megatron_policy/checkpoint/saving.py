@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_policy.checkpoint import finding, identity, manifest
-from megatron_policy.checkpoint.council import Council, Undertaking
+from megatron_policy.checkpoint.council import Council, Undertaking, as_checkpoint_error
 from megatron_policy.checkpoint.holdings import Item
 from megatron_policy.checkpoint.manifest import Manifest
 from megatron_policy.checkpoint.staging import Ready, staged, written_from
@@ -144,8 +144,8 @@ class Saver:
     def _in_background(self, job: _Job) -> None:
         try:
             self._carry_out(job)
-        except CheckpointError as error:
-            self._failure = error
+        except Exception as error:
+            self._failure = as_checkpoint_error(error)
 
     def _carry_out(self, job: _Job) -> None:
         if self._council.rank == 0:

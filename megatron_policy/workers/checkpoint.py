@@ -9,7 +9,7 @@ from megatron_policy.model.residency import Kind
 from megatron_policy.workers.checks import refuse_unknown
 
 if TYPE_CHECKING:
-    from megatron_policy.checkpoint.loading import LoadReport
+    from megatron_policy.checkpoint.report import LoadReport
     from megatron_policy.policy import MegatronPolicy
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_policy.workers.checks import refuse_unknown
 
 if TYPE_CHECKING:
-    from megatron_policy.checkpoint.loading import LoadReport
+    from megatron_policy.checkpoint.report import LoadReport
     from megatron_policy.workers.group import WorkerGroup
 
 PathLike = str | os.PathLike[str]

@@ -1,0 +1,56 @@
+"""What a load tells its caller, and what a caller may give to a save; knows no checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_policy.errors import ConfigError
+
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.Tensor)
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load has restored."""
+
+    path: str
+    """The directory of the checkpoint that was loaded."""
+    step: int
+    """Optimizer steps behind it."""
+    restored: tuple[str, ...]
+    not_restored: Mapping[str, str]
+    """What was not, and why."""
+    host_data: Mapping[str, Any]
+    """What the caller had given to the save."""
+
+    def __str__(self) -> str:
+        """In a line for each part."""
+        lines = [f"{self.path}, step {self.step}: restored {', '.join(self.restored)}"]
+        lines += [f"  not restored: {what} ({why})" for what, why in self.not_restored.items()]
+        return "\n".join(lines)
+
+
+def check_host_data(value: Any, name: str = "host_data") -> None:
+    """ConfigError, naming the place, for what could not be read back as it is without running
+    anything: all but numbers, strings, tensors, and lists, tuples and dicts of such.
+    """
+    if type(value) in _PLAIN:
+        return
+    if type(value) in (list, tuple):
+        for index, each in enumerate(value):
+            check_host_data(each, f"{name}[{index}]")
+        return
+    if isinstance(value, Mapping) and (type(value) is dict or name == "host_data"):
+        for key, each in value.items():
+            if type(key) not in (str, int, bool, float):
+                raise ConfigError(f"{name} has the key {key!r}: keys are strings or numbers")
+            check_host_data(each, f"{name}[{key!r}]")
+        return
+    raise ConfigError(
+        f"{name} is a {type(value).__name__}; host_data can hold numbers, strings, tensors, and "
+        "lists, tuples and dicts of such"
+    )

@@ -1,0 +1,61 @@
+"""Ranks that go through saves and loads together: what each hears of the others' failures."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from megatron_policy.checkpoint.council import Council
+from megatron_policy.errors import CheckpointError
+
+TIMEOUT_S = 1.0
+
+
+def seats(store: dist.Store) -> list[Council]:
+    return [Council(store, rank, 2, TIMEOUT_S) for rank in range(2)]
+
+
+def test_a_rank_that_is_late_hears_of_every_failure_that_it_missed() -> None:
+    early, late = seats(dist.HashStore())
+    for number in range(4):
+        with pytest.raises(CheckpointError), early.open().at_work():
+            raise OSError(28, "No space left on device", f"file {number}")
+    for number in range(4):
+        with pytest.raises(CheckpointError, match=f"rank 0: file {number}: No space left"):
+            late.open().hear("where")
+
+
+def test_all_ranks_raise_the_failure_that_came_first() -> None:
+    first, second = (seat.open() for seat in seats(dist.HashStore()))
+    with pytest.raises(CheckpointError, match="the cause"), first.at_work("written"):
+        raise RuntimeError("the cause")
+    with pytest.raises(CheckpointError, match="rank 0: the cause"), second.at_work("written"):
+        raise FileNotFoundError(2, "No such file or directory", "what the other took away")
+    with pytest.raises(CheckpointError, match="rank 0: the cause"):
+        second.wait("written")
+
+
+def test_notes_do_not_pile_up() -> None:
+    store = dist.HashStore()
+    councils = seats(store)
+    seen = []
+    for _ in range(20):
+        both = [council.open() for council in councils]
+        both[0].tell("where", "here")
+        for each in both:
+            assert each.hear("where") == "here"
+            with each.at_work("written"):
+                pass
+        for each in both:
+            each.wait("written")
+        seen.append(store.num_keys())
+    assert max(seen[10:]) == max(seen[5:10])
+
+
+def test_silence_is_noticed_and_told() -> None:
+    waiting, _ = seats(dist.HashStore())
+    under = waiting.open()
+    with under.at_work("written"):
+        pass
+    with pytest.raises(CheckpointError, match=r"no sign of life for 1 s.*checkpoint_timeout_s"):
+        under.wait("written")
