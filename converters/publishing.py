@@ -11,6 +11,7 @@ import fcntl
 import glob
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,10 @@ _MARKS = (
 """What a checkpoint has, of Hugging Face, of Megatron-Core, or one of those that was damaged since;
 others' directories have none of them.
 """
+
+LOCK_TIMEOUT_S = 60.0
+"""The longest wait for another process that makes, publishes or removes something beside."""
+_LOOK_S = 0.01
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 """What file systems answer that know no locks."""
@@ -92,12 +97,14 @@ def new_directories(
     made_parents = _make_parents(finals)
     with contextlib.ExitStack() as held:
         try:
+            for parent in made_parents:
+                flush_directory(parent.parent)
             for partial, final in zip(partials, finals, strict=True):
-                with _locked(final.parent):
+                with locked(final.parent):
                     _clean_up(final)
                     check_replaceable(final, overwrite)
                     partial.mkdir()
-                    held.enter_context(_locked(partial))  # until this process ends, however it does
+                    held.enter_context(locked(partial))  # until this process ends, however it does
             yield partials
             _publish_all(partials, finals, overwrite)
         except BaseException:
@@ -116,7 +123,7 @@ def clean_leftovers(parent: str | Path, names: str = "iter_*") -> None:
     folder = _absolute(parent)
     if not folder.is_dir():
         return
-    with _locked(folder):
+    with locked(folder):
         for replaced in folder.glob(f".{names}.replaced"):
             _bring_back(replaced)
         for partial in folder.glob(f".{names}.partial-*"):
@@ -184,7 +191,7 @@ def _publish_all(partials: Iterable[Path], finals: Iterable[Path], overwrite: bo
     done: list[tuple[Path, Path, Path | None]] = []
     try:
         for partial, final in zip(partials, finals, strict=True):
-            with _locked(final.parent):
+            with locked(final.parent):
                 check_replaceable(final, overwrite)
                 _flush_directories(partial)
                 done.append((partial, final, put(partial, final, _replaced(final))))
@@ -220,22 +227,40 @@ def _bring_back(replaced: Path) -> None:
 
 def _remove_unused(partial: Path) -> None:
     # In use, or somebody else's: it is not in the way.
-    with contextlib.suppress(OSError), _locked(partial, wait=False):
+    with contextlib.suppress(OSError), locked(partial, wait=False):
         shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _locked(directory: Path, wait: bool = True) -> Iterator[None]:
-    """Hold the directory's lock; BlockingIOError if another process does and we do not `wait`."""
+def locked(directory: Path, wait: bool = True) -> Iterator[None]:
+    """Hold the directory's lock; BlockingIOError, naming it, if another process has it and we do
+    not `wait`, or have waited long.
+    """
     with _opened(directory) as handle:
+        end = time.monotonic() + (LOCK_TIMEOUT_S if wait else 0)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            while not _took(handle):
+                if time.monotonic() > end:
+                    raise BlockingIOError(
+                        errno.EWOULDBLOCK,
+                        "another process, which saves there too, does not let go of it",
+                        str(directory),
+                    )
+                time.sleep(_LOOK_S)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
             if not wait:  # nobody can tell whether somebody still needs the directory
                 raise BlockingIOError(error.errno, "no locks on this file system") from error
         yield
+
+
+def _took(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

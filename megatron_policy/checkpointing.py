@@ -15,15 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_policy.checkpoint import finding, manifest
-from megatron_policy.checkpoint.contents import OURS, Contents
+from megatron_policy.checkpoint import common, finding
+from megatron_policy.checkpoint.contents import Contents, Rest
 from megatron_policy.checkpoint.council import Council
 from megatron_policy.checkpoint.loading import Found, Loader, Reading
 from megatron_policy.checkpoint.report import LoadReport, check_host_data
 from megatron_policy.checkpoint.saving import Model, Part, Saver, write_tokenizer
 from megatron_policy.config import PolicyConfig
-from megatron_policy.converters.dist_writing import COMMON
-from megatron_policy.errors import CheckpointError, ConfigError
+from megatron_policy.converters.publishing import check_replaceable
+from megatron_policy.converters.raw_files import RawFiles
+from megatron_policy.errors import ConfigError
 from megatron_policy.model.load import refuse_unfilled
 from megatron_policy.model.residency import TO_REFIT, TO_SAVE
 from megatron_policy.session import Session
@@ -59,7 +60,7 @@ class Checkpoints:
         weights_path: AnyPath,
         optimizer_path: AnyPath | None,
         tokenizer_path: AnyPath | None,
-        host_data: Mapping[str, Any],
+        host_data: Mapping[str, Any] | None,
     ) -> None:
         """Write `iter_<step>` in `weights_path`: weights, counters and random numbers, and with
         `optimizer_path`, which may be the same, the optimizer's state. The tokenizer goes to a
@@ -72,22 +73,23 @@ class Checkpoints:
         """
         weights, optimizer = _absolute(weights_path), _absolute(optimizer_path)
         assert weights is not None
-        if optimizer is not None and not self._contents.has_optimizer:
-            raise ConfigError(
-                "this policy was made with init_optimizer=False and has no optimizer to save: "
-                "leave optimizer_path out"
-            )
-        check_host_data(host_data)
-        need = TO_REFIT if optimizer is None else TO_SAVE
-        self._session.memory.ready("save_checkpoint()", need)
 
         def parts() -> list[Part]:
+            if optimizer is not None and not self._contents.has_optimizer:
+                raise ConfigError(
+                    "this policy was made with init_optimizer=False and has no optimizer to save: "
+                    "leave optimizer_path out"
+                )
+            check_host_data(host_data or {})
+            need = TO_REFIT if optimizer is None else TO_SAVE
+            self._session.memory.ready("save_checkpoint()", need)
             if tokenizer_path is not None and self._session.rank == 0:
                 write_tokenizer(self._config.model_name, self._tokenizer, Path(tokenizer_path))
-            return self._contents.parts(step, weights, optimizer, host_data)
+            return self._contents.parts(step, weights, optimizer, host_data or {})
 
         wait = not self._config.megatron_cfg.checkpoint.async_save
-        self._saver.save(step, parts, wait=wait)
+        purpose = f"save step {step} to {weights}, its optimizer to {optimizer}"
+        self._saver.save(purpose, step, parts, wait=wait)
 
     def load(
         self,
@@ -104,20 +106,18 @@ class Checkpoints:
         """
         if fresh_optimizer is None:
             fresh_optimizer = self._config.megatron_cfg.checkpoint.fresh_optimizer
-        need = TO_SAVE if self._contents.has_optimizer else TO_REFIT
-        self._session.memory.ready("load_checkpoint()", need, mends=True)
-        loader = Loader(self._assembly.table, self._assembly.place, self._council)
-        loader.together("ready", self._saver.finish)
         weights, optimizer = _absolute(weights_path), _absolute(optimizer_path)
         assert weights is not None
-        wanted = self._contents.has_optimizer
-        found = loader.find(weights, optimizer, wanted=wanted, fresh=fresh_optimizer)
+        purpose = f"load {weights}, its optimizer from {optimizer}, {fresh_optimizer=}"
+        loader = Loader(self._assembly.table, self._assembly.place, self._council, purpose)
+        loader.together("ready", self._before_loading)
+        moments = self._moments() if self._contents.has_optimizer else None
+        found = loader.find(weights, optimizer, moments=moments, fresh=fresh_optimizer)
         loader.verify(found)
-        with_states = found.optimizer is not None
-        held = partial(self._contents.held, with_states=with_states)
-        with loader.opened(found, held) as reading, self._changing(found):
+        prepared = loader.opened(partial(self._prepared, found))
+        with prepared as (reading, rest), self._changing(found):
             loader.together("read", lambda: self._fill(reading))
-            return loader.together("restored", lambda: self._contents.restored(found, reading))
+            return loader.together("restored", lambda: self._contents.restored(found, rest))
 
     def start_from(
         self, weights_path: AnyPath | None, optimizer_path: AnyPath | None
@@ -135,12 +135,31 @@ class Checkpoints:
         """Wait for a save under way; CheckpointError if it failed."""
         self._saver.finish()
 
+    def _before_loading(self) -> None:
+        self._saver.finish()
+        need = TO_SAVE if self._contents.has_optimizer else TO_REFIT
+        self._session.memory.ready("load_checkpoint()", need, mends=True)
+
+    def _moments(self) -> tuple[str, ...]:
+        """What the configured optimizer keeps of each parameter."""
+        settings = self._config.megatron_cfg.optimizer
+        if settings.optimizer == "adam":
+            return ("exp_avg", "exp_avg_sq")
+        return ("momentum_buffer",) if settings.sgd_momentum else ()
+
     @contextmanager
     def _changing(self, found: Found) -> Iterator[None]:
         """While the policy is between two states it is of no use, and says so if it stays there."""
         self._session.memory.spoiled = f"the load of {found.root} was not finished"
         yield
         self._session.memory.spoiled = ""
+
+    def _prepared(self, found: Found, files: RawFiles) -> tuple[Reading, Rest]:
+        """All that will be read and set, looked up before anything is changed."""
+        assembly = self._assembly
+        held = self._contents.held(with_states=found.optimizer is not None)
+        reading = Reading(found, files, assembly.table, assembly.place, held)
+        return reading, self._contents.examined(found, reading)
 
     def _fill(self, reading: Reading) -> None:
         reading.fill()
@@ -154,14 +173,20 @@ def source_dtypes(weights_path: AnyPath | None) -> dict[str, torch.dtype] | None
     path. CheckpointError when there is no checkpoint.
     """
     path = _absolute(weights_path)
-    if path is None:
-        return None
-    root = finding.find(path)
-    try:
-        ours = torch.load(root / COMMON, map_location="cpu", weights_only=True)[OURS]
-        return {name: getattr(torch, dtype) for name, dtype in ours["source_dtypes"].items()}
-    except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(f"{root / COMMON} is damaged: {error}. {manifest.MEND}") from error
+    return None if path is None else common.source_dtypes(finding.find(path))
+
+
+def check_export(export: AnyPath | None, *saved: AnyPath | None) -> None:
+    """ConfigError unless a Hugging Face checkpoint can be put there, beside what is saved."""
+    target = _absolute(export)
+    if target is None:
+        return
+    for root in filter(None, map(_absolute, saved)):
+        if target == root or root in target.parents or target in root.parents:
+            raise ConfigError(
+                f"hf_export={target} and checkpoints in {root}: choose a directory of its own"
+            )
+    check_replaceable(target, overwrite=True)
 
 
 def _absolute(path: AnyPath | None) -> Path | None:

@@ -15,7 +15,7 @@ import torch
 from megatron_policy import device
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.checkpoint.report import LoadReport
-from megatron_policy.checkpointing import AnyPath, Checkpoints, source_dtypes
+from megatron_policy.checkpointing import AnyPath, Checkpoints, check_export, source_dtypes
 from megatron_policy.config import PolicyConfig
 from megatron_policy.continuing import Continuing
 from megatron_policy.interfaces import LossFunction
@@ -212,8 +212,8 @@ class MegatronPolicy:
         hf_export: AnyPath | None = None,
     ) -> None:
         """Write what it takes to go on from here; see `Checkpoints.save`. `hf_export` as well."""
-        paths = (weights_path, optimizer_path, tokenizer_path)
-        self._checkpoints.save(self.steps, *paths, host_data or {})
+        check_export(hf_export, weights_path, optimizer_path)
+        self._checkpoints.save(self.steps, weights_path, optimizer_path, tokenizer_path, host_data)
         if hf_export is not None:
             self.export_hf(hf_export, overwrite=True)
 

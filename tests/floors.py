@@ -56,6 +56,8 @@ FLOORS: tuple[tuple[str, int], ...] = (
     ("train", 2),
     ("train.*", 2),
     ("checkpoint.manifest", 1),
+    ("checkpoint.common", 1),
+    ("checkpoint.beside", 0),
     ("checkpoint.finding", 1),
     ("checkpoint.identity", 1),
     ("checkpoint.verifying", 1),

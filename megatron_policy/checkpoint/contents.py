@@ -5,24 +5,34 @@ been read; knows neither paths nor how ranks meet.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_policy.checkpoint import holdings, manifest
+from megatron_policy.checkpoint.common import OURS, read_ours
 from megatron_policy.checkpoint.loading import Found, Reading
 from megatron_policy.checkpoint.report import LoadReport
 from megatron_policy.checkpoint.saving import Part, layout_of
 from megatron_policy.converters.dist_keys import extra_states
 from megatron_policy.converters.dist_records import empty_object
+from megatron_policy.errors import CheckpointError
+from megatron_policy.model import random_state
 from megatron_policy.model.assemble import Assembly
-from megatron_policy.model.random_state import capture, restore
 from megatron_policy.model.schedule_state import restore_schedule, schedule_state
 from megatron_policy.model.training_state import TrainingState
 
-OURS = "megatron_policy"
-"""Key of what this package keeps in the common state, beside Megatron-Core's."""
+
+@dataclass(frozen=True)
+class Rest:
+    """What a checkpoint has beside tensors, as far as this rank wants it."""
+
+    ours: Mapping[str, Any]
+    random: bytes | None
+    no_random: str
+    """Why there are no random numbers to go on with, if there are none."""
 
 
 class Contents:
@@ -67,7 +77,7 @@ class Contents:
         """The directories of a save; the weights', which is what is looked for, comes last."""
         table, place = self._assembly.table, self._assembly.place
         together = optimizer == weights
-        objects = {self._random_key: capture(self._generators)}
+        objects = {self._random_key: random_state.capture(self._generators)}
         if self._rank == 0:
             objects |= dict.fromkeys(extra_states(table), empty_object())
         held = self.held(with_states=optimizer is not None)
@@ -116,26 +126,43 @@ class Contents:
             OURS: ours,
         }
 
-    def restored(self, found: Found, reading: Reading) -> LoadReport:
-        """What is not tensors: counters, schedule and random numbers."""
-        ours = found.common(found.root)[OURS]
+    def examined(self, found: Found, reading: Reading) -> Rest:
+        """What the checkpoint has beside tensors; CheckpointError if any of it cannot be used."""
+        ours = read_ours(found.root)
+        if found.optimizer is not None and not {"schedule", "optimizer_step"} <= ours.keys():
+            raise CheckpointError(
+                f"{found.root} does not say where the optimizer's schedule is: it was saved "
+                "without optimizer_path. Load it with fresh_optimizer=True and without one"
+            )
+        if dict(found.weights.layout) != layout_of(self._topology):
+            why = "they belong to the ranks of another layout, and start from the seed here"
+            return Rest(ours, None, why)
+        content = reading.weights.object_bytes(self._random_key)
+        if content is not None:
+            random_state.check(content)
+        return Rest(ours, content, "the checkpoint has none of this rank")
+
+    def restored(self, found: Found, rest: Rest) -> LoadReport:
+        """Counters, schedule and random numbers as they were."""
         restored = ["weights"]
         missing: dict[str, str] = {}
         if found.optimizer is not None:
-            missing |= self._restored_training(found, ours)
+            missing |= self._restored_training(found, rest.ours)
             restored += ["optimizer", "schedule"]
         else:
             missing["optimizer"] = found.no_optimizer
             if self._training is not None:
                 self._start_anew()
                 missing["schedule"] = "it starts anew with the optimizer"
-        if why := self._restored_random(found, reading):
+        why = rest.no_random
+        if rest.random is not None:
+            why = random_state.restore(rest.random, self._generators) or ""
+        if why:
             missing["random numbers"] = why
         else:
             restored.append("random numbers")
-        return LoadReport(
-            str(found.root), found.weights.step, tuple(restored), missing, ours["host_data"]
-        )
+        host_data = rest.ours["host_data"]
+        return LoadReport(str(found.root), found.weights.step, tuple(restored), missing, host_data)
 
     def _start_anew(self) -> None:
         assert self._training is not None and self._assembly.trainable is not None
@@ -151,12 +178,3 @@ class Contents:
             f"schedule.{name}": f"{old} in the checkpoint; the configuration's {new} holds"
             for name, (old, new) in changed.items()
         }
-
-    def _restored_random(self, found: Found, reading: Reading) -> str | None:
-        """Why this rank's random numbers do not go on where they were, if so."""
-        if dict(found.weights.layout) != layout_of(self._topology):
-            return "they belong to the ranks of another layout, and start from the seed here"
-        content = reading.weights.object_bytes(self._random_key)
-        if content is None:
-            return "the checkpoint has none of this rank"
-        return restore(content, self._generators)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from megatron_policy.errors import CheckpointError
+from megatron_policy.errors import CheckpointError, ConfigError
 from megatron_policy.refit.patience import within
 from megatron_policy.refit.pulse import Pulse
 
@@ -32,10 +32,14 @@ class Council:
         first = 0 if size == 1 else store.add(f"council/of rank {rank}", 1)
         self._root = f"council/{first}"
 
-    def open(self) -> Undertaking:
-        """The next undertaking of all ranks."""
+    def open(self, purpose: str = "") -> Undertaking:
+        """The next undertaking of all ranks; CheckpointError, on all of them, where their purposes
+        differ.
+        """
         self._number += 1
-        return Undertaking(self, self._store, self._root, self._number)
+        under = Undertaking(self, self._store, self._root, self._number)
+        under.be_of_one_mind(purpose)
+        return under
 
     def all_are_at(self, number: int) -> None:
         """Every rank has come to that undertaking, so nobody looks for earlier notes any more."""
@@ -43,7 +47,7 @@ class Council:
             return
         while self._cleaned < number - 1:
             self._cleaned += 1
-            for name in ("failed", "signs", *_NAMES):
+            for name in ("failed", "signs", "purpose", *_NAMES):
                 for suffix in ("", "/arrived"):
                     self._store.delete_key(f"{self._root}/{self._cleaned}/{name}{suffix}")
 
@@ -76,11 +80,22 @@ class Undertaking:
             council.timeout_s / _SIGNS,
         )
 
+    def be_of_one_mind(self, purpose: str) -> None:
+        """CheckpointError unless this is what the ranks that came before are here for."""
+        if self._alone:
+            return
+        key = f"{self._root}/purpose"
+        first = self._asked(lambda: self._store.compare_set(key, "", purpose)).decode()
+        if first != purpose:
+            words = f"one rank is to {first}, another to {purpose}: call it on all ranks alike"
+            self._fail(words)
+            raise CheckpointError(words)
+
     @contextmanager
     def at_work(self, name: str = "") -> Iterator[None]:
         """The others wait while the body goes on, which waits for none of them, and hear of its
-        failure, which is a CheckpointError here. Afterwards this rank has arrived at `name`, if
-        that is given.
+        failure, which is a CheckpointError here, or the ConfigError it is. Afterwards this rank has
+        arrived at `name`, if that is given.
         """
         try:
             with self._signs():
@@ -88,6 +103,8 @@ class Undertaking:
         except Exception as error:
             failure = as_checkpoint_error(error)
             said = self._fail(str(failure))
+            if isinstance(error, ConfigError):
+                raise
             if said.startswith(self._own):
                 raise failure from error
             # What failed first is why this failed: the directory is gone, for instance.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_policy.checkpoint import manifest as manifests
 from megatron_policy.checkpoint.manifest import NAME, OPTIMIZER, Manifest
-from megatron_policy.converters import publishing
+from megatron_policy.converters import publishing, renaming
 from megatron_policy.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -74,11 +74,16 @@ def commit(root: str | Path, step: int) -> None:
     tracker = Path(root) / TRACKER
     beside = tracker.with_name(f".{TRACKER}.partial")
     try:
-        publishing.write_file(beside, str(step).encode())
-        os.replace(beside, tracker)
-        publishing.flush_directory(tracker.parent)
+        with publishing.locked(tracker.parent):
+            publishing.write_file(beside, str(step).encode())
+            os.replace(beside, tracker)
+            publishing.flush_directory(tracker.parent)
     except OSError as error:
-        raise CheckpointError(f"{tracker} cannot be written: {error.strerror}") from error
+        beside.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{tracker} cannot be written: {error.strerror}. {directory(root, step)} is complete; "
+            "load it by this path"
+        ) from error
 
 
 def companion(weights: Manifest, optimizer_path: str | Path) -> Path:
@@ -106,6 +111,25 @@ def companion(weights: Manifest, optimizer_path: str | Path) -> Path:
         f"{weights.step}, save {weights.id}: {there}. Give the directory it was saved to, or load "
         "with fresh_optimizer=True to start a new one"
     )
+
+
+def reunite(weights_root: Path, optimizer_root: Path) -> None:
+    """Give the optimizer's state of the checkpoint to load its name again, if a save that was
+    killed has put its own in that place.
+    """
+    if weights_root == optimizer_root or not weights_root.is_dir():
+        return
+    try:
+        weights = manifests.read(find(weights_root))
+        if not weights.optimizer_elsewhere:
+            return
+        held = companion(weights, optimizer_root)
+    except CheckpointError:
+        return  # there is nothing whole to look after
+    place = directory(optimizer_root, weights.step)
+    if held != place and held.name.startswith("."):
+        renaming.put(held, place, held.with_name(f"{held.name}-aside"))
+        publishing.flush_directory(optimizer_root)
 
 
 def _candidates(root: Path, step: int) -> Iterator[Path]:

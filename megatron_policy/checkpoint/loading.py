@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -20,7 +20,6 @@ from megatron_policy.checkpoint.manifest import Manifest
 from megatron_policy.checkpoint.reading import Filler
 from megatron_policy.checkpoint.verifying import check_files, records_share, verify_records
 from megatron_policy.converters.dist_files import DistReader
-from megatron_policy.converters.dist_writing import COMMON
 from megatron_policy.converters.raw_files import RawFiles
 from megatron_policy.converters.stored import Stored
 from megatron_policy.converters.table import Entry, Table
@@ -54,19 +53,13 @@ class Found:
             found[self.optimizer_root] = self.optimizer
         return found
 
-    def common(self, root: Path) -> dict[str, Any]:
-        """The common state in one of the directories."""
-        loaded = torch.load(root / COMMON, map_location="cpu", weights_only=True)
-        assert isinstance(loaded, dict)
-        return loaded
-
 
 class Loader:
     """One rank's end of a load of a checkpoint."""
 
-    def __init__(self, table: Table, place: Placement, council: Council) -> None:
+    def __init__(self, table: Table, place: Placement, council: Council, purpose: str) -> None:
         self._table, self._place, self._council = table, place, council
-        self._under: Undertaking = council.open()
+        self._under: Undertaking = council.open(purpose)
 
     def together(self, name: str, step: Callable[[], T]) -> T:
         """What `step` returns on this rank; its failure is every rank's."""
@@ -76,18 +69,24 @@ class Loader:
         return outcome
 
     def find(
-        self, weights_path: Path, optimizer_path: Path | None, *, wanted: bool, fresh: bool
+        self,
+        weights_path: Path,
+        optimizer_path: Path | None,
+        *,
+        moments: tuple[str, ...] | None,
+        fresh: bool,
     ) -> Found:
         """The checkpoint that rank 0 finds, checked on all ranks.
 
-        `wanted` is whether the policy has an optimizer, `fresh` whether it may start anew. Raises
-        CheckpointError for what is missing, damaged, of another model or of a newer version.
+        `moments` are the kinds of state that the policy's optimizer keeps, None where there is no
+        optimizer; `fresh` is whether it may start anew. CheckpointError for what is missing,
+        damaged, of another model or of a newer version.
         """
         if self._council.rank == 0:
             with self._under.at_work():
                 self._under.tell("where", str(finding.find(weights_path).absolute()))
         root = Path(self._under.hear("where"))
-        return self.together("found", lambda: self._examined(root, optimizer_path, wanted, fresh))
+        return self.together("found", lambda: self._examined(root, optimizer_path, moments, fresh))
 
     def verify(self, found: Found) -> None:
         """Compare all records with their digests, each rank its share of them."""
@@ -101,15 +100,17 @@ class Loader:
         self.together("verified", step)
 
     @contextmanager
-    def opened(self, found: Found, holdings: Callable[[], Sequence[Holding]]) -> Iterator[Reading]:
-        """All that this rank will read; CheckpointError, on every rank, if one misses some."""
+    def opened(self, prepare: Callable[[RawFiles], T]) -> Iterator[T]:
+        """What `prepare` makes of the open files; CheckpointError, on every rank, if it fails."""
         with RawFiles() as files:
-            yield self.together(
-                "mapped", lambda: Reading(found, files, self._table, self._place, holdings())
-            )
+            yield self.together("mapped", lambda: prepare(files))
 
     def _examined(
-        self, root: Path, optimizer_path: Path | None, wanted: bool, fresh: bool
+        self,
+        root: Path,
+        optimizer_path: Path | None,
+        moments: tuple[str, ...] | None,
+        fresh: bool,
     ) -> Found:
         weights = self._checked(root)
         if manifest.WEIGHTS not in weights.contains:
@@ -117,15 +118,17 @@ class Loader:
                 f"{root} has no weights, only {', '.join(weights.contains)}: give the directory "
                 "that the weights were saved to as weights_path"
             )
-        if not wanted:
+        if moments is None:
             return Found(root, weights, None, None, "the policy has no optimizer")
         try:
             place = self._optimizer(root, weights, optimizer_path)
+            state = weights if place == root else self._checked(place)
+            _check_moments(place, state, moments)
         except CheckpointError as error:
             if not fresh:
                 raise
             return Found(root, weights, None, None, f"a new one was asked for; {error}")
-        return Found(root, weights, place, weights if place == root else self._checked(place), "")
+        return Found(root, weights, place, state, "")
 
     def _optimizer(self, root: Path, weights: Manifest, optimizer_path: Path | None) -> Path:
         if optimizer_path is None:
@@ -148,6 +151,18 @@ class Loader:
         manifest.check_model(stated, self._table.family, identity.digest_of(architecture))
         check_files(root, stated)
         return stated
+
+
+def _check_moments(root: Path, stated: Manifest, moments: tuple[str, ...]) -> None:
+    """CheckpointError unless there is state of every kind that the optimizer keeps."""
+    before = len("optimizer.state.")
+    keys = (key for key in stated.tensors if key.startswith("optimizer.state."))
+    there = {key[before:].partition(".")[0] for key in keys}
+    if missing := [kind for kind in moments if kind not in there]:
+        raise CheckpointError(
+            f"{root} is of another optimizer: it has {', '.join(sorted(there)) or 'no state'}, "
+            f"this policy's needs {', '.join(missing)}; {FRESH}"
+        )
 
 
 class Reading:
@@ -209,9 +224,9 @@ class Reading:
             return found
         assert self.optimizer is not None
         raise CheckpointError(
-            f"{self.optimizer.root} lacks {kind} of {owner.megatron}: it has "
-            f"{', '.join(_kinds(self.optimizer)) or 'no state at all'}, so it is of another "
-            f"optimizer, or that parameter was not trained; {FRESH}"
+            f"{self.optimizer.root} lacks {kind} of {owner.megatron}: that parameter was not "
+            "trained there. Freeze it here too, or leave optimizer_path out and load with "
+            "fresh_optimizer=True"
         )
 
     def _owner(self, entry: Entry) -> Entry:
@@ -223,10 +238,3 @@ class Reading:
             return None
         found = reader.parameter(entry, self._architecture, state_prefix(kind))
         return None if found is None else found[1]
-
-
-def _kinds(reader: DistReader) -> list[str]:
-    """The kinds of state that there are."""
-    before = len("optimizer.state.")
-    keys = (key for key in reader.keys if key.startswith("optimizer.state."))
-    return sorted({key[before:].partition(".")[0] for key in keys})

@@ -5,6 +5,7 @@ caller goes on or beside its training. Knows no verbs of the policy.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import threading
 import uuid
@@ -32,6 +33,8 @@ from megatron_policy.converters.table import Table
 from megatron_policy.errors import CheckpointError
 from megatron_policy.model.host_pool import HostPool
 from megatron_policy.topology import Topology
+
+_log = logging.getLogger(__name__)
 
 SIDE = "hf"
 """Directory in a checkpoint for config and tokenizer, where the converter looks for them."""
@@ -87,17 +90,21 @@ class Saver:
         """Whether a save is being written beside the training."""
         return self._thread is not None and self._thread.is_alive()
 
-    def save(self, step: int, parts: Callable[[], Sequence[Part]], *, wait: bool) -> None:
+    def save(
+        self, purpose: str, step: int, parts: Callable[[], Sequence[Part]], *, wait: bool
+    ) -> None:
         """Write what `parts` returns; the last of them makes the checkpoint the one to load.
 
-        Collective. Unless it is to `wait`, returns when all is copied to host memory; the memory is
-        kept for the next save. CheckpointError if this save fails, or one before it did that has
-        not been told of; nothing of it is left then, and the checkpoints before are as they were.
+        Collective, with one `purpose`. Unless it is to `wait`, returns when all ranks have copied
+        everything to host memory, which is kept for the next save. CheckpointError if this save
+        fails, or one before it did that has not been told of; nothing of it is left then, and the
+        checkpoints before are as they were.
         """
-        under = self._council.open()
-        with under.at_work():  # whatever fails on this rank, all hear of it
+        under = self._council.open(purpose)
+        with under.at_work("ready"):  # whatever fails on this rank, all hear of it
             self.finish()
             job = self._job(under, step, tuple(parts()), wait)
+        under.wait("ready")
         if wait:
             self._carry_out(job)
             return
@@ -146,6 +153,8 @@ class Saver:
             self._carry_out(job)
         except Exception as error:
             self._failure = as_checkpoint_error(error)
+            # The process may end before anybody asks.
+            _log.error("the save of step %d in the background has failed: %s", job.step, error)
 
     def _carry_out(self, job: _Job) -> None:
         if self._council.rank == 0:
@@ -158,9 +167,7 @@ class Saver:
         with ExitStack() as held:
             with job.under.at_work():
                 roots = [part.root for part in job.parts]
-                for root in roots:
-                    root.mkdir(parents=True, exist_ok=True)
-                    clean_leftovers(root)
+                finding.reunite(roots[-1], roots[0])
                 names = [finding.directory(root, job.step) for root in roots]
                 partials = held.enter_context(new_directories(names, overwrite=True))
                 job.under.tell("where", json.dumps([str(path) for path in partials]))
@@ -171,6 +178,8 @@ class Saver:
                 held.close()
                 for root in roots:
                     finding.commit(root, job.step)
+                for root in roots:
+                    clean_leftovers(root)
         job.under.tell("published", "")
 
     def _write(self, job: _Job, partials: Sequence[Path]) -> None:

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from megatron_policy.checkpoint.beside import Beside
 from megatron_policy.checkpoint.holdings import dtype_name
 from megatron_policy.checkpoint.manifest import Record as Sealed
 from megatron_policy.checkpoint.staging import Ready
@@ -49,12 +49,12 @@ def write_records(
     path = directory / f"__{rank}_0.distcp"
     done: list[Written] = []
     end = 0
-    with RawFiles(writable=True) as files, ThreadPoolExecutor(1) as beside:
+    with RawFiles(writable=True) as files, Beside(_digest) as digests:
         for record, parts in _records(ready, objects):
-            digest = beside.submit(_digest, parts)  # while the bytes are written
+            digests.give(parts)  # while the bytes are written
             files.write(path, end, parts)
             length = sum(part.nbytes for part in parts)
-            done.append(record._replace(offset=end, length=length, digest=digest.result()))
+            done.append(record._replace(offset=end, length=length, digest=digests.take()))
             end += length
         if done:
             files.sync([path])

@@ -28,6 +28,7 @@ from megatron_policy.conversion.plan import (
     prepared,
     side_path,
 )
+from megatron_policy.conversion.saved import check_bytes, is_saved
 from megatron_policy.converters.hf_files import MANIFEST
 from megatron_policy.converters.publishing import check_replaceable, new_directory
 from megatron_policy.errors import ConversionError, ExportError
@@ -74,6 +75,8 @@ def convert(
     """
     with prepared(source, destination, to, dtype, max_memory, max_shard_size, config) as ready:
         final = check_replaceable(destination, overwrite)
+        if is_saved(ready.source.root):  # its digests are of records, not of tensors
+            check_bytes(ready.source.root)
         _check_room(final, ready.plan.bytes_written)
         try:
             with new_directory(final, overwrite) as partial:

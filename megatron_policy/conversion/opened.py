@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_policy.conversion import digests
 from megatron_policy.conversion.manifest import Manifest, read_manifest
+from megatron_policy.conversion.saved import is_saved, source_dtypes
 from megatron_policy.conversion.tensors import (
     FileTensors,
     Info,
@@ -148,6 +149,9 @@ def _open_mcore(
     }
     if manifest is not None:
         infos = _as_stated(infos, manifest, root)
+    elif is_saved(root):
+        dtypes = source_dtypes(root)
+        infos = {name: replace(info, dtype=dtypes[name]) for name, info in infos.items()}
     extents: dict[Path, list[tuple[int, int]]] = {}
     for held in stored.values():
         for file, begin, end in held.extents():

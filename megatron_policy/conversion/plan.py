@@ -11,6 +11,7 @@ import torch
 
 from megatron_policy.conversion.blockwise import Blocks, check_memory, cut
 from megatron_policy.conversion.opened import HF, MCORE, SIDE, Opened, open_checkpoint
+from megatron_policy.conversion.saved import is_saved
 from megatron_policy.conversion.target import Target, hf_target, mcore_target
 from megatron_policy.conversion.tensors import Info
 from megatron_policy.converters.hf_config import read_config
@@ -231,7 +232,7 @@ def _plan(
         bytes_read=sum(opened.infos[name].nbytes for name in infos),
         bytes_written=sum(target.sizes.values()) + sum(map(len, target.small.values())),
         buffer_bytes=max(block.nbytes for block in blocks.values()),
-        has_digests=opened.manifest is not None,
+        has_digests=opened.manifest is not None or is_saved(opened.root),
     )
 
 

@@ -38,6 +38,11 @@ def capture(generators: Mapping[str, torch.Generator]) -> bytes:
     return _digest(content) + content
 
 
+def check(content: bytes) -> None:
+    """CheckpointError for bytes that are damaged or of a newer format."""
+    _parsed(content)
+
+
 def restore(content: bytes, generators: Mapping[str, torch.Generator]) -> str | None:
     """Set every source to what `capture` saw; the numbers drawn next are those drawn after it.
 

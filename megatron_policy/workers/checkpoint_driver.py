@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_policy.workers.checks import refuse_unknown
@@ -77,12 +78,12 @@ class DriverCheckpoint:
             optimizer_path=absolute(optimizer_path),
             fresh_optimizer=fresh_optimizer,
         )
-        return reports[0]
+        return merged(reports)
 
     def get_load_report(self) -> LoadReport | None:
         """What a start from a checkpoint has restored; None of a policy that did not."""
         reports: list[LoadReport | None] = self._workers.run_all("get_load_report")
-        return reports[0]
+        return merged([each for each in reports if each is not None])
 
     def finalize_async_save(self) -> None:
         """Wait until a save under way in the background is complete; CheckpointError if it failed.
@@ -96,6 +97,15 @@ class DriverCheckpoint:
         """`finalize_async_save` if there may be something to wait for, and somebody to ask."""
         if self._under_way and self._workers.usable:
             self.finalize_async_save()
+
+
+def merged(reports: Sequence[LoadReport]) -> LoadReport | None:
+    """One report for all ranks: restored is what every rank has restored."""
+    if not reports:
+        return None
+    missing = {what: why for each in reports for what, why in each.not_restored.items()}
+    restored = tuple(what for what in reports[0].restored if what not in missing)
+    return replace(reports[0], restored=restored, not_restored=missing)
 
 
 def absolute(path: PathLike | None) -> str | None:

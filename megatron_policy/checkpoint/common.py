@@ -1,0 +1,31 @@
+"""The common state of a training checkpoint: what no rank has alone; knows no tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_policy.checkpoint.manifest import MEND
+from megatron_policy.converters.dist_writing import COMMON
+from megatron_policy.errors import CheckpointError
+
+OURS = "megatron_policy"
+"""Key of what this package keeps there, beside Megatron-Core's."""
+
+
+def read_ours(root: Path) -> dict[str, Any]:
+    """This package's part of the common state; CheckpointError when it cannot be read."""
+    try:
+        content = torch.load(root / COMMON, map_location="cpu", weights_only=True)[OURS]
+        return {**content, **{key: content[key] for key in ("host_data", "source_dtypes")}}
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(f"{root / COMMON} is damaged: {error!r:.200}. {MEND}") from error
+
+
+def source_dtypes(root: Path) -> dict[str, torch.dtype]:
+    """The dtypes that the weights had in Hugging Face format, and go back to."""
+    found = {name: getattr(torch, each) for name, each in read_ours(root)["source_dtypes"].items()}
+    assert all(isinstance(dtype, torch.dtype) for dtype in found.values()), found
+    return found

@@ -1,0 +1,165 @@
+"""Ranks that are called differently, fail alone, or are left alone by their script: they stay
+together, and what was saved is what was meant.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_policy.checkpoint import finding, manifest
+from megatron_policy.checkpoint.common import source_dtypes
+from megatron_policy.conversion import convert, verify
+from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
+from tests.dist.cases import open_policy
+from tests.dist.layouts import SIZES, VOCAB, layout
+from tests.dist.resuming import TOKENIZER, config_of, iteration, leftovers, paths, train
+from tests.dist.test_launch import ROOT
+from tests.ranks import RankPool
+from tests.unit.training_checkpoints import flip
+
+ASYNC = {"checkpoint": {"async_save": True}}
+TP2 = layout(2, tp=2).megatron
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("qwen2", tied=True, **SIZES | {"layers": 1})
+
+
+def heard(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (CheckpointError, ConfigError) as error:
+        return str(error)
+    return "nothing"
+
+
+def fail_alone(config: dict[str, Any], root: Path) -> dict[str, Any]:
+    """What this rank hears of calls that only one of them cannot carry out, or makes so."""
+    with open_policy(config, tokenizer=TOKENIZER, init_reference_model=False) as policy:
+        train(policy, range(1))
+        first = policy.rank == 0
+        (root / "file").write_text("no directory")
+        said = {
+            "tokenizer": heard(
+                lambda: policy.save_checkpoint(**paths(root), tokenizer_path=root / "file" / "x")
+            ),
+            "host data": heard(
+                lambda: policy.save_checkpoint(**paths(root), host_data={"a": {1}} if first else {})
+            ),
+            "export": heard(
+                lambda: policy.save_checkpoint(**paths(root), hf_export=root / "weights" / "x")
+            ),
+            "paths": heard(
+                lambda: policy.save_checkpoint(**paths(root / "other" if first else root))
+            ),
+        }
+        saved = [path.name for path in root.iterdir() if path.is_dir()]
+        train(policy, [1])
+        policy.save_checkpoint(**paths(root))
+        said["load"] = heard(lambda: policy.load_checkpoint(root / "weights"))
+        return said | {"saved": saved, "step": policy.load_checkpoint(**paths(root)).step}
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
+def test_a_call_that_one_rank_cannot_make_fails_on_all_and_the_next_works(
+    ranks: RankPool, model: Path, tmp_path: Path, background: bool
+) -> None:
+    config = config_of(model, TP2, ASYNC if background else {})
+    for seen in ranks.run(2, fail_alone, config, tmp_path):
+        assert "Not a directory" in seen["tokenizer"]
+        assert "host_data['a'] is a set" in seen["host data"]
+        assert "choose a directory of its own" in seen["export"]
+        assert "call it on all ranks alike" in seen["paths"]
+        assert "fresh_optimizer" in seen["load"]
+        assert (seen["saved"], seen["step"]) == ([], 2)
+    assert leftovers(tmp_path / "weights") == leftovers(tmp_path / "optimizer") == []
+
+
+SCRIPT = """
+import sys
+from tests.dist.resuming import config_of, paths, train
+from pathlib import Path
+from megatron_policy.policy import MegatronPolicy
+policy = MegatronPolicy(
+    config_of(sys.argv[1], {"checkpoint": {"async_save": True}}), init_reference_model=False
+)
+train(policy, range(1))
+policy.save_checkpoint(**paths(Path(sys.argv[2])))
+"""
+
+
+def test_a_script_that_ends_leaves_its_last_save_complete(model: Path, tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(model), str(tmp_path)],
+        env=environment | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert not done.returncode, done.stderr[-3000:]
+    saved = manifest.read(finding.find(tmp_path / "weights"))
+    assert finding.companion(saved, tmp_path / "optimizer") == iteration(tmp_path / "optimizer", 1)
+
+
+def save_for_sgd_and_adam(config: dict[str, Any], other: dict[str, Any], root: Path) -> list[str]:
+    """Saves under one optimizer, loads under another; what is said without and with leave."""
+    with open_policy(config, tokenizer=TOKENIZER) as policy:
+        train(policy, range(1))
+        policy.save_checkpoint(**paths(root), hf_export=root / "hf")
+    with open_policy(other, tokenizer=TOKENIZER) as policy:
+        refused = heard(lambda: policy.load_checkpoint(**paths(root)))
+        report = policy.load_checkpoint(**paths(root), fresh_optimizer=True)
+        train(policy, [1])
+        return [refused, report.not_restored["optimizer"], *report.restored]
+
+
+def test_another_optimizer_is_refused_and_started_anew_where_that_is_allowed(
+    ranks: RankPool, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = checkpoint("qwen2", tied=True, vocab=VOCAB, layers=1)
+    sgd = {"optimizer": {"optimizer": "sgd", "sgd_momentum": 0.9}}
+    configs = [config_of(path, more, precision="bfloat16") for more in (sgd, {})]
+    (seen,) = ranks.run(1, save_for_sgd_and_adam, *configs, tmp_path)
+    refused, why, *restored = seen
+    assert "needs exp_avg, exp_avg_sq" in refused and "fresh_optimizer" in refused
+    assert "momentum_buffer" in why and restored == ["weights", "random numbers"]
+    saved = iteration(tmp_path / "weights", 1)
+    convert(saved, tmp_path / "converted", to="hf")
+    assert set(source_dtypes(saved).values()) != set()
+    assert verify(tmp_path / "converted", tmp_path / "hf").equal, "bits or dtypes differ"
+    flip(saved / "__0_0.distcp", 3000)
+    with pytest.raises(ConversionError, match=r"__0_0\.distcp is damaged"):
+        convert(saved, tmp_path / "damaged", to="hf")
+    assert not (tmp_path / "damaged").exists()
+
+
+def test_state_that_a_killed_save_put_aside_comes_back_before_anything_is_removed(
+    ranks: RankPool, model: Path, tmp_path: Path
+) -> None:
+    ranks.run(1, save_twice, config_of(model), tmp_path)
+    weights, optimizer = (tmp_path / name for name in ("weights", "optimizer"))
+    place, aside = iteration(optimizer, 2), optimizer / ".iter_0000002.partial-0123456789ab"
+    # As a second save of step 2 leaves it that is killed between its two renames.
+    place.rename(aside)
+    iteration(tmp_path / "later", 2).rename(place)
+    found = manifest.read(finding.find(weights))
+    assert finding.companion(found, optimizer) == aside
+    finding.reunite(weights, optimizer)
+    assert finding.companion(found, optimizer) == place
+    assert manifest.read(aside).id != found.id
+
+
+def save_twice(config: dict[str, Any], root: Path) -> None:
+    with open_policy(config, tokenizer=TOKENIZER, init_reference_model=False) as policy:
+        train(policy, range(2))
+        policy.save_checkpoint(**paths(root))
+        policy.save_checkpoint(root / "elsewhere", root / "later")
