@@ -144,11 +144,15 @@ def check_replaceable(destination: str | Path, overwrite: bool) -> Path:
     return final
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file and wait until it is on the disk."""
-    with path.open("wb") as file:
-        file.write(content)
-        flush(file)
+def write_file(path: Path, content: bytes, *, wait: bool = True) -> None:
+    """Write a file, and `wait` until it is on the disk; OSError with its name if that fails."""
+    try:
+        with path.open("wb") as file:
+            file.write(content)
+            if wait:
+                flush(file)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def flush(file: IO[bytes]) -> None:

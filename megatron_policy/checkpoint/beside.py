@@ -1,7 +1,8 @@
 """A thread that computes one thing after another beside its owner; knows not what.
 
-Unlike those of `concurrent.futures` it goes on working while the interpreter waits for its last
-threads: a save in the background may outlive the script.
+A save in the background may outlive the script: those of `concurrent.futures` take no work any more
+while the interpreter waits for its last threads. It starts none then either; what would be computed
+beside is computed in place.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Generic, Self, TypeVar
+
+from megatron_policy.refit.patience import started
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -23,12 +26,16 @@ class Beside(Generic[In, Out]):
         """`work` must not raise."""
         self._given: SimpleQueue[In | None] = SimpleQueue()
         self._done: SimpleQueue[Out] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, args=(work,), name="beside", daemon=True)
-        self._thread.start()
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name="beside", daemon=True)
+        self._works = started(self._thread)
 
     def give(self, thing: In) -> None:
         """Start on this."""
-        self._given.put(thing)
+        if self._works:
+            self._given.put(thing)
+        else:
+            self._done.put(self._work(thing))
 
     def take(self) -> Out:
         """What came of the thing given first of those not taken yet; waits for it."""
@@ -43,9 +50,10 @@ class Beside(Generic[In, Out]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._given.put(None)
-        self._thread.join()
+        if self._works:
+            self._given.put(None)
+            self._thread.join()
 
-    def _run(self, work: Callable[[In], Out]) -> None:
+    def _run(self) -> None:
         while (thing := self._given.get()) is not None:
-            self._done.put(work(thing))
+            self._done.put(self._work(thing))

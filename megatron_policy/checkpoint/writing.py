@@ -58,7 +58,7 @@ def write_records(
             end += length
         if done:
             files.sync([path])
-    (directory / _NOTE.format(rank)).write_text(json.dumps(done))
+    write_file(directory / _NOTE.format(rank), json.dumps(done).encode(), wait=False)
 
 
 def _records(

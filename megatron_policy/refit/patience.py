@@ -15,6 +15,15 @@ this one to gather with them hear the reason before their own time is up."""
 T = TypeVar("T")
 
 
+def started(thread: threading.Thread) -> bool:
+    """Start it; False where the interpreter is ending, and starts no threads any more."""
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True
+
+
 def within(timeout_s: float, step: Callable[[], T]) -> T:
     """What `step` returns or raises; TimeoutError if that takes longer than `timeout_s` seconds. It
     then goes on in a thread that nobody waits for, so it must not touch what others use.
@@ -30,7 +39,8 @@ def within(timeout_s: float, step: Callable[[], T]) -> T:
             outcome.append((None, error))
 
     thread = threading.Thread(target=attempt, daemon=True, name="refit-store")
-    thread.start()
+    if not started(thread):
+        return step()
     thread.join(timeout_s)
     if not outcome:
         raise TimeoutError(f"no answer within {timeout_s:g} s")

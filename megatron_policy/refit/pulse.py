@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from megatron_policy.refit.patience import started
+
 
 class Pulse:
     """One rank's signs of life, given by `add`, which adds to the number and returns it."""
@@ -39,9 +41,10 @@ class Pulse:
                 self._add(1)
 
         teller = threading.Thread(target=tell, daemon=True, name="refit-pulse")
-        teller.start()
+        told = started(teller)
         try:
             yield
         finally:
             over.set()
-            teller.join()
+            if told:
+                teller.join()
