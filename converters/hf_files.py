@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from megatron_policy.errors import ConversionError
+from megatron_policy.errors import ConfigError, ConversionError
 
 from .hf_config import no_such_model
 from .hf_config import read_config as read_config
@@ -39,6 +39,8 @@ def locate(model: str | Path) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         return path
+    if path.parent != Path() and path.parent.is_dir():  # no repository, but a slip in a path
+        raise ConfigError(f"model {str(model)!r} is no directory: {path.parent} has {_names(path)}")
     from huggingface_hub import snapshot_download
 
     try:
@@ -47,6 +49,11 @@ def locate(model: str | Path) -> Path:
         )
     except (OSError, ValueError) as error:
         raise no_such_model(model, error) from error
+
+
+def _names(beside: Path) -> str:
+    names = sorted(path.name for path in beside.parent.iterdir() if path.name[0] != ".")
+    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "") if names else "nothing"
 
 
 class Part:

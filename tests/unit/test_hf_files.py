@@ -189,7 +189,7 @@ def test_a_checkpoint_without_safetensors_says_what_it_has_instead(tmp_path: Pat
 def test_a_model_that_is_nowhere_is_refused_by_name(tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
     for ask in (locate, read_config, HfReader):
-        with pytest.raises(ConfigError, match="nowhere' is no directory here, nor on the hub"):
+        with pytest.raises(ConfigError, match="nowhere' is no directory"):
             ask(nowhere)
 
 

@@ -292,7 +292,8 @@ def test_a_trainer_that_gives_up_ends_the_engines_wait(
 
     with pytest.raises(RuntimeError, match="somewhere else"):
         send(address, 1, during=fail)
-    with pytest.raises(RefitError, match=r"trainer .* gone"):
+    # On a busy machine it may all be over before the engine opens what it was told of.
+    with pytest.raises(RefitError, match=r"trainer .* gone|cannot open"):
         process.result(10)
     assert process.call(engine.state)[0] == ZEROS
 
