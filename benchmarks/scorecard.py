@@ -6,7 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import converting, exporting, importing, logprob_rows, packing, training
+from benchmarks import (
+    checkpointing,
+    converting,
+    exporting,
+    importing,
+    logprob_rows,
+    packing,
+    training,
+)
 from benchmarks.results import Measurement
 
 Measure = Callable[[Path, int], Measurement]
@@ -110,11 +118,10 @@ SCORECARD: tuple[Row, ...] = (
     ),
     Row(
         12,
-        "offload and onload / page-locked copies (checkpoints: 1.3 of writing and reading)",
+        "checkpoints: a save / writing the same bytes, a load / reading them (the worse)",
         limit=1.0,
-        goal=0.8,
-        better=HIGHER,
-        skipped="arrives with checkpoints; needs a GPU",
+        goal=1.3,
+        measure=checkpointing.over_plain_files,
     ),
     Row(
         13,

@@ -4,7 +4,7 @@ been read; knows neither paths nor how ranks meet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from megatron_policy.model import random_state
 from megatron_policy.model.assemble import Assembly
 from megatron_policy.model.schedule_state import restore_schedule, schedule_state
 from megatron_policy.model.training_state import TrainingState
+
+_KEPT = 4  # kinds of saves: with and without the optimizer, in one directory or in two
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Contents:
         self._topology, self._rank = place.topology, place.topology.rank(place.coords)
         trainable = assembly.trainable
         self._training = None if trainable is None else TrainingState(trainable)
+        self._found: dict[tuple[object, ...], list[holdings.Item]] = {}
 
     @property
     def has_optimizer(self) -> bool:
@@ -54,8 +57,8 @@ class Contents:
     @property
     def nbytes(self) -> int:
         """Of this rank's share of everything that can be saved, about."""
-        table, place = self._assembly.table, self._assembly.place
-        own = holdings.items(self.held(with_states=False), table.architecture, place)
+        place = self._assembly.place
+        own = self._items(self.held(with_states=False))
         nbytes = sum(item.tensor.nbytes for item in own)
         if self._training is None:
             return nbytes
@@ -75,7 +78,7 @@ class Contents:
         self, step: int, weights: Path, optimizer: Path | None, host_data: Mapping[str, Any]
     ) -> list[Part]:
         """The directories of a save; the weights', which is what is looked for, comes last."""
-        table, place = self._assembly.table, self._assembly.place
+        table = self._assembly.table
         together = optimizer == weights
         objects = {self._random_key: random_state.capture(self._generators)}
         if self._rank == 0:
@@ -90,16 +93,27 @@ class Contents:
             Part(
                 weights,
                 (*contains, manifest.OPTIMIZER) if together else contains,
-                holdings.items(kept, table.architecture, place),
+                self._items(kept),
                 objects,
                 common,
                 optimizer_elsewhere=optimizer is not None and not together,
             )
         ]
         if optimizer is not None and not together:
-            items = holdings.items(of_optimizer, table.architecture, place)
+            items = self._items(of_optimizer)
             parts.insert(0, Part(optimizer, (manifest.OPTIMIZER,), items, {}, common))
         return parts
+
+    def _items(self, held: Sequence[holdings.Holding]) -> list[holdings.Item]:
+        """What this rank writes of them; found once for tensors that stay where they are."""
+        key = tuple((each.kind, each.tensor.data_ptr(), each.tensor.numel()) for each in held)
+        if key not in self._found:
+            if len(self._found) >= _KEPT:
+                self._found.clear()  # memory has been moved, and moved again
+            place = self._assembly.place
+            found = holdings.items(held, self._assembly.table.architecture, place)
+            self._found[key] = found
+        return self._found[key]
 
     @property
     def _random_key(self) -> str:

@@ -1,0 +1,210 @@
+"""Saves and loads of one policy beside plain writing and reading of the same bytes, by turns:
+`python -m benchmarks.checkpoint_once PROGRAM CHECKPOINT FOLDER TURNS`.
+
+Prints wall seconds of every turn: a save waits for the disk, on both sides. What a program wrote in
+an earlier turn is removed, and what it left to write is written, before the clock starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.train_steps import NextTokenLoss
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.conversion.digests import Digest
+from megatron_policy.conversion.tensors import flat_bytes
+from megatron_policy.policy import MegatronPolicy
+
+BUFFER = 64 * 2**20
+DIRECTORIES = ("weights", "optimizer")
+ROWS, LENGTH = 2, 16
+
+
+def sync(path: Path, folder: Path, turns: int) -> dict[str, Any]:
+    """Saves that block and plain writes; then loads and plain reads, warm and cold."""
+    policy = trained_policy(path, asynchronous=False)
+    before = digests(policy)
+    seconds: dict[str, list[float]] = {}
+    writers = {"write": (write_plainly, folder / "plain"), "save": (save, folder / "saved")}
+    for turn in range(turns):
+        # Either is first in turn: memory that one gives up is what the other is given.
+        for name in sorted(writers, reverse=turn % 2 == 0):
+            program, place = writers[name]
+            fresh(place)
+            timed(seconds, name, lambda write=program, to=place: write(policy, to))
+    plain = sum(size for _, size in files(folder / "plain"))
+    shutil.rmtree(folder / "plain")
+    written = files(folder / "saved")
+    room = [memoryview(bytearray(size)) for _, size in written]
+    buffer = memoryview(bytearray(BUFFER))
+    for state, prepare in {"warm": warm, "cold": cold}.items():
+        for _ in range(turns):
+            prepare(written, buffer)
+            timed(seconds, f"read, {state}", lambda: read_plainly(written, buffer, room))
+            spoil(policy)
+            prepare(written, buffer)
+            timed(seconds, f"load, {state}", lambda: load(policy, folder / "saved"))
+            if digests(policy) != before:
+                raise RuntimeError("a load has not brought back what was saved")
+    policy.shutdown()
+    sizes = {"bytes": sum(size for _, size in written), "plain_bytes": plain}
+    return sizes | {"tensors": len(before), "wall_s": seconds}
+
+
+def background(path: Path, folder: Path, turns: int) -> dict[str, Any]:
+    """For how long saves in the background block, each after a step of training, and until they are
+    done; the first apart.
+    """
+    policy = trained_policy(path, asynchronous=True)
+    seconds: dict[str, list[float]] = {}
+    for turn in range(turns):
+        fresh(folder / "saved")
+        step(policy)
+        kind = "the first" if turn == 0 else "a later one"
+        started = time.monotonic()
+        timed(seconds, f"blocked by {kind}", lambda: save(policy, folder / "saved"))
+        policy.finalize_async_save()
+        seconds.setdefault(f"until {kind} is there", []).append(time.monotonic() - started)
+    before = digests(policy)
+    spoil(policy)
+    load(policy, folder / "saved")
+    if digests(policy) != before:
+        raise RuntimeError("a load has not brought back what was saved in the background")
+    policy.shutdown()
+    return {"wall_s": seconds}
+
+
+def trained_policy(path: Path, *, asynchronous: bool) -> MegatronPolicy:
+    """A policy in bf16 with fp32 main parameters and moments, after one step."""
+    config = {
+        "model_name": str(path),
+        "precision": "bfloat16",
+        "train_global_batch_size": ROWS,
+        "train_micro_batch_size": 1,
+        "max_total_sequence_length": LENGTH,
+        "megatron_cfg": {
+            "enabled": True,
+            "optimizer": {"optimizer": "adam", "lr": 1e-4, "use_distributed_optimizer": True},
+            "checkpoint": {"async_save": asynchronous},
+        },
+    }
+    policy = MegatronPolicy(config, init_reference_model=False, timeout_s=60.0)
+    step(policy)
+    return policy
+
+
+def step(policy: MegatronPolicy) -> None:
+    """One, of a few tokens."""
+    tokens = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH)
+    data = {"input_ids": tokens, "input_lengths": torch.full((ROWS,), LENGTH)}
+    data |= {"token_mask": torch.ones(ROWS, LENGTH), "sample_mask": torch.ones(ROWS)}
+    policy.train(BatchedDataDict(data), NextTokenLoss())
+
+
+def live(policy: MegatronPolicy) -> Iterator[tuple[str, torch.Tensor]]:
+    """All that a checkpoint has of the policy, flat and in place, by what is in which directory."""
+    for each in policy._checkpoints._contents.held(with_states=True):
+        yield DIRECTORIES[bool(each.kind)], each.tensor
+
+
+def save(policy: MegatronPolicy, folder: Path) -> None:
+    """Both directories."""
+    policy.save_checkpoint(*(folder / name for name in DIRECTORIES))
+
+
+def load(policy: MegatronPolicy, folder: Path) -> None:
+    """Both directories; RuntimeError if anything is missing."""
+    report = policy.load_checkpoint(*(folder / name for name in DIRECTORIES))
+    if report.not_restored:
+        raise RuntimeError(str(report))
+
+
+def write_plainly(policy: MegatronPolicy, folder: Path) -> None:
+    """The same elements from the same memory into one new file a directory, on the disk at the
+    end.
+    """
+    for name in DIRECTORIES:
+        with (folder / name).open("wb", buffering=0) as file:
+            for own, tensor in live(policy):
+                content = flat_bytes(tensor)
+                for start in range(0, len(content) if own == name else 0, BUFFER):
+                    file.write(content[start : start + BUFFER])
+            os.fsync(file.fileno())
+
+
+def read_plainly(
+    written: list[tuple[Path, int]], buffer: memoryview, room: list[memoryview]
+) -> None:
+    """Each file through the buffer into memory of its own."""
+    for (path, _), target in zip(written, room, strict=True):
+        with path.open("rb", buffering=0) as file:
+            start = 0
+            while count := file.readinto(buffer):
+                target[start : start + count] = buffer[:count]
+                start += count
+
+
+def files(folder: Path) -> list[tuple[Path, int]]:
+    """Every file below the folder, with its bytes."""
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [(path, path.stat().st_size) for path in found]
+
+
+def warm(written: list[tuple[Path, int]], buffer: memoryview) -> None:
+    """Have the files in the page cache."""
+    for path, _ in written:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def cold(written: list[tuple[Path, int]], buffer: memoryview) -> None:
+    """Have the files on the disk only."""
+    for path, _ in written:
+        handle = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+
+
+def fresh(folder: Path) -> None:
+    """An empty folder, and a disk with nothing left to do."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    os.sync()
+
+
+def spoil(policy: MegatronPolicy) -> None:
+    """Leave nothing of what is to be loaded."""
+    for _, tensor in live(policy):
+        tensor.fill_(7)
+
+
+def digests(policy: MegatronPolicy) -> list[str]:
+    """Of all that a checkpoint has, tensor by tensor."""
+    found = []
+    for _, tensor in live(policy):
+        digest = Digest()
+        digest.update(tensor)
+        found.append(digest.text())
+    return found
+
+
+def timed(seconds: dict[str, list[float]], name: str, program: Callable[[], None]) -> None:
+    """Add the wall seconds of the program to those of that name."""
+    started = time.monotonic()
+    program()
+    seconds.setdefault(name, []).append(time.monotonic() - started)
+
+
+if __name__ == "__main__":
+    program = {"sync": sync, "background": background}[sys.argv[1]]
+    print(json.dumps(program(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))))

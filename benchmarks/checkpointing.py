@@ -1,0 +1,55 @@
+"""Training checkpoints: time over plain writing and reading of the same bytes, and how long a save
+in the background blocks (row 12).
+
+Knows which programs of checkpoint_once.py to run in which order; each run is a process of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+
+from benchmarks.checkpoints import Size, write_checkpoint
+from benchmarks.processes import run_fresh
+from benchmarks.results import Measurement, ratio_of_minima
+
+PROGRAMS = "benchmarks.checkpoint_once"
+TURNS = 4
+"""Of each program for a repetition: disks are less steady than processors."""
+# 0.18 billion parameters: 2.5 GB with fp32 main parameters and moments.
+SIZE = Size(hidden=896, ffn=4864, layers=8, heads=14, groups=2, vocab=65536)
+MOST_BLOCKED = 0.2
+"""Of a save that blocks: for longer, one in the background is an error. The goal is half of it."""
+PAIRS = {"save": "write", "load, warm": "read, warm", "load, cold": "read, cold"}
+
+
+def over_plain_files(folder: Path, repetitions: int) -> Measurement:
+    """Wall seconds of saves and loads over those of plain files of the same bytes, the worse.
+
+    RuntimeError if a load does not bring back every bit, or a save in the background blocks for
+    longer than it may.
+    """
+    path = write_checkpoint(folder / "0.18B", SIZE)
+    box = folder / "checkpoints"
+    box.mkdir()
+    turns = str(TURNS * repetitions)
+    blocking = run_fresh(PROGRAMS, "sync", path, box, turns)
+    background = run_fresh(PROGRAMS, "background", path, box, turns)
+    seconds = {n: tuple(s) for r in (blocking, background) for n, s in r["wall_s"].items()}
+    ratios = {ours: ratio_of_minima(seconds[ours], seconds[floor]) for ours, floor in PAIRS.items()}
+    beside = {name: round(ratio, 3) for name, ratio in ratios.items()}
+    for ours, floor in PAIRS.items():
+        medians = median(seconds[ours]) / median(seconds[floor])
+        beside[f"{ours}, medians"] = round(medians, 3)
+    for which in ("the first", "a later one"):
+        blocked = min(seconds[f"blocked by {which}"]) / min(seconds["save"])
+        beside[f"blocked by {which} in the background / a save"] = round(blocked, 3)
+    if blocking["plain_bytes"] < 0.999 * blocking["bytes"]:
+        raise RuntimeError("the plain files are not of the same bytes")
+    if blocked > MOST_BLOCKED:
+        raise RuntimeError(f"a save in the background blocks for {blocked:.2f} of a save: {beside}")
+    verified = (
+        f"every load brought back all bits of {blocking['tensors']} tensors, "
+        f"{blocking['bytes']} bytes of files; these are wall seconds"
+    )
+    return Measurement(max(ratios.values()), seconds, verified, beside)
