@@ -115,8 +115,9 @@ def new_directories(
             raise
 
 
-def clean_leftovers(parent: str | Path, names: str = "iter_*") -> None:
-    """Remove what killed processes left in `parent` of directories with such names.
+def clean_leftovers(parent: str | Path, names: str = "iter_*", unless: str = "") -> None:
+    """Remove what killed processes left in `parent` of directories with such names, except those
+    that have a file `unless`.
 
     A directory that one of them was replacing comes back.
     """
@@ -127,7 +128,8 @@ def clean_leftovers(parent: str | Path, names: str = "iter_*") -> None:
         for replaced in folder.glob(f".{names}.replaced"):
             _bring_back(replaced)
         for partial in folder.glob(f".{names}.partial-*"):
-            _remove_unused(partial)
+            if not (unless and (partial / unless).is_file()):
+                _remove_unused(partial)
 
 
 def check_replaceable(destination: str | Path, overwrite: bool) -> Path:

@@ -168,6 +168,8 @@ class Saver:
             with job.under.at_work():
                 roots = [part.root for part in job.parts]
                 finding.reunite(roots[-1], roots[0])
+                for root in roots:  # what is whole may be all there is, until this save is
+                    clean_leftovers(root, unless=manifest.NAME)
                 names = [finding.directory(root, job.step) for root in roots]
                 partials = held.enter_context(new_directories(names, overwrite=True))
                 job.under.tell("where", json.dumps([str(path) for path in partials]))

@@ -184,3 +184,14 @@ def test_what_the_system_refuses_is_an_error_and_what_it_cannot_do_is_not(
     for number in (errno.EINVAL, errno.ENOSYS):
         monkeypatch.setattr(renaming.ctypes, "get_errno", lambda number=number: number)
         assert not renaming.exchanged(tmp_path / "a", tmp_path / "b")
+
+
+def test_leftovers_that_are_whole_are_spared_on_request(tmp_path: Path) -> None:
+    for name, file in (("1", "checkpoint.json"), ("2", "half")):
+        folder = tmp_path / f".iter_0000001.partial-{name}"
+        folder.mkdir()
+        (folder / file).write_text("{}")
+    clean_leftovers(tmp_path, unless="checkpoint.json")
+    assert [path.name for path in tmp_path.iterdir()] == [".iter_0000001.partial-1"]
+    clean_leftovers(tmp_path)
+    assert not list(tmp_path.iterdir())
