@@ -73,23 +73,26 @@ class Checkpoints:
         """
         weights, optimizer = _absolute(weights_path), _absolute(optimizer_path)
         assert weights is not None
+        need = TO_REFIT if optimizer is None else TO_SAVE
 
-        def parts() -> list[Part]:
+        def check() -> None:
             if optimizer is not None and not self._contents.has_optimizer:
                 raise ConfigError(
                     "this policy was made with init_optimizer=False and has no optimizer to save: "
                     "leave optimizer_path out"
                 )
             check_host_data(host_data or {})
-            need = TO_REFIT if optimizer is None else TO_SAVE
-            self._session.memory.ready("save_checkpoint()", need)
+            self._session.memory.check("save_checkpoint()", need)
             if tokenizer_path is not None and self._session.rank == 0:
                 write_tokenizer(self._config.model_name, self._tokenizer, Path(tokenizer_path))
+
+        def parts() -> list[Part]:
+            self._session.memory.ready("save_checkpoint()", need)
             return self._contents.parts(step, weights, optimizer, host_data or {})
 
         wait = not self._config.megatron_cfg.checkpoint.async_save
         purpose = f"save step {step} to {weights}, its optimizer to {optimizer}"
-        self._saver.save(purpose, step, parts, wait=wait)
+        self._saver.save(purpose, step, check, parts, wait=wait)
 
     def load(
         self,

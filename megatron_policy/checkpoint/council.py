@@ -56,6 +56,7 @@ _NAMES = (
     "where",
     "written",
     "published",
+    "checked",
     "ready",
     "found",
     "verified",

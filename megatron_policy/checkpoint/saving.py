@@ -85,24 +85,29 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
 
-    @property
-    def under_way(self) -> bool:
-        """Whether a save is being written beside the training."""
-        return self._thread is not None and self._thread.is_alive()
-
     def save(
-        self, purpose: str, step: int, parts: Callable[[], Sequence[Part]], *, wait: bool
+        self,
+        purpose: str,
+        step: int,
+        check: Callable[[], object],
+        parts: Callable[[], Sequence[Part]],
+        *,
+        wait: bool,
     ) -> None:
         """Write what `parts` returns; the last of them makes the checkpoint the one to load.
 
-        Collective, with one `purpose`. Unless it is to `wait`, returns when all ranks have copied
-        everything to host memory, which is kept for the next save. CheckpointError if this save
-        fails, or one before it did that has not been told of; nothing of it is left then, and the
-        checkpoints before are as they were.
+        Collective, with one `purpose`. `check` refuses what cannot be; only where no rank has
+        refused does `parts` go to work, which may meet the others. Unless it is to `wait`, returns
+        when all ranks have copied everything to host memory, which is kept for the next save.
+        CheckpointError if this save fails, or one before it did that has not been told of; nothing
+        of it is left then, and the checkpoints before are as they were.
         """
         under = self._council.open(purpose)
-        with under.at_work("ready"):  # whatever fails on this rank, all hear of it
+        with under.at_work("checked"):  # whatever fails on this rank, all hear of it
             self.finish()
+            check()
+        under.wait("checked")
+        with under.at_work("ready"):
             job = self._job(under, step, tuple(parts()), wait)
         under.wait("ready")
         if wait:
