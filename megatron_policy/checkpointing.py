@@ -68,8 +68,8 @@ class Checkpoints:
 
         `host_data`, plain values, comes back with the report of a load. With
         `megatron_cfg.checkpoint.async_save` this returns when all is copied to host memory.
-        CheckpointError, on every rank, if this save or the one before failed; nothing of it is
-        left then, and the checkpoints before are as they were.
+        CheckpointError, on every rank, if this save or the one before failed: the checkpoints
+        before are as they were, and nothing is left of the new one, unless the words say so.
         """
         weights, optimizer = _absolute(weights_path), _absolute(optimizer_path)
         assert weights is not None

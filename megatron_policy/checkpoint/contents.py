@@ -125,7 +125,7 @@ class Contents:
         assembly = self._assembly
         ours: dict[str, Any] = {"host_data": dict(host_data)}
         ours["source_dtypes"] = {
-            name: holdings.dtype_name(dtype) for name, dtype in assembly.source_dtypes.items()
+            name: manifest.dtype_name(dtype) for name, dtype in assembly.source_dtypes.items()
         }
         if with_optimizer and self._training is not None and assembly.trainable is not None:
             ours["optimizer_step"] = self._training.step

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megatron_policy.checkpoint.slices import Slice, in_pieces, shares, slices, whole_shape
@@ -164,8 +163,3 @@ def _item(holding: Holding, piece: Slice, where: Place, whole: Shape) -> Item:
 def _memory(holding: Holding, piece: Slice) -> Tensor:
     start = piece.own - holding.first
     return holding.tensor[start : start + math.prod(piece.sizes)]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As "bfloat16"."""
-    return str(dtype).removeprefix("torch.")

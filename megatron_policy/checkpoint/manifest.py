@@ -76,7 +76,9 @@ class Manifest:
             "versions": dict(self.versions),
             "layout": dict(self.layout),
             "model": {"family": self.family, "config": self.config},
-            "tensors": {key: (_name(dtype), shape) for key, (dtype, shape) in self.tensors.items()},
+            "tensors": {
+                key: (dtype_name(dtype), shape) for key, (dtype, shape) in self.tensors.items()
+            },
             "records": dict(self.records),
             "files": dict(self.files),
         }
@@ -194,7 +196,8 @@ def _inside(name: str) -> str:
     return name
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """As "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_policy.checkpoint.beside import Beside
-from megatron_policy.checkpoint.holdings import dtype_name
 from megatron_policy.checkpoint.manifest import Record as Sealed
+from megatron_policy.checkpoint.manifest import dtype_name
 from megatron_policy.checkpoint.staging import Ready
 from megatron_policy.conversion.digests import Digest
 from megatron_policy.converters.blocks import Shape
