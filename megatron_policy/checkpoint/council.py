@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -47,7 +47,7 @@ class Council:
             return
         while self._cleaned < number - 1:
             self._cleaned += 1
-            for name in ("failed", "signs", "purpose", *_NAMES):
+            for name in ("failed", "left", "signs", "purpose", *_NAMES):
                 for suffix in ("", "/arrived"):
                     self._store.delete_key(f"{self._root}/{self._cleaned}/{name}{suffix}")
 
@@ -76,6 +76,7 @@ class Undertaking:
         self._own = f"rank {council.rank}: "
         self._alone = council.size == 1
         self._told: dict[str, str] = {}
+        self._left = self._alone
         self._pulse = Pulse(
             lambda by: self._asked(lambda: self._store.add(f"{root}/signs", by)),
             council.timeout_s / _SIGNS,
@@ -90,13 +91,14 @@ class Undertaking:
         if first != purpose:
             words = f"one rank is to {first}, another to {purpose}: call it on all ranks alike"
             self._fail(words)
+            self._leave()
             raise CheckpointError(words)
 
     @contextmanager
     def at_work(self, name: str = "") -> Iterator[None]:
         """The others wait while the body goes on, which waits for none of them, and hear of its
-        failure, which is a CheckpointError here, or the ConfigError it is. Afterwards this rank has
-        arrived at `name`, if that is given.
+        failure, which is a CheckpointError here, or the ConfigError it is, once they have come to
+        where they hear it. Afterwards this rank has arrived at `name`, if that is given.
         """
         try:
             with self._signs():
@@ -104,6 +106,7 @@ class Undertaking:
         except Exception as error:
             failure = as_checkpoint_error(error)
             said = self._fail(str(failure))
+            self._leave()
             if isinstance(error, ConfigError):
                 raise
             if said.startswith(self._own):
@@ -155,26 +158,53 @@ class Undertaking:
     def _await(self, name: str) -> None:
         if self._alone:
             return
+        note, failed = f"{self._root}/{name}", f"{self._root}/failed"
+
+        def told() -> bool:
+            return self._asked(lambda: self._store.check([note]) or self._store.check([failed]))
+
+        heard = self._lasts_until(told)
+        if self._asked(lambda: self._store.check([failed])):
+            said = self._asked(lambda: self._store.get(failed)).decode()
+            self._leave()
+            raise CheckpointError(said)
+        if not heard:
+            words = (
+                f"a rank gave no sign of life for {self._council.timeout_s:g} s while the "
+                f"others waited for {name!r}. Look at its log; checkpoint_timeout_s sets how "
+                "long to wait"
+            )
+            self._fail(words)
+            self._leave(with_all=False)
+            raise CheckpointError(words)
+
+    def _leave(self, *, with_all: bool = True) -> None:
+        """Go when all others have come to give up too, or show no sign of life any more: a driver
+        takes ranks that are still at work when one has failed for stuck.
+        """
+        if self._left:
+            return
+        self._left, key, size = True, f"{self._root}/left", self._council.size
+
+        def all_have() -> bool:
+            return self._asked(lambda: self._store.add(key, 0)) >= size
+
+        with suppress(CheckpointError):
+            self._asked(lambda: self._store.add(key, 1))
+            if not (with_all and self._lasts_until(all_have)):
+                self._asked(lambda: self._store.add(key, size))  # nobody need wait any longer
+
+    def _lasts_until(self, condition: Callable[[], bool]) -> bool:
+        """Wait for the condition; False if no rank gives a sign of life for so long."""
         pause, seen, quiet_since = _SHORTEST_S, -1, time.monotonic()
-        while True:
-            there = self._asked(lambda: self._store.check([f"{self._root}/{name}"]))
-            if self._asked(lambda: self._store.check([f"{self._root}/failed"])):
-                said = self._asked(lambda: self._store.get(f"{self._root}/failed"))
-                raise CheckpointError(said.decode())
-            if there:
-                return
+        while not condition():
             sign, now = self._pulse.look(), time.monotonic()
             seen, quiet_since = sign, quiet_since if sign == seen else now
             if now - quiet_since > self._council.timeout_s:
-                words = (
-                    f"a rank gave no sign of life for {self._council.timeout_s:g} s while the "
-                    f"others waited for {name!r}. Look at its log; checkpoint_timeout_s sets how "
-                    "long to wait"
-                )
-                self._fail(words)
-                raise CheckpointError(words)
+                return False
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_S)
+        return True
 
     @contextmanager
     def _signs(self) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch.distributed as dist
 
@@ -59,3 +61,29 @@ def test_silence_is_noticed_and_told() -> None:
         pass
     with pytest.raises(CheckpointError, match=r"no sign of life for 1 s.*checkpoint_timeout_s"):
         under.wait("written")
+
+
+def test_a_rank_that_fails_goes_when_the_others_have_come_to_hear_of_it() -> None:
+    failing, working = (seat.open() for seat in seats(dist.HashStore()))
+    gone = threading.Event()
+
+    def fail() -> None:
+        with pytest.raises(CheckpointError, match="the cause"), failing.at_work("verified"):
+            raise RuntimeError("the cause")
+        gone.set()
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    with working.at_work("verified"):
+        # Longer than silence is borne: signs of life go on.
+        assert not gone.wait(2 * TIMEOUT_S)
+    with pytest.raises(CheckpointError, match="rank 0: the cause"):
+        working.wait("verified")
+    thread.join()
+    assert gone.is_set()
+
+
+def test_a_rank_that_fails_does_not_wait_for_one_that_shows_no_sign_of_life() -> None:
+    failing, _ = seats(dist.HashStore())
+    with pytest.raises(CheckpointError, match="the cause"), failing.open().at_work("verified"):
+        raise RuntimeError("the cause")
