@@ -62,15 +62,17 @@ def run_ranks(
                     processes.append(
                         subprocess.Popen(command, cwd=ROOT, env=env, stdout=stdout, stderr=stderr)
                     )
-            _wait(processes, limit_s)
+            codes = _wait(processes, limit_s)
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
-        for rank, process in enumerate(processes):
-            if process.returncode:
-                said = logs[2 * rank + 1].read_text(errors="replace")[-4000:]
-                raise RuntimeError(f"rank {rank} ended with status {process.returncode}:\n{said}")
+        # Whoever failed first, not those that were ended for it; or whoever was not done in time.
+        failed = [rank for rank, code in enumerate(codes) if code]
+        for rank in failed or [rank for rank, code in enumerate(codes) if code is None]:
+            how = f"ended with status {codes[rank]}" if failed else f"took over {limit_s:g} s"
+            said = logs[2 * rank + 1].read_text(errors="replace")[-4000:]
+            raise RuntimeError(f"rank {rank} {how}:\n{said}")
         return [json.loads(log.read_text().splitlines()[-1]) for log in logs[::2]]
 
 
@@ -86,11 +88,11 @@ def _rendezvous(rank: int, world: int, port: int) -> dict[str, str]:
     }
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], limit_s: float) -> None:
-    """Until all have ended, or one has failed, or the time is over."""
+def _wait(processes: list[subprocess.Popen[bytes]], limit_s: float) -> list[int | None]:
+    """Until all have ended, or one has failed, or the time is over; what each has ended with."""
     deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
+    while True:
         codes = [process.poll() for process in processes]
-        if all(code is not None for code in codes) or any(codes):
-            return
+        if None not in codes or any(codes) or time.monotonic() > deadline:
+            return codes
         time.sleep(0.05)

@@ -247,6 +247,8 @@ def test_a_rank_that_fails_ends_the_others_and_says_why() -> None:
 
     with pytest.raises(RuntimeError, match=r"No module named benchmarks\.absent"):
         run_ranks(2, "benchmarks.absent")
+    with pytest.raises(RuntimeError, match=r"rank 0 took over 0\.1 s"):
+        run_ranks(2, "timeit", "-n1", "-r1", "import time; time.sleep(60)", limit_s=0.1)
 
 
 def test_saves_and_loads_are_timed_beside_plain_files_of_their_tensors(
