@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_policy.interfaces import LossFunction as LossFunction
     from megatron_policy.interfaces import LossInputType as LossInputType
     from megatron_policy.interfaces import LossType as LossType
+    from megatron_policy.interfaces import MetricNormalizer as MetricNormalizer
     from megatron_policy.interfaces import PolicyInterface as PolicyInterface
     from megatron_policy.interfaces import (
         ReferenceLogprobOutputSpec as ReferenceLogprobOutputSpec,
@@ -55,6 +56,7 @@ _HOME = {
     "LossType": "interfaces",
     "MegatronPolicy": "policy",
     "MegatronPolicyWorker": "workers.worker",
+    "MetricNormalizer": "interfaces",
     "Policy": "workers.policy",
     "PolicyConfig": "config",
     "PolicyInterface": "interfaces",

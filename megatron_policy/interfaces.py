@@ -51,6 +51,16 @@ class LossInputType(enum.Enum):
     LOGPROB = "logprob"
 
 
+class MetricNormalizer(enum.Enum):
+    """What a metric of a loss has been divided by: the global count of valid tokens, of valid
+    sequences, or nothing.
+    """
+
+    TOKENS = "tokens"
+    SEQUENCES = "sequences"
+    NONE = "none"
+
+
 class LossFunction(Protocol):
     """A loss, already divided by the global counts it is given, with its metrics.
 
@@ -77,6 +87,10 @@ class LossFunction(Protocol):
     `candidates`, the name of a key of its data, int64 `[B, S, K]` as `get_topk_logits` returns
     `topk_indices`, it also gets `candidate_logprobs=[B, S - 1, K]`: of those entries of the
     vocabulary, after the tokens up to each position.
+
+    A step that is trained in parts (`begin_train_step`) calls the loss with global counts of 1 and
+    divides afterwards: loss and gradient by what `loss_type` says, and each metric likewise, unless
+    an attribute `metric_normalizations`, names to `MetricNormalizer`, says otherwise for it.
     """
 
     loss_type: Any

@@ -35,6 +35,7 @@ from megatron_policy.train import step
 from megatron_policy.train.batching import batcher_of
 from megatron_policy.train.generate import Continuations
 from megatron_policy.train.score import Scorer
+from megatron_policy.train.split import SplitTraining
 
 
 class MegatronPolicy:
@@ -42,7 +43,7 @@ class MegatronPolicy:
 
     Every rank of the layout makes one, under torchrun, in Ray workers, or alone in one process.
     Every method is collective: all ranks call it, in the same order, each data-parallel replica
-    with rows of its own and all ranks of a replica with the same rows.
+    with rows of its own and all ranks of a replica with the same rows. `split` trains in parts.
     """
 
     def __init__(
@@ -81,6 +82,9 @@ class MegatronPolicy:
         )
         self._scorer = Scorer(self._pipeline, self._batcher, self.config.logprob_batch_size)
         self.exporter, self.memory = self._session.exporter, self._session.memory
+        self.split = SplitTraining(
+            self.config, self._assembly, self._batcher, self.memory, self._split_step_taken
+        )
         self._continue = Continuing(self.config, tokenizer, self._pipeline, self.coords.dp)
         draws = {"sampling": self._continue.generator}
         self._checkpoints = Checkpoints(self._session, self.config, tokenizer, draws)
@@ -106,17 +110,14 @@ class MegatronPolicy:
         self.memory.check("train()", TO_READ if eval_mode else TO_TRAIN)
         if not eval_mode:
             self._session.stepped()
-        result = step.train(
-            self._pipeline,
-            trainable,
-            self._batcher,
-            data,
-            loss_fn,
-            gbs or self.config.train_global_batch_size,
-            mbs or self.config.train_micro_batch_size,
-        )
+        sizes = step.sizes_of(self.config, gbs, mbs)
+        result = step.train(self._pipeline, trainable, self._batcher, data, loss_fn, *sizes)
         self.steps += 0 if eval_mode else len(result["global_loss"])
         return result
+
+    def _split_step_taken(self) -> None:
+        self._session.stepped()
+        self.steps += 1
 
     def logprobs(
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None

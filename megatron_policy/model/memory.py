@@ -35,6 +35,9 @@ Item = TypeVar("Item")
 
 # Gradients first: they cost no copy.
 _LEAVING = (Kind.GRADIENTS, Kind.OPTIMIZER, Kind.PARAMETERS)
+_STEP_OPEN = (
+    "a training step is open: call finish_train_step(), or abort_train_step() to drop its gradients"
+)
 
 
 class DeviceMemory:
@@ -72,6 +75,8 @@ class DeviceMemory:
         self._holders: list[str] = []
         self.spoiled = ""
         """Why what is held is of no use, if so."""
+        self.step_open = False
+        """Whether gradients are being added up for a step that is not taken yet."""
         self._state = TRAIN
 
     @property
@@ -89,6 +94,8 @@ class DeviceMemory:
                 f"{operation} would use weights that are partly old and partly new: "
                 f"{self.spoiled}. Call load_checkpoint() again"
             )
+        if self.step_open and not need.within_step:
+            raise ConfigError(f"{operation} has to wait: {_STEP_OPEN}")
         check_permits(self._state, operation, need)
         if need.alone and self._holders:
             raise ConfigError(f"{operation} has to wait until {self._holders[-1]} has ended")
@@ -116,14 +123,20 @@ class DeviceMemory:
     def enter(self, target: MemoryState) -> None:
         """Be in `target`, whatever the state is now; a second time does nothing.
 
-        ConfigError while something holds the memory. TransitionError if there is no room on the
-        side that is moved to, here or on another rank that `agree` hears of: `state` then tells
-        what is whole here, and a repeat goes on.
+        ConfigError while something holds the memory, or if it would lose the gradients of a step
+        that is open. TransitionError if there is no room on the side that is moved to, here or on
+        another rank that `agree` hears of: `state` then tells what is whole here, and a repeat goes
+        on.
         """
         if self._holders:
             raise ConfigError(
                 f"the policy cannot go to the {target.name} state while {self._holders[-1]} is at "
                 f"work: it is {self._state} until that ends"
+            )
+        if self.step_open and Kind.GRADIENTS not in target.holds:
+            raise ConfigError(
+                f"the {target.name} state would lose gradients: {_STEP_OPEN}. To read in between, "
+                "call prepare_for_lp_inference(keep_train_buffers=True)"
             )
         failure = None
         try:

@@ -49,17 +49,26 @@ STATES = (TRAIN, LOGPROB, REFIT, IDLE)
 class Need:
     """What an operation must find on the device, and the call that brings it there.
 
-    `alone` is whether nothing else may be at work on the weights meanwhile.
+    `alone` is whether nothing else may be at work on the weights meanwhile, `within_step` whether
+    it may come between the parts of a training step.
     """
 
     holds: frozenset[Kind]
     said: str
     call: str
     alone: bool = True
+    within_step: bool = False
 
 
 TO_TRAIN = Need(ALL, "the train state", "prepare_for_training()")
-TO_READ = Need(WEIGHTS, "the weights on the device", "prepare_for_lp_inference()", alone=False)
+TO_GO_ON = replace(TO_TRAIN, within_step=True)
+TO_READ = Need(
+    WEIGHTS,
+    "the weights on the device",
+    "prepare_for_lp_inference()",
+    alone=False,
+    within_step=True,
+)
 TO_EXCHANGE = replace(TO_READ, alone=True)
 TO_SAVE = Need(
     frozenset({Kind.PARAMETERS, Kind.OPTIMIZER}),

@@ -76,6 +76,23 @@ class Batcher:
             for share in self._shares(data, global_batch_size)
         ]
 
+    def for_part(self, data: BatchedDataDict, micro_batch_size: int) -> GlobalBatch:
+        """All rows of `data` as a part of a global batch: cut by the plan they carry, or into
+        microbatches of `micro_batch_size` rows or of tokens.
+        """
+        plan = _given(data, self.training)
+        if plan is None and self.training.kind == "padded":
+            if data.size % micro_batch_size:
+                raise BatchError(
+                    f"{data.size} rows on a data-parallel rank cannot be cut into microbatches of "
+                    f"mbs={micro_batch_size}: pass a multiple, filled up with rows whose "
+                    "sample_mask is 0, or use dynamic_batching or sequence_packing"
+                )
+            return GlobalBatch(data, self._side_by_side(data, micro_batch_size))
+        if plan is None:
+            data, plan, _ = self._own_plan(data, self.training)
+        return self._only(self._planned(data, plan), "a part of a global batch")
+
     def for_reading(self, data: BatchedDataDict, at_once: int) -> Reading:
         """All rows of `data`, `at_once` of them or as many tokens as a microbatch has."""
         if at_once < 1:
@@ -89,13 +106,7 @@ class Batcher:
             return Reading(self.in_step(self._side_by_side(filled, size), len(rows), data), rows)
         if plan is None:
             data, plan, order = self._own_plan(data, self.reading)
-        batches = self._planned(data, plan)
-        if len(batches) != 1:
-            raise BatchError(
-                f"the data come with a plan of {len(batches)} global batches; what is only read is "
-                "planned as one"
-            )
-        (batch,) = batches
+        batch = self._only(self._planned(data, plan), "what is only read")
         spans = [span for span in plan.batches[0] if span.start < span.end]
         rows = [order[span.start : span.end] for span in spans]
         count = len(batch.microbatches)
@@ -111,7 +122,7 @@ class Batcher:
         missing = count - len(microbatches)
         if not missing:
             return list(microbatches)
-        alike = self.training.kind == "padded"
+        alike = self.training.kind == "padded" and microbatches
         filler = replace(microbatches[-1], filler=True) if alike else self._filler(data)
         return [*microbatches, *[filler] * missing]
 
@@ -159,6 +170,14 @@ class Batcher:
             found.append(GlobalBatch(batch, parts))
             start += rows
         return found
+
+    def _only(self, batches: Sequence[GlobalBatch], what: str) -> GlobalBatch:
+        if len(batches) != 1:
+            raise BatchError(
+                f"the data come with a plan of {len(batches)} global batches; {what} is planned as "
+                "one"
+            )
+        return batches[0]
 
     def _microbatch(
         self, batch: BatchedDataDict, span: Span, packed: bool, width: int

@@ -37,7 +37,16 @@ class ValidCounts:
 def count_valid(
     batch: BatchedDataDict, group: dist.ProcessGroup, device: torch.device
 ) -> ValidCounts:
-    """Valid sequences and tokens of the whole global batch, summed over the data-parallel `group`.
+    """Valid sequences and tokens of the whole global batch, summed over the data-parallel `group`;
+    see `own_counts`.
+    """
+    counts = own_counts(batch, device)
+    dist.all_reduce(counts, group=group)
+    return ValidCounts(sequences=counts[0], tokens=counts[1])
+
+
+def own_counts(batch: BatchedDataDict, device: torch.device) -> torch.Tensor:
+    """Valid sequences and tokens of this rank's rows, fp32 `[2]`.
 
     A token counts where `token_mask[:, 1:]` and its row's `sample_mask` are set: position 0
     predicts nothing. Without a `token_mask` every position within `input_lengths` counts.
@@ -48,9 +57,7 @@ def count_valid(
         tokens = (token_mask_BS[:, 1:] * sample_mask_B.unsqueeze(-1)).sum()
     else:
         tokens = (inside(batch).to(device, torch.float32) * sample_mask_B.unsqueeze(-1)).sum()
-    counts = torch.stack([sample_mask_B.sum(), tokens])
-    dist.all_reduce(counts, group=group)
-    return ValidCounts(sequences=counts[0], tokens=counts[1])
+    return torch.stack([sample_mask_B.sum(), tokens])
 
 
 def evaluate_loss(

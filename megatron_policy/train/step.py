@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.config import PolicyConfig
 from megatron_policy.device import current_device
-from megatron_policy.errors import BatchError
 from megatron_policy.interfaces import LossFunction
+from megatron_policy.model.accumulation import zero_gradients
 from megatron_policy.model.optimizer import Trainable
 from megatron_policy.train.batching import Batcher, GlobalBatch
 from megatron_policy.train.checks import (
@@ -23,6 +23,7 @@ from megatron_policy.train.checks import (
     check_sizes,
     check_training_data,
 )
+from megatron_policy.train.in_step import cut_in_step
 from megatron_policy.train.losses import (
     Metrics,
     ValidCounts,
@@ -30,8 +31,13 @@ from megatron_policy.train.losses import (
     evaluate_loss,
     plain_metrics,
 )
+from megatron_policy.train.microbatch import Microbatch
 from megatron_policy.train.output import Output
 from megatron_policy.train.pipeline import Pipeline
+from megatron_policy.train.results import OptimStats, completed, result_of
+
+Kept = list[tuple[torch.Tensor, Metrics]]
+"""The last stage's loss and metrics of each microbatch; nothing on other stages."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +51,6 @@ class BatchLosses:
     counts: ValidCounts
 
 
-@dataclass(frozen=True)
-class OptimStats:
-    """One optimizer step: the gradient's L2 norm before clipping, and what the step used."""
-
-    grad_norm: float
-    lr: float
-    wd: float
-
-
 def forward_backward(
     pipeline: Pipeline, batch: GlobalBatch, loss_fn: LossFunction, trainable: Trainable | None
 ) -> BatchLosses:
@@ -64,6 +61,22 @@ def forward_backward(
     global batch's loss.
     """
     counts = count_valid(batch.data, pipeline.groups.dp, current_device())
+    if trainable is not None:
+        zero_gradients(trainable)
+    kept = run(pipeline, batch.microbatches, loss_fn, counts, forward_only=trainable is None)
+    loss, metrics = shared(pipeline, kept)
+    return BatchLosses(loss, metrics, counts)
+
+
+def run(
+    pipeline: Pipeline,
+    microbatches: Sequence[Microbatch],
+    loss_fn: LossFunction,
+    counts: ValidCounts,
+    *,
+    forward_only: bool,
+) -> Kept:
+    """Microbatches through the schedule, with the loss divided by `counts`."""
 
     def loss(output: Output) -> tuple[torch.Tensor, tuple[torch.Tensor, Metrics]]:
         value, metrics = evaluate_loss(
@@ -72,16 +85,18 @@ def forward_backward(
         # The schedule scales the value it differentiates in place.
         return value, (value.detach().clone(), metrics)
 
-    if trainable is not None:
-        for chunk in trainable.chunks:
-            chunk.zero_grad_buffer()
-        trainable.optimizer.zero_grad()
-    kept = pipeline.train(batch.microbatches, loss, forward_only=trainable is None)
+    return pipeline.train(microbatches, loss, forward_only=forward_only)
+
+
+def shared(pipeline: Pipeline, kept: Kept) -> tuple[float, tuple[Metrics, ...]]:
+    """The loss summed over the microbatches that `run` kept, and each one's metrics, on every
+    stage; BatchError for metrics that cannot be added up.
+    """
     plain = [(float(value), plain_metrics(metrics)) for value, metrics in kept]
-    shared = pipeline.share_object(plain if pipeline.is_last_stage else None)
-    for _, metrics in shared:
+    found = pipeline.share_object(plain if pipeline.is_last_stage else None)
+    for _, metrics in found:
         check_metrics(metrics)
-    return BatchLosses(sum(value for value, _ in shared), tuple(m for _, m in shared), counts)
+    return sum(value for value, _ in found), tuple(metrics for _, metrics in found)
 
 
 def optim_step(trainable: Trainable) -> OptimStats:
@@ -91,6 +106,11 @@ def optim_step(trainable: Trainable) -> OptimStats:
     succeeded, grad_norm, _ = trainable.optimizer.step()
     assert succeeded, "only a loss scaler skips steps, and fp16 is refused by the config"
     return OptimStats(grad_norm=float(grad_norm), lr=lr, wd=wd)
+
+
+def sizes_of(config: PolicyConfig, gbs: int | None, mbs: int | None) -> tuple[int, int]:
+    """Samples of a global batch and of a microbatch: the caller's, or else the config's."""
+    return gbs or config.train_global_batch_size, mbs or config.train_micro_batch_size
 
 
 def train(
@@ -110,11 +130,18 @@ def train(
 
     Returns `global_loss` (fp32 `[global batches]`, summed over data-parallel ranks), `grad_norm`
     (fp32 `[1]`, of the last step), `all_mb_metrics` (this data-parallel rank's, a list per name:
-    they add up to the true values), `rank`.
+    they add up to the true values), `rank`. BatchError, before anything is computed, for data that
+    cannot be cut, on all data-parallel ranks if it is so on one.
     """
     data = BatchedDataDict(data)
-    sizes = (global_batch_size, micro_batch_size)
-    batches = _global_batches(pipeline, batcher, data, loss_fn, *sizes)
+
+    def cut() -> list[GlobalBatch]:
+        check_sizes(global_batch_size, micro_batch_size)
+        check_training_data(data, pipeline.vocab_size, batcher.training)
+        check_loss_inputs(loss_fn, data, pipeline.vocab_size)
+        return batcher.for_training(data, global_batch_size, micro_batch_size)
+
+    batches = cut_in_step(cut, batcher, pipeline.groups.dp)
     losses: list[float] = []
     mb_metrics: list[Metrics] = []
     stats = OptimStats(grad_norm=0.0, lr=0.0, wd=0.0)
@@ -123,85 +150,10 @@ def train(
         if trainable is not None:
             stats = optim_step(trainable)
         losses.append(result.loss)
-        mb_metrics += [_complete(m, result.counts, stats, len(batches)) for m in result.metrics]
+        # The host sums metrics over global batches too.
+        mb_metrics += [
+            completed(each, lambda _: len(batches), result.counts, stats) for each in result.metrics
+        ]
     if trainable is not None:
         trainable.scheduler.step(increment=global_batch_size)
-    return {
-        "global_loss": _sum_over_ranks(losses, pipeline.groups.dp),
-        "grad_norm": torch.tensor([stats.grad_norm]),
-        "all_mb_metrics": _by_name(mb_metrics),
-        "rank": dist.get_rank(),
-    }
-
-
-def _global_batches(
-    pipeline: Pipeline,
-    batcher: Batcher,
-    data: BatchedDataDict,
-    loss_fn: LossFunction,
-    global_batch_size: int,
-    micro_batch_size: int,
-) -> list[GlobalBatch]:
-    """This rank's share of each global batch, as many microbatches on every data-parallel rank.
-
-    BatchError unless the data can be cut, on all of them if it is so on one: none waits for
-    another.
-    """
-    try:
-        check_sizes(global_batch_size, micro_batch_size)
-        check_training_data(data, pipeline.vocab_size, batcher.training)
-        check_loss_inputs(loss_fn, data, pipeline.vocab_size)
-        batches = batcher.for_training(data, global_batch_size, micro_batch_size)
-    except Exception:
-        # Whatever it is: the others would wait, or take the next call's message for this one's.
-        _largest([1, 0, 0], pipeline.groups.dp)
-        raise
-    number = len(batches)
-    refused, most, least = _largest([0, number, -number], pipeline.groups.dp)
-    if refused:
-        raise BatchError("another data-parallel rank has refused its data; its error says why")
-    if most != -least:
-        raise BatchError(
-            f"{number} global batches on this data-parallel rank, but {-least} to {most} on the "
-            "ranks: pass every rank the same number"
-        )
-    counts = _largest([len(batch.microbatches) for batch in batches], pipeline.groups.dp)
-    return [
-        GlobalBatch(batch.data, batcher.in_step(batch.microbatches, count, data))
-        for batch, count in zip(batches, counts, strict=True)
-    ]
-
-
-def _largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-    """The largest of each number over the group's ranks."""
-    found = torch.tensor(numbers, device=current_device())
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    largest: list[int] = found.tolist()
-    return largest
-
-
-def _complete(metrics: Metrics, counts: ValidCounts, stats: OptimStats, batches: int) -> Metrics:
-    """The host sums metrics over microbatches and global batches; extrema and settings are not
-    sums.
-    """
-    scaled = {
-        key: value if "_min" in key or "_max" in key else value / batches
-        for key, value in metrics.items()
-    }
-    return scaled | {
-        "lr": stats.lr,
-        "wd": stats.wd,
-        "global_valid_seqs": counts.sequences.item(),
-        "global_valid_toks": counts.tokens.item(),
-    }
-
-
-def _sum_over_ranks(losses: Sequence[float], group: dist.ProcessGroup) -> torch.Tensor:
-    total = torch.tensor(losses, dtype=torch.float32, device=current_device())
-    dist.all_reduce(total, group=group)
-    return total.cpu()
-
-
-def _by_name(metrics: Sequence[Metrics]) -> dict[str, list[Any]]:
-    names = dict.fromkeys(name for each in metrics for name in each)
-    return {name: [each[name] for each in metrics if name in each] for name in names}
+    return result_of(losses, stats, mb_metrics, pipeline.groups.dp)

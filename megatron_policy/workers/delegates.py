@@ -18,11 +18,17 @@ def delegates(attribute: str, to: type) -> Callable[[Class], Class]:
     def add(cls: Class) -> Class:
         for name, method in vars(to).items():
             if callable(method) and not name.startswith("_") and name not in vars(cls):
-                setattr(cls, name, _delegate(attribute, name, method))
+                setattr(cls, name, placed(cls, name, _delegate(attribute, name, method)))
         abc.update_abstractmethods(cls)
         return cls
 
     return add
+
+
+def placed(cls: type, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method` as one that `cls` defines under `name`, so that it pickles as a reference to it."""
+    method.__module__, method.__qualname__ = cls.__module__, f"{cls.__qualname__}.{name}"
+    return method
 
 
 def _delegate(attribute: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,30 +1,30 @@
-"""Names what the interface has and this package has not yet; knows nothing else."""
+"""Names what an interface has and this package does not; knows nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
-PROFILING = "profiler ranges"
+from megatron_policy.workers.delegates import placed
 
 Class = TypeVar("Class", bound=type)
 
 
-def refuses(methods: dict[str, str]) -> Callable[[Class], Class]:
-    """A class decorator: each of these methods refuses by name and says what will bring it."""
+def refuses(methods: Mapping[str, str]) -> Callable[[Class], Class]:
+    """A class decorator: each of these methods refuses by name and says why it is not built."""
 
     def add(cls: Class) -> Class:
-        for name, brings in methods.items():
-            setattr(cls, name, _refusing(name, brings))
+        for name, reason in methods.items():
+            setattr(cls, name, placed(cls, name, _refusing(name, reason)))
         return cls
 
     return add
 
 
-def _refusing(name: str, brings: str) -> Callable[..., NoReturn]:
+def _refusing(name: str, reason: str) -> Callable[..., NoReturn]:
     def method(self: object, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"{name} is not available yet: it comes with {brings}.")
+        raise NotImplementedError(f"{name} is not built: {reason}.")
 
-    method.__name__ = method.__qualname__ = name
-    method.__doc__ = f"Not available yet: it comes with {brings}."
+    method.__name__ = name
+    method.__doc__ = f"Not built: {reason}."
     return method

@@ -12,6 +12,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.hf_files import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConfigError
+from megatron_policy.hosts.registry import find_host
 from megatron_policy.interfaces import ColocatablePolicyInterface, GenerationInterface
 from megatron_policy.layout import check_layout, topology_of
 from megatron_policy.workers.checkpoint_driver import DriverCheckpoint, absolute
@@ -19,11 +20,11 @@ from megatron_policy.workers.checks import check_device
 from megatron_policy.workers.cluster import RayVirtualCluster
 from megatron_policy.workers.delegates import delegates
 from megatron_policy.workers.group import WorkerGroup
-from megatron_policy.workers.later import PROFILING, refuses
 from megatron_policy.workers.memory_driver import DriverMemory
+from megatron_policy.workers.profiling import DriverProfiling
 from megatron_policy.workers.refit_driver import DriverRefit
 from megatron_policy.workers.sharding import Dealer, merged_training
-from megatron_policy.workers.worker import MegatronPolicyWorker
+from megatron_policy.workers.split_training_driver import DriverSplitTraining
 
 if TYPE_CHECKING:
     from megatron_policy.interfaces import LossFunction
@@ -31,10 +32,11 @@ if TYPE_CHECKING:
 PathLike = str | os.PathLike[str]
 
 
-@refuses({"start_gpu_profiling": PROFILING, "stop_gpu_profiling": PROFILING})
+@delegates("_profiling", DriverProfiling)
 @delegates("_checkpoint", DriverCheckpoint)
 @delegates("_refit", DriverRefit)
 @delegates("_memory", DriverMemory)
+@delegates("_split", DriverSplitTraining)
 class Policy(ColocatablePolicyInterface, GenerationInterface):
     """A Hugging Face checkpoint as a policy on the workers of a cluster, one rank per bundle.
 
@@ -75,14 +77,15 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self.config = PolicyConfig.parse(config)
         self._tokenizer = tokenizer
         self._can_train, self._has_reference = init_optimizer, init_reference_model
-        architecture = bind(read_config(self.config.model_name)).architecture
+        fields = read_config(self.config.model_name, self.config.hf_config_overrides)
+        architecture = bind(fields).architecture
         self.topology = topology_of(self.config, cluster.size_of(workers_per_node))
         check_layout(self.config, architecture, self.topology)
         self._dealer = Dealer.of(self.config, self.topology, architecture)
         check_device(self.config, cluster.use_gpus)
         self._workers = WorkerGroup(
             cluster,
-            MegatronPolicyWorker,
+            find_host("ray").actor_class(),
             self.topology,
             kwargs={
                 "config": self.config,
@@ -100,6 +103,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         asynchronous = self.config.megatron_cfg.checkpoint.async_save
         self._checkpoint = DriverCheckpoint(self._workers, asynchronous)
         self._refit, self._memory = DriverRefit(self._workers), DriverMemory(self._workers)
+        mbs = self.config.train_micro_batch_size
+        self._split = DriverSplitTraining(self._workers, self._dealer, mbs)
+        self._profiling = DriverProfiling(self._workers)
 
     @property
     def worker_group(self) -> WorkerGroup:

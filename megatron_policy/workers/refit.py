@@ -58,7 +58,7 @@ class WorkerRefit:
         """
         from megatron_policy.refit.ipc_stream import IpcStream
 
-        _refuse_scales(kv_scales)
+        refuse_scales(kv_scales)
         self._policy.refit(IpcStream(buffer_bytes=buffer_size_bytes or self._configured_bytes()))
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
@@ -115,7 +115,7 @@ class WorkerRefit:
         returns when all of them have accepted. `num_buffers` is the host's and has no
         effect: the next chunk is gathered while one is on its way.
         """
-        _refuse_scales(kv_scales)
+        refuse_scales(kv_scales)
         if self._group is None:
             raise RefitError("no engine has joined: call init_collective first")
         self._policy.refit(self._group.sink(buffer_size_bytes))
@@ -144,6 +144,6 @@ def _elements(tensor: RefitTensor) -> int:
     return tensor.nbytes // tensor.dtype.itemsize
 
 
-def _refuse_scales(kv_scales: Any) -> None:
+def refuse_scales(kv_scales: Any) -> None:
     if kv_scales is not None:
         raise ConfigError("kv_scales: an fp8 key-value cache is not built; leave it None")

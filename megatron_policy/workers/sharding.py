@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -89,6 +90,20 @@ class Dealer:
         lengths = checked_lengths(data, self.training)
         return planned_shards(data, lengths, self.training, self.topology, self.cost, gbs).shards
 
+    def to_train_part(
+        self, data: BatchedDataDict, loss_fn: LossFunction, mbs: int
+    ) -> list[BatchedDataDict]:
+        """Each rank's rows of a part of a global batch, which need not be equally many; BatchError
+        naming what does not fit.
+        """
+        _refuse_plan(data)
+        check_training_data(data, self.vocab_size, self.training)
+        check_loss_inputs(loss_fn, data, self.vocab_size)
+        if self.training.kind == "padded":
+            return part_shards(data, self.topology.dp, mbs)
+        lengths = checked_lengths(data, self.training)
+        return planned_shards(data, lengths, self.training, self.topology, self.cost).shards
+
     def to_read(self, data: BatchedDataDict) -> Dealt:
         """Each rank's rows of all; BatchError naming what does not fit."""
         _refuse_plan(data)
@@ -162,6 +177,20 @@ def training_shards(
         )
     _check_whole(data, global_batch_size)
     return [_compact(shard) for shard in data.shard_by_batch_size(ranks, global_batch_size)]
+
+
+def part_shards(data: BatchedDataDict, ranks: int, micro_batch_size: int) -> list[BatchedDataDict]:
+    """Contiguous parts of whole microbatches in order, as equal as can be; there may be fewer
+    microbatches than ranks. ConfigError for a microbatch that is not whole.
+    """
+    number, left = divmod(data.size, micro_batch_size)
+    if left:
+        raise ConfigError(
+            f"{data.size} rows cannot be cut into microbatches of mbs={micro_batch_size}: make "
+            "them a multiple (padding rows have sample_mask 0), or pass another mbs."
+        )
+    ends = [number * rank // ranks * micro_batch_size for rank in range(ranks + 1)]
+    return [_compact(data.slice(start, end)) for start, end in pairwise(ends)]
 
 
 def even_shards(data: BatchedDataDict, ranks: int) -> list[BatchedDataDict]:

@@ -19,9 +19,10 @@ from megatron_policy.topology import Topology
 from megatron_policy.workers.checkpoint import WorkerCheckpoint
 from megatron_policy.workers.checks import refuse_unknown
 from megatron_policy.workers.delegates import delegates
-from megatron_policy.workers.later import PROFILING, refuses
 from megatron_policy.workers.memory import WorkerMemory
+from megatron_policy.workers.profiling import WorkerProfiling
 from megatron_policy.workers.refit import WorkerRefit
+from megatron_policy.workers.split_training import WorkerSplitTraining
 
 if TYPE_CHECKING:
     from megatron_policy.interfaces import LossFunction
@@ -29,10 +30,11 @@ if TYPE_CHECKING:
 NOISE_STD = 0.01
 
 
-@refuses({"start_gpu_profiling": PROFILING, "stop_gpu_profiling": PROFILING})
+@delegates("_profiling", WorkerProfiling)
 @delegates("_checkpoint", WorkerCheckpoint)
 @delegates("_refit", WorkerRefit)
 @delegates("_memory", WorkerMemory)
+@delegates("_split", WorkerSplitTraining)
 class MegatronPolicyWorkerImpl:
     """One rank's policy under the host's names.
 
@@ -73,9 +75,10 @@ class MegatronPolicyWorkerImpl:
             weights_path=weights_path,
             optimizer_path=optimizer_path,
         )
-        self._checkpoint = WorkerCheckpoint(self.policy)
+        self._checkpoint, self._profiling = WorkerCheckpoint(self.policy), WorkerProfiling()
         self._refit = WorkerRefit(self.policy)
         self._memory = WorkerMemory(self.policy, on_idle=self._refit._release)
+        self._split = WorkerSplitTraining(self.policy)
         caller = worker_sharding_annotations
         if isinstance(caller, Topology) and caller != self.policy.topology:
             raise ConfigError(f"the driver laid out {caller}, the config {self.policy.topology}")

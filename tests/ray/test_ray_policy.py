@@ -54,16 +54,23 @@ def test_two_workers_do_what_one_process_of_transformers_does(
     assert_greedy_tokens(policy, model, data)
 
     policy.prepare_for_training()
-    trained = oracle.train(path, data, GBS, oracle.token_level)
+    more = batch(seed=1, rows=GBS)
+    everything = BatchedDataDict.from_batches([data, more])
+    trained = oracle.train(path, everything, GBS, oracle.token_level)
     evaluated = policy.train(data, TokenNLL(), eval_mode=True)
     assert evaluated["loss"].shape == (ROWS // GBS,)
     results = policy.train(data, TokenNLL())
+    in_parts = train_in_parts(policy, more)
     policy.finish_training()
-    assert results["loss"].tolist() == pytest.approx(trained.losses, rel=TOLERANCE)
-    assert results["grad_norm"].tolist() == pytest.approx(trained.grad_norms[-1:], rel=TOLERANCE)
+    losses, norms = trained.losses, trained.grad_norms
+    assert results["loss"].tolist() == pytest.approx(losses[:2], rel=TOLERANCE)
+    assert results["grad_norm"].tolist() == pytest.approx(norms[1:2], rel=TOLERANCE)
     metrics = results["all_mb_metrics"]
     assert len(metrics["loss"]) == ROWS, "microbatches of one row, of all data-parallel ranks"
-    assert sum(metrics["loss"]) * 2 == pytest.approx(sum(trained.losses), rel=TOLERANCE)
+    assert sum(metrics["loss"]) * 2 == pytest.approx(sum(losses[:2]), rel=TOLERANCE)
+    assert in_parts["loss"].tolist() == pytest.approx(losses[2:], rel=TOLERANCE)
+    assert in_parts["grad_norm"].tolist() == pytest.approx(norms[2:], rel=TOLERANCE)
+    assert sum(in_parts["all_mb_metrics"]["loss"]) == pytest.approx(losses[2], rel=TOLERANCE)
 
     reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
     assert_logprobs(reference, model, data)
@@ -74,6 +81,27 @@ def test_two_workers_do_what_one_process_of_transformers_does(
     assert_logprobs(policy.get_logprobs(data)["logprobs"], exported, data)
     assert policy.shutdown()
     assert policy.shutdown()
+
+
+def train_in_parts(policy: Policy, data: BatchedDataDict) -> dict[str, Any]:
+    """One step, after one that is dropped and calls that have to wait; one part is one row, so that
+    a data-parallel rank has none.
+    """
+    with pytest.raises(ConfigError, match=r"call begin_train_step\(\) first"):
+        policy.train_microbatch(data)
+    policy.begin_train_step(TokenNLL())
+    policy.train_microbatch(data.slice(1, 4))
+    policy.abort_train_step()
+    policy.begin_train_step(TokenNLL())
+    with pytest.raises(ConfigError, match=r"nothing to step with: call train_microbatch\(\)"):
+        policy.finish_train_step()
+    policy.train_microbatch(data.slice(0, 1))
+    with pytest.raises(ConfigError, match="a training step is open"):
+        policy.finish_training()
+    with pytest.raises(BatchError, match="sample_mask"):
+        policy.train_microbatch({"input_ids": data["input_ids"]})
+    policy.train_microbatch(data.slice(1, 4))
+    return policy.finish_train_step()
 
 
 def assert_logprobs(found: torch.Tensor, model: Any, data: BatchedDataDict) -> None:
@@ -196,15 +224,10 @@ def test_workers_tell_about_themselves(untrained: Policy) -> None:
     assert all(0 < info["memory_free"] <= info["memory_total"] for info in infos)
 
 
-def test_what_is_not_built_is_refused_by_name_and_the_policy_goes_on(untrained: Policy) -> None:
-    group = untrained.worker_group
-    for call in (
-        lambda: untrained.start_gpu_profiling(),
-        lambda: group.run_all("stop_gpu_profiling"),
-    ):
-        with pytest.raises(NotImplementedError, match="is not available yet: it comes with"):
-            call()
-    assert group.run_all("is_alive") == [True, True]
+def test_a_range_for_a_profiler_does_nothing_without_a_gpu(untrained: Policy) -> None:
+    untrained.start_gpu_profiling()
+    untrained.stop_gpu_profiling()
+    assert untrained.worker_group.run_all("is_alive") == [True, True]
 
 
 def test_noise_reaches_every_weight_alike_and_not_the_reference(untrained: Policy) -> None:

@@ -20,6 +20,7 @@ from megatron_policy.workers.sharding import (
     even_shards,
     joined,
     merged_training,
+    part_shards,
     planned_shards,
     training_shards,
 )
@@ -56,6 +57,21 @@ def test_every_global_batch_is_dealt_evenly_and_in_order() -> None:
         [0, 1, 4, 5],
         [2, 3, 6, 7],
     ]
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 5))
+def test_a_part_is_dealt_in_order_in_whole_microbatches_as_equal_as_can_be(
+    microbatches: int, rows: int, ranks: int
+) -> None:
+    shards = part_shards(numbered(microbatches * rows), ranks, rows)
+    assert [name for shard in shards for name in shard["names"]] == [
+        str(row) for row in range(microbatches * rows)
+    ]
+    sizes = [shard.size // rows for shard in shards]
+    assert [shard.size % rows for shard in shards] == [0] * ranks
+    assert max(sizes) - min(sizes) <= 1
+    with pytest.raises(ConfigError, match="make them a multiple"):
+        part_shards(numbered(rows + 1), ranks, rows + 2)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 6, 7])

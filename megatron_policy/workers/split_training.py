@@ -1,0 +1,42 @@
+"""One rank's part in steps trained in parts, under the host's names; knows no other rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_policy.interfaces import LossFunction
+    from megatron_policy.policy import MegatronPolicy
+
+
+class WorkerSplitTraining:
+    """Trains one step at a time in parts; see `MegatronPolicy.split`, `train.split.SplitTraining`.
+
+    All ranks are asked, in the same order.
+    """
+
+    def __init__(self, policy: MegatronPolicy) -> None:
+        self._policy = policy
+
+    def begin_train_step(
+        self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None
+    ) -> None:
+        """Open a step, by which the schedule will advance by `gbs` samples; padded data are cut
+        into microbatches of `mbs` rows. ConfigError while one is open.
+        """
+        self._policy.split.begin(loss_fn, gbs, mbs)
+
+    def train_microbatch(self, data: Mapping[str, Any]) -> None:
+        """Add the gradients of this data-parallel rank's rows, any number of them. A BatchError
+        leaves the step as it was; after any other error it can only be aborted.
+        """
+        self._policy.split.microbatch(data)
+
+    def finish_train_step(self) -> dict[str, Any]:
+        """Take the step; returns what `train` does for one global batch."""
+        return self._policy.split.finish()
+
+    def abort_train_step(self) -> None:
+        """Drop the open step, if there is one, and its gradients."""
+        self._policy.split.abort()

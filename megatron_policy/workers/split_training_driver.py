@@ -1,0 +1,80 @@
+"""The driver's part in steps that are trained in parts: deals each part to the workers; computes
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.errors import ConfigError
+from megatron_policy.workers.sharding import Dealer, merged_training
+
+if TYPE_CHECKING:
+    from megatron_policy.interfaces import LossFunction
+    from megatron_policy.workers.group import WorkerGroup
+
+
+@dataclass(frozen=True)
+class _Begun:
+    loss_fn: LossFunction
+    mbs: int
+
+
+class DriverSplitTraining:
+    """Trains one step at a time in parts, from the driver of the workers.
+
+    Between the parts log-probabilities may be read. What needs the step to be over (`train`, saving
+    and loading, a refit, giving back gradient buffers) is refused with a ConfigError.
+    """
+
+    def __init__(self, workers: WorkerGroup, dealer: Dealer, mbs: int) -> None:
+        """`mbs` is that of the configuration."""
+        self._workers, self._dealer, self._mbs = workers, dealer, mbs
+        self._begun: _Begun | None = None
+
+    def begin_train_step(
+        self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None
+    ) -> None:
+        """Open a step, by which the schedule will advance by `gbs` samples, however many come;
+        microbatches have `mbs` rows. Both default to the config's; microbatches of tokens need no
+        `mbs`. The loss is called with global counts of 1 and divided in the end: docs/losses.md.
+
+        ConfigError while a step is open, without an optimizer, and for a loss without `loss_type`.
+        """
+        self._workers.run_all("begin_train_step", loss_fn=loss_fn, gbs=gbs, mbs=mbs)
+        self._begun = _Begun(loss_fn, mbs or self._mbs)
+
+    def train_microbatch(self, data: Mapping[str, Any]) -> None:
+        """Add the gradients of all rows of `data`, which are dealt to the data-parallel ranks.
+
+        Any number of rows that are whole microbatches, evenly dealt or not. After a BatchError or
+        ConfigError the step goes on with other data.
+        """
+        begun = self._begun
+        if begun is None:
+            raise ConfigError(
+                "train_microbatch(): no training step is open, call begin_train_step() first"
+            )
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"data is a {type(data).__name__}; pass a BatchedDataDict")
+        batch = data if isinstance(data, BatchedDataDict) else BatchedDataDict(data)
+        shards = self._dealer.to_train_part(batch, begun.loss_fn, begun.mbs)
+        self._workers.run_sharded("train_microbatch", data=shards)
+
+    def finish_train_step(self) -> dict[str, Any]:
+        """Take the step; returns what `train` does for one global batch. ConfigError without a
+        part: the step stays open.
+        """
+        refs = self._workers.submit_all("finish_train_step")
+        reporters = self._workers.topology.reporters()
+        result = merged_training(self._workers.collect("finish_train_step", refs, reporters))
+        self._begun = None
+        return result
+
+    def abort_train_step(self) -> None:
+        """Drop the open step, if there is one, and its gradients: the policy is as before it."""
+        self._workers.run_all("abort_train_step")
+        self._begun = None

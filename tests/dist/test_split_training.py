@@ -1,0 +1,351 @@
+"""A step whose data come in parts is the step that `train` takes on all of them at once.
+
+Its gradients are divided by the number of tokens after they have been added up, not before. By a
+power of two that is exact, so where microbatches are the same and in the same order, every bit is.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.errors import BatchError, ConfigError
+from megatron_policy.interfaces import LossInputType, LossType
+from megatron_policy.model.residency import IDLE, LOGPROB, Kind
+from megatron_policy.policy import MegatronPolicy
+from tests import oracle
+from tests.dist.cases import GLOBAL_BATCH, open_policy, policy_config
+from tests.dist.layouts import LAYOUTS, LENGTH, OVERLAPPED, SIZES, VOCAB, layout
+from tests.losses import Result, SequenceNLL, TokenNLL, loss_mask, token_nll
+
+EIGHT_TOKENS = 8
+PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 40}}
+DYNAMIC = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 40}}
+BF16_GRADIENTS = OVERLAPPED | {
+    "distributed_data_parallel_config": OVERLAPPED["distributed_data_parallel_config"]
+    | {"grad_reduce_in_fp32": False}
+}
+
+
+class HostNormalizer(enum.Enum):
+    """A host's own enumeration: only its values are alike."""
+
+    SEQUENCES = "sequences"
+    NONE = "none"
+
+
+class Measured:
+    """Its metrics are divided by tokens, by sequences, by nothing, and not to be added up."""
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInputType.LOGPROB
+    metric_normalizations: ClassVar = {
+        "rows": HostNormalizer.SEQUENCES,
+        "valid": HostNormalizer.NONE,
+    }
+
+    def __call__(
+        self,
+        data: BatchedDataDict,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+        next_token_logprobs: torch.Tensor,
+    ) -> Result:
+        loss = token_nll(next_token_logprobs, data, global_valid_toks)
+        return loss, {
+            "loss": loss.item(),
+            "rows": data["sample_mask"].sum() / global_valid_seqs,
+            "valid": loss_mask(data).sum(),
+            "logprob_min": next_token_logprobs.min(),
+        }
+
+
+class CountingTokens(TokenNLL):
+    metric_normalizations: ClassVar = {"valid": HostNormalizer.NONE}
+
+
+class CountingSequences(SequenceNLL):
+    metric_normalizations: ClassVar = {"valid": HostNormalizer.NONE}
+
+
+class Failing(TokenNLL):
+    """Raises when it is called for the second time."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Result:
+        self.calls += 1
+        if self.calls == 2:
+            raise ArithmeticError("the second microbatch")
+        return super().__call__(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Case:
+    world: int
+    megatron: dict[str, Any]
+    loss: Callable[[], Any] = Measured
+    family: str = "qwen2"
+    top: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "one process": Case(1, {}, CountingTokens),
+    "TP2+SP": Case(2, LAYOUTS["TP2+SP"].megatron),
+    "PP2, tied": Case(2, LAYOUTS["PP2"].megatron),
+    "DP2, both overlaps": Case(2, layout(2, **OVERLAPPED).megatron, CountingSequences),
+    "DP2, both overlaps, bf16": Case(2, BF16_GRADIENTS, top={"precision": "bfloat16"}),
+    "PP2xVPP2": Case(2, LAYOUTS["PP2xVPP2"].megatron | OVERLAPPED),
+    "DP2, packed": Case(2, {}, top=PACKED),
+    "DP2, dynamic": Case(2, OVERLAPPED, top=DYNAMIC),
+    "DP2, experts": Case(2, OVERLAPPED, family="deepseek_v3"),
+}
+WARMING_UP = {"scheduler": {"lr_warmup_iters": 8, "lr_warmup_init": 0.0}}
+
+
+def even_batch(seed: int) -> BatchedDataDict:
+    """As many valid tokens in each row, a power of two of them."""
+    data = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB, seed)
+    random = torch.Generator().manual_seed(seed)
+    data["input_ids"] = torch.randint(1, VOCAB, (GLOBAL_BATCH, LENGTH), generator=random)
+    data["input_lengths"] = torch.full((GLOBAL_BATCH,), LENGTH)
+    data["sample_mask"] = torch.ones(GLOBAL_BATCH)
+    chosen = torch.rand(GLOBAL_BATCH, LENGTH - 1, generator=random).topk(EIGHT_TOKENS).indices
+    data["token_mask"] = torch.zeros(GLOBAL_BATCH, LENGTH).scatter(1, chosen + 1, 1).long()
+    return data
+
+
+def masked_batch() -> BatchedDataDict:
+    data = even_batch(9)
+    data["sample_mask"] = torch.zeros(GLOBAL_BATCH)
+    return data
+
+
+BATCHES = {
+    "at once": even_batch(1),
+    "in many parts": even_batch(2),
+    "after a failure": even_batch(3),
+    "unevenly": oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB, seed=4),
+    "nothing valid": masked_batch(),
+    "train once more": oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB, seed=5),
+}
+EXACT = ("at once", "in many parts", "after a failure")
+
+
+def share_of(policy: MegatronPolicy, name: str) -> BatchedDataDict:
+    return BATCHES[name].shard_by_batch_size(policy.topology.dp)[policy.coords.dp]
+
+
+def in_one_go(policy: MegatronPolicy, loss: Any, name: str) -> dict[str, Any]:
+    return policy.train(share_of(policy, name), loss, mbs=1)
+
+
+def in_parts(policy: MegatronPolicy, loss: Any, name: str) -> dict[str, Any]:
+    if name == "train once more":
+        return in_one_go(policy, loss, name)
+    if name == "after a failure":
+        fail(policy, share_of(policy, name))
+    policy.split.begin(loss, mbs=1)
+    for part in parts_of(policy, name):
+        policy.split.microbatch(part)
+    return policy.split.finish()
+
+
+def parts_of(policy: MegatronPolicy, name: str) -> list[BatchedDataDict]:
+    share = share_of(policy, name)
+    if name != "unevenly":
+        sizes = [share.size] if name == "at once" else [1] * share.size
+        return cut(share, sizes)
+    everything = BATCHES[name]
+    if policy.topology.dp == 1:
+        return [*cut(everything, [3]), BatchedDataDict(), *cut(everything, [3, 5])[1:]]
+    # Rank 0 has 3 rows, 0 and 1; rank 1 has 1, 3 and, said in another way, 0.
+    rows = cut(everything, [3, 1, 3, 1])
+    mine = [rows[0], everything.slice(0, 0), rows[3]]
+    return mine if policy.coords.dp == 0 else [rows[1], rows[2], BatchedDataDict()]
+
+
+def cut(data: BatchedDataDict, sizes: Sequence[int]) -> list[BatchedDataDict]:
+    ends = [sum(sizes[:count]) for count in range(len(sizes) + 1)]
+    return [data.slice(ends[i], ends[i + 1]) for i in range(len(sizes))]
+
+
+def fail(policy: MegatronPolicy, share: BatchedDataDict) -> None:
+    """A step that is begun and dropped; where no stage waits for another, after its loss raised."""
+    policy.split.begin(Failing(), mbs=1)
+    policy.split.microbatch(share.slice(0, 1))
+    if policy.topology.pp == 1:
+        with pytest.raises(ArithmeticError, match="second"):
+            policy.split.microbatch(share.slice(1, 2))
+        for go_on in (lambda: policy.split.microbatch(share.slice(1, 2)), policy.split.finish):
+            with pytest.raises(ConfigError, match=r"ArithmeticError: call abort_train_step\(\)"):
+                go_on()
+    policy.split.abort()
+    policy.split.abort()
+
+
+def walk(config: dict[str, Any], loss: Callable[[], Any], step: Callable[..., Any]) -> Any:
+    """Each step's result and the weights after it, by the name of its batch; and steps counted."""
+    with open_policy(config, init_reference_model=False) as policy:
+        seen = {}
+        for name in BATCHES:
+            result = step(policy, loss(), name)
+            weights = {key: p.detach().clone() for key, p in policy.named_parameters()}
+            seen[name] = (result, weights)
+        return seen, policy.steps
+
+
+def both_ways(config: dict[str, Any], loss: Callable[[], Any]) -> Any:
+    return walk(config, loss, in_one_go), walk(config, loss, in_parts)
+
+
+def config_of(case: Case, path: Path) -> dict[str, Any]:
+    megatron = dict(case.megatron) | WARMING_UP
+    return policy_config(path, megatron, **case.top)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_in_parts_is_the_step_that_train_takes(
+    ranks, checkpoint: Callable[..., Path], name: str
+) -> None:
+    case = CASES[name]
+    config = config_of(case, checkpoint(case.family, tied="tied" in name, **SIZES))
+    half = "precision" in case.top
+    by_rows = half or not case.top  # else parts make other microbatches than the whole
+    seen = ranks.run(case.world, both_ways, config, case.loss)
+    for (whole, steps), (parts, counted) in seen:
+        assert steps == counted == len(BATCHES)
+        for batch in BATCHES:
+            exact = batch == "at once" or (batch in EXACT and by_rows)
+            (one, weights), (other, others) = whole[batch], parts[batch]
+            assert_same_step(one, other, rel=0.0 if exact else 2e-2 if half else 1e-5)
+            atol = 0.0 if exact else 2e-2 if half else 2e-6
+            for key, weight in weights.items():
+                torch.testing.assert_close(others[key], weight, rtol=0, atol=atol)
+    for batch in BATCHES:
+        of_whole, of_parts = (merged([rank[way][0][batch][0] for rank in seen]) for way in (0, 1))
+        assert of_parts == pytest.approx(of_whole, rel=2e-2 if half else 1e-5)
+    assert any(norm > 0 for norm in [r[0]["at once"][0]["grad_norm"].item() for r, _ in seen])
+    assert all(r[0]["nothing valid"][0]["grad_norm"].item() == 0 for _, r in seen)
+
+
+def assert_same_step(one: dict[str, Any], other: dict[str, Any], rel: float) -> None:
+    assert one.keys() == other.keys()
+    assert one["rank"] == other["rank"]
+    for key in ("global_loss", "grad_norm"):
+        assert one[key].dtype == other[key].dtype and one[key].shape == other[key].shape
+        assert other[key].tolist() == pytest.approx(one[key].tolist(), rel=rel, abs=0.0)
+
+
+def merged(results: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Metrics over all ranks: what the step used, which is the same everywhere, extrema, and sums.
+
+    A rank counts as often as it has copies, in parts and in one go alike.
+    """
+    lists: dict[str, list[float]] = {}
+    for result in results:
+        for name, values in result["all_mb_metrics"].items():
+            lists.setdefault(name, []).extend(values)
+    found = {}
+    for name, values in lists.items():
+        if name in ("lr", "wd", "global_valid_seqs", "global_valid_toks"):
+            (found[name],) = set(values)
+        else:
+            found[name] = min(values) if name.endswith("_min") else sum(values)
+    return found
+
+
+class Untyped(TokenNLL):
+    loss_type = None
+
+
+class Mismeasured(TokenNLL):
+    metric_normalizations: ClassVar = {"valid": "bytes"}
+
+
+def mistakes(config: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Everything that is refused around and within a step, and what that step came to."""
+    with open_policy(config) as policy:
+        split, share = policy.split, share_of(policy, "at once")
+        split.abort()
+        for early in (lambda: split.microbatch(share), split.finish):
+            refuse(early, r"no training step is open, call begin_train_step\(\) first")
+        refuse(lambda: split.begin(Untyped()), r"Untyped.loss_type is None.*token_level")
+        refuse(lambda: split.begin(Mismeasured()), "'bytes' for 'valid'; legal: tokens, sequences")
+        refuse(lambda: split.begin(TokenNLL(), mbs=-1), "mbs is -1", BatchError)
+        policy.memory.enter(LOGPROB)
+        refuse(lambda: split.begin(TokenNLL()), r"call prepare_for_training\(\) first")
+        policy.memory.onload(Kind)
+        tokens = BATCHES["at once"]
+        before = policy.logprobs(tokens), policy.reference_logprobs(tokens)
+
+        split.begin(TokenNLL(), mbs=1)
+        refuse(split.finish, r"nothing to step with: call train_microbatch\(\)")
+        split.microbatch(share.slice(0, 1))
+        within = {
+            "begin_train_step": lambda: split.begin(TokenNLL()),
+            "train": lambda: policy.train(share, TokenNLL(), mbs=1),
+            "save_checkpoint": lambda: policy.save_checkpoint(directory / "weights"),
+            "load_checkpoint": lambda: policy.load_checkpoint(directory / "weights"),
+            "export_hf": lambda: policy.export_hf(directory / "exported"),
+            "export": lambda: next(policy.export()),
+            "idle": lambda: policy.memory.enter(IDLE),
+            "logprob": lambda: policy.memory.enter(LOGPROB),
+        }
+        for name, call in within.items():
+            refuse(call, rf"{name}\b.*call finish_train_step\(\), or abort_train_step\(\)")
+        bad = share.slice(0, 2) if policy.coords.dp else share.slice(0, 1)
+        with pytest.raises(BatchError, match="'token_mask'" if policy.coords.dp else "another"):
+            narrow(split, bad)
+        policy.memory.offload(Kind.PARAMETERS)
+        policy.memory.onload(Kind)
+        evaluated = policy.train(share, TokenNLL(), mbs=1, eval_mode=True)["global_loss"]
+        after = policy.logprobs(tokens), policy.reference_logprobs(tokens)
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+        split.microbatch(share.slice(1, share.size))
+        result = split.finish()
+        assert evaluated.item() == result["global_loss"].item()
+        return result
+
+
+def narrow(split: Any, bad: BatchedDataDict) -> None:
+    """A part that only fits on the ranks where it has one row."""
+    if bad.size > 1:
+        bad["token_mask"] = bad["token_mask"][:1]
+    split.microbatch(bad)
+
+
+def refuse(call: Callable[[], Any], match: str, kind: type[Exception] = ConfigError) -> None:
+    with pytest.raises(kind, match=match):
+        call()
+
+
+def without_optimizer(config: dict[str, Any]) -> None:
+    with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
+        refuse(lambda: policy.split.begin(TokenNLL()), "init_optimizer=False")
+        policy.split.abort()
+
+
+def first_step(config: dict[str, Any]) -> dict[str, Any]:
+    with open_policy(config, init_reference_model=False) as policy:
+        return in_one_go(policy, TokenNLL(), "at once")
+
+
+def test_mistakes_around_a_step_are_refused_and_cost_nothing_of_it(
+    ranks, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    case = CASES["DP2, both overlaps"]
+    config = config_of(case, checkpoint(case.family, tied="tied" in name, **SIZES))
+    expected = ranks.run(case.world, first_step, config)
+    for one, other in zip(expected, ranks.run(case.world, mistakes, config, tmp_path), strict=True):
+        assert_same_step(one, other, rel=0.0)
+    ranks.run(case.world, without_optimizer, config)
+    assert not any(tmp_path.iterdir())
