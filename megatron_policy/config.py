@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 
 from megatron_policy.config_classify import classify
 from megatron_policy.config_complete import check, complete
@@ -68,6 +75,8 @@ class PolicyConfig(Section):
 
     model_name: str
     tokenizer: TokenizerConfig = TokenizerConfig()
+    hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
+    """Fields that replace those of the model's config.json."""
     precision: Dtype = "bfloat16"
     train_global_batch_size: PositiveInt
     train_micro_batch_size: PositiveInt
@@ -103,6 +112,8 @@ class PolicyConfig(Section):
     """The longest wait of a refit for another rank or an engine."""
     checkpoint_timeout_s: PositiveFloat = DEFAULT_TIMEOUT_S
     """The longest wait of a save or a load for another rank that gives no sign of life."""
+    ignore_unknown_keys: tuple[str, ...] = ()
+    """Paths below `policy` that may be unknown, and then have no effect: keys of a newer host."""
     fsdp_offload_enabled: bool = False
     activation_checkpointing_enabled: bool = False
     optimizer: PytorchOptimizerConfig | None = None
@@ -124,6 +135,9 @@ class PolicyConfig(Section):
             if classified.ignored:
                 _log.info("keys without effect: %s", ", ".join(sorted(classified.ignored)))
             config = _validate(cls, classified.kept)
+            unknown = classified.ignored.keys() & set(config.ignore_unknown_keys)
+            if unknown:
+                _log.warning("unknown keys, ignored as asked for: %s", ", ".join(sorted(unknown)))
         else:
             raise ConfigError(f"a policy's configuration is a mapping, not a {type(raw).__name__}")
         config = complete(config)

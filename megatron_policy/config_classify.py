@@ -12,7 +12,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from megatron_policy.config_keys import KEYS, Ignored, Nested, Rejected, Rule
+from megatron_policy.config_keys import KEYS
+from megatron_policy.config_rules import Ignored, Nested, Rejected, Rule
 from megatron_policy.config_sections import Section
 from megatron_policy.errors import ConfigError
 
@@ -32,11 +33,12 @@ class Classified:
 def classify(raw: Mapping[str, Any], root: type[Section]) -> Classified:
     """Split a policy's mapping by what becomes of its keys.
 
-    ConfigError lists every unknown key, with the nearest valid one, and every key set to a value
-    that would change results but is not built.
+    ConfigError lists every unknown key that `ignore_unknown_keys` does not name, with the nearest
+    valid one, and every key set to a value that would change results but is not built.
     """
     result = Classified()
-    problems = list(_walk(_Whole(raw, root), raw, root, "", result.kept, result.ignored))
+    whole = _Whole(raw, root)
+    problems = [*_walk(whole, raw, root, "", result), *_misnamed(whole.unknown)]
     if problems:
         raise ConfigError("\n".join(problems))
     return result
@@ -49,6 +51,12 @@ class _Whole:
     raw: Mapping[str, Any]
     root: type[Section]
 
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Paths that may be unknown."""
+        given = self.raw.get("ignore_unknown_keys")
+        return tuple(map(str, given)) if isinstance(given, list | tuple) else ()
+
     def means(self, path: str, value: Any) -> bool:
         """Whether `value` would mean for the key `path` what it is set to, or its default."""
         *sections, name = path.split(".")
@@ -57,6 +65,7 @@ class _Whole:
         for depth, section in enumerate(sections, 1):
             rule = KEYS[".".join(sections[:depth])]
             assert isinstance(rule, Nested), f"{path} is in no section"
+            assert rule.section is not None, f"{path} is in a section without a type"
             given, cls = given.get(section) or {}, rule.section
         info = cls.model_fields[name]
         twin = given.get(name)
@@ -74,32 +83,44 @@ def _typed(info: FieldInfo, value: Any) -> Any:
 def _walk(
     whole: _Whole,
     section: Mapping[str, Any],
-    cls: type[Section],
+    cls: type[Section] | None,
     prefix: str,
-    kept: dict[str, Any],
-    ignored: dict[str, str],
+    result: Classified,
 ) -> Iterator[str]:
-    """Fill `kept` and `ignored` from one section; yield what is wrong with it."""
+    """Sort the keys of one section into the result; yield what is wrong with it."""
+    kept = _at(result.kept, prefix) if cls else {}
+    fields = cls.model_fields if cls else {}
     for name, value in section.items():
         path = f"{prefix}{name}"
         rule = KEYS.get(path) or KEYS.get(f"{prefix}*")
         if rule is None:
-            yield _unknown(prefix, str(name))
+            if path in whole.unknown:
+                result.ignored[path] = "unknown, and named in ignore_unknown_keys"
+            else:
+                yield _unknown(prefix, str(name))
         elif value is None and path not in _NULL_IS_A_VALUE:
             continue
         elif isinstance(rule, Nested):
-            if not isinstance(value, Mapping):
+            if isinstance(value, Mapping):
+                yield from _walk(whole, value, rule.section, f"{path}.", result)
+                if rule.section is None and name in fields:
+                    kept[name] = value
+            elif rule.section or value:
                 yield f"policy.{path} must be a section of keys, not {value!r}"
-                continue
-            kept[name] = {}
-            yield from _walk(whole, value, rule.section, f"{path}.", kept[name], ignored)
         else:
             if isinstance(rule, Ignored):
-                ignored[path] = rule.why
+                result.ignored[path] = rule.why
             elif isinstance(rule, Rejected) and not _harmless(rule, path, value, whole):
                 yield _rejection(rule, path, value)
-            if name in cls.model_fields:
+            if name in fields:
                 kept[name] = value
+
+
+def _at(kept: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The place for the keys of a section, made where it is not there yet."""
+    for section in filter(None, prefix.split(".")):
+        kept = kept.setdefault(section, {})
+    return kept
 
 
 def _harmless(rule: Rejected, path: str, value: Any, whole: _Whole) -> bool:
@@ -108,6 +129,8 @@ def _harmless(rule: Rejected, path: str, value: Any, whole: _Whole) -> bool:
         and whole.raw["generation"].get("backend") not in _OWN_ENGINES
     ):
         return True  # speaks to another engine
+    if rule.only:
+        return value in rule.only
     if not rule.same_as:
         return _asks_for_nothing(value)
     return whole.means(rule.same_as, value)
@@ -122,16 +145,18 @@ def _asks_for_nothing(value: Any) -> bool:
 def _rejection(rule: Rejected, path: str, value: Any) -> str:
     shown = repr(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    fix = (
-        f"leave it out or give it the value of policy.{rule.same_as}"
-        if rule.same_as
-        else ("leave it out or disable it" if isinstance(value, Mapping) else "leave it out")
-    )
+    fix = "leave it out"
+    if rule.same_as:
+        fix += f" or give it the value of policy.{rule.same_as}"
+    elif value is True:
+        fix += " or set it to false"
     return f"policy.{path}={shown} would change results and is not supported: {rule.why}; {fix}"
 
 
 def _unknown(prefix: str, name: str) -> str:
-    """Name the same key elsewhere, or the nearest of the section, or all that have an effect."""
+    """Name the same key elsewhere, or the nearest of the section, or all that have an effect; and
+    what to do with a key that a newer host brought.
+    """
     siblings = [path.removeprefix(prefix) for path in KEYS if _section(path) == prefix]
     elsewhere = [path for path in KEYS if path.rsplit(".", 1)[-1] == name]
     near = difflib.get_close_matches(name, siblings, n=1)
@@ -140,8 +165,22 @@ def _unknown(prefix: str, name: str) -> str:
     elif near:
         hint = f"did you mean {near[0]!r}?"
     else:
-        hint = "its keys are " + ", ".join(key for key in siblings if _applies(KEYS[prefix + key]))
-    return f"policy.{prefix}{name} is unknown: {hint}"
+        keys = ", ".join(key for key in siblings if _applies(KEYS[prefix + key]))
+        hint = f"its keys are {keys}."
+    return (
+        f"policy.{prefix}{name} is unknown: {hint} If the host knows it and it may stay without "
+        f"effect, add {prefix + name!r} to policy.ignore_unknown_keys"
+    )
+
+
+def _misnamed(unknown: tuple[str, ...]) -> Iterator[str]:
+    """Keys that nobody may ask to ignore: what becomes of them is settled."""
+    for path in unknown:
+        if path in KEYS:
+            yield (
+                f"policy.ignore_unknown_keys names {path!r}, which is known: it is for keys that "
+                "this release does not know; take it out of the list"
+            )
 
 
 def _section(path: str) -> str:

@@ -226,7 +226,7 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
         ({SCHEDULER + "lr_decay_style": "cosine"}, "lr_decay_iters is missing: give it"),
         ({SCHEDULER + "end_weight_decay": 0.5}, "make them equal, or weight_decay_incr_style"),
         ({MEGATRON + "pipeline_dtype": "float32"}, "value of policy.precision"),
-        ({MEGATRON + "peft": {"enabled": True}}, "peft=.*leave it out or disable it"),
+        ({MEGATRON + "peft": {"enabled": True}}, "peft.enabled=True .*or set it to false"),
         ({"dtensor_cfg.enabled": True}, "are both true: exactly one"),
         ({MEGATRON + "enabled": False}, "are both false: exactly one"),
         (

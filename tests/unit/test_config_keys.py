@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_policy.config import PolicyConfig, ignored_keys
-from megatron_policy.config_keys import IGNORED, KEYS, Applied, Ignored, Nested, Rejected
+from megatron_policy.config_keys import IGNORED, KEYS, SECTIONS
+from megatron_policy.config_rules import Applied, Ignored, Nested, Rejected
 from megatron_policy.config_sections import Section
 from megatron_policy.errors import ConfigError
 from tests.unit import host_policies
@@ -57,7 +58,7 @@ def _fields(section: type[Section], prefix: str = "") -> Iterator[str]:
     for name in section.model_fields:
         yield prefix + name
         rule = KEYS.get(prefix + name)
-        if isinstance(rule, Nested):
+        if isinstance(rule, Nested) and rule.section:
             yield from _fields(rule.section, f"{prefix}{name}.")
 
 
@@ -70,8 +71,21 @@ def test_every_field_of_every_section_has_a_rule() -> None:
 
 
 def test_every_applied_key_and_every_section_is_a_typed_field() -> None:
-    needed = {path for path, rule in KEYS.items() if isinstance(rule, Applied | Nested)}
-    assert needed - FIELDS == set()
+    sections = {path for path, rule in KEYS.items() if isinstance(rule, Nested) and rule.section}
+    applied = {path for path, rule in KEYS.items() if isinstance(rule, Applied)}
+    assert (sections | applied) - FIELDS == set()
+
+
+def test_every_section_has_rules_and_all_rules_stand_in_a_section() -> None:
+    nested = {f"{path}." for path, rule in KEYS.items() if isinstance(rule, Nested)}
+    assert nested == SECTIONS.keys() - {""}
+
+
+def test_a_section_without_a_type_has_no_applied_key() -> None:
+    for path, rule in KEYS.items():
+        if isinstance(rule, Nested) and rule.section is None:
+            kinds = {type(each) for each in SECTIONS[f"{path}."].values()}
+            assert kinds <= {Ignored, Rejected}, path
 
 
 def test_every_public_key_is_a_typed_field() -> None:
@@ -87,7 +101,8 @@ def test_every_key_without_effect_states_why() -> None:
 def test_every_applied_key_is_read_by_some_module() -> None:
     read: set[str] = set()
     for file in PACKAGE.rglob("*.py"):
-        if file.name in ("config_keys.py", "config_sections.py") or "converters" in file.parts:
+        tables = ("config_keys.py", "config_megatron_keys.py", "config_sections.py")
+        if file.name in tables or "converters" in file.parts:
             continue
         tree = ast.parse(file.read_text(encoding="utf-8"))
         read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -119,8 +134,8 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 @pytest.mark.parametrize("name", host_policies.ALL)
 def test_one_letter_more_in_any_key_of_the_host_is_found(name: str) -> None:
     for path, value in _leaves(host_policies.ALL[name]):
-        if path.startswith("dtensor_cfg."):
-            continue  # the section belongs to another worker as a whole
+        if f"{path.rpartition('.')[0]}.*" in KEYS:
+            continue  # the section is another worker's, or off, as a whole
         raw = copy.deepcopy(host_policies.ALL[name])
         *sections, key = path.split(".")
         at = raw
@@ -131,7 +146,9 @@ def test_one_letter_more_in_any_key_of_the_host_is_found(name: str) -> None:
             PolicyConfig.parse(raw)
 
 
-REJECTED = sorted(path for path, rule in KEYS.items() if isinstance(rule, Rejected))
+REJECTED = sorted(
+    path for path, rule in KEYS.items() if isinstance(rule, Rejected) and not path.endswith("*")
+)
 
 
 @pytest.mark.parametrize("path", REJECTED)
@@ -140,16 +157,74 @@ def test_a_rejected_key_passes_only_when_it_asks_for_nothing(path: str) -> None:
     raw = copy.deepcopy(host_policies.EARLY)
     at = raw
     for section in sections:
-        at = at[section]
-    at[key] = None
-    PolicyConfig.parse(raw)
+        at = at.setdefault(section, {})
     rule = KEYS[path]
     assert isinstance(rule, Rejected)
-    at[key] = "something else" if rule.same_as else {"enabled": True}
+    for harmless in (None, *rule.only):
+        at[key] = harmless
+        PolicyConfig.parse(raw)
+    at[key] = "something else"
     with pytest.raises(ConfigError, match=rf"policy\.{path}.*would change results.*leave it out"):
         PolicyConfig.parse(raw)
-    if not rule.same_as and path not in FIELDS:
-        at[key] = {"enabled": False, "other": 1}
+    if path not in FIELDS and not rule.same_as and not rule.only:
+        at[key] = False
+        PolicyConfig.parse(raw)
+
+
+SWITCHES = [path for path in REJECTED if path.endswith(".enabled")]
+
+
+@pytest.mark.parametrize("path", SWITCHES)
+def test_a_section_that_is_off_may_say_what_it_likes(path: str) -> None:
+    *outer, section, _ = path.split(".")
+    others = dict.fromkeys(SECTIONS[path.removesuffix("enabled")], 1)
+    for keys in (others | {"enabled": False, "of_a_newer_host": 1}, {}, None, False):
+        raw = copy.deepcopy(host_policies.EARLY)
+        at = raw["megatron_cfg"] if outer else raw
+        at[section] = keys
+        PolicyConfig.parse(raw)
+    at[section] = others | {"enabled": True}
+    with pytest.raises(ConfigError, match=rf"policy\.{path}=True would .*or set it to false"):
+        PolicyConfig.parse(raw)
+    at[section] = "on"
+    with pytest.raises(ConfigError, match=rf"{section} must be a section of keys, not 'on'"):
+        PolicyConfig.parse(raw)
+
+
+def test_switches_are_those_of_what_is_not_built() -> None:
+    expected = {"draft", "router_replay", "reward_model_cfg", "megatron_cfg.peft"}
+    expected |= {"megatron_cfg.fp8_cfg"}
+    assert {path.removesuffix(".enabled") for path in SWITCHES} == expected
+
+
+def test_freezing_towers_that_a_text_model_lacks_passes_and_freezing_the_model_does_not() -> None:
+    raw = copy.deepcopy(host_policies.EARLY)
+    raw["megatron_cfg"]["freeze_config"] = frozen = {"freeze_vision_model": True}
+    assert "megatron_cfg.freeze_config.freeze_vision_model" in ignored_keys(raw)
+    PolicyConfig.parse(raw)
+    for key in ("freeze_language_model", "freeze_everything"):
+        raw["megatron_cfg"]["freeze_config"] = frozen | {key: True}
+        with pytest.raises(ConfigError, match=f"{key}=True would change results"):
+            PolicyConfig.parse(raw)
+
+
+def test_a_key_of_a_newer_host_passes_once_it_is_named() -> None:
+    raw = copy.deepcopy(host_policies.EARLY)
+    raw["megatron_cfg"] |= {"of_a_newer_host": 1, "and_a_section": {"with": "keys"}}
+    with pytest.raises(ConfigError) as raised:
+        PolicyConfig.parse(raw)
+    named = ["megatron_cfg.of_a_newer_host", "megatron_cfg.and_a_section"]
+    for path, line in zip(named, str(raised.value).splitlines(), strict=True):
+        assert f"add '{path}' to policy.ignore_unknown_keys" in line
+    raw["ignore_unknown_keys"] = named
+    assert set(named) <= ignored_keys(raw).keys()
+    config = PolicyConfig.parse(raw)
+    assert PolicyConfig.parse(config.model_dump()) == config
+    raw["ignore_unknown_keys"] = [*named, "megatron_cfg.fp8_cfg.enabled"]
+    with pytest.raises(ConfigError, match=r"names 'megatron_cfg.fp8_cfg.enabled', which is known"):
+        PolicyConfig.parse(raw)
+    raw["ignore_unknown_keys"] = named[0]
+    with pytest.raises(ConfigError, match="of_a_newer_host is unknown"):
         PolicyConfig.parse(raw)
 
 

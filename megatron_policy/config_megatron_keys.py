@@ -1,0 +1,247 @@
+"""What becomes of every key of `megatron_cfg` and its sections; data only."""
+
+from __future__ import annotations
+
+from megatron_policy.config_rules import (
+    Applied,
+    Ignored,
+    Nested,
+    Rejected,
+    Rules,
+    each,
+    switched_off,
+)
+from megatron_policy.config_sections import (
+    CheckpointConfig,
+    MegatronDDPConfig,
+    MegatronOptimizerConfig,
+    MegatronSchedulerConfig,
+)
+
+MEMORY = "saves memory only; results are the same without it"
+TEXT = "bears on vision, audio and video towers only; the built-in model families are text only"
+_BALANCING = "bears on losses that balance experts, which are not built"
+_FILES = "what goes where is worked out at every save and load"
+_FP16 = "bears on float16 training only, and fp16 is rejected"
+_FP32 = "optimizer states and main parameters are always fp32"
+_FP32_NAMES = ("float32", "fp32", "torch.float32")
+_GRAPHS = "bears on captured CUDA graphs only; nothing is captured here"
+_KERNEL = "chooses kernels only; the implementation picks its own"
+_LOG = "logs only"
+_MTP = "bears on multi-token prediction only, and mtp_num_layers is rejected"
+_MUON = "bears on optimizers that `optimizer` does not offer"
+_NORMALISED = "losses are divided by global counts and gradients summed, whatever it says"
+_OVERRIDE = "the model's config.json counts; change it there or by hf_config_overrides"
+_WSD = "bears on lr_decay_style 'WSD' only, which is not among its values"
+
+_LAYOUT: Rules = {
+    **each(
+        Applied(),
+        """enabled tensor_model_parallel_size pipeline_model_parallel_size
+        num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage context_parallel_size
+        sequence_parallel""",
+    ),
+    "virtual_pipeline_model_parallel_size": Applied("model chunks of each pipeline stage"),
+    "expert_model_parallel_size": Applied("only 1 is built"),
+    "expert_tensor_parallel_size": Ignored(
+        "experts are shared out like all else over tensor-parallel ranks; results are the same"
+    ),
+    "pipeline_dtype": Rejected("stages exchange what they compute in", same_as="precision"),
+    "pipeline_model_parallel_layout": Rejected(
+        "use num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
+    ),
+    "account_for_embedding_in_pipeline_split": Rejected("use num_layers_in_first_pipeline_stage"),
+    "account_for_loss_in_pipeline_split": Rejected("use num_layers_in_last_pipeline_stage"),
+    "use_gloo_process_groups": Ignored("process groups follow from the device"),
+    "env_vars": Applied("environment variables of the workers"),
+    "_override_": Ignored("a mark by which the host composes its files"),
+}
+
+_COMPUTATION: Rules = {
+    "activation_checkpointing": Applied(),
+    **each(
+        Applied("counts where activation_checkpointing is on"),
+        "recompute_granularity recompute_method recompute_num_layers recompute_modules",
+    ),
+    "transformer_impl": Applied("'auto', 'local' or 'transformer_engine'"),
+    **each(
+        Applied("where the implementation has the fused kernel"),
+        "apply_rope_fusion bias_activation_fusion",
+    ),
+    "empty_unused_memory_level": Ignored("caches are emptied where memory is handed over"),
+    **each(
+        Ignored(MEMORY),
+        """defer_fp32_logits use_fused_linear_logprobs fused_linear_logprobs_chunk_size
+        use_linear_ce_fusion_loss linear_ce_fusion_chunk_size fine_grained_activation_offloading
+        offload_modules clear_memory_caches_before_refit""",
+    ),
+    **each(
+        Ignored(_KERNEL),
+        "attention_backend gradient_accumulation_fusion use_fused_weighted_squared_relu",
+    ),
+    **each(
+        Ignored(_GRAPHS),
+        "cuda_graph_impl cuda_graph_modules cuda_graph_warmup_steps inference_cuda_graph_scope",
+    ),
+    **each(
+        Ignored(_NORMALISED),
+        "calculate_per_token_loss cp_normalize do_not_average_loss scale_loss_by_dp_cp_size",
+    ),
+    **each(
+        Ignored("bears on fp8 training only, and fp8_cfg.enabled is rejected"),
+        "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
+    ),
+}
+
+_MODEL: Rules = {
+    "train_iters": Applied("the length of the schedule where lr_decay_iters is not given"),
+    "converter_type": Ignored("the checkpoint's config.json names the model family"),
+    **each(
+        Ignored("every start reads the Hugging Face files anew"),
+        "force_reconvert_from_hf force_overwrite_initial_ckpt",
+    ),
+    "layernorm_epsilon": Rejected(_OVERRIDE),
+    "model_overrides": Rejected(_OVERRIDE),
+    "mtp_num_layers": Rejected("multi-token prediction is not built"),
+    **each(Ignored(_MTP), "mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads"),
+    **each(
+        Ignored(TEXT),
+        """freeze_vision_model freeze_vision_projection freeze_sound_encoder
+        freeze_sound_projection radio_force_cpe_eval_mode""",
+    ),
+    "freeze_config": Nested(),
+    "peft": Nested(),
+    "fp8_cfg": Nested(),
+    "optimizer": Nested(MegatronOptimizerConfig),
+    "scheduler": Nested(MegatronSchedulerConfig),
+    "distributed_data_parallel_config": Nested(MegatronDDPConfig),
+    "checkpoint": Nested(CheckpointConfig),
+}
+
+_EXPERTS: Rules = {
+    "freeze_moe_router": Applied(),
+    "moe_router_dtype": Applied("fp32 or fp64; null means what the model's family computes in"),
+    "moe_router_load_balancing_type": Applied("of models with experts only 'none' is built"),
+    "moe_router_bias_update_rate": Applied("of routers with a correction bias only 0 is built"),
+    "moe_aux_loss_coeff": Rejected("losses that balance experts are not built"),
+    **each(Rejected(_OVERRIDE), "moe_router_num_groups moe_router_group_topk"),
+    "moe_router_enable_expert_bias": Ignored("follows from the model's config.json"),
+    **each(Ignored(_BALANCING), "moe_per_layer_logging track_moe_metrics"),
+    **each(
+        Ignored(_KERNEL),
+        """moe_permute_fusion moe_grouped_gemm moe_enable_deepep moe_token_dispatcher_type
+        moe_shared_expert_overlap moe_flex_dispatcher_backend moe_hybridep_num_sms
+        moe_pad_experts_for_cuda_graph_inference hybridep_num_ranks_per_nvlink_domain
+        hybridep_use_mnnvl inference_moe_token_dispatcher_type inference_grouped_gemm_backend""",
+    ),
+}
+
+_OPTIMIZER: Rules = {
+    "optimizer": Applied("'adam' or 'sgd'"),
+    **each(
+        Applied(),
+        """min_lr weight_decay adam_beta1 adam_beta2 adam_eps sgd_momentum
+        use_distributed_optimizer""",
+    ),
+    "lr": Applied("policy.learning_rate where it is not given"),
+    "clip_grad": Applied("policy.max_grad_norm where it is not given"),
+    "fp16": Rejected("float16 training is not built; use precision bfloat16 or float32"),
+    "bf16": Ignored("follows from precision; main parameters are always fp32"),
+    "params_dtype": Ignored("parameters have the dtype of precision, main parameters are fp32"),
+    **each(
+        Rejected(_FP32, only=_FP32_NAMES),
+        "main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
+    ),
+    **each(
+        Ignored(MEMORY),
+        """use_precision_aware_optimizer store_param_remainders optimizer_cpu_offload
+        optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
+        use_torch_optimizer_for_cpu_offload pin_cpu_grads pin_cpu_params""",
+    ),
+    "decoupled_weight_decay": Rejected("weight decay is always decoupled", only=(True,)),
+    **each(Rejected("all parameters share one learning rate"), "decoupled_lr decoupled_min_lr"),
+    "apply_wd_to_qk_layernorm": Rejected("norms and biases have no weight decay"),
+    "grad_norm_skip_threshold": Rejected(
+        "no step is left out for its gradient's norm", only=(float("inf"),)
+    ),
+    "reuse_grad_buf_for_mxfp8_param_ag": Rejected("fp8 training is not built"),
+    "fp8_recipe": Ignored("bears on fp8 training only, and fp8_cfg.enabled is rejected"),
+    **each(
+        Ignored(_FP16), "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis"
+    ),
+    "overlap_param_gather": Ignored("distributed_data_parallel_config.overlap_param_gather counts"),
+    "overlap_param_gather_with_optimizer_step": Ignored(_KERNEL),
+    "optimizer_cuda_graph": Ignored(_GRAPHS),
+    "use_layer_wise_distributed_optimizer": Ignored(_MUON),
+    **each(Ignored(_LOG), "log_num_zeros_in_grad barrier_with_L1_time timers config_logger_dir"),
+    **each(
+        Ignored(_MUON),
+        """muon_momentum muon_split_qkv muon_nesterov muon_use_nesterov muon_scale_mode
+        muon_fp32_matmul_prec muon_coefficient_type muon_num_ns_steps muon_tp_mode
+        muon_extra_scale_factor muon_scalar_optimizer lion_beta1 lion_beta2 soap_shampoo_beta
+        soap_precondition_frequency soap_use_kl_shampoo adaptive_muon_moment2_method
+        adaptive_muon_beta2 adaptive_muon_eps""",
+    ),
+}
+
+_SCHEDULER: Rules = {
+    **each(Applied("optimizer.weight_decay if not given"), "start_weight_decay end_weight_decay"),
+    "weight_decay_incr_style": Applied("'constant', 'linear' or 'cosine'"),
+    "lr_decay_style": Applied("'constant', 'linear', 'cosine' or 'inverse-square-root'"),
+    "lr_decay_iters": Applied("megatron_cfg.train_iters where it is not given"),
+    **each(Applied(), "lr_warmup_iters lr_warmup_init"),
+    **each(Rejected("use lr_warmup_iters"), "lr_warmup_fraction lr_warmup_samples"),
+    "lr_decay_samples": Rejected("use lr_decay_iters"),
+    **each(Ignored(_WSD), "lr_wsd_decay_style lr_wsd_decay_iters"),
+    "no_weight_decay_cond_type": Rejected("norms and biases alone have no weight decay"),
+    "use_checkpoint_opt_param_scheduler": Rejected("the schedule of the configuration counts"),
+    "override_opt_param_scheduler": Ignored("the schedule of the configuration always counts"),
+}
+
+_DDP: Rules = {
+    **each(Applied(), "grad_reduce_in_fp32 overlap_grad_reduce"),
+    "overlap_param_gather": Applied("where the distributed optimizer spreads parameters"),
+    "average_in_collective": Ignored(_NORMALISED),
+    "use_custom_fsdp": Rejected("Megatron's own sharded data parallelism is not built"),
+    "data_parallel_sharding_strategy": Ignored("bears on use_custom_fsdp only"),
+}
+
+_CHECKPOINT: Rules = {
+    "async_save": Applied(),
+    "fresh_optimizer": Applied("of this project: a checkpoint without optimizer state is loaded"),
+    **each(
+        Ignored(_FILES),
+        """ckpt_assume_constant_structure ckpt_fully_parallel_save_process_group
+        ckpt_fully_parallel_load_process_group ckpt_fully_parallel_load_exchange_algo
+        fully_parallel_save_process_group fully_parallel_load_process_group
+        fully_parallel_load_exchange_algo""",
+    ),
+}
+
+MEGATRON_SECTIONS: dict[str, Rules] = {
+    "megatron_cfg.": _LAYOUT | _COMPUTATION | _MODEL | _EXPERTS,
+    "megatron_cfg.optimizer.": _OPTIMIZER,
+    "megatron_cfg.scheduler.": _SCHEDULER,
+    "megatron_cfg.distributed_data_parallel_config.": _DDP,
+    "megatron_cfg.checkpoint.": _CHECKPOINT,
+    "megatron_cfg.peft.": switched_off(
+        "adapters (LoRA) are not built; all weights are trained",
+        "adapters",
+        """target_modules exclude_modules dim alpha dropout dropout_position lora_A_init_method
+        lora_B_init_method a2a_experimental lora_dtype""",
+    ),
+    "megatron_cfg.fp8_cfg.": switched_off(
+        "fp8 training is not built; use precision bfloat16",
+        "fp8 training",
+        "fp8 fp8_recipe fp8_param force_clear_fp8_caches",
+    ),
+    "megatron_cfg.freeze_config.": {
+        **each(
+            Ignored(TEXT),
+            """freeze_vision_model freeze_vision_projection freeze_sound_encoder
+            freeze_sound_projection""",
+        ),
+        **each(Rejected("freezing parts of the model is not built"), "freeze_language_model *"),
+    },
+}
+"""Rules by the path of a section, with its last dot; a `*` stands for any other key of it."""

@@ -1,0 +1,88 @@
+"""The page docs/compatibility.md: page.md filled from the table of keys and the worker's methods.
+
+`python -m tests.compatibility.page` writes it. It runs no host.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from itertools import groupby
+from pathlib import Path
+
+from megatron_policy.config_keys import SECTIONS
+from megatron_policy.config_rules import Applied, Ignored, Nested, Rejected, Rule
+from megatron_policy.hosts.nemo_rl.not_built import NOT_BUILT
+from tests.hosts.methods import FORMS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
+TEMPLATE = Path(__file__).with_suffix(".md")
+COMMAND = "python -m tests.compatibility.page"
+
+
+def render() -> str:
+    """The page's text."""
+    tables = (
+        f"### {_title(prefix)}\n\n{_table(dict(rules))}" for prefix, rules in SECTIONS.items()
+    )
+    text = TEMPLATE.read_text(encoding="utf-8").format(
+        command=COMMAND,
+        there=_quoted(sorted(set(FORMS) - set(NOT_BUILT))),
+        refused=_rows([(_quoted(names), why) for why, names in _by_reason()]),
+        keys="\n\n".join(tables),
+        count=sum(name != "*" for rules in SECTIONS.values() for name in rules),
+    )
+    return "\n\n".join(_wrapped(part) for part in text.split("\n\n")).rstrip() + "\n"
+
+
+def _title(prefix: str) -> str:
+    return f"`policy.{prefix}`".removesuffix(".`").rstrip("`") + "`"
+
+
+def _table(rules: dict[str, Rule]) -> str:
+    """One row for all keys of a section that share a rule, in the order of the first of them."""
+    shared: dict[tuple[str, str], list[str]] = {}
+    for name, rule in rules.items():
+        shared.setdefault(_said(rule), []).append(name)
+    rows = [(_quoted(names), *said) for said, names in shared.items()]
+    order = ("applied", "section", "ignored", "rejected")
+    rows.sort(key=lambda row: order.index(row[1]))
+    header = ("key", "is", "why, or what it means")
+    return _rows([header, ("---", "---", "---"), *rows])
+
+
+def _said(rule: Rule) -> tuple[str, str]:
+    if isinstance(rule, Applied):
+        return "applied", rule.note
+    if isinstance(rule, Ignored):
+        return "ignored", rule.why
+    if isinstance(rule, Rejected):
+        if rule.same_as:
+            return "rejected", f"{rule.why}: passes where it equals `{rule.same_as}`"
+        return "rejected", rule.why
+    assert isinstance(rule, Nested)
+    return "section", "see below"
+
+
+def _by_reason() -> list[tuple[str, list[str]]]:
+    ordered = sorted(NOT_BUILT, key=lambda name: NOT_BUILT[name])
+    groups = groupby(ordered, key=lambda name: NOT_BUILT[name])
+    return [(why, sorted(names)) for why, names in groups]
+
+
+def _quoted(names: list[str]) -> str:
+    return ", ".join("any other key" if name == "*" else f"`{name}`" for name in names)
+
+
+def _rows(rows: list[tuple[str, ...]]) -> str:
+    return "\n".join("| " + " | ".join(row).replace("  ", " ") + " |" for row in rows)
+
+
+def _wrapped(paragraph: str) -> str:
+    """A paragraph in lines of 120 characters; tables, lists and headings as they are."""
+    if paragraph.startswith(("|", "#", "-", "```")):
+        return paragraph
+    return textwrap.fill(paragraph, 120, break_long_words=False, break_on_hyphens=False)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")
