@@ -88,8 +88,8 @@ FLOORS: tuple[tuple[str, int], ...] = (
 MEGATRON = ("device", "device.*", "groups", "model", "model.*", "train", "train.*")
 MEGATRON += ("checkpoint", "checkpoint.*")
 IMPORT_ONLY_IN: dict[str, tuple[str, ...]] = {
-    "ray": ("workers", "workers.*"),
-    "nemo_rl": ("hosts", "hosts.*"),
+    "ray": ("workers", "workers.*", "hosts", "hosts.*"),
+    "nemo_rl": ("hosts.nemo_rl", "hosts.nemo_rl.*"),
     "megatron": (*MEGATRON, "refit.*"),
     "transformer_engine": (*MEGATRON, "refit.*"),
     "zmq": ("refit.*",),

@@ -11,6 +11,7 @@ from megatron_policy.cli.inspect import inspect
 from megatron_policy.cli.layouts import inspect_config
 from megatron_policy.cli.parity import parity
 from megatron_policy.cli.plan import plan
+from megatron_policy.cli.run import AS_PYTHON, run
 from megatron_policy.cli.verify import verify
 
 __all__ = ["app"]
@@ -52,3 +53,4 @@ app.command("verify")(verify)
 app.command("parity")(parity)
 app.command("plan")(plan)
 app.command("inspect-config")(inspect_config)
+app.command("run", context_settings=AS_PYTHON)(run)

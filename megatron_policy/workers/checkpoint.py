@@ -29,9 +29,11 @@ class WorkerCheckpoint:
         *,
         host_data: Mapping[str, Any] | None = None,
         hf_export: str | None = None,
+        checkpointing_cfg: Any = None,
         **options: Any,
     ) -> None:
         """Write this rank's part of a checkpoint; see `MegatronPolicy.save_checkpoint`.
+        `checkpointing_cfg` is the host's and has no effect.
 
         CheckpointError on every rank if any of them could not write, or if the save before this
         one, in the background, has failed. What is in host memory comes to the device first, and

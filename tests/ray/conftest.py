@@ -1,4 +1,4 @@
-"""One small Ray instance per session, and worker groups that are gone when their test is over."""
+"""Worker groups that are gone when their test is over."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import ray
 
 from megatron_policy.topology import Topology
-from megatron_policy.workers import RayVirtualCluster, WorkerGroup, init_ray
+from megatron_policy.workers import RayVirtualCluster, WorkerGroup
 from tests.ray.actors import GroupMaker, Worker, still_running
 
 if TYPE_CHECKING:
@@ -19,14 +18,8 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def ray_instance() -> Iterator[None]:
-    """Two CPUs, and two GPUs that exist in Ray's books only."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("RAY_ADDRESS", raising=False)
-        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        init_ray(num_cpus=2, num_gpus=2, object_store_bytes=150 * 2**20)
-    yield
-    ray.shutdown()
+def in_ray(ray_instance: None) -> None:
+    """Every test here needs it."""
 
 
 @pytest.fixture

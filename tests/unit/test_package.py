@@ -15,6 +15,7 @@ import pytest
 import megatron_policy
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+START_LINE = "megatron_policy_nemo_rl.pth"
 HEAVY = ("megatron", "ray", "torch", "transformers", "transformer_engine", "pydantic", "rich")
 
 
@@ -67,23 +68,26 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A wheel and a source distribution, built from a copy so that the tree stays as it is."""
+    """All that is installed from, built from a copy so that the tree stays as it is."""
     tree = tmp_path_factory.mktemp("tree")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     ignore = shutil.ignore_patterns("__pycache__")
     for name in ("megatron_policy", "converters", "tests", "configs", "examples"):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignore)
     built = tmp_path_factory.mktemp("dist")
+    (built / "editable").mkdir()
     code = (
         "from setuptools import build_meta as build\n"
-        f"build.build_wheel({str(built)!r}); build.build_sdist({str(built)!r})"
+        f"build.build_wheel({str(built)!r}); build.build_sdist({str(built)!r})\n"
+        f"build.build_editable({str(built / 'editable')!r})"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (wheel,) = built.glob("*.whl")
     (sdist,) = built.glob("*.tar.gz")
-    return {"wheel": wheel, "sdist": sdist}
+    (editable,) = (built / "editable").glob("*.whl")
+    return {"wheel": wheel, "sdist": sdist, "editable": editable}
 
 
 def sources() -> set[str]:
@@ -99,7 +103,10 @@ def test_the_wheel_holds_one_package_with_every_module_and_the_converters(distri
     names = zipfile.ZipFile(distributions["wheel"]).namelist()
     assert len(names) == len(set(names))
     tops = {name.split("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"megatron_policy"}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {
+        "megatron_policy",
+        START_LINE,
+    }
     assert {name for name in names if name.endswith(".py")} == sources()
     assert "megatron_policy/converters/rows.py" in names
     assert "megatron_policy/py.typed" in names
@@ -115,20 +122,34 @@ def test_the_wheel_works_outside_the_repository(distributions, tmp_path: Path) -
         "from importlib.metadata import distribution\n"
         "print(megatron_policy.__file__, rows.__file__, registry.family_of('qwen2').name)\n"
         "print(distribution('megatron-policy').version)\n"
-        "(command,) = distribution('megatron-policy').entry_points\n"
-        "print(command.group, command.name, command.load() is megatron_policy.cli.app)"
+        "for point in distribution('megatron-policy').entry_points:\n"
+        "    print(point.group, point.name, point.value, bool(point.load()))"
     )
-    files, version, command = python(code, cwd=elsewhere, path=installed).splitlines()
+    files, version, *points = python(code, cwd=elsewhere, path=installed).splitlines()
     package, rows, family = files.split()
     assert Path(package).is_relative_to(installed) and Path(rows).is_relative_to(installed)
     assert family == "qwen2"
     assert version == megatron_policy.__version__
-    assert command == "console_scripts megatron-policy True"
+    assert points == [
+        "console_scripts megatron-policy megatron_policy.cli:app True",
+        "megatron_policy.hosts nemo_rl megatron_policy.hosts.nemo_rl:backend True",
+        "megatron_policy.hosts ray megatron_policy.hosts.own_driver:backend True",
+        "nemo_rl.policy_backends megatron megatron_policy.hosts.nemo_rl:backend True",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_the_line_that_a_python_runs_at_its_start_is_installed(distributions, kind: str) -> None:
+    archive = zipfile.ZipFile(distributions[kind])
+    line = archive.read(START_LINE).decode()
+    assert line.startswith("import ") and line.count("\n") == 1
+    (record,) = (name for name in archive.namelist() if name.endswith("/RECORD"))
+    assert START_LINE in archive.read(record).decode(), "or it would outlive the package"
 
 
 def test_the_source_distribution_builds_the_same_package(distributions) -> None:
     with tarfile.open(distributions["sdist"]) as archive:
         members = [m for m in archive.getmembers() if m.name.count("/") > 0]
     inside = {member.name.split("/", 1)[1] for member in members if member.isfile()}
-    assert sources() | {"LICENSE", "README.md", "pyproject.toml"} <= inside
+    assert sources() | {"LICENSE", "README.md", "pyproject.toml", "setup.py"} <= inside
     assert not [member.name for member in members if member.issym() or member.islnk()]

@@ -1,0 +1,62 @@
+"""`megatron-policy run`: a program in a framework that starts this package's workers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from megatron_policy.cli.failures import INTERRUPTED, fail
+
+# What stands behind the program is the program's: also what looks like an option of ours.
+AS_PYTHON = {"allow_interspersed_args": False}
+
+
+def run(
+    program: Annotated[
+        str, typer.Argument(metavar="PROGRAM", help="A script; after -m, a module.")
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="What the program is given.")
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="PROGRAM is a module's name.")] = False,
+    host: Annotated[
+        str, typer.Option(help="The framework that is to start this package's workers.")
+    ] = "nemo_rl",
+) -> None:
+    """Run a framework's program, such as NeMo RL's run_grpo.py, with this package's workers.
+
+    The program runs as `python [-m] PROGRAM [ARGS]...` would run it, and its exit code is this
+    command's.
+    """
+    from megatron_policy.errors import ConfigError
+    from megatron_policy.hosts import launch, registry
+
+    wanted = launch.Program(program, tuple(arguments or ()), module)
+    try:
+        found = registry.find_host(host)
+        launch.find(wanted)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+    try:
+        found.install()
+    except ConfigError as error:
+        fail(str(error))
+    with _ended_by_python():
+        launch.run(wanted)
+
+
+@contextmanager
+def _ended_by_python() -> Iterator[None]:
+    """Report what the program leaves uncaught as Python does, and not as a mistake in a command."""
+    try:
+        yield
+    except SystemExit:
+        raise
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        interrupted = isinstance(error, KeyboardInterrupt)
+        raise SystemExit(INTERRUPTED if interrupted else 1) from None

@@ -1,0 +1,126 @@
+"""The worker's methods that fetch their rows from the host's data plane, by the host's own mixin;
+knows no transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from megatron_policy.hosts.nemo_rl.parts import part
+from megatron_policy.topology import Coords, Topology
+
+if TYPE_CHECKING:
+    from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
+
+_MODULE, _MIXIN = "nemo_rl.data_plane.worker_mixin", "TQWorkerMixin"
+_LENT = (
+    "train",
+    "get_logprobs",
+    "get_reference_policy_logprobs",
+    "begin_train_step",
+    "train_microbatch",
+    "finish_train_step",
+    "abort_train_step",
+)
+"""What the mixin calls on the worker that it is mixed into."""
+
+
+class DataPlane:
+    """Training and reading on rows that the worker fetches itself (NeMo RL from 0.7 on).
+
+    The host's mixin fetches, packs and writes back; it is imported at the first call, and given
+    this worker's methods. NotImplementedError where the host has none.
+    """
+
+    def __init__(
+        self,
+        worker: MegatronPolicyWorkerImpl,
+        config: Mapping[str, Any],
+        tokenizer: Any,
+        topology: Topology,
+        coords: Coords,
+    ) -> None:
+        """`config` is the host's own mapping, which the mixin reads."""
+        self._worker, self._config, self._tokenizer = worker, config, tokenizer
+        self._topology, self._coords = topology, coords
+        self._made: Any = None
+
+    def setup_data_plane(self, cfg: Any) -> None:
+        """Connect to the data plane that the driver has started."""
+        self._seat("setup_data_plane").setup_data_plane(cfg)
+
+    def train_presharded(self, **call: Any) -> Any:
+        """`train` on the rows that `meta` names."""
+        return self._seat("train_presharded").train_presharded(**call)
+
+    def get_logprobs_presharded(self, **call: Any) -> Any:
+        """`get_logprobs` of the rows that `meta` names, written back as `prev_logprobs`."""
+        return self._seat("get_logprobs_presharded").get_logprobs_presharded(**call)
+
+    def get_reference_policy_logprobs_presharded(self, **call: Any) -> Any:
+        """The same under the starting weights, written back as `reference_policy_logprobs`."""
+        seat = self._seat("get_reference_policy_logprobs_presharded")
+        return seat.get_reference_policy_logprobs_presharded(**call)
+
+    def begin_train_step_presharded(self, **call: Any) -> Any:
+        """`begin_train_step`."""
+        return self._seat("begin_train_step_presharded").begin_train_step_presharded(**call)
+
+    def train_microbatch_presharded(self, **call: Any) -> Any:
+        """`train_microbatch` on the rows that `meta` names."""
+        return self._seat("train_microbatch_presharded").train_microbatch_presharded(**call)
+
+    def finish_train_step_presharded(self, **call: Any) -> Any:
+        """`finish_train_step`, and whether this rank's result is the one to be used."""
+        return self._seat("finish_train_step_presharded").finish_train_step_presharded(**call)
+
+    def abort_train_step_presharded(self, **call: Any) -> Any:
+        """`abort_train_step`."""
+        return self._seat("abort_train_step_presharded").abort_train_step_presharded(**call)
+
+    def _seat(self, method: str) -> Any:
+        if self._made is None:
+            self._made = self._make(method)
+        if not hasattr(self._made, method):
+            raise NotImplementedError(f"{method} is not built: this NeMo RL's {_MIXIN} has none")
+        return self._made
+
+    def _make(self, method: str) -> Any:
+        try:
+            mixin = part(_MODULE, _MIXIN)
+        except ImportError as error:
+            raise NotImplementedError(
+                f"{method} is not built: rows come from NeMo RL's data plane, whose {_MODULE} "
+                f"cannot be imported here: {error}"
+            ) from error
+        seat = type("DataPlaneSeat", (mixin,), {})()
+        seat.cfg, seat.tokenizer = self._config, self._tokenizer
+        for name in _LENT:
+            if hasattr(self._worker, name):
+                setattr(seat, name, getattr(self._worker, name))
+        replica = _replica_group(self._topology, self._coords)
+        seat._get_replica_group = lambda: replica
+        seat._local_coords = lambda: {
+            "pipeline_parallel": self._coords.pp,
+            "context_parallel": self._coords.cp,
+            "tensor_parallel": self._coords.tp,
+        }
+        return seat
+
+
+def _replica_group(topology: Topology, own: Coords) -> dist.ProcessGroup | None:
+    """The ranks of this data-parallel replica, its first rank first; None if it has one only.
+
+    Collective over all ranks: the first call of any method here is one of all workers.
+    """
+    if topology.world_size == topology.dp:
+        return None
+    found: dist.ProcessGroup | None = None
+    for dp in range(topology.dp):
+        ranks = [rank for rank in range(topology.world_size) if topology.coords(rank).dp == dp]
+        group = dist.new_group(ranks)
+        found = group if dp == own.dp else found
+    return found

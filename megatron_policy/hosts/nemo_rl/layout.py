@@ -1,0 +1,37 @@
+"""Compares the driver's rank grid with ours; knows only that it has names and a layout."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megatron_policy.errors import ConfigError
+from megatron_policy.topology import Topology
+
+AXES = {
+    "pipeline_parallel": "pp",
+    "data_parallel": "dp",
+    "context_parallel": "cp",
+    "tensor_parallel": "tp",
+}
+"""The host's axes, slowest first, in the order in which our ranks count."""
+
+
+def check_layout_of_host(annotations: Any, topology: Topology) -> None:
+    """ConfigError, naming both, unless the host's `NamedSharding` is our rank grid. None, and what
+    has neither `names` nor `layout`, says nothing that could be compared.
+    """
+    if not (hasattr(annotations, "names") and hasattr(annotations, "layout")):
+        return
+    names, ranks = list(annotations.names), annotations.layout
+    found = dict(zip(names, ranks.shape, strict=True))
+    ours = {name: getattr(topology, axis) for name, axis in AXES.items()}
+    # An axis that is missing has one rank.
+    alike = [name for name in AXES if name in found] == names
+    alike = alike and all(found.get(name, 1) == size for name, size in ours.items())
+    if not alike or ranks.flatten().tolist() != list(range(math.prod(ours.values()))):
+        raise ConfigError(
+            f"the driver laid out its ranks as {found} with ranks {ranks.flatten().tolist()}, but "
+            f"the configuration asks for {ours} with ranks in that order, the last axis fastest: "
+            "make the cluster's size and the parallel sizes in policy.megatron_cfg agree"
+        )

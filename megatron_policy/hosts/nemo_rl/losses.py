@@ -1,0 +1,139 @@
+"""The host's losses as this policy calls losses: with the host's batches, and with inputs that only
+the host's own code prepares. Knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.hosts.nemo_rl.answers import host_batch
+from megatron_policy.hosts.nemo_rl.parts import part
+
+_PREPARED = "distillation"
+_REFUSED = {
+    "distillation_cross_tokenizer": "teachers with another tokenizer are not supported; distil "
+    "from one of the same tokenizer",
+    "draft": "training a draft model is not supported; set policy.draft.enabled to false",
+}
+
+
+def adapted(loss_fn: Any, aside: Iterable[str] = ()) -> Any:
+    """`loss_fn` as this policy calls it; `aside` are the keys that `set_aside` has put away.
+
+    NotImplementedError, naming the reason, for an input that is not fed.
+    """
+    kind = getattr(loss_fn, "input_type", None)
+    kind = getattr(kind, "value", kind)
+    if kind in _REFUSED:
+        raise NotImplementedError(
+            f"{type(loss_fn).__name__}.input_type is {kind!r}: {_REFUSED[kind]}"
+        )
+    if kind == _PREPARED:
+        return PreparedLoss(loss_fn, tuple(aside))
+    return HostLoss(loss_fn, tuple(aside))
+
+
+class HostLoss:
+    """A loss that is handed the host's batch, and otherwise is called as it is.
+
+    Its own attributes (`loss_type`, `input_type`, `metric_normalizations`, ...) are seen through.
+    """
+
+    def __init__(self, loss_fn: Any, aside: tuple[str, ...]) -> None:
+        self._loss_fn, self._aside = loss_fn, aside
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loss_fn"], name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        if "data" in kwargs:
+            kwargs["data"] = self._data(kwargs["data"])
+            if "next_token_logprobs" in kwargs:
+                kwargs["next_token_logprobs"] = _completed(**kwargs)
+        else:
+            logits, data, *rest = args
+            # The host's backward passes take views that a transposed tensor does not allow.
+            args = (logits.contiguous(), self._data(data), *rest)
+        result: tuple[torch.Tensor, dict[str, Any]] = self._loss_fn(*args, **kwargs)
+        return result
+
+    def _data(self, data: BatchedDataDict) -> Any:
+        return host_batch(fetched(data, self._aside))
+
+
+class PreparedLoss(HostLoss):
+    """A loss whose input the host prepares of this rank's slice of the logits, `[B, S, V]`.
+
+    This policy calls it as it calls losses without `input_type`, with the groups.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "input_type":
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+    def __call__(
+        self,
+        logits_BSV: torch.Tensor,
+        data: BatchedDataDict,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+        **groups: Any,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        prepare = part("nemo_rl.algorithms.loss.utils", "prepare_loss_input")
+        # The logits are those of all context-parallel ranks already.
+        groups["context_parallel_group"] = None
+        given, prepared = prepare(
+            logits=logits_BSV.contiguous(), data=self._data(data), loss_fn=self._loss_fn, **groups
+        )
+        result: tuple[torch.Tensor, dict[str, Any]] = self._loss_fn(
+            data=prepared,
+            global_valid_seqs=global_valid_seqs,
+            global_valid_toks=global_valid_toks,
+            **given,
+        )
+        return result
+
+
+def _completed(data: Any, next_token_logprobs: torch.Tensor, **rest: Any) -> torch.Tensor:
+    """The log-probabilities of tokens that do not count, which are not computed, as they were when
+    the data's `prev_logprobs` were read.
+
+    The host's ratios then are 1 there, as they are with the host's own worker: a power of e that
+    overflows would make the masked sum no number.
+    """
+    before_BS = data.get("prev_logprobs")
+    if before_BS is None or before_BS[:, 1:].shape != next_token_logprobs.shape:
+        return next_token_logprobs
+    # Not at the top: it imports Megatron-Core, which this module's importers may lack.
+    from megatron_policy.train.losses import counted
+
+    return torch.where(counted(data)[:, 1:], next_token_logprobs, before_BS[:, 1:])
+
+
+def set_aside(data: Mapping[str, Any], keys: Iterable[str] | None) -> Mapping[str, Any]:
+    """`data` with the tensors under `keys` as lists of rows, so that their dimension 1, which is
+    not the sequence, is neither checked nor cut.
+    """
+    put = [key for key in keys or () if isinstance(data.get(key), torch.Tensor)]
+    if not put:
+        return data
+    changed = BatchedDataDict(data)
+    for key in put:
+        changed[key] = list(data[key])
+    return changed
+
+
+def fetched(data: BatchedDataDict, keys: Iterable[str]) -> BatchedDataDict:
+    """What `set_aside` has put away as tensors again, where the batch's own are."""
+    put = [key for key in keys if isinstance(data.get(key), list)]
+    if not put:
+        return data
+    changed, where = BatchedDataDict(data), data["input_ids"].device
+    for key in put:
+        changed[key] = torch.stack(data[key]).to(where)
+    return changed

@@ -1,0 +1,44 @@
+"""The methods of the host's workers that this one does not have, and why; data only."""
+
+from __future__ import annotations
+
+_FP8 = "an fp8 key-value cache is not supported"
+_HTTP = "refits to SGLang over HTTP are not supported; use vLLM"
+_CROSS_TOKENIZER = (
+    "teachers with another tokenizer are not supported; a teacher of the same tokenizer is, by "
+    "get_topk_logits"
+)
+_MEGATRON_GENERATION = (
+    "generation by Megatron's inference engine beside training is not supported; use vLLM"
+)
+_RESHARD = (
+    "this transport moves shards by a map of both models' layouts, which is not made here; leave "
+    "policy.generation.refit_cfg at its default transport"
+)
+_ENGINES = "checkpoint engines as a refit transport are not supported; use the default transport"
+_SPARSE = "refits of differences only are not supported; use the default transport"
+
+NOT_BUILT: dict[str, str] = {
+    "score": "reward models, whose head gives one number per sequence, are not supported",
+    "calibrate_qkv_fp8_scales": _FP8,
+    "get_full_logits_ipc": _CROSS_TOKENIZER,
+    "release_ipc_buffer": _CROSS_TOKENIZER,
+    "stream_weights_via_http": _HTTP,
+    "set_rollout_num_gpus_per_engine": _HTTP,
+    "init_collective_mcore_generation": _MEGATRON_GENERATION,
+    "preinit_nvshmem_collective": _MEGATRON_GENERATION,
+    "swap_weights_via_reshard": _MEGATRON_GENERATION,
+    "generate_async": _MEGATRON_GENERATION,
+    "report_dp_openai_server_base_url": _MEGATRON_GENERATION,
+    "suspend_for_refit": _MEGATRON_GENERATION,
+    "resume_after_refit": _MEGATRON_GENERATION,
+    "init_nccl_reshard_comm_group": _RESHARD,
+    "prepare_nccl_reshard_refit_info": _RESHARD,
+    "nccl_reshard_refit": _RESHARD,
+    "checkpoint_engine_rpc": _ENGINES,
+    "send_weights_via_checkpoint_engine": _ENGINES,
+    "init_remote_sparse_delta_baseline": _SPARSE,
+    "stream_remote_sparse_weights": _SPARSE,
+    "finish_remote_sparse_delta_sync": _SPARSE,
+}
+"""Reason by method. Each raises NotImplementedError."""

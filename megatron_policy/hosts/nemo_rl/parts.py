@@ -1,0 +1,32 @@
+"""Finds what the host of this process has, by trying; knows no version numbers."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def part(module: str, name: str) -> Any:
+    """`name` of the host's `module`; ImportError saying what is missing."""
+    found = importlib.import_module(module)
+    if not hasattr(found, name):
+        raise ImportError(f"{module} has no {name}", name=module)
+    return getattr(found, name)
+
+
+def part_or_none(module: str, name: str) -> Any:
+    """The same, None where this host, or a package that it needs there, is not installed."""
+    try:
+        return part(module, name)
+    except ImportError:
+        return None
+
+
+def accepted(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `options` that `function` takes: hosts add arguments from version to version."""
+    known = inspect.signature(function).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values()):
+        return dict(options)
+    return {name: value for name, value in options.items() if name in known}

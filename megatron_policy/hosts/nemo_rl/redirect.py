@@ -1,0 +1,170 @@
+"""Makes NeMo RL's driver start our worker for its own; knows nothing of what workers do."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import os
+import shutil
+import site
+import sys
+from collections.abc import Callable, MutableMapping
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from megatron_policy.errors import ConfigError
+
+OUR_WORKER = "megatron_policy.hosts.nemo_rl.worker.MegatronPolicyWorker"
+THEIR_WORKERS = (
+    "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker",  # since 0.5
+    "nemo_rl.models.policy.megatron_policy_worker.MegatronPolicyWorker",  # until 0.4
+)
+"""What our worker is started for. Other workers of theirs that use Megatron stay theirs."""
+
+GROUPS = "nemo_rl.distributed.worker_groups"
+ENVIRONMENTS = "nemo_rl.distributed.ray_actor_environment_registry"
+PYTHON_VARIABLE = "MEGATRON_POLICY_PY"
+
+log = logging.getLogger("megatron_policy.hosts.nemo_rl")
+
+
+def install() -> None:
+    """See `megatron_policy.hosts.nemo_rl.install`."""
+    groups, registry = _imported(GROUPS), _imported(ENVIRONMENTS)
+    builder, parameter = _builder(groups)
+    environments = _environments(registry)
+    environments[OUR_WORKER] = worker_python()
+    if not hasattr(builder.__init__, "_megatron_policy"):
+        builder.__init__ = _redirecting(builder.__init__, parameter, environments)
+    _lead_workers_to_this_package()
+    # NeMo RL refuses to use Megatron unless this is set, to whatever. Who compiles for a GPU
+    # takes an empty value like none, and looks at the GPU that is there.
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "")
+
+
+def worker_python() -> str:
+    """What runs the workers: MEGATRON_POLICY_PY, or else the Python of this process.
+
+    A path, or a `uv run ...` command, of which NeMo RL makes an environment. ConfigError when the
+    path leads to nothing that can be executed.
+    """
+    wanted = os.environ.get(PYTHON_VARIABLE) or sys.executable
+    if wanted.startswith("uv"):
+        return wanted
+    found = shutil.which(wanted)
+    if found is None:
+        raise ConfigError(
+            f"{PYTHON_VARIABLE}={wanted}: there is no such program. Give the path of a Python that "
+            "has megatron-policy and the nemo_rl of this run, or a command that begins with "
+            "'uv run'; without the variable, workers run in this Python."
+        )
+    return os.path.abspath(found)
+
+
+def _imported(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing == "nemo_rl":
+            raise ConfigError(
+                f"NeMo RL is not installed in {sys.executable}: {error}. Install it there, or put "
+                "its checkout on PYTHONPATH."
+            ) from error
+        if missing and name.startswith(missing):
+            _refuse(f"there is no module {missing}")
+        raise ConfigError(
+            f"NeMo RL cannot be imported in {sys.executable}: {error}. Install what it needs."
+        ) from error
+
+
+def _builder(groups: ModuleType) -> tuple[Any, str]:
+    """The class that starts workers, and the name of its parameter that says which."""
+    builder = getattr(groups, "RayWorkerBuilder", None)
+    if not inspect.isclass(builder):
+        _refuse(f"{GROUPS} has no class RayWorkerBuilder")
+    parameters = list(inspect.signature(builder.__init__).parameters.values())[1:]
+    if not parameters or parameters[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        _refuse("RayWorkerBuilder does not take the name of a worker's class first")
+    return builder, parameters[0].name
+
+
+def _environments(registry: ModuleType) -> MutableMapping[str, str]:
+    """Which Python runs which worker."""
+    environments = getattr(registry, "ACTOR_ENVIRONMENT_REGISTRY", None)
+    if not isinstance(environments, MutableMapping):
+        _refuse(f"{ENVIRONMENTS} has no mapping ACTOR_ENVIRONMENT_REGISTRY")
+    if not any(name in environments for name in THEIR_WORKERS):
+        similar = ", ".join(sorted(name for name in environments if "Megatron" in name))
+        _refuse(f"its Megatron worker is not one of {', '.join(THEIR_WORKERS)}; it has {similar}")
+    return environments
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ConfigError(
+        f"this NeMo RL is not built as megatron-policy knows it: {what}. Its workers cannot be "
+        "replaced: use a megatron-policy that knows this NeMo RL, or run without it."
+    )
+
+
+def _redirecting(
+    original: Callable[..., None], parameter: str, environments: MutableMapping[str, str]
+) -> Callable[..., None]:
+    """`original`, the constructor of RayWorkerBuilder, that takes our worker for theirs."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if args:
+            args = (_worker_for(args[0], environments), *args[1:])
+        elif parameter in kwargs:
+            kwargs[parameter] = _worker_for(kwargs[parameter], environments)
+        original(self, *args, **kwargs)
+
+    __init__._megatron_policy = True
+    return __init__
+
+
+def _worker_for(name: Any, environments: MutableMapping[str, str]) -> Any:
+    if name in THEIR_WORKERS:
+        _tell(f"{OUR_WORKER} is started instead of {name}, by {environments[OUR_WORKER]}")
+        return OUR_WORKER
+    if isinstance(name, str) and name.rpartition(".")[2].startswith("Megatron"):
+        _tell(f"{name} is NeMo RL's own: megatron-policy has nothing to start instead of it")
+    return name
+
+
+def _tell(message: str) -> None:
+    """To the log, and to stderr where there is no log; a level above INFO silences both."""
+    if log.level == logging.NOTSET:
+        log.setLevel(logging.INFO)
+    log.info(message)
+    if log.isEnabledFor(logging.INFO) and not log.hasHandlers():
+        print(message, file=sys.stderr)
+
+
+def _lead_workers_to_this_package() -> None:
+    """NeMo RL hands its driver's environment to its workers: PYTHONPATH tells them of a checkout.
+
+    An installed package they find anyhow, and other folders beside it are better left off the path.
+    """
+    if not _found_by_a_new_python():
+        root = str(Path(__file__).resolve().parents[3])
+        known = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (known, root)))
+
+
+def _found_by_a_new_python() -> bool:
+    """Whether a Python like this one imports this very package, whatever its working folder."""
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    lasting = [*given, *site.getsitepackages(), site.getusersitepackages()]
+    here = Path(__file__).resolve().parents[2] / "__init__.py"
+    found = PathFinder.find_spec("megatron_policy", lasting)
+    for finder in sys.meta_path:
+        # Of an editable install: it stands before all paths or behind, and knows one place.
+        if found is None and getattr(finder, "__module__", "").startswith("__editable__"):
+            found = finder.find_spec("megatron_policy", None)
+    return found is not None and Path(found.origin or "").resolve() == here

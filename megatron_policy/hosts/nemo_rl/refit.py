@@ -1,0 +1,124 @@
+"""Refits to the host's engines, in the host's own protocols where its engines can run; knows no
+engine.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_policy import device
+from megatron_policy.errors import RefitError
+from megatron_policy.hosts.nemo_rl.groups import join_engines
+from megatron_policy.hosts.nemo_rl.parts import accepted, part_or_none
+from megatron_policy.refit.ipc_protocol import Dialect
+from megatron_policy.workers.refit import refuse_scales
+
+if TYPE_CHECKING:
+    from megatron_policy.policy import MegatronPolicy
+    from megatron_policy.workers.refit import WorkerRefit
+
+
+class HostRefit:
+    """Hands weights to the engines that NeMo RL has started.
+
+    On GPUs they are the host's unmodified vLLM workers. Over a socket they get our stream in the
+    host's dialect: packs of `(handle, names, used bytes)`, each tensor from a multiple of 512 bytes
+    on, in two buffers by turns, and the host's end. Over a group they get the broadcasts of the
+    host's own producer in the host's own group. Where there is no GPU the host has no engine, and
+    both ways are those of our own `Receiver`. Every method is collective.
+    """
+
+    def __init__(self, policy: MegatronPolicy, own: WorkerRefit) -> None:
+        self._policy, self._own = policy, own
+        self._group: Any = None
+
+    def prepare_refit_info(self) -> dict[str, tuple[Any, ...]]:
+        """{HF name: (shape, dtype)} of what will be handed over, in that order; with the number of
+        elements as a third where the host's policy is one that groups tensors itself (0.3).
+        """
+        policy = part_or_none("nemo_rl.models.policy.interfaces", "ColocatablePolicyInterface")
+        groups = policy is not None and hasattr(policy, "prepare_weights_for_ipc")
+        info = self._own.prepare_refit_info(with_numel=groups)
+        # The host's engines ask the shape for its number of elements.
+        return {name: (torch.Size(shape), *rest) for name, (shape, *rest) in info.items()}
+
+    def get_zmq_address(self) -> str:
+        """The address that `stream_weights_via_ipc_zmq` of this rank binds."""
+        return self._own.get_refit_address()
+
+    def maybe_init_zmq(self) -> None:
+        """Nothing: the socket is there while a refit goes on. Engines may connect before."""
+
+    def stream_weights_via_ipc_zmq(
+        self, buffer_size_bytes: int | None = None, kv_scales: Any = None
+    ) -> None:
+        """Hand all weights to the engine on this rank's device, in two buffers of half of
+        `buffer_size_bytes` each; returns when it has loaded them.
+
+        RefitError on every rank if any rank's engine does not answer in time.
+        """
+        from megatron_policy.refit.ipc_stream import IpcStream
+
+        refuse_scales(kv_scales)
+        protocol = part_or_none("nemo_rl.models.policy.utils", "IPCProtocol")
+        if not serves_host_engines() or protocol is None:
+            self._own.stream_weights_via_ipc_zmq(buffer_size_bytes)
+            return
+        dialect = Dialect(end=protocol.COMPLETE)
+        self._policy.refit(IpcStream(buffer_bytes=buffer_size_bytes or None, dialect=dialect))
+
+    def init_collective(
+        self,
+        ip: str,
+        port: int,
+        world_size: int,
+        train_world_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Meet the engines at `ip`:`port`; `world_size` counts them and all training ranks, which
+        are the first `train_world_size`. Of `options`, what this host's group takes is passed on.
+        """
+        if not serves_host_engines():
+            # How the host's engines join bears on GPUs only.
+            self._own.init_collective(ip, port, world_size, train_world_size)
+            return
+        self._group = join_engines(ip, port, self._policy.rank, world_size, options)
+
+    def broadcast_weights_for_collective(
+        self,
+        kv_scales: Any = None,
+        buffer_size_bytes: int | None = None,
+        num_buffers: int | None = None,
+    ) -> None:
+        """Hand all weights to the engines that joined, in broadcasts of `buffer_size_bytes` and in
+        `num_buffers` buffers by turns (None: what the host takes).
+        """
+        refuse_scales(kv_scales)
+        if not serves_host_engines():
+            self._own.broadcast_weights_for_collective(buffer_size_bytes=buffer_size_bytes)
+            return
+        if self._group is None:
+            raise RefitError("no engine has joined: call init_collective first")
+        produce = part_or_none("nemo_rl.utils.packed_tensor", "packed_broadcast_producer")
+        if produce is None:
+            raise NotImplementedError(
+                "broadcast_weights_for_collective is not built: this NeMo RL has no "
+                "nemo_rl.utils.packed_tensor.packed_broadcast_producer"
+            )
+        sizes = {"buffer_size_bytes": buffer_size_bytes, "num_buffers": num_buffers}
+        produce(
+            iterator=self._policy.export(),
+            group=self._group,
+            src=0,
+            post_iter_func=lambda named: named[1],
+            **accepted(produce, sizes),
+        )
+        # The weights may change again only when all of them have left.
+        device.synchronize()
+
+
+def serves_host_engines() -> bool:
+    """Whether engines are the host's: they compute on GPUs only."""
+    return device.is_accelerated()

@@ -1,0 +1,50 @@
+"""What `policy.generation` says beside the temperature of training; computes no logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_policy.config import PolicyConfig
+from megatron_policy.errors import ConfigError
+from megatron_policy.hosts.nemo_rl.parts import part_or_none
+
+
+def refuse_filters(config: PolicyConfig) -> None:
+    """ConfigError for `top_p` and `top_k` where this host trains on what they leave over.
+
+    Hosts from 0.6 on cut log-probabilities by them in training and reading, and have a module for
+    it; in earlier ones they only bear on generation.
+    """
+    filters = part_or_none("nemo_rl.algorithms.logits_sampling_utils", "TrainingSamplingParams")
+    if filters is None or config.generation is None:
+        return
+    found = config.generation
+    for key, value, off in (("top_p", found.top_p, 1.0), ("top_k", found.top_k, None)):
+        if value != off:
+            raise ConfigError(
+                f"policy.generation.{key} is {value}: this NeMo RL would train on the tokens that "
+                f"are left over by it, and this policy reads whole distributions. Set {key} to "
+                f"{'null' if off is None else off} (temperature is applied)"
+            )
+
+
+def refuse_lone_generation(world_size: int) -> None:
+    """NotImplementedError where this host sends prompts to the first of several workers, whose
+    engine shares them out: here all of them generate, and one alone would wait for the others.
+    """
+    module = "nemo_rl.models.generation.megatron.megatron_generation"
+    if world_size > 1 and part_or_none(module, "MegatronGeneration") is not None:
+        raise NotImplementedError(
+            "policy.generation.backend 'megatron' is not built for this NeMo RL with more than one "
+            "worker: it gives all prompts to the first one. Use vLLM"
+        )
+
+
+def scaled(logits: torch.Tensor, config: PolicyConfig) -> torch.Tensor:
+    """Logits at temperature 1 as the host's `get_topk_logits` gives them, divided by
+    `generation.temperature`, as every version that has the method does.
+    """
+    temperature: Any = config.generation and config.generation.temperature
+    return logits / temperature if temperature not in (None, 0, 1) else logits

@@ -1,0 +1,189 @@
+"""The actor that NeMo RL starts for one rank: the host's names, arguments and types around this
+package's worker. Importing it imports neither Megatron-Core nor the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import ray
+import torch
+
+from megatron_policy.config import PolicyConfig
+from megatron_policy.device.profiling import device_name
+from megatron_policy.hosts.nemo_rl.answers import in_host_types
+from megatron_policy.hosts.nemo_rl.data_plane import DataPlane
+from megatron_policy.hosts.nemo_rl.describing import (
+    device_info,
+    node_and_device,
+    tensor_parallel_attributes,
+)
+from megatron_policy.hosts.nemo_rl.layout import check_layout_of_host
+from megatron_policy.hosts.nemo_rl.losses import adapted, set_aside
+from megatron_policy.hosts.nemo_rl.not_built import NOT_BUILT
+from megatron_policy.hosts.nemo_rl.refit import HostRefit
+from megatron_policy.hosts.nemo_rl.restart import with_fresh_optimizer
+from megatron_policy.hosts.nemo_rl.sampling import refuse_filters, refuse_lone_generation, scaled
+from megatron_policy.workers.delegates import delegates
+from megatron_policy.workers.later import refuses
+from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
+
+
+@refuses(NOT_BUILT)
+@delegates("_data_plane", DataPlane)
+@delegates("_host_refit", HostRefit)
+class NemoRLWorker(MegatronPolicyWorkerImpl):
+    """One rank under NeMo RL's driver, of 0.3 or later.
+
+    Versions are told apart by what can be imported and what a call brings along, never by number.
+    Arguments and results are those of the host's own Megatron worker; batches that come back are
+    the host's `BatchedDataDict` where there is one. What is not built refuses by name and reason
+    (`not_built`).
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        tokenizer: Any = None,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
+        init_optimizer: bool = True,
+        init_reference_model: bool = True,
+        *,
+        processor: Any = None,
+        worker_sharding_annotations: Any = None,
+        pre_init_communication_queue: Any = None,
+        skip_weight_load: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """`worker_sharding_annotations` is the driver's rank grid and must be ours; the queue has
+        no use here. NotImplementedError for a `processor` and for `skip_weight_load`, ConfigError
+        for other arguments that are set.
+        """
+        if processor is not None:
+            raise NotImplementedError(
+                "processor: models that see images or hear sound are not supported; pass None"
+            )
+        if skip_weight_load:
+            raise NotImplementedError(
+                "skip_weight_load: the weights would come by swap_weights_via_reshard, which is "
+                f"not built: {NOT_BUILT['swap_weights_via_reshard']}"
+            )
+        parsed = PolicyConfig.parse(config)
+        if weights_path is not None and optimizer_path is None:
+            parsed = with_fresh_optimizer(parsed)
+        refuse_filters(parsed)
+        super().__init__(
+            parsed,
+            tokenizer,
+            weights_path,
+            optimizer_path,
+            init_optimizer,
+            init_reference_model,
+            **kwargs,
+        )
+        check_layout_of_host(worker_sharding_annotations, self.policy.topology)
+        self._host_refit = HostRefit(self.policy, self._refit)
+        self._data_plane = DataPlane(
+            self, config, tokenizer, self.policy.topology, self.policy.coords
+        )
+
+    def train(  # type: ignore[override]
+        self,
+        data: Mapping[str, Any],
+        loss_fn: Any,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        check_dim_skip_keys: Iterable[str] | None = None,
+    ) -> dict[str, Any]:
+        """Train (or evaluate) on this rank's shard; see `MegatronPolicy.train` for the result, to
+        which the device's name and the model's dtype are added. Dimension 1 of what stands under
+        `check_dim_skip_keys` is not the sequence.
+        """
+        aside = tuple(check_dim_skip_keys or ())
+        result = super().train(
+            set_aside(data, aside), adapted(loss_fn, aside), eval_mode=eval_mode, gbs=gbs, mbs=mbs
+        )
+        return result | self._about_model()
+
+    def begin_train_step(
+        self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None
+    ) -> None:
+        """Open a step that is trained in parts; see `train.split`."""
+        super().begin_train_step(adapted(loss_fn), gbs=gbs, mbs=mbs)  # type: ignore[misc]
+
+    def finish_train_step(self) -> dict[str, Any]:
+        """Take that step; returns what `train` does."""
+        result: dict[str, Any] = super().finish_train_step()  # type: ignore[misc]
+        return result | self._about_model()
+
+    def get_logprobs(self, data: Mapping[str, Any], micro_batch_size: int | None = None) -> Any:
+        """`logprobs`, fp32 [B, S]."""
+        return in_host_types(super().get_logprobs(data, micro_batch_size))
+
+    def get_reference_policy_logprobs(
+        self, data: Mapping[str, Any], micro_batch_size: int | None = None
+    ) -> Any:
+        """`reference_logprobs`, fp32 [B, S], under the weights the policy started from."""
+        return in_host_types(super().get_reference_policy_logprobs(data, micro_batch_size))
+
+    def get_topk_logits(
+        self, data: Mapping[str, Any], k: int, micro_batch_size: int | None = None
+    ) -> Any:
+        """`topk_logits`, fp32, and `topk_indices`, int64, both [B, S, k], at the temperature of
+        `policy.generation`, as the host gives them.
+        """
+        found = super().get_topk_logits(data, k, micro_batch_size)
+        found["topk_logits"] = scaled(found["topk_logits"], self.policy.config)
+        return in_host_types(found)
+
+    def get_entropy(self, data: Mapping[str, Any], micro_batch_size: int | None = None) -> Any:
+        """`entropy`, fp32 [B, S], of the distributions that `get_logprobs` reads."""
+        return in_host_types(super().get_entropy(data, micro_batch_size))
+
+    def generate(self, data: Mapping[str, Any], greedy: bool = False) -> Any:
+        """Continue each prompt; see `GenerationOutputSpec` for what comes back."""
+        return in_host_types(super().generate(data, greedy))
+
+    def prepare_for_generation(self, **kwargs: Any) -> None:
+        """Parameters on the device, for `generate`; the host's engine settings have no effect.
+
+        NotImplementedError where the host would ask one of several workers only.
+        """
+        refuse_lone_generation(self.policy.topology.world_size)
+        super().prepare_for_generation()  # type: ignore[misc]
+
+    def finish_generation(self, release_gpu: bool = True) -> None:
+        """Nothing: generating leaves nothing behind."""
+
+    def get_gpu_info(self) -> dict[str, Any]:
+        """Rank, device and its memory, in whatever state the policy is."""
+        return device_info() | super().get_gpu_info()
+
+    def report_node_ip_and_gpu_id(self) -> tuple[str, int]:
+        """This node's address and the number of this worker's GPU; of a worker without one, its
+        LOCAL_RANK.
+        """
+        return node_and_device()
+
+    def check_tensor_parallel_attributes(self) -> dict[str, Any]:
+        """Which parameters are split over tensor-parallel ranks, and in which dimension."""
+        named = self.policy.named_parameters()
+        return tensor_parallel_attributes(named, self.policy.topology.tp)
+
+    @torch.no_grad()
+    def zero_out_weights(self) -> None:
+        """Every weight 0, for tests that must notice it; train no further afterwards."""
+        for _, parameter in self.policy.named_parameters():
+            parameter.zero_()
+
+    def _about_model(self) -> dict[str, Any]:
+        precision = getattr(torch, self.policy.config.precision)
+        return {"gpu_name": device_name(), "model_dtype": precision}
+
+
+@ray.remote
+class MegatronPolicyWorker(NemoRLWorker):
+    """`NemoRLWorker` as an actor; Ray carries it by value, so its body is empty."""

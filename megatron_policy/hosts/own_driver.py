@@ -1,0 +1,10 @@
+"""This package's own driver, `megatron_policy.Policy`, as a host; there is nothing to install."""
+
+from __future__ import annotations
+
+from megatron_policy.hosts.registry import Host
+
+
+def backend() -> Host:
+    """The host that `Policy` finds its worker by."""
+    return Host("ray", "megatron_policy.workers.worker.MegatronPolicyWorker", lambda: None)

@@ -1,0 +1,91 @@
+"""The methods that NeMo RL calls on a Megatron worker, by the keywords of each form of the call.
+
+Of 0.3, 0.5, 0.7 and the newest: a method that took other keywords before has several forms.
+"""
+
+from __future__ import annotations
+
+FORMS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "train": (
+        ("data", "loss_fn", "eval_mode", "gbs", "mbs"),
+        ("data", "loss_fn", "eval_mode", "gbs", "mbs", "check_dim_skip_keys"),
+    ),
+    "get_logprobs": (("data",),),
+    "get_reference_policy_logprobs": (("data", "micro_batch_size"),),
+    "get_topk_logits": (("data", "k", "micro_batch_size"),),
+    "get_full_logits_ipc": (("data",),),
+    "release_ipc_buffer": ((),),
+    "score": (("data",),),
+    "generate": (("data", "greedy"),),
+    "prepare_for_training": ((),),
+    "prepare_for_lp_inference": ((), ("keep_train_buffers",)),
+    "finish_inference": ((),),
+    "offload_before_refit": ((),),
+    "offload_after_refit": ((),),
+    "prepare_refit_info": ((),),
+    "prepare_weights_for_ipc": ((),),
+    "get_weights_ipc_handles": (("keys",),),
+    "get_free_memory_bytes": ((),),
+    "stream_weights_via_ipc_zmq": (("buffer_size_bytes",), ("buffer_size_bytes", "kv_scales")),
+    "stream_weights_via_http": (("rollout_engine_urls", "buffer_size_bytes"),),
+    "set_rollout_num_gpus_per_engine": (("num_gpus_per_engine",),),
+    "init_collective": (
+        ("ip", "port", "world_size"),
+        ("ip", "port", "world_size", "train_world_size"),
+        ("ip", "port", "world_size", "train_world_size", "nccl_peer"),
+    ),
+    "broadcast_weights_for_collective": (
+        (),
+        ("kv_scales",),
+        ("kv_scales", "buffer_size_bytes", "num_buffers"),
+    ),
+    "init_collective_mcore_generation": ((),),
+    "preinit_nvshmem_collective": ((),),
+    "swap_weights_via_reshard": ((),),
+    "init_nccl_reshard_comm_group": ((),),
+    "prepare_nccl_reshard_refit_info": ((),),
+    "nccl_reshard_refit": ((),),
+    "calibrate_qkv_fp8_scales": (
+        ("data", "micro_batch_size", "percentile", "margin", "include_q"),
+    ),
+    "save_checkpoint": (("weights_path", "optimizer_path", "tokenizer_path"),),
+    "finalize_async_save": ((),),
+    "shutdown": ((),),
+    "start_gpu_profiling": ((),),
+    "stop_gpu_profiling": ((),),
+    "report_node_ip_and_gpu_id": ((),),
+    "is_alive": ((),),
+    "get_gpu_info": ((),),
+    "reset_peak_memory_stats": ((),),
+    "report_device_id": ((),),
+    "zero_out_weights": ((),),
+    "check_tensor_parallel_attributes": ((),),
+    "setup_data_plane": (("cfg",),),
+    "train_presharded": (("meta", "loss_fn", "eval_mode", "gbs", "mbs"),),
+    "get_logprobs_presharded": (("meta",),),
+    "get_reference_policy_logprobs_presharded": (("meta", "micro_batch_size"),),
+    "begin_train_step": (("loss_fn", "gbs", "mbs"),),
+    "train_microbatch": (("data",),),
+    "finish_train_step": ((),),
+    "abort_train_step": ((),),
+    "begin_train_step_presharded": (("loss_fn", "gbs", "mbs"),),
+    "train_microbatch_presharded": (("meta",),),
+    "finish_train_step_presharded": ((),),
+    "abort_train_step_presharded": ((),),
+}
+
+REFUSED: dict[str, str] = {
+    "calibrate_qkv_fp8_scales": "fp8",
+    "get_full_logits_ipc": "tokenizer",
+    "init_collective_mcore_generation": "vLLM",
+    "init_nccl_reshard_comm_group": "transport",
+    "nccl_reshard_refit": "transport",
+    "preinit_nvshmem_collective": "vLLM",
+    "prepare_nccl_reshard_refit_info": "transport",
+    "release_ipc_buffer": "tokenizer",
+    "score": "reward models",
+    "set_rollout_num_gpus_per_engine": "SGLang",
+    "stream_weights_via_http": "SGLang",
+    "swap_weights_via_reshard": "vLLM",
+}
+"""What this package does not have, and a word of the reason that it gives."""

@@ -1,0 +1,1 @@
+"""Workers, their room, their data."""

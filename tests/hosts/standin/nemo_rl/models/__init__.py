@@ -1,0 +1,1 @@
+"""The policy and what its engines agree on."""

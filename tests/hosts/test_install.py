@@ -1,0 +1,263 @@
+"""Which workers a driver of NeMo RL starts once ours are installed, and when it is refused."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatron_policy.errors import ConfigError
+from megatron_policy.hosts import nemo_rl as host
+from megatron_policy.hosts.nemo_rl import redirect
+from megatron_policy.hosts.registry import Host, find_host, host_names
+from tests.ranks import ROOT
+
+SINCE_05, UNTIL_04 = redirect.THEIR_WORKERS
+OTHERS = (
+    "nemo_rl.models.value.workers.megatron_value_worker.MegatronValueWorker",
+    "nemo_rl.modelopt.models.policy.workers.megatron_quant_policy_worker.MegatronQuantPolicyWorker",
+    "nemo_rl.models.policy.workers.dtensor_policy_worker.DTensorPolicyWorker",
+    "my.extension.Worker",
+)
+
+
+@pytest.fixture
+def groups(nemo_rl_standin: None) -> Iterator[ModuleType]:
+    """The host's module that starts workers, as it is before anything is installed."""
+    unload("nemo_rl.distributed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_CUDA_ARCH_LIST", "")
+        patch.delenv("TORCH_CUDA_ARCH_LIST")
+        patch.setenv("PYTHONPATH", os.environ["PYTHONPATH"])
+        redirect.log.setLevel(logging.NOTSET)
+        yield importlib.import_module(redirect.GROUPS)
+    redirect.log.setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize("theirs", [SINCE_05, UNTIL_04])
+def test_a_megatron_worker_of_either_name_becomes_ours(groups: ModuleType, theirs: str) -> None:
+    host.install()
+    built = groups.RayWorkerBuilder(theirs, "config", tokenizer="tokenizer")
+    assert built.ray_actor_class_fqn == redirect.OUR_WORKER
+    assert (built.args, built.kwargs) == (("config",), {"tokenizer": "tokenizer"})
+    assert groups.get_actor_python_env(built.ray_actor_class_fqn) == sys.executable
+    named = groups.RayWorkerBuilder(ray_actor_class_fqn=theirs)
+    assert named.ray_actor_class_fqn == redirect.OUR_WORKER
+
+
+@pytest.mark.parametrize("name", [*OTHERS, redirect.OUR_WORKER])
+def test_every_other_worker_stays_what_it_is(groups: ModuleType, name: str) -> None:
+    host.install()
+    assert groups.RayWorkerBuilder(name).ray_actor_class_fqn == name
+
+
+def test_our_worker_is_one_that_can_be_imported() -> None:
+    assert find_host("nemo_rl") == host.backend()
+    assert find_host("nemo_rl").worker == redirect.OUR_WORKER
+    assert hasattr(find_host("nemo_rl").actor_class(), "remote")
+
+
+def test_installing_again_changes_nothing(groups: ModuleType) -> None:
+    host.install()
+    once = groups.RayWorkerBuilder.__init__
+    find_host("nemo_rl").install()
+    assert groups.RayWorkerBuilder.__init__ is once
+
+
+def test_a_redirect_is_told_in_one_line(
+    groups: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    host.install()
+    assert not caplog.records
+    groups.RayWorkerBuilder(SINCE_05)
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert all(word in record.message for word in (SINCE_05, redirect.OUR_WORKER, sys.executable))
+
+
+def test_the_line_is_seen_without_logging_and_can_be_silenced(
+    groups: ModuleType, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.install()
+    monkeypatch.setattr(redirect.log, "propagate", False)
+    groups.RayWorkerBuilder(SINCE_05)
+    assert capfd.readouterr().err.count("\n") == 1
+    redirect.log.setLevel(logging.WARNING)
+    groups.RayWorkerBuilder(SINCE_05)
+    assert not capfd.readouterr().err
+
+
+def test_a_megatron_worker_that_stays_the_hosts_is_named(
+    groups: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    host.install()
+    for name in OTHERS:
+        groups.RayWorkerBuilder(name)
+    told = [record.message for record in caplog.records]
+    assert len(told) == 2 and OTHERS[0] in told[0] and OTHERS[1] in told[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        (None, sys.executable),
+        ("", sys.executable),
+        ("sh", "/"),
+        ("uv run --extra mcore", "uv run --extra mcore"),
+    ],
+)
+def test_workers_run_in_the_python_that_is_asked_for(
+    groups: ModuleType, monkeypatch: pytest.MonkeyPatch, given: str | None, used: str
+) -> None:
+    if given is not None:
+        monkeypatch.setenv("MEGATRON_POLICY_PY", given)
+    host.install()
+    found = groups.get_actor_python_env(redirect.OUR_WORKER)
+    assert found == used or (used == "/" and os.path.isabs(found) and os.access(found, os.X_OK))
+
+
+def test_a_python_that_is_not_there_is_refused(
+    groups: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRON_POLICY_PY", "/nowhere/python")
+    with pytest.raises(ConfigError, match=r"MEGATRON_POLICY_PY=/nowhere/python.*uv run"):
+        host.install()
+
+
+@pytest.mark.parametrize("given", [None, "9.0"])
+def test_what_others_compile_for_is_left_to_the_user(
+    groups: ModuleType, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    if given is not None:
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", given)
+    host.install()
+    # torch.utils.cpp_extension takes an empty value like none.
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == (given or "")
+
+
+def no_builder(groups: ModuleType, registry: ModuleType) -> None:
+    del groups.RayWorkerBuilder
+
+
+def builder_is_a_function(groups: ModuleType, registry: ModuleType) -> None:
+    groups.RayWorkerBuilder = lambda name: name
+
+
+def name_is_a_keyword(groups: ModuleType, registry: ModuleType) -> None:
+    def __init__(self: Any, *, ray_actor_class_fqn: str) -> None: ...
+
+    groups.RayWorkerBuilder.__init__ = __init__
+
+
+def no_registry(groups: ModuleType, registry: ModuleType) -> None:
+    del registry.ACTOR_ENVIRONMENT_REGISTRY
+
+
+def registry_is_a_tuple(groups: ModuleType, registry: ModuleType) -> None:
+    registry.ACTOR_ENVIRONMENT_REGISTRY = ()
+
+
+def worker_has_moved(groups: ModuleType, registry: ModuleType) -> None:
+    for name in redirect.THEIR_WORKERS:
+        python = registry.ACTOR_ENVIRONMENT_REGISTRY.pop(name)
+    registry.ACTOR_ENVIRONMENT_REGISTRY["nemo_rl.new.MegatronWorker"] = python
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (no_builder, "no class RayWorkerBuilder"),
+        (builder_is_a_function, "no class RayWorkerBuilder"),
+        (name_is_a_keyword, "does not take the name of a worker's class first"),
+        (no_registry, "no mapping ACTOR_ENVIRONMENT_REGISTRY"),
+        (registry_is_a_tuple, "no mapping ACTOR_ENVIRONMENT_REGISTRY"),
+        (worker_has_moved, r"it has nemo_rl\.\S*MegatronValueWorker, nemo_rl\.new\.MegatronWorker"),
+    ],
+)
+def test_a_host_that_has_changed_is_refused_and_left_alone(
+    groups: ModuleType, change: Callable[..., None], named: str
+) -> None:
+    registry = importlib.import_module(redirect.ENVIRONMENTS)
+    change(groups, registry)
+    with pytest.raises(ConfigError, match=f"not built as megatron-policy knows it: .*{named}"):
+        host.install()
+    builder = getattr(groups, "RayWorkerBuilder", None)
+    assert not hasattr(getattr(builder, "__init__", None), "_megatron_policy")
+    assert redirect.OUR_WORKER not in getattr(registry, "ACTOR_ENVIRONMENT_REGISTRY", ())
+
+
+@pytest.mark.parametrize(
+    ("missing", "named"),
+    [
+        ("nemo_rl", r"not installed in \S+.*PYTHONPATH"),
+        ("nemo_rl.distributed.worker_groups", "no module nemo_rl.distributed.worker_groups"),
+        ("ray", "cannot be imported in .*Install what it needs"),
+    ],
+)
+def test_a_host_that_cannot_be_imported_is_refused_with_what_is_missing(
+    groups: ModuleType, monkeypatch: pytest.MonkeyPatch, missing: str, named: str
+) -> None:
+    unload("nemo_rl.distributed")
+    unload("nemo_rl")
+    # As import itself says it.
+    monkeypatch.setattr(sys, "meta_path", [Missing(missing), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, missing, raising=False)
+    with pytest.raises(ConfigError, match=named):
+        host.install()
+
+
+class Missing:
+    """A finder by which one module is nowhere."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name == self.name:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_workers_are_led_to_a_checkout_and_not_to_an_installed_package(
+    groups: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    monkeypatch.setattr(redirect, "_found_by_a_new_python", lambda: True)
+    host.install()
+    assert os.environ["PYTHONPATH"] == "/elsewhere"
+    monkeypatch.setattr(redirect, "_found_by_a_new_python", lambda: False)
+    host.install()
+    assert os.environ["PYTHONPATH"] == os.pathsep.join(("/elsewhere", str(ROOT)))
+
+
+def test_a_new_python_finds_a_checkout_by_pythonpath_only() -> None:
+    code = "import sys; sys.path.insert(0, {root!r}); {install}; {ask}".format(
+        root=str(ROOT),
+        install="from megatron_policy.hosts.nemo_rl import redirect",
+        ask="print(redirect._found_by_a_new_python())",
+    )
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    for env, answer in ((clean, "False"), (clean | {"PYTHONPATH": str(ROOT)}, "True")):
+        told = subprocess.run(
+            [sys.executable, "-S", "-c", code], env=env, capture_output=True, text=True
+        )
+        assert told.stdout.strip() == answer, told.stderr
+
+
+def test_hosts_are_found_by_name_and_unknown_ones_refused() -> None:
+    assert {"nemo_rl", "ray"} <= set(host_names())
+    own = find_host("ray")
+    assert isinstance(own, Host) and own.install() is None
+    with pytest.raises(ConfigError, match=r"no host 'verl'; known are .*nemo_rl"):
+        find_host("verl")
+
+
+def unload(package: str) -> None:
+    for name in [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]:
+        del sys.modules[name]

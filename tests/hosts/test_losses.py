@@ -1,0 +1,116 @@
+"""The host's losses without the host: what they are handed, what shows of them, what is refused."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.hosts.nemo_rl.losses import adapted, fetched, set_aside
+from megatron_policy.interfaces import LossType
+from tests.hosts.fake_host import PARTS, HostBatch, host_with
+
+
+class Kind(enum.Enum):
+    """The host's own enumeration."""
+
+    LOGPROB = "logprob"
+    DISTILLATION = "distillation"
+    CROSS = "distillation_cross_tokenizer"
+    DRAFT = "draft"
+
+
+class Remembers:
+    """Remembers what it was called with."""
+
+    loss_type = LossType.TOKEN_LEVEL
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        self.args, self.kwargs = args, kwargs
+        return torch.zeros(()), {}
+
+
+def rows(**more: torch.Tensor) -> BatchedDataDict:
+    mask = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]])
+    plain = {"input_ids": torch.zeros(2, 4).long(), "token_mask": mask}
+    return BatchedDataDict(plain | {"sample_mask": torch.tensor([1.0, 0.0])} | more)
+
+
+def test_a_loss_gets_the_hosts_batch_in_either_form_of_the_call() -> None:
+    older, newer, data = Remembers(), Remembers(input_type=Kind.LOGPROB), rows()
+    with host_with(PARTS):
+        adapted(older)(torch.ones(1), data, 3, 4, vocab_parallel_rank=0)
+        adapted(newer)(data=data, global_valid_seqs=3, global_valid_toks=4)
+    assert type(older.args[1]) is HostBatch and type(newer.kwargs["data"]) is HostBatch
+    assert older.args[1]["input_ids"] is data["input_ids"]
+    assert (older.args[2:], older.kwargs) == ((3, 4), {"vocab_parallel_rank": 0})
+    with host_with({}):  # where there is no host, a loss is one of ours
+        adapted(newer)(data=data)
+    assert newer.kwargs["data"] is data
+
+
+def test_what_a_loss_says_of_itself_is_seen_through() -> None:
+    loss = adapted(Remembers(input_type=Kind.LOGPROB, candidates="top", metric_normalizations={}))
+    assert (loss.loss_type, loss.input_type) == (LossType.TOKEN_LEVEL, Kind.LOGPROB)
+    assert (loss.candidates, loss.metric_normalizations) == ("top", {})
+    assert not hasattr(loss, "needs_entropy") and not hasattr(adapted(Remembers()), "input_type")
+
+
+def test_a_distillation_is_prepared_by_the_host_on_a_slice_of_the_logits() -> None:
+    asked: dict[str, Any] = {}
+
+    def prepare(**call: Any) -> tuple[dict[str, Any], Any]:
+        asked.update(call)
+        return {"student": 7}, call["data"]
+
+    host_loss, data = Remembers(input_type=Kind.DISTILLATION), rows()
+    turned = torch.zeros(4, 2, 5).transpose(0, 1)
+    loss = adapted(host_loss)
+    # This policy calls it in the older form, so it must not look like one of the newer.
+    assert not hasattr(loss, "input_type") and loss.loss_type is LossType.TOKEN_LEVEL
+    groups = {"vocab_parallel_rank": 1, "vocab_parallel_group": "tp"}
+    utils = {"nemo_rl.algorithms.loss.utils": {"prepare_loss_input": prepare}}
+    with host_with(PARTS | utils):
+        loss(turned, data, 3, 4, context_parallel_group="cp", **groups)
+    # The host's backward passes take views, which a transposed tensor does not allow.
+    assert (logits := asked.pop("logits")).is_contiguous() and torch.equal(logits, turned)
+    assert asked.pop("data")["token_mask"] is data["token_mask"]
+    assert asked == groups | {"loss_fn": host_loss, "context_parallel_group": None}
+    assert type(host_loss.kwargs.pop("data")) is HostBatch
+    assert host_loss.kwargs == {"student": 7, "global_valid_seqs": 3, "global_valid_toks": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(Kind.CROSS, "another tokenizer"), (Kind.DRAFT, "draft.enabled to false")]
+)
+def test_an_input_that_is_not_fed_is_refused_by_name_and_reason(kind: Kind, reason: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"Remembers.*'{kind.value}': .*{reason}"):
+        adapted(Remembers(input_type=kind))
+
+
+def test_ratios_of_tokens_that_do_not_count_are_one() -> None:
+    before, scores = torch.full((2, 4), -200.0), torch.full((2, 3), -1.0).requires_grad_()
+    loss = Remembers(input_type=Kind.LOGPROB)
+    adapted(loss)(data=rows(prev_logprobs=before), next_token_logprobs=scores)
+    given = loss.kwargs["next_token_logprobs"]
+    assert given.tolist() == [[-200.0, -1.0, -1.0], [-200.0] * 3]
+    given.sum().backward()
+    assert scores.grad.tolist() == [[0, 1, 1], [0, 0, 0]]
+    adapted(loss)(data=rows(), next_token_logprobs=scores)
+    assert loss.kwargs["next_token_logprobs"] is scores
+
+
+def test_what_is_not_along_the_sequence_is_put_aside_and_fetched_again() -> None:
+    places = torch.arange(6).reshape(2, 3)
+    put = set_aside(rows(places=places), ["places", "absent"])
+    assert isinstance(put["places"], list) and isinstance(put["token_mask"], torch.Tensor)
+    chosen = fetched(BatchedDataDict(put).select_indices([1]), ["places", "absent"])
+    assert torch.equal(chosen["places"], places[1:])
+    data = rows(places=places)
+    assert set_aside(data, None) is data and fetched(data, ["places"]) is data

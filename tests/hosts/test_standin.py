@@ -1,0 +1,260 @@
+"""A driver with NeMo RL's manners, in both forms of its contract, over workers of ours."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray import cloudpickle
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.hosts import nemo_rl as host
+from megatron_policy.hosts.nemo_rl.worker import MegatronPolicyWorker, NemoRLWorker
+from tests import oracle
+from tests.dist.cases import policy_config
+from tests.hosts.methods import FORMS, REFUSED
+
+VOCAB, LENGTH, ROWS, GBS = 251, 12, 8, 4
+TOLERANCE = 2e-4
+TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=None)
+
+
+@pytest.fixture(scope="module")
+def standin(nemo_rl_standin: None, ray_instance: None) -> SimpleNamespace:
+    """The stand-in's modules, with our worker installed."""
+    host.install()
+    names = {
+        "cluster": "distributed.virtual_cluster",
+        "data": "distributed.batched_data_dict",
+        "policy": "models.policy.lm_policy",
+        "losses": "losses",
+    }
+    found = {key: importlib.import_module(f"nemo_rl.{name}") for key, name in names.items()}
+    return SimpleNamespace(**found)
+
+
+@pytest.fixture(scope="module")
+def path(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("qwen2", vocab=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def rows() -> BatchedDataDict:
+    return oracle.make_batch(ROWS, LENGTH, VOCAB)
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path, rows: BatchedDataDict) -> oracle.Trained:
+    """Five steps: the older host makes the first two, the newer one goes on."""
+    again = BatchedDataDict.from_batches([rows, rows, rows.slice(0, GBS)])
+    return oracle.train(path, again, GBS, oracle.token_level)
+
+
+@pytest.fixture(scope="module")
+def older(
+    standin: SimpleNamespace, path: Path, rows: BatchedDataDict, tmp_path_factory: Any
+) -> SimpleNamespace:
+    """What the older contract's driver saw of two tensor-parallel workers, and where it saved."""
+    data, folder = standin.data.BatchedDataDict(dict(rows)), tmp_path_factory.mktemp("older")
+    cluster = standin.cluster.RayVirtualCluster([2], use_gpus=False)
+    policy = standin.policy.Policy(standin.policy.OLDER, cluster, config_of(path, tp=2), TOKENIZER)
+    seen = SimpleNamespace(folder=folder)
+    policy.call("prepare_for_lp_inference")
+    seen.logprobs = policy.get_logprobs(data)
+    seen.reference = policy.get_reference_policy_logprobs(data, micro_batch_size=2)
+    policy.call("prepare_for_training")
+    seen.evaluated = policy.train(data, standin.losses.LogitLoss(), eval_mode=True)
+    seen.trained = policy.train(data, standin.losses.LogitLoss())
+    seen.info = policy.call("prepare_refit_info")[0]
+    policy.call("offload_before_refit")
+    seen.sizes = policy.call("prepare_weights_for_ipc")
+    policy.call("offload_after_refit")
+    policy.call("prepare_for_lp_inference")
+    seen.after = policy.get_logprobs(data)
+    saved = {"weights_path": folder / "weights", "optimizer_path": folder / "optimizer"}
+    saved["tokenizer_path"] = folder / "tokenizer"
+    policy.call("save_checkpoint", **{key: str(value) for key, value in saved.items()})
+    seen.imported = ray.get([each.imported.remote() for each in policy.group.initializers])
+    seen.pids = ray.get([w.__ray_call__.remote(pid_of) for w in policy.group.workers])
+    policy.shutdown()
+    cluster.shutdown()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def newer(
+    standin: SimpleNamespace, path: Path, rows: BatchedDataDict, older: SimpleNamespace
+) -> SimpleNamespace:
+    """What the newer contract's driver saw of two stages, packed, going on from that checkpoint."""
+    data = standin.data.BatchedDataDict(dict(rows))
+    cluster = standin.cluster.RayVirtualCluster([2], use_gpus=False)
+    paths = {f"{kind}_path": str(older.folder / kind) for kind in ("weights", "optimizer")}
+    policy = standin.policy.Policy(
+        standin.policy.NEWER, cluster, config_of(path, pp=2, packing=True), TOKENIZER, **paths
+    )
+    seen = SimpleNamespace()
+    seen.places = policy.call("report_node_ip_and_gpu_id")
+    policy.call("prepare_for_lp_inference", keep_train_buffers=True)
+    seen.logprobs = policy.get_logprobs(data)
+    seen.reference = policy.get_reference_policy_logprobs(data)
+    seen.top = policy.get_topk_logits(data, k=3, micro_batch_size=2)
+    policy.call("finish_inference")
+    policy.call("prepare_for_training")
+    seen.trained = policy.train(data, standin.losses.LogprobLoss())
+    parts = [data.rows([0]), data.rows([1, 2, 3])]
+    seen.in_parts = policy.train_in_parts(parts, standin.losses.LogprobLoss())
+    seen.free = policy.call("get_free_memory_bytes")
+    seen.info = policy.call("prepare_refit_info")[0]
+    policy.call("finalize_async_save")
+    policy.shutdown()
+    cluster.shutdown()
+    return seen
+
+
+@pytest.mark.parametrize("host_name", ["older", "newer"])
+def test_losses_and_norms_are_those_of_one_process_of_transformers(
+    request: pytest.FixtureRequest, expected: oracle.Trained, host_name: str
+) -> None:
+    trained = request.getfixturevalue(host_name).trained
+    steps = slice(0, 2) if host_name == "older" else slice(2, 4)
+    assert trained["loss"].tolist() == pytest.approx(expected.losses[steps], abs=TOLERANCE)
+    last = expected.grad_norms[steps][-1]
+    assert float(trained["grad_norm"]) == pytest.approx(last, rel=1e-3)
+    # Metrics add up to the value over the call.
+    assert sum(trained["all_mb_metrics"]["loss"]) == pytest.approx(
+        sum(expected.losses[steps]) / 2, abs=TOLERANCE
+    )
+    assert trained["ranks"] == [0]
+
+
+def test_a_step_in_parts_is_a_step(newer: SimpleNamespace, expected: oracle.Trained) -> None:
+    found = newer.in_parts
+    assert found["global_loss"].tolist() == pytest.approx(expected.losses[4:], abs=TOLERANCE)
+    assert float(found["grad_norm"]) == pytest.approx(expected.grad_norms[4], rel=1e-3)
+
+
+def test_log_probabilities_before_training_are_those_of_transformers(
+    older: SimpleNamespace, newer: SimpleNamespace, path: Path, rows: BatchedDataDict
+) -> None:
+    with torch.no_grad():
+        wanted = oracle.hf_logprobs(oracle.load_hf(path), rows["input_ids"])
+    for found in (
+        older.logprobs["logprobs"],
+        older.reference["reference_logprobs"],
+        newer.reference["reference_logprobs"],
+    ):
+        assert found.dtype == torch.float32 and found.shape == (ROWS, LENGTH)
+        assert not found[:, 0].any()
+        close(found, wanted, rows)
+
+
+def test_a_policy_goes_on_from_where_the_other_has_saved(
+    older: SimpleNamespace, newer: SimpleNamespace, rows: BatchedDataDict
+) -> None:
+    close(newer.logprobs["logprobs"], older.after["logprobs"][:, 1:], rows)
+    moved = (older.after["logprobs"] - older.logprobs["logprobs"]).abs().max()
+    assert moved > 10 * TOLERANCE
+
+
+def test_evaluating_does_not_train(older: SimpleNamespace) -> None:
+    evaluated, trained = older.evaluated["loss"].tolist(), older.trained["loss"].tolist()
+    assert evaluated[0] == pytest.approx(trained[0], abs=1e-6)
+    assert evaluated[1] != pytest.approx(trained[1], abs=1e-6)
+
+
+def test_answers_are_batches_of_the_hosts_own_kind(
+    standin: SimpleNamespace, older: SimpleNamespace, newer: SimpleNamespace
+) -> None:
+    for answer in (older.logprobs, older.reference, newer.logprobs, newer.top):
+        assert type(answer) is standin.data.BatchedDataDict
+    assert newer.top["topk_logits"].shape == newer.top["topk_indices"].shape == (ROWS, LENGTH, 3)
+
+
+def test_a_refit_announces_every_weight_in_the_form_of_the_contract(
+    older: SimpleNamespace, newer: SimpleNamespace, path: Path
+) -> None:
+    weights = oracle.load_hf(path).state_dict()
+    assert newer.info == {name: (w.shape, w.dtype) for name, w in weights.items()}
+    assert older.info == {name: (w.shape, w.dtype, w.numel()) for name, w in weights.items()}
+    for keys, available in older.sizes:
+        assert sum(size for _, size in keys) >= sum(w.nbytes for w in weights.values())
+        assert available > 0
+
+
+def test_workers_tell_where_they_are_and_what_is_free(newer: SimpleNamespace) -> None:
+    assert [gpu for _, gpu in newer.places] == [0, 1]
+    assert all(isinstance(free, int) and free > 0 for free in newer.free)
+
+
+def test_a_process_that_only_makes_workers_does_without_megatron(older: SimpleNamespace) -> None:
+    for names in older.imported:
+        assert "megatron_policy" in names and "megatron" not in names
+
+
+def test_workers_end_when_a_host_lets_go_of_them(older: SimpleNamespace) -> None:
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in older.pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_the_actor_class_travels_light() -> None:
+    assert isinstance(MegatronPolicyWorker, ray.actor.ActorClass)
+    assert not hasattr(MegatronPolicyWorker, "configure_worker")
+    carried = cloudpickle.dumps(MegatronPolicyWorker)
+    assert len(carried) < 64 * 2**10
+    assert pickle.loads(carried) is not None
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name not in REFUSED])
+def test_a_method_takes_the_keywords_of_every_release(name: str) -> None:
+    method = getattr(NemoRLWorker, name)
+    for form in FORMS[name]:
+        inspect.signature(method).bind(None, **dict.fromkeys(form))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_method_that_is_not_there_says_so_and_why(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"(?s){name}.*{REFUSED[name]}"):
+        getattr(NemoRLWorker, name)(None, **dict.fromkeys(FORMS[name][0]))
+
+
+def config_of(path: Path, *, tp: int = 1, pp: int = 1, packing: bool = False) -> dict[str, Any]:
+    layout = {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "context_parallel_size": 1,
+    }
+    tokens = {"train_mb_tokens": 2 * LENGTH, "logprob_mb_tokens": 3 * LENGTH}
+    return policy_config(
+        path,
+        layout,
+        train_global_batch_size=GBS,
+        train_micro_batch_size=2,
+        make_sequence_length_divisible_by=4,
+        sequence_packing={
+            "enabled": packing,
+            "algorithm": "modified_first_fit_decreasing",
+            **tokens,
+        },
+    )
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, rows: BatchedDataDict) -> None:
+    """Equal where there are tokens; `wanted` has no position 0."""
+    inside = torch.arange(1, LENGTH) < rows["input_lengths"].unsqueeze(-1)
+    torch.testing.assert_close(found[:, 1:][inside], wanted[inside], atol=TOLERANCE, rtol=0)
+
+
+def pid_of(worker: Any) -> int:
+    return os.getpid()

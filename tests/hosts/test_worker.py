@@ -1,0 +1,253 @@
+"""NeMo RL's worker without NeMo RL: what it refuses, what it makes of the driver's rank grid, and
+what the host's helpers, where there are any, get from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.config import PolicyConfig
+from megatron_policy.errors import ConfigError
+from megatron_policy.hosts.nemo_rl import groups, refit
+from megatron_policy.hosts.nemo_rl.layout import AXES, check_layout_of_host
+from megatron_policy.hosts.nemo_rl.not_built import NOT_BUILT
+from megatron_policy.hosts.nemo_rl.restart import with_fresh_optimizer
+from megatron_policy.hosts.nemo_rl.worker import NemoRLWorker
+from megatron_policy.interfaces import LossType
+from megatron_policy.topology import Topology
+from tests.dist.cases import policy_config
+from tests.dist.layouts import LENGTH, SIZES, VOCAB
+from tests.hosts.fake_host import PARTS, HostBatch, Meeting, Protocol, host_with
+from tests.losses import SequenceNLL
+
+ROWS = 8
+TEMPERATURE = 2.0
+SAMPLING = {"TrainingSamplingParams": object}
+
+
+class Sharding:
+    """The driver's rank grid, as the worker reads it."""
+
+    def __init__(self, names: list[str], layout: np.ndarray) -> None:
+        self.names, self.layout = names, layout
+
+
+def grid(*sizes: int, names: list[str] | None = None) -> Sharding:
+    return Sharding(names or list(AXES), np.arange(np.prod(sizes)).reshape(sizes))
+
+
+def test_the_drivers_rank_grid_is_ours_or_both_are_named() -> None:
+    topology = Topology(tp=2, pp=2, dp=3)
+    check_layout_of_host(grid(2, 3, 1, 2), topology)
+    check_layout_of_host(grid(2, 3, 2, names=[n for n in AXES if AXES[n] != "cp"]), topology)
+    check_layout_of_host(None, topology)
+    turned = Sharding(list(AXES), np.arange(12).reshape(2, 3, 1, 2).swapaxes(0, 3))
+    swapped = ["data_parallel", "pipeline_parallel", "context_parallel", "tensor_parallel"]
+    for wrong in (grid(2, 2, 1, 3), grid(3, 2, 1, 2, names=swapped), turned, grid(2, 3, 1, 1)):
+        with pytest.raises(ConfigError, match=r"laid out .*asks for .*'tensor_parallel': 2"):
+            check_layout_of_host(wrong, topology)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"processor": object()}, NotImplementedError, "processor: models that see"),
+        ({"skip_weight_load": True}, NotImplementedError, "swap_weights_via_reshard"),
+        ({"worker_color": "red"}, ConfigError, "no argument worker_color"),
+    ],
+)
+def test_an_argument_that_is_not_for_this_worker_is_refused_before_the_model_is_made(
+    arguments: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        NemoRLWorker(policy_config("/nowhere", {}), None, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("generation", "key"), [({"top_p": 0.9}, "top_p is 0.9"), ({"top_k": 7}, "top_k is 7")]
+)
+def test_filters_are_refused_where_the_host_would_train_on_what_they_leave(
+    generation: dict[str, Any], key: str
+) -> None:
+    config = policy_config("/nowhere", {}, generation={"max_new_tokens": 4} | generation)
+    with (
+        host_with({"nemo_rl.algorithms.logits_sampling_utils": SAMPLING}),
+        pytest.raises(ConfigError, match=key),
+    ):
+        NemoRLWorker(config, None)
+    # Where it only generates by them they are nobody's business here: it is the model that lacks.
+    with host_with({}), pytest.raises(Exception, match="/nowhere"):
+        NemoRLWorker(config, None)
+
+
+def test_weights_without_an_optimizers_path_start_a_new_optimizer() -> None:
+    config = PolicyConfig.parse(policy_config("/nowhere", {}))
+    changed = with_fresh_optimizer(config)
+    assert changed.megatron_cfg.checkpoint.fresh_optimizer
+    assert changed.megatron_cfg.checkpoint != config.megatron_cfg.checkpoint
+    assert changed.megatron_cfg.optimizer == config.megatron_cfg.optimizer
+
+
+def test_every_refused_method_names_itself_and_a_reason() -> None:
+    for name, reason in NOT_BUILT.items():
+        with pytest.raises(NotImplementedError, match=f"^{name} is not built: ") as raised:
+            getattr(NemoRLWorker, name)(None, any="thing")
+        assert reason in str(raised.value)
+
+
+def batch() -> BatchedDataDict:
+    generator = torch.Generator().manual_seed(3)
+    return BatchedDataDict(
+        {
+            "input_ids": torch.randint(0, VOCAB, (ROWS, LENGTH), generator=generator),
+            "input_lengths": torch.full((ROWS,), LENGTH),
+            "token_mask": torch.ones(ROWS, LENGTH),
+            "sample_mask": torch.ones(ROWS),
+            # Not along the sequence: 3 places, and none where the row is.
+            "places": torch.arange(ROWS * 3).reshape(ROWS, 3),
+        }
+    )
+
+
+class AsksTheHost(SequenceNLL):
+    """Its data are the host's, with every key as the driver has sent it."""
+
+    def __call__(self, data: Any, **kwargs: Any) -> Any:
+        assert type(data) is HostBatch
+        first = data["places"][0, 0]
+        rows = data["sample_mask"].numel()
+        assert torch.equal(data["places"], first + torch.arange(rows * 3).reshape(rows, 3))
+        return super().__call__(data, **kwargs)
+
+
+class Unfed:
+    loss_type, input_type = LossType.TOKEN_LEVEL, "draft"
+
+
+def of_one_rank(path: Path) -> dict[str, Any]:
+    """Everything that needs a model, on a rank of two."""
+    generation = {"max_new_tokens": 4, "temperature": TEMPERATURE}
+    config = policy_config(path, {"tensor_model_parallel_size": 2}, generation=generation)
+    data, found = batch(), {}
+    with host_with(PARTS):
+        worker = NemoRLWorker(config, "tokenizer", worker_sharding_annotations=grid(1, 1, 1, 2))
+        found["logprobs"] = worker.get_logprobs(data=data)
+        check_reading(worker, data)
+        found["trained"] = check_training(worker, data, found["logprobs"]["logprobs"])
+        check_refit(worker)
+        worker.offload_after_refit()
+        info = worker.get_gpu_info()
+        assert info["rank"] == info["local_device_id"] + worker.policy.rank
+        assert info["memory_allocated_mb"] == 0 and info["device_name"].startswith("CPU ")
+        worker.prepare_for_lp_inference(keep_train_buffers=True)
+        attributes = worker.check_tensor_parallel_attributes()
+        worker.zero_out_weights()
+        assert not any(tensor.any() for tensor in worker.return_state_dict().values())
+        worker.start_gpu_profiling()
+        worker.stop_gpu_profiling()
+        worker.shutdown()
+    return found | {"attributes": attributes}
+
+
+def check_reading(worker: NemoRLWorker, data: BatchedDataDict) -> None:
+    found = worker.get_topk_logits(data=data, k=VOCAB)
+    assert type(found) is HostBatch
+    # All of the vocabulary: at the temperature of the policy they are what it reads.
+    scores = found["topk_logits"].log_softmax(-1)
+    order = found["topk_indices"].argsort(-1)
+    next_tokens = data["input_ids"][:, 1:].unsqueeze(-1)
+    read = scores.gather(-1, order)[:, :-1].gather(-1, next_tokens).squeeze(-1)
+    torch.testing.assert_close(read, worker.get_logprobs(data=data)["logprobs"][:, 1:])
+    # The data plane: what it fetches is read and written back by the one rank that is to.
+    cfg: dict[str, Any] = {}
+    worker.setup_data_plane(cfg=cfg)
+    worker.get_logprobs_presharded(meta=data, micro_batch_size=4)
+    assert cfg["read"] == ("float32", "tokenizer")
+    assert ("prev_logprobs" in cfg) == (worker.policy.rank == 0)
+    with pytest.raises(NotImplementedError, match="train_microbatch_presharded is not built"):
+        worker.train_microbatch_presharded(meta=data)
+
+
+def check_training(worker: NemoRLWorker, data: Any, logprobs: torch.Tensor) -> dict[str, Any]:
+    call = {"gbs": ROWS, "mbs": 2, "check_dim_skip_keys": ["places"]}
+    with pytest.raises(NotImplementedError, match="'draft': training a draft model"):
+        worker.train(data=data, loss_fn=Unfed(), **call)
+    result = worker.train(data=data, loss_fn=AsksTheHost(), eval_mode=True, **call)
+    expected = -logprobs[:, 1:].mean()
+    torch.testing.assert_close(result["global_loss"], expected.reshape(1))
+    return {name: result[name] for name in ("gpu_name", "model_dtype", "rank")}
+
+
+def check_refit(worker: NemoRLWorker) -> None:
+    """The host's producer gets every tensor, as announced and in that order."""
+    announced = worker.prepare_refit_info()
+    sinks: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(refit, "serves_host_engines", lambda: True)
+        worker.init_collective(
+            ip="127.0.0.1", port=1, world_size=3, train_world_size=2, nccl_peer="vllm"
+        )
+        group = worker._host_refit._group
+        assert group.made == ("127.0.0.1", 1, worker.policy.rank, 3) and group.peer == "vllm"
+        worker.broadcast_weights_for_collective(kv_scales=None, buffer_size_bytes=7, num_buffers=2)
+        patch.setattr(worker.policy, "refit", sinks.append)
+        worker.stream_weights_via_ipc_zmq(buffer_size_bytes=2**20, kv_scales=None)
+    assert group.buffer_size_bytes == 7
+    assert [name for name, _ in group.sent] == list(announced)
+    for name, tensor in group.sent:
+        shape, dtype = announced[name]
+        assert shape.numel() == tensor.numel() and (tensor.shape, tensor.dtype) == (shape, dtype)
+    assert sinks[0]._dialect.end is Protocol.COMPLETE
+    assert worker.get_zmq_address() == f"ipc:///tmp/{worker.report_device_id()}.sock"
+
+
+def test_a_worker_answers_in_the_hosts_types_and_serves_the_hosts_helpers(
+    ranks: Any, checkpoint: Callable[..., Path]
+) -> None:
+    one, other = ranks.run(2, of_one_rank, checkpoint("qwen2", **SIZES))
+    assert type(one["logprobs"]) is HostBatch
+    assert torch.equal(one["logprobs"]["logprobs"], other["logprobs"]["logprobs"])
+    assert one["trained"]["model_dtype"] == torch.float32
+    assert one["trained"]["gpu_name"].startswith("CPU ")
+    split = {each["name"]: each["partition_dim"] for each in one["attributes"]["tp_params"]}
+    assert split["decoder.layers.0.mlp.linear_fc1.weight"] == 0
+    assert split["decoder.layers.0.mlp.linear_fc2.weight"] == 1
+    whole = [each["name"] for each in one["attributes"]["non_tp_params"]]
+    assert "decoder.final_layernorm.weight" in whole
+    assert one["attributes"]["tp_size"] == 2
+    assert one["attributes"]["total_params"] == len(split) + len(whole)
+
+
+class FormerGroup:
+    @staticmethod
+    def create(host: str, port: int, rank: int, world_size: int) -> tuple[Any, ...]:
+        return host, port, rank, world_size
+
+
+def test_a_host_before_its_own_group_takes_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {
+        ("vllm.distributed.utils", "StatelessProcessGroup"): FormerGroup,
+        (
+            "vllm.distributed.device_communicators.pynccl",
+            "PyNcclCommunicator",
+        ): lambda met, device: ("communicator", met),
+    }
+    monkeypatch.setattr(groups, "part_or_none", lambda *name: parts.get(name))
+    joined = groups.join_engines("here", 7, 1, 4, {})
+    assert joined == ("communicator", ("here", 7, 1, 4))
+    parts.clear()
+    with pytest.raises(NotImplementedError, match="vLLM, whose group it would take"):
+        groups.join_engines("here", 7, 1, 4, {})
+
+
+def test_a_host_with_a_group_of_its_own_makes_it_in_its_own_way() -> None:
+    with host_with(PARTS):
+        group = groups.join_engines("here", 7, 1, 4, {"nccl_peer": None})
+    assert isinstance(group, Meeting) and group.peer == "nemo"
