@@ -2,12 +2,16 @@
 PYTHON ?= python3
 PYTHON_LATEST ?=
 PYTEST_ARGS ?=
+# Processes that share the tests out; 0 runs them in one, as a debugger needs it.
+TEST_PROCESSES ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
 VENV := .venv
 LATEST := .venv-latest
 BIN := $(VENV)/bin
+
+PARALLEL = -n $(TEST_PROCESSES) --dist loadgroup
 
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
@@ -22,10 +26,10 @@ demo: $(VENV)/.installed ## train a small model by SFT and GRPO on 2 CPU workers
 	$(BIN)/python examples/quickstart/run.py $(DEMO_ARGS)
 
 test: $(VENV)/.installed ## run the tests; those that need GPUs skip where there are none
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 test-latest: $(LATEST)/.installed ## run the tests on Python 3.12 with the newest megatron-core
-	$(LATEST)/bin/python -m pytest $(PYTEST_ARGS)
+	$(LATEST)/bin/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 invariance: $(VENV)/.installed ## measure every layout against Hugging Face and write docs/invariance.md
 	INVARIANCE_PAGE=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/dist/test_invariance.py

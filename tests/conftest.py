@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.ranks import RankPool
+from tests.ranks import ROOT, RankPool
 
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
@@ -36,7 +36,24 @@ def reason_to_skip(needed: int, visible: int) -> str | None:
     return None if needed <= visible else f"needs {needed} GPU(s), {visible} visible"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # one of several processes of pytest-xdist
+        deal_by_file(items)
+    skip_without_gpus(items)
+
+
+def deal_by_file(items: list[pytest.Item]) -> None:
+    """A file's tests go to one process, for its fixtures are made once, and so do all that need the
+    one Ray instance. Those come first: they mostly wait.
+    """
+    for item in items:
+        folder = Path(item.path).relative_to(ROOT / "tests").parts[0]
+        group = "ray" if folder in ("ray", "hosts") else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args[0] != "ray")
+
+
+def skip_without_gpus(items: list[pytest.Item]) -> None:
     wanting = [(item, needed_gpus(item)) for item in items]
     if not any(needed for _, needed in wanting):
         return
@@ -69,6 +86,21 @@ def gpu_ranks() -> Iterator[RankPool]:
     pool = RankPool(on_gpus=True)
     yield pool
     pool.end()
+
+
+@pytest.fixture(scope="session")
+def ray_instance() -> Iterator[None]:
+    """A small Ray: two CPUs, and two GPUs that exist in Ray's books only."""
+    import ray
+
+    from megatron_policy.workers import init_ray
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        init_ray(num_cpus=2, num_gpus=2, object_store_bytes=150 * 2**20)
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture(scope="session")
