@@ -199,6 +199,7 @@ def check_refit(worker: NemoRLWorker) -> None:
         worker.broadcast_weights_for_collective(kv_scales=None, buffer_size_bytes=7, num_buffers=2)
         patch.setattr(worker.policy, "refit", sinks.append)
         worker.stream_weights_via_ipc_zmq(buffer_size_bytes=2**20, kv_scales=None)
+        check_refit_of_one_rank(worker, announced)
     assert group.buffer_size_bytes == 7
     assert [name for name, _ in group.sent] == list(announced)
     for name, tensor in group.sent:
@@ -206,6 +207,18 @@ def check_refit(worker: NemoRLWorker) -> None:
         assert shape.numel() == tensor.numel() and (tensor.shape, tensor.dtype) == (shape, dtype)
     assert sinks[0]._dialect.end is Protocol.COMPLETE
     assert worker.get_zmq_address() == f"ipc:///tmp/{worker.report_device_id()}.sock"
+
+
+def check_refit_of_one_rank(worker: NemoRLWorker, announced: dict[str, Any]) -> None:
+    """A host that packs nothing (0.3): the first rank alone is in the group with the engines."""
+    without = {name: found for name, found in PARTS.items() if "packed_tensor" not in name}
+    with host_with(without):
+        worker.init_collective(ip="127.0.0.1", port=1, world_size=2)
+        worker.broadcast_weights_for_collective()
+    group = worker._host_refit._group
+    assert (group is not None) == (worker.policy.rank == 0)
+    if group is not None:
+        assert [tensor.shape for _, tensor in group.sent] == [s for s, *_ in announced.values()]
 
 
 def test_a_worker_answers_in_the_hosts_types_and_serves_the_hosts_helpers(

@@ -4,6 +4,7 @@ engine.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,7 @@ class HostRefit:
 
     def __init__(self, policy: MegatronPolicy, own: WorkerRefit) -> None:
         self._policy, self._own = policy, own
-        self._group: Any = None
+        self._joined, self._group = False, None
 
     def prepare_refit_info(self) -> dict[str, tuple[Any, ...]]:
         """{HF name: (shape, dtype)} of what will be handed over, in that order; with the number of
@@ -78,13 +79,16 @@ class HostRefit:
         **options: Any,
     ) -> None:
         """Meet the engines at `ip`:`port`; `world_size` counts them and all training ranks, which
-        are the first `train_world_size`. Of `options`, what this host's group takes is passed on.
+        are the first `train_world_size`, or without that (0.3) the first of them alone, which then
+        is the only one to join. Of `options`, what this host's group takes is passed on.
         """
         if not serves_host_engines():
             # How the host's engines join bears on GPUs only.
             self._own.init_collective(ip, port, world_size, train_world_size)
             return
-        self._group = join_engines(ip, port, self._policy.rank, world_size, options)
+        self._joined, self._group = True, None
+        if train_world_size is not None or self._policy.rank == 0:
+            self._group = join_engines(ip, port, self._policy.rank, world_size, options)
 
     def broadcast_weights_for_collective(
         self,
@@ -93,30 +97,36 @@ class HostRefit:
         num_buffers: int | None = None,
     ) -> None:
         """Hand all weights to the engines that joined, in broadcasts of `buffer_size_bytes` and in
-        `num_buffers` buffers by turns (None: what the host takes).
+        `num_buffers` buffers by turns (None: what the host takes); one broadcast for each tensor
+        where the host does not pack them (0.3).
         """
         refuse_scales(kv_scales)
         if not serves_host_engines():
             self._own.broadcast_weights_for_collective(buffer_size_bytes=buffer_size_bytes)
             return
-        if self._group is None:
+        if not self._joined:
             raise RefitError("no engine has joined: call init_collective first")
-        produce = part_or_none("nemo_rl.utils.packed_tensor", "packed_broadcast_producer")
-        if produce is None:
-            raise NotImplementedError(
-                "broadcast_weights_for_collective is not built: this NeMo RL has no "
-                "nemo_rl.utils.packed_tensor.packed_broadcast_producer"
-            )
         sizes = {"buffer_size_bytes": buffer_size_bytes, "num_buffers": num_buffers}
-        produce(
-            iterator=self._policy.export(),
-            group=self._group,
-            src=0,
-            post_iter_func=lambda named: named[1],
-            **accepted(produce, sizes),
-        )
+        self._broadcast(self._policy.export(), sizes)
         # The weights may change again only when all of them have left.
         device.synchronize()
+
+    def _broadcast(
+        self, tensors: Iterator[tuple[str, torch.Tensor]], sizes: Mapping[str, int | None]
+    ) -> None:
+        produce = part_or_none("nemo_rl.utils.packed_tensor", "packed_broadcast_producer")
+        if self._group is not None and produce is not None:
+            produce(
+                iterator=tensors,
+                group=self._group,
+                src=0,
+                post_iter_func=lambda named: named[1],
+                **accepted(produce, sizes),
+            )
+            return
+        for _, tensor in tensors:  # gathered by all ranks, also those that send nothing
+            if self._group is not None:
+                self._group.broadcast(tensor, src=0)
 
 
 def serves_host_engines() -> bool:
