@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from megatron_policy.errors import ConfigError
@@ -18,11 +17,8 @@ _UNREADABLE = (OSError, ValueError, TypeError, RecursionError)
 """What transformers raises over a file that is no config."""
 
 
-def read_config(
-    model: str | Path, overrides: Mapping[str, Any] = MappingProxyType({})
-) -> dict[str, Any]:
-    """Every field of the model's HF config, class defaults included; those of `overrides` count
-    instead of what its config.json says.
+def read_config(model: str | Path) -> dict[str, Any]:
+    """Every field of the model's HF config, class defaults included.
 
     Fields that any transformers model has are left out where they stand at their common default.
     The config of an added family that transformers does not know is taken as it stands in the file.
@@ -32,7 +28,7 @@ def read_config(
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-    config = written_config(model) | dict(overrides)
+    config = written_config(model)
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise _unreadable(model, ValueError(f"its model_type is {kind!r}, which names no family"))
@@ -40,10 +36,7 @@ def read_config(
         family_of(kind)  # importing a package that adds the family may tell transformers of it
     if kind in CONFIG_MAPPING:
         try:
-            if overrides:
-                config = CONFIG_MAPPING[kind].from_dict(config).to_dict()
-            else:
-                config = AutoConfig.from_pretrained(_source(model)).to_dict()
+            config = AutoConfig.from_pretrained(_source(model)).to_dict()
         except (*_UNREADABLE, KeyError, StrictDataclassError) as error:
             raise _unreadable(model, error) from error
     common = PretrainedConfig().to_dict()

@@ -13,7 +13,6 @@ from typing import Any
 
 import yaml
 from pydantic import (
-    Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -75,8 +74,6 @@ class PolicyConfig(Section):
 
     model_name: str
     tokenizer: TokenizerConfig = TokenizerConfig()
-    hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
-    """Fields that replace those of the model's config.json."""
     precision: Dtype = "bfloat16"
     train_global_batch_size: PositiveInt
     train_micro_batch_size: PositiveInt

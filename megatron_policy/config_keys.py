@@ -34,7 +34,7 @@ _POLICY: Rules = {
         make_sequence_length_divisible_by seed logprob_chunk_size""",
     ),
     "precision": Applied("float32 or bfloat16"),
-    "hf_config_overrides": Applied("fields of the model's config.json, by their names there"),
+    "hf_config_overrides": Rejected("write the change into the model's config.json"),
     "logprob_batch_size": Applied("train_micro_batch_size where it is not given"),
     "generation_batch_size": Applied("logprob_batch_size where it is not given"),
     "max_grad_norm": Applied("where megatron_cfg.optimizer.clip_grad is not given"),

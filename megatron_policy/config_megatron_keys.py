@@ -31,7 +31,7 @@ _LOG = "logs only"
 _MTP = "bears on multi-token prediction only, and mtp_num_layers is rejected"
 _MUON = "bears on optimizers that `optimizer` does not offer"
 _NORMALISED = "losses are divided by global counts and gradients summed, whatever it says"
-_OVERRIDE = "the model's config.json counts; change it there or by hf_config_overrides"
+_OVERRIDE = "the model's config.json counts; write the change there"
 _WSD = "bears on lr_decay_style 'WSD' only, which is not among its values"
 
 _LAYOUT: Rules = {

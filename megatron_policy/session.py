@@ -40,7 +40,7 @@ class Session:
         init_reference_model: bool,
         source_dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        self._table = bind(read_config(config.model_name, config.hf_config_overrides))
+        self._table = bind(read_config(config.model_name))
         device.prepare_platform()
         device.place_process()
         refuse_second_policy()

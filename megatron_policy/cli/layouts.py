@@ -66,7 +66,7 @@ def _architecture(config: PolicyConfig) -> Architecture:
     from megatron_policy.converters.hf_files import read_config
     from megatron_policy.converters.table import bind
 
-    return bind(read_config(config.model_name, config.hf_config_overrides)).architecture
+    return bind(read_config(config.model_name)).architecture
 
 
 def _summary(config: PolicyConfig, architecture: Architecture, topology: Topology) -> Table:

@@ -77,8 +77,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self.config = PolicyConfig.parse(config)
         self._tokenizer = tokenizer
         self._can_train, self._has_reference = init_optimizer, init_reference_model
-        fields = read_config(self.config.model_name, self.config.hf_config_overrides)
-        architecture = bind(fields).architecture
+        architecture = bind(read_config(self.config.model_name)).architecture
         self.topology = topology_of(self.config, cluster.size_of(workers_per_node))
         check_layout(self.config, architecture, self.topology)
         self._dealer = Dealer.of(self.config, self.topology, architecture)
