@@ -34,7 +34,6 @@ _POLICY: Rules = {
         make_sequence_length_divisible_by seed logprob_chunk_size""",
     ),
     "precision": Applied("float32 or bfloat16"),
-    "hf_config_overrides": Rejected("write the change into the model's config.json"),
     "logprob_batch_size": Applied("train_micro_batch_size where it is not given"),
     "generation_batch_size": Applied("logprob_batch_size where it is not given"),
     "max_grad_norm": Applied("where megatron_cfg.optimizer.clip_grad is not given"),
@@ -51,6 +50,7 @@ _POLICY: Rules = {
     "dtensor_cfg": Nested(DTensorConfig),
     "dynamic_batching": Nested(DynamicBatchingConfig),
     "sequence_packing": Nested(SequencePackingConfig),
+    "hf_config_overrides": Nested(),
     "draft": Nested(),
     "router_replay": Nested(),
     "reward_model_cfg": Nested(),
@@ -139,6 +139,11 @@ SECTIONS: dict[str, Rules] = {
     "generation.colocated.": each(Ignored(_HOST), "enabled resources *"),
     "tokenizer.": _TOKENIZER,
     "dtensor_cfg.": _DTENSOR,
+    "hf_config_overrides.": {
+        # 0 of it is what recipes for models with experts say, and what is computed here anyhow.
+        "router_aux_loss_coef": Rejected("losses that balance experts are not built"),
+        "*": Rejected("write the change into the model's config.json"),
+    },
     "draft.": switched_off(
         "training a draft model beside the policy is not built",
         "a draft model",

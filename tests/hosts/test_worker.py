@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from tests.hosts.fake_host import PARTS, HostBatch, Meeting, Protocol, host_with
 from tests.losses import SequenceNLL
 
 ROWS = 8
+TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=None)
 TEMPERATURE = 2.0
 SAMPLING = {"TrainingSamplingParams": object}
 
@@ -137,7 +139,7 @@ def of_one_rank(path: Path) -> dict[str, Any]:
     config = policy_config(path, {"tensor_model_parallel_size": 2}, generation=generation)
     data, found = batch(), {}
     with host_with(PARTS):
-        worker = NemoRLWorker(config, "tokenizer", worker_sharding_annotations=grid(1, 1, 1, 2))
+        worker = NemoRLWorker(config, TOKENIZER, worker_sharding_annotations=grid(1, 1, 1, 2))
         found["logprobs"] = worker.get_logprobs(data=data)
         check_reading(worker, data)
         found["trained"] = check_training(worker, data, found["logprobs"]["logprobs"])
@@ -146,6 +148,9 @@ def of_one_rank(path: Path) -> dict[str, Any]:
         info = worker.get_gpu_info()
         assert info["rank"] == info["local_device_id"] + worker.policy.rank
         assert info["memory_allocated_mb"] == 0 and info["device_name"].startswith("CPU ")
+        prompts = {"input_ids": data["input_ids"][:, :4], "input_lengths": torch.full((ROWS,), 4)}
+        generated = worker.generate(data=prompts, greedy=True)  # with nothing on the device
+        assert generated["generation_lengths"].tolist() == [4] * ROWS
         worker.prepare_for_lp_inference(keep_train_buffers=True)
         attributes = worker.check_tensor_parallel_attributes()
         worker.zero_out_weights()
@@ -169,7 +174,7 @@ def check_reading(worker: NemoRLWorker, data: BatchedDataDict) -> None:
     cfg: dict[str, Any] = {}
     worker.setup_data_plane(cfg=cfg)
     worker.get_logprobs_presharded(meta=data, micro_batch_size=4)
-    assert cfg["read"] == ("float32", "tokenizer")
+    assert cfg["read"] == ("float32", TOKENIZER)
     assert ("prev_logprobs" in cfg) == (worker.policy.rank == 0)
     with pytest.raises(NotImplementedError, match="train_microbatch_presharded is not built"):
         worker.train_microbatch_presharded(meta=data)

@@ -208,6 +208,15 @@ def test_freezing_towers_that_a_text_model_lacks_passes_and_freezing_the_model_d
             PolicyConfig.parse(raw)
 
 
+def test_of_a_models_config_only_a_balancing_loss_of_zero_may_be_overridden() -> None:
+    raw = copy.deepcopy(host_policies.EARLY) | {"hf_config_overrides": {"router_aux_loss_coef": 0}}
+    PolicyConfig.parse(raw)
+    for key, value in (("router_aux_loss_coef", 0.01), ("max_position_embeddings", 16384)):
+        raw["hf_config_overrides"] = {key: value}
+        with pytest.raises(ConfigError, match=rf"hf_config_overrides\.{key}={value} would change"):
+            PolicyConfig.parse(raw)
+
+
 def test_a_key_of_a_newer_host_passes_once_it_is_named() -> None:
     raw = copy.deepcopy(host_policies.EARLY)
     raw["megatron_cfg"] |= {"of_a_newer_host": 1, "and_a_section": {"with": "keys"}}

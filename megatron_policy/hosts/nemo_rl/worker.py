@@ -144,7 +144,11 @@ class NemoRLWorker(MegatronPolicyWorkerImpl):
         return in_host_types(super().get_entropy(data, micro_batch_size))
 
     def generate(self, data: Mapping[str, Any], greedy: bool = False) -> Any:
-        """Continue each prompt; see `GenerationOutputSpec` for what comes back."""
+        """Continue each prompt; see `GenerationOutputSpec` for what comes back.
+
+        Parameters that have left the device come back: hosts up to 0.5 ask for no more than this.
+        """
+        super().prepare_for_generation()  # type: ignore[misc]
         return in_host_types(super().generate(data, greedy))
 
     def prepare_for_generation(self, **kwargs: Any) -> None:
