@@ -136,7 +136,10 @@ SECTIONS: dict[str, Rules] = {
     "dynamic_batching.": _DYNAMIC,
     "sequence_packing.": _PACKING,
     "generation.": _GENERATION,
-    "generation.colocated.": each(Ignored(_HOST), "enabled resources *"),
+    "generation.colocated.": {
+        "enabled": Ignored("says where engines are: read where the worker meets them"),
+        **each(Ignored(_HOST), "resources *"),
+    },
     "tokenizer.": _TOKENIZER,
     "dtensor_cfg.": _DTENSOR,
     "hf_config_overrides.": {

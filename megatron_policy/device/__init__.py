@@ -23,6 +23,7 @@ __all__ = [
     "leave_process_group",
     "memory_info",
     "place_process",
+    "prepare_for_other_engines",
     "prepare_platform",
     "private_group",
     "random_state",
@@ -69,6 +70,14 @@ def prepare_platform() -> bool:
         cpu_platform.apply()
     unbound_names.bind()
     return not is_accelerated()
+
+
+def prepare_for_other_engines() -> None:
+    """Let communicators be made that hold engines' GPUs too; call it before the first is made.
+
+    Without it those of vLLM's kind fail to reach their peers (NeMo RL, issue 564).
+    """
+    os.environ["NCCL_CUMEM_ENABLE"] = "1"
 
 
 def place_process() -> torch.device:

@@ -37,11 +37,6 @@ class Host:
         return getattr(importlib.import_module(module), name)
 
 
-def host_names() -> list[str]:
-    """The names that `find_host` knows."""
-    return sorted(_points())
-
-
 def find_host(name: str) -> Host:
     """The host registered under `name` in the entry-point group `megatron_policy.hosts`.
 

@@ -15,6 +15,7 @@ import yaml
 
 from examples.nemo_rl import prepare
 from megatron_policy.config import PolicyConfig
+from megatron_policy.layout import topology_of
 from tests.unit import host_policies
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "nemo_rl"
@@ -27,9 +28,13 @@ BASES = {
 
 
 def composed(file: Path) -> dict[str, Any]:
-    """A file over what its `defaults` name; of the host's files only the section `policy`."""
+    """A file over what its `defaults` name; of the host's files `policy` and their one GPU."""
     if not file.is_relative_to(EXAMPLES):
-        return {"policy": {**BASES[file.name], "dtensor_cfg": {"enabled": True}}}
+        cluster = {"gpus_per_node": 1, "num_nodes": 1}
+        return {
+            "policy": {**BASES[file.name], "dtensor_cfg": {"enabled": True}},
+            "cluster": cluster,
+        }
     document = yaml.safe_load(file.read_text(encoding="utf-8"))
     parents = document.pop("defaults", [])
     merged: dict[str, Any] = {}
@@ -78,6 +83,8 @@ def test_the_policy_of_an_example_is_accepted(file: Path, environment: None) -> 
     policy = _resolved(document["policy"], document["policy"])
     config = PolicyConfig.parse(policy)
     assert config.megatron_cfg.enabled and not config.dtensor_cfg.enabled
+    workers = document["cluster"]["gpus_per_node"] * document["cluster"]["num_nodes"]
+    assert topology_of(config, workers).world_size == workers
     if file.parent.name == "laptop":
         assert (config.precision, config.model_name) == ("float32", "/tiny/model")
         assert document["cluster"]["gpus_per_node"] == 2

@@ -19,7 +19,9 @@ from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.nemo_rl import groups, refit
 from megatron_policy.hosts.nemo_rl.layout import AXES, check_layout_of_host
 from megatron_policy.hosts.nemo_rl.not_built import NOT_BUILT
+from megatron_policy.hosts.nemo_rl.parts import part_or_none
 from megatron_policy.hosts.nemo_rl.restart import with_fresh_optimizer
+from megatron_policy.hosts.nemo_rl.sampling import shares_devices
 from megatron_policy.hosts.nemo_rl.worker import NemoRLWorker
 from megatron_policy.interfaces import LossType
 from megatron_policy.topology import Topology
@@ -269,3 +271,34 @@ def test_a_host_with_a_group_of_its_own_makes_it_in_its_own_way() -> None:
     with host_with(PARTS):
         group = groups.join_engines("here", 7, 1, 4, {"nccl_peer": None})
     assert isinstance(group, Meeting) and group.peer == "nemo"
+
+
+@pytest.mark.parametrize(
+    ("generation", "shared"),
+    [
+        (None, False),
+        ({"temperature": 1.0}, True),
+        ({"colocated": {"enabled": True}}, True),
+        ({"colocated": {"enabled": False, "resources": {}}}, False),
+    ],
+)
+def test_engines_share_devices_unless_the_host_has_none_or_places_them_apart(
+    generation: Any, shared: bool
+) -> None:
+    assert shares_devices({"generation": generation}) == shared
+
+
+def test_a_part_that_lacks_what_it_needs_is_not_taken_for_missing(tmp_path: Path) -> None:
+    package = tmp_path / "a_host"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "whole.py").write_text("NAME = 1")
+    (package / "lacking.py").write_text("import not_installed_anywhere\nNAME = 1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        assert part_or_none("a_host.whole", "NAME") == 1
+        assert part_or_none("a_host.whole", "OTHER") is None
+        assert part_or_none("a_host.absent.deeper", "NAME") is None
+        assert part_or_none("no_host.at_all", "NAME") is None
+        with pytest.raises(ImportError, match=r"a_host\.lacking.*not_installed_anywhere.*Install"):
+            part_or_none("a_host.lacking", "NAME")

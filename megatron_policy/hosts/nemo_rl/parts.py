@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,11 +18,20 @@ def part(module: str, name: str) -> Any:
 
 
 def part_or_none(module: str, name: str) -> Any:
-    """The same, None where this host, or a package that it needs there, is not installed."""
+    """The same, None where there is no host, or it has no such part. ImportError if it has, and
+    something that it needs is not installed: then nobody may take the part for missing.
+    """
     try:
         return part(module, name)
-    except ImportError:
-        return None
+    except ImportError as error:
+        missing = error.name or module
+        if f"{module}.".startswith(f"{missing}."):
+            return None
+        raise ImportError(
+            f"{module} of this host cannot be imported: {error}. Install what it needs into "
+            f"{sys.executable}",
+            name=missing,
+        ) from error
 
 
 def accepted(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,9 @@ def install() -> None:
     builder, parameter = _builder(groups)
     environments = _environments(registry)
     environments[OUR_WORKER] = worker_python()
+    if os.environ.get(PYTHON_VARIABLE):
+        # It travels to processes in other folders, which may come here too.
+        os.environ[PYTHON_VARIABLE] = environments[OUR_WORKER]
     if not hasattr(builder.__init__, "_megatron_policy"):
         builder.__init__ = _redirecting(builder.__init__, parameter, environments)
     _lead_workers_to_this_package()
@@ -53,7 +56,7 @@ def worker_python() -> str:
     path leads to nothing that can be executed.
     """
     wanted = os.environ.get(PYTHON_VARIABLE) or sys.executable
-    if wanted.startswith("uv"):
+    if wanted.split()[0] == "uv":
         return wanted
     found = shutil.which(wanted)
     if found is None:

@@ -31,17 +31,19 @@ class HostRefit:
     both ways are those of our own `Receiver`. Every method is collective.
     """
 
-    def __init__(self, policy: MegatronPolicy, own: WorkerRefit) -> None:
-        self._policy, self._own = policy, own
+    def __init__(self, policy: MegatronPolicy, own: WorkerRefit, shared: bool) -> None:
+        """`shared` is whether engines compute on the training ranks' devices."""
+        self._policy, self._own, self._shared = policy, own, shared
         self._joined, self._group = False, None
 
     def prepare_refit_info(self) -> dict[str, tuple[Any, ...]]:
         """{HF name: (shape, dtype)} of what will be handed over, in that order; with the number of
-        elements as a third where the host's policy is one that groups tensors itself (0.3).
+        elements as a third where the host's policy groups tensors itself for engines on the same
+        devices (0.3).
         """
         policy = part_or_none("nemo_rl.models.policy.interfaces", "ColocatablePolicyInterface")
         groups = policy is not None and hasattr(policy, "prepare_weights_for_ipc")
-        info = self._own.prepare_refit_info(with_numel=groups)
+        info = self._own.prepare_refit_info(with_numel=groups and self._shared)
         # The host's engines ask the shape for its number of elements.
         return {name: (torch.Size(shape), *rest) for name, (shape, *rest) in info.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,6 +29,15 @@ def refuse_filters(config: PolicyConfig) -> None:
                 f"are left over by it, and this policy reads whole distributions. Set {key} to "
                 f"{'null' if off is None else off} (temperature is applied)"
             )
+
+
+def shares_devices(config: Mapping[str, Any]) -> bool:
+    """Whether the engines of the host's `policy` section compute on the training ranks' devices;
+    False where there are none.
+    """
+    generation = config.get("generation")
+    placed = generation and generation.get("colocated")
+    return bool(generation) and (placed is None or bool(placed["enabled"]))
 
 
 def refuse_lone_generation(world_size: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 import torch
 
+from megatron_policy import device
 from megatron_policy.config import PolicyConfig
 from megatron_policy.device.profiling import device_name
 from megatron_policy.hosts.nemo_rl.answers import in_host_types
@@ -24,7 +25,12 @@ from megatron_policy.hosts.nemo_rl.losses import adapted, set_aside
 from megatron_policy.hosts.nemo_rl.not_built import NOT_BUILT
 from megatron_policy.hosts.nemo_rl.refit import HostRefit
 from megatron_policy.hosts.nemo_rl.restart import with_fresh_optimizer
-from megatron_policy.hosts.nemo_rl.sampling import refuse_filters, refuse_lone_generation, scaled
+from megatron_policy.hosts.nemo_rl.sampling import (
+    refuse_filters,
+    refuse_lone_generation,
+    scaled,
+    shares_devices,
+)
 from megatron_policy.workers.delegates import delegates
 from megatron_policy.workers.later import refuses
 from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
@@ -74,6 +80,9 @@ class NemoRLWorker(MegatronPolicyWorkerImpl):
         if weights_path is not None and optimizer_path is None:
             parsed = with_fresh_optimizer(parsed)
         refuse_filters(parsed)
+        shared = shares_devices(config)
+        if not shared:
+            device.prepare_for_other_engines()
         super().__init__(
             parsed,
             tokenizer,
@@ -84,7 +93,7 @@ class NemoRLWorker(MegatronPolicyWorkerImpl):
             **kwargs,
         )
         check_layout_of_host(worker_sharding_annotations, self.policy.topology)
-        self._host_refit = HostRefit(self.policy, self._refit)
+        self._host_refit = HostRefit(self.policy, self._refit, shared)
         self._data_plane = DataPlane(
             self, config, tokenizer, self.policy.topology, self.policy.coords
         )

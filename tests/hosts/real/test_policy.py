@@ -32,7 +32,7 @@ CELLS = [
     for batching in ("plain", "dynamic", "packed")
     # The host itself refuses dynamic batching under pipeline parallelism.
     if batching != "dynamic" or "PP2" not in layout
-] + [("packed", "CP2")]
+] + [("plain", "CP2"), ("packed", "CP2")]
 
 
 class Reference:

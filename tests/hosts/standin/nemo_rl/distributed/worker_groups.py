@@ -82,8 +82,8 @@ class RayWorkerGroup:
 
     def call_all(self, method: str, **kwargs: Any) -> list[Any]:
         """Every worker's answer."""
-        kwargs = {key: ray.put(value) for key, value in kwargs.items()}
-        calls = [getattr(worker, method).remote(**kwargs) for worker in self.workers]
+        stored = {name: ray.put(given) for name, given in kwargs.items()}
+        calls = [getattr(each, method).remote(**stored) for each in self.workers]
         return ray.get(calls, timeout=TIMEOUT_S)
 
     def call_sharded(self, method: str, data: list[Any], **common: Any) -> list[Any]:
