@@ -11,7 +11,7 @@ VENV := .venv
 LATEST := .venv-latest
 BIN := $(VENV)/bin
 
-PARALLEL = -n $(TEST_PROCESSES) --dist loadgroup
+PARALLEL = -n $(TEST_PROCESSES) --no-loadscope-reorder
 
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false

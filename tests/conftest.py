@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.ranks import ROOT, RankPool
+from tests.ranks import RankPool
 
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
@@ -36,21 +36,29 @@ def reason_to_skip(needed: int, visible: int) -> str | None:
     return None if needed <= visible else f"needs {needed} GPU(s), {visible} visible"
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if hasattr(config, "workerinput"):  # one of several processes of pytest-xdist
-        deal_by_file(items)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # What needs Ray comes first: it is one process's work for minutes, and mostly waits.
+    items.sort(key=lambda item: share_of(item.nodeid) != "ray")
     skip_without_gpus(items)
 
 
-def deal_by_file(items: list[pytest.Item]) -> None:
-    """A file's tests go to one process, for its fixtures are made once, and so do all that need the
-    one Ray instance. Those come first: they mostly wait.
+def share_of(nodeid: str) -> str:
+    """What goes to one process of several: a file, whose fixtures are made once, or all files that
+    need the one Ray instance.
     """
-    for item in items:
-        folder = Path(item.path).relative_to(ROOT / "tests").parts[0]
-        group = "ray" if folder in ("ray", "hosts") else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args[0] != "ray")
+    file = nodeid.partition("::")[0]
+    return "ray" if file.startswith(("tests/ray/", "tests/hosts/")) else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByShare(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return share_of(nodeid)
+
+    return ByShare(config, log)
 
 
 def skip_without_gpus(items: list[pytest.Item]) -> None:
