@@ -17,7 +17,7 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-latest invariance lint format bench clean
+.PHONY: help demo test test-latest invariance compatibility lint format bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -33,6 +33,9 @@ test-latest: $(LATEST)/.installed ## run the tests on Python 3.12 with the newes
 
 invariance: $(VENV)/.installed ## measure every layout against Hugging Face and write docs/invariance.md
 	INVARIANCE_PAGE=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/dist/test_invariance.py
+
+compatibility: $(VENV)/.installed ## write docs/compatibility.md from the tables of keys and methods
+	$(BIN)/python -m tests.compatibility.page
 
 lint: $(VENV)/.installed ## ruff, formatting, and mypy (strict on floors 0, 1 and 3)
 	$(BIN)/ruff check .

@@ -16,7 +16,7 @@ from tests.hosts.methods import FORMS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 TEMPLATE = Path(__file__).with_suffix(".md")
-COMMAND = "python -m tests.compatibility.page"
+COMMAND = "make compatibility"
 
 
 def render() -> str:
