@@ -21,7 +21,8 @@ from tests.ranks import RankPool
 MIB = 2**20
 SIZES = {"layers": 8, "hidden": 256, "heads": 8, "groups": 4, "ffn": 1024, "vocab": 8192}
 BUCKET = 4 * MIB
-# Python's objects, pages of the sockets' and the allocator's: less than a bucket, which would be seen.
+# Python's objects, pages of the sockets' and the allocator's: less than a bucket, which would be
+# seen.
 SLACK = 7 * MIB // 2
 REFITS = 4
 

@@ -36,9 +36,28 @@ from tests.ranks import RankPool
 VOCAB, ROWS, LENGTH = 256, 4, 12
 BUCKET = 48 * 1024
 ROUNDS = 2
-COLLECTIVES = """all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all
-    all_to_all_single barrier broadcast broadcast_object_list gather gather_object irecv isend recv
-    reduce reduce_scatter reduce_scatter_tensor scatter scatter_object_list send""".split()
+COLLECTIVES = [
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "irecv",
+    "isend",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+    "send",
+]
 Ports = tuple[int, int]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama tied": ("llama", {"tied": True}),
@@ -270,7 +289,7 @@ def test_engines_have_the_export_bit_by_bit_over_every_transport(
     assert not any(torch.equal(first[name], second[name]) for name in first), "nothing was trained"
     for result in trained:
         for (name, number), (calls, outside) in result["calls"].items():
-            # Engines that joined are a group more; a directory is made, filled and agreed on by all.
+            # Engines that joined are a group more; a directory is made, filled and agreed on.
             groups = result["groups"] + (name in ("collective", "by stage", "disk"))
             if name != "ipc handles":  # its calls are the caller's: three here
                 assert calls <= 2 + math.ceil(result["bytes"] / BUCKET) * groups, (name, number)

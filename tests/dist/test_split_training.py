@@ -343,7 +343,7 @@ def test_mistakes_around_a_step_are_refused_and_cost_nothing_of_it(
     ranks, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     case = CASES["DP2, both overlaps"]
-    config = config_of(case, checkpoint(case.family, tied="tied" in name, **SIZES))
+    config = config_of(case, checkpoint(case.family, **SIZES))
     expected = ranks.run(case.world, first_step, config)
     for one, other in zip(expected, ranks.run(case.world, mistakes, config, tmp_path), strict=True):
         assert_same_step(one, other, rel=0.0)

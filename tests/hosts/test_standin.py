@@ -64,10 +64,14 @@ def expected(path: Path, rows: BatchedDataDict) -> oracle.Trained:
 def older(
     standin: SimpleNamespace, path: Path, rows: BatchedDataDict, tmp_path_factory: Any
 ) -> SimpleNamespace:
-    """What the older contract's driver saw of two tensor-parallel workers, and where it saved."""
+    """What the older contract's driver saw of two tensor-parallel workers with engines on the same
+    devices, and where it saved.
+    """
     data, folder = standin.data.BatchedDataDict(dict(rows)), tmp_path_factory.mktemp("older")
     cluster = standin.cluster.RayVirtualCluster([2], use_gpus=False)
-    policy = standin.policy.Policy(standin.policy.OLDER, cluster, config_of(path, tp=2), TOKENIZER)
+    engines = {"backend": "vllm", "max_new_tokens": LENGTH, "colocated": {"enabled": True}}
+    config = config_of(path, tp=2) | {"generation": engines}
+    policy = standin.policy.Policy(standin.policy.OLDER, cluster, config, TOKENIZER)
     seen = SimpleNamespace(folder=folder)
     policy.call("prepare_for_lp_inference")
     seen.logprobs = policy.get_logprobs(data)
