@@ -61,22 +61,29 @@ def sync(path: Path, folder: Path, turns: int) -> dict[str, Any]:
 
 
 def background(path: Path, folder: Path, turns: int) -> dict[str, Any]:
-    """For how long saves in the background block, each after a step of training, and until they are
-    done; the first apart.
+    """For how long saves in the background block, in their call and in the step of training that
+    follows, and until they are done; the first apart. Steps with and without a save beside them.
     """
     policy = trained_policy(path, asynchronous=True)
     seconds: dict[str, list[float]] = {}
+    waited: dict[str, list[float]] = {}
+    wait = policy._assembly.readers.wait
+    policy._assembly.readers.wait = lambda: timed(waited, "wait", wait)
     for turn in range(turns):
         fresh(folder / "saved")
-        step(policy)
+        timed(seconds, "a step alone", lambda: step(policy))
+        waited.clear()
         kind = "the first" if turn == 0 else "a later one"
         started = time.monotonic()
-        timed(seconds, f"blocked by {kind}", lambda: save(policy, folder / "saved"))
+        save(policy, folder / "saved")
+        called = time.monotonic() - started
+        timed(seconds, "a step beside", lambda: step(policy))
+        seconds.setdefault(f"blocked by {kind}", []).append(called + sum(waited["wait"]))
         policy.finalize_async_save()
         seconds.setdefault(f"until {kind} is there", []).append(time.monotonic() - started)
     before = digests(policy)
-    spoil(policy)
     load(policy, folder / "saved")
+    step(policy)
     if digests(policy) != before:
         raise RuntimeError("a load has not brought back what was saved in the background")
     policy.shutdown()

@@ -25,6 +25,7 @@ from megatron_policy.model.build import build_chunks
 from megatron_policy.model.config import LOCAL, transformer_config
 from megatron_policy.model.load import Held, held_entries, load_parameters
 from megatron_policy.model.optimizer import make_trainable
+from megatron_policy.model.readers import Readers
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.topology import Placement
 
@@ -113,7 +114,7 @@ def _plain_loop(policy: MegatronPolicy, table: Table) -> tuple[PlainLoop, Held]:
     held = held_entries(chunks, table, place)
     with HfReader(config.model_name) as reader:
         load_parameters(held, reader, table, place)
-    trainable = make_trainable(chunks, model_config, settings, ROWS, topology.dp)
+    trainable = make_trainable(chunks, model_config, settings, ROWS, topology.dp, Readers())
     (model,) = trainable.chunks
     return PlainLoop(model, trainable.optimizer, trainable.scheduler), held
 

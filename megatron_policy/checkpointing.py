@@ -51,6 +51,7 @@ class Checkpoints:
         self._council = Council(store, session.rank, size, config.checkpoint_timeout_s)
         model = Model(self._assembly.table, session.topology, config.model_name)
         self._saver = Saver(model, self._council)
+        session.assembly.readers.add(self._saver.copied)
         if config.megatron_cfg.checkpoint.async_save:
             self._saver.reserve(self._contents.nbytes)
 
@@ -67,7 +68,8 @@ class Checkpoints:
         directory of its own as well, if that is asked for.
 
         `host_data`, plain values, comes back with the report of a load. With
-        `megatron_cfg.checkpoint.async_save` this returns when all is copied to host memory.
+        `megatron_cfg.checkpoint.async_save` this returns while all is being copied to host memory:
+        whatever changes or moves the policy's memory waits for that.
         CheckpointError, on every rank, if this save or the one before failed: the checkpoints
         before are as they were, and nothing is left of the new one, unless the words say so.
         """

@@ -152,6 +152,7 @@ class MegatronPolicy:
         """In this context the policy has its starting weights, afterwards its own, bit for bit."""
         reference = self._session.reference
         self.memory.ready("reference_logprobs()", TO_EXCHANGE)
+        self._assembly.readers.wait()
         with reference.active(), self.memory.held("the reference policy"):
             yield
 
@@ -165,6 +166,7 @@ class MegatronPolicy:
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's parameters and lasting buffers by their global Megatron-Core names."""
         self.memory.ready("named_parameters()")
+        self._assembly.readers.wait()
         return ((entry.megatron, parameter) for entry, parameter in self._assembly.held)
 
     def decoder_layers(self) -> Iterator[tuple[int, torch.nn.Module]]:

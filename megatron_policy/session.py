@@ -72,6 +72,7 @@ class Session:
                 self.assembly.trainable,
                 agree=self._agree,
                 settle=self.settle,
+                still=self.assembly.readers.wait,
             )
         except BaseException:
             self.close()

@@ -19,7 +19,7 @@ from megatron_policy.checkpoint import finding, identity, manifest
 from megatron_policy.checkpoint.council import Council, Undertaking, as_checkpoint_error
 from megatron_policy.checkpoint.holdings import Item
 from megatron_policy.checkpoint.manifest import Manifest
-from megatron_policy.checkpoint.staging import Ready, staged, written_from
+from megatron_policy.checkpoint.staging import Ready, Staging, written_from
 from megatron_policy.checkpoint.writing import merge, write_records, write_small_files
 from megatron_policy.conversion.digests import of_bytes
 from megatron_policy.converters.hf_files import locate, side_files
@@ -83,6 +83,7 @@ class Saver:
         self._pool = HostPool()
         self._reserving: threading.Thread | None = None
         self._thread: threading.Thread | None = None
+        self._copies: tuple[Staging, ...] = ()
         self._failure: CheckpointError | None = None
 
     def save(
@@ -98,9 +99,10 @@ class Saver:
 
         Collective, with one `purpose`. `check` refuses what cannot be; only where no rank has
         refused does `parts` go to work, which may meet the others. Unless it is to `wait`, returns
-        when all ranks have copied everything to host memory, which is kept for the next save.
-        CheckpointError if this save fails, or one before it did that has not been told of; nothing
-        of it is left then, and the checkpoints before are as they were.
+        while everything is being copied to host memory, which is kept for the next save: until
+        `copied` returns, no item may change or move. CheckpointError if this save fails, or one
+        before it did that has not been told of; nothing of it is left then, and the checkpoints
+        before are as they were.
         """
         under = self._council.open(purpose)
         with under.at_work("checked"):  # whatever fails on this rank, all hear of it
@@ -118,8 +120,15 @@ class Saver:
         )
         self._thread.start()
 
+    def copied(self) -> None:
+        """Wait until the save under way has copied what it writes, or has failed to."""
+        copies, self._copies = self._copies, ()
+        for each in copies:
+            each.wait()
+
     def finish(self) -> None:
         """Wait for the save under way; CheckpointError if it has failed."""
+        self.copied()
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
@@ -136,8 +145,9 @@ class Saver:
             return _Job(under, step, parts, ready)
         pool = self._host_memory()
         pool.reset()
-        copies = tuple(staged(part.items, pool) for part in parts)
-        return _Job(under, step, tuple(replace(part, items=()) for part in parts), copies)
+        for part in parts:
+            self._copies += (Staging(part.items, pool),)
+        return _Job(under, step, tuple(replace(part, items=()) for part in parts), self._copies)
 
     def reserve(self, nbytes: int) -> None:
         """Get the host memory for saves in the background now, beside what the caller goes on to

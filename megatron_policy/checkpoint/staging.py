@@ -6,14 +6,15 @@ On the CPU a save that blocks writes straight from where the policy computes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_policy.checkpoint.holdings import Item
 from megatron_policy.conversion.tensors import flat_bytes
-from megatron_policy.device import is_accelerated, spare_cores, synchronize
+from megatron_policy.device import beside, is_accelerated, queued, spare_cores
 from megatron_policy.model.host_pool import HostPool, Region
 
 WINDOW_BYTES = 256 << 20
@@ -29,19 +30,36 @@ def in_place(items: Iterable[Item]) -> Iterator[Ready]:
         yield item, [flat_bytes(item.tensor)]
 
 
-def staged(items: Sequence[Item], pool: HostPool) -> list[Ready]:
-    """Copies of all items in memory of the pool, complete when this returns."""
-    rooms = [(item.tensor.view(torch.uint8), pool.take(item.tensor.nbytes)) for item in items]
-    threads = 1 if is_accelerated() else spare_cores()
-    # Dealt like cards, largest first: as many bytes to each.
-    order = sorted(rooms, key=lambda room: -room[0].nbytes)
-    with ThreadPoolExecutor(threads) as workers:
-        list(workers.map(_copy, [order[n::threads] for n in range(threads)]))
-    synchronize()
-    return [
-        (item, [flat_bytes(piece) for piece in region])
-        for item, (_, region) in zip(items, rooms, strict=True)
-    ]
+class Staging:
+    """Copies of all items on their way to memory of the pool: iterating waits until all are there.
+
+    They are made beside what the caller goes on to do, of what the items are when this is made:
+    they must neither change nor move before `wait` has returned.
+    """
+
+    def __init__(self, items: Sequence[Item], pool: HostPool) -> None:
+        """MemoryError, or what the pool raises, if there is no room for all of them."""
+        self._items = items
+        self._regions = [pool.take(item.tensor.nbytes) for item in items]
+        threads = 1 if is_accelerated() else spare_cores()
+        # Dealt like cards, largest first: as many bytes to each.
+        pairs = [(i.tensor.view(torch.uint8), r) for i, r in zip(items, self._regions, strict=True)]
+        order = sorted(pairs, key=lambda pair: -pair[0].nbytes)
+        point, workers = queued(), ThreadPoolExecutor(threads, "checkpoint-staging")
+        # All is given to them here: later, the interpreter may be ending and take nothing any more.
+        self._copies = [workers.submit(_copy, order[n::threads], point) for n in range(threads)]
+        workers.shutdown(wait=False)
+
+    def wait(self) -> None:
+        """Return when the items are read no more, whether or not all could be copied."""
+        wait(self._copies)
+
+    def __iter__(self) -> Iterator[Ready]:
+        """What made a copy fail is raised before the first."""
+        for copy in self._copies:
+            copy.result()
+        for item, region in zip(self._items, self._regions, strict=True):
+            yield item, [flat_bytes(piece) for piece in region]
 
 
 def in_windows(items: Iterable[Item], pool: HostPool) -> Iterator[Ready]:
@@ -66,12 +84,13 @@ def written_from(items: Sequence[Item], pool: Callable[[], HostPool]) -> Iterato
 
 def _emptied(window: Sequence[Item], pool: HostPool) -> Iterator[Ready]:
     pool.reset()
-    yield from staged(window, pool)
+    yield from Staging(window, pool)
 
 
-def _copy(rooms: Sequence[tuple[Tensor, Region]]) -> None:
-    for source, region in rooms:
-        start = 0
-        for piece in region:
-            piece.copy_(source[start : start + piece.numel()], non_blocking=True)
-            start += piece.numel()
+def _copy(pairs: Sequence[tuple[Tensor, Region]], point: Any) -> None:
+    with beside(point):
+        for source, region in pairs:
+            start = 0
+            for piece in region:
+                piece.copy_(source[start : start + piece.numel()], non_blocking=True)
+                start += piece.numel()

@@ -5,6 +5,8 @@ models.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,6 +17,7 @@ import torch.distributed as dist
 __all__ = [
     "MemoryInfo",
     "accelerators",
+    "beside",
     "current_device",
     "device_id",
     "host_buffer",
@@ -26,6 +29,7 @@ __all__ = [
     "prepare_for_other_engines",
     "prepare_platform",
     "private_group",
+    "queued",
     "random_state",
     "reset_peak_memory",
     "set_random_state",
@@ -197,6 +201,29 @@ def spare_cores(most: int = 4) -> int:
     """How many threads of this rank may work on files: its share of the machine's cores."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(most, len(os.sched_getaffinity(0)) // ranks_here))
+
+
+def queued() -> Any:
+    """A point behind all that this thread has given the device to do, for `beside`."""
+    return torch.cuda.current_stream().record_event() if is_accelerated() else None
+
+
+@contextmanager
+def beside(point: Any) -> Iterator[None]:
+    """Within this context the thread gives the device work that begins after `point` and goes on
+    beside what other threads give it; all of it is done at the end.
+    """
+    if point is None:
+        yield
+        return
+    # A thread that was just started is on the first device, whatever the others are on.
+    stream = torch.cuda.Stream(point.device)
+    stream.wait_event(point)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        stream.synchronize()
 
 
 def synchronize() -> None:

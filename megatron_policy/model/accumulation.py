@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from megatron.core.distributed import finalize_model_grads
-
-from megatron_policy.model.optimizer import Trainable
+from megatron_policy.model.optimizer import Trainable, finalize_gradients
 
 
 def zero_gradients(trainable: Trainable) -> None:
@@ -57,4 +55,4 @@ def reduce_accumulated(trainable: Trainable, factor: float) -> None:
         if chunk.ddp_config.overlap_grad_reduce:
             # No microbatch has sent the buckets off.
             chunk.start_grad_sync()
-    finalize_model_grads(list(trainable.chunks), None)
+    finalize_gradients(trainable.readers, list(trainable.chunks))

@@ -25,6 +25,7 @@ from megatron_policy.model.config import transformer_config
 from megatron_policy.model.experts import forget_routing, freeze_routers
 from megatron_policy.model.load import Held, held_entries, load_parameters, mark_unfilled
 from megatron_policy.model.optimizer import Trainable, make_trainable
+from megatron_policy.model.readers import Readers
 from megatron_policy.model.spec import resolve_implementation
 from megatron_policy.topology import Placement, Topology
 from megatron_policy.train.fused import HeadShape
@@ -49,6 +50,7 @@ class Assembly:
     pipeline: Pipeline
     trainable: Trainable | None
     reference: ReferenceWeights | None
+    readers: Readers
 
     def let_go(self) -> None:
         """Cut what would keep the model, and its process groups with it, when nobody uses it."""
@@ -110,6 +112,7 @@ def assemble(
     if settings.freeze_moe_router:
         freeze_routers(built)
     reference = ReferenceWeights([p for _, p in held]) if init_reference_model else None
+    readers = Readers()
     chunks, trainable = built, None
     if init_optimizer:
         trainable = make_trainable(
@@ -118,13 +121,23 @@ def assemble(
             settings,
             config.train_global_batch_size,
             topology.dp * topology.cp,
+            readers,
         )
         chunks = trainable.chunks
     last = place.topology.vpp - 1
     head = _head(config, arch, place, groups, built[last]) if place.holds_head(last) else None
     pipeline = Pipeline(tuple(chunks), groups, topology, arch.vocab_size, head)
     return Assembly(
-        place, groups, table, held, source_dtypes, precision, pipeline, trainable, reference
+        place=place,
+        groups=groups,
+        table=table,
+        held=held,
+        source_dtypes=source_dtypes,
+        precision=precision,
+        pipeline=pipeline,
+        trainable=trainable,
+        reference=reference,
+        readers=readers,
     )
 
 

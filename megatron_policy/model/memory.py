@@ -51,7 +51,7 @@ class DeviceMemory:
     CPU there is nothing to gain; there the states and their refusals are the same, and gradients
     are freed. `pool` makes the host memory of one kind; `resize` gives a storage its bytes. `agree`
     is collective and raises RefitError where any rank passed it a failure; `settle` waits for what
-    is on its way to the memory.
+    is on its way to the memory, `still` for those who read it beside.
     """
 
     def __init__(
@@ -64,9 +64,10 @@ class DeviceMemory:
         resize: Resize = torch.UntypedStorage.resize_,
         agree: Callable[[Exception | None], object] = lambda failure: None,
         settle: Callable[[], object] = lambda: None,
+        still: Callable[[], object] = lambda: None,
     ) -> None:
         self._models, self._trainable = tuple(models), trainable
-        self._agree, self._settle = agree, settle
+        self._agree, self._settle, self._still = agree, settle, still
         moves = is_accelerated() if move is None else move
         self._shelves = {Kind.GRADIENTS: Shelf(None, resize)}
         if moves:
@@ -141,6 +142,7 @@ class DeviceMemory:
         failure = None
         try:
             self._settle()
+            self._still()
             self._empty([kind for kind in _LEAVING if kind not in target.holds])
             self._refill([kind for kind in Kind if kind in target.holds])
         except (RuntimeError, MemoryError) as error:

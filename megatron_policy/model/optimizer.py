@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.config import MegatronConfig
+from megatron_policy.model.readers import Readers
 
 # Megatron-LM's own default: buckets large enough to saturate the network, growing with the ring.
 _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK = 40_000_000, 1_000_000
@@ -32,6 +34,7 @@ class Trainable:
     chunks: tuple[DistributedDataParallel, ...]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    readers: Readers
 
     def let_go(self) -> None:
         """Take the optimizer out of the model's config.
@@ -58,12 +61,13 @@ def make_trainable(
     settings: MegatronConfig,
     global_batch_size: int,
     data_parallel_size: int,
+    readers: Readers,
 ) -> Trainable:
     """Wrap loaded chunks for training; the optimizer takes its fp32 main parameters from them as
     they are now.
 
     `settings.optimizer.clip_grad` is the L2 norm to which the whole model's gradient is clipped; 0
-    does not clip.
+    does not clip. `readers` are waited for before a step changes anything.
     """
     wrapped = _wrap(chunks, config, settings, data_parallel_size)
     optimizer = get_megatron_optimizer(
@@ -71,8 +75,10 @@ def make_trainable(
         list(wrapped),
         use_gloo_process_groups=False,
     )
-    _connect(config, wrapped, optimizer)
-    return Trainable(wrapped, optimizer, _scheduler(optimizer, settings, global_batch_size))
+    scheduler = _scheduler(optimizer, settings, global_batch_size)
+    trainable = Trainable(wrapped, optimizer, scheduler, readers)
+    _connect(config, trainable)
+    return trainable
 
 
 def _wrap(
@@ -119,22 +125,21 @@ def _optimizer_config(settings: MegatronConfig, dtype: torch.dtype) -> Optimizer
     )
 
 
-def _connect(
-    config: TransformerConfig,
-    chunks: tuple[DistributedDataParallel, ...],
-    optimizer: MegatronOptimizer,
-) -> None:
+def _connect(config: TransformerConfig, trainable: Trainable) -> None:
     """Give the pipeline schedule its hooks into gradient buffers and optimizer."""
-    config.finalize_model_grads_func = _sum_gradients
-    config.grad_scale_func = optimizer.scale_loss
-    if chunks[0].ddp_config.overlap_grad_reduce:
-        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
+    config.finalize_model_grads_func = partial(finalize_gradients, trainable.readers)
+    config.grad_scale_func = trainable.optimizer.scale_loss
+    if trainable.chunks[0].ddp_config.overlap_grad_reduce:
+        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in trainable.chunks])
 
 
-def _sum_gradients(model: list[Any], num_tokens: torch.Tensor | None, **kwargs: Any) -> None:
+def finalize_gradients(
+    readers: Readers, model: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any
+) -> None:
     """Reduce gradients over ranks without the schedule's division by a token count: the loss has
-    divided already.
+    divided already. It is the first of a step that changes what `readers` read: routers' biases.
     """
+    readers.wait()
     finalize_model_grads(model, None, **kwargs)
 
 

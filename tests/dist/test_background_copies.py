@@ -1,0 +1,214 @@
+"""A save in the background is of the moment in which it was called, whatever comes after.
+
+Its copies are held up here until somebody waits for them: who changes what they read without
+waiting is noticed by what is loaded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy.checkpoint import staging
+from megatron_policy.errors import CheckpointError
+from megatron_policy.model.memory import DeviceMemory
+from megatron_policy.model.residency import IDLE, TRAIN
+from megatron_policy.policy import MegatronPolicy
+from tests import oracle
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share
+from tests.dist.layouts import LENGTH, OVERLAPPED, SIZES, VOCAB, Layout, layout
+from tests.dist.resuming import (
+    TOKENIZER,
+    config_of,
+    differing,
+    everything_of,
+    leftovers,
+    paths,
+    prints,
+    prompts,
+    replaced,
+    train,
+)
+from tests.ranks import RankPool
+
+ASYNC = {"checkpoint": {"async_save": True}}
+LAYOUTS: dict[str, tuple[str, bool, Layout]] = {
+    "TP2, tied": ("qwen2", True, layout(2, tp=2)),
+    "DP2, both overlaps": ("qwen3", False, layout(2, **OVERLAPPED)),
+    "routers with biases": ("deepseek_v3", False, layout(1)),
+}
+
+
+class Hold:
+    """Lets no copy begin before somebody waits for it, and keeps what the policy was then."""
+
+    def __init__(self, policy: MegatronPolicy) -> None:
+        self._policy, self.released = policy, threading.Event()
+        self.then: list[str] = []
+
+    def late(self, copy: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            assert self.released.wait(60), "nobody has waited for the copies"
+            copy(*args)
+
+        return call
+
+    def asked(self, wait: Callable[[Any], None]) -> Callable[[Any], None]:
+        def call(copies: Any) -> None:
+            if not self.released.is_set():
+                self.then = live(self._policy)
+                self.released.set()
+            wait(copies)
+
+        return call
+
+
+@contextmanager
+def held_up(policy: MegatronPolicy) -> Iterator[Hold]:
+    hold = Hold(policy)
+    with (
+        replaced(staging, "_copy", hold.late),
+        replaced(staging.Staging, "wait", hold.asked),
+    ):
+        try:
+            yield hold
+        finally:
+            hold.released.set()
+
+
+def live(policy: MegatronPolicy) -> list[str]:
+    """Every bit that a save would write, as it is in memory now."""
+    held = policy._checkpoints._contents.held(with_states=True)
+    found = prints({str(n): each.tensor.clone() for n, each in enumerate(held)})
+    return [found[str(n)] for n in range(len(held))]
+
+
+def batch(policy: MegatronPolicy, seed: int = 0) -> Any:
+    return own_share(policy, oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB, seed=seed))
+
+
+def read_in_every_way(policy: MegatronPolicy) -> None:
+    data = batch(policy)
+    policy.logprobs(data)
+    policy.topk_logits(data, 2)
+    policy.train(data, LOSSES["token"](), eval_mode=True, mbs=2)
+    policy.generate(prompts())
+    for _ in policy.export():
+        pass
+
+
+def a_step_in_parts(policy: MegatronPolicy) -> None:
+    policy.split.begin(LOSSES["token"]())
+    policy.split.microbatch(batch(policy))
+    policy.split.finish()
+
+
+def move(policy: MegatronPolicy) -> None:
+    """As on a GPU: storages are emptied, and filled again."""
+    policy.memory.enter(IDLE)
+    policy.memory.enter(TRAIN)
+
+
+def write_to_parameters(policy: MegatronPolicy) -> None:
+    with torch.no_grad():
+        for _, parameter in policy.named_parameters():
+            parameter.add_(1)
+
+
+CHANGES: dict[str, Callable[[MegatronPolicy, Path], Any]] = {
+    # First: on the CPU a load lends the storages out, which cannot be emptied then.
+    "moving": lambda policy, root: move(policy),
+    "a step": lambda policy, root: train(policy, [7]),
+    "the reference policy": lambda policy, root: policy.reference_logprobs(batch(policy)),
+    "a step in parts": lambda policy, root: a_step_in_parts(policy),
+    "the parameters by name": lambda policy, root: write_to_parameters(policy),
+    "a load": lambda policy, root: policy.load_checkpoint(**paths(root / "first")),
+    "another save": lambda policy, root: policy.save_checkpoint(**paths(root / "another")),
+    "the end of the save": lambda policy, root: policy.finalize_async_save(),
+}
+
+
+def save_and_change(config: dict[str, Any], root: Path, changes: list[str]) -> dict[str, list[str]]:
+    """What is wrong with a save after each of the changes, by its name."""
+    wrong = {}
+    with open_policy(config, tokenizer=TOKENIZER) as policy:
+        policy.memory = policy._session.memory = DeviceMemory(
+            policy._pipeline.models,
+            policy._assembly.trainable,
+            move=True,
+            settle=policy._session.settle,
+            still=policy._assembly.readers.wait,
+        )
+        policy.split._memory = policy.memory
+        train(policy, [0])
+        policy.save_checkpoint(**paths(root / "first"))
+        for number, name in enumerate(changes):
+            train(policy, [number])
+            before, saved = prints(everything_of(policy)), live(policy)
+            with held_up(policy) as hold:
+                policy.save_checkpoint(**paths(root / name))
+                read_in_every_way(policy)
+                early = hold.released.is_set()
+                CHANGES[name](policy, root)
+                waited = hold.released.is_set()
+            policy.load_checkpoint(**paths(root / name))
+            found = prints(everything_of(policy))
+            wrong[name] = [
+                *(["reading has waited"] if early else []),
+                *([] if waited else ["did not wait"]),
+                *(["changed before it waited"] if hold.then != saved else []),
+                *differing(found, before),
+            ]
+    return wrong
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_changes_or_moves_memory_waits_for_the_copies_and_reading_does_not(
+    ranks: RankPool, checkpoint: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    family, tied, where = LAYOUTS[name]
+    config = config_of(checkpoint(family, tied=tied, **SIZES), where.megatron, ASYNC)
+    changes = [*CHANGES][: None if tied else 3]
+    for wrong in ranks.run(where.world, save_and_change, config, tmp_path, changes):
+        assert wrong == {change: [] for change in changes}
+
+
+def fail_to_copy(config: dict[str, Any], root: Path) -> dict[str, Any]:
+    def failing(copy: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            raise RuntimeError("the device has failed")
+
+        return call if policy.rank == 1 else copy
+
+    with open_policy(config, tokenizer=TOKENIZER) as policy:
+        train(policy, [0])
+        policy.save_checkpoint(**paths(root))
+        policy.finalize_async_save()
+        train(policy, [1])
+        with replaced(staging, "_copy", failing):
+            policy.save_checkpoint(**paths(root))
+            train(policy, [2])  # which does not wait for ever
+            with pytest.raises(CheckpointError) as error:
+                policy.finalize_async_save()
+        left = [each for at in paths(root).values() for each in leftovers(at)]
+        there = sorted(each.name for each in (root / "weights").glob("iter_*"))
+        policy.save_checkpoint(**paths(root))
+        policy.finalize_async_save()
+        step = policy.load_checkpoint(**paths(root)).step
+        return {"said": str(error.value), "left": left, "there": there, "step": step}
+
+
+def test_a_copy_that_fails_fails_the_save_on_all_ranks_at_the_next_call(
+    ranks: RankPool, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    family, tied, where = LAYOUTS["TP2, tied"]
+    config = config_of(checkpoint(family, tied=tied, **SIZES), where.megatron, ASYNC)
+    for seen in ranks.run(where.world, fail_to_copy, config, tmp_path):
+        assert "the device has failed" in seen["said"]
+        assert seen["left"] == [] and seen["there"] == ["iter_0000001"] and seen["step"] == 3
