@@ -125,6 +125,29 @@ def newer(
     return seen
 
 
+def test_two_data_parallel_ranks_take_turns_in_the_rows_and_answer_in_order(
+    standin: SimpleNamespace, path: Path, rows: BatchedDataDict, expected: oracle.Trained
+) -> None:
+    data = standin.data.BatchedDataDict(dict(rows))
+    cluster = standin.cluster.RayVirtualCluster([2], use_gpus=False)
+    policy = standin.policy.Policy(
+        standin.policy.NEWER, cluster, config_of(path, packing=True), TOKENIZER
+    )
+    found = policy.get_logprobs(data)["logprobs"]
+    trained = policy.train(data, standin.losses.LogprobLoss())
+    policy.shutdown()
+    cluster.shutdown()
+    with torch.no_grad():
+        close(found, oracle.hf_logprobs(oracle.load_hf(path), rows["input_ids"]), rows)
+    assert trained["ranks"] == [0, 1]
+    assert trained["loss"].tolist() == pytest.approx(expected.losses[:2], abs=TOLERANCE)
+    assert float(trained["grad_norm"]) == pytest.approx(expected.grad_norms[1], rel=1e-3)
+    # Of each step both ranks give their own microbatches.
+    assert sum(trained["all_mb_metrics"]["loss"]) == pytest.approx(
+        sum(expected.losses[:2]) / 2, abs=TOLERANCE
+    )
+
+
 @pytest.mark.parametrize("host_name", ["older", "newer"])
 def test_losses_and_norms_are_those_of_one_process_of_transformers(
     request: pytest.FixtureRequest, expected: oracle.Trained, host_name: str
