@@ -118,7 +118,8 @@ class Undertaking:
 
     def wait(self, name: str) -> None:
         """Until every rank has arrived at `name`; CheckpointError, with the words of who failed
-        first, where one has or gives no sign of life.
+        first, where one has before it did or gives no sign of life. What fails when all have
+        arrived is not heard of here: every rank goes on, or none.
         """
         self._await(name)
         if not self._alone:
@@ -164,6 +165,9 @@ class Undertaking:
             return self._asked(lambda: self._store.check([note]) or self._store.check([failed]))
 
         heard = self._lasts_until(told)
+        if self._asked(lambda: self._store.check([note])):
+            # Who fails later is heard of later: here the others may have gone on without it.
+            return
         if self._asked(lambda: self._store.check([failed])):
             said = self._asked(lambda: self._store.get(failed)).decode()
             self._leave()

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 
 from megatron_policy.batch import BatchedDataDict
@@ -149,6 +150,7 @@ def of_one_rank(path: Path) -> dict[str, Any]:
         worker.offload_after_refit()
         info = worker.get_gpu_info()
         assert info["rank"] == info["local_device_id"] + worker.policy.rank
+        assert not ray.is_initialized(), "a process without Ray has started it"
         assert info["memory_allocated_mb"] == 0 and info["device_name"].startswith("CPU ")
         prompts = {"input_ids": data["input_ids"][:, :4], "input_lengths": torch.full((ROWS,), 4)}
         generated = worker.generate(data=prompts, greedy=True)  # with nothing on the device

@@ -37,6 +37,20 @@ def test_all_ranks_raise_the_failure_that_came_first() -> None:
         second.wait("written")
 
 
+def test_where_all_have_arrived_a_failure_that_follows_stops_nobody() -> None:
+    """Or one rank would go on beside its training, and the other raise."""
+    hasty, late = (seat.open() for seat in seats(dist.HashStore()))
+    for each in (hasty, late):
+        with each.at_work("ready"):
+            pass
+    hasty.wait("ready")
+    with pytest.raises(CheckpointError, match="the cause"), hasty.at_work():
+        raise RuntimeError("the cause")
+    late.wait("ready")
+    with pytest.raises(CheckpointError, match="rank 0: the cause"):
+        late.hear("where")
+
+
 def test_notes_do_not_pile_up() -> None:
     store = dist.HashStore()
     councils = seats(store)

@@ -20,7 +20,8 @@ def node_and_device() -> tuple[str, int]:
     """This node's address, and the number of the GPU that Ray gave this worker (a logical one where
     the machine has none); LOCAL_RANK where Ray gave none.
     """
-    given = ray.get_gpu_ids()
+    # Asked where there is no Ray, it would start one, or join any that runs on this node.
+    given = ray.get_gpu_ids() if ray.is_initialized() else []
     number = int(given[0]) if given else int(os.environ.get("LOCAL_RANK", "0"))
     return ray.util.get_node_ip_address(), number
 
