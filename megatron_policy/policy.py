@@ -25,6 +25,7 @@ from megatron_policy.model.residency import (
     TO_READ,
     TO_REFIT,
     TO_TRAIN,
+    TO_WRITE,
 )
 from megatron_policy.refit.delivery import Sink, deliver
 from megatron_policy.refit.disk import DEFAULT_MAX_SHARD_BYTES, export_checkpoint
@@ -152,7 +153,6 @@ class MegatronPolicy:
         """In this context the policy has its starting weights, afterwards its own, bit for bit."""
         reference = self._session.reference
         self.memory.ready("reference_logprobs()", TO_EXCHANGE)
-        self._assembly.readers.wait()
         with reference.active(), self.memory.held("the reference policy"):
             yield
 
@@ -165,8 +165,7 @@ class MegatronPolicy:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's parameters and lasting buffers by their global Megatron-Core names."""
-        self.memory.ready("named_parameters()")
-        self._assembly.readers.wait()
+        self.memory.ready("named_parameters()", TO_WRITE)
         return ((entry.megatron, parameter) for entry, parameter in self._assembly.held)
 
     def decoder_layers(self) -> Iterator[tuple[int, torch.nn.Module]]:

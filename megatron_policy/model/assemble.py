@@ -127,18 +127,8 @@ def assemble(
     last = place.topology.vpp - 1
     head = _head(config, arch, place, groups, built[last]) if place.holds_head(last) else None
     pipeline = Pipeline(tuple(chunks), groups, topology, arch.vocab_size, head)
-    return Assembly(
-        place=place,
-        groups=groups,
-        table=table,
-        held=held,
-        source_dtypes=source_dtypes,
-        precision=precision,
-        pipeline=pipeline,
-        trainable=trainable,
-        reference=reference,
-        readers=readers,
-    )
+    parts = (pipeline, trainable, reference, readers)
+    return Assembly(place, groups, table, held, source_dtypes, precision, *parts)
 
 
 def _fill(

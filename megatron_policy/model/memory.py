@@ -102,9 +102,13 @@ class DeviceMemory:
             raise ConfigError(f"{operation} has to wait until {self._holders[-1]} has ended")
 
     def ready(self, operation: str, need: Need = TO_READ, *, mends: bool = False) -> None:
-        """`check`, and the parameters are as the last step left them."""
+        """`check`, and the parameters are as the last step left them; for one who writes, nobody
+        reads them beside.
+        """
         self.check(operation, need, mends=mends)
         self._settle()
+        if need.writes:
+            self._still()
 
     @contextmanager
     def held(self, by: str) -> Iterator[None]:

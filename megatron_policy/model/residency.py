@@ -50,7 +50,7 @@ class Need:
     """What an operation must find on the device, and the call that brings it there.
 
     `alone` is whether nothing else may be at work on the weights meanwhile, `within_step` whether
-    it may come between the parts of a training step.
+    it may come between the parts of a training step, `writes` whether it may change them.
     """
 
     holds: frozenset[Kind]
@@ -58,6 +58,7 @@ class Need:
     call: str
     alone: bool = True
     within_step: bool = False
+    writes: bool = False
 
 
 TO_TRAIN = Need(ALL, "the train state", "prepare_for_training()")
@@ -69,7 +70,8 @@ TO_READ = Need(
     alone=False,
     within_step=True,
 )
-TO_EXCHANGE = replace(TO_READ, alone=True)
+TO_WRITE = replace(TO_READ, writes=True)
+TO_EXCHANGE = replace(TO_WRITE, alone=True)
 TO_SAVE = Need(
     frozenset({Kind.PARAMETERS, Kind.OPTIMIZER}),
     "weights and optimizer state on the device",
