@@ -18,8 +18,8 @@ TURNS = 4
 """Of each program for a repetition: disks are less steady than processors."""
 # 0.18 billion parameters: 2.5 GB with fp32 main parameters and moments.
 SIZE = Size(hidden=896, ffn=4864, layers=8, heads=14, groups=2, vocab=65536)
-MOST_BLOCKED = 0.2
-"""Of a save that blocks: for longer, one in the background is an error. The goal is half of it."""
+MOST_BLOCKED = 0.1
+"""Of a save that blocks: for longer, one in the background is an error."""
 PAIRS = {"save": "write", "load, warm": "read, warm", "load, cold": "read, cold"}
 
 
@@ -44,10 +44,10 @@ def over_plain_files(folder: Path, repetitions: int) -> Measurement:
     for which in ("the first", "a later one"):
         blocked = min(seconds[f"blocked by {which}"]) / min(seconds["save"])
         beside[f"blocked by {which} in the background / a save"] = round(blocked, 3)
+        if blocked > MOST_BLOCKED:
+            raise RuntimeError(f"a save in the background blocks for {blocked:.2f} of a save")
     if blocking["plain_bytes"] < 0.999 * blocking["bytes"]:
         raise RuntimeError("the plain files are not of the same bytes")
-    if blocked > MOST_BLOCKED:
-        raise RuntimeError(f"a save in the background blocks for {blocked:.2f} of a save: {beside}")
     verified = (
         f"every load brought back all bits of {blocking['tensors']} tensors, "
         f"{blocking['bytes']} bytes of files; these are wall seconds"

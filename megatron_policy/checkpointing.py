@@ -5,6 +5,7 @@ Knows neither formats nor how ranks meet.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +21,7 @@ from megatron_policy.checkpoint.contents import Contents, Rest
 from megatron_policy.checkpoint.council import Council
 from megatron_policy.checkpoint.loading import Found, Loader, Reading
 from megatron_policy.checkpoint.report import LoadReport, check_host_data
-from megatron_policy.checkpoint.saving import Model, Part, Saver, write_tokenizer
+from megatron_policy.checkpoint.saving import Model, Part, Saver, side_contents, write_tokenizer
 from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.publishing import check_replaceable
 from megatron_policy.converters.raw_files import RawFiles
@@ -28,6 +29,8 @@ from megatron_policy.errors import ConfigError
 from megatron_policy.model.load import refuse_unfilled
 from megatron_policy.model.residency import TO_REFIT, TO_SAVE
 from megatron_policy.session import Session
+
+_log = logging.getLogger(__name__)
 
 AnyPath = str | PathLike[str]
 
@@ -49,7 +52,8 @@ class Checkpoints:
         store = dist.distributed_c10d._get_default_store()
         size = session.topology.world_size
         self._council = Council(store, session.rank, size, config.checkpoint_timeout_s)
-        model = Model(self._assembly.table, session.topology, config.model_name)
+        self._side = side_contents(config.model_name) if session.rank == 0 else {}
+        model = Model(self._assembly.table, session.topology, self._side)
         self._saver = Saver(model, self._council)
         session.assembly.readers.add(self._saver.copied)
         if config.megatron_cfg.checkpoint.async_save:
@@ -86,7 +90,7 @@ class Checkpoints:
             check_host_data(host_data or {})
             self._session.memory.check("save_checkpoint()", need)
             if tokenizer_path is not None and self._session.rank == 0:
-                write_tokenizer(self._config.model_name, self._tokenizer, Path(tokenizer_path))
+                write_tokenizer(self._side, self._tokenizer, Path(tokenizer_path))
 
         def parts() -> list[Part]:
             self._session.memory.ready("save_checkpoint()", need)
@@ -122,7 +126,10 @@ class Checkpoints:
         prepared = loader.opened(partial(self._prepared, found))
         with prepared as (reading, rest), self._changing(found):
             loader.together("read", lambda: self._fill(reading))
-            return loader.together("restored", lambda: self._contents.restored(found, rest))
+            report = loader.together("restored", lambda: self._contents.restored(found, rest))
+        if self._session.rank == 0:
+            _log.log(logging.WARNING if report.not_restored else logging.INFO, "%s", report)
+        return report
 
     def start_from(
         self, weights_path: AnyPath | None, optimizer_path: AnyPath | None

@@ -207,7 +207,10 @@ _DDP: Rules = {
 }
 
 _CHECKPOINT: Rules = {
-    "async_save": Applied(),
+    "async_save": Applied(
+        "where NeMo RL waits for a save before it renames its directory (`finalize_async_save` "
+        "in its workers); else saves block, and a warning says so"
+    ),
     "fresh_optimizer": Applied("of this project: a checkpoint without optimizer state is loaded"),
     **each(
         Ignored(_FILES),

@@ -181,6 +181,7 @@ class Contents:
     def _start_anew(self) -> None:
         assert self._training is not None and self._assembly.trainable is not None
         self._training.restart()
+        self._found.clear()  # it would keep the old state alive
         restore_schedule(self._assembly.trainable, {"num_steps": 0})
 
     def _restored_training(self, found: Found, ours: Mapping[str, Any]) -> dict[str, str]:

@@ -125,7 +125,7 @@ class Loader:
             state = weights if place == root else self._checked(place)
             _check_moments(place, state, moments)
         except CheckpointError as error:
-            if not fresh:
+            if not fresh or isinstance(error, manifest.Damaged):
                 raise
             return Found(root, weights, None, None, f"a new one was asked for; {error}")
         return Found(root, weights, place, state, "")

@@ -90,6 +90,10 @@ class Manifest:
         return sum(record.length for records in self.records.values() for record in records)
 
 
+class Damaged(CheckpointError):
+    """There are bytes that are not those that were written."""
+
+
 def read(directory: str | Path) -> Manifest:
     """The manifest of a checkpoint's directory.
 
@@ -153,7 +157,7 @@ def _unsealed(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _damaged(path: Path, what: str, error: Exception | None = None) -> NoReturn:
-    raise CheckpointError(f"{path} is damaged: {what}. {MEND}") from error
+    raise Damaged(f"{path} is damaged: {what}. {MEND}") from error
 
 
 def _parsed(content: Mapping[str, Any], root: Path) -> Manifest:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,8 +45,8 @@ class Model:
 
     table: Table
     topology: Topology
-    source: str
-    """Directory or hub name with the config and the tokenizer."""
+    side: Mapping[str, bytes]
+    """What rank 0 writes beside the tensors: `side_contents`."""
 
 
 @dataclass(frozen=True)
@@ -122,16 +121,17 @@ class Saver:
 
     def copied(self) -> None:
         """Wait until the save under way has copied what it writes, or has failed to."""
-        copies, self._copies = self._copies, ()
-        for each in copies:
+        for each in self._copies:
             each.wait()
+        # Only now: who interrupts the wait goes on to a step that has to wait, too.
+        self._copies = ()
 
     def finish(self) -> None:
         """Wait for the save under way; CheckpointError if it has failed."""
         self.copied()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
             raise CheckpointError(
@@ -210,7 +210,7 @@ class Saver:
         merged = merge(partial, self._council.size)
         files = write_small_files(partial, merged, part.common)
         if manifest.WEIGHTS in part.contains:
-            files |= _copy_side_files(partial, self._model.source)
+            files |= _write_side_files(partial, self._model.side)
         table, topology = self._model.table, self._model.topology
         stated = Manifest(
             id=job.id,
@@ -240,25 +240,29 @@ def layout_of(topology: Topology) -> dict[str, int]:
     return {name: getattr(topology, name) for name in names}
 
 
-def _copy_side_files(partial: Path, source: str) -> dict[str, bytes]:
+def side_contents(source: str) -> dict[str, bytes]:
+    """Config and tokenizer by file name, from the directory or hub name of a model: kept by who
+    saves, for the directory may be gone by then.
+    """
+    return {path.name: path.read_bytes() for path in side_files(locate(source))}
+
+
+def _write_side_files(partial: Path, side: Mapping[str, bytes]) -> dict[str, bytes]:
     """Config and tokenizer, beside the tensors; returns the files' contents by relative name."""
     (partial / SIDE).mkdir()
-    copied = {}
-    for path in side_files(locate(source)):
-        content = path.read_bytes()
-        write_file(partial / SIDE / path.name, content)
-        copied[f"{SIDE}/{path.name}"] = content
+    for name, content in side.items():
+        write_file(partial / SIDE / name, content)
     flush_directory(partial / SIDE)
-    return copied
+    return {f"{SIDE}/{name}": content for name, content in side.items()}
 
 
-def write_tokenizer(source: str, tokenizer: Any, path: Path) -> None:
+def write_tokenizer(side: Mapping[str, bytes], tokenizer: Any, path: Path) -> None:
     """The tokenizer's files in a directory of their own, as the host asks for: what it saves of
-    itself, or the model directory's.
+    itself, or what there was in the model's directory.
     """
     path.mkdir(parents=True, exist_ok=True)
     if hasattr(tokenizer, "save_pretrained"):
         tokenizer.save_pretrained(str(path))
         return
-    for file in side_files(locate(source)):
-        shutil.copyfile(file, path / file.name)
+    for name, content in side.items():
+        (path / name).write_bytes(content)

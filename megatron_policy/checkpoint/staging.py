@@ -6,7 +6,7 @@ On the CPU a save that blocks writes straight from where the policy computes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -47,8 +47,15 @@ class Staging:
         order = sorted(pairs, key=lambda pair: -pair[0].nbytes)
         point, workers = queued(), ThreadPoolExecutor(threads, "checkpoint-staging")
         # All is given to them here: later, the interpreter may be ending and take nothing any more.
-        self._copies = [workers.submit(_copy, order[n::threads], point) for n in range(threads)]
-        workers.shutdown(wait=False)
+        self._copies: list[Future[None]] = []
+        try:
+            for n in range(threads):
+                self._copies.append(workers.submit(_copy, order[n::threads], point))
+        except BaseException:
+            self.wait()
+            raise
+        finally:
+            workers.shutdown(wait=False)
 
     def wait(self) -> None:
         """Return when the items are read no more, whether or not all could be copied."""

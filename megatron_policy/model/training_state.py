@@ -75,13 +75,6 @@ class TrainingState:
                 found.append(StateTensor(each.parameter, kind, flat, each.first, each.last))
         return found
 
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds that there are once it has stepped; none on a rank that trains nothing."""
-        parts = self._trained()
-        found = {kind for each in parts for kind in each.moments}
-        found |= {MAIN for each in parts if each.separate}
-        return tuple(kind for kind in KINDS if kind in found)
-
     @torch.no_grad()
     def materialize(self) -> None:
         """Make what the first step would make, as it would: moments of zeros and counts of 0.
@@ -136,20 +129,6 @@ class TrainingState:
                 each.group.pop("step", None)
             if each.separate:
                 each.main.view(-1).copy_(each.own)
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Round main parameters to the model's, as after a step; collective where `distributed`.
-
-        Each rank rounds what it has the state of, and the ranks gather it from each other. Who
-        writes whole parameters to the model itself has no need of this: a parameter is always its
-        main parameter rounded, so both come out alike.
-        """
-        for each in self._trained():
-            if each.separate:
-                each.own.copy_(each.main.view(-1))
-        for chunk in self._trainable.chunks if self.distributed else ():
-            chunk.start_param_sync(force_sync=True)
 
     def _trained(self) -> list[Trained]:
         return list(trained(self._trainable.optimizer))

@@ -44,8 +44,8 @@ class DriverCheckpoint:
         `MegatronPolicy.save_checkpoint`. `checkpointing_cfg` is the host's and has no effect.
 
         A checkpoint appears when it is complete. With `megatron_cfg.checkpoint.async_save` this
-        returns when all is copied; what fails later is raised by the next call of this class or by
-        `shutdown`. CheckpointError names the file, what is wrong and the remedy.
+        returns when workers have begun to copy; what fails later is raised by the next call of this
+        class or by `shutdown`. CheckpointError names the file, what is wrong and the remedy.
         """
         refuse_unknown("save_checkpoint", options)
         self._under_way = self._asynchronous

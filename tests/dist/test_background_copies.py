@@ -179,6 +179,41 @@ def test_what_changes_or_moves_memory_waits_for_the_copies_and_reading_does_not(
         assert wrong == {change: [] for change in changes}
 
 
+def interrupt(config: dict[str, Any], root: Path) -> dict[str, list[str]]:
+    """What a save differs in after somebody has interrupted the wait for its copies."""
+    waits = []
+
+    def interrupted(wait: Callable[[Any], None]) -> Callable[[Any], None]:
+        def call(copies: Any) -> None:
+            waits.append(copies)
+            if len(waits) == 1:
+                raise KeyboardInterrupt
+            wait(copies)
+
+        return call
+
+    with open_policy(config, tokenizer=TOKENIZER) as policy:
+        train(policy, [0])
+        before = prints(everything_of(policy))
+        with held_up(policy) as hold:
+            policy.save_checkpoint(**paths(root))
+            with replaced(staging.Staging, "wait", interrupted):
+                with pytest.raises(KeyboardInterrupt):
+                    train(policy, [1])
+                assert not hold.released.is_set()
+                train(policy, [2])
+        policy.load_checkpoint(**paths(root))
+        return {"": differing(before, prints(everything_of(policy)))}
+
+
+def test_who_interrupts_the_wait_for_the_copies_waits_in_the_next_step(
+    ranks: RankPool, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    family, tied, where = LAYOUTS["routers with biases"]
+    config = config_of(checkpoint(family, tied=tied, **SIZES), where.megatron, ASYNC)
+    assert ranks.run(where.world, interrupt, config, tmp_path) == [{"": []}]
+
+
 def fail_to_copy(config: dict[str, Any], root: Path) -> dict[str, Any]:
     def failing(copy: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any) -> None:

@@ -5,6 +5,7 @@ together, and what was saved is what was meant.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -85,22 +86,24 @@ def test_a_call_that_one_rank_cannot_make_fails_on_all_and_the_next_works(
 
 
 SCRIPT = """
-import sys
+import shutil, sys
 from tests.dist.resuming import config_of, paths, train
 from pathlib import Path
 from megatron_policy.policy import MegatronPolicy
 policy = MegatronPolicy(
     config_of(sys.argv[1], {"checkpoint": {"async_save": True}}), init_reference_model=False
 )
+shutil.rmtree(sys.argv[1])  # what a save needs of it is known by now
 train(policy, range(1))
 policy.save_checkpoint(**paths(Path(sys.argv[2])))
 """
 
 
 def test_a_script_that_ends_leaves_its_last_save_complete(model: Path, tmp_path: Path) -> None:
+    base = shutil.copytree(model, tmp_path / "base")
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(model), str(tmp_path)],
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(base), str(tmp_path)],
         env=environment | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

@@ -150,8 +150,8 @@ def builder_is_a_function(groups: ModuleType, registry: ModuleType) -> None:
     groups.RayWorkerBuilder = lambda name: name
 
 
-def name_is_a_keyword(groups: ModuleType, registry: ModuleType) -> None:
-    def __init__(self: Any, *, ray_actor_class_fqn: str) -> None: ...
+def name_comes_second(groups: ModuleType, registry: ModuleType) -> None:
+    def __init__(self: Any, options: Any, ray_actor_class_fqn: str) -> None: ...
 
     groups.RayWorkerBuilder.__init__ = __init__
 
@@ -170,12 +170,17 @@ def worker_has_moved(groups: ModuleType, registry: ModuleType) -> None:
     registry.ACTOR_ENVIRONMENT_REGISTRY["nemo_rl.new.MegatronWorker"] = python
 
 
+def there_is_no_megatron(groups: ModuleType, registry: ModuleType) -> None:
+    registry.ACTOR_ENVIRONMENT_REGISTRY = {}
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         (no_builder, "no class RayWorkerBuilder"),
         (builder_is_a_function, "no class RayWorkerBuilder"),
-        (name_is_a_keyword, "does not take the name of a worker's class first"),
+        (name_comes_second, "does not take ray_actor_class_fqn first"),
+        (there_is_no_megatron, "it has none"),
         (no_registry, "no mapping ACTOR_ENVIRONMENT_REGISTRY"),
         (registry_is_a_tuple, "no mapping ACTOR_ENVIRONMENT_REGISTRY"),
         (worker_has_moved, r"it has nemo_rl\.\S*MegatronValueWorker, nemo_rl\.new\.MegatronWorker"),
@@ -261,3 +266,13 @@ def test_hosts_are_found_by_name_and_unknown_ones_refused() -> None:
 def unload(package: str) -> None:
     for name in [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]:
         del sys.modules[name]
+
+
+def test_a_megatron_worker_of_an_unknown_name_is_refused_when_it_is_to_start(
+    groups: ModuleType,
+) -> None:
+    host.install()
+    with pytest.raises(ConfigError, match=r"it starts nemo_rl\.new\.MegatronPolicyWorker, which"):
+        groups.RayWorkerBuilder("nemo_rl.new.MegatronPolicyWorker")
+    mine = "my.extension.MegatronPolicyWorker"
+    assert groups.RayWorkerBuilder(mine).ray_actor_class_fqn == mine

@@ -4,6 +4,8 @@ what the host's helpers, where there are any, get from it.
 
 from __future__ import annotations
 
+import io
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,18 +20,18 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.nemo_rl import groups, refit
+from megatron_policy.hosts.nemo_rl.checkpoints import as_host_means
 from megatron_policy.hosts.nemo_rl.layout import AXES, check_layout_of_host
 from megatron_policy.hosts.nemo_rl.not_built import NOT_BUILT
 from megatron_policy.hosts.nemo_rl.parts import part_or_none
-from megatron_policy.hosts.nemo_rl.restart import with_fresh_optimizer
 from megatron_policy.hosts.nemo_rl.sampling import shares_devices
 from megatron_policy.hosts.nemo_rl.worker import NemoRLWorker
 from megatron_policy.interfaces import LossType
-from megatron_policy.topology import Topology
 from tests.dist.cases import policy_config
 from tests.dist.layouts import LENGTH, SIZES, VOCAB
 from tests.hosts.fake_host import PARTS, HostBatch, Meeting, Protocol, host_with
 from tests.losses import SequenceNLL
+from tests.ranks import RankPool
 
 ROWS = 8
 TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=None)
@@ -49,15 +51,18 @@ def grid(*sizes: int, names: list[str] | None = None) -> Sharding:
 
 
 def test_the_drivers_rank_grid_is_ours_or_both_are_named() -> None:
-    topology = Topology(tp=2, pp=2, dp=3)
-    check_layout_of_host(grid(2, 3, 1, 2), topology)
-    check_layout_of_host(grid(2, 3, 2, names=[n for n in AXES if AXES[n] != "cp"]), topology)
-    check_layout_of_host(None, topology)
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    config = PolicyConfig.parse(policy_config("/nowhere", sizes))
+    check_layout_of_host(grid(2, 3, 1, 2), config)
+    check_layout_of_host(grid(2, 3, 2, names=[n for n in AXES if AXES[n] != "cp"]), config)
+    check_layout_of_host(None, config)
     turned = Sharding(list(AXES), np.arange(12).reshape(2, 3, 1, 2).swapaxes(0, 3))
     swapped = ["data_parallel", "pipeline_parallel", "context_parallel", "tensor_parallel"]
-    for wrong in (grid(2, 2, 1, 3), grid(3, 2, 1, 2, names=swapped), turned, grid(2, 3, 1, 1)):
+    for wrong in (grid(2, 2, 1, 3), grid(3, 2, 1, 2, names=swapped), turned):
         with pytest.raises(ConfigError, match=r"laid out .*asks for .*'tensor_parallel': 2"):
-            check_layout_of_host(wrong, topology)
+            check_layout_of_host(wrong, config)
+    with pytest.raises(ConfigError, match=r"6"):
+        check_layout_of_host(grid(2, 3, 1, 1), config)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +99,67 @@ def test_filters_are_refused_where_the_host_would_train_on_what_they_leave(
 
 def test_weights_without_an_optimizers_path_start_a_new_optimizer() -> None:
     config = PolicyConfig.parse(policy_config("/nowhere", {}))
-    changed = with_fresh_optimizer(config)
+    changed = as_host_means(config, "weights", None)
     assert changed.megatron_cfg.checkpoint.fresh_optimizer
     assert changed.megatron_cfg.checkpoint != config.megatron_cfg.checkpoint
     assert changed.megatron_cfg.optimizer == config.megatron_cfg.optimizer
+    for paths in ((None, None), ("weights", "optimizer")):
+        assert as_host_means(config, *paths) == config
+
+
+BASE_WORKER = "nemo_rl.models.policy.workers.base_policy_worker"
+
+
+class Waiting:
+    """A worker of the newest host."""
+
+    def finalize_async_save(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("parts", "waits"),
+    [
+        ({}, True),  # no host
+        (PARTS, False),
+        (PARTS | {BASE_WORKER: {"AbstractPolicyWorker": object}}, False),
+        (PARTS | {BASE_WORKER: {"AbstractPolicyWorker": Waiting}}, True),
+    ],
+)
+def test_saves_block_where_the_host_renames_them_without_waiting(
+    parts: dict[str, Any], waits: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = PolicyConfig.parse(policy_config("/nowhere", {"checkpoint": {"async_save": True}}))
+    with host_with(parts):
+        changed = as_host_means(config, None, None)
+    assert changed.megatron_cfg.checkpoint.async_save == waits
+    assert ("async_save has no effect" in caplog.text) != waits
+
+
+def save_and_rename(path: Path, folder: Path) -> str:
+    """What rank 0 logs of a save that the host renames at once, and of the start from it."""
+    settings = {"checkpoint": {"async_save": True, "ckpt_assume_constant_structure": True}}
+    config, said = policy_config(path, settings), io.StringIO()
+    log, handler = logging.getLogger("megatron_policy"), logging.StreamHandler(said)
+    log.addHandler(handler)
+    with host_with(PARTS):
+        worker = NemoRLWorker(config, TOKENIZER)
+        worker.save_checkpoint(weights_path=str(folder / "tmp_step_1" / "weights"))
+        saved = (folder / "tmp_step_1").rename(folder / "step_1") / "weights"
+        worker.shutdown()
+        worker = NemoRLWorker(config, TOKENIZER, weights_path=str(saved))
+        worker.shutdown()
+    log.removeHandler(handler)
+    return said.getvalue()
+
+
+def test_a_host_that_renames_at_once_keeps_its_checkpoint_and_the_log_tells_what_was_restored(
+    ranks: RankPool, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    (said,) = ranks.run(1, save_and_rename, checkpoint("qwen2", vocab=VOCAB), tmp_path)
+    assert "async_save has no effect" in said
+    assert "keys without effect: " in said and "checkpoint.ckpt_assume_constant_structure" in said
+    assert "step_1/weights/iter_0000000, step 0: restored weights" in said
+    assert "not restored: optimizer (a new one was asked for" in said
 
 
 def test_every_refused_method_names_itself_and_a_reason() -> None:
@@ -239,10 +301,10 @@ def test_a_worker_answers_in_the_hosts_types_and_serves_the_hosts_helpers(
     assert one["trained"]["model_dtype"] == torch.float32
     assert one["trained"]["gpu_name"].startswith("CPU ")
     split = {each["name"]: each["partition_dim"] for each in one["attributes"]["tp_params"]}
-    assert split["decoder.layers.0.mlp.linear_fc1.weight"] == 0
-    assert split["decoder.layers.0.mlp.linear_fc2.weight"] == 1
+    assert split["module.decoder.layers.0.mlp.linear_fc1.weight"] == 0
+    assert split["module.decoder.layers.0.mlp.linear_fc2.weight"] == 1
     whole = [each["name"] for each in one["attributes"]["non_tp_params"]]
-    assert "decoder.final_layernorm.weight" in whole
+    assert "module.decoder.final_layernorm.weight" in whole
     assert one["attributes"]["tp_size"] == 2
     assert one["attributes"]["total_params"] == len(split) + len(whole)
 

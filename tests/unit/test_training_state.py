@@ -54,7 +54,7 @@ def test_a_fused_adam_counts_in_its_groups_and_an_empty_one_counts_nothing() -> 
     one, two = parameters((2, 3), (5,))
     inner = FusedAdam([{"params": [one]}, {"params": []}, {"params": [two]}])
     state = state_over(None, inner)
-    assert (state.step, state.tensors(), state.kinds()) == (0, [], ("exp_avg", "exp_avg_sq"))
+    assert (state.step, state.tensors()) == (0, [])
     inner.step()
     assert state.step == 1 and "step" not in inner.param_groups[1]
     saved = [each.tensor.clone() for each in state.tensors()]
@@ -94,7 +94,7 @@ def test_unequal_counts_of_steps_are_refused_with_both_numbers() -> None:
 )
 def test_an_optimizer_whose_state_nobody_knows_is_refused(make: Any) -> None:
     state = state_over(make(parameters((2,))))
-    for call in (state.tensors, state.kinds, state.materialize):
+    for call in (state.tensors, state.materialize):
         with pytest.raises(CheckpointError, match="neither Adam nor SGD"):
             call()
 
@@ -104,7 +104,7 @@ def test_a_rank_that_trains_nothing_has_no_state() -> None:
         state.materialize()
         state.set_step(3)
         state.restart()
-        assert (state.step, state.kinds(), state.tensors()) == (None, (), [])
+        assert (state.step, state.tensors()) == (None, [])
 
 
 def scheduled(**other: Any) -> Any:

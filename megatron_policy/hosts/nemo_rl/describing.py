@@ -54,7 +54,7 @@ def tensor_parallel_attributes(
         if not isinstance(parameter, torch.nn.Parameter):
             continue
         shape, marked = list(parameter.shape), getattr(parameter, "tensor_model_parallel", False)
-        found = {"name": name, "tensor_model_parallel": marked, "shape": shape}
+        found = {"name": f"module.{name}", "tensor_model_parallel": marked, "shape": shape}
         if marked:
             found["partition_dim"] = getattr(parameter, "partition_dim", None)
             found["partition_stride"] = getattr(parameter, "partition_stride", None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import ConfigError
-from megatron_policy.topology import Topology
 
 AXES = {
     "pipeline_parallel": "pp",
@@ -17,14 +17,18 @@ AXES = {
 """The host's axes, slowest first, in the order in which our ranks count."""
 
 
-def check_layout_of_host(annotations: Any, topology: Topology) -> None:
-    """ConfigError, naming both, unless the host's `NamedSharding` is our rank grid. None, and what
-    has neither `names` nor `layout`, says nothing that could be compared.
+def check_layout_of_host(annotations: Any, config: PolicyConfig) -> None:
+    """ConfigError, naming both, unless the host's `NamedSharding` is the rank grid of this
+    configuration. None, and what has neither `names` nor `layout`, says nothing that could be
+    compared.
     """
+    from megatron_policy.layout import topology_of
+
     if not (hasattr(annotations, "names") and hasattr(annotations, "layout")):
         return
     names, ranks = list(annotations.names), annotations.layout
     found = dict(zip(names, ranks.shape, strict=True))
+    topology = topology_of(config, ranks.size)
     ours = {name: getattr(topology, axis) for name, axis in AXES.items()}
     # An axis that is missing has one rank.
     alike = [name for name in AXES if name in found] == names

@@ -25,7 +25,11 @@ THEIR_WORKERS = (
 )
 """What our worker is started for. Other workers of theirs that use Megatron stay theirs."""
 
+_SAME_CLASS = ".MegatronPolicyWorker"
+
 GROUPS = "nemo_rl.distributed.worker_groups"
+CLASS_NAME = "ray_actor_class_fqn"
+"""The first argument of its RayWorkerBuilder in all releases: the full name of a worker's class."""
 ENVIRONMENTS = "nemo_rl.distributed.ray_actor_environment_registry"
 PYTHON_VARIABLE = "MEGATRON_POLICY_PY"
 
@@ -35,14 +39,14 @@ log = logging.getLogger("megatron_policy.hosts.nemo_rl")
 def install() -> None:
     """See `megatron_policy.hosts.nemo_rl.install`."""
     groups, registry = _imported(GROUPS), _imported(ENVIRONMENTS)
-    builder, parameter = _builder(groups)
+    builder = _builder(groups)
     environments = _environments(registry)
     environments[OUR_WORKER] = worker_python()
-    if os.environ.get(PYTHON_VARIABLE):
+    if os.environ.get(PYTHON_VARIABLE, "").strip():
         # It travels to processes in other folders, which may come here too.
         os.environ[PYTHON_VARIABLE] = environments[OUR_WORKER]
     if not hasattr(builder.__init__, "_megatron_policy"):
-        builder.__init__ = _redirecting(builder.__init__, parameter, environments)
+        builder.__init__ = _redirecting(builder.__init__, environments)
     _lead_workers_to_this_package()
     # NeMo RL refuses to use Megatron unless this is set, to whatever. Who compiles for a GPU
     # takes an empty value like none, and looks at the GPU that is there.
@@ -55,7 +59,7 @@ def worker_python() -> str:
     A path, or a `uv run ...` command, of which NeMo RL makes an environment. ConfigError when the
     path leads to nothing that can be executed.
     """
-    wanted = os.environ.get(PYTHON_VARIABLE) or sys.executable
+    wanted = os.environ.get(PYTHON_VARIABLE, "").strip() or sys.executable
     if wanted.split()[0] == "uv":
         return wanted
     found = shutil.which(wanted)
@@ -85,15 +89,15 @@ def _imported(name: str) -> ModuleType:
         ) from error
 
 
-def _builder(groups: ModuleType) -> tuple[Any, str]:
-    """The class that starts workers, and the name of its parameter that says which."""
+def _builder(groups: ModuleType) -> Any:
+    """The class that starts workers."""
     builder = getattr(groups, "RayWorkerBuilder", None)
     if not inspect.isclass(builder):
         _refuse(f"{GROUPS} has no class RayWorkerBuilder")
     parameters = list(inspect.signature(builder.__init__).parameters.values())[1:]
-    if not parameters or parameters[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-        _refuse("RayWorkerBuilder does not take the name of a worker's class first")
-    return builder, parameters[0].name
+    if not parameters or parameters[0].name != CLASS_NAME:
+        _refuse(f"RayWorkerBuilder does not take {CLASS_NAME} first")
+    return builder
 
 
 def _environments(registry: ModuleType) -> MutableMapping[str, str]:
@@ -102,7 +106,7 @@ def _environments(registry: ModuleType) -> MutableMapping[str, str]:
     if not isinstance(environments, MutableMapping):
         _refuse(f"{ENVIRONMENTS} has no mapping ACTOR_ENVIRONMENT_REGISTRY")
     if not any(name in environments for name in THEIR_WORKERS):
-        similar = ", ".join(sorted(name for name in environments if "Megatron" in name))
+        similar = ", ".join(sorted(name for name in environments if "Megatron" in name)) or "none"
         _refuse(f"its Megatron worker is not one of {', '.join(THEIR_WORKERS)}; it has {similar}")
     return environments
 
@@ -115,7 +119,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 def _redirecting(
-    original: Callable[..., None], parameter: str, environments: MutableMapping[str, str]
+    original: Callable[..., None], environments: MutableMapping[str, str]
 ) -> Callable[..., None]:
     """`original`, the constructor of RayWorkerBuilder, that takes our worker for theirs."""
 
@@ -123,8 +127,8 @@ def _redirecting(
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         if args:
             args = (_worker_for(args[0], environments), *args[1:])
-        elif parameter in kwargs:
-            kwargs[parameter] = _worker_for(kwargs[parameter], environments)
+        elif CLASS_NAME in kwargs:
+            kwargs[CLASS_NAME] = _worker_for(kwargs[CLASS_NAME], environments)
         original(self, *args, **kwargs)
 
     __init__._megatron_policy = True
@@ -135,6 +139,8 @@ def _worker_for(name: Any, environments: MutableMapping[str, str]) -> Any:
     if name in THEIR_WORKERS:
         _tell(f"{OUR_WORKER} is started instead of {name}, by {environments[OUR_WORKER]}")
         return OUR_WORKER
+    if isinstance(name, str) and name.startswith("nemo_rl.") and name.endswith(_SAME_CLASS):
+        _refuse(f"it starts {name}, which is not one of {', '.join(THEIR_WORKERS)}")
     if isinstance(name, str) and name.rpartition(".")[2].startswith("Megatron"):
         _tell(f"{name} is NeMo RL's own: megatron-policy has nothing to start instead of it")
     return name

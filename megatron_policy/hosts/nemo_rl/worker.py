@@ -14,6 +14,7 @@ from megatron_policy import device
 from megatron_policy.config import PolicyConfig
 from megatron_policy.device.profiling import device_name
 from megatron_policy.hosts.nemo_rl.answers import in_host_types
+from megatron_policy.hosts.nemo_rl.checkpoints import as_host_means
 from megatron_policy.hosts.nemo_rl.data_plane import DataPlane
 from megatron_policy.hosts.nemo_rl.describing import (
     device_info,
@@ -24,13 +25,13 @@ from megatron_policy.hosts.nemo_rl.layout import check_layout_of_host
 from megatron_policy.hosts.nemo_rl.losses import adapted, set_aside
 from megatron_policy.hosts.nemo_rl.not_built import NOT_BUILT
 from megatron_policy.hosts.nemo_rl.refit import HostRefit
-from megatron_policy.hosts.nemo_rl.restart import with_fresh_optimizer
 from megatron_policy.hosts.nemo_rl.sampling import (
     refuse_filters,
     refuse_lone_generation,
     scaled,
     shares_devices,
 )
+from megatron_policy.hosts.nemo_rl.telling import make_audible
 from megatron_policy.workers.delegates import delegates
 from megatron_policy.workers.later import refuses
 from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
@@ -76,9 +77,9 @@ class NemoRLWorker(MegatronPolicyWorkerImpl):
                 "skip_weight_load: the weights would come by swap_weights_via_reshard, which is "
                 f"not built: {NOT_BUILT['swap_weights_via_reshard']}"
             )
-        parsed = PolicyConfig.parse(config)
-        if weights_path is not None and optimizer_path is None:
-            parsed = with_fresh_optimizer(parsed)
+        make_audible()
+        parsed = as_host_means(PolicyConfig.parse(config), weights_path, optimizer_path)
+        check_layout_of_host(worker_sharding_annotations, parsed)
         refuse_filters(parsed)
         shared = shares_devices(config)
         if not shared:
@@ -92,7 +93,6 @@ class NemoRLWorker(MegatronPolicyWorkerImpl):
             init_reference_model,
             **kwargs,
         )
-        check_layout_of_host(worker_sharding_annotations, self.policy.topology)
         self._host_refit = HostRefit(self.policy, self._refit, shared)
         self._data_plane = DataPlane(
             self, config, tokenizer, self.policy.topology, self.policy.coords
@@ -182,7 +182,9 @@ class NemoRLWorker(MegatronPolicyWorkerImpl):
         return node_and_device()
 
     def check_tensor_parallel_attributes(self) -> dict[str, Any]:
-        """Which parameters are split over tensor-parallel ranks, and in which dimension."""
+        """Which parameters are split over tensor-parallel ranks, and in which dimension; "module."
+        stands before their names, for the host's are of a wrapped model.
+        """
         named = self.policy.named_parameters()
         return tensor_parallel_attributes(named, self.policy.topology.tp)
 
