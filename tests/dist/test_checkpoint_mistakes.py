@@ -4,6 +4,7 @@ together, and what was saved is what was meant.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -144,6 +145,38 @@ def test_another_optimizer_is_refused_and_started_anew_where_that_is_allowed(
     with pytest.raises(ConversionError, match=r"__0_0\.distcp is damaged"):
         convert(saved, tmp_path / "damaged", to="hf")
     assert not (tmp_path / "damaged").exists()
+
+
+def live_bytes() -> int:
+    """Of all tensors' memory in this process."""
+    gc.collect()
+    found = (each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter))
+    storages = (each.untyped_storage() for each in found)
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
+def start_anew(config: dict[str, Any], root: Path) -> list[int]:
+    """Bytes of this rank's tensors after each time that the optimizer has begun anew."""
+    with open_policy(config, tokenizer=TOKENIZER) as policy:
+        train(policy, range(1))
+        policy.save_checkpoint(**paths(root))
+        seen = []
+        for number in (1, 2, 3):
+            policy.load_checkpoint(root / "weights", fresh_optimizer=True)
+            train(policy, [number])
+            policy.save_checkpoint(**paths(root))
+            policy.finalize_async_save()
+            seen.append(live_bytes())
+        return seen
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
+def test_state_that_was_started_anew_does_not_stay_in_memory(
+    ranks: RankPool, model: Path, tmp_path: Path, background: bool
+) -> None:
+    config = config_of(model, ASYNC if background else {})
+    ((first, *others),) = ranks.run(1, start_anew, config, tmp_path)
+    assert others == [first, first]
 
 
 def test_state_that_a_killed_save_put_aside_comes_back_before_anything_is_removed(
