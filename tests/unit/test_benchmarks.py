@@ -267,6 +267,8 @@ def test_saves_and_loads_are_timed_beside_plain_files_of_their_tensors(
     assert blocking["plain_bytes"] == 14 * parameters < blocking["bytes"]
     (beside,) = ranks.run(1, background, path, box, 2)
     assert {name: len(runs) for name, runs in beside["wall_s"].items()} == {
+        "a step alone": 2,
+        "a step beside": 2,
         "blocked by the first": 1,
         "until the first is there": 1,
         "blocked by a later one": 1,
