@@ -174,7 +174,9 @@ class CheckpointConfig(Section):
     """How training checkpoints are written and read back."""
 
     async_save: bool = False
-    """A save returns when all is copied to host memory, and is written in the background."""
+    """A save returns when all ranks have begun to copy, and is copied and written in the
+    background; whatever changes the policy waits for the copies.
+    """
     fresh_optimizer: bool = False
     """Loading goes on with a new optimizer where a checkpoint has no state of one."""
 

@@ -5,10 +5,12 @@ knows no transport.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from megatron_policy.device import DEFAULT_TIMEOUT_S
 from megatron_policy.hosts.nemo_rl.parts import part
 from megatron_policy.topology import Coords, Topology
 
@@ -121,6 +123,7 @@ def _replica_group(topology: Topology, own: Coords) -> dist.ProcessGroup | None:
     found: dist.ProcessGroup | None = None
     for dp in range(topology.dp):
         ranks = [rank for rank in range(topology.world_size) if topology.coords(rank).dp == dp]
-        group = dist.new_group(ranks)
+        # Torch's own limit would be three times that of all other groups.
+        group = dist.new_group(ranks, timeout=timedelta(seconds=DEFAULT_TIMEOUT_S))
         found = group if dp == own.dp else found
     return found
