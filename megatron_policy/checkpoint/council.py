@@ -47,7 +47,7 @@ class Council:
             return
         while self._cleaned < number - 1:
             self._cleaned += 1
-            for name in ("failed", "left", "signs", "purpose", *_NAMES):
+            for name in ("failed", "left", "signs", "purpose", "alike", *_NAMES):
                 for suffix in ("", "/arrived"):
                     self._store.delete_key(f"{self._root}/{self._cleaned}/{name}{suffix}")
 
@@ -115,6 +115,18 @@ class Undertaking:
             raise CheckpointError(said) from error
         if name:
             self._arrive(name)
+
+    def be_alike(self, found: str) -> None:
+        """CheckpointError if another rank has come with something else; for a body `at_work`."""
+        if self._alone:
+            return
+        key = f"{self._root}/alike"
+        first = self._asked(lambda: self._store.compare_set(key, "", found)).decode()
+        if first != found:
+            raise CheckpointError(
+                f"this rank has found {found}, another {first}: all of them have to see the same "
+                "directories"
+            )
 
     def wait(self, name: str) -> None:
         """Until every rank has arrived at `name`; CheckpointError, with the words of who failed

@@ -89,12 +89,12 @@ def commit(root: str | Path, step: int) -> None:
 def companion(weights: Manifest, optimizer_path: str | Path) -> Path:
     """The directory with the optimizer's state of the same save.
 
-    `optimizer_path` is that directory or the one it was saved to. CheckpointError when it has none,
-    or that of another save.
+    `optimizer_path` is that directory or the one it was saved to. NoOptimizer when it has none, or
+    that of another save.
     """
     root = Path(optimizer_path).expanduser()
     if not root.is_dir():
-        raise CheckpointError(
+        raise manifests.NoOptimizer(
             f"{root} does not exist, to take the optimizer's state from. Give the directory it was "
             "saved to, or load with fresh_optimizer=True to start a new one"
         )
@@ -106,7 +106,7 @@ def companion(weights: Manifest, optimizer_path: str | Path) -> Path:
         what = "" if OPTIMIZER in found.contains else ", without an optimizer's state"
         seen.append(f"{path} is of step {found.step}, save {found.id}{what}")
     there = "; ".join(seen) or f"it has {_listed(complete(root))}"
-    raise CheckpointError(
+    raise manifests.NoOptimizer(
         f"{root} has no optimizer state for {weights.root or 'the weights'}, which is of step "
         f"{weights.step}, save {weights.id}: {there}. Give the directory it was saved to, or load "
         "with fresh_optimizer=True to start a new one"

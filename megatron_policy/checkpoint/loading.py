@@ -80,13 +80,20 @@ class Loader:
 
         `moments` are the kinds of state that the policy's optimizer keeps, None where there is no
         optimizer; `fresh` is whether it may start anew. CheckpointError for what is missing,
-        damaged, of another model or of a newer version.
+        damaged, of another model or of a newer version, and where ranks do not find the same.
         """
         if self._council.rank == 0:
             with self._under.at_work():
                 self._under.tell("where", str(finding.find(weights_path).absolute()))
         root = Path(self._under.hear("where"))
-        return self.together("found", lambda: self._examined(root, optimizer_path, moments, fresh))
+
+        def step() -> Found:
+            found = self._examined(root, optimizer_path, moments, fresh)
+            state = "no state of the optimizer" if found.optimizer is None else "its optimizer"
+            self._under.be_alike(f"save {found.weights.id} with {state}")
+            return found
+
+        return self.together("found", step)
 
     def verify(self, found: Found) -> None:
         """Compare all records with their digests, each rank its share of them."""
@@ -124,8 +131,8 @@ class Loader:
             place = self._optimizer(root, weights, optimizer_path)
             state = weights if place == root else self._checked(place)
             _check_moments(place, state, moments)
-        except CheckpointError as error:
-            if not fresh or isinstance(error, manifest.Damaged):
+        except manifest.NoOptimizer as error:
+            if not fresh:
                 raise
             return Found(root, weights, None, None, f"a new one was asked for; {error}")
         return Found(root, weights, place, state, "")
@@ -135,7 +142,7 @@ class Loader:
             there = manifest.OPTIMIZER in weights.contains
             where = "elsewhere" if weights.optimizer_elsewhere else "nowhere"
             hint = f"optimizer_path={root.parent}" if there else f"it was saved {where}"
-            raise CheckpointError(
+            raise manifest.NoOptimizer(
                 f"no optimizer_path was given to load the optimizer's state from ({hint}); {FRESH}"
             )
         if manifest.OPTIMIZER in weights.contains and optimizer_path.absolute() in (
@@ -154,12 +161,12 @@ class Loader:
 
 
 def _check_moments(root: Path, stated: Manifest, moments: tuple[str, ...]) -> None:
-    """CheckpointError unless there is state of every kind that the optimizer keeps."""
+    """NoOptimizer unless there is state of every kind that the optimizer keeps."""
     before = len("optimizer.state.")
     keys = (key for key in stated.tensors if key.startswith("optimizer.state."))
     there = {key[before:].partition(".")[0] for key in keys}
     if missing := [kind for kind in moments if kind not in there]:
-        raise CheckpointError(
+        raise manifest.NoOptimizer(
             f"{root} is of another optimizer: it has {', '.join(sorted(there)) or 'no state'}, "
             f"this policy's needs {', '.join(missing)}; {FRESH}"
         )

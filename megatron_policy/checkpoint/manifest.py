@@ -90,8 +90,10 @@ class Manifest:
         return sum(record.length for records in self.records.values() for record in records)
 
 
-class Damaged(CheckpointError):
-    """There are bytes that are not those that were written."""
+class NoOptimizer(CheckpointError):
+    """There is no state for this policy's optimizer, which may start anew. What is damaged, or
+    cannot be read, is a plain CheckpointError.
+    """
 
 
 def read(directory: str | Path) -> Manifest:
@@ -157,7 +159,7 @@ def _unsealed(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _damaged(path: Path, what: str, error: Exception | None = None) -> NoReturn:
-    raise Damaged(f"{path} is damaged: {what}. {MEND}") from error
+    raise CheckpointError(f"{path} is damaged: {what}. {MEND}") from error
 
 
 def _parsed(content: Mapping[str, Any], root: Path) -> Manifest:

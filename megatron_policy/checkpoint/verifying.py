@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from threading import Lock
 
-from megatron_policy.checkpoint.manifest import MEND, NAME, Damaged, Manifest, read
+from megatron_policy.checkpoint.manifest import MEND, NAME, Manifest, read
 from megatron_policy.conversion.digests import Digest
 from megatron_policy.converters.dist_files import DistReader
 from megatron_policy.converters.raw_files import RawFiles
@@ -38,11 +38,8 @@ def verify(root: Path, tell: Callable[[int, int], None] | None = None) -> Manife
 
 
 def check_files(root: Path, manifest: Manifest) -> None:
-    """CheckpointError if a file is missing or too short; Damaged if one without records has other
-    bytes than were written.
-    """
+    """CheckpointError if a file is missing or too short, or one without records is damaged."""
     problems = []
-    kind = CheckpointError
     for name, records in manifest.records.items():
         path = root / name
         end = max((record.offset + record.length for record in records), default=0)
@@ -61,10 +58,9 @@ def check_files(root: Path, manifest: Manifest) -> None:
                 if _digest(handle, 0, size := os.fstat(handle).st_size, buffer) != stated:
                     words = f"its {size} bytes contradict their digest in {NAME}"
                     problems.append(f"{path} is damaged: {words}")
-                    kind = Damaged
         except OSError as error:
             problems.append(_unreadable(path, error))
-    _raise(problems, kind)
+    _raise(problems)
 
 
 def records_share(manifest: Manifest, part: int, parts: int) -> list[Share]:
@@ -182,8 +178,8 @@ def _keys(root: Path) -> Mapping[tuple[str, int], str]:
     return found
 
 
-def _raise(problems: Sequence[str], kind: type[CheckpointError] = CheckpointError) -> None:
+def _raise(problems: Sequence[str]) -> None:
     if len(problems) > SHOWN:
         problems = [*problems[:SHOWN], f"and {len(problems) - SHOWN} more"]
     if problems:
-        raise kind("\n".join(problems) + f". {MEND}")
+        raise CheckpointError("\n".join(problems) + f". {MEND}")

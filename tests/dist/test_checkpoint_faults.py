@@ -175,6 +175,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+ABSENT = ("no optimizer", "an optimizer of another save")
+
+
 def load_what_is_damaged(
     config: dict[str, Any], bad: dict[str, Path], good: Path, bare: dict[str, Any]
 ) -> dict[str, Any]:
@@ -194,8 +197,8 @@ def load_what_is_damaged(
         for name, root in bad.items():
             with pytest.raises(CheckpointError) as error:
                 policy.load_checkpoint(**paths(root))
-            if "is damaged" in str(error.value):
-                with pytest.raises(CheckpointError, match="is damaged"):
+            if name not in ABSENT:
+                with pytest.raises(CheckpointError):
                     policy.load_checkpoint(**paths(root), fresh_optimizer=True)
             heard[name] = str(error.value), differing(before, prints(everything_of(policy)))
         (second,) = train(policy, [1])

@@ -22,7 +22,18 @@ from megatron_policy.conversion import convert, verify
 from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
 from tests.dist.cases import open_policy
 from tests.dist.layouts import SIZES, VOCAB, layout
-from tests.dist.resuming import TOKENIZER, config_of, iteration, leftovers, paths, train
+from tests.dist.resuming import (
+    TOKENIZER,
+    config_of,
+    differing,
+    everything_of,
+    iteration,
+    leftovers,
+    paths,
+    prints,
+    replaced,
+    train,
+)
 from tests.dist.test_launch import ROOT
 from tests.ranks import RankPool
 from tests.unit.training_checkpoints import flip
@@ -145,6 +156,30 @@ def test_another_optimizer_is_refused_and_started_anew_where_that_is_allowed(
     with pytest.raises(ConversionError, match=r"__0_0\.distcp is damaged"):
         convert(saved, tmp_path / "damaged", to="hf")
     assert not (tmp_path / "damaged").exists()
+
+
+def seen_by_one(config: dict[str, Any], root: Path) -> tuple[str, list[str]]:
+    """What this rank hears if rank 1 alone finds no state of the optimizer, and what changed."""
+
+    def hidden(companion: Callable[..., Path]) -> Callable[..., Path]:
+        return lambda weights, path: companion(weights, Path("/nowhere"))
+
+    with open_policy(config, tokenizer=TOKENIZER) as policy:
+        train(policy, range(1))
+        policy.save_checkpoint(**paths(root))
+        train(policy, [1])
+        before = prints(everything_of(policy))
+        with replaced(finding, "companion", hidden if policy.rank else lambda companion: companion):
+            said = heard(lambda: policy.load_checkpoint(**paths(root), fresh_optimizer=True))
+        return said, differing(before, prints(everything_of(policy)))
+
+
+def test_an_optimizer_that_one_rank_does_not_find_starts_anew_on_none(
+    ranks: RankPool, model: Path, tmp_path: Path
+) -> None:
+    for said, changed in ranks.run(2, seen_by_one, config_of(model, TP2), tmp_path):
+        assert "all of them have to see the same directories" in said
+        assert changed == []
 
 
 def live_bytes() -> int:

@@ -51,6 +51,16 @@ def test_where_all_have_arrived_a_failure_that_follows_stops_nobody() -> None:
         late.hear("where")
 
 
+def test_ranks_that_have_found_different_things_all_hear_of_it() -> None:
+    one, other = (seat.open() for seat in seats(dist.HashStore()))
+    with one.at_work("found"):
+        one.be_alike("a save")
+    with pytest.raises(CheckpointError, match="found another, another a save: "), other.at_work():
+        other.be_alike("another")
+    with pytest.raises(CheckpointError, match="rank 1: this rank has found"):
+        one.wait("found")
+
+
 def test_notes_do_not_pile_up() -> None:
     store = dist.HashStore()
     councils = seats(store)
