@@ -6,6 +6,7 @@ PYTEST_ARGS ?=
 TEST_PROCESSES ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+SWEEP_ARGS ?=
 
 VENV := .venv
 LATEST := .venv-latest
@@ -17,7 +18,7 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-latest invariance compatibility lint format bench clean
+.PHONY: help demo test test-latest sweep-cpus invariance compatibility lint format bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -30,6 +31,9 @@ test: $(VENV)/.installed ## run the tests; those that need GPUs skip where there
 
 test-latest: $(LATEST)/.installed ## run the tests on Python 3.12 with the newest megatron-core
 	$(LATEST)/bin/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+
+sweep-cpus: $(VENV)/.installed ## compare numbers under every instruction set that this machine has (an hour)
+	$(BIN)/python -m tests.sweep_cpus $(PARALLEL) $(SWEEP_ARGS)
 
 invariance: $(VENV)/.installed ## measure every layout against Hugging Face and write docs/invariance.md
 	INVARIANCE_PAGE=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/dist/test_invariance.py

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests import margins
 from tests.ranks import RankPool
 
 settings.register_profile("suite", deadline=None, derandomize=True)
@@ -80,6 +81,30 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def _margins(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """How much of their tolerances a test used goes to its report, also from another process."""
+    yield
+    for quantity, share in margins.taken().items():
+        record_property(f"margin {quantity}", share)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The largest difference over its tolerance of each quantity that was compared."""
+    worst: dict[str, tuple[float, str]] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", None) != "teardown":
+                continue
+            for name, share in report.user_properties:
+                if name.startswith("margin "):
+                    worst[name] = max(worst.get(name, (-1.0, "")), (float(share), report.nodeid))
+    if worst:
+        terminalreporter.section("largest difference over its tolerance")
+    for name, (share, test) in sorted(worst.items()):
+        terminalreporter.write_line(f"{share:5.2f}  {name.removeprefix('margin ')}  ({test})")
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Rank processes on the CPU, over gloo, also where there are GPUs."""
@@ -135,3 +160,14 @@ def checkpoints(checkpoint: Callable[..., Path]) -> dict[bool, Path]:
     from tests.dist.layouts import FAMILIES, SIZES
 
     return {tied: checkpoint(family, tied=tied, **SIZES) for tied, family in FAMILIES.items()}
+
+
+@pytest.fixture(scope="session")
+def bf16_checkpoints(checkpoint: Callable[..., Path]) -> dict[bool, Path]:
+    """The same with weights in bf16."""
+    from tests.dist.layouts import FAMILIES, SIZES
+
+    return {
+        tied: checkpoint(family, tied=tied, dtype="bfloat16", **SIZES)
+        for tied, family in FAMILIES.items()
+    }

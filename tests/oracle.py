@@ -4,15 +4,20 @@ AdamW.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from megatron_policy.batch import BatchedDataDict
+from tests.exact import ROOM, UNIT, Exact, InDouble, furthest, load_hf
 from tests.losses import loss_mask, token_nll
+from tests.margins import check
 
 LR, WEIGHT_DECAY, CLIP = 1e-2, 0.1, 0.5
 # A key bias shifts all scores of a query alike, so its gradient is exactly zero in theory and
@@ -22,21 +27,55 @@ EPS = 1e-3
 BETAS = (0.9, 0.999)
 
 
+Gradients = dict[str, torch.Tensor]
+LossOf = Callable[[PreTrainedModel, BatchedDataDict], torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Trained:
-    """Losses and gradient norms of each step, and the weights afterwards under their Hugging Face
-    names.
+    """Losses, gradients before clipping and their norms of each step, and the weights afterwards;
+    gradients and weights under their Hugging Face names.
     """
 
     losses: list[float]
     grad_norms: list[float]
+    gradients: list[Gradients]
     weights: dict[str, torch.Tensor]
 
 
-def load_hf(path: Path | str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation="eager"
-    ).eval()
+LEAST_LOSS_ROUNDING = 8 * UNIT
+"""Relative: a loss is a sum of the order of 64 terms, rounded to fp32. One number's rounding error
+can be next to nothing by luck, so this is the least that is taken for it.
+"""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far training in fp32 is from training in fp64: losses and gradient norms relative, over
+    all steps, weights absolute, over all elements.
+    """
+
+    loss: float
+    grad_norm: float
+    weights: float
+
+    @classmethod
+    def of(cls, rounded: Trained, exact: Trained) -> Rounding:
+        pairs = zip(rounded.losses, exact.losses, strict=True)
+        return cls(
+            loss=max(LEAST_LOSS_ROUNDING, *(abs(one / other - 1) for one, other in pairs)),
+            # Of the vector: a norm's own error is smaller, by a luck that depends on the order.
+            grad_norm=max(map(_apart, rounded.gradients, exact.gradients)),
+            weights=max(furthest(rounded.weights[n], w) for n, w in exact.weights.items()),
+        )
+
+
+def _apart(rounded: Gradients, exact: Gradients) -> float:
+    """The distance of two gradients relative to the length of the second."""
+    squares = [
+        ((rounded[n].double() - g).square().sum(), g.square().sum()) for n, g in exact.items()
+    ]
+    return math.sqrt(sum(d for d, _ in squares) / sum(length for _, length in squares))
 
 
 def make_batch(rows: int, length: int, vocab: int, seed: int = 0) -> BatchedDataDict:
@@ -61,9 +100,11 @@ def make_batch(rows: int, length: int, vocab: int, seed: int = 0) -> BatchedData
     )
 
 
-def hf_logprobs(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+def hf_logprobs(
+    model: PreTrainedModel, tokens: torch.Tensor, temperature: float = 1.0
+) -> torch.Tensor:
     """Next-token log-probabilities `[B, S - 1]`."""
-    logits = model(tokens).logits[:, :-1].float()
+    logits = model(tokens).logits[:, :-1].float() / temperature
     return logits.log_softmax(-1).gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
 
 
@@ -86,32 +127,36 @@ def train(
     path: Path | str,
     data: BatchedDataDict,
     global_batch_size: int,
-    loss_of: Callable[[PreTrainedModel, BatchedDataDict], torch.Tensor],
+    loss_of: LossOf,
     dtype: torch.dtype = torch.float32,
     lr: float = LR,
+    weight_decay: float = WEIGHT_DECAY,
 ) -> Trained:
     """One step per global batch, fp32 main weights, biases and norms not decayed, gradients clipped
     to CLIP.
     """
     model = load_hf(path, dtype)
     live = dict(model.named_parameters())
-    main = {name: p.detach().float().clone() for name, p in live.items()}
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    main = {name: p.detach().to(wide, copy=True) for name, p in live.items()}
     optimizer = torch.optim.AdamW(
         [
-            {"params": [m for n, m in main.items() if _decays(n, m)], "weight_decay": WEIGHT_DECAY},
+            {"params": [m for n, m in main.items() if _decays(n, m)], "weight_decay": weight_decay},
             {"params": [m for n, m in main.items() if not _decays(n, m)], "weight_decay": 0.0},
         ],
         lr=lr,
         betas=BETAS,
         eps=EPS,
     )
-    losses, norms = [], []
+    losses, norms, gradients = [], [], []
     for index in range(data.size // global_batch_size):
         model.zero_grad()
-        loss = loss_of(model, data.get_batch(index, global_batch_size))
+        with InDouble() if dtype is torch.float64 else nullcontext():
+            loss = loss_of(model, data.get_batch(index, global_batch_size))
         loss.backward()
         for name, parameter in live.items():
-            main[name].grad = parameter.grad.float()
+            main[name].grad = parameter.grad.to(wide)
+        gradients.append({name: m.grad.clone() for name, m in main.items()})
         norms.append(float(torch.nn.utils.clip_grad_norm_(main.values(), CLIP)))
         losses.append(loss.item())
         optimizer.step()
@@ -119,4 +164,64 @@ def train(
             for name, parameter in live.items():
                 parameter.copy_(main[name])
     weights = {name: p.detach().clone() for name, p in live.items()}
-    return Trained(losses, norms, weights)
+    return Trained(losses, norms, gradients, weights)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What training in fp64 gives, and how far fp32 is from that."""
+
+    path: Path | str
+    exact: Trained
+    rounded: Trained
+    rounding: Rounding
+
+    @classmethod
+    def of(
+        cls, path: Path | str, data: BatchedDataDict, size: int, loss_of: LossOf, **more: Any
+    ) -> Learned:
+        """As `train`, whose arguments these are."""
+        exact = train(path, data, size, loss_of, torch.float64, **more)
+        rounded = train(path, data, size, loss_of, **more)
+        return cls(path, exact, rounded, Rounding.of(rounded, exact))
+
+    def read(self, compute: Callable[[PreTrainedModel], torch.Tensor]) -> Exact:
+        """What `compute` makes of the trained model, without gradients."""
+        rounded = compute(self._model(self.rounded, torch.float32)).detach()
+        with InDouble():
+            exact = compute(self._model(self.exact, torch.float64)).detach()
+        return Exact.between(rounded, exact)
+
+    def _model(self, trained: Trained, dtype: torch.dtype) -> PreTrainedModel:
+        model = load_hf(self.path, dtype)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(trained.weights[name])
+        return model
+
+    def assert_same_steps(self, steps: Sequence[Mapping[str, Any]], context: object = "") -> None:
+        """Losses and gradient norms of what a policy's `train` returned are as close as rounding
+        allows; so are those of its first steps if these are fewer.
+        """
+        for index, step in enumerate(steps):
+            self.assert_same_loss(step["global_loss"], index, context)
+            self.assert_same_norm(step["grad_norm"], index, context)
+
+    def assert_same_loss(self, found: torch.Tensor, index: int, context: object = "") -> None:
+        """The loss of a step, one number, is as close as rounding allows."""
+        apart = abs(found.item() / self.exact.losses[index] - 1)
+        check("loss", apart, ROOM * self.rounding.loss, context)
+
+    def assert_same_total(self, found: float, *steps: int) -> None:
+        """The sum of the losses of these steps is as close as rounding allows."""
+        apart = abs(found / sum(self.exact.losses[index] for index in steps) - 1)
+        check("loss", apart, ROOM * self.rounding.loss)
+
+    def assert_same_norm(self, found: torch.Tensor, index: int, context: object = "") -> None:
+        """The gradient norm of a step, one number, is as close as rounding allows."""
+        apart = abs(found.item() / self.exact.grad_norms[index] - 1)
+        check("grad norm", apart, ROOM * self.rounding.grad_norm, context)
+
+    def assert_same_weight(self, found: torch.Tensor, exact: torch.Tensor, name: str) -> None:
+        """A weight, or a shard of one, is as close to what it should be as rounding allows."""
+        check("weights", furthest(found, exact), ROOM * self.rounding.weights, name)

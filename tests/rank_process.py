@@ -57,7 +57,7 @@ def _prepare() -> bytes:
 
     from megatron_policy.device import prepare_platform
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     prepare_platform()
     return b""
 

@@ -27,7 +27,7 @@ LOG_TAIL = 4000  # characters of a rank's output that a failure shows
 ROOT = Path(__file__).resolve().parent.parent
 
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "GLOO_SOCKET_IFNAME": "lo",  # the name of a container need not resolve

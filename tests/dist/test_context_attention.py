@@ -8,6 +8,7 @@ query heads, G key-value groups, H head dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from megatron_policy.model.attention import TorchAttention
 from megatron_policy.model.sequences import sequence_params
 from megatron_policy.model.tiles import BLOCK
 from megatron_policy.packing.tokens import TokenLayout, packed_layout, padded_layout
+from tests.exact import Exact, assert_equal
 
 HEADS, HEAD_DIM = 4, 8
 LENGTHS = (1, 13, 24, 0, 7, 2)
@@ -93,13 +95,19 @@ def states_of(variant: Variant) -> list[torch.Tensor]:
     return [*states, weights * inside[..., None, None]]
 
 
-def reference(variant: Variant) -> list[torch.Tensor]:
+@cache
+def reference(variant: Variant) -> list[Exact]:
     """Context `[B, S, N, H]` and the gradients of queries, keys, values and sinks, sequence by
     sequence, with every score explicit.
     """
-    *states, weights_BSNH = states_of(variant)
+    rounded, exact = (_reference(variant, dtype) for dtype in (torch.float32, torch.float64))
+    return list(map(Exact.between, rounded, exact))
+
+
+def _reference(variant: Variant, dtype: torch.dtype) -> list[torch.Tensor]:
+    *states, weights_BSNH = (x.to(dtype) for x in states_of(variant))
     leaves = [x.requires_grad_() for x in states]
-    sinks = attention_of(variant).softmax_offset
+    sinks = attention_of(variant).to(dtype).softmax_offset
     context_BSNH = torch.zeros_like(weights_BSNH)
     for row, length in enumerate(variant.lengths):
         query, key, value = (x[row, :length].transpose(0, 1) for x in leaves)
@@ -186,9 +194,9 @@ def test_attention_of_many_sequences_equals_that_of_each_alone(attended, name: s
     inside = torch.arange(max(variant.lengths)) < torch.tensor(variant.lengths).unsqueeze(1)
     for seen in attended:
         found, *found_grads = seen[name]
-        torch.testing.assert_close(found[inside], context[inside], rtol=0, atol=1e-5)
+        assert_equal("attention", found[inside], context[inside])
         for mine, theirs in zip(found_grads, grads, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+            assert_equal("gradients of attention", mine, theirs)
 
 
 def attend_without_params() -> list[torch.Tensor]:
@@ -203,11 +211,7 @@ def attend_without_params() -> list[torch.Tensor]:
 def test_without_params_every_context_parallel_rank_attends_to_whole_rows(ranks) -> None:
     """As generation with a cache does, whose next query sees all of it."""
     for whole, last in ranks.run(2, attend_without_params):
-        expected = attend_in_one_process(Variant(lengths=(24,) * len(LENGTHS)))
-        torch.testing.assert_close(whole.transpose(0, 1), expected, rtol=0, atol=1e-5)
-        torch.testing.assert_close(last, whole[-1:], rtol=0, atol=1e-6)
-
-
-def attend_in_one_process(variant: Variant) -> torch.Tensor:
-    context, *_ = reference(variant)
-    return context.flatten(2)
+        expected, *_ = reference(Variant(lengths=(24,) * len(LENGTHS)))
+        heads = expected.value.shape[2:]
+        assert_equal("attention", whole.transpose(0, 1).unflatten(2, heads), expected)
+        assert_equal("attention", last.transpose(0, 1).unflatten(2, heads), expected[:, -1:])

@@ -28,8 +28,8 @@ from megatron_policy.model.rope import set_text_length
 from megatron_policy.model.sequences import sequence_params
 from megatron_policy.packing.tokens import TokenLayout, packed_layout, padded_layout
 from megatron_policy.topology import Placement, Topology
-from tests import oracle
 from tests.dist.cases import policy_config
+from tests.exact import Exact, InDouble, assert_equal, load_hf
 
 VOCAB, WIDTH = 200, 21
 LENGTHS = (21, 1, 9, 16)
@@ -61,13 +61,20 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens_BS * inside_BS, weights_BS * inside_BS
 
 
-def hf_states(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def hf_states(path: Path) -> tuple[Exact, Exact]:
     """Hidden states `[B, S, D]` behind the final norm, each sequence on its own, and the gradient
     of the embedding.
     """
-    model = oracle.load_hf(path)
+    rounded = _hf_states(load_hf(path))
+    with InDouble():
+        exact = _hf_states(load_hf(path, torch.float64))
+    hidden, grad = map(Exact.between, rounded, exact)
+    return hidden, grad
+
+
+def _hf_states(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     tokens_BS, weights_BS = batch()
-    hidden_BSD = torch.zeros(*tokens_BS.shape, model.config.hidden_size)
+    hidden_BSD = torch.zeros(*tokens_BS.shape, model.config.hidden_size, dtype=model.dtype)
     for row, length in enumerate(LENGTHS):
         own = model.model(tokens_BS[row : row + 1, :length]).last_hidden_state
         hidden_BSD[row, :length] = own[0]
@@ -181,8 +188,8 @@ def test_a_model_computes_each_sequence_as_transformers_does_alone(
     config = policy_config(path, megatron)
     inside = torch.arange(WIDTH) < torch.tensor(LENGTHS).unsqueeze(1)
     for found, found_grad in ranks.run(tp * cp, states, config, kind, tp, cp):
-        torch.testing.assert_close(found[inside], hidden[inside], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(found_grad, grad, rtol=1e-5, atol=1e-5 * float(grad.abs().max()))
+        assert_equal("hidden states", found[inside], hidden[inside])
+        assert_equal("gradients", found_grad, grad)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gemma2"])
@@ -195,8 +202,8 @@ def test_core_attention_that_is_computed_again_knows_its_sequences(
     )
     inside = torch.arange(WIDTH) < torch.tensor(LENGTHS).unsqueeze(1)
     for found, found_grad in ranks.run(2, states, config, "packed", 1, 2):
-        torch.testing.assert_close(found[inside], hidden[inside], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(found_grad, grad, rtol=1e-5, atol=1e-5 * float(grad.abs().max()))
+        assert_equal("hidden states", found[inside], hidden[inside])
+        assert_equal("gradients", found_grad, grad)
 
 
 def read_with_cache(config: dict[str, Any], prompt: int) -> torch.Tensor:
@@ -237,7 +244,6 @@ def test_with_a_cache_every_context_parallel_rank_reads_the_whole_text(
 ) -> None:
     path, *_ = expected(family)
     tokens_BS, _ = batch()
-    with torch.no_grad():
-        hidden = oracle.load_hf(path).model(tokens_BS).last_hidden_state
+    hidden = Exact.of(path, lambda m: m.model(tokens_BS).last_hidden_state)
     for found in ranks.run(2, read_with_cache, policy_config(path, {}), WIDTH - 3):
-        torch.testing.assert_close(found, hidden, rtol=1e-5, atol=1e-5)
+        assert_equal("hidden states", found, hidden)

@@ -19,6 +19,7 @@ from tests import oracle
 from tests.checkpoints import ALL_FAMILIES
 from tests.dist.cases import open_policy, policy_config, read_everything
 from tests.dist.layouts import SIZES, VOCAB
+from tests.exact import Exact, assert_equal
 
 PP2 = {"pipeline_model_parallel_size": 2}
 TP2_PP2 = PP2 | {"tensor_model_parallel_size": 2}
@@ -74,12 +75,11 @@ def test_megatron_loads_a_converted_checkpoint_and_gives_the_logits_of_hf(
     path = checkpoint(family, **options, **SIZES)
     convert(path, tmp_path / "mcore", "mcore")
     tokens = oracle.make_batch(4, 11, VOCAB)["input_ids"]
-    with torch.no_grad():
-        logits = oracle.load_hf(path)(tokens).logits
+    logits = Exact.of(path, lambda m: m(tokens).logits)
     config = policy_config(path, layout)
     for seen in ranks.run(world(layout), load, config, str(tmp_path / "mcore"), tokens):
         assert seen["differ"] == []
-        torch.testing.assert_close(seen["logits"], logits, rtol=0, atol=1e-5)
+        assert_equal("logits", seen["logits"], logits)
 
 
 def asked_for(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], set[str]]:

@@ -22,7 +22,14 @@ from tests.dist.cases import (
 )
 from tests.dist.layouts import LAYOUTS
 from tests.dist.test_export import assert_same_tensors, export
-from tests.dist.test_generate import PROMPT_LENGTHS, continue_prompts, generation, hf_greedy
+from tests.dist.test_generate import (
+    PROMPT_LENGTHS,
+    assert_written_as_read,
+    continue_prompts,
+    generation,
+    hf_greedy,
+)
+from tests.exact import Exact, assert_equal
 from tests.expert_families import EXPERTS, YARN, draw
 
 DRAWS = 6
@@ -51,21 +58,19 @@ def test_random_models_compute_the_logits_of_transformers(
     models = [(path, sizes["vocab"]) for path, sizes in zip(paths, drawn, strict=True)]
     (results,) = ranks.run(1, logits_of, models, tokens)
     for sizes, path, logits in zip(drawn, paths, results, strict=True):
-        with torch.no_grad():
-            expected = oracle.load_hf(path)(tokens).logits
-        assert float((logits - expected).abs().max()) <= 1e-5, sizes
+        assert_equal("logits", logits, Exact.of(path, lambda m: m(tokens).logits), sizes)
 
 
 @pytest.fixture(scope="module", params=TRAINED)
-def learned(request, tmp_path_factory) -> tuple[str, Path, Any, torch.Tensor, oracle.Trained]:
+def learned(request, tmp_path_factory) -> tuple[str, Path, Any, Exact, oracle.Learned]:
     """A family, its checkpoint, data, HF's logits of it, and what HF learns from it."""
     family = request.param
     path = tmp_path_factory.mktemp(family)
     make_checkpoint(path, family, **SMALL)
     data = oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
-    with torch.no_grad():
-        logits = oracle.load_hf(path)(data["input_ids"]).logits
-    return family, path, data, logits, oracle.train(path, data, GLOBAL_BATCH, oracle.token_level)
+    logits = Exact.of(path, lambda m: m(data["input_ids"]).logits)
+    hf = oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level)
+    return family, path, data, logits, hf
 
 
 def test_every_family_computes_and_learns_like_hf_under_its_layouts(ranks, learned) -> None:
@@ -74,10 +79,8 @@ def test_every_family_computes_and_learns_like_hf_under_its_layouts(ranks, learn
         case = LAYOUTS[layout]
         config = policy_config(path, case.megatron, logprob_batch_size=GLOBAL_BATCH)
         for seen in ranks.run(case.world, train_two_steps, config, "token", data, VOCAB, True):
-            torch.testing.assert_close(seen["before"]["logits"], logits, rtol=0, atol=1e-5)
-            for step, loss, norm in zip(seen["steps"], hf.losses, hf.grad_norms, strict=True):
-                assert step["global_loss"].item() == pytest.approx(loss, rel=1e-5), layout
-                assert step["grad_norm"].item() == pytest.approx(norm, rel=1e-5), layout
+            assert_equal("logits", seen["before"]["logits"], logits, layout)
+            hf.assert_same_steps(seen["steps"], layout)
             assert seen["unchanged"]
             reference = seen["before"]["logprobs"]
             torch.testing.assert_close(seen["reference"], reference, rtol=0, atol=1e-6)
@@ -114,9 +117,7 @@ def test_recomputing_activations_changes_no_gradient(ranks, learned) -> None:
     full = {"activation_checkpointing": True, "recompute_granularity": "full"}
     config = policy_config(path, full)
     (seen,) = ranks.run(1, train_two_steps, config, "token", data, VOCAB, False)
-    for step, loss, norm in zip(seen["steps"], hf.losses, hf.grad_norms, strict=True):
-        assert step["global_loss"].item() == pytest.approx(loss, rel=1e-5)
-        assert step["grad_norm"].item() == pytest.approx(norm, rel=1e-5)
+    hf.assert_same_steps(seen["steps"])
 
 
 @pytest.mark.parametrize(
@@ -160,9 +161,7 @@ def test_a_cache_of_keys_generates_what_transformers_does(
     config = policy_config(path, {}, **generation())
     (seen,) = ranks.run(1, continue_prompts, config, None, True)
     (done,) = seen["done"]
-    for row, length in enumerate(PROMPT_LENGTHS):
+    for row in range(len(PROMPT_LENGTHS)):
         expected = hf_greedy(path, row)
         assert done.tokens_BT[row, : done.lengths_B[row]].tolist() == expected
-        written = slice(length, done.lengths_B[row])
-        read = seen["read"][row, written]
-        torch.testing.assert_close(done.logprobs_BT[row, written], read, rtol=0, atol=1e-5)
+    assert_written_as_read(path, seen)

@@ -23,6 +23,7 @@ from tests.dist.cases import (
     train_two_steps,
 )
 from tests.dist.layouts import LAYOUTS
+from tests.exact import Exact, assert_equal
 from tests.losses import loss_mask, sequence_nll, token_nll
 
 VOCAB, LENGTH = 200, 23
@@ -100,16 +101,12 @@ def test_every_family_computes_and_learns_like_hf(
     sizes = dict(VARIANTS[variant])
     path = checkpoint(sizes.pop("family"), vocab=VOCAB, **sizes)
     data = oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
-    hf = oracle.train(path, data, GLOBAL_BATCH, oracle.token_level)
-    model = oracle.load_hf(path)
-    with torch.no_grad():
-        logits = model(data["input_ids"]).logits
+    hf = oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level)
+    logits = Exact.of(path, lambda m: m(data["input_ids"]).logits)
     config = policy_config(path, LAYOUTS[layout].megatron, logprob_batch_size=GLOBAL_BATCH)
     for read, steps in ranks.run(2, read_and_learn, config, data):
-        torch.testing.assert_close(read, logits, rtol=0, atol=1e-5)
-        for step, loss, norm in zip(steps, hf.losses, hf.grad_norms, strict=True):
-            assert step["global_loss"].item() == pytest.approx(loss, rel=1e-5)
-            assert step["grad_norm"].item() == pytest.approx(norm, rel=1e-5)
+        assert_equal("logits", read, logits)
+        hf.assert_same_steps(steps)
 
 
 def read_and_learn(config: dict[str, Any], data: Any) -> tuple[torch.Tensor, list[Any]]:
@@ -183,13 +180,11 @@ def compare_recomputed(ranks: Any, path: Path, vocab: int, layout: str, *kinds: 
 @pytest.mark.parametrize("layout", ["TP2", "TP2xPP2xDP2+SP"])
 def test_a_loss_of_whole_logits_learns_like_hf(ranks, checkpoints, layout: str) -> None:
     data = oracle.make_batch(2 * GLOBAL_BATCH, 12, 251)
-    hf = oracle.train(checkpoints[True], data, GLOBAL_BATCH, oracle.logit_level)
+    hf = oracle.Learned.of(checkpoints[True], data, GLOBAL_BATCH, oracle.logit_level)
     config = policy_config(checkpoints[True], LAYOUTS[layout].megatron)
     results = ranks.run(LAYOUTS[layout].world, train_two_steps, config, "logit", data, 251, False)
     for seen in results:
-        for step, loss, norm in zip(seen["steps"], hf.losses, hf.grad_norms, strict=True):
-            assert step["global_loss"].item() == pytest.approx(loss, rel=1e-5)
-            assert step["grad_norm"].item() == pytest.approx(norm, rel=1e-5)
+        hf.assert_same_steps(seen["steps"])
 
 
 @pytest.mark.parametrize("loss", ["token", "sequence"])
@@ -201,29 +196,21 @@ def test_losses_and_readings_are_at_the_temperature_of_rollouts(
     data = oracle.make_batch(2 * GLOBAL_BATCH, 12, 251)
 
     def loss_of(model: Any, batch: Any) -> torch.Tensor:
-        logprobs = hf_logprobs_at(model, batch["input_ids"], temperature)
+        logprobs = oracle.hf_logprobs(model, batch["input_ids"], temperature)
         if loss == "sequence":
             return sequence_nll(logprobs, batch, batch["sample_mask"].sum())
         return token_nll(logprobs, batch, loss_mask(batch).sum())
 
-    hf = oracle.train(checkpoints[False], data, GLOBAL_BATCH, loss_of)
-    model = oracle.load_hf(checkpoints[False])
-    with torch.no_grad():
-        expected = hf_logprobs_at(model, data["input_ids"], temperature)
-        logits = model(data["input_ids"]).logits
+    path, tokens = checkpoints[False], data["input_ids"]
+    hf = oracle.Learned.of(path, data, GLOBAL_BATCH, loss_of)
+    expected = Exact.of(path, lambda m: oracle.hf_logprobs(m, tokens, temperature))
+    logits = Exact.of(path, lambda m: m(tokens).logits)
     settings = {"generation": {"max_new_tokens": 1, "temperature": temperature}}
-    config = policy_config(checkpoints[False], LAYOUTS["TP2"].megatron, **settings)
+    config = policy_config(path, LAYOUTS["TP2"].megatron, **settings)
     for seen in ranks.run(2, train_two_steps, config, loss, data, 251, True):
-        torch.testing.assert_close(seen["before"]["logprobs"][:, 1:], expected, rtol=0, atol=2e-5)
-        torch.testing.assert_close(seen["before"]["logits"], logits, rtol=0, atol=2e-5)
-        for step, loss, norm in zip(seen["steps"], hf.losses, hf.grad_norms, strict=True):
-            assert step["global_loss"].item() == pytest.approx(loss, rel=1e-5)
-            assert step["grad_norm"].item() == pytest.approx(norm, rel=1e-5)
-
-
-def hf_logprobs_at(model: Any, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-    logprobs = (model(tokens).logits[:, :-1].float() / temperature).log_softmax(-1)
-    return logprobs.gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
+        assert_equal("logprobs", seen["before"]["logprobs"][:, 1:], expected)
+        assert_equal("logits", seen["before"]["logits"], logits)
+        hf.assert_same_steps(seen["steps"])
 
 
 def test_microbatches_do_not_change_the_step(ranks, checkpoints) -> None:

@@ -1,13 +1,13 @@
-"""Every layout in bf16 against one process of Hugging Face transformers and torch's AdamW.
+"""Every layout in bf16 against one process of Hugging Face transformers and torch's AdamW in fp64.
 
-Weights are within one unit in the last place of their tensor's largest, see
-`assert_bf16_weights_like_hf`; losses and gradient norms within 2 %. (In fp32, and with every
-batching: test_invariance.py.)
+A result in bf16 is no further from the truth than Hugging Face's own in bf16, up to a small factor
+whose derivation stands at each. (In fp32, and with every batching: test_invariance.py.)
 """
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,33 @@ from megatron_policy.converters.table import bind
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, policy_config, train_two_steps
 from tests.dist.layouts import FAMILIES, LAYOUTS, LENGTH, VOCAB
+from tests.exact import load_hf
+from tests.margins import check
 
-# Small enough that the rounding of bf16 gradients moves no weight by a unit in its last place.
+# Small enough that rounding gradients to bf16 moves no weight by a unit in its last place.
 BF16_LR = 1e-3
+
+UNIT = 2.0**-8
+"""The unit roundoff of bf16: a sum of its products is exact to fp32, and then rounded to this."""
+
+LOSS = UNIT
+"""Relative, of a loss: a mean over tokens of log-probabilities, each from logits that were rounded
+to bf16. Their errors are independent, so that the mean is not as far off as one of them can be.
+"""
+
+ROOM = 2.5
+"""How many times Hugging Face's distance from the truth a trained tensor can be away from it. That
+distance is nearly all rounding weights to bf16 when they are stored, which everybody does alike:
+1.00 to 1.03 times was seen in all layouts, 1.07 for the largest of a bias's 64 elements.
+"""
+
+SHARE_ROOM = 4.0
+"""In standard deviations. Storing a weight rounds it by more than the sums' order moves it, so
+distances alone would hardly notice a matrix that was not trained. The share of the right update
+that a tensor has moved averages rounding out: it differs between two implementations by errors that
+are independent of the update's direction, so by about the tensor's distance from the truth over the
+square root of its elements, both in units of the update.
+"""
 
 
 @cache
@@ -31,9 +55,27 @@ def data():
     return oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What one process learns, from the weights in bf16: in fp64, and as transformers does in bf16;
+    weights under their Hugging Face names.
+    """
+
+    start: dict[str, torch.Tensor]
+    exact: oracle.Trained
+    rounded: oracle.Trained
+    rounding: oracle.Rounding
+
+
 @cache
-def expected(path: Path) -> oracle.Trained:
-    return oracle.train(path, data(), GLOBAL_BATCH, oracle.token_level, torch.bfloat16, BF16_LR)
+def expected(path: Path) -> Expected:
+    """Of a checkpoint in bf16."""
+    start = {name: p.detach() for name, p in load_hf(path, torch.bfloat16).named_parameters()}
+    exact, rounded = (
+        oracle.train(path, data(), GLOBAL_BATCH, oracle.token_level, dtype, BF16_LR)
+        for dtype in (torch.float64, torch.bfloat16)
+    )
+    return Expected(start, exact, rounded, oracle.Rounding.of(rounded, exact))
 
 
 def shards_of(path: Path, weights: dict[str, torch.Tensor], tp: int, rank: int, names: list[str]):
@@ -42,61 +84,63 @@ def shards_of(path: Path, weights: dict[str, torch.Tensor], tp: int, rank: int, 
     entries = {entry.megatron: entry for entry in table.entries}
     for name in names:
         row = entries[name].row
-        shard = torch.empty(
+        shard = torch.zeros(
             row.local_shape(table.architecture, tp), dtype=weights[entries[name].hf[0]].dtype
         )
         fill_shard(row, table.architecture, shard, [weights[h] for h in entries[name].hf], rank, tp)
         yield name, shard
 
 
-def assert_trained_like_hf(
-    path: Path, tp: int, seen: dict[str, Any], hf: oracle.Trained, rel: float
-) -> None:
-    for step, loss, norm in zip(seen["steps"], hf.losses, hf.grad_norms, strict=True):
-        assert step["global_loss"].tolist() == pytest.approx([loss], rel=rel)
-        assert step["grad_norm"].tolist() == pytest.approx([norm], rel=rel)
-    assert seen["eval"]["global_loss"][0].item() == pytest.approx(hf.losses[0], rel=rel)
+def assert_steps_like_hf(seen: dict[str, Any], hf: Expected) -> None:
+    steps = zip(seen["steps"], hf.exact.losses, hf.exact.grad_norms, strict=True)
+    for step, loss, norm in steps:
+        check("bf16 loss", abs(step["global_loss"].item() / loss - 1), LOSS)
+        # A norm is off by no more than the vector is, most of whose error is across its direction.
+        check("bf16 grad norm", abs(step["grad_norm"].item() / norm - 1), hf.rounding.grad_norm)
+    evaluated = seen["eval"]["global_loss"][0].item()
+    check("bf16 loss", abs(evaluated / hf.exact.losses[0] - 1), LOSS)
 
 
 # The models take turns; both are under every layout in fp32 (tests/invariance).
 @pytest.mark.parametrize(
     ("name", "tied"), list(zip(LAYOUTS, itertools.cycle(FAMILIES), strict=False))
 )
-def test_bf16_weights_after_two_steps_are_within_one_ulp_of_hf(
-    ranks, checkpoints, name: str, tied: bool
+def test_bf16_training_is_as_near_to_exact_arithmetic_as_that_of_hf(
+    ranks, bf16_checkpoints, name: str, tied: bool
 ) -> None:
-    path, case = checkpoints[tied], LAYOUTS[name]
+    path, case = bf16_checkpoints[tied], LAYOUTS[name]
     config = policy_config(path, case.megatron, lr=BF16_LR, precision="bfloat16")
     hf = expected(path)
     for seen in ranks.run(case.world, train_two_steps, config, "token", data(), VOCAB, False):
-        assert_trained_like_hf(path, case.tp, seen, hf, rel=2e-2)
-        assert_bf16_weights_like_hf(path, case.tp, seen, hf)
+        assert_steps_like_hf(seen, hf)
+        assert_weights_like_hf(path, case.tp, seen, hf)
 
 
-def assert_bf16_weights_like_hf(
-    path: Path, tp: int, seen: dict[str, Any], hf: oracle.Trained
-) -> None:
-    """No weight differs by more than one bf16 ulp of its tensor's largest weight.
-
-    Gradients are sums of bf16 products, whose rounding depends on their order, so the fp32 main
-    weights differ by a small part of an update; the ulp of a weight near zero is smaller than that
-    for any two implementations. So that a matrix that was not trained at all cannot pass, its
-    difference must also be small beside its update.
+def assert_weights_like_hf(path: Path, tp: int, seen: dict[str, Any], hf: Expected) -> None:
+    """No trained tensor is further from the truth than Hugging Face's, up to `ROOM`, and every
+    matrix has moved along the right update as far as Hugging Face's has, up to `SHARE_ROOM`.
     """
-    names, tp_rank = list(seen["weights"]), seen["coords"].tp
-    start = dict(shards_of(path, start_weights(path), tp, tp_rank, names))
-    for name, shard in shards_of(path, hf.weights, tp, tp_rank, names):
-        weight = seen["weights"][name]
-        assert weight.dtype == shard.dtype == torch.bfloat16
-        largest = shard.abs().max()
-        ulp = torch.nextafter(largest, torch.tensor(torch.inf, dtype=largest.dtype)) - largest
-        weight, expected, before = weight.float(), shard.float(), start[name].float()
-        assert (weight - expected).abs().max() <= ulp.float(), name
+    names, rank = list(seen["weights"]), seen["coords"].tp
+    starts, exacts, theirs = (
+        dict(shards_of(path, weights, tp, rank, names))
+        for weights in (hf.start, hf.exact.weights, hf.rounded.weights)
+    )
+    for name in names:
+        weight, exact = seen["weights"][name], exacts[name]
+        assert weight.dtype == theirs[name].dtype == torch.bfloat16
+        if not exact.any():  # a shard of nothing but the vocabulary's padding
+            assert not weight.any(), name
+            continue
+        distance = (theirs[name].double() - exact).norm()
+        check("bf16 weights", float((weight.double() - exact).norm()), ROOM * float(distance), name)
+        update = exact - starts[name].double()
         if weight.dim() > 1:
-            assert (weight - expected).norm() <= 0.25 * (expected - before).norm(), name
+            noise = float(distance / update.norm()) / update.numel() ** 0.5
+            ours, hfs = (moved(w, starts[name], update) for w in (weight, theirs[name]))
+            check("bf16 share of the update", abs(ours - hfs), SHARE_ROOM * noise, name)
+            assert 10 * SHARE_ROOM * noise < 0.9, f"{name}: too little to tell from no training"
 
 
-@cache
-def start_weights(path: Path) -> dict[str, torch.Tensor]:
-    model = oracle.load_hf(path, torch.bfloat16)
-    return {name: p.detach() for name, p in model.named_parameters()}
+def moved(weight: torch.Tensor, start: torch.Tensor, update: torch.Tensor) -> float:
+    """How much of the update the weight has made: 1 is all of it."""
+    return float(((weight.double() - start.double()) * update).sum() / update.square().sum())

@@ -27,6 +27,7 @@ from megatron_policy.parity.policy_side import join, read_policy
 from megatron_policy.parity.reference import read_reference
 from megatron_policy.parity.result import Job, Reading
 from tests.dist.test_launch import ROOT
+from tests.exact import Exact, InDouble, assert_equal
 
 LAYOUTS = {
     "one rank": (1, 1, False),
@@ -65,16 +66,21 @@ def read(job: Job) -> Reading:
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_both_sides_read_the_same_logits_logprobs_and_layers(ranks, checkpoint, family) -> None:
     path = checkpoint(family, vocab=200)
-    theirs = read_reference(str(path), job_for(path), "float32", per_layer=True)
+    rounded = read_reference(str(path), job_for(path), "float32", per_layer=True)
+    with InDouble():
+        theirs = read_reference(str(path), job_for(path), "float64", per_layer=True)
+    logits = Exact.between(rounded.logits, theirs.logits)
+    logprobs = Exact.between(rounded.logprobs, theirs.logprobs)
     for layout in LAYOUTS:
         job = job_for(path, layout)
         ours = join(job, ranks.run(job.tp * job.pp, read, job))
         assert ours.logits.shape == theirs.logits.shape == (2, 13, 200)
-        assert Difference.between(ours.logits, theirs.logits).max < 1e-5
-        assert Difference.between(ours.logprobs, theirs.logprobs).max < 1e-5
+        assert_equal("logits", ours.logits, logits)
+        assert_equal("logprobs", ours.logprobs, logprobs)
         assert sorted(ours.layers) == sorted(theirs.layers) == [0, 1, 2, 3]
         for number, hidden in theirs.layers.items():
-            assert Difference.between(ours.layers[number], hidden).relative < 1e-5, (layout, number)
+            exact = Exact.between(rounded.layers[number], hidden)
+            assert_equal("hidden states", ours.layers[number], exact, (layout, number))
 
 
 def perturbed(source: Path, path: Path, name: str, by: float) -> Path:

@@ -17,11 +17,11 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.hf_files import read_config
 from megatron_policy.converters.rows import fill_shard
 from megatron_policy.converters.table import bind
+from tests.exact import ROOM
 from tests.invariance.cases import CANDIDATES, Cell
 from tests.invariance.losses import counts
 from tests.invariance.oracle import Reading, Truth
 
-TOLERANCE = 1e-5
 QUANTITIES = (
     "loss",
     "metrics",
@@ -41,7 +41,12 @@ Results = Sequence[Mapping[str, Any]]
 
 
 def differences(
-    cell: Cell, path: Path, data: BatchedDataDict, truth: Truth, results: Results
+    cell: Cell,
+    path: Path,
+    data: BatchedDataDict,
+    truth: Truth,
+    rounding: Mapping[str, float],
+    results: Results,
 ) -> dict[str, float]:
     """The worst difference of each quantity over all ranks, rows and steps; not a number where
     anything is not. AssertionError for what no tolerance excuses.
@@ -59,7 +64,7 @@ def differences(
         "logprobs before": _read(results, "before", truth.before.logprobs_BS),
         "logprobs after": _read(results, "after", truth.after.logprobs_BS),
         "reference": _read(results, "reference", truth.before.logprobs_BS),
-        "top-k": _worst(_candidates(truth.before, data, results)),
+        "top-k": _worst(_candidates(truth.before, data, ROOM * rounding["top-k"], results)),
         "entropy": _read(results, "entropy", truth.before.entropy_BS),
     }
 
@@ -128,7 +133,8 @@ def _weights(cell: Cell, path: Path, truth: Truth, results: Results) -> Iterator
     for seen in results:
         for name, weight in seen["weights"].items():
             entry = entries[name]
-            shard = torch.empty(entry.row.local_shape(table.architecture, cell.of.tp))
+            shape = entry.row.local_shape(table.architecture, cell.of.tp)
+            shard = torch.empty(shape, dtype=torch.float64)
             parts = [truth.weights[part] for part in entry.hf]
             fill_shard(entry.row, table.architecture, shard, parts, seen["coords"].tp, cell.of.tp)
             assert weight.shape == shard.shape, name
@@ -144,13 +150,15 @@ def _read(results: Results, name: str, expected_BS: torch.Tensor) -> float:
     )
 
 
-def _candidates(truth: Reading, data: BatchedDataDict, results: Results) -> Iterator[float]:
+def _candidates(
+    truth: Reading, data: BatchedDataDict, tolerance: float, results: Results
+) -> Iterator[float]:
     """The largest logits of every token; infinite where they are other entries than the oracle's,
     unless neighbours are closer than twice the tolerance.
     """
     best_BSK = truth.logits_BSV.topk(CANDIDATES + 1, dim=-1)
     gaps_BSK = best_BSK.values[..., :-1] - best_BSK.values[..., 1:]
-    apart_BSK = gaps_BSK > 2 * TOLERANCE
+    apart_BSK = gaps_BSK > 2 * tolerance
     apart_BSK[..., 1:] &= apart_BSK[..., :-1].clone()
     for seen in results:
         for index, row in enumerate(seen["row"].tolist()):

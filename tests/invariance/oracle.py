@@ -1,11 +1,12 @@
-"""What every cell must reproduce: Hugging Face's model in one process, which computes each sequence
-alone, without padding, and is trained by torch's AdamW.
+"""What every cell must reproduce: Hugging Face's model in one process and in fp64, which computes
+each sequence alone, without padding, and is trained by torch's AdamW.
 
 Shapes: B rows, S positions, L tokens of one row, V vocabulary.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from megatron_policy.batch import BatchedDataDict
 from tests import oracle
 from tests.dist.layouts import LENGTH
+from tests.exact import InDouble, furthest, load_hf
 from tests.invariance import cases, losses
 from tests.losses import Result
 
@@ -44,6 +46,7 @@ class Truth:
     losses: list[float]
     grad_norms: list[float]
     metrics: list[dict[str, Any]]
+    gradients: list[oracle.Gradients]
     start: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
 
@@ -62,7 +65,7 @@ READING_MASKED = ("token",)
 def data_of(path: Path, temperature: float = 1.0) -> BatchedDataDict:
     """The rows for the checkpoint `path`, with earlier log-probabilities at a temperature."""
     plain = cases.rows(torch.zeros(len(cases.LENGTHS), LENGTH))
-    return cases.rows(read(oracle.load_hf(path), plain, temperature).logprobs_BS)
+    return cases.rows(read(load_hf(path), plain, temperature).logprobs_BS)
 
 
 def few(data: BatchedDataDict, count: int) -> BatchedDataDict:
@@ -73,8 +76,8 @@ def few(data: BatchedDataDict, count: int) -> BatchedDataDict:
 
 
 def _alone(model: PreTrainedModel, tokens_S: torch.Tensor, length: int) -> torch.Tensor:
-    """fp32 logits `[L, V]` of one sequence."""
-    logits: torch.Tensor = model(tokens_S[None, :length]).logits[0].float()
+    """Logits `[L, V]` of one sequence."""
+    logits: torch.Tensor = model(tokens_S[None, :length]).logits[0]
     return logits
 
 
@@ -106,8 +109,8 @@ def scores(
 def read(model: PreTrainedModel, data: BatchedDataDict, temperature: float = 1.0) -> Reading:
     """All there is to read of the rows; logits always at temperature 1."""
     rows, width = data["input_ids"].shape
-    logits_BSV = torch.zeros(rows, width, model.config.vocab_size)
-    logprobs_BS, entropy_BS = torch.zeros(2, rows, width)
+    logits_BSV = torch.zeros(rows, width, model.config.vocab_size, dtype=model.dtype)
+    logprobs_BS, entropy_BS = torch.zeros(2, rows, width, dtype=model.dtype)
     for row, length in enumerate(data["input_lengths"].tolist()):
         tokens_S = data["input_ids"][row]
         logits_LV = logits_BSV[row, :length] = _alone(model, tokens_S, length)
@@ -123,7 +126,9 @@ def _evaluate(loss: str, scores: losses.Scores, batch: BatchedDataDict) -> Resul
 
 
 @cache
-def truth(path: Path, loss: str, rows: int, temperature: float = 1.0) -> Truth:
+def truth(
+    path: Path, loss: str, rows: int, temperature: float = 1.0, dtype: torch.dtype = torch.float64
+) -> Truth:
     """Two steps of training over global batches of the first `rows` rows of each."""
     data = few(data_of(path, temperature), rows)
     metrics = []
@@ -133,10 +138,14 @@ def truth(path: Path, loss: str, rows: int, temperature: float = 1.0) -> Truth:
         metrics.append(found)
         return value
 
-    trained = oracle.train(path, data, rows, step)
-    model = oracle.load_hf(path)
+    def readings(model: PreTrainedModel) -> Reading:
+        with InDouble() if dtype is torch.float64 else nullcontext():
+            return read(model, data, temperature)
+
+    trained = oracle.train(path, data, rows, step, dtype)
+    model = load_hf(path, dtype)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    before = read(model, data, temperature)
+    before = readings(model)
     evaluated = []
     for index in range(cases.STEPS):
         own = slice(index * rows, (index + 1) * rows)
@@ -147,11 +156,36 @@ def truth(path: Path, loss: str, rows: int, temperature: float = 1.0) -> Truth:
             parameter.copy_(trained.weights[name])
     return Truth(
         before=before,
-        after=read(model, data, temperature),
+        after=readings(model),
         evaluated=evaluated,
         losses=trained.losses,
         grad_norms=trained.grad_norms,
         metrics=metrics,
+        gradients=trained.gradients,
         start=start,
         weights=trained.weights,
     )
+
+
+@cache
+def rounding(path: Path, loss: str, rows: int, temperature: float = 1.0) -> dict[str, float]:
+    """How far Hugging Face in fp32 is from its truth in fp64, by quantity of the table."""
+    exact = truth(path, loss, rows, temperature)
+    rounded = truth(path, loss, rows, temperature, torch.float32)
+    trained = oracle.Rounding.of(rounded, exact)
+    logprobs = [
+        furthest(one.logprobs_BS, other.logprobs_BS)
+        for one, other in ((rounded.before, exact.before), (rounded.after, exact.after))
+    ]
+    return {
+        "loss": trained.loss,
+        # Sums and extrema of what the loss is given: they cannot be further off than that is.
+        "metrics": max(logprobs),
+        "grad norm": trained.grad_norm,
+        "weights": trained.weights,
+        "logprobs before": logprobs[0],
+        "logprobs after": logprobs[1],
+        "reference": logprobs[0],
+        "top-k": furthest(rounded.before.logits_BSV, exact.before.logits_BSV),
+        "entropy": furthest(rounded.before.entropy_BS, exact.before.entropy_BS),
+    }

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_policy.packing.bins import ALGORITHMS, BALANCED
 from tests.dist.layouts import FAMILIES, LENGTH, SIZES, VOCAB
+from tests.exact import ROOM
 from tests.invariance.cases import (
     BATCHINGS,
     CANDIDATES,
@@ -30,13 +31,23 @@ from tests.invariance.cases import (
     WITH_LOGITS,
     Cell,
 )
-from tests.invariance.compare import QUANTITIES, TOLERANCE
+from tests.invariance.compare import QUANTITIES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "invariance.md"
 TEMPLATE = Path(__file__).with_suffix(".md")
 PACKAGES = ("torch", "megatron-core", "transformers")
 
-Measured = Mapping[Cell, Mapping[str, float]]
+
+@dataclass(frozen=True)
+class Found:
+    """The worst difference of a quantity in a cell, and what rounding can explain."""
+
+    difference: float
+    tolerance: float
+
+
+Measured = Mapping[Cell, Mapping[str, Found]]
+WORST, SHARE = "the worst of all", "of its tolerance, at most"
 
 
 @dataclass(frozen=True)
@@ -53,13 +64,13 @@ def names_of(cell: Cell) -> tuple[str, ...]:
 
 
 def lines(text: str) -> list[Line]:
-    """The rows of the table of results of a page."""
+    """The rows of the table of results of a page, the last two of which are about the others."""
     found = []
     for line in text.splitlines():
         columns = [column.strip() for column in line.strip().strip("|").split("|")]
-        if len(columns) == 4 + len(QUANTITIES) and re.match(r"\d", columns[-1]):
-            names = tuple(name.strip("`") for name in columns[:4])
-            found.append(Line(names, tuple(float(number) for number in columns[4:])))
+        if len(columns) == 4 + len(QUANTITIES) and re.match(r"\d|\*\*\d", columns[-1]):
+            names = tuple(name.strip("`*") for name in columns[:4])
+            found.append(Line(names, tuple(float(n.strip("*")) for n in columns[4:])))
     return found
 
 
@@ -78,12 +89,18 @@ def render(measured: Measured) -> str:
     """The page's text."""
     header = ("layout", "batching", "loss", "family", *QUANTITIES)
     rows = [
-        " | ".join((*names_of(cell), *(f"{measured[cell][name]:.1e}" for name in QUANTITIES)))
+        " | ".join(
+            (*names_of(cell), *(f"{measured[cell][name].difference:.1e}" for name in QUANTITIES))
+        )
         for cell in CELLS
     ]
-    worst = [f"**{max(measured[cell][name] for cell in CELLS):.1e}**" for name in QUANTITIES]
     table = [" | ".join(header), " | ".join(["---"] * 4 + ["---:"] * len(QUANTITIES)), *rows]
-    table.append(" | ".join(("**the worst of all**", "", "", "", *worst)))
+    columns = [[measured[cell][name] for cell in CELLS] for name in QUANTITIES]
+    worst = [max(found.difference for found in column) for column in columns]
+    share = [max(found.difference / found.tolerance for found in column) for column in columns]
+    for title, numbers, digits in ((WORST, worst, ".1e"), (SHARE, share, ".2f")):
+        cells = (f"**{number:{digits}}**" for number in numbers)
+        table.append(" | ".join((f"**{title}**", "", "", "", *cells)))
     packages = [f"| `{name}` | {version(name).partition('+')[0]} |" for name in PACKAGES]
     text = TEMPLATE.read_text(encoding="utf-8").format(
         table="\n".join(f"| {row} |" for row in table),
@@ -100,7 +117,7 @@ def render(measured: Measured) -> str:
         default=BALANCED,
         temperature=TEMPERATURE,
         tempered=len(TEMPERED),
-        tolerance=f"{TOLERANCE:.0e}".replace("e-0", "e-"),
+        room=f"{ROOM:g}",
         rows=ROWS,
         steps=STEPS,
         lengths=", ".join(map(str, LENGTHS[:ROWS])) + " and " + ", ".join(map(str, LENGTHS[ROWS:])),

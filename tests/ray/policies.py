@@ -16,7 +16,6 @@ from tests import oracle
 from tests.dist.cases import policy_config
 
 VOCAB, LENGTH, ROWS, GBS = 251, 12, 8, 4
-TOLERANCE = 1e-5
 TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=None)
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}

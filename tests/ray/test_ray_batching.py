@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import BatchError
 from megatron_policy.workers import RayVirtualCluster
 from tests import oracle
+from tests.exact import UNIT, Exact, assert_equal
 from tests.losses import TokenNLL
-from tests.ray.policies import DP2, LENGTH, TOKENIZER, TOLERANCE, VOCAB, batch, config_of
+from tests.ray.policies import DP2, LENGTH, TOKENIZER, VOCAB, batch, config_of
 
 ROWS, GBS = 10, 5
 """The global batch divides by neither the ranks nor the microbatch."""
@@ -34,29 +36,42 @@ def policy(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> I
     cluster.shutdown()
 
 
-def assert_read(found: torch.Tensor, expected: torch.Tensor, data: BatchedDataDict) -> None:
+def assert_read(what: str, found: torch.Tensor, expected: Exact, data: BatchedDataDict) -> None:
     assert found.shape[:2] == data["input_ids"].shape
     inside = torch.arange(LENGTH) < data["input_lengths"].unsqueeze(1)
-    torch.testing.assert_close(found[inside], expected[inside], atol=TOLERANCE, rtol=0)
+    assert_equal(what, found[inside], expected[inside])
+
+
+def read_by(data: BatchedDataDict, what: str, model: Any) -> torch.Tensor:
+    """What transformers' model makes of each token, `[B, S]`; the largest logits `[B, S, 3]`."""
+    tokens = data["input_ids"]
+    if what == "logprobs":
+        return torch.nn.functional.pad(oracle.hf_logprobs(model, tokens), (1, 0))
+    logits = model(tokens).logits.float()
+    if what == "logits":
+        return logits.topk(3).values
+    logprobs = logits.log_softmax(-1)
+    return torch.nn.functional.pad(-(logprobs.exp() * logprobs).sum(-1)[:, :-1], (1, 0))
 
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_answers_come_back_in_the_callers_order_however_few_rows_there_are(
     policy: Policy, checkpoint: Callable[..., Path], rows: int
 ) -> None:
-    model, data = oracle.load_hf(checkpoint("qwen2", vocab=VOCAB)), batch(seed=3, rows=rows)
-    with torch.no_grad():
-        logits = model(data["input_ids"]).logits.float()
-    logprobs = torch.nn.functional.pad(oracle.hf_logprobs(model, data["input_ids"]), (1, 0))
-    assert_read(policy.get_logprobs(data)["logprobs"], logprobs, data)
+    path, data = checkpoint("qwen2", vocab=VOCAB), batch(seed=3, rows=rows)
+    expected = {
+        what: Exact.of(path, partial(read_by, data, what))
+        for what in ("logprobs", "entropy", "logits")
+    }
     reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
-    assert_read(reference, logprobs, data)
-    probabilities = logits.log_softmax(-1)
-    entropy = -(probabilities.exp() * probabilities).sum(-1)[:, :-1]
-    padded = torch.nn.functional.pad(entropy, (1, 0))
-    assert_read(policy.get_entropy(data)["entropy"], padded, data)
-    topk = policy.get_topk_logits(data, k=3)
-    assert_read(topk["topk_logits"], logits.topk(3).values, data)
+    found = {
+        "logprobs": policy.get_logprobs(data)["logprobs"],
+        "entropy": policy.get_entropy(data)["entropy"],
+        "logits": policy.get_topk_logits(data, k=3)["topk_logits"],
+    }
+    for what, values in found.items():
+        assert_read(what, values, expected[what], data)
+    assert_read("reference", reference, expected["logprobs"], data)
 
 
 def test_a_row_above_the_budget_is_named_and_the_policy_goes_on(policy: Policy) -> None:
@@ -84,16 +99,17 @@ def test_a_rank_without_rows_of_a_global_batch_leaves_the_loss_to_the_other(poli
     mask = data["token_mask"][:, 1:]
     expected = -(scores[:, 1:] * mask).sum(1) / mask.sum(1)
     results = policy.train(data, TokenNLL(), eval_mode=True, gbs=1)
-    assert results["loss"].tolist() == pytest.approx(expected.tolist(), rel=TOLERANCE)
+    # Sums of at most LENGTH terms, in another order.
+    assert results["loss"].tolist() == pytest.approx(expected.tolist(), rel=LENGTH * UNIT)
 
 
 def test_training_is_that_of_the_whole_global_batch(
     policy: Policy, checkpoint: Callable[..., Path]
 ) -> None:
     data = batch(seed=1, rows=ROWS)
-    trained = oracle.train(checkpoint("qwen2", vocab=VOCAB), data, GBS, oracle.token_level)
+    hf = oracle.Learned.of(checkpoint("qwen2", vocab=VOCAB), data, GBS, oracle.token_level)
     results = policy.train(data, TokenNLL(), gbs=GBS)
-    assert results["loss"].tolist() == pytest.approx(trained.losses, rel=TOLERANCE)
-    assert results["grad_norm"].tolist() == pytest.approx(trained.grad_norms[-1:], rel=TOLERANCE)
-    losses = results["all_mb_metrics"]["loss"]
-    assert sum(losses) * 2 == pytest.approx(sum(trained.losses), rel=TOLERANCE)
+    for index, loss in enumerate(results["loss"]):
+        hf.assert_same_loss(loss, index)
+    hf.assert_same_norm(results["grad_norm"], len(hf.exact.grad_norms) - 1)
+    hf.assert_same_total(sum(results["all_mb_metrics"]["loss"]) * 2, *range(len(hf.exact.losses)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import BatchError, ConfigError, ExportError
 from megatron_policy.workers import RayVirtualCluster
 from tests import oracle
+from tests.exact import Exact, assert_equal, load_hf
 from tests.losses import TokenNLL
 from tests.ray.policies import (
     DP2,
@@ -26,7 +29,6 @@ from tests.ray.policies import (
     PP2,
     ROWS,
     TOKENIZER,
-    TOLERANCE,
     TP2,
     VOCAB,
     PolicyMaker,
@@ -44,41 +46,41 @@ def test_two_workers_do_what_one_process_of_transformers_does(
     layout: dict[str, Any],
 ) -> None:
     path = checkpoint("qwen2", vocab=VOCAB)
-    model = oracle.load_hf(path)
     policy = make_policy(layout)
     data = batch()
 
-    assert_logprobs(policy.get_logprobs(data)["logprobs"], model, data)
-    assert_logprobs_of_a_part(policy, model, data)
-    assert_topk(policy, model, data)
-    assert_greedy_tokens(policy, model, data)
+    assert_logprobs(policy.get_logprobs(data)["logprobs"], path, data)
+    assert_logprobs_of_a_part(policy, path, data)
+    assert_topk(policy, path, data)
+    assert_greedy_tokens(policy, load_hf(path), data)
 
     policy.prepare_for_training()
     more = batch(seed=1, rows=GBS)
     everything = BatchedDataDict.from_batches([data, more])
-    trained = oracle.train(path, everything, GBS, oracle.token_level)
+    hf = oracle.Learned.of(path, everything, GBS, oracle.token_level)
     evaluated = policy.train(data, TokenNLL(), eval_mode=True)
     assert evaluated["loss"].shape == (ROWS // GBS,)
     results = policy.train(data, TokenNLL())
     in_parts = train_in_parts(policy, more)
     policy.finish_training()
-    losses, norms = trained.losses, trained.grad_norms
-    assert results["loss"].tolist() == pytest.approx(losses[:2], rel=TOLERANCE)
-    assert results["grad_norm"].tolist() == pytest.approx(norms[1:2], rel=TOLERANCE)
+    assert results["loss"].shape == (2,) and results["grad_norm"].shape == (1,)
+    for index, loss in enumerate(results["loss"]):
+        hf.assert_same_loss(loss, index)
+    hf.assert_same_norm(results["grad_norm"], 1)
     metrics = results["all_mb_metrics"]
     assert len(metrics["loss"]) == ROWS, "microbatches of one row, of all data-parallel ranks"
-    assert sum(metrics["loss"]) * 2 == pytest.approx(sum(losses[:2]), rel=TOLERANCE)
-    assert in_parts["loss"].tolist() == pytest.approx(losses[2:], rel=TOLERANCE)
-    assert in_parts["grad_norm"].tolist() == pytest.approx(norms[2:], rel=TOLERANCE)
-    assert sum(in_parts["all_mb_metrics"]["loss"]) == pytest.approx(losses[2], rel=TOLERANCE)
+    hf.assert_same_total(sum(metrics["loss"]) * 2, 0, 1)
+    hf.assert_same_loss(in_parts["loss"], 2)
+    hf.assert_same_norm(in_parts["grad_norm"], 2)
+    hf.assert_same_total(sum(in_parts["all_mb_metrics"]["loss"]), 2)
 
     reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
-    assert_logprobs(reference, model, data)
+    assert_logprobs(reference, path, data)
     policy.export_hf(tmp_path / "exported")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     for name, weight in exported.named_parameters():
-        torch.testing.assert_close(weight.data, trained.weights[name], atol=TOLERANCE, rtol=0)
-    assert_logprobs(policy.get_logprobs(data)["logprobs"], exported, data)
+        hf.assert_same_weight(weight.data, hf.exact.weights[name], name)
+    assert_logprobs(policy.get_logprobs(data)["logprobs"], tmp_path / "exported", data)
     assert policy.shutdown()
     assert policy.shutdown()
 
@@ -104,29 +106,27 @@ def train_in_parts(policy: Policy, data: BatchedDataDict) -> dict[str, Any]:
     return policy.finish_train_step()
 
 
-def assert_logprobs(found: torch.Tensor, model: Any, data: BatchedDataDict) -> None:
-    with torch.no_grad():
-        expected = oracle.hf_logprobs(model, data["input_ids"])
+def assert_logprobs(found: torch.Tensor, path: Path, data: BatchedDataDict) -> None:
+    expected = Exact.of(path, partial(oracle.hf_logprobs, tokens=data["input_ids"]))
     assert found.shape == data["input_ids"].shape
     assert not found[:, 0].any()
     inside = torch.arange(1, LENGTH) < data["input_lengths"].unsqueeze(1)
-    torch.testing.assert_close(found[:, 1:][inside], expected[inside], atol=TOLERANCE, rtol=0)
+    assert_equal("logprobs", found[:, 1:][inside], expected[inside])
 
 
-def assert_logprobs_of_a_part(policy: Policy, model: Any, data: BatchedDataDict) -> None:
+def assert_logprobs_of_a_part(policy: Policy, path: Path, data: BatchedDataDict) -> None:
     """Five rows do not divide over two ranks; the caller must not notice."""
     part = data.slice(0, 5)
-    assert_logprobs(policy.get_logprobs(part)["logprobs"], model, part)
+    assert_logprobs(policy.get_logprobs(part)["logprobs"], path, part)
 
 
-def assert_topk(policy: Policy, model: Any, data: BatchedDataDict) -> None:
+def assert_topk(policy: Policy, path: Path, data: BatchedDataDict) -> None:
     found = policy.get_topk_logits(data.slice(0, 3), k=4)
-    with torch.no_grad():
-        logits = model(data["input_ids"][:3]).logits
+    logits = Exact.of(path, lambda m: m(data["input_ids"][:3]).logits)
     inside = torch.arange(LENGTH) < data["input_lengths"][:3].unsqueeze(1)
-    expected = logits.topk(4, dim=-1).values[inside]
-    torch.testing.assert_close(found["topk_logits"][inside], expected, atol=TOLERANCE, rtol=0)
-    assert torch.equal(logits.gather(-1, found["topk_indices"])[inside], expected)
+    expected = logits.value.topk(4, dim=-1).values[inside]
+    assert_equal("logits", found["topk_logits"][inside], replace(logits, value=expected))
+    assert torch.equal(logits.value.gather(-1, found["topk_indices"])[inside], expected)
 
 
 def assert_greedy_tokens(policy: Policy, model: Any, data: BatchedDataDict) -> None:
@@ -246,7 +246,7 @@ def test_noise_reaches_every_weight_alike_and_not_the_reference(untrained: Polic
     assert torch.equal(noisy[0][norm], noisy[1][norm]), "replicas must stay alike"
     assert not torch.allclose(before, untrained.get_logprobs(data)["logprobs"])
     reference = untrained.get_reference_policy_logprobs(data)["reference_logprobs"]
-    torch.testing.assert_close(reference, before, atol=TOLERANCE, rtol=0)
+    assert torch.equal(reference, before)
 
 
 def test_a_worker_computes_as_its_reference_within_that_context_only(untrained: Policy) -> None:
@@ -257,7 +257,7 @@ def test_a_worker_computes_as_its_reference_within_that_context_only(untrained: 
     workers = [ray.get_actor(f"{group.name}-{rank}") for rank in range(2)]
     within = ray.get([w.__ray_call__.remote(under_the_reference, data) for w in workers])
     for seen in within:
-        torch.testing.assert_close(seen, before, atol=TOLERANCE, rtol=0)
+        assert torch.equal(seen, before)
     assert not torch.allclose(noisy, before)
     assert torch.equal(untrained.get_logprobs(data)["logprobs"], noisy)
 

@@ -10,18 +10,20 @@ import pytest
 
 from tests.invariance import page
 from tests.invariance.cases import CELLS
-from tests.invariance.compare import QUANTITIES, TOLERANCE
+from tests.invariance.compare import QUANTITIES
 
 
 def test_the_page_lists_the_cells_of_the_table_each_within_its_tolerance() -> None:
     text = page.PAGE.read_text(encoding="utf-8")
-    lines = page.lines(text)
+    *lines, worst, share = page.lines(text)
     assert [line.names for line in lines] == [page.names_of(cell) for cell in CELLS], (
         "docs/invariance.md is of another table: run `make invariance`"
     )
-    for line in lines:
-        assert all(0 <= number <= TOLERANCE for number in line.numbers), line
-        assert len(line.numbers) == len(QUANTITIES)
+    assert (worst.names[0], share.names[0]) == (page.WORST, page.SHARE)
+    by_quantity = zip(*(line.numbers for line in lines), strict=True)
+    assert worst.numbers == tuple(map(max, by_quantity))
+    assert all(0 < number <= 1 for number in share.numbers)
+    assert len(share.numbers) == len(QUANTITIES)
 
 
 def test_the_page_was_measured_with_the_versions_that_are_pinned() -> None:
@@ -33,11 +35,13 @@ def test_the_page_was_measured_with_the_versions_that_are_pinned() -> None:
 
 def test_a_page_of_part_of_the_table_is_not_written() -> None:
     with pytest.raises(AssertionError, match="whole table"):
-        page.write({CELLS[0]: dict.fromkeys(QUANTITIES, 0.0)})
+        page.write({CELLS[0]: dict.fromkeys(QUANTITIES, page.Found(0.0, 1e-5))})
 
 
 def test_a_page_is_read_back_as_it_was_rendered() -> None:
-    measured = {cell: {q: n * 1e-7 for n, q in enumerate(QUANTITIES)} for cell in CELLS}
-    lines = page.lines(page.render(measured))
+    found = {name: page.Found(n * 1e-7, 1e-5) for n, name in enumerate(QUANTITIES)}
+    *lines, worst, share = page.lines(page.render(dict.fromkeys(CELLS, found)))
     assert [line.names for line in lines] == [page.names_of(cell) for cell in CELLS]
-    assert {line.numbers for line in lines} == {tuple(n * 1e-7 for n in range(len(QUANTITIES)))}
+    numbers = tuple(n * 1e-7 for n in range(len(QUANTITIES)))
+    assert {line.numbers for line in (*lines, worst)} == {numbers}
+    assert share.numbers == tuple(n / 100 for n in range(len(QUANTITIES)))

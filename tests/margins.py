@@ -1,0 +1,23 @@
+"""How much of each tolerance the tests of a session have used, for the summary that it prints."""
+
+from __future__ import annotations
+
+_used: dict[str, float] = {}
+
+
+def check(quantity: str, difference: float, tolerance: float, context: object = "") -> None:
+    """AssertionError unless the difference is within the tolerance; NaN never is."""
+    assert tolerance > 0, (quantity, tolerance, context)
+    share = difference / tolerance
+    _used[quantity] = max(share, _used.get(quantity, 0.0))
+    assert difference <= tolerance, (
+        f"{quantity}: {difference:.3g} is more than the {tolerance:.3g} that rounding can explain "
+        f"{context}"
+    )
+
+
+def taken() -> dict[str, float]:
+    """The largest difference over its tolerance by quantity, of this process; forgets them."""
+    found = dict(_used)
+    _used.clear()
+    return found
