@@ -114,7 +114,7 @@ def _plain_loop(policy: MegatronPolicy, table: Table) -> tuple[PlainLoop, Held]:
     held = held_entries(chunks, table, place)
     with HfReader(config.model_name) as reader:
         load_parameters(held, reader, table, place)
-    trainable = make_trainable(chunks, model_config, settings, ROWS, topology.dp, Readers())
+    trainable = make_trainable(chunks, model_config, settings, ROWS, topology.dp, Readers(), held)
     (model,) = trainable.chunks
     return PlainLoop(model, trainable.optimizer, trainable.scheduler), held
 

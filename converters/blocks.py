@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -31,6 +32,21 @@ class Block:
     shard_index: tuple[slice, ...]
     transposed: bool = False
     """The last two dimensions of the HF elements are exchanged first."""
+
+
+class Role(Enum):
+    """What a parameter is to its module. Whoever treats some of them in another way, as weight
+    decay does, goes by this: the number of dimensions does not tell.
+    """
+
+    MATRIX = "matrix"
+    """The weight of a linear layer, an embedding, a router or an expert."""
+    BIAS = "bias"
+    """Added to what a linear layer, a norm, a router or an expert computes."""
+    NORM = "norm"
+    """The weight of a norm, also where every head has one of its own."""
+    SINK = "sink"
+    """A logit that takes part in a head's softmax and stands for no token."""
 
 
 class Taken(Protocol):
@@ -61,6 +77,10 @@ class Row(Hashable, Protocol):
     @property
     def when(self) -> str:
         """Condition on the architecture and the layer, see `Architecture.holds`."""
+
+    @property
+    def role(self) -> Role:
+        """What the parameter is to its module."""
 
     @property
     def owns(self) -> bool:

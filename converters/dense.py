@@ -11,7 +11,7 @@ from .architecture import Architecture
 from .config_fields import Fields
 from .rope_fields import take_rope
 from .rotary import Rope
-from .rows import GateUp, Ignore, Qkv, Rows, Tied, Vocab, Whole
+from .rows import GateUp, Ignore, Qkv, Role, Rows, Tied, Vocab, Whole
 from .traits import Activation
 
 M = "decoder.layers.{layer}."
@@ -25,7 +25,12 @@ EMBEDDING = Vocab(
 
 ENDS = (
     EMBEDDING,
-    Whole("decoder.final_layernorm.weight", ("model.norm.weight",), ("hidden_size",)),
+    Whole(
+        "decoder.final_layernorm.weight",
+        ("model.norm.weight",),
+        ("hidden_size",),
+        role=Role.NORM,
+    ),
     Vocab("output_layer.weight", ("lm_head.weight",), ("vocab_size", "hidden_size"), when="!tied"),
     Tied("output_layer.weight", of=EMBEDDING, when="tied"),
     Ignore(
@@ -34,9 +39,17 @@ ENDS = (
 )
 
 NORMS = (
-    Whole(M + "input_layernorm.weight", (H + "input_layernorm.weight",), ("hidden_size",)),
     Whole(
-        M + "pre_mlp_layernorm.weight", (H + "post_attention_layernorm.weight",), ("hidden_size",)
+        M + "input_layernorm.weight",
+        (H + "input_layernorm.weight",),
+        ("hidden_size",),
+        role=Role.NORM,
+    ),
+    Whole(
+        M + "pre_mlp_layernorm.weight",
+        (H + "post_attention_layernorm.weight",),
+        ("hidden_size",),
+        role=Role.NORM,
     ),
 )
 
@@ -81,6 +94,7 @@ QKV_BIAS = (
         (H + "self_attn.q_proj.bias", H + "self_attn.k_proj.bias", H + "self_attn.v_proj.bias"),
         (),
         when="qkv_bias",
+        role=Role.BIAS,
     ),
 )
 
@@ -91,6 +105,7 @@ ATTENTION_BIAS = (
         (H + "self_attn.o_proj.bias",),
         ("hidden_size",),
         when="proj_bias",
+        role=Role.BIAS,
     ),
 )
 
@@ -101,12 +116,14 @@ LINEAR_BIAS = (
         (H + "mlp.gate_proj.bias", H + "mlp.up_proj.bias"),
         ("ffn_hidden_size",),
         when="mlp_bias !experts",
+        role=Role.BIAS,
     ),
     Whole(
         M + "mlp.linear_fc2.bias",
         (H + "mlp.down_proj.bias",),
         ("hidden_size",),
         when="mlp_bias !experts",
+        role=Role.BIAS,
     ),
 )
 
@@ -124,12 +141,14 @@ QK_NORM = (
         (H + "self_attn.q_norm.weight",),
         ("kv_channels",),
         when="qk_norm",
+        role=Role.NORM,
     ),
     Whole(
         M + "self_attention.k_layernorm.weight",
         (H + "self_attn.k_norm.weight",),
         ("kv_channels",),
         when="qk_norm",
+        role=Role.NORM,
     ),
 )
 

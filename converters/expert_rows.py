@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .architecture import Architecture
-from .rows import ALL, Block, Shape, even, nth
+from .blocks import Block, Role, Shape, even, nth
+from .rows import ALL
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class StackedGateUp:
     tail: tuple[str, ...]
     """Dimensions after the rows: ("hidden_size",) of a weight, () of a bias."""
     when: str = ""
+    role: Role = Role.MATRIX
     expert: int = 0
     owns: ClassVar[bool] = True
     keeps_dtype: ClassVar[bool] = False
@@ -64,6 +66,7 @@ class StackedRows:
     """Output and input dimension."""
     when: str = ""
     expert: int = 0
+    role: ClassVar[Role] = Role.MATRIX
     owns: ClassVar[bool] = True
     keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = 1
@@ -94,6 +97,7 @@ class StackedWhole:
     hf: tuple[str]
     dims: tuple[str, ...]
     when: str = ""
+    role: Role = Role.MATRIX
     expert: int = 0
     owns: ClassVar[bool] = True
     keeps_dtype: ClassVar[bool] = False

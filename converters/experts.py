@@ -11,7 +11,7 @@ from dataclasses import replace
 from .architecture import Architecture
 from .config_fields import Fields
 from .dense import H, M
-from .rows import GateUp, Ignore, Row, Rows, Whole
+from .rows import GateUp, Ignore, Role, Row, Rows, Whole
 from .traits import Moe, Scoring
 
 EXPERT = M + "mlp.experts.local_experts.{expert}."
@@ -22,6 +22,7 @@ CORRECTION_BIAS = Whole(
     (H + "mlp.gate.e_score_correction_bias",),
     ("moe.experts",),
     when="experts moe.correction_bias",
+    role=Role.BIAS,
     keeps_dtype=True,
 )
 

@@ -7,7 +7,7 @@ from .architecture import Architecture
 from .config_fields import Fields
 from .dense import H, M
 from .expert_rows import StackedGateUp, StackedRows, StackedWhole
-from .rows import Columns, Ignore, Row, Whole
+from .rows import Columns, Ignore, Role, Row, Whole
 from .traits import Activation, Moe, Scoring
 
 _E = H + "mlp.experts."
@@ -20,17 +20,25 @@ TABLE: tuple[Row | Ignore, ...] = (
         M + "self_attention.core_attention.softmax_offset",
         (H + "self_attn.sinks",),
         ("num_attention_heads",),
+        role=Role.SINK,
     ),
     Whole(M + "mlp.router.weight", (H + "mlp.router.weight",), ("moe.experts", "hidden_size")),
-    Whole(M + "mlp.router.bias", (H + "mlp.router.bias",), ("moe.experts",)),
+    Whole(M + "mlp.router.bias", (H + "mlp.router.bias",), ("moe.experts",), role=Role.BIAS),
     StackedGateUp(experts.EXPERT + "linear_fc1.weight", (_E + "gate_up_proj",), ("hidden_size",)),
-    StackedGateUp(experts.EXPERT + "linear_fc1.bias", (_E + "gate_up_proj_bias",), ()),
+    StackedGateUp(
+        experts.EXPERT + "linear_fc1.bias", (_E + "gate_up_proj_bias",), (), role=Role.BIAS
+    ),
     StackedRows(
         experts.EXPERT + "linear_fc2.weight",
         (_E + "down_proj",),
         ("hidden_size", "moe.ffn_hidden_size"),
     ),
-    StackedWhole(experts.EXPERT + "linear_fc2.bias", (_E + "down_proj_bias",), ("hidden_size",)),
+    StackedWhole(
+        experts.EXPERT + "linear_fc2.bias",
+        (_E + "down_proj_bias",),
+        ("hidden_size",),
+        role=Role.BIAS,
+    ),
 )
 
 

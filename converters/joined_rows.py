@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from .architecture import Architecture
-from .blocks import Block, Shape
+from .blocks import Block, Role, Shape
 from .rows import GateUp, Qkv
 
 
@@ -28,6 +28,10 @@ class Joined:
     @property
     def when(self) -> str:
         return self.of.when
+
+    @property
+    def role(self) -> Role:
+        return self.of.role
 
     @property
     def stripes(self) -> int:

@@ -14,7 +14,7 @@ from .architecture import Architecture
 from .config_fields import Fields
 from .dense import H, M
 from .rotary import DynamicScaling, LongScaling
-from .rows import Columns, Rows, Whole
+from .rows import Columns, Role, Rows, Whole
 from .traits import Mla
 
 _M, _H = M + "self_attention.", H + "self_attn."
@@ -37,6 +37,7 @@ ATTENTION = (
         (_H + "q_a_layernorm.weight",),
         ("mla.q_lora_rank",),
         when="mla.q_lora_rank",
+        role=Role.NORM,
     ),
     Columns(
         _M + "linear_q_up_proj.weight",
@@ -49,7 +50,12 @@ ATTENTION = (
         (_H + "kv_a_proj_with_mqa.weight",),
         ("mla.down_size", "hidden_size"),
     ),
-    Whole(_M + "kv_layernorm.weight", (_H + "kv_a_layernorm.weight",), ("mla.kv_lora_rank",)),
+    Whole(
+        _M + "kv_layernorm.weight",
+        (_H + "kv_a_layernorm.weight",),
+        ("mla.kv_lora_rank",),
+        role=Role.NORM,
+    ),
     Columns(
         _M + "linear_kv_up_proj.weight",
         (_H + "kv_b_proj.weight",),

@@ -6,14 +6,14 @@ Knows no single family.
 from __future__ import annotations
 
 from .dense import H, M
-from .rows import Columns, Whole
+from .rows import Columns, Role, Whole
 
 _AFTER_ATTENTION = M + "self_attn_bda.norm.weight"
 _AFTER_MLP = M + "mlp_bda.norm.weight"
 
 
-def _norm(megatron: str, hf: str) -> Whole:
-    return Whole(megatron, (hf,), ("hidden_size",))
+def _norm(megatron: str, hf: str, role: Role = Role.NORM) -> Whole:
+    return Whole(megatron, (hf,), ("hidden_size",), role=role)
 
 
 AFTER = (
@@ -30,9 +30,9 @@ AROUND = (
 """Both are."""
 
 BIASES = (
-    _norm(M + "input_layernorm.bias", H + "input_layernorm.bias"),
-    _norm(M + "pre_mlp_layernorm.bias", H + "post_attention_layernorm.bias"),
-    _norm("decoder.final_layernorm.bias", "model.norm.bias"),
+    _norm(M + "input_layernorm.bias", H + "input_layernorm.bias", Role.BIAS),
+    _norm(M + "pre_mlp_layernorm.bias", H + "post_attention_layernorm.bias", Role.BIAS),
+    _norm("decoder.final_layernorm.bias", "model.norm.bias", Role.BIAS),
 )
 """Of the usual norms."""
 
@@ -42,9 +42,10 @@ ONE = (_norm(M + "input_layernorm.weight", H + "input_layernorm.weight"),)
 
 def _of_heads(query: tuple[str, ...], key: tuple[str, ...]) -> tuple[Columns, Columns]:
     attention, hf = M + "self_attention.", H + "self_attn."
+    query_name, key_name = attention + "q_layernorm.weight", attention + "k_layernorm.weight"
     return (
-        Columns(attention + "q_layernorm.weight", (hf + "q_norm.weight",), query, when="qk_norm"),
-        Columns(attention + "k_layernorm.weight", (hf + "k_norm.weight",), key, when="qk_norm"),
+        Columns(query_name, (hf + "q_norm.weight",), query, when="qk_norm", role=Role.NORM),
+        Columns(key_name, (hf + "k_norm.weight",), key, when="qk_norm", role=Role.NORM),
     )
 
 

@@ -13,6 +13,7 @@ from typing import ClassVar
 from .architecture import Architecture, padded_vocab
 from .blocks import (
     Block,
+    Role,
     Row,
     Shape,
     blocks_of,
@@ -32,6 +33,7 @@ __all__ = [
     "GateUp",
     "Ignore",
     "Qkv",
+    "Role",
     "Row",
     "Rows",
     "Shape",
@@ -39,10 +41,8 @@ __all__ = [
     "Vocab",
     "Whole",
     "blocks_of",
-    "even",
     "fill_parts",
     "fill_shard",
-    "nth",
     "pack",
     "shard",
     "unpack",
@@ -60,6 +60,7 @@ class Whole:
     hf: tuple[str]
     dims: tuple[str, ...]
     when: str = ""
+    role: Role = Role.MATRIX
     keeps_dtype: bool = False
     """It stays in its own dtype whatever the precision of the model: nobody casts it."""
     owns: ClassVar[bool] = True
@@ -88,6 +89,7 @@ class Columns:
     hf: tuple[str]
     dims: tuple[str, ...]
     when: str = ""
+    role: Role = Role.MATRIX
     owns: ClassVar[bool] = True
     keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = 0
@@ -116,6 +118,7 @@ class Rows:
     hf: tuple[str]
     dims: tuple[str, str]
     when: str = ""
+    role: ClassVar[Role] = Role.MATRIX
     owns: ClassVar[bool] = True
     keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = 1
@@ -145,6 +148,7 @@ class Qkv:
     tail: tuple[str, ...]
     """Dimensions after the rows: ("hidden_size",) of a weight, () of a bias."""
     when: str = ""
+    role: Role = Role.MATRIX
     owns: ClassVar[bool] = True
     keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = 0
@@ -198,6 +202,7 @@ class GateUp:
     hf: tuple[str, str]
     dims: tuple[str, ...]
     when: str = ""
+    role: Role = Role.MATRIX
     owns: ClassVar[bool] = True
     keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = 0
@@ -229,6 +234,7 @@ class Vocab:
     hf: tuple[str]
     dims: tuple[str, ...]
     when: str = ""
+    role: ClassVar[Role] = Role.MATRIX
     owns: ClassVar[bool] = True
     keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = 0
@@ -260,6 +266,7 @@ class Tied:
     megatron: str
     of: Vocab
     when: str = ""
+    role: ClassVar[Role] = Role.MATRIX
     owns: ClassVar[bool] = False
     keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = 0

@@ -6,7 +6,7 @@ from . import dense, norm_rows
 from .architecture import Architecture
 from .config_fields import Fields
 from .dense import H, M
-from .rows import Columns, Rows, Whole
+from .rows import Columns, Role, Rows, Whole
 from .traits import Norm
 
 _FC1, _FC2 = M + "mlp.linear_fc1.", M + "mlp.linear_fc2."
@@ -17,9 +17,21 @@ TABLE = (
     *dense.ATTENTION,
     *dense.ATTENTION_BIAS,
     Columns(_FC1 + "weight", (H + "mlp.c_fc.weight",), ("ffn_hidden_size", "hidden_size")),
-    Columns(_FC1 + "bias", (H + "mlp.c_fc.bias",), ("ffn_hidden_size",), when="mlp_bias"),
+    Columns(
+        _FC1 + "bias",
+        (H + "mlp.c_fc.bias",),
+        ("ffn_hidden_size",),
+        when="mlp_bias",
+        role=Role.BIAS,
+    ),
     Rows(_FC2 + "weight", (H + "mlp.c_proj.weight",), ("hidden_size", "ffn_hidden_size")),
-    Whole(_FC2 + "bias", (H + "mlp.c_proj.bias",), ("hidden_size",), when="mlp_bias"),
+    Whole(
+        _FC2 + "bias",
+        (H + "mlp.c_proj.bias",),
+        ("hidden_size",),
+        when="mlp_bias",
+        role=Role.BIAS,
+    ),
 )
 
 

@@ -21,7 +21,7 @@ from .expert_rows import Stacked
 from .mismatch import Expected, compare, either, other_dtypes
 from .quantisation import found_in
 from .registry import Family, family_of
-from .rows import Ignore, Row, Shape
+from .rows import Ignore, Role, Row, Shape
 
 EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
 
@@ -176,6 +176,7 @@ def draft(fields: Fields, family: Family | None = None) -> Table:
         ) from error
     entries = _entries([row for row in family.table if not isinstance(row, Ignore)], architecture)
     _refuse_duplicates(family.name, entries)
+    _refuse_vectors_as_matrices(family.name, entries, architecture)
     ignored = {
         name: row
         for row in family.table
@@ -258,4 +259,16 @@ def _refuse_duplicates(family: str, entries: Sequence[Entry]) -> None:
             twice = sorted({name for name in names if names.count(name) > 1})
             raise ConversionError(
                 f"the table of {family} uses a {side} in two rows: {', '.join(twice[:20])}"
+            )
+
+
+def _refuse_vectors_as_matrices(
+    family: str, entries: Sequence[Entry], architecture: Architecture
+) -> None:
+    """A row that does not say what its parameter is says that it is a matrix."""
+    for name, row in {entry.row.megatron: entry.row for entry in entries}.items():
+        if row.role is Role.MATRIX and len(row.local_shape(architecture, 1)) < 2:
+            raise ConversionError(
+                f"the table of {family} says that {name} is a matrix, but it has one dimension: "
+                "give its row role=Role.BIAS, Role.NORM or Role.SINK, by which weight decay goes"
             )

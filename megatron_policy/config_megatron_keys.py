@@ -160,7 +160,7 @@ _OPTIMIZER: Rules = {
     ),
     "decoupled_weight_decay": Rejected("weight decay is always decoupled", only=(True,)),
     **each(Rejected("all parameters share one learning rate"), "decoupled_lr decoupled_min_lr"),
-    "apply_wd_to_qk_layernorm": Rejected("norms and biases have no weight decay"),
+    "apply_wd_to_qk_layernorm": Rejected("norms, biases and sinks have no weight decay"),
     "grad_norm_skip_threshold": Rejected(
         "no step is left out for its gradient's norm", only=(float("inf"),)
     ),
@@ -193,7 +193,7 @@ _SCHEDULER: Rules = {
     **each(Rejected("use lr_warmup_iters"), "lr_warmup_fraction lr_warmup_samples"),
     "lr_decay_samples": Rejected("use lr_decay_iters"),
     **each(Ignored(_WSD), "lr_wsd_decay_style lr_wsd_decay_iters"),
-    "no_weight_decay_cond_type": Rejected("norms and biases alone have no weight decay"),
+    "no_weight_decay_cond_type": Rejected("norms, biases and sinks alone have no weight decay"),
     "use_checkpoint_opt_param_scheduler": Rejected("the schedule of the configuration counts"),
     "override_opt_param_scheduler": Ignored("the schedule of the configuration always counts"),
 }

@@ -118,9 +118,29 @@ def logit_level(model: PreTrainedModel, data: BatchedDataDict) -> torch.Tensor:
     return (entropy * loss_mask(data)).sum() / loss_mask(data).sum()
 
 
-def _decays(name: str, weight: torch.Tensor) -> bool:
-    """Matrices do; biases do not, not even those of all experts in one tensor."""
-    return weight.dim() > 1 and not name.endswith("bias")
+def decays(module: torch.nn.Module, name: str) -> bool:
+    """Whether the parameter or buffer `name` of a Hugging Face module has weight decay. The module
+    says what it is: matrices of linear layers, embeddings, routers and experts have, what a norm
+    scales and shifts by, biases and attention sinks have not.
+    """
+    kind = type(module).__name__
+    if isinstance(module, torch.nn.Linear | torch.nn.Embedding) or kind.endswith("Router"):
+        assert name in ("weight", "bias", "e_score_correction_bias"), (kind, name)
+        return name == "weight"
+    if kind.endswith("Experts"):
+        return not name.endswith("bias")
+    assert kind.endswith("Norm") or (kind, name) == ("GptOssAttention", "sinks"), (kind, name)
+    return False
+
+
+def _decaying(model: PreTrainedModel) -> set[str]:
+    """The names of all parameters that have weight decay."""
+    return {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+        if decays(module, name)
+    }
 
 
 def train(
@@ -132,17 +152,18 @@ def train(
     lr: float = LR,
     weight_decay: float = WEIGHT_DECAY,
 ) -> Trained:
-    """One step per global batch, fp32 main weights, biases and norms not decayed, gradients clipped
-    to CLIP.
+    """One step per global batch, fp32 main weights (fp64 in fp64), weight decay of what decays,
+    gradients clipped to CLIP.
     """
     model = load_hf(path, dtype)
     live = dict(model.named_parameters())
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     main = {name: p.detach().to(wide, copy=True) for name, p in live.items()}
+    decaying = _decaying(model)
     optimizer = torch.optim.AdamW(
         [
-            {"params": [m for n, m in main.items() if _decays(n, m)], "weight_decay": weight_decay},
-            {"params": [m for n, m in main.items() if not _decays(n, m)], "weight_decay": 0.0},
+            {"params": [m for n, m in main.items() if n in decaying], "weight_decay": weight_decay},
+            {"params": [m for n, m in main.items() if n not in decaying], "weight_decay": 0.0},
         ],
         lr=lr,
         betas=BETAS,

@@ -35,6 +35,7 @@ TESTS = (
     "tests/dist/test_parity.py",
     "tests/dist/test_resume.py",
     "tests/dist/test_split_training.py",
+    "tests/dist/test_weight_decay.py",
     "tests/ray/test_ray_batching.py",
     "tests/ray/test_ray_policy.py",
 )

@@ -122,6 +122,7 @@ def assemble(
             config.train_global_batch_size,
             topology.dp * topology.cp,
             readers,
+            held,
         )
         chunks = trainable.chunks
     last = place.topology.vpp - 1

@@ -17,10 +17,13 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.config import MegatronConfig
+from megatron_policy.converters.rows import Role
+from megatron_policy.model.load import Held
 from megatron_policy.model.readers import Readers
 
 # Megatron-LM's own default: buckets large enough to saturate the network, growing with the ring.
@@ -62,10 +65,12 @@ def make_trainable(
     global_batch_size: int,
     data_parallel_size: int,
     readers: Readers,
+    held: Held,
 ) -> Trainable:
     """Wrap loaded chunks for training; the optimizer takes its fp32 main parameters from them as
     they are now.
 
+    `held` are the parameters with their rows: those in the role of a matrix have weight decay.
     `settings.optimizer.clip_grad` is the L2 norm to which the whole model's gradient is clipped; 0
     does not clip. `readers` are waited for before a step changes anything.
     """
@@ -73,12 +78,22 @@ def make_trainable(
     optimizer = get_megatron_optimizer(
         _optimizer_config(settings, config.params_dtype),
         list(wrapped),
+        _without_decay(held),
         use_gloo_process_groups=False,
     )
     scheduler = _scheduler(optimizer, settings, global_batch_size)
     trainable = Trainable(wrapped, optimizer, scheduler, readers)
     _connect(config, trainable)
     return trainable
+
+
+def _without_decay(held: Held) -> dict[ParamKey, Any]:
+    """In place of Megatron-Core's own rule, which goes by names and numbers of dimensions: a norm
+    whose weights differ from head to head has two.
+    """
+    own = {id(tensor) for entry, tensor in held if entry.row.role is not Role.MATRIX}
+    is_own = ParamPredicate("no matrix", lambda parameter: id(parameter) in own)
+    return {ParamKey(predicate=is_own): {"wd_mult": 0.0}}
 
 
 def _wrap(

@@ -156,7 +156,7 @@ def test_a_row_that_is_left_out_is_named_as_the_document_says(
     seed_oss: Path, tmp_path: Path
 ) -> None:
     (source,) = python_blocks(DOCUMENT)
-    start, end = source.index("    Qkv("), source.index("    Whole(M")
+    start, end = source.index("    Qkv("), source.index("    Whole(\n")
     lacking = source[:start] + source[end:]
     project = package(tmp_path / "project", "lacking", lacking, 'seed_oss = "lacking:FAMILY"')
     install(project, tmp_path / "site")

@@ -11,7 +11,7 @@ import torch
 from megatron_policy.converters.blocks import blocks_of
 from megatron_policy.converters.mismatch import SHOWN
 from megatron_policy.converters.registry import FAMILIES, Family
-from megatron_policy.converters.rows import Ignore, Row, Whole, fill_shard
+from megatron_policy.converters.rows import Ignore, Role, Row, Whole, fill_shard
 from megatron_policy.converters.table import Entry, Table, bind, canonical_name
 from megatron_policy.errors import ConversionError
 from megatron_policy.topology import LayerSplit
@@ -323,6 +323,15 @@ def test_a_table_that_uses_a_tensor_twice_is_refused() -> None:
     same = Whole("decoder.final_layernorm.weight", ("other",), ("hidden_size",))
     with pytest.raises(ConversionError, match=r"in two rows: decoder\.final_layernorm\.weight"):
         bind(raw("qwen2"), replace(qwen, table=(*qwen.table, same)))
+
+
+def test_a_vector_whose_row_does_not_say_what_it_is_is_refused() -> None:
+    qwen = FAMILIES["qwen2"]
+    bias = Whole("output_layer.bias", ("lm_head.bias",), ("vocab_size",))
+    said = r"output_layer\.bias is a matrix, but it has one dimension: give its row role=Role\.BIAS"
+    with pytest.raises(ConversionError, match=said):
+        bind(raw("qwen2"), replace(qwen, table=(*qwen.table, bias)))
+    bind(raw("qwen2"), replace(qwen, table=(*qwen.table, replace(bias, role=Role.BIAS))))
 
 
 def test_a_layout_is_worked_out_once_for_all_layers() -> None:

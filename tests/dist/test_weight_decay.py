@@ -1,0 +1,170 @@
+"""Weight decay: which weights of every family have it, decided by the Hugging Face module that owns
+them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.interfaces import LossInputType, LossType
+from megatron_policy.model import optimizer
+from megatron_policy.model.training_state import TrainingState
+from megatron_policy.policy import MegatronPolicy
+from tests import oracle
+from tests.checkpoints import ALL_FAMILIES
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_steps, policy_config
+from tests.dist.layouts import LAYOUTS, LENGTH, layout
+from tests.dist.resuming import paths, replaced, resumed
+from tests.dist.test_export import tensors_of
+from tests.exact import assert_equal
+
+VOCAB = 131
+STRONG = 0.3
+STEPS = 3
+DECAYED = {
+    "optimizer": {"weight_decay": STRONG},
+    "scheduler": {"start_weight_decay": STRONG, "end_weight_decay": STRONG},
+}
+EVERYTHING = {
+    "cohere": {"use_qk_norm": True, "attention_bias": True},
+    "granite": {"attention_bias": True, "mlp_bias": True},
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "smollm3": {"attention_bias": True, "mlp_bias": True},
+    "starcoder2": {"use_bias": True},
+}
+"""Fields with which a family has all kinds of weights that it can have."""
+SMALL = {"hidden": 32, "heads": 4, "groups": 2, "layers": 2, "ffn": 40, "vocab": VOCAB}
+SHARDED = {"optimizer": DECAYED["optimizer"] | {"use_distributed_optimizer": True}}
+TRAINED = {
+    "one process": (1, {}),
+    "TP2": (2, LAYOUTS["TP2"].megatron),
+    "PP2": (2, LAYOUTS["PP2"].megatron),
+    "DP2": (2, {}),
+    "DP2 distributed optimizer": (2, layout(2).megatron | SHARDED),
+    "TP2 distributed optimizer": (2, LAYOUTS["TP2"].megatron | SHARDED),
+}
+
+
+class Nothing:
+    """A loss whose gradient is zero everywhere."""
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInputType.LOGPROB
+
+    def __call__(
+        self,
+        data: BatchedDataDict,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+        next_token_logprobs: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        return next_token_logprobs.sum() * 0.0, {}
+
+
+def step_without_gradient(config: dict[str, Any], path: Path) -> None:
+    with open_policy(config, init_reference_model=False) as policy:
+        policy.train(oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB), Nothing(), mbs=GLOBAL_BATCH)
+        policy.export_hf(path)
+
+
+def decays(model: PreTrainedModel, name: str) -> bool:
+    """Whether the tensor of a checkpoint has weight decay. Its last part is a parameter of the
+    deepest module on its path that the model has: experts are one by one in files only.
+    """
+    modules = dict(model.named_modules())
+    *path, last = name.replace("block_sparse_moe", "mlp").split(".")
+    while ".".join(path) not in modules:
+        path.pop()
+    return oracle.decays(modules[".".join(path)], last)
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_a_step_without_gradient_shrinks_just_the_matrices_of_every_family(
+    ranks, checkpoint, tmp_path: Path, family: str
+) -> None:
+    path = checkpoint(family, **SMALL, **EVERYTHING.get(family, {}))
+    ranks.run(1, step_without_gradient, policy_config(path, DECAYED), tmp_path / "stepped")
+    model = oracle.load_hf(path)
+    before, after = tensors_of(path), tensors_of(tmp_path / "stepped")
+    shrunk = {name: not torch.equal(after[name], tensor) for name, tensor in before.items()}
+    assert shrunk == {name: decays(model, name) for name in before}
+    for name, tensor in before.items():
+        factor = 1.0 - oracle.LR * STRONG if shrunk[name] else 1.0
+        torch.testing.assert_close(after[name], tensor * factor, rtol=1e-6, atol=0)
+
+
+def train(config: dict[str, Any], data: BatchedDataDict) -> dict[str, Any]:
+    """Weights by their Hugging Face names, and what the policy makes of the data with them."""
+    with open_policy(config, init_reference_model=False) as policy:
+        for batch in own_steps(policy, data):
+            policy.train(batch, LOSSES["token"](), mbs=1)
+        read = policy.logprobs(BatchedDataDict({"input_ids": data["input_ids"]}))
+        weights = {name: tensor.detach().clone() for name, tensor in policy.export()}
+        return {"weights": weights, "logprobs": read}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_norms_with_weights_of_each_head_learn_like_transformers_under_strong_decay(
+    ranks, checkpoint, name: str
+) -> None:
+    path = checkpoint("cohere", **SMALL, use_qk_norm=True)
+    data = oracle.make_batch(STEPS * GLOBAL_BATCH, LENGTH, VOCAB)
+    hf = oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level, weight_decay=STRONG)
+    expected = hf.read(partial(oracle.hf_logprobs, tokens=data["input_ids"]))
+    world, megatron = TRAINED[name]
+    for seen in ranks.run(world, train, policy_config(path, DECAYED | megatron), data):
+        for weight, tensor in hf.exact.weights.items():
+            hf.assert_same_weight(seen["weights"][weight], tensor, weight)
+        assert_equal("logprobs after training", seen["logprobs"][:, 1:], expected)
+
+
+def optimizer_state(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
+    """This rank's part of it by parameter, and how much of its weight decay each has."""
+    trainable = policy._session.trainable
+    names = {parameter.data_ptr(): name for name, parameter in policy.named_parameters()}
+    found = {
+        f"{names[each.parameter.data_ptr()]} {each.kind}": each.tensor.clone()
+        for each in TrainingState(trainable).tensors()
+    }
+    groups = [
+        (group["wd_mult"], len(group["params"])) for group in trainable.optimizer.param_groups
+    ]
+    return found | {"groups": torch.tensor(groups)}
+
+
+def save_in_groups_of_megatron_core(config: dict[str, Any], root: Path) -> dict[str, torch.Tensor]:
+    own = replaced(optimizer, "_without_decay", lambda _: lambda held: None)
+    with own, open_policy(config, init_reference_model=False) as policy:
+        for batch in own_steps(policy, oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)):
+            policy.train(batch, LOSSES["token"](), mbs=1)
+        policy.save_checkpoint(**paths(root))
+        return optimizer_state(policy)
+
+
+def load(config: dict[str, Any], root: Path) -> dict[str, torch.Tensor]:
+    with resumed(config, root, init_reference_model=False) as policy:
+        seen = optimizer_state(policy)
+        data = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
+        policy.train(own_steps(policy, data)[0], LOSSES["token"](), mbs=1)
+        return seen | {"steps": torch.tensor(policy.steps)}
+
+
+@pytest.mark.parametrize("name", ["one process", "TP2", "DP2 distributed optimizer"])
+def test_a_checkpoint_of_an_optimizer_in_other_groups_is_loaded_parameter_by_parameter(
+    ranks, checkpoint, tmp_path: Path, name: str
+) -> None:
+    world, megatron = TRAINED[name]
+    config = policy_config(checkpoint("cohere", **SMALL, use_qk_norm=True), megatron)
+    saved = ranks.run(world, save_in_groups_of_megatron_core, config, tmp_path)
+    for before, after in zip(saved, ranks.run(world, load, config, tmp_path), strict=True):
+        assert after.pop("steps") == 3
+        assert not torch.equal(before.pop("groups"), after.pop("groups"))
+        assert before.keys() == after.keys()
+        assert [key for key in before if not torch.equal(before[key], after[key])] == []
