@@ -1,74 +1,40 @@
 """Megatron-Core's sharded checkpoint format `torch_dist`, read: keys, and where their bytes are.
 
-The one place, with dist_writing.py, that knows how `torch.distributed.checkpoint` keeps tensors in
-files. Runs no process group and imports no Megatron-Core; knows no model family.
+The one place, with dist_metadata.py and dist_writing.py, that knows how
+`torch.distributed.checkpoint` keeps tensors in files. Runs no process group and imports no
+Megatron-Core; knows no model family.
 """
 
 from __future__ import annotations
 
-import io
-import json
 import math
-import pathlib
-import pickle
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from enum import Enum
+import re
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from megatron_policy.errors import ConfigError, ConversionError
 
+from . import strict_json
 from .architecture import Architecture
 from .blocks import Shape
+from .contained import expanded, inside, read
 from .dist_keys import Place, not_weights, readable
+from .dist_metadata import METADATA, read_metadata
 from .dist_records import data_offset
 from .raw_files import RawFiles
 from .rows import Vocab
-from .stored import Chunk, Stored, tiled
+from .stored import Chunk, Stored
 from .table import Entry
 
-METADATA, FORMAT = ".metadata", "metadata.json"
+FORMAT = "metadata.json"
+_MAX_BYTES = 2**20
+"""Of the files that say what a directory is."""
 _LATEST = "latest_checkpointed_iteration.txt"
 
 # A gated MLP's two halves are keys of their own where Megatron-Core was told to write them so.
 _HALVES = ("_w", "_v")
-
-_CLASSES = {
-    (kind.__module__, kind.__qualname__): kind
-    for kind in (
-        metadata.Metadata,
-        metadata.TensorStorageMetadata,
-        metadata.BytesStorageMetadata,
-        metadata.TensorProperties,
-        metadata.ChunkStorageMetadata,
-        metadata.MetadataIndex,
-        metadata.StorageMeta,
-        metadata._MEM_FORMAT_ENCODING,
-        filesystem._StorageInfo,
-        planner.SavePlan,
-        planner.WriteItem,
-        planner.WriteItemType,
-        planner.TensorWriteData,
-        planner.BytesIOWriteData,
-        torch.Size,
-    )
-}
-
-
-@dataclass(frozen=True)
-class Key:
-    """A tensor of the checkpoint: where the records of its chunks, (origin, sizes) each, are."""
-
-    dtype: torch.dtype
-    shape: Shape
-    chunks: tuple[tuple[Shape, Shape], ...]
-    records: tuple[tuple[Path, int, int], ...]
-    """(file, offset, length) of each chunk."""
 
 
 def find(path: str | Path) -> Path | None:
@@ -76,18 +42,20 @@ def find(path: str | Path) -> Path | None:
 
     None when it is none; ConfigError when it looks like one and is not complete.
     """
-    root = Path(path).expanduser()
+    root = expanded(path)
     if (root / METADATA).is_file() or b"sharded_backend" in _content(root / FORMAT):
         _check_format(root)
         return root
     if not (root / _LATEST).is_file():
-        return root / "release" if (root / "release" / FORMAT).is_file() else None
-    latest = (root / _LATEST).read_text(encoding="utf-8", errors="replace").strip()
-    name = f"iter_{int(latest):07d}" if latest.isdecimal() else latest
-    if latest and (root / name).is_dir():
-        _check_format(root / name)
-        return root / name
-    raise ConfigError(f"{root / _LATEST} names {latest!r}, but there is no {root / name}")
+        return inside(root, "release") if (root / "release" / FORMAT).is_file() else None
+    latest = _content(inside(root, _LATEST)).decode(errors="replace").strip()
+    if re.fullmatch(r"[0-9]{1,18}|release", latest) is None:
+        raise ConfigError(f"{root / _LATEST} holds {latest[:40]!r}, which names no checkpoint")
+    name = latest if latest == "release" else f"iter_{int(latest):07d}"
+    if not (root / name).is_dir():
+        raise ConfigError(f"{root / _LATEST} names {latest!r}, but there is no {root / name}")
+    _check_format(inside(root, name))
+    return root / name
 
 
 class DistReader:
@@ -98,7 +66,7 @@ class DistReader:
 
     def __init__(self, root: Path, files: RawFiles) -> None:
         self.root, self._files = root, files
-        self.keys, self.objects = _read_metadata(root)
+        self.keys, self.objects = read_metadata(root)
         self._by_lead = cache(self._chunks_by_lead)
 
     def parameter(
@@ -189,106 +157,23 @@ class DistReader:
 
 
 def _content(path: Path) -> bytes:
-    """What the file holds, nothing if there is none."""
-    return path.read_bytes() if path.is_file() else b""
+    """What the file holds, nothing if there is none, or one that is too large for what it is."""
+    try:
+        return read(path, _MAX_BYTES)
+    except OSError:
+        return b""
 
 
 def _check_format(root: Path) -> None:
     for name in (FORMAT, METADATA):
         if not (root / name).is_file():
             raise ConfigError(f"{root} has no {name}: the checkpoint was not written to its end")
+        inside(root, name)
     try:
-        backend = json.loads((root / FORMAT).read_bytes())["sharded_backend"]
+        backend = strict_json.parse(read(root / FORMAT, _MAX_BYTES))["sharded_backend"]
+    except OSError as error:
+        raise ConversionError(f"{root / FORMAT} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ConversionError(f"{root / FORMAT} is unreadable: {error!r}") from error
+        raise ConversionError(f"{root / FORMAT} is unreadable: {error!r:.200}") from error
     if backend != "torch_dist":
-        raise ConfigError(f"{root} is a {backend!r} checkpoint; only 'torch_dist' can be read")
-
-
-_Where = tuple[Path, int, int]
-
-
-def _read_metadata(root: Path) -> tuple[dict[str, Key], dict[str, _Where]]:
-    """Tensors by key, and (file, offset, length) of objects by name."""
-    path = root / METADATA
-    try:
-        found = _Unpickler(io.BytesIO(path.read_bytes())).load()
-        places = {(at.fqn, tuple(at.offset or ())): info for at, info in found.storage_data.items()}
-        _check_sizes(root, found.storage_data.values())
-        keys, objects = {}, {}
-        for key, held in found.state_dict_metadata.items():
-            if isinstance(held, metadata.TensorStorageMetadata):
-                keys[key] = _key(root, key, held, places)
-            elif (key, ()) in places:
-                info = places[key, ()]
-                objects[key] = (root / info.relative_path, info.offset, info.length)
-        return keys, objects
-    except ConversionError:
-        raise
-    except Exception as error:  # a damaged pickle can raise anything
-        raise ConversionError(f"{path} is unreadable: {type(error).__name__}: {error}") from error
-
-
-def _check_sizes(root: Path, places: Iterable[Any]) -> None:
-    """ConversionError if a file is missing or ends before its last record, whatever that holds."""
-    ends: dict[str, int] = {}
-    for place in places:
-        ends[place.relative_path] = max(
-            ends.get(place.relative_path, 0), place.offset + place.length
-        )
-    for name, end in ends.items():
-        path = root / name
-        if path.parent != root:
-            raise ConversionError(f"{root / METADATA} names {name}, which is not beside it")
-        if not path.is_file():
-            raise ConversionError(f"{root} lacks {name}, which its {METADATA} names")
-        if path.stat().st_size < end:
-            raise ConversionError(
-                f"{path} is truncated: it has {path.stat().st_size} bytes, its records end at "
-                f"{end}. Copy or save the checkpoint again."
-            )
-
-
-def _key(root: Path, name: str, held: Any, places: Mapping[Any, Any]) -> Key:
-    chunks = tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in held.chunks)
-    shape = tuple(held.size)
-    if not tiled(shape, chunks):
-        raise ConversionError(f"{root / METADATA}: the chunks of {name} do not fill {list(shape)}")
-    records = []
-    for origin, _ in chunks:
-        info = places.get((name, origin))
-        if info is None:
-            raise ConversionError(f"{root / METADATA}: no file is said to hold {name} {origin}")
-        if getattr(info, "transform_descriptors", None):
-            raise ConversionError(f"{root / METADATA}: {name} is encoded, which cannot be read")
-        records.append((root / info.relative_path, info.offset, info.length))
-    return Key(held.properties.dtype, shape, chunks, tuple(records))
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads what such a file consists of, and runs nothing else that a pickle can name."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _CLASSES:
-            return _CLASSES[module, name]
-        if module == "torch" and isinstance(
-            found := getattr(torch, name, None), (torch.dtype, torch.layout, torch.memory_format)
-        ):
-            return found
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return torch.serialization._get_layout
-        if module.split(".")[0] == "pathlib" and name in vars(pathlib):
-            return pathlib.PurePosixPath
-        if (module, name) == ("builtins", "getattr"):  # how some Pythons pickle members of enums
-            return _member
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if module.startswith("megatron."):  # older versions note what they flattened
-            return type(name, (), {})
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong there")
-
-
-def _member(kind: Any, name: str) -> Any:
-    if not (isinstance(kind, type) and issubclass(kind, Enum)):
-        raise pickle.UnpicklingError(f"it asks for {name} of {kind!r}")
-    return kind[name]
+        raise ConfigError(f"{root} is a {backend!r:.100} checkpoint; only 'torch_dist' can be read")

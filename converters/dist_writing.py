@@ -19,8 +19,9 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from .blocks import Shape
-from .dist_files import FORMAT, METADATA
+from .dist_files import FORMAT
 from .dist_keys import Place
+from .dist_metadata import METADATA
 from .dist_records import empty_object, framing
 from .stored import Chunk, Stored
 

@@ -11,6 +11,8 @@ from typing import Self
 
 from megatron_policy.errors import ConversionError, ExportError
 
+from .contained import open_regular
+
 MAX_OPEN = 64
 """A checkpoint may be in more files than a process can have open."""
 MAX_VIEWS = 1024
@@ -91,7 +93,7 @@ class RawFiles:
     def _handle(self, path: Path) -> int:
         handle = self._open.get(path)
         if handle is None:
-            handle = os.open(self.root / path, self._flags, 0o666)
+            handle = open_regular(self.root / path, self._flags)
             self._open[path] = handle
             if len(self._open) > MAX_OPEN:
                 os.close(self._open.popitem(last=False)[1])

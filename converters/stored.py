@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from .blocks import Block, Shape
 from .runs import Correspondence
+
+MAX_CORNERS = 10_000_000
+"""Of chunks that are cut in no regular way: it bounds the time to tell whether they fill a tensor.
+"""
 
 if TYPE_CHECKING:
     from torch import dtype
@@ -120,7 +125,7 @@ def tiled(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
         return False
     if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
         return False
-    return _is_cut(shape, boxes) or _is_grid(shape, boxes) or _are_disjoint(boxes)
+    return _is_cut(shape, boxes) or _is_grid(shape, boxes) or _adds_up(shape, boxes)
 
 
 def _is_cut(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
@@ -154,9 +159,19 @@ def _is_grid(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
     )
 
 
-def _are_disjoint(boxes: Sequence[tuple[Shape, Shape]]) -> bool:
-    return not any(
-        all(a < b + m and b < a + n for a, n, b, m in zip(*one, *other, strict=True))
-        for i, one in enumerate(boxes)
-        for other in boxes[:i]
-    )
+def _adds_up(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
+    """Whether every element is in just one box, however these are cut.
+
+    The corners of a box count with alternating signs. Those of all boxes add up to the corners of
+    the whole tensor if the boxes fill it without overlap, and only then.
+    """
+    cut = [dim for dim, size in enumerate(shape) if any(n[dim] != size for _, n in boxes)]
+    if len(boxes) << len(cut) > MAX_CORNERS:
+        return False
+    total: Counter[Shape] = Counter()
+    counted = [*((1, box) for box in boxes), (-1, ((0,) * len(shape), shape))]
+    for once, (origin, sizes) in counted:
+        ends = [((origin[dim], 1), (origin[dim] + sizes[dim], -1)) for dim in cut]
+        for corner in product(*ends):
+            total[tuple(at for at, _ in corner)] += once * math.prod(sign for _, sign in corner)
+    return not any(total.values())

@@ -15,6 +15,8 @@ PACKAGE = "megatron_policy"
 
 # Floor by module name inside the package ("" is its __init__); the first match decides.
 FLOORS: tuple[tuple[str, int], ...] = (
+    ("converters.contained", 1),
+    ("converters.dist_metadata", 1),
     ("converters.hf_config", 1),
     ("converters.hf_files", 1),
     ("converters.hf_writing", 1),

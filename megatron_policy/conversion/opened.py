@@ -19,7 +19,7 @@ from megatron_policy.conversion.tensors import (
     Tensors,
     shares_of,
 )
-from megatron_policy.converters import dist_files, hf_files
+from megatron_policy.converters import dist_files, dist_metadata, hf_files
 from megatron_policy.converters.dist_keys import readable
 from megatron_policy.converters.hf_config import read_config
 from megatron_policy.converters.raw_files import RawFiles
@@ -97,7 +97,7 @@ def _refuse_others(path: str | Path) -> None:
         )
 
 
-_READ = ("config.json", hf_files.INDEX, dist_files.METADATA, dist_files.FORMAT)
+_READ = ("config.json", hf_files.INDEX, dist_metadata.METADATA, dist_files.FORMAT)
 """Files without which a checkpoint cannot be made sense of: damaged, they are not looked into."""
 _WITH_TENSORS = (".safetensors", ".distcp")
 _HF_MARKS = ("config.json", hf_files.SINGLE, hf_files.INDEX)

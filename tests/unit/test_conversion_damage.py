@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_policy.conversion import convert, verify
 from megatron_policy.converters.hf_files import INDEX, MANIFEST
@@ -423,8 +424,17 @@ def corrupt_record(path: Path) -> str:
     return file.name
 
 
+def metadata_that_marks_a_class(path: Path) -> str:
+    """It asks for an attribute of a class it names, and is a valid one else."""
+    mark = b"ctorch.distributed.checkpoint.metadata\nMetadata\nN}\x8c\x06markedK\1s\x86b0"
+    content = pickle.dumps(pickle.loads((path / ".metadata").read_bytes()), 2)
+    (path / ".metadata").write_bytes(content[:2] + mark + content[2:])
+    return ".metadata"
+
+
 MCORE_ONLY = (
     evil_metadata,
+    metadata_that_marks_a_class,
     garbled_metadata,
     cut_metadata,
     no_metadata,
@@ -450,6 +460,7 @@ def test_damage_of_sharded_checkpoints_is_refused_by_name(
     named = damage(path)
     said = refusal(path, tmp_path)
     assert named in said, said
+    assert not hasattr(Metadata, "marked")
 
 
 def test_state_of_the_optimizer_beside_the_weights_is_passed_over(

@@ -1,0 +1,87 @@
+"""Files of a checkpoint that somebody else may have made: read only if they are regular files of a
+size to expect, and in its directory; knows no formats.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_policy.errors import ConfigError, ConversionError
+
+LINKS = "MEGATRON_POLICY_LINKS_INTO"
+"""Names directories, as PATH does, into which links in checkpoints may lead."""
+
+
+def expanded(path: str | Path) -> Path:
+    """The path with the home directory that a `~` stands for; ConfigError when there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"the path {str(path)!r} cannot be followed: {error}") from error
+
+
+def inside(root: Path, name: str) -> Path:
+    """The path of what has that name in a checkpoint's directory, or below it.
+
+    ConversionError when the name leads out of the directory, or a link there does. Links may lead
+    from a snapshot in a hub's cache to the blobs of the same repository, and into the directories
+    that the environment variable LINKS lists.
+    """
+    parts = Path(name).parts
+    if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name:
+        raise ConversionError(f"{root} names {name!r:.200}, which is not in its directory")
+    path, base = root / name, Path(os.path.realpath(root))
+    real = Path(os.path.realpath(path))
+    places = [base, *_blobs(base), *_allowed()]
+    if not any(real.is_relative_to(place) for place in places):
+        raise ConversionError(
+            f"{path} is a link to {real}, outside of the checkpoint: put the file itself there, or "
+            f"list the directory in the environment variable {LINKS} if the link is yours"
+        )
+    return path
+
+
+def _blobs(base: Path) -> Iterator[Path]:
+    """Where the files of a snapshot in a hub's cache are, of the same repository."""
+    for snapshots in (base, *base.parents):
+        repository = snapshots.parent
+        if snapshots.name == "snapshots" and repository.name.startswith("models--"):
+            yield repository / "blobs"
+
+
+def _allowed() -> list[Path]:
+    listed = os.environ.get(LINKS, "").split(os.pathsep)
+    return [_real(expanded(each)) for each in listed if expanded(each).is_absolute()]
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def read(path: Path, most: int) -> bytes:
+    """What a regular file of at most `most` bytes holds.
+
+    OSError for one that is larger, is no regular file, or cannot be read; it never waits for the
+    other end of a pipe.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+    return content
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a regular file; OSError for anything else, without waiting for it."""
+    handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return handle
+    os.close(handle)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "it is no regular file", str(path))

@@ -1,0 +1,84 @@
+"""JSON, read in bounded depth and in time that its length sets, since somebody else may have
+written it, and written; knows no files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+MAX_DEPTH = 64
+"""Of lists and objects in each other: more than configs, indices and headers have."""
+_SHOWN, _SHOWN_CHARACTERS = 20, 200
+
+
+def parse(text: bytes, finite: bool = True) -> Any:
+    """The value that stands in `text`; ValueError saying what is wrong with it.
+
+    That is what JSON does not allow, a key that stands twice in an object, and values that lie too
+    deep in each other. With `finite` it is NaN and infinity too, which Python writes in JSON.
+    """
+    constant, number = (_refuse, _finite) if finite else (None, None)
+    try:
+        value = json.loads(
+            text, object_pairs_hook=unique, parse_constant=constant, parse_float=number
+        )
+    except RecursionError as error:
+        raise ValueError(_too_deep()) from error
+    _check_depth(value)
+    return value
+
+
+def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dict; ValueError for a key that stands in it twice."""
+    made = dict(pairs)
+    if len(made) == len(pairs):
+        return made
+    seen: set[str] = set()
+    twice: dict[str, None] = {}
+    for name, _ in pairs:
+        if name in seen:
+            twice[name[:_SHOWN_CHARACTERS]] = None
+        seen.add(name)
+    more = f" and {len(twice) - _SHOWN} more" if len(twice) > _SHOWN else ""
+    raise ValueError(f"it names {', '.join(list(twice)[:_SHOWN])}{more} twice")
+
+
+def encoded(value: Any, indent: int | None = None) -> bytes:
+    """The value as JSON in UTF-8. Where a text in it has none, since it is the name of a file that
+    is none either, all that is not ASCII is escaped.
+    """
+    try:
+        return json.dumps(value, indent=indent, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, indent=indent).encode()
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(text[:_SHOWN_CHARACTERS])
+
+
+def _refuse(text: str) -> NoReturn:
+    raise ValueError(f"it has {text}, which is no number that JSON knows")
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            each
+            for held in level
+            if isinstance(held, (dict, list))
+            for each in (held.values() if isinstance(held, dict) else held)
+            if isinstance(each, (dict, list))
+        ]
+        if not level:
+            return
+    raise ValueError(_too_deep())
+
+
+def _too_deep() -> str:
+    return f"its values lie more than {MAX_DEPTH} deep in each other"
