@@ -5,7 +5,7 @@ Knows no model family, no Megatron-Core and no process group.
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,12 +16,17 @@ from torch import Tensor
 
 from megatron_policy.errors import ConfigError, ConversionError
 
+from . import strict_json
+from .contained import inside, open_regular, read
 from .hf_config import no_such_model
 from .hf_config import read_config as read_config
-from .safetensors_format import Extent, Shape, decode, unique
+from .safetensors_format import Extent, Shape, decode
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+MAX_INDEX_BYTES = 100_000_000
+"""What the header of a safetensors file can have at most too."""
 
 MANIFEST = "megatron_policy.json"
 """What a converted checkpoint says of its origin and of each of its bytes; true of no copy."""
@@ -152,9 +157,12 @@ def inventory(root: Path) -> dict[Path, dict[str, Extent]]:
 
 
 def side_files(root: Path) -> list[Path]:
-    """The config, tokenizer and generation settings of a checkpoint: all that is no weight."""
+    """The config, tokenizer and generation settings of a checkpoint: all that is no weight.
+
+    ConversionError for a link that leads out of its directory: what it leads to would be copied.
+    """
     return [
-        path
+        inside(root, path.name)
         for path in sorted(root.iterdir())
         if path.is_file()
         and path.name[0] != "."
@@ -166,7 +174,7 @@ def side_files(root: Path) -> list[Path]:
 def _files(root: Path) -> dict[Path, set[str]]:
     """The checkpoint's files, each with the tensors its index places there; none without index."""
     if (root / SINGLE).is_file():
-        return {root / SINGLE: set()}
+        return {inside(root, SINGLE): set()}
     if not (root / INDEX).is_file():
         found = sorted(path.name for path in root.iterdir() if _WEIGHTS.fullmatch(path.name))
         raise ConversionError(
@@ -175,13 +183,23 @@ def _files(root: Path) -> dict[Path, set[str]]:
         )
     files: dict[Path, set[str]] = {}
     try:
-        index = json.loads((root / INDEX).read_text(), object_pairs_hook=unique)
+        index = strict_json.parse(read(inside(root, INDEX), MAX_INDEX_BYTES))
         for name, file in index["weight_map"].items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ValueError(f"it names {file!r:.200}, which is no file beside it")
             files.setdefault(root / file, set()).add(name)
+    except ConversionError:
+        raise
+    except OSError as error:
+        raise ConversionError(f"{root / INDEX} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConversionError(f"{root / INDEX} is no index of safetensors: {error!r}") from error
+        raise ConversionError(
+            f"{root / INDEX} is no index of safetensors: {error!r:.2000}"
+        ) from error
     if absent := sorted(path.name for path in files if not path.is_file()):
         raise ConversionError(f"{root} lacks files that its index names: {', '.join(absent)}")
+    for path in files:
+        inside(root, path.name)
     return files
 
 
@@ -195,8 +213,10 @@ def _check_index(path: Path, placed: set[str], held: set[str]) -> None:
 
 def _read_header(path: Path) -> dict[str, Extent]:
     try:
-        with path.open("rb") as file:
-            return decode(file, path.stat().st_size)
+        with os.fdopen(open_regular(path), "rb") as file:
+            return decode(file, os.fstat(file.fileno()).st_size)
+    except OSError as error:
+        raise ConversionError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConversionError(
             f"{path} is truncated or no safetensors file: {error}. Fetch it again."

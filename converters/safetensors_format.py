@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
+
+from .strict_json import parse
 
 Shape = tuple[int, ...]
 
@@ -32,14 +34,8 @@ _DTYPES = {
 MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library reads at most."""
 
-_UNREADABLE = (
-    KeyError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-    UnicodeDecodeError,
-    json.JSONDecodeError,
-)
+MAX_DIMENSIONS = 64
+"""What torch's tensors have at most."""
 
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -66,11 +62,11 @@ def decode(file: BinaryIO, size: int) -> dict[str, Extent]:
     if length > MAX_HEADER_BYTES:
         raise ValueError(f"its header would have {length} bytes, at most {MAX_HEADER_BYTES} can be")
     try:
-        entries = json.loads(file.read(length), object_pairs_hook=unique)
+        entries = parse(file.read(length))
         entries.pop("__metadata__", None)
         extents = {name: _extent(name, entry, 8 + length, size) for name, entry in entries.items()}
-    except _UNREADABLE as error:
-        raise ValueError(f"its header is unreadable: {error!r}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"its header is unreadable: {error!r:.200}") from error
     at, before = 8 + length, "its header"
     for start, end, name in sorted(
         (e.start, e.end, n) for n, e in extents.items() if e.end > e.start
@@ -85,21 +81,13 @@ def decode(file: BinaryIO, size: int) -> dict[str, Extent]:
     return extents
 
 
-def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as a dict; ValueError for a key that stands in it twice."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"it names {', '.join(twice[:20])} twice")
-    return made
-
-
 def _extent(name: str, entry: Mapping[str, Any], data: int, size: int) -> Extent:
     first, last = entry["data_offsets"]
     numbers = (first, last, *entry["shape"])
-    if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
+    if any(type(number) is not int for number in numbers):
         raise TypeError(f"shape and offsets of {name} are no whole numbers")
+    if len(numbers) > 2 + MAX_DIMENSIONS or max(numbers) >= 2**63:
+        raise ValueError(f"no tensor has such a shape or such offsets as {name}")
     extent = Extent(data + first, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
     if min(numbers) < 0 or extent.end != data + last:
         raise ValueError(f"the offsets of {name} contradict its shape")

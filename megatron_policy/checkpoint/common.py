@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_policy.checkpoint.manifest import MEND
+from megatron_policy.converters.contained import inside
 from megatron_policy.converters.dist_writing import COMMON
 from megatron_policy.errors import CheckpointError
 
@@ -18,7 +19,7 @@ OURS = "megatron_policy"
 def read_ours(root: Path) -> dict[str, Any]:
     """This package's part of the common state; CheckpointError when it cannot be read."""
     try:
-        content = torch.load(root / COMMON, map_location="cpu", weights_only=True)[OURS]
+        content = torch.load(inside(root, COMMON), map_location="cpu", weights_only=True)[OURS]
         return {**content, **{key: content[key] for key in ("host_data", "source_dtypes")}}
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(f"{root / COMMON} is damaged: {error!r:.200}. {MEND}") from error

@@ -12,12 +12,13 @@ from pathlib import Path
 
 from megatron_policy.checkpoint import manifest as manifests
 from megatron_policy.checkpoint.manifest import NAME, OPTIMIZER, Manifest
-from megatron_policy.converters import publishing, renaming
-from megatron_policy.errors import CheckpointError
+from megatron_policy.converters import contained, publishing, renaming
+from megatron_policy.errors import CheckpointError, ConversionError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Holds the step of the checkpoint that was committed last; Megatron-LM's name for it."""
 
+MAX_TRACKER_BYTES = 2**16
 PATTERN = "iter_*"
 _STEP = re.compile(r"iter_(\d{7,})")
 
@@ -32,7 +33,7 @@ def find(path: str | Path) -> Path:
 
     Without a tracker it is the highest step that is complete. CheckpointError when there is none.
     """
-    root = Path(path).expanduser()
+    root = contained.expanded(path)
     if not root.is_dir():
         what = "is a file" if root.exists() else "does not exist"
         raise CheckpointError(
@@ -50,7 +51,7 @@ def find(path: str | Path) -> Path:
 
 def is_saved(path: str | Path) -> bool:
     """Whether there is, in `path` or in one of its directories, something that a save left."""
-    root = Path(path).expanduser()
+    root = contained.expanded(path)
     if not root.is_dir():
         return False
     if (root / NAME).is_file() or any(root.glob(f"{PATTERN}/{NAME}")):
@@ -92,7 +93,7 @@ def companion(weights: Manifest, optimizer_path: str | Path) -> Path:
     `optimizer_path` is that directory or the one it was saved to. NoOptimizer when it has none, or
     that of another save.
     """
-    root = Path(optimizer_path).expanduser()
+    root = contained.expanded(optimizer_path)
     if not root.is_dir():
         raise manifests.NoOptimizer(
             f"{root} does not exist, to take the optimizer's state from. Give the directory it was "
@@ -147,7 +148,7 @@ def _candidates(root: Path, step: int) -> Iterator[Path]:
 def _tracked(root: Path) -> Path:
     tracker = root / TRACKER
     try:
-        text = tracker.read_bytes().decode(errors="replace").strip()
+        text = contained.read(tracker, MAX_TRACKER_BYTES).decode(errors="replace").strip()
     except OSError as error:
         raise CheckpointError(f"{tracker} cannot be read: {error.strerror}") from error
     mend = f"write the step of a checkpoint into it ({_instead(root)}), or load one by its path"
@@ -158,7 +159,10 @@ def _tracked(root: Path) -> Path:
         raise CheckpointError(f"{tracker} names step {text}, but there is no {found}; {mend}")
     if not _is_complete(found):
         raise CheckpointError(f"{tracker} names step {text}, but {found} has no {NAME}; {mend}")
-    return found
+    try:
+        return contained.inside(root, found.name)
+    except ConversionError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _instead(root: Path) -> str:

@@ -5,16 +5,16 @@ Knows neither how checkpoints are written nor what a rank needs of one.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from megatron_policy.conversion.digests import UNSEALED, is_sealed, sealed
-from megatron_policy.errors import CheckpointError
+from megatron_policy.converters import contained, strict_json
+from megatron_policy.errors import CheckpointError, ConversionError
 from megatron_policy.version import VERSION
 
 NAME = "checkpoint.json"
@@ -23,6 +23,9 @@ FORMAT = 1
 
 WEIGHTS, OPTIMIZER, RANDOM = "weights", "optimizer", "random"
 """What a checkpoint may hold."""
+
+MAX_BYTES = 2**30
+"""Of the file: more than one has for a million records."""
 
 MEND = "Restore it from a copy, or load another checkpoint."
 
@@ -104,7 +107,9 @@ def read(directory: str | Path) -> Manifest:
     root = Path(directory)
     path = root / NAME
     try:
-        text = path.read_bytes()
+        text = contained.read(contained.inside(root, NAME), MAX_BYTES)
+    except ConversionError as error:
+        raise CheckpointError(str(error)) from error
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
             f"{path} is missing: was the checkpoint written to its end, and by this package? "
@@ -138,10 +143,10 @@ def check_model(manifest: Manifest, family: str, config: str) -> None:
 
 def _unsealed(path: Path, text: bytes) -> dict[str, Any]:
     try:
-        content = json.loads(text)
+        content = strict_json.parse(text)
         kept = is_sealed(text, content["digest"])
         number, versions = content["format"], content.get("versions")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         _damaged(path, f"it is no manifest ({error!r:.200})", error)
     if type(number) is int and number > FORMAT:
         newer = isinstance(versions, dict) and versions.get("megatron_policy")
@@ -165,40 +170,57 @@ def _damaged(path: Path, what: str, error: Exception | None = None) -> NoReturn:
 def _parsed(content: Mapping[str, Any], root: Path) -> Manifest:
     return Manifest(
         id=str(content["id"]),
-        step=int(content["step"]),
+        step=_count(content["step"]),
         contains=tuple(map(str, content["contains"])),
         optimizer_elsewhere=bool(content["optimizer_elsewhere"]),
-        versions=dict(content["versions"]),
-        layout=dict(content["layout"]),
+        versions={name: str(number) for name, number in _entries(content, "versions")},
+        layout={
+            axis: None if size is None else _count(size)
+            for axis, size in _entries(content, "layout")
+        },
         family=str(content["model"]["family"]),
         config=str(content["model"]["config"]),
-        tensors={key: _tensor(*entry) for key, entry in content["tensors"].items()},
+        tensors={key: _tensor(*entry) for key, entry in _entries(content, "tensors")},
         records={
-            _inside(name): tuple(_record(*entry) for entry in entries)
-            for name, entries in content["records"].items()
+            _inside(root, name): tuple(_record(*entry) for entry in entries)
+            for name, entries in _entries(content, "records")
         },
-        files={_inside(name): str(digest) for name, digest in content["files"].items()},
+        files={_inside(root, name): str(digest) for name, digest in _entries(content, "files")},
         root=root,
     )
+
+
+def _entries(content: Mapping[str, Any], name: str) -> Iterable[tuple[str, Any]]:
+    entries = content[name]
+    if not isinstance(entries, dict):
+        raise ValueError(f"its {name} are no JSON object")
+    return entries.items()
 
 
 def _tensor(dtype: str, shape: list[int]) -> tuple[torch.dtype, Shape]:
     found = getattr(torch, dtype)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{dtype!r} is no dtype")
-    return found, tuple(map(int, shape))
+    return found, tuple(map(_count, shape))
 
 
 def _record(offset: int, length: int, digest: str) -> Record:
+    if type(offset) is not int or type(length) is not int or not 0 <= offset + length < 2**63:
+        raise ValueError(f"a record has {length!r:.40} bytes from {offset!r:.40} on")
     if offset < 0 or length < 0:
         raise ValueError(f"a record has {length} bytes from {offset} on")
-    return Record(int(offset), int(length), str(digest))
+    return Record(offset, length, str(digest))
 
 
-def _inside(name: str) -> str:
-    """The name, if it is of a file in the directory or below."""
-    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise ValueError(f"it names {name!r}, which is not in its directory")
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r:.40} stands where a number belongs")
+    return value
+
+
+def _inside(root: Path, name: str) -> str:
+    """The name, if it is of a file in the directory or below, and no link leads out of it."""
+    contained.inside(root, name)
     return name
 
 
@@ -218,4 +240,4 @@ def _lines(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return strict_json.encoded(value).decode()

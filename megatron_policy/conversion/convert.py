@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -29,6 +29,7 @@ from megatron_policy.conversion.plan import (
     side_path,
 )
 from megatron_policy.conversion.saved import check_bytes, is_saved
+from megatron_policy.converters import strict_json
 from megatron_policy.converters.hf_files import MANIFEST
 from megatron_policy.converters.publishing import check_replaceable, new_directory
 from megatron_policy.errors import ConversionError, ExportError
@@ -205,17 +206,16 @@ def _main_dtype(ready: Prepared) -> torch.dtype:
 
 def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
     """A config.json that states this dtype, under the name it has for it, and is the same else."""
-    fields = json.loads(config)
+    fields = strict_json.parse(config, finite=False)
     named = [name for name in ("dtype", "torch_dtype") if name in fields] or ["torch_dtype"]
     for name in named:
         fields[name] = str(dtype).removeprefix("torch.")
     indent = re.match(rb'\{\s*\n( +)"', config)
-    text = json.dumps(fields, indent=len(indent[1]) if indent else 2, ensure_ascii=False)
-    return (text + "\n").encode()
+    return strict_json.encoded(fields, indent=len(indent[1]) if indent else 2) + b"\n"
 
 
 def _origin(ready: Prepared, content: str) -> dict[str, Any]:
-    root = ready.source.root.resolve()
+    root = Path(os.path.realpath(ready.source.root))
     revision = root.name if root.parent.name == "snapshots" else None
     config = ready.source.side_files["config.json"].read_bytes()
     return {
@@ -223,7 +223,7 @@ def _origin(ready: Prepared, content: str) -> dict[str, Any]:
         "direction": "hf -> mcore" if ready.plan.to != HF else "mcore -> hf",
         "source": {"path": str(root), "revision": revision, "content": content},
         "family": ready.plan.family,
-        "config": json.loads(config),
+        "config": strict_json.parse(config, finite=False),
     }
 
 

@@ -16,6 +16,7 @@ from megatron_policy.conversion.opened import SIDE
 from megatron_policy.converters import dist_files, hf_files
 from megatron_policy.converters.blocks import Shape
 from megatron_policy.converters.config_fields import Fields
+from megatron_policy.converters.contained import expanded, inside
 from megatron_policy.converters.hf_config import read_config, written_config
 from megatron_policy.converters.raw_files import RawFiles
 from megatron_policy.converters.table import Table, draft
@@ -57,7 +58,7 @@ def read_headers(source: str | Path, config: str | Path | None = None) -> Header
 
 
 def _dist_headers(root: Path, config: str | Path | None) -> Headers:
-    place = Path(config).expanduser() if config else root / SIDE
+    place = expanded(config) if config else inside(root, SIDE)
     if not place.exists():
         raise ConfigError(
             f"{root} does not say which model it is of; give its config.json with --config"

@@ -5,8 +5,7 @@ Knows nothing of how checkpoints are converted.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,13 @@ import torch
 
 from megatron_policy.conversion.digests import UNSEALED, is_sealed, sealed
 from megatron_policy.conversion.tensors import Info
+from megatron_policy.converters import contained, strict_json
 from megatron_policy.converters.hf_files import MANIFEST
 from megatron_policy.errors import ConversionError
 
 FORMAT = 1
+MAX_BYTES = 2**30
+"""Of the file: more than one has for a million tensors."""
 MAPPING = 1
 """Counts changes after which the same HF tensors would lie elsewhere in Megatron-Core's."""
 
@@ -49,32 +51,81 @@ class Manifest:
                 for name, (info, digest) in self.tensors.items()
             },
         }
-        return sealed(json.dumps(content, indent=1, ensure_ascii=False).encode())
+        return sealed(strict_json.encoded(content, indent=1))
 
 
 def read_manifest(root: Path) -> Manifest | None:
     """The manifest of a checkpoint, None if it has none; ConversionError if it is damaged."""
     path = root / MANIFEST
-    if not path.is_file():
-        return None
     try:
-        text = path.read_bytes()
-        content = json.loads(text)
-        if not is_sealed(text, content["digest"]):
-            raise ValueError("its content contradicts its digest")
-        if content["format"] != FORMAT:
-            raise ValueError(f"it is of format {content['format']}, this version reads {FORMAT}")
+        content = _unsealed(contained.read(contained.inside(root, MANIFEST), MAX_BYTES))
         return Manifest(
-            {name: _tensor(*entry) for name, entry in content["tensors"].items()},
-            content["files"],
-            {key: content[key] for key in ("package", "direction", "source", "family", "config")},
-            int(content["step"]) if "step" in content else None,
+            {name: _tensor(*entry) for name, entry in _entries(content, "tensors")},
+            {_file(root, name): _text(stated) for name, stated in _entries(content, "files")},
+            _origin(content),
+            _count(content["step"]) if "step" in content else None,
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConversionError(
-            f"{path} is damaged: {error}. Restore it, or remove it to do without digests."
-        ) from error
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise _damaged(path, error.strerror) from error
+    except KeyError as error:
+        raise _damaged(path, f"it lacks {error}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _damaged(path: Path, what: object) -> ConversionError:
+    return ConversionError(
+        f"{path} is damaged: {what}. Restore it, or remove it to do without digests."
+    )
+
+
+def _unsealed(text: bytes) -> dict[str, Any]:
+    content = strict_json.parse(text, finite=False)  # a model's config may have infinities
+    if not isinstance(content, dict):
+        raise ValueError("it is no JSON object")
+    if not is_sealed(text, _text(content["digest"])):
+        raise ValueError("its content contradicts its digest")
+    if content["format"] != FORMAT:
+        raise ValueError(f"it is of format {content['format']}, this version reads {FORMAT}")
+    return content
+
+
+def _origin(content: Mapping[str, Any]) -> dict[str, Any]:
+    origin = {key: content[key] for key in ("package", "direction", "source", "family", "config")}
+    for key in ("package", "direction", "family"):
+        _text(origin[key])
+    _text(origin["source"]["path"])
+    return origin
+
+
+def _entries(content: Mapping[str, Any], name: str) -> Iterable[tuple[str, Any]]:
+    entries = content[name]
+    if not isinstance(entries, dict):
+        raise ValueError(f"its {name} are no JSON object")
+    return entries.items()
+
+
+def _file(root: Path, name: str) -> str:
+    contained.inside(root, name)
+    return name
 
 
 def _tensor(dtype: str, shape: list[int], digest: str) -> tuple[Info, str]:
-    return Info(getattr(torch, dtype), tuple(shape)), digest
+    found = getattr(torch, dtype)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{dtype!r} is no dtype")
+    return Info(found, tuple(map(_count, shape))), _text(digest)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"it has {value!r:.40} where a number belongs")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"it has {value!r:.40} where a text belongs")
+    return value

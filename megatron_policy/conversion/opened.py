@@ -20,6 +20,7 @@ from megatron_policy.conversion.tensors import (
     shares_of,
 )
 from megatron_policy.converters import dist_files, dist_metadata, hf_files
+from megatron_policy.converters.contained import expanded, inside
 from megatron_policy.converters.dist_keys import readable
 from megatron_policy.converters.hf_config import read_config
 from megatron_policy.converters.raw_files import RawFiles
@@ -87,7 +88,7 @@ def _opened(root: Path, files: RawFiles, read: Callable[[Manifest | None], Opene
 
 def _refuse_others(path: str | Path) -> None:
     """ConfigError for a directory that is no checkpoint."""
-    root = Path(path).expanduser()
+    root = expanded(path)
     if root.is_file():
         raise ConfigError(f"{root} is a file; a checkpoint is a directory")
     if root.is_dir() and not any((root / name).is_file() for name in _HF_MARKS):
@@ -224,7 +225,7 @@ def _damaged(
 
 
 def _side_files(root: Path, config: Path | None) -> dict[str, Path]:
-    given = Path(config).expanduser() if config else root / SIDE
+    given = expanded(config) if config else inside(root, SIDE)
     if given.is_dir():
         return {path.name: path for path in hf_files.side_files(given)}
     return {"config.json": given} if config else {}
@@ -233,12 +234,12 @@ def _side_files(root: Path, config: Path | None) -> dict[str, Path]:
 def _config_of(root: Path, config: Path | None) -> Path:
     """What `read_config` has to be given."""
     if config is not None:
-        given = Path(config).expanduser()
+        given = expanded(config)
         if not given.exists():
             raise ConfigError(f"there is no {given} to take the model's config from")
         return given
     if (root / SIDE / "config.json").is_file():
-        return root / SIDE
+        return inside(root, SIDE)
     raise ConfigError(
         f"{root} has no {SIDE}/config.json: Megatron-Core wrote it, and it does not say which "
         "model this is; give the model's config.json (or HF directory) with --config"

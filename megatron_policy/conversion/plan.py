@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from megatron_policy.conversion.opened import HF, MCORE, SIDE, Opened, open_chec
 from megatron_policy.conversion.saved import is_saved
 from megatron_policy.conversion.target import Target, hf_target, mcore_target
 from megatron_policy.conversion.tensors import Info
+from megatron_policy.converters.contained import expanded
 from megatron_policy.converters.hf_config import read_config
 from megatron_policy.converters.raw_files import RawFiles
 from megatron_policy.converters.table import WEIGHT_DTYPES, Table, bind
@@ -182,7 +184,7 @@ def _check_directions(opened: Opened, destination: Path, to: str) -> None:
         raise ConfigError(
             f"{opened.root} is in the format {to!r} already; to='{other}' converts it to the other"
         )
-    final, root = destination.expanduser().resolve(), opened.root.resolve()
+    final, root = (Path(os.path.realpath(expanded(path))) for path in (destination, opened.root))
     if final == root or final in root.parents or root in final.parents:
         raise ConfigError(f"{destination} is inside of {opened.root}, or around it: choose another")
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_policy.conversion.manifest import read_manifest
+from megatron_policy.converters.contained import expanded
 from megatron_policy.converters.hf_files import MANIFEST, HfReader
 from megatron_policy.errors import ConversionError, RefitError
 from megatron_policy.refit.digest import HOST
@@ -25,7 +26,7 @@ def receive_directory(intake_of: Callable[[str], Intake], path: str | os.PathLik
     `intake_of` takes the name of the digests' algorithm. RefitError where there is no complete
     directory of a policy, one that is older than what the engine has, damaged, or of another model.
     """
-    root = Path(path).expanduser()
+    root = expanded(path)
     try:
         manifest = _manifest_of(root)
         with HfReader(root) as reader:

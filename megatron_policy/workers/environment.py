@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 
+from megatron_policy.converters import contained
 from megatron_policy.errors import ConfigError
 
 OWN_VARIABLES = (
@@ -126,6 +127,8 @@ def worker_env(
         # Without this Ray leaves the GPUs of the machine visible to a worker that asked for none.
         env["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "1"
         env["PYTHONWARNINGS"] = os.environ.get("PYTHONWARNINGS") or ",".join(EXPECTED_WARNINGS)
+    if contained.LINKS in os.environ:
+        env[contained.LINKS] = os.environ[contained.LINKS]
     env.update(user)
     first = [user["PYTHONPATH"]] if user.get("PYTHONPATH") else []
     env["PYTHONPATH"] = os.pathsep.join([*first, python_path()])

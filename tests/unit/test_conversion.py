@@ -154,10 +154,13 @@ def test_both_formats_have_the_same_digests(checkpoint: Checkpoint, tmp_path: Pa
 
 
 def test_the_revision_of_a_hub_snapshot_is_noted(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    snapshot = tmp_path / "models--a--b" / "snapshots" / "89ef"
+    repository = tmp_path / "models--a--b"
+    snapshot, blobs = repository / "snapshots" / "89ef", repository / "blobs"
     snapshot.mkdir(parents=True)
-    for file in checkpoint("qwen3", **SMALL).iterdir():
-        (snapshot / file.name).symlink_to(file)  # as the hub's cache does
+    blobs.mkdir()
+    for file in checkpoint("qwen3", **SMALL).iterdir():  # as the hub's cache has them
+        shutil.copy(file, blobs / f"hash of {file.name}")
+        (snapshot / file.name).symlink_to(f"../../blobs/hash of {file.name}")
     convert(snapshot, tmp_path / "mcore", "mcore")
     assert json.loads((tmp_path / "mcore" / MANIFEST).read_text())["source"]["revision"] == "89ef"
 
