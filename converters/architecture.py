@@ -21,6 +21,9 @@ VOCAB_MULTIPLE = 128
 MOST_LAYERS = 10_000
 """More are a mistake in the config, and would take for ever to list."""
 
+MOST_EXPERTS = 1_000_000
+"""In all layers together."""
+
 _FACTORS = (
     "layernorm_epsilon",
     "attention_scale",
@@ -117,6 +120,11 @@ class Architecture:
                 raise ConversionError(f"{name} must be a positive integer, not {value!r}")
         if self.num_layers > MOST_LAYERS:
             raise ConversionError(f"{self.num_layers} layers are more than {MOST_LAYERS}")
+        if self.moe is not None and self.moe.experts * self.num_layers > MOST_EXPERTS:
+            raise ConversionError(
+                f"{self.moe.experts} experts in {self.num_layers} layers are more than "
+                f"{MOST_EXPERTS} in all"
+            )
         for name in _FACTORS:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):

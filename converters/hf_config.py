@@ -5,16 +5,30 @@ Knows no weights and no Megatron-Core.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from megatron_policy.errors import ConfigError
 
-from .registry import family_of
+from . import strict_json
+from .architecture import MOST_LAYERS
+from .contained import expanded, inside, read
+from .hf_location import locate
+from .registry import FAMILIES, family_of
 
-_UNREADABLE = (OSError, ValueError, TypeError, RecursionError)
-"""What transformers raises over a file that is no config."""
+CONFIG = "config.json"
+MAX_BYTES = 16 * 2**20
+
+# What transformers takes from a config.json beside the model: code to run, kernels and files to
+# fetch, and how many labels to make up. Nobody who reads a checkpoint has asked for these.
+_NOT_THE_MODEL = re.compile(
+    r"_?(attn|experts)_implementation.*|auto_map|configuration_files|transformers_weights"
+    r"|gguf_file|use_kernels?|kernel_config|_?name_or_path|_commit_hash|num_labels|distributed_config"
+)
 
 
 def read_config(model: str | Path) -> dict[str, Any]:
@@ -23,22 +37,18 @@ def read_config(model: str | Path) -> dict[str, Any]:
     Fields that any transformers model has are left out where they stand at their common default.
     The config of an added family that transformers does not know is taken as it stands in the file.
     ConfigError when there is no such model, or transformers cannot read its config; ConversionError
-    for a model_type that neither transformers nor an installed package knows.
+    for a model_type without a family, and for a config.json that is a link to somewhere else.
     """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
-
     config = written_config(model)
     kind = config.get("model_type")
     if not isinstance(kind, str):
-        raise _unreadable(model, ValueError(f"its model_type is {kind!r}, which names no family"))
-    if kind not in CONFIG_MAPPING:
-        family_of(kind)  # importing a package that adds the family may tell transformers of it
+        raise _unreadable(model, f"its model_type is {kind!r:.100}, which names no family")
+    if kind not in FAMILIES:
+        family_of(kind)  # importing a package that adds it may tell transformers of it
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
     if kind in CONFIG_MAPPING:
-        try:
-            config = AutoConfig.from_pretrained(_source(model)).to_dict()
-        except (*_UNREADABLE, KeyError, StrictDataclassError) as error:
-            raise _unreadable(model, error) from error
+        config = _completed(model, config)
     common = PretrainedConfig().to_dict()
     common.pop("tie_word_embeddings", None)  # says what the model is, so it always counts
     return {name: v for name, v in config.items() if name not in common or v != common[name]}
@@ -46,32 +56,75 @@ def read_config(model: str | Path) -> dict[str, Any]:
 
 def written_config(model: str | Path) -> dict[str, Any]:
     """The fields as config.json has them; ConfigError when it is not there or unreadable."""
-    path = Path(model).expanduser()
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ConfigError(f"{path} has no config.json: it is not a Hugging Face checkpoint")
-    from transformers import PretrainedConfig
-
+    path = _file_of(model)
+    if not path.exists():
+        raise ConfigError(f"{path.parent} has no {CONFIG}: it is not a Hugging Face checkpoint")
     try:
-        config, _ = PretrainedConfig.get_config_dict(_source(model))
-    except _UNREADABLE as error:
+        config = strict_json.parse(read(path, MAX_BYTES), finite=False)
+        if not isinstance(config, dict):
+            raise ValueError("it is no JSON object")
+        _check_layers(config)
+    except OSError as error:
+        raise _unreadable(model, error.strerror) from error
+    except ValueError as error:
         raise _unreadable(model, error) from error
-    if not isinstance(config, Mapping):
-        raise ConfigError(f"{path / 'config.json'} cannot be read: it is no JSON object")
-    return dict(config)
+    return config
 
 
-def no_such_model(model: str | Path, error: Exception) -> ConfigError:
-    """The error for a name that is neither a directory nor a repository that can be had."""
-    return ConfigError(f"model {str(model)!r} is no directory here, nor on the hub: {error}")
+@contextmanager
+def for_transformers(config: Mapping[str, Any]) -> Iterator[Path]:
+    """A directory with that config and nothing else, for transformers to read: without fields that
+    would have it run code, fetch kernels or open files of the checkpoint's choice.
+    """
+    with TemporaryDirectory(prefix="config-") as name:
+        (Path(name) / CONFIG).write_bytes(strict_json.encoded(_model_alone(config)))
+        yield Path(name)
 
 
-def _source(model: str | Path) -> str:
-    path = Path(model).expanduser()
-    return str(path if path.is_dir() else model)
+def _completed(model: str | Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with their class's defaults."""
+    from transformers import AutoConfig
+
+    with for_transformers(config) as folder:
+        try:
+            found = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
+        except MemoryError:
+            raise
+        except Exception as error:  # whatever a field of another kind leads to in there
+            raise _unreadable(model, str(error).replace(str(folder), str(model))) from error
+    if "auto_map" in config:  # families say why they do without the code it names
+        found["auto_map"] = config["auto_map"]
+    return {**found, "_name_or_path": str(model)}
 
 
-def _unreadable(model: str | Path, error: Exception) -> ConfigError:
-    path = Path(model).expanduser()
-    if not path.is_dir():
-        return no_such_model(model, error)
-    return ConfigError(f"{path / 'config.json'} cannot be read: {error}")
+def _model_alone(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_model_alone(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        name: _model_alone(each)
+        for name, each in value.items()
+        if _NOT_THE_MODEL.fullmatch(name) is None
+    }
+
+
+def _check_layers(config: Mapping[str, Any]) -> None:
+    """ValueError for more layers than any model has: transformers would make a list of them."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            _check_layers(value)
+        elif "layer" in name and isinstance(value, int | float) and value > MOST_LAYERS:
+            raise ValueError(f"{name} is {value!r:.40}, and no model has more than {MOST_LAYERS}")
+
+
+def _file_of(model: str | Path) -> Path:
+    path = expanded(model)
+    if path.is_dir() or not path.exists():
+        return inside(locate(model, [CONFIG]), CONFIG)
+    return path
+
+
+def _unreadable(model: str | Path, error: object) -> ConfigError:
+    path = expanded(model)
+    return ConfigError(f"{path / CONFIG if path.is_dir() else path} cannot be read: {error}")

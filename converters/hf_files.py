@@ -14,12 +14,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from megatron_policy.errors import ConfigError, ConversionError
+from megatron_policy.errors import ConversionError
 
 from . import strict_json
 from .contained import inside, open_regular, read
-from .hf_config import no_such_model
 from .hf_config import read_config as read_config
+from .hf_location import locate as locate
 from .safetensors_format import Extent, Shape, decode
 
 SINGLE = "model.safetensors"
@@ -33,32 +33,6 @@ MANIFEST = "megatron_policy.json"
 
 # How files of weights end, and of what lists them; all others belong to config or tokenizer.
 _WEIGHTS = re.compile(r".+\.(safetensors|index\.json|bin|pt|pth|gguf|h5|msgpack|onnx)")
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
-
-
-def locate(model: str | Path) -> Path:
-    """The checkpoint's directory: `model` itself, or that hub repository, fetched if need be.
-
-    ConfigError when there is neither.
-    """
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.parent != Path() and path.parent.is_dir():  # no repository, but a slip in a path
-        raise ConfigError(f"model {str(model)!r} is no directory: {path.parent} has {_names(path)}")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(str(model), allow_patterns=_HUB_FILES, ignore_patterns=["*/*"])
-        )
-    except (OSError, ValueError) as error:
-        raise no_such_model(model, error) from error
-
-
-def _names(beside: Path) -> str:
-    names = sorted(path.name for path in beside.parent.iterdir() if path.name[0] != ".")
-    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "") if names else "nothing"
 
 
 class Part:

@@ -19,6 +19,7 @@ from typing import IO
 
 from megatron_policy.errors import ConfigError
 
+from .contained import expanded
 from .renaming import put, take_back
 
 _MARKS = (
@@ -176,7 +177,10 @@ def _flush_directories(root: Path) -> None:
 
 def _absolute(destination: str | Path) -> Path:
     """The path in full; where it is a link, what that leads to, so that the link stays one."""
-    return Path(os.path.realpath(Path(destination).expanduser()))
+    final = Path(os.path.realpath(expanded(destination)))
+    if final.is_symlink():
+        raise ConfigError(f"{final} is a link that leads back to itself; choose another path")
+    return final
 
 
 def _replaced(final: Path) -> Path:

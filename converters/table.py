@@ -16,7 +16,7 @@ import torch
 from megatron_policy.errors import ConversionError
 
 from .architecture import Architecture
-from .config_fields import Fields
+from .config_fields import Fields, shown
 from .expert_rows import Stacked
 from .mismatch import Expected, compare, either, other_dtypes
 from .quantisation import found_in
@@ -159,7 +159,10 @@ def draft(fields: Fields, family: Family | None = None) -> Table:
     For showing what a config comes to; a model is built from what `bind` returns.
     """
     family = family or family_of(fields.take("model_type"))
-    for name in fields.take("architectures", ()):
+    names = fields.take("architectures", ())
+    if not isinstance(names, (list, tuple)):
+        raise ConversionError(f"config.json has {shown(names)} for architectures, not a list")
+    for name in names:
         if name not in family.hf_architectures:
             fields.refuse(
                 "architectures",

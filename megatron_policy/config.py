@@ -6,12 +6,12 @@ Knows neither models nor ranks; whether a layout fits them is for layout.py to s
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -20,6 +20,7 @@ from pydantic import (
     ValidationError,
 )
 
+from megatron_policy import config_yaml
 from megatron_policy.config_classify import classify
 from megatron_policy.config_complete import check, complete
 from megatron_policy.config_sections import (
@@ -63,6 +64,10 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
 
 
 class PolicyConfig(Section):
@@ -148,12 +153,7 @@ class PolicyConfig(Section):
         Raises ConfigError, also for what only the host resolves (`defaults`, `${...}`).
         """
         file = Path(path)
-        if not file.is_file():
-            raise ConfigError(f"there is no configuration file {file}")
-        try:
-            document = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{file} is not valid YAML: {error}") from error
+        document = config_yaml.load(file)
         if not isinstance(document, Mapping) or not isinstance(document.get("policy"), Mapping):
             raise ConfigError(f"{file} has no section `policy`; see configs/ for examples")
         unresolved = list(_interpolations(document["policy"], "policy"))
@@ -175,9 +175,18 @@ def _validate(cls: type[PolicyConfig], kept: dict[str, Any]) -> PolicyConfig:
         lines = []
         for item in error.errors():
             path = ".".join(str(part) for part in item["loc"])
-            got = "" if item["type"] == "missing" else f", not {item['input']!r}"
-            lines.append(f"policy.{path}: {item['msg']}{got}")
+            got = "" if item["type"] == "missing" else f", not {_shown(item['input'])}"
+            said = item["msg"].removeprefix("Value error, ")
+            lines.append(f"policy.{path}: {said}{got}")
         raise ConfigError("\n".join(lines)) from None
+
+
+def _shown(value: Any) -> str:
+    """A value for a message, of bounded length."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"a {type(value).__name__} too long to write"
 
 
 def _interpolations(value: Any, path: str) -> Iterator[str]:

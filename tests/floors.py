@@ -19,6 +19,7 @@ FLOORS: tuple[tuple[str, int], ...] = (
     ("converters.dist_metadata", 1),
     ("converters.hf_config", 1),
     ("converters.hf_files", 1),
+    ("converters.hf_location", 1),
     ("converters.hf_writing", 1),
     ("converters.publishing", 1),
     ("converters.raw_files", 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 
 from megatron_policy.cli.failures import one_line_errors
 from megatron_policy.cli.options import MAX_MEMORY, Config, Dtype, MaxMemory
+from megatron_policy.cli.output import say
 from megatron_policy.cli.progress import transfer
 from megatron_policy.cli.sizes import parse_size, show_size
 
@@ -64,12 +66,12 @@ def convert(
         }
         if dry_run:
             for line in plan_conversion(source, destination, **settings).describe():
-                typer.echo(line)
+                say(line)
             return
         with transfer("converted") as tell:
             report = convert(source, destination, overwrite=overwrite, progress=tell, **settings)
         for line in _lines(report):
-            typer.echo(line)
+            say(line)
 
 
 def _lines(report: Report) -> Iterator[str]:
@@ -85,5 +87,6 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def _refuse_itself(source: str, destination: Path) -> None:
-    if Path(source).expanduser().resolve() == destination.expanduser().resolve():
+    first, second = (os.path.realpath(os.path.expanduser(path)) for path in (source, destination))
+    if first == second:
         raise typer.BadParameter(f"SRC and DST are both {destination}; DST must be another place")

@@ -11,14 +11,19 @@ from typing import NoReturn
 
 import typer
 
-FAILED, INTERRUPTED = 1, 130
+from megatron_policy.cli.output import say
+
+FAILED, MISUNDERSTOOD, INTERRUPTED = 1, 2, 130
 SHOWN_ITEMS = 5
 """Of a message that lists what is off, so that it stays a line."""
+SHOWN_CHARACTERS = 4000
+"""Of a line: names in it are as long as whoever made them liked."""
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """End the command with `error: ...` on stderr for every error that a user can cause.
+def one_line_errors(code: int = FAILED) -> Iterator[None]:
+    """End the command with `error: ...` on stderr, and `code`, for every error that a user can
+    cause.
 
     Other errors are mistakes of this package and keep their traceback.
     """
@@ -41,9 +46,9 @@ def one_line_errors() -> Iterator[None]:
     except BrokenPipeError:
         raise  # whoever read our output has seen enough
     except MemoryError as error:
-        fail(f"out of memory {error}".strip())
+        fail(f"out of memory {error}".strip(), code)
     except (*ours, OSError) as error:
-        fail(str(error))
+        fail(str(error), code)
 
 
 def _quiet_libraries() -> None:
@@ -53,10 +58,10 @@ def _quiet_libraries() -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
-def fail(message: str) -> NoReturn:
+def fail(message: str, code: int = FAILED) -> NoReturn:
     """Say what is wrong and leave."""
-    typer.echo(f"error: {one_line(message)}", err=True)
-    raise typer.Exit(FAILED)
+    say(f"error: {one_line(message)}", err=True)
+    raise typer.Exit(code)
 
 
 def one_line(message: str) -> str:
@@ -76,4 +81,4 @@ def one_line(message: str) -> str:
     text = kept[0]
     for part in filter(None, kept[1:]):
         text += f" {part}" if text.endswith((":", ".", ";", ",")) else f"; {part}"
-    return text
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."

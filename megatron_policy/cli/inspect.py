@@ -10,6 +10,7 @@ import typer
 
 from megatron_policy.cli.failures import fail, one_line, one_line_errors
 from megatron_policy.cli.options import Config
+from megatron_policy.cli.output import say
 
 if TYPE_CHECKING:
     from megatron_policy.converters.config_fields import FieldUse
@@ -33,7 +34,7 @@ def inspect(
             _print_json(inspection)
         else:
             for line in _lines(inspection, every):
-                typer.echo(line)
+                say(line)
         if inspection.problems:
             fail("; also: ".join(map(one_line, inspection.problems)))
 

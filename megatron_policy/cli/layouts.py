@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from megatron_policy.cli.failures import MISUNDERSTOOD, one_line_errors
+from megatron_policy.cli.output import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,7 +34,7 @@ def inspect_config(
     from megatron_policy.config import PolicyConfig
     from megatron_policy.layout import check_layout, topology_of
 
-    with _errors_for_users():
+    with one_line_errors(MISUNDERSTOOD):
         config = PolicyConfig.from_yaml(path)
         topology = topology_of(config, world_size or _ranks_of_a_replica(config))
         architecture = _architecture(config)
@@ -40,17 +42,6 @@ def inspect_config(
     console = Console(highlight=False)
     console.print(_summary(config, architecture, topology))
     console.print(_stages(config, architecture, topology))
-
-
-@contextmanager
-def _errors_for_users() -> Iterator[None]:
-    from megatron_policy.errors import ConfigError, ConversionError
-
-    try:
-        yield
-    except (ConfigError, ConversionError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
 
 
 def _ranks_of_a_replica(config: PolicyConfig) -> int:
@@ -74,7 +65,7 @@ def _summary(config: PolicyConfig, architecture: Architecture, topology: Topolog
 
     axes = " x ".join(f"{axis}={getattr(topology, axis)}" for axis in ("pp", "dp", "cp", "tp"))
     table = Table(show_header=False, box=None)
-    table.add_row("model", config.model_name)
+    table.add_row("model", printable(config.model_name))
     table.add_row(
         "shape",
         f"{architecture.num_layers} layers, {architecture.num_attention_heads} heads in "

@@ -9,6 +9,7 @@ import typer
 
 from megatron_policy.cli.failures import fail, one_line_errors
 from megatron_policy.cli.options import Precision, in_options
+from megatron_policy.cli.output import say
 
 if TYPE_CHECKING:
     from megatron_policy.parity import Difference, Parity
@@ -66,7 +67,7 @@ def parity(
         except ConfigError as error:
             raise ConfigError(in_options(str(error))) from error
         for line in _lines(result):
-            typer.echo(line)
+            say(line)
         if not result.holds:
             fail(_complaint(result))
 

@@ -9,6 +9,7 @@ import typer
 
 from megatron_policy.cli.failures import one_line_errors
 from megatron_policy.cli.options import Dtype, Precision, in_options
+from megatron_policy.cli.output import say
 from megatron_policy.cli.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -64,9 +65,9 @@ def plan(
         except ConfigError as error:
             raise ConfigError(in_options(str(error))) from error
         for line in lines(planned):
-            typer.echo(line)
+            say(line)
         for line in tensor_lines(planned) if tensors else ():
-            typer.echo(line)
+            say(line)
 
 
 def _planned(

@@ -10,6 +10,7 @@ import typer
 
 from megatron_policy.cli.failures import fail, one_line_errors
 from megatron_policy.cli.options import MAX_MEMORY, Config, MaxMemory
+from megatron_policy.cli.output import say
 from megatron_policy.cli.progress import transfer
 from megatron_policy.cli.sizes import show_size
 
@@ -38,8 +39,8 @@ def verify(
             return
         saved = _saved_at(a)
         for line in _saved(saved) if saved else _converted(a, max_memory, config):
-            typer.echo(line)
-        typer.echo(COMPLETE)
+            say(line)
+        say(COMPLETE)
 
 
 def _compare(a: str, b: str, max_memory: int, config: Path | None) -> None:
@@ -54,17 +55,17 @@ def _compare(a: str, b: str, max_memory: int, config: Path | None) -> None:
     with transfer("compared") as tell:
         found = verify(left, right, max_memory=max_memory, progress=tell, config=config)
     for difference in found.differences:
-        typer.echo(f"{difference.kind}: {difference.words}")
+        say(f"{difference.kind}: {difference.words}")
     if not found.equal:
         kinds = ", ".join(f"{kind} {count}" for kind, count in found.summary.items())
         fail(f"{a} and {b} differ: tensors by kind: {kinds}")
-    typer.echo(f"equal: {found.tensors} tensors, {show_size(found.nbytes)}")
+    say(f"equal: {found.tensors} tensors, {show_size(found.nbytes)}")
     if found.passed_over:
         first, *more = found.passed_over
         others = f" and {len(more)} more" if more else ""
-        typer.echo(f"in one of them only, and feeding nothing: {first}{others}")
+        say(f"in one of them only, and feeding nothing: {first}{others}")
     for path, root, has in zip((a, b), saved, found.has_digests, strict=True):
-        typer.echo(f"{path} {'is what its digests say' if root or has else 'has no digests'}")
+        say(f"{path} {'is what its digests say' if root or has else 'has no digests'}")
 
 
 def _saved_at(path: str) -> Path | None:

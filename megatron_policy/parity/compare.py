@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_policy.config import PolicyConfig
+from megatron_policy.conversion.headers import read_headers
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.hf_config import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.device import DEFAULT_TIMEOUT_S, accelerators
 from megatron_policy.errors import ConfigError
@@ -49,7 +49,9 @@ def compare(
     replaces the limits of `dtype`; the Hugging Face side can read another checkpoint, `reference`.
     ConfigError, ConversionError or WorkerError when either side cannot be read.
     """
-    table = bind(read_config(model))
+    seen = read_headers(model)
+    table = bind(seen.config)
+    table.check_hf(seen.shapes, seen.dtypes)
     arch = table.architecture
     _check(arch, tokens, tp * pp)
     job = Job(

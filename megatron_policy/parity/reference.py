@@ -5,11 +5,17 @@ Shapes: B rows, S positions, V vocabulary, D model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_policy.converters import quantisation, strict_json
+from megatron_policy.converters.hf_config import for_transformers, written_config
+from megatron_policy.converters.hf_files import INDEX, inventory, locate
+from megatron_policy.converters.registry import family_of
+from megatron_policy.converters.safetensors_format import Extent
 from megatron_policy.device import current_device
 from megatron_policy.errors import ConfigError
 from megatron_policy.parity.result import Job, Reading
@@ -36,17 +42,44 @@ def read_reference(model: str, job: Job, dtype: str, per_layer: bool) -> Reading
 
 
 def _load(model: str, dtype: str) -> Any:
+    """The checkpoint's config and safetensors, and nothing else that its directory may hold."""
     from transformers import AutoModelForCausalLM, PretrainedConfig
 
-    plainly = {"attn_implementation": "eager"}
+    plainly = {"attn_implementation": "eager", "trust_remote_code": False}
     if hasattr(PretrainedConfig, "_experts_implementation"):
         # The fast one of newer releases is for some widths only.
         plainly["experts_implementation"] = "eager"
-    try:
-        hf = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), **plainly)
-    except (ValueError, KeyError) as error:
-        raise ConfigError(f"transformers cannot load {model}: {error}") from error
+    root = locate(model)
+    config = written_config(root)
+    family_of(str(config.get("model_type")))
+    if config.get("quantization_config") is not None:
+        raise ConfigError(f"{model}: {quantisation.refusal(config['quantization_config'])}")
+    files = inventory(root)
+    with for_transformers(config) as folder:
+        _link(files, folder)
+        try:
+            hf = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=getattr(torch, dtype), **plainly
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # whatever it finds wrong with a checkpoint
+            said = str(error).replace(str(folder), model)
+            raise ConfigError(f"transformers cannot load {model}: {said}") from error
+    chosen = getattr(hf.config, "_attn_implementation", None)
+    assert chosen == "eager", f"transformers chose {chosen!r}"
     return hf.to(current_device()).eval()
+
+
+def _link(files: Mapping[Path, Mapping[str, Extent]], folder: Path) -> None:
+    """The safetensors under names of ours in `folder`, with an index."""
+    weight_map: dict[str, str] = {}
+    for number, (path, tensors) in enumerate(files.items()):
+        name = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        (folder / name).symlink_to(path.absolute())
+        weight_map |= dict.fromkeys(tensors, name)
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (folder / INDEX).write_bytes(strict_json.encoded(index))
 
 
 def _decoder_layers(hf: Any, num_layers: int) -> torch.nn.ModuleList:

@@ -1,0 +1,54 @@
+"""Which directory a model's name stands for: one here, or a repository of the Hugging Face hub.
+
+Knows nothing of what is in it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megatron_policy.errors import ConfigError
+
+from .contained import expanded
+
+_REPOSITORY = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)?", re.ASCII)
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+
+
+def locate(model: str | Path, files: list[str] | None = None) -> Path:
+    """The checkpoint's directory: `model` itself, or that hub repository, fetched if need be.
+
+    Of a repository, `files` alone are fetched, patterns of names; without them all that are read.
+    ConfigError when there is neither: at once for what can only be a path, and where the hub cannot
+    be reached.
+    """
+    path = expanded(model)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ConfigError(f"model {str(model)!r} is no directory, but a file")
+    if path.parent != Path() and path.parent.is_dir():  # no repository, but a slip in a path
+        raise ConfigError(f"model {str(model)!r} is no directory: {path.parent} has {_names(path)}")
+    if _REPOSITORY.fullmatch(str(model)) is None:
+        raise ConfigError(f"model {str(model)!r} is no directory, nor the name of a hub repository")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                str(model), allow_patterns=files or _HUB_FILES, ignore_patterns=["*/*"]
+            )
+        )
+    except (OSError, ValueError) as error:
+        raise no_such_model(model, error) from error
+
+
+def no_such_model(model: str | Path, error: Exception) -> ConfigError:
+    """The error for a name that is neither a directory nor a repository that can be had."""
+    return ConfigError(f"model {str(model)!r} is no directory here, nor on the hub: {error}")
+
+
+def _names(beside: Path) -> str:
+    names = sorted(path.name for path in beside.parent.iterdir() if path.name[0] != ".")
+    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "") if names else "nothing"

@@ -1,0 +1,19 @@
+"""Lines on the terminal: names in them are others', and print as text whatever they hold."""
+
+from __future__ import annotations
+
+import typer
+
+
+def say(line: str, err: bool = False) -> None:
+    """Print a line."""
+    typer.echo(printable(line), err=err)
+
+
+def printable(text: str) -> str:
+    """The text with escapes for what would steer a terminal, or has no form in UTF-8."""
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )

@@ -1,0 +1,95 @@
+"""A YAML file read in bounded time: its size, its depth and what its aliases stand for have limits.
+
+Knows no configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_policy.errors import ConfigError
+
+MAX_BYTES = 2**18
+"""Of a file; a configuration has some thousands."""
+MAX_DEPTH = 50
+MAX_VALUES = 100_000
+"""Of a document, with every alias replaced by what it stands for."""
+
+
+def load(path: Path) -> Any:
+    """The document in the file; ConfigError saying what is wrong with it."""
+    if not path.is_file():
+        raise ConfigError(f"there is no configuration file {path}")
+    if path.stat().st_size > MAX_BYTES:
+        raise ConfigError(f"{path} has more than {MAX_BYTES} bytes: it is no configuration")
+    try:
+        loader = yaml.SafeLoader(path.read_bytes())
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _check(node)
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except RecursionError as error:
+        raise ConfigError(f"{path}: its values lie too deep in each other") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError, ArithmeticError, LookupError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    except (AttributeError, TypeError) as error:  # of PyYAML, for values that belie their tags
+        raise ConfigError(f"{path} is not valid YAML: a value is not what its tag says") from error
+
+
+def _check(root: yaml.Node) -> None:
+    """ValueError for nodes in themselves, too deep or too many, and for keys that stand twice."""
+    sizes: dict[yaml.Node, int] = {}
+    _measure(root, sizes, set(), 0)
+    for node in sizes:
+        if isinstance(node, yaml.MappingNode):
+            _check_keys(node)
+
+
+def _measure(
+    node: yaml.Node, sizes: dict[yaml.Node, int], above: set[yaml.Node], depth: int
+) -> int:
+    """How many values the node stands for."""
+    if node in above:
+        raise ValueError(f"what stands in line {_line(node)} contains itself")
+    if depth > MAX_DEPTH:
+        raise ValueError(f"line {_line(node)} lies more than {MAX_DEPTH} values deep")
+    if node not in sizes:
+        above.add(node)
+        size = 1 + sum(_measure(each, sizes, above, depth + 1) for each in _within(node))
+        above.discard(node)
+        if size > MAX_VALUES:
+            raise ValueError(f"what stands in line {_line(node)} has more than {MAX_VALUES} values")
+        sizes[node] = size
+    return sizes[node]
+
+
+def _within(node: yaml.Node) -> Iterator[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield from (key, value)
+    elif isinstance(node, yaml.SequenceNode):
+        yield from node.value
+
+
+def _check_keys(node: yaml.MappingNode) -> None:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+            if key.value in seen:
+                raise ValueError(f"line {_line(key)} names {key.value!r:.200} a second time")
+            seen.add(key.value)
+
+
+def _line(node: yaml.Node) -> int:
+    line: int = node.start_mark.line
+    return line + 1

@@ -1,0 +1,428 @@
+"""Files that are made to hurt whoever reads them: one line, exit 1, and nothing is reached."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from megatron_policy.cli import app
+from megatron_policy.config import PolicyConfig
+from megatron_policy.conversion import convert
+from megatron_policy.conversion.digests import UNSEALED, sealed
+from megatron_policy.converters import strict_json
+from megatron_policy.converters.hf_config import read_config
+from megatron_policy.converters.hf_files import INDEX, MANIFEST, SINGLE
+from megatron_policy.errors import ConfigError
+from megatron_policy.parity.reference import read_reference
+from megatron_policy.parity.result import Job
+from tests.unit.test_conversion_damage import write_raw
+from tests.unit.training_checkpoints import make_save
+
+SMALL = {"layers": 2, "vocab": 250, "hidden": 32, "heads": 2, "groups": 1, "ffn": 48}
+
+
+@pytest.fixture
+def model(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoint("qwen2", **SMALL), tmp_path / "model"))
+
+
+def refused(*arguments: object, code: int = 1) -> str:
+    """The one line that a command leaves."""
+    result = CliRunner().invoke(app, [str(each) for each in arguments])
+    assert result.exit_code == code, (result.output, result.exception)
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    assert len(result.stderr) < 5000
+    return result.stderr
+
+
+def change(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(value=values)
+def test_plain_json_is_read_as_it_was_written(value: Any) -> None:
+    assert strict_json.parse(strict_json.encoded(value), finite=False) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[" * 100_000, "deep"),
+        ("[" * 65 + "]" * 65, "deep"),
+        ('{"a": ' * 3000 + "1" + "}" * 3000, "deep"),
+        ('{"b": [{"a": 1, "a": 2}]}', "names a twice"),
+        ("[NaN]", "NaN"),
+        ("[1, -Infinity]", "-Infinity"),
+        ("[1e999]", "1e999"),
+        ("9" * 5000, "digits"),
+        ("", "Expecting value"),
+        ("\udcff", "decode"),
+    ],
+)
+def test_what_is_no_json_or_hurts_is_a_value_error(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        strict_json.parse(text.encode("utf-8", "surrogateescape"))
+
+
+def test_names_that_stand_twice_in_a_header_are_found_in_one_pass(model: Path) -> None:
+    """Of 200,000 pairs, each name against all names would be 40 thousand million comparisons."""
+    entry = '{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
+    header = ", ".join(f'"n{number % 100_000}": {entry}' for number in range(200_000))
+    write_raw(model / SINGLE, f"{{{header}}}", bytes(4))
+    assert "n0, n1, " in (said := refused("inspect", model)) and "and 99980 more twice" in said
+
+
+@pytest.mark.parametrize("shape", [[1] * 100, [2**63, 0], [10**4000, 0], [True]])
+def test_a_shape_that_no_tensor_has_is_refused(model: Path, shape: list[int]) -> None:
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+    write_raw(model / SINGLE, json.dumps({"x": entry}), b"")
+    assert SINGLE in refused("inspect", model)
+
+
+def bomb(levels: int) -> str:
+    """Nine times nine times nine ... values."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    for level in range(1, levels):
+        lines.append(f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]")
+    return "\n".join([*lines, f"policy: {{model_name: *a{levels - 1}}}"])
+
+
+def merges(levels: int) -> str:
+    lines = ["a0: &a0 {k: 1}"]
+    for level in range(1, levels):
+        lines.append(f"a{level}: &a{level} {{<<: [*a{level - 1}, *a{level - 1}]}}")
+    return "\n".join([*lines, f"policy: *a{levels - 1}"])
+
+
+YAML = {
+    "aliases of aliases": (bomb(10), "more than 100000 values"),
+    "merges of merges": (merges(30), "more than 100000 values"),
+    "a mapping in itself": ("policy: &p {model_name: m, x: *p}", "contains itself"),
+    "a list in itself": ("policy: {model_name: &l [*l]}", "contains itself"),
+    "lists in lists": ("policy: " + "[" * 50_000, "deep"),
+    "blocks in blocks": ("".join(" " * n + "a:\n" for n in range(400)), "deep"),
+    "sixty levels": ("policy: " + "[" * 60 + "]" * 60, "deep"),
+    "a large file": ("policy: {}\n" + "#" * 2**18, "bytes"),
+    "no day": ("policy: {model_name: 2001-99-99}", "month"),
+    "an endless number": ("policy: {model_name: " + "9" * 5000 + "}", "digits"),
+    "no text": ("policy: \udcff", "not valid YAML"),
+    "a key twice": ("policy: {model_name: m, model_name: n}", "'model_name' a second time"),
+    "no truth": ("policy: {model_name: !!bool abc}", "not valid YAML"),
+    "a number of nothing": ("policy: {model_name: !!int ''}", "not valid YAML"),
+    "a time of no day": ("policy: {model_name: !!timestamp abc}", "not valid YAML"),
+    "a call": ("policy: !!python/object/apply:os.mkdir [evil-was-here]", "not valid YAML"),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), YAML.values(), ids=YAML)
+def test_a_configuration_that_hurts_is_one_line(
+    tmp_path: Path, text: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "policy.yaml"
+    file.write_text(text, errors="surrogateescape")
+    with pytest.raises(ConfigError, match=said):
+        PolicyConfig.from_yaml(file)
+    assert said in refused("inspect-config", file, code=2)
+    assert os.listdir(tmp_path) == ["policy.yaml"]
+
+
+def test_a_message_about_a_value_is_of_bounded_length(tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    many = ", ".join(["*a"] * 5000)
+    file.write_text(f"a: &a {'x' * 20_000}\npolicy: {{train_micro_batch_size: [{many}]}}\n")
+    with pytest.raises(ConfigError) as caught:
+        PolicyConfig.from_yaml(file)
+    assert len(str(caught.value)) < 10_000
+
+
+def test_aliases_and_merges_within_bounds_are_read_as_ever(tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").write_text(
+        "base: &base {train_micro_batch_size: 1, megatron_cfg: {enabled: true}}\n"
+        "policy: {<<: *base, model_name: m, train_global_batch_size: 2, "
+        "train_micro_batch_size: 2}\n"
+    )
+    config = PolicyConfig.from_yaml(tmp_path / "policy.yaml")
+    assert config.train_micro_batch_size == 2 and config.megatron_cfg.enabled
+
+
+CONFIGS = {
+    "lists in lists": '{"model_type": "qwen2", "x": ' + "[" * 50_000,
+    "objects in objects": '{"model_type": "qwen2", "x": ' + '{"a": ' * 90 + "1" + "}" * 91,
+    "a field twice": '{"model_type": "qwen2", "hidden_size": 32, "hidden_size": 64}',
+    "a list of model types": '{"model_type": ["qwen2"]}',
+    "a model type in a dict": '{"model_type": {"qwen2": 1}}',
+    "layers without end": '{"model_type": "qwen2", "num_hidden_layers": 1000000000}',
+    "infinite layers": '{"model_type": "qwen2", "num_hidden_layers": Infinity}',
+    "experts without end": '{"model_type": "qwen3_moe", "num_experts": 1000000000}',
+    "a method's name": '{"model_type": "qwen2", "to_dict": 3, "__class__": "x"}',
+    "a family of transformers alone": '{"model_type": "timm_backbone", "backbone": "evil/repo"}',
+    "no text": "\udcff",
+}
+
+
+@pytest.mark.parametrize("text", CONFIGS.values(), ids=CONFIGS)
+def test_a_config_that_hurts_is_one_line(model: Path, text: str) -> None:
+    (model / "config.json").write_text(text, errors="surrogateescape")
+    for command in (("inspect", model), ("plan", "--refit", model), ("parity", model)):
+        refused(*command)
+
+
+@pytest.mark.parametrize(
+    "value", [None, [], {}, "x", -1, 1e308, float("inf"), True, [[]]], ids=repr
+)
+def test_any_field_of_a_config_may_have_any_value_and_inspect_says_so_or_takes_it(
+    model: Path, value: Any
+) -> None:
+    whole = json.loads((model / "config.json").read_text())
+    for name in whole:
+        (model / "config.json").write_text(json.dumps(whole | {name: value}))
+        result = CliRunner().invoke(app, ["inspect", str(model)])
+        assert result.exit_code in (0, 1), (name, value, result.exception)
+        assert result.stderr.count("\n") == result.exit_code, (name, result.stderr)
+
+
+INTERNAL = (
+    {"_attn_implementation": "evil/kernel"},
+    {"attn_implementation": "evil/kernel"},
+    {"_attn_implementation_internal": "evil/kernel"},
+    {"_attn_implementation": {"": "evil/kernel"}},
+    {"_attn_implementation": "sdpa"},
+    {"_experts_implementation": "evil/kernel"},
+    {"auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}},
+    {"auto_map": {"AutoConfig": "evil/repo--evil.C", "AutoModelForCausalLM": "evil/repo--e.M"}},
+    {"transformers_weights": "../elsewhere.safetensors"},
+    {"configuration_files": ["config.4.0.0.json"]},
+    {"torch_dtype": "load"},
+    {"num_labels": 10**12},
+)
+
+
+@pytest.mark.parametrize("fields", INTERNAL, ids=repr)
+def test_the_reference_computes_eagerly_and_runs_nothing_whatever_the_config_asks_for(
+    model: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.integrations import hub_kernels
+
+    def reached(*arguments: Any, **settings: Any) -> Any:
+        raise AssertionError("a kernel was asked for")
+
+    for name in ("load_and_register_attn_kernel", "get_kernel", "lazy_load_kernel"):
+        monkeypatch.setattr(hub_kernels, name, reached, raising=False)
+    plain = read_reference(str(model), job(model), "float32", per_layer=False)
+    change(model / "config.json", **fields)
+    (model / "config.4.0.0.json").write_text("{}")
+    (model / "evil.py").write_text(f"open({str(model / 'was-run')!r}, 'w')")
+    (model / "adapter_config.json").write_text('{"base_model_name_or_path": "evil/repo"}')
+    (model / "generation_config.json").write_text("[" * 50_000)
+    found = read_reference(str(model), job(model), "float32", per_layer=False)
+    assert (found.logits == plain.logits).all()
+    assert not (model / "was-run").exists()
+
+
+def job(model: Path) -> Job:
+    return Job(str(model), 250, 2, 1, 1, False, "float32", 2, 8, 0, False, 60.0)
+
+
+def test_a_reference_that_asks_for_a_quantiser_is_refused(model: Path) -> None:
+    change(model / "config.json", quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ConfigError, match="quantised to fp8"):
+        read_reference(str(model), job(model), "float32", per_layer=False)
+
+
+MANIFESTS: tuple[dict[str, Any], ...] = (
+    {"files": None},
+    {"files": []},
+    {"files": {"config.json": None}},
+    {"tensors": None},
+    {"tensors": {"x": ["float32", [1.5], "00"]}},
+    {"tensors": {"x": ["load", [1], "00"]}},
+    {"tensors": {"x": 3}},
+    {"step": float("inf")},
+    {"step": "3"},
+    {"step": -1},
+    {"source": None},
+    {"source": "x"},
+    {"family": 3},
+    {"digest": None},
+    {"format": []},
+)
+
+
+@pytest.mark.parametrize("fields", MANIFESTS, ids=repr)
+def test_a_manifest_of_another_form_is_one_line(
+    model: Path, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    convert(model, tmp_path / "mcore", "mcore")
+    path = tmp_path / "mcore" / MANIFEST
+    content = json.loads(path.read_text()) | {"digest": UNSEALED} | fields
+    path.write_bytes(sealed(json.dumps(content).encode()))
+    for command in (
+        ("verify", tmp_path / "mcore"),
+        ("convert", tmp_path / "mcore", tmp_path / "out", "--to", "hf"),
+    ):
+        assert f"{path} is damaged: " in refused(*command)
+    assert sorted(os.listdir(tmp_path)) == ["mcore", "model"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"files": None},
+        {"step": float("inf")},
+        {"step": 1e999},
+        {"layout": {"tp": []}},
+        {"layout": None},
+        {"records": {"a": [[0, float("inf"), "x"]]}},
+        {"tensors": {"a": ["float32", [1e3]]}},
+    ],
+    ids=repr,
+)
+def test_a_manifest_of_a_training_of_another_form_is_one_line(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    make_save(tmp_path, 3)
+    path = tmp_path / "iter_0000003" / "checkpoint.json"
+    content = json.loads(path.read_text()) | {"digest": UNSEALED} | fields
+    path.write_bytes(sealed(json.dumps(content).encode()))
+    assert f"{path} is damaged: " in refused("verify", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", SINGLE, INDEX, MANIFEST, "tokenizer.json", "metadata.json", ".metadata"]
+)
+def test_nobody_waits_for_a_pipe_that_stands_where_a_file_belongs(model: Path, name: str) -> None:
+    (model / name).unlink(missing_ok=True)
+    if name == INDEX:
+        (model / SINGLE).unlink()
+    os.mkfifo(model / name)
+    harmless = name in ("tokenizer.json", "metadata.json", ".metadata")
+    for command in (("inspect", model), ("verify", model, model)):
+        result = CliRunner().invoke(app, [str(each) for each in command])
+        looks = (command[0] == "inspect") != (name == MANIFEST) or name in (SINGLE, INDEX)
+        assert result.exit_code == int(looks and not harmless), (command, result.output)
+        assert result.exception is None or isinstance(result.exception, SystemExit)
+
+
+@pytest.mark.parametrize(
+    "name", ["latest_checkpointed_iteration.txt", "iter_0000003/checkpoint.json"]
+)
+def test_a_tracker_or_a_manifest_that_is_a_pipe_is_one_line(tmp_path: Path, name: str) -> None:
+    make_save(tmp_path, 3)
+    make_save(tmp_path, 2)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    place = tmp_path if name.startswith("latest") else tmp_path / "iter_0000003"
+    assert str(place) in refused("verify", place)
+
+
+@pytest.mark.parametrize("to_itself", [True, False])
+def test_a_destination_that_is_a_loop_of_links_is_one_line(
+    model: Path, tmp_path: Path, to_itself: bool
+) -> None:
+    (tmp_path / "a").symlink_to("a" if to_itself else "b")
+    (tmp_path / "b").symlink_to("a")
+    before = sorted(os.listdir(tmp_path))
+    for more in ((), ("--overwrite",)):
+        said = refused("convert", model, tmp_path / "a", "--to", "mcore", *more)
+        assert "leads back to itself" in said
+    assert sorted(os.listdir(tmp_path)) == before
+    refused("convert", tmp_path / "a", tmp_path / "out", "--to", "mcore")
+
+
+def test_a_home_directory_that_nobody_has_is_one_line(model: Path) -> None:
+    for command in (
+        ("inspect", "~nobody-of-that-name/x"),
+        ("convert", model, "~nobody-of-that-name/x", "--to", "mcore"),
+        ("verify", "~nobody-of-that-name/x"),
+    ):
+        assert "~nobody-of-that-name/x" in refused(*command)
+
+
+def test_a_name_that_is_no_text_is_carried_along_and_printed_as_one(
+    model: Path, tmp_path: Path
+) -> None:
+    name = os.fsdecode(b"no\xfftes.txt")
+    (model / name).write_text("x")
+    out = tmp_path / os.fsdecode(b"o\xffut")
+    for command in (
+        ("convert", model, out, "--to", "mcore", "--dry-run"),
+        ("convert", model, out, "--to", "mcore"),
+        ("verify", out),
+        ("verify", out, model),
+        ("convert", out, tmp_path / "back", "--to", "hf"),
+    ):
+        result = CliRunner().invoke(app, [str(each) for each in command])
+        assert result.exit_code == 0, (result.output, result.exception)
+    assert (tmp_path / "back" / name).read_text() == "x"
+    (out / "hf" / name).write_text("y")
+    result = CliRunner().invoke(app, ["verify", str(out)])
+    assert result.exit_code == 1 and r"no\udcfftes.txt is damaged" in result.stderr
+    assert r"\udcff" in refused("inspect", out / "nothing")
+
+
+def test_a_name_that_steers_terminals_is_printed_with_escapes(model: Path) -> None:
+    write_raw(
+        model / SINGLE,
+        json.dumps({"x\x1b]0;evil\x07\ny": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}),
+        bytes(4),
+    )
+    result = CliRunner().invoke(app, ["inspect", str(model)])
+    assert result.exit_code == 1 and "\x1b" not in result.output and r"\x1b" in result.output
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("index", [False, True])
+def test_a_directory_with_nothing_but_pickled_weights_is_one_line(
+    model: Path, tmp_path: Path, index: bool
+) -> None:
+    (model / SINGLE).rename(model / "pytorch_model.bin")
+    if index:
+        (model / "pytorch_model.bin.index.json").write_text("{}")
+    for command in (
+        ("inspect", model),
+        ("convert", model, tmp_path / "out", "--to", "mcore"),
+        ("verify", model),
+        ("verify", model, model),
+        ("parity", model),
+        ("plan", "--refit", model),
+    ):
+        assert "pytorch_model.bin" in refused(*command)
+
+
+def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(monkeypatch: Any) -> None:
+    import huggingface_hub
+
+    def asked(*arguments: Any, **settings: Any) -> Any:
+        raise AssertionError("the hub was asked")
+
+    for name in ("snapshot_download", "hf_hub_download"):
+        monkeypatch.setattr(huggingface_hub, name, asked)
+    for path in (
+        "/no/such/dir",
+        "./no/such",
+        "no/such/dir",
+        "../../no/such",
+        "no/",
+        "a b",
+        "~/no/x",
+    ):
+        with pytest.raises(ConfigError, match="is no directory"):
+            read_config(path)
+    with pytest.raises(AssertionError, match="asked"):
+        read_config("org/name")
