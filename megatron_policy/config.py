@@ -12,17 +12,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from pydantic import (
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-)
+from pydantic import ValidationError
 
 from megatron_policy import config_yaml
 from megatron_policy.config_classify import classify
 from megatron_policy.config_complete import check, complete
+from megatron_policy.config_numbers import Bytes, Count, Gib, Norm, Rate, Seconds, Seed
 from megatron_policy.config_sections import (
     CheckpointConfig,
     DTensorConfig,
@@ -33,7 +28,6 @@ from megatron_policy.config_sections import (
     MegatronDDPConfig,
     MegatronOptimizerConfig,
     MegatronSchedulerConfig,
-    Norm,
     PytorchOptimizerConfig,
     SchedulerMilestones,
     Section,
@@ -80,39 +74,39 @@ class PolicyConfig(Section):
     model_name: str
     tokenizer: TokenizerConfig = TokenizerConfig()
     precision: Dtype = "bfloat16"
-    train_global_batch_size: PositiveInt
-    train_micro_batch_size: PositiveInt
-    logprob_batch_size: PositiveInt = 1
+    train_global_batch_size: Count
+    train_micro_batch_size: Count
+    logprob_batch_size: Count = 1
     """Rows of one forward pass; `train_micro_batch_size` when not given."""
-    logprob_chunk_size: PositiveInt = 1024
+    logprob_chunk_size: Count = 1024
     """Tokens whose logits, over the vocabulary, exist at one time where log-probabilities are all
     that is asked for; changes memory, not results."""
-    generation_batch_size: PositiveInt = 1
+    generation_batch_size: Count = 1
     """Rows generated at once; `logprob_batch_size` when not given."""
     generation: GenerationConfig | None = None
-    max_total_sequence_length: PositiveInt = 4096
+    max_total_sequence_length: Count = 4096
     """Tokens of a prompt and its continuation together: where `generate` ends at the latest."""
-    make_sequence_length_divisible_by: PositiveInt = 1
+    make_sequence_length_divisible_by: Count = 1
     max_grad_norm: Norm = 1.0
     """Counts where `megatron_cfg.optimizer.clip_grad` is not given."""
-    learning_rate: NonNegativeFloat | None = None
+    learning_rate: Rate | None = None
     """Counts where `megatron_cfg.optimizer.lr` is not given."""
-    seed: NonNegativeInt = 1234
+    seed: Seed = 1234
     """Of sampling and dropout."""
     megatron_cfg: MegatronConfig = MegatronConfig()
     dtensor_cfg: DTensorConfig = DTensorConfig()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
-    refit_buffer_size_gb: PositiveFloat | None = None
+    refit_buffer_size_gb: Gib | None = None
     """GiB, on each rank, of the buffers that weights travel in to an engine on the same device;
     a fifth of the free memory when not given."""
-    refit_bucket_bytes: PositiveInt = DEFAULT_BUCKET_BYTES
+    refit_bucket_bytes: Bytes = DEFAULT_BUCKET_BYTES
     """The most that one collective of a refit moves."""
     refit_dtype: Dtype | None = None
     """Of the weights that engines are handed; the checkpoint's when not given."""
-    refit_timeout_s: PositiveFloat = DEFAULT_TIMEOUT_S
+    refit_timeout_s: Seconds = DEFAULT_TIMEOUT_S
     """The longest wait of a refit for another rank or an engine."""
-    checkpoint_timeout_s: PositiveFloat = DEFAULT_TIMEOUT_S
+    checkpoint_timeout_s: Seconds = DEFAULT_TIMEOUT_S
     """The longest wait of a save or a load for another rank that gives no sign of life."""
     ignore_unknown_keys: tuple[str, ...] = ()
     """Paths below `policy` that may be unknown, and then have no effect: keys of a newer host."""

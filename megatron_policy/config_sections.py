@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+from megatron_policy.config_numbers import (
+    Count,
+    CountOrZero,
+    Epsilon,
+    Fraction,
+    Limit,
+    Momentum,
+    Norm,
+    Probability,
+    Rate,
+    Temperature,
 )
 
 Precision = Literal["float32", "bfloat16"]
-SchedulerMilestones = dict[str, list[int]]
+SchedulerMilestones = dict[str, list[CountOrZero]]
 
 _DTYPE_NAMES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -26,22 +30,11 @@ def _full_dtype_name(value: Any) -> Any:
     return _DTYPE_NAMES.get(value, value) if isinstance(value, str) else value
 
 
-def _zero_for_none(value: Any) -> Any:
-    return 0.0 if value is None else value
-
-
-def _none_for_unlimited(value: Any) -> Any:
-    return None if value in (-1, 0) else value
-
-
 def _as_text(value: Any) -> Any:
     return {k: str(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
 
 Dtype = Annotated[Precision, BeforeValidator(_full_dtype_name)]
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-Norm = Annotated[NonNegativeFloat, BeforeValidator(_zero_for_none)]
-"""A limit of a gradient's L2 norm; 0, and null in a file, mean none."""
 
 
 class Section(BaseModel):
@@ -61,11 +54,11 @@ class GenerationConfig(Section):
     """What the policy's own `generate` does; settings of other engines are not read here."""
 
     backend: str | None = None
-    max_new_tokens: PositiveInt
-    temperature: NonNegativeFloat = 1.0
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[PositiveInt | None, BeforeValidator(_none_for_unlimited)] = None
-    stop_token_ids: tuple[NonNegativeInt, ...] = ()
+    max_new_tokens: Count
+    temperature: Temperature = 1.0
+    top_p: Probability = 1.0
+    top_k: Limit = None
+    stop_token_ids: tuple[CountOrZero, ...] = ()
     """Tokens that end a row besides the tokenizer's end of sequence."""
     stop_strings: tuple[str, ...] | None = None
 
@@ -77,8 +70,8 @@ class DTensorConfig(Section):
     cpu_offload: bool = False
     sequence_parallel: bool = False
     activation_checkpointing: bool = False
-    tensor_parallel_size: PositiveInt = 1
-    context_parallel_size: PositiveInt = 1
+    tensor_parallel_size: Count = 1
+    context_parallel_size: Count = 1
     custom_parallel_plan: str | None = None
 
 
@@ -86,11 +79,11 @@ class DynamicBatchingConfig(Section):
     """Microbatches of a number of tokens instead of a number of rows: of rows of similar length."""
 
     enabled: bool = False
-    train_mb_tokens: PositiveInt | None = None
+    train_mb_tokens: Count | None = None
     """Tokens of a microbatch, padding included; `logprob_mb_tokens` when not given."""
-    logprob_mb_tokens: PositiveInt | None = None
+    logprob_mb_tokens: Count | None = None
     """The same where nothing is trained; `train_mb_tokens` when not given."""
-    sequence_length_round: PositiveInt | None = None
+    sequence_length_round: Count | None = None
     """A microbatch is as wide as its longest row, rounded up to this;
     `make_sequence_length_divisible_by` when not given."""
 
@@ -99,9 +92,9 @@ class SequencePackingConfig(Section):
     """Several sequences in one row, without padding between them."""
 
     enabled: bool = False
-    train_mb_tokens: PositiveInt | None = None
+    train_mb_tokens: Count | None = None
     """Tokens of a microbatch; `logprob_mb_tokens` when not given."""
-    logprob_mb_tokens: PositiveInt | None = None
+    logprob_mb_tokens: Count | None = None
     """The same where nothing is trained; `train_mb_tokens` when not given."""
     algorithm: str | None = None
     """Which sequences share a row: one of `packing.bins`, by default its `balanced`."""
@@ -125,21 +118,21 @@ class MegatronOptimizerConfig(Section):
     """Adam with decoupled weight decay, or SGD. `lr` and `min_lr` are the schedule's ends."""
 
     optimizer: Literal["adam", "sgd"] = "adam"
-    lr: NonNegativeFloat = 1e-6
-    min_lr: NonNegativeFloat = 0.0
-    weight_decay: NonNegativeFloat = 0.01
+    lr: Rate = 1e-6
+    min_lr: Rate = 0.0
+    weight_decay: Rate = 0.01
     bf16: bool | None = None
     fp16: bool = False
     params_dtype: str | None = None
-    adam_beta1: Fraction = 0.9
-    adam_beta2: Fraction = 0.999
-    adam_eps: PositiveFloat = 1e-8
-    sgd_momentum: Fraction = 0.9
+    adam_beta1: Momentum = 0.9
+    adam_beta2: Momentum = 0.999
+    adam_eps: Epsilon = 1e-8
+    sgd_momentum: Momentum = 0.9
     use_distributed_optimizer: bool = True
     use_precision_aware_optimizer: bool = False
     clip_grad: Norm = 1.0
     optimizer_cpu_offload: bool = False
-    optimizer_offload_fraction: NonNegativeFloat = 0.0
+    optimizer_offload_fraction: Fraction = 0.0
 
 
 class MegatronSchedulerConfig(Section):
@@ -149,14 +142,14 @@ class MegatronSchedulerConfig(Section):
     call counts as one iteration.
     """
 
-    start_weight_decay: NonNegativeFloat = 0.01
-    end_weight_decay: NonNegativeFloat = 0.01
+    start_weight_decay: Rate = 0.01
+    end_weight_decay: Rate = 0.01
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
-    lr_decay_iters: NonNegativeInt = 0
+    lr_decay_iters: CountOrZero = 0
     """0 until `PolicyConfig.parse` has filled it in."""
-    lr_warmup_iters: NonNegativeInt = 0
-    lr_warmup_init: NonNegativeFloat = 0.0
+    lr_warmup_iters: CountOrZero = 0
+    lr_warmup_init: Rate = 0.0
 
 
 class MegatronDDPConfig(Section):
@@ -185,35 +178,35 @@ class MegatronConfig(Section):
     """Layout, kernels, optimizer and schedule of the Megatron worker."""
 
     enabled: bool = False
-    tensor_model_parallel_size: PositiveInt = 1
-    pipeline_model_parallel_size: PositiveInt = 1
-    virtual_pipeline_model_parallel_size: PositiveInt = 1
+    tensor_model_parallel_size: Count = 1
+    pipeline_model_parallel_size: Count = 1
+    virtual_pipeline_model_parallel_size: Count = 1
     """Model chunks per pipeline stage."""
-    num_layers_in_first_pipeline_stage: PositiveInt | None = None
-    num_layers_in_last_pipeline_stage: PositiveInt | None = None
-    context_parallel_size: PositiveInt = 1
-    expert_model_parallel_size: PositiveInt = 1
-    expert_tensor_parallel_size: PositiveInt | None = None
+    num_layers_in_first_pipeline_stage: Count | None = None
+    num_layers_in_last_pipeline_stage: Count | None = None
+    context_parallel_size: Count = 1
+    expert_model_parallel_size: Count = 1
+    expert_tensor_parallel_size: Count | None = None
     sequence_parallel: bool = False
     pipeline_dtype: Dtype | None = None
     activation_checkpointing: bool = False
     recompute_granularity: Literal["full", "selective"] | None = None
     """None after parsing unless `activation_checkpointing` is on."""
     recompute_method: Literal["uniform", "block"] | None = None
-    recompute_num_layers: PositiveInt | None = None
+    recompute_num_layers: Count | None = None
     recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp"], ...] | None = None
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     attention_backend: str | None = None
     apply_rope_fusion: bool = False
     bias_activation_fusion: bool = False
     defer_fp32_logits: bool = False
-    empty_unused_memory_level: NonNegativeInt = 0
+    empty_unused_memory_level: CountOrZero = 0
     converter_type: str | None = None
     freeze_moe_router: bool = False
     moe_router_dtype: str | None = None
     moe_router_load_balancing_type: str | None = None
-    moe_router_bias_update_rate: float | None = None
-    train_iters: PositiveInt | None = None
+    moe_router_bias_update_rate: Rate | None = None
+    train_iters: Count | None = None
     env_vars: Annotated[dict[str, str], BeforeValidator(_as_text)] = {}
     peft: dict[str, Any] | None = None
     optimizer: MegatronOptimizerConfig = MegatronOptimizerConfig()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
@@ -72,9 +73,11 @@ def check_layout(config: PolicyConfig, architecture: Shape, topology: Topology) 
         *_budgets(config),
     ]
     try:
-        layer_split(config, architecture, topology)
+        split = layer_split(config, architecture, topology)
     except ConfigError as error:
         problems.append(f"policy.megatron_cfg: {error}")
+    else:
+        problems += _recomputed(config, split)
     if pads(config):
         try:
             microbatches(config.train_global_batch_size, config.train_micro_batch_size, topology)
@@ -128,6 +131,29 @@ def layer_split(config: PolicyConfig, architecture: Shape, topology: Topology) -
         megatron.num_layers_in_first_pipeline_stage,
         megatron.num_layers_in_last_pipeline_stage,
     )
+
+
+def _recomputed(config: PolicyConfig, split: LayerSplit) -> Iterator[str]:
+    """Numbers of layers to recompute that a model chunk does not have, or cannot be cut into."""
+    number, method = config.megatron_cfg.recompute_num_layers, config.megatron_cfg.recompute_method
+    counts = sorted({len(chunk) for stage in split.stages for chunk in stage})
+    if number is None:
+        return
+    asked, held = (
+        f"policy.megatron_cfg.recompute_num_layers={number}",
+        " or ".join(map(str, counts)),
+    )
+    if method == "block" and number > counts[-1]:
+        yield (
+            f"{asked} layers of each model chunk cannot be recomputed, which has {held}: use 1 to "
+            f"{counts[-1]}"
+        )
+    elif method == "uniform" and (common := math.gcd(*counts)) % number:
+        legal = [size for size in range(1, common + 1) if common % size == 0]
+        yield (
+            f"{asked} does not divide the layers of each model chunk, which has {held}: use one of "
+            f"{legal}"
+        )
 
 
 def _not_built(config: PolicyConfig) -> Iterator[str]:

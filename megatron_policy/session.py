@@ -20,6 +20,7 @@ from megatron_policy.model.assemble import DTYPES, assemble
 from megatron_policy.model.memory import DeviceMemory
 from megatron_policy.model.optimizer import Trainable
 from megatron_policy.refit.exporter import Exporter
+from megatron_policy.refit.patience import checked_timeout
 from megatron_policy.train.reference import ReferenceWeights
 
 
@@ -40,6 +41,7 @@ class Session:
         init_reference_model: bool,
         source_dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
+        checked_timeout(timeout_s)
         self._table = bind(read_config(config.model_name))
         device.prepare_platform()
         device.place_process()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from megatron_policy.config import PolicyConfig
 from megatron_policy.conversion.headers import read_headers
 from megatron_policy.converters.architecture import Architecture
@@ -13,6 +15,7 @@ from megatron_policy.parity.policy_side import join, policy_section, read_policy
 from megatron_policy.parity.ranks import read_on_ranks
 from megatron_policy.parity.reference import read_reference
 from megatron_policy.parity.result import Difference, Job, Parity, Reading
+from megatron_policy.refit.patience import checked_timeout
 
 ROWS = 2
 """Sequences: more than one, so that rows cannot be taken for positions."""
@@ -49,6 +52,9 @@ def compare(
     replaces the limits of `dtype`; the Hugging Face side can read another checkpoint, `reference`.
     ConfigError, ConversionError or WorkerError when either side cannot be read.
     """
+    checked_timeout(timeout_s)
+    if tolerance is not None and not 0.0 <= tolerance < math.inf:
+        raise ConfigError(f"tolerance is {tolerance}: give a finite number, 0 or more")
     seen = read_headers(model)
     table = bind(seen.config)
     table.check_hf(seen.shapes, seen.dtypes)

@@ -18,7 +18,7 @@ from megatron_policy.refit.calls import Caller, group_name, heard
 from megatron_policy.refit.channels import Channel, Pending
 from megatron_policy.refit.chunks import Writer
 from megatron_policy.refit.manifest import Manifest
-from megatron_policy.refit.patience import FOR_THE_OTHER_SIDE
+from megatron_policy.refit.patience import FOR_THE_OTHER_SIDE, checked_timeout
 from megatron_policy.refit.wire import Layout, Stream
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ class Collective:
             )
         by_stage = train_world_size is not None
         sender, member = _sender_of(exporter, by_stage), None
-        patience_s = (timeout_s or exporter.timeout_s) * FOR_THE_OTHER_SIDE
+        limit_s = exporter.timeout_s if timeout_s is None else checked_timeout(timeout_s)
+        patience_s = limit_s * FOR_THE_OTHER_SIDE
         if sender is not None:
             board = Board(ip, port, patience_s, host=sender == 0)
             member = Member(board, sender, engines, patience_s)

@@ -27,7 +27,7 @@ from megatron_policy.refit.calls import (
 from megatron_policy.refit.channels import Channel, Pending
 from megatron_policy.refit.intake import Intake
 from megatron_policy.refit.manifest import Manifest
-from megatron_policy.refit.patience import DEFAULT_TIMEOUT_S
+from megatron_policy.refit.patience import DEFAULT_TIMEOUT_S, checked_timeout
 from megatron_policy.refit.staging import readers_of
 from megatron_policy.refit.wire import Layout
 
@@ -46,6 +46,7 @@ def join_collective(
     trainers: 1 .. world_size - 1 without `train_world_size`, as only training rank 0 is in such a
     group; train_world_size .. world_size - 1 with it. ConfigError for another rank.
     """
+    checked_timeout(timeout_s)
     trainers = 1 if train_world_size is None else train_world_size
     if not trainers <= rank < world_size:
         raise ConfigError(

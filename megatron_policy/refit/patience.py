@@ -6,13 +6,29 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from megatron_policy.errors import ConfigError
+
 DEFAULT_TIMEOUT_S = 120.0
+SHORTEST_TIMEOUT_S, LONGEST_TIMEOUT_S = 1e-3, 1e6
+"""In between, waits are counted in 32-bit milliseconds somewhere on their way, also where they are
+lengthened by half."""
 
 FOR_THE_OTHER_SIDE = 0.75
 """Of the timeout: how long a trainer's rank waits for its engine, so that the ranks which wait for
 this one to gather with them hear the reason before their own time is up."""
 
 T = TypeVar("T")
+
+
+def checked_timeout(timeout_s: float, name: str = "timeout_s") -> float:
+    """The timeout itself; ConfigError, with its name, for what no wait can be bounded by."""
+    number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if not number or not SHORTEST_TIMEOUT_S <= timeout_s <= LONGEST_TIMEOUT_S:
+        raise ConfigError(
+            f"{name} is {timeout_s!r}: give seconds between {SHORTEST_TIMEOUT_S:g} and "
+            f"{LONGEST_TIMEOUT_S:g}"
+        )
+    return timeout_s
 
 
 def started(thread: threading.Thread) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_policy.refit.intake import Engine, Intake, Load, forms
 from megatron_policy.refit.manifest import Manifest
-from megatron_policy.refit.patience import DEFAULT_TIMEOUT_S
+from megatron_policy.refit.patience import DEFAULT_TIMEOUT_S, checked_timeout
 
 
 class Receiver:
@@ -37,7 +37,7 @@ class Receiver:
         a second copy of the weights stays until `release`. Without it `load` is called piece by
         piece as they come, and a refit that fails half-way leaves the engine `mixed`.
         """
-        self.timeout_s = timeout_s
+        self.timeout_s = checked_timeout(timeout_s)
         self._engine = Engine(load, None if expected is None else forms(expected), staged)
         self._unfinished: Intake | None = None
 

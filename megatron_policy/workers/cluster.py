@@ -17,6 +17,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_policy.errors import ConfigError, WorkerError
+from megatron_policy.refit.patience import checked_timeout
 from megatron_policy.workers.environment import python_path
 from megatron_policy.workers.room import (
     CPU_SHARE,
@@ -90,7 +91,7 @@ class RayVirtualCluster:
         self.num_gpus_per_node = num_gpus_per_node
         self.name = name
         self._strategy = placement_group_strategy
-        self._timeout_s = timeout_s
+        self._timeout_s = checked_timeout(timeout_s)
 
     def world_size(self) -> int:
         """Number of bundles, which is the number of workers of a group that uses all of them."""

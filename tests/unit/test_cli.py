@@ -92,7 +92,7 @@ def test_the_version_is_the_packages() -> None:
 def test_of_many_ranks_that_fit_only_the_first_are_looked_for() -> None:
     policy = {
         "model_name": "m",
-        "train_global_batch_size": 10**12,
+        "train_global_batch_size": 10**9,
         "train_micro_batch_size": 1,
         "megatron_cfg": {"enabled": True},
     }

@@ -125,6 +125,10 @@ YAML = {
     "no truth": ("policy: {model_name: !!bool abc}", "not valid YAML"),
     "a number of nothing": ("policy: {model_name: !!int ''}", "not valid YAML"),
     "a time of no day": ("policy: {model_name: !!timestamp abc}", "not valid YAML"),
+    "a number too long to write": (
+        "policy: {train_micro_batch_size: 0x" + "f" * 9000 + "}",
+        "a int too long to write",
+    ),
     "a call": ("policy: !!python/object/apply:os.mkdir [evil-was-here]", "not valid YAML"),
 }
 

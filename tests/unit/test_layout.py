@@ -125,6 +125,45 @@ def test_the_layer_split_is_that_of_the_configuration() -> None:
     assert split == LayerSplit(stages=((range(0, 5),), (range(5, 8),)))
 
 
+UNEVEN = {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 6}
+CHUNKS = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+
+
+def recomputed(number: int, method: str, **layout: int) -> PolicyConfig:
+    return config(
+        activation_checkpointing=True,
+        recompute_method=method,
+        recompute_num_layers=number,
+        **layout,
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "layout", "legal", "named"),
+    [
+        ("uniform", {}, [1, 2, 4, 8], "has 8: use one of [1, 2, 4, 8]"),
+        ("uniform", UNEVEN, [1, 2], "has 2 or 6: use one of [1, 2]"),
+        ("uniform", CHUNKS, [1, 2], "has 2: use one of [1, 2]"),
+        ("block", {}, range(1, 9), "has 8: use 1 to 8"),
+        ("block", UNEVEN, range(1, 7), "has 2 or 6: use 1 to 6"),
+        ("block", CHUNKS, [1, 2], "has 2: use 1 to 2"),
+    ],
+)
+def test_layers_to_recompute_are_those_that_a_model_chunk_has(
+    method: str, layout: dict[str, int], legal: list[int], named: str
+) -> None:
+    world = layout.get("pipeline_model_parallel_size", 1)
+    for number in (*range(1, 10), 99):
+        policy = recomputed(number, method, **layout)
+        if number in legal:
+            check_layout(policy, shape(), topology_of(policy, world))
+        else:
+            said = refusal(policy, shape(), world)
+            assert f"policy.megatron_cfg.recompute_num_layers={number} " in said and named in said
+    off = config(recompute_num_layers=99, **layout)
+    check_layout(off, shape(), topology_of(off, world))
+
+
 def test_batch_sizes_that_do_not_divide_name_the_next_ones_that_do() -> None:
     policy = config(gbs=18, mbs=2)
     said = refusal(policy, shape(), 4)

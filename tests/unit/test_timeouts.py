@@ -1,0 +1,47 @@
+"""Timeouts that callers pass: what no wait can be bounded by is refused before anything waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_policy.errors import ConfigError
+from megatron_policy.parity.compare import compare
+from megatron_policy.policy import MegatronPolicy
+from megatron_policy.refit.collective_receiving import join_collective
+from megatron_policy.refit.patience import checked_timeout
+from megatron_policy.refit.receiver import Receiver
+from megatron_policy.workers.cluster import RayVirtualCluster
+from tests.unit.test_config import minimal
+
+NO_TIMEOUTS = [float("inf"), float("nan"), 1e300, 1e-300, 0, -1.0, True, "60", None]
+
+
+@pytest.mark.parametrize("timeout_s", NO_TIMEOUTS, ids=str)
+def test_what_bounds_no_wait_is_refused_by_name(timeout_s: Any, tmp_path: Path) -> None:
+    def load(weights: Any) -> None:
+        raise AssertionError("nothing is received")
+
+    for make in (
+        lambda: RayVirtualCluster([1], use_gpus=False, timeout_s=timeout_s),
+        lambda: Receiver(load, timeout_s=timeout_s),
+        lambda: join_collective("127.0.0.1", 1, 1, 2, timeout_s=timeout_s),
+        lambda: compare(str(tmp_path), timeout_s=timeout_s),
+        *([] if timeout_s is None else [lambda: MegatronPolicy(minimal(), timeout_s=timeout_s)]),
+    ):
+        with pytest.raises(ConfigError, match=r"timeout_s is .*: give seconds between 0\.001 and"):
+            make()
+
+
+def test_a_timeout_that_can_be_counted_is_taken() -> None:
+    assert [checked_timeout(each) for each in (0.05, 1, 86400, 1e6)] == [0.05, 1, 86400, 1e6]
+
+
+@pytest.mark.parametrize("tolerance", [float("nan"), float("inf"), -1.0])
+def test_a_tolerance_by_which_nothing_can_be_told_is_refused(
+    tolerance: float, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"tolerance is .*: give a finite number"):
+        compare(str(tmp_path), tolerance=tolerance)
