@@ -17,7 +17,7 @@ from megatron_policy.packing.cost import Cost, sequence_cost
 from megatron_policy.packing.multiples import Multiples, round_up
 from megatron_policy.packing.plan import Plan, Span, plan_rows
 from megatron_policy.topology import Topology
-from megatron_policy.train.checks import checked_lengths
+from megatron_policy.train.checks import check_size, checked_lengths
 from megatron_policy.train.microbatch import (
     Microbatch,
     empty_microbatch,
@@ -95,8 +95,7 @@ class Batcher:
 
     def for_reading(self, data: BatchedDataDict, at_once: int) -> Reading:
         """All rows of `data`, `at_once` of them or as many tokens as a microbatch has."""
-        if at_once < 1:
-            raise BatchError(f"{at_once} rows cannot be read at once: pass 1 or more")
+        check_size("micro_batch_size, rows that are read at once,", at_once)
         plan, order = _given(data, self.reading), range(data.size)
         if self.reading.kind == "padded":
             size = min(at_once, data.size)

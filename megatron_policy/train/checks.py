@@ -5,6 +5,8 @@ Shapes: B rows, S positions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -14,8 +16,35 @@ from megatron_policy.errors import BatchError
 from megatron_policy.interfaces import LossFunction, LossInputType
 from megatron_policy.packing.batching import Batching
 from megatron_policy.train.microbatch import inside
+from megatron_policy.train.value_checks import check_kind, check_mask, holds_integers, shape_of
 
 PADDED = Batching("padded")
+
+
+def checked_batch(data: Any, vocab_size: int) -> BatchedDataDict:
+    """`data` as a batch of its own, with the plan it came with, its tokens and lengths int64;
+    BatchError naming the key that does not fit.
+    """
+    if not isinstance(data, Mapping):
+        raise BatchError(f"data is a {type(data).__name__}; pass a BatchedDataDict")
+    batch = BatchedDataDict(data)
+    odd = [key for key in batch if not isinstance(key, str)]
+    if odd:
+        raise BatchError(f"the data have the key {odd[0]!r}; keys are strings")
+    batch["input_ids"] = checked_tokens(batch, vocab_size)
+    rows = batch["input_ids"].size(0)
+    if batch.get("input_lengths") is not None:
+        batch["input_lengths"] = _lengths(batch, "which tell where rows end")
+    for key, value in batch.items():
+        shape = shape_of(key, value)
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            batch[key] = value.detach()  # whose graph one microbatch would use up for the others
+        if shape[0] != rows:
+            raise BatchError(
+                f"{key!r} has shape {shape}, but input_ids have {rows} rows, so that row "
+                f"{min(shape[0], rows)} is in one of them only: dimension 0 must be the batch"
+            )
+    return batch
 
 
 def checked_tokens(data: BatchedDataDict, vocab_size: int) -> torch.Tensor:
@@ -25,14 +54,18 @@ def checked_tokens(data: BatchedDataDict, vocab_size: int) -> torch.Tensor:
     """
     tokens_BS = data.get("input_ids")
     if not isinstance(tokens_BS, torch.Tensor):
-        raise BatchError(f"the data lack a tensor 'input_ids'; they have {sorted(data)}")
+        given = f" (it is a {type(tokens_BS).__name__})" if "input_ids" in data else ""
+        raise BatchError(f"the data lack a tensor 'input_ids'{given}; they have {sorted(data)}")
+    check_kind("input_ids", tokens_BS)
     rows, width = tokens_BS.shape if tokens_BS.ndim == 2 else (0, 0)
     empty = not width or not (rows or data.micro_batch_indices)
-    if empty or tokens_BS.is_floating_point():
+    if empty or not holds_integers(tokens_BS.dtype):
         raise BatchError(
             f"input_ids are {tokens_BS.dtype} of shape {tuple(tokens_BS.shape)}; they must be "
             "integers [B, S] with at least one row and one position"
         )
+    # As int64 before they are compared: the vocabulary's size is no number of a small dtype.
+    tokens_BS = tokens_BS.long()
     outside = (tokens_BS < 0) | (tokens_BS >= vocab_size)
     if outside.any():
         row, position = outside.nonzero()[0].tolist()
@@ -40,7 +73,7 @@ def checked_tokens(data: BatchedDataDict, vocab_size: int) -> torch.Tensor:
             f"input_ids has token {tokens_BS[row, position]} in row {row} at position {position}, "
             f"but the model's vocabulary has {vocab_size} entries: is it this model's tokenizer?"
         )
-    return tokens_BS.long()
+    return tokens_BS
 
 
 def checked_prompts(
@@ -51,7 +84,8 @@ def checked_prompts(
     BatchError naming the key, or the first row whose prompt is empty or leaves no room below
     `max_length` positions.
     """
-    tokens_BS = checked_tokens(data, vocab_size)
+    data = checked_batch(data, vocab_size)
+    tokens_BS = data["input_ids"]
     width = tokens_BS.size(1)
     lengths_B = _lengths(data, "which tell where prompts end")
     longest = min(width, max_length - 1)
@@ -62,7 +96,7 @@ def checked_prompts(
                 f"and {longest} (input_ids are {width} wide, max_total_sequence_length is "
                 f"{max_length})"
             )
-    return tokens_BS, lengths_B.long()
+    return tokens_BS, lengths_B
 
 
 def checked_lengths(data: BatchedDataDict, batching: Batching) -> list[int]:
@@ -87,97 +121,76 @@ def checked_lengths(data: BatchedDataDict, batching: Batching) -> list[int]:
 
 
 def _lengths(data: BatchedDataDict, why: str) -> torch.Tensor:
-    """`input_lengths` `[B]`; BatchError unless they are integers, one for each row."""
+    """`input_lengths` int64 `[B]`; BatchError unless they are integers, one for each row."""
     lengths_B, rows = data.get("input_lengths"), data["input_ids"].size(0)
     if lengths_B is None:
         raise BatchError(f"the data lack a tensor 'input_lengths', {why}; they have {sorted(data)}")
     if not isinstance(lengths_B, torch.Tensor):
         kind = type(lengths_B).__name__
         raise BatchError(f"input_lengths are a {kind}; they must be a tensor of integers [{rows}]")
-    integers = not lengths_B.is_floating_point() and lengths_B.dtype != torch.bool
-    if lengths_B.shape != (rows,) or not integers:
+    check_kind("input_lengths", lengths_B)
+    if lengths_B.shape != (rows,) or not holds_integers(lengths_B.dtype):
         raise BatchError(
             f"input_lengths are {lengths_B.dtype} of shape {tuple(lengths_B.shape)}; they must be "
             f"integers [{rows}], one for each row of input_ids"
         )
-    return lengths_B
+    return lengths_B.long()
+
+
+def is_count(size: object) -> bool:
+    """Whether this is a whole number, 1 or more, by which rows or entries can be counted."""
+    return isinstance(size, Integral) and not isinstance(size, bool) and size >= 1
 
 
 def check_sizes(global_batch_size: int, micro_batch_size: int) -> None:
-    """BatchError unless both are 1 or more."""
-    for name, size in (("gbs", global_batch_size), ("mbs", micro_batch_size)):
-        if size < 1:
-            raise BatchError(f"{name} is {size}: pass 1 or more")
+    """BatchError unless both are whole numbers of 1 or more."""
+    check_size("gbs", global_batch_size)
+    check_size("mbs", micro_batch_size)
 
 
-def check_training_data(
-    data: BatchedDataDict, vocab_size: int, batching: Batching = PADDED
-) -> None:
-    """BatchError naming key and row unless `data` hold what every loss needs, in matching shapes,
-    and lengths and masks that microbatches can be made by.
+def check_size(name: str, size: Any) -> None:
+    """BatchError unless this is a whole number of 1 or more."""
+    if not is_count(size):
+        raise BatchError(f"{name} is {size!r}: pass a whole number, 1 or more")
+
+
+def check_training_data(data: Any, vocab_size: int, batching: Batching = PADDED) -> BatchedDataDict:
+    """`data` as `checked_batch` returns them; BatchError naming key and row unless they hold what
+    every loss needs, in matching shapes, and lengths and masks that microbatches can be made by.
     """
-    rows, length = checked_tokens(data, vocab_size).shape
+    data = checked_batch(data, vocab_size)
+    rows, length = data["input_ids"].shape
     if "sample_mask" not in data:
         raise BatchError(f"the data lack 'sample_mask' [B]; they have {sorted(data)}")
     for key, value in data.items():
-        shape = _shape(key, value)
-        if shape[0] != rows or (shape[1:2] and shape[1] != length):
-            if shape[0] != rows:
-                where = f"row {min(shape[0], rows)} is in one of them only"
-            else:
-                where = f"row 0 has {shape[1]} entries for {length} tokens"
+        shape = shape_of(key, value)
+        if shape[1:2] and shape[1] != length:
             raise BatchError(
-                f"{key!r} has shape {tuple(shape)}, but input_ids are [{rows}, {length}], so that "
-                f"{where}: dimension 0 must be the batch and dimension 1, if any, the sequence"
+                f"{key!r} has shape {shape}, but input_ids are [{rows}, {length}], so that row 0 "
+                f"has {shape[1]} entries for {length} tokens: dimension 0 must be the batch and "
+                "dimension 1, if any, the sequence"
             )
     for key, wanted in (("sample_mask", (rows,)), ("token_mask", (rows, length))):
         if key in data:
-            _check_mask(key, data[key], wanted)
+            check_mask(key, data[key], wanted)
     lengths = checked_lengths(data, batching)
     if "token_mask" in data:
         _check_mask_within(data, lengths)
-
-
-def _check_mask(key: str, mask: Any, shape: tuple[int, ...]) -> None:
-    if not isinstance(mask, torch.Tensor) or mask.shape != shape:
-        has = f"shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else "no tensor"
-        each = "row" if len(shape) == 1 else "token"
-        raise BatchError(
-            f"{key!r} has {has}, which is wrong from row 0 on; it must be {list(shape)}, one "
-            f"number for each {each}"
-        )
-    odd = ~torch.isfinite(mask) | (mask < 0)
-    if odd.any():
-        where = odd.nonzero()[0].tolist()
-        at = f"row {where[0]}" + (f" at position {where[1]}" if where[1:] else "")
-        raise BatchError(
-            f"{key!r} has {mask[tuple(where)]} in {at}; masks are 0, which masks out, or positive"
-        )
+    return data
 
 
 def _check_mask_within(data: BatchedDataDict, lengths: list[int]) -> None:
     """What lies beyond a row's length is not computed, so a loss cannot count it."""
-    mask_BS = data["token_mask"] * data["sample_mask"].unsqueeze(1)
+    mask_BS = data["token_mask"] != 0
     ends_B = torch.tensor(lengths, device=mask_BS.device)
     beyond = torch.arange(mask_BS.size(1), device=mask_BS.device) >= ends_B.unsqueeze(1)
-    counted = beyond & (mask_BS != 0)
+    counted = beyond & mask_BS & (data["sample_mask"] != 0).to(mask_BS.device).unsqueeze(1)
     if counted.any():
         row, position = counted.nonzero()[0].tolist()
         raise BatchError(
             f"token_mask counts position {position} of row {row}, whose input_lengths is "
             f"{lengths[row]}: make the mask 0 beyond it, or the length larger"
         )
-
-
-def _shape(key: str, value: Any) -> tuple[int, ...]:
-    if isinstance(value, torch.Tensor) and value.ndim:
-        return tuple(value.shape)
-    if isinstance(value, list):
-        return (len(value),)
-    raise BatchError(
-        f"{key!r} is a {type(value).__name__} without rows; every value must be a tensor or a list "
-        "with one entry per row"
-    )
 
 
 def loss_kind(loss_fn: LossFunction) -> str | None:
@@ -219,8 +232,7 @@ def check_loss_inputs(loss_fn: LossFunction, data: BatchedDataDict, vocab_size: 
     if not isinstance(entries_BSK, torch.Tensor):
         raise BatchError(f"{key!r} is a {type(entries_BSK).__name__}; it must be a tensor")
     shape, dtype = tuple(entries_BSK.shape), entries_BSK.dtype
-    integers = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-    if len(shape) != 3 or shape[:2] != wanted or not shape[2] or not integers:
+    if len(shape) != 3 or shape[:2] != wanted or not shape[2] or not holds_integers(dtype):
         raise BatchError(
             f"{key!r} is {dtype} of shape {shape}; {name}.candidates must be integers "
             f"[{wanted[0]}, {wanted[1]}, K]: K vocabulary entries for each token of input_ids"

@@ -60,7 +60,7 @@ def generate(
     `batch_size` rows at a time share a KV cache. `generator` draws on one rank of each
     data-parallel replica only, so it need not agree between ranks.
     """
-    prompts_BS, lengths_B = checked_prompts(BatchedDataDict(data), pipeline.vocab_size, max_length)
+    prompts_BS, lengths_B = checked_prompts(data, pipeline.vocab_size, max_length)
     parts = [
         _generate_batch(pipeline, prompts, lengths, sampling, pad_id, max_length, generator)
         for prompts, lengths in zip(

@@ -16,7 +16,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.device import current_device
 from megatron_policy.errors import BatchError
 from megatron_policy.train.batching import Batcher
-from megatron_policy.train.checks import checked_tokens
+from megatron_policy.train.checks import checked_batch, checked_lengths, is_count
 from megatron_policy.train.microbatch import inside
 from megatron_policy.train.output import Output
 from megatron_policy.train.pipeline import Pipeline
@@ -64,9 +64,9 @@ class Scorer:
         """The `k` largest logits after each position and their token ids, fp32 and int64
         `[B, S, k]`, largest first, at temperature 1; 0 beyond `input_lengths`.
         """
-        if not 1 <= k <= self.pipeline.vocab_size:
+        if not is_count(k) or k > self.pipeline.vocab_size:
             raise BatchError(
-                f"k is {k}; it must lie between 1 and the vocabulary size "
+                f"k is {k!r}; it must be a whole number between 1 and the vocabulary size "
                 f"{self.pipeline.vocab_size}"
             )
 
@@ -85,8 +85,10 @@ class Scorer:
         kinds: Sequence[tuple[tuple[int, ...], torch.dtype]],
     ) -> list[torch.Tensor]:
         """What `read` makes of all rows, `[B, S, ...]` of each kind."""
-        pipeline, where, data = self.pipeline, current_device(), BatchedDataDict(data)
-        tokens_BS = checked_tokens(data, pipeline.vocab_size)
+        pipeline, where = self.pipeline, current_device()
+        data = checked_batch(data, pipeline.vocab_size)
+        tokens_BS = data["input_ids"]
+        checked_lengths(data, self.batcher.reading)
         cut = self.batcher.for_reading(data, rows or self.rows)
         parts = pipeline.infer(cut.microbatches, read)
         found: list[torch.Tensor] = []

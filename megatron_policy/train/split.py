@@ -111,7 +111,7 @@ class SplitTraining:
         """
         step, trainable = self._opened(PART), self._can_train(PART)
         self._memory.check(PART, TO_GO_ON)
-        batch = self._cut(step, BatchedDataDict(data))
+        batch = self._cut(step, data)
         ones = torch.ones(2, device=current_device())
         with _marking(step, "a part of the step failed"):
             with accumulating(trainable):
@@ -177,7 +177,7 @@ class SplitTraining:
             raise ConfigError(f"{operation}: no training step is open, call {BEGIN} first")
         return self._step
 
-    def _cut(self, step: OpenStep, data: BatchedDataDict) -> GlobalBatch:
+    def _cut(self, step: OpenStep, data: Mapping[str, Any]) -> GlobalBatch:
         """The part as microbatches, as many on every data-parallel rank."""
         vocab_size = self._pipeline.vocab_size
 
@@ -185,9 +185,9 @@ class SplitTraining:
             step.check_whole(PART)
             if _without_rows(data):
                 return [GlobalBatch(_nothing(), [])]
-            check_training_data(data, vocab_size, self._batcher.training)
-            check_loss_inputs(step.loss_fn, data, vocab_size)
-            return [self._batcher.for_part(data, step.mbs)]
+            checked = check_training_data(data, vocab_size, self._batcher.training)
+            check_loss_inputs(step.loss_fn, checked, vocab_size)
+            return [self._batcher.for_part(checked, step.mbs)]
 
         (batch,) = cut_in_step(cut, self._batcher, self._pipeline.groups.dp)
         return batch
@@ -203,9 +203,12 @@ class SplitTraining:
         return ValidCounts(sequences=total[0], tokens=total[1])
 
 
-def _without_rows(data: BatchedDataDict) -> bool:
+def _without_rows(data: Mapping[str, Any]) -> bool:
+    if not isinstance(data, Mapping):
+        return False  # and is refused
     tokens = data.get("input_ids")
-    return not data or (isinstance(tokens, torch.Tensor) and tokens.shape[:1] == (0,))
+    plain = isinstance(tokens, torch.Tensor) and not tokens.is_nested
+    return not data or (plain and tokens.shape[:1] == (0,))
 
 
 def _nothing() -> BatchedDataDict:

@@ -133,13 +133,12 @@ def train(
     they add up to the true values), `rank`. BatchError, before anything is computed, for data that
     cannot be cut, on all data-parallel ranks if it is so on one.
     """
-    data = BatchedDataDict(data)
 
     def cut() -> list[GlobalBatch]:
         check_sizes(global_batch_size, micro_batch_size)
-        check_training_data(data, pipeline.vocab_size, batcher.training)
-        check_loss_inputs(loss_fn, data, pipeline.vocab_size)
-        return batcher.for_training(data, global_batch_size, micro_batch_size)
+        checked = check_training_data(data, pipeline.vocab_size, batcher.training)
+        check_loss_inputs(loss_fn, checked, pipeline.vocab_size)
+        return batcher.for_training(checked, global_batch_size, micro_batch_size)
 
     batches = cut_in_step(cut, batcher, pipeline.groups.dp)
     losses: list[float] = []

@@ -23,9 +23,9 @@ from megatron_policy.train.checks import (
     check_loss_inputs,
     check_sizes,
     check_training_data,
+    checked_batch,
     checked_lengths,
     checked_prompts,
-    checked_tokens,
 )
 
 
@@ -83,7 +83,7 @@ class Dealer:
         """Each rank's rows of every global batch of `gbs`; BatchError naming what does not fit."""
         _refuse_plan(data)
         check_sizes(gbs, mbs)
-        check_training_data(data, self.vocab_size, self.training)
+        data = check_training_data(data, self.vocab_size, self.training)
         check_loss_inputs(loss_fn, data, self.vocab_size)
         if self.training.kind == "padded":
             return training_shards(data, self.topology.dp, gbs, mbs)
@@ -97,7 +97,7 @@ class Dealer:
         naming what does not fit.
         """
         _refuse_plan(data)
-        check_training_data(data, self.vocab_size, self.training)
+        data = check_training_data(data, self.vocab_size, self.training)
         check_loss_inputs(loss_fn, data, self.vocab_size)
         if self.training.kind == "padded":
             return part_shards(data, self.topology.dp, mbs)
@@ -107,7 +107,7 @@ class Dealer:
     def to_read(self, data: BatchedDataDict) -> Dealt:
         """Each rank's rows of all; BatchError naming what does not fit."""
         _refuse_plan(data)
-        checked_tokens(data, self.vocab_size)
+        data = checked_batch(data, self.vocab_size)
         lengths = checked_lengths(data, self.reading)
         if self.reading.kind == "padded":
             return Dealt(even_shards(data, self.topology.dp), data.size)
@@ -115,6 +115,7 @@ class Dealer:
 
     def to_continue(self, prompts: BatchedDataDict) -> Dealt:
         """Each rank's prompts; BatchError naming one that cannot be continued."""
+        prompts = checked_batch(prompts, self.vocab_size)
         checked_prompts(prompts, self.vocab_size, self.max_length)
         return Dealt(even_shards(prompts, self.topology.dp), prompts.size)
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from megatron_policy.errors import ConfigError
+from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.parity.compare import compare
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.refit.collective_receiving import join_collective
 from megatron_policy.refit.patience import checked_timeout
 from megatron_policy.refit.receiver import Receiver
+from megatron_policy.train.checks import check_sizes
 from megatron_policy.workers.cluster import RayVirtualCluster
 from tests.unit.test_config import minimal
 
@@ -45,3 +46,11 @@ def test_a_tolerance_by_which_nothing_can_be_told_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=r"tolerance is .*: give a finite number"):
         compare(str(tmp_path), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("size", [True, 2.0, 0, -1, float("nan"), "8"])
+def test_batch_sizes_that_count_no_rows_are_refused_by_name(size: Any) -> None:
+    check_sizes(1, 1)
+    for name, sizes in (("gbs", (size, 1)), ("mbs", (8, size))):
+        with pytest.raises(BatchError, match=f"{name} is .*: pass a whole number, 1 or more"):
+            check_sizes(*sizes)

@@ -1,0 +1,82 @@
+"""What one value of a batch must be, whatever stands under the other keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_policy.errors import BatchError
+
+LARGEST_MASK = 2**24
+"""No weight is as large; sums of any number of such masks are numbers of fp32."""
+_MASKS = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
+_TRAVELS = (*_MASKS, torch.complex64, torch.complex128)
+"""What torch can pickle."""
+
+
+def check_kind(key: str, tensor: torch.Tensor) -> None:
+    """BatchError for a tensor whose rows cannot be cut, or that holds nothing."""
+    kinds = {
+        "sparse": tensor.layout != torch.strided,
+        "nested": tensor.is_nested,
+        "quantized": tensor.is_quantized,
+        "on the device 'meta', without values,": tensor.is_meta,
+    }
+    for kind, found in kinds.items():
+        if found:
+            raise BatchError(f"{key!r} is {kind}; pass an ordinary dense tensor")
+
+
+def _check_travels(key: str, tensor: torch.Tensor) -> None:
+    check_kind(key, tensor)
+    if tensor.dtype not in _TRAVELS:
+        raise BatchError(
+            f"{key!r} is {tensor.dtype}, which cannot be sent from process to process: convert it "
+            "to another dtype"
+        )
+
+
+def holds_integers(dtype: torch.dtype) -> bool:
+    """Whether numbers of this dtype count something."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def shape_of(key: str, value: Any) -> tuple[int, ...]:
+    """Of a tensor, or of a list with an item a row; BatchError for anything else."""
+    if isinstance(value, torch.Tensor) and value.ndim:
+        _check_travels(key, value)
+        return tuple(value.shape)
+    if isinstance(value, list):
+        for item in value:
+            if isinstance(item, torch.Tensor):
+                _check_travels(key, item)
+        return (len(value),)
+    raise BatchError(
+        f"{key!r} is a {type(value).__name__} without rows; every value must be a tensor or a list "
+        "with one entry per row"
+    )
+
+
+def check_mask(key: str, mask: Any, shape: tuple[int, ...]) -> None:
+    """BatchError naming the first place that is no mask."""
+    if not isinstance(mask, torch.Tensor) or mask.shape != shape:
+        has = f"shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else "no tensor"
+        each = "row" if len(shape) == 1 else "token"
+        raise BatchError(
+            f"{key!r} has {has}, which is wrong from row 0 on; it must be {list(shape)}, one "
+            f"number for each {each}"
+        )
+    if mask.dtype not in _MASKS:
+        raise BatchError(f"{key!r} is {mask.dtype}; masks are bool, float or a usual integer")
+    odd = ~((mask >= 0) & (mask.double() <= LARGEST_MASK))  # also where it is no number
+    if odd.any():
+        where = odd.nonzero()[0].tolist()
+        at = f"row {where[0]}" + (f" at position {where[1]}" if where[1:] else "")
+        raise BatchError(
+            f"{key!r} has {mask[tuple(where)]} in {at}; masks are 0, which masks out, or positive, "
+            f"and {LARGEST_MASK} at most, so that they can be added up"
+        )
