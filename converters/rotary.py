@@ -78,6 +78,17 @@ class Rope:
         """Channels of a head that are rotated."""
         return int(head_dim * self.fraction)
 
+    def positions(self, max_position: int) -> int:
+        """Tokens of the longest text that the frequencies are made for, of a model whose config
+        names `max_position`: scaling may extend that.
+        """
+        match self.scaling:
+            case LinearScaling(factor) | DynamicScaling(factor):
+                return max(max_position, int(max_position * factor))
+            case YarnScaling(factor, original):
+                return max(max_position, int(original * factor))
+        return max_position
+
     def check(self, head_dim: int) -> None:
         """ConversionError unless heads of that size can be rotated like this."""
         size, pairs = self.size(head_dim), (self.size(head_dim) + 1) // 2

@@ -85,7 +85,8 @@ class PolicyConfig(Section):
     """Rows generated at once; `logprob_batch_size` when not given."""
     generation: GenerationConfig | None = None
     max_total_sequence_length: Count = 4096
-    """Tokens of a prompt and its continuation together: where `generate` ends at the latest."""
+    """The most tokens of a row, and of a prompt and its continuation together: longer rows are
+    refused, and `generate` ends here at the latest. So do the model's positions."""
     make_sequence_length_divisible_by: Count = 1
     max_grad_norm: Norm = 1.0
     """Counts where `megatron_cfg.optimizer.clip_grad` is not given."""

@@ -19,9 +19,16 @@ class Continuing:
     """One replica's sampling: its settings and its random numbers."""
 
     def __init__(
-        self, config: PolicyConfig, tokenizer: Any, pipeline: Pipeline, replica: int
+        self,
+        config: PolicyConfig,
+        tokenizer: Any,
+        pipeline: Pipeline,
+        replica: int,
+        longest: int,
     ) -> None:
+        """No text grows beyond `longest` tokens."""
         self._config, self._tokenizer, self._pipeline = config, tokenizer, pipeline
+        self._longest = longest
         # Replicas must not draw the same tokens; the ranks of one replica draw once and share.
         self._generator = torch.Generator(device=device.current_device())
         self._generator.manual_seed(config.seed + replica)
@@ -38,7 +45,7 @@ class Continuing:
             data,
             _sampling(self._config, self._tokenizer, greedy),
             _pad_id(self._tokenizer),
-            self._config.max_total_sequence_length,
+            self._longest,
             self._generator,
             self._config.generation_batch_size,
         )

@@ -78,15 +78,15 @@ class MegatronPolicy:
         self.rank, self.topology = self._session.rank, self._session.topology
         self.coords, self._assembly = self._session.coords, self._session.assembly
         self._pipeline = self._assembly.pipeline
-        self._batcher = batcher_of(
-            self.config, self.topology, self._assembly.table.architecture.hidden_size
-        )
+        self._batcher = batcher_of(self.config, self.topology, self._assembly.table.architecture)
         self._scorer = Scorer(self._pipeline, self._batcher, self.config.logprob_batch_size)
         self.exporter, self.memory = self._session.exporter, self._session.memory
         self.split = SplitTraining(
             self.config, self._assembly, self._batcher, self.memory, self._split_step_taken
         )
-        self._continue = Continuing(self.config, tokenizer, self._pipeline, self.coords.dp)
+        self._continue = Continuing(
+            self.config, tokenizer, self._pipeline, self.coords.dp, self._batcher.longest.tokens
+        )
         draws = {"sampling": self._continue.generator}
         self._checkpoints = Checkpoints(self._session, self.config, tokenizer, draws)
         self.loaded = self._checkpoints.start_from(weights_path, optimizer_path)

@@ -92,11 +92,9 @@ def compare(
 
 
 def _check(arch: Architecture, tokens: int, world: int) -> None:
-    if not 2 <= tokens <= arch.max_position_embeddings:
-        raise ConfigError(
-            f"{tokens} tokens: the model takes up to {arch.max_position_embeddings}, and a logprob "
-            "needs 2"
-        )
+    most = arch.rope.positions(arch.max_position_embeddings)
+    if not 2 <= tokens <= most:
+        raise ConfigError(f"{tokens} tokens: the model takes up to {most}, and a logprob needs 2")
     if 0 < accelerators() < world:
         raise ConfigError(
             f"{world} ranks need {world} GPUs, and {accelerators()} can be seen; "

@@ -62,6 +62,7 @@ def policy_section(job: Job) -> dict[str, Any]:
         "precision": job.dtype,
         "train_global_batch_size": job.rows,
         "train_micro_batch_size": job.rows,
+        "max_total_sequence_length": job.tokens,
         "megatron_cfg": {
             "enabled": True,
             "tensor_model_parallel_size": job.tp,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
+from megatron_policy.converters.architecture import Architecture
 from megatron_policy.errors import BatchError
 from megatron_policy.layout import microbatch_round
 from megatron_policy.layout import microbatches as count_microbatches
@@ -18,6 +19,7 @@ from megatron_policy.packing.multiples import Multiples, round_up
 from megatron_policy.packing.plan import Plan, Span, plan_rows
 from megatron_policy.topology import Topology
 from megatron_policy.train.checks import check_size, checked_lengths
+from megatron_policy.train.longest import Longest
 from megatron_policy.train.microbatch import (
     Microbatch,
     empty_microbatch,
@@ -54,6 +56,7 @@ class Batcher:
     multiples: Multiples
     topology: Topology
     cost: Cost
+    longest: Longest
 
     def for_training(
         self, data: BatchedDataDict, global_batch_size: int, micro_batch_size: int
@@ -203,13 +206,14 @@ def _given(data: BatchedDataDict, settings: Batching) -> Plan | None:
     return plan
 
 
-def batcher_of(config: PolicyConfig, topology: Topology, hidden_size: int) -> Batcher:
-    """As the configuration wants batches cut, for a model of this width."""
+def batcher_of(config: PolicyConfig, topology: Topology, architecture: Architecture) -> Batcher:
+    """As the configuration wants batches cut, for this model."""
     multiples = multiples_of(config)
     return Batcher(
         training=Batching.of(config, training=True),
         reading=Batching.of(config, training=False),
         multiples=multiples,
         topology=topology,
-        cost=sequence_cost(hidden_size),
+        cost=sequence_cost(architecture.hidden_size),
+        longest=Longest.of(config, architecture),
     )

@@ -93,8 +93,8 @@ def checked_prompts(
         if not 1 <= length <= longest:
             raise BatchError(
                 f"input_lengths has {length} in row {row}; a prompt's length must lie between 1 "
-                f"and {longest} (input_ids are {width} wide, max_total_sequence_length is "
-                f"{max_length})"
+                f"and {longest} (input_ids are {width} wide, and by max_total_sequence_length and "
+                f"the model's positions a text has at most {max_length} tokens)"
             )
     return tokens_BS, lengths_B
 

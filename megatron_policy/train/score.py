@@ -89,6 +89,7 @@ class Scorer:
         data = checked_batch(data, pipeline.vocab_size)
         tokens_BS = data["input_ids"]
         checked_lengths(data, self.batcher.reading)
+        self.batcher.longest.check(data)
         cut = self.batcher.for_reading(data, rows or self.rows)
         parts = pipeline.infer(cut.microbatches, read)
         found: list[torch.Tensor] = []

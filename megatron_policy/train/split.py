@@ -186,6 +186,7 @@ class SplitTraining:
             if _without_rows(data):
                 return [GlobalBatch(_nothing(), [])]
             checked = check_training_data(data, vocab_size, self._batcher.training)
+            self._batcher.longest.check(checked)
             check_loss_inputs(step.loss_fn, checked, vocab_size)
             return [self._batcher.for_part(checked, step.mbs)]
 

@@ -137,6 +137,7 @@ def train(
     def cut() -> list[GlobalBatch]:
         check_sizes(global_batch_size, micro_batch_size)
         checked = check_training_data(data, pipeline.vocab_size, batcher.training)
+        batcher.longest.check(checked)
         check_loss_inputs(loss_fn, checked, pipeline.vocab_size)
         return batcher.for_training(checked, global_batch_size, micro_batch_size)
 

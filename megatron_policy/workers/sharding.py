@@ -27,6 +27,7 @@ from megatron_policy.train.checks import (
     checked_lengths,
     checked_prompts,
 )
+from megatron_policy.train.longest import Longest
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Dealer:
     training: Batching
     reading: Batching
     cost: Cost
-    max_length: int
+    longest: Longest
 
     @classmethod
     def of(cls, config: PolicyConfig, topology: Topology, architecture: Architecture) -> Dealer:
@@ -74,7 +75,7 @@ class Dealer:
             training,
             reading,
             sequence_cost(architecture.hidden_size),
-            config.max_total_sequence_length,
+            Longest.of(config, architecture),
         )
 
     def to_train(
@@ -84,6 +85,7 @@ class Dealer:
         _refuse_plan(data)
         check_sizes(gbs, mbs)
         data = check_training_data(data, self.vocab_size, self.training)
+        self.longest.check(data)
         check_loss_inputs(loss_fn, data, self.vocab_size)
         if self.training.kind == "padded":
             return training_shards(data, self.topology.dp, gbs, mbs)
@@ -98,6 +100,7 @@ class Dealer:
         """
         _refuse_plan(data)
         data = check_training_data(data, self.vocab_size, self.training)
+        self.longest.check(data)
         check_loss_inputs(loss_fn, data, self.vocab_size)
         if self.training.kind == "padded":
             return part_shards(data, self.topology.dp, mbs)
@@ -109,6 +112,7 @@ class Dealer:
         _refuse_plan(data)
         data = checked_batch(data, self.vocab_size)
         lengths = checked_lengths(data, self.reading)
+        self.longest.check(data)
         if self.reading.kind == "padded":
             return Dealt(even_shards(data, self.topology.dp), data.size)
         return planned_shards(data, lengths, self.reading, self.topology, self.cost)
@@ -116,7 +120,7 @@ class Dealer:
     def to_continue(self, prompts: BatchedDataDict) -> Dealt:
         """Each rank's prompts; BatchError naming one that cannot be continued."""
         prompts = checked_batch(prompts, self.vocab_size)
-        checked_prompts(prompts, self.vocab_size, self.max_length)
+        checked_prompts(prompts, self.vocab_size, self.longest.tokens)
         return Dealt(even_shards(prompts, self.topology.dp), prompts.size)
 
 
