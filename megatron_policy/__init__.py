@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megatron_policy.errors import ConfigError as ConfigError
     from megatron_policy.errors import ConversionError as ConversionError
     from megatron_policy.errors import ExportError as ExportError
+    from megatron_policy.errors import LossError as LossError
     from megatron_policy.errors import RefitError as RefitError
     from megatron_policy.errors import TransitionError as TransitionError
     from megatron_policy.errors import WorkerError as WorkerError
@@ -51,6 +52,7 @@ _HOME = {
     "GenerationInterface": "interfaces",
     "GenerationOutputSpec": "interfaces",
     "LogprobOutputSpec": "interfaces",
+    "LossError": "errors",
     "LossFunction": "interfaces",
     "LossInputType": "interfaces",
     "LossType": "interfaces",

@@ -26,16 +26,18 @@ class BatchedDataDict(UserDict[str, Any]):
     its form (`packing.plan.Plan` reads and writes them): `micro_batch_indices`, per global batch a
     list of [start, end] rows; `micro_batch_lengths`, the positions of each; `elem_counts_per_gb`,
     the rows of each global batch, where sequences are packed. They come along when a batch is made
-    from another, copied or pickled, and are None where rows were cut, chosen or moved.
+    from another, copied or pickled, and are None where rows were cut, chosen or moved. So does
+    `caller_rows`: which rows of another batch these are, as messages name them.
     """
 
     micro_batch_indices: list[list[list[int]]] | None
     micro_batch_lengths: list[list[int]] | None
     elem_counts_per_gb: list[int] | None
+    caller_rows: list[int] | None
 
     def __init__(self, data: Any = None, /, **kwargs: Any) -> None:
         super().__init__(data, **kwargs)
-        for name in _PLAN:
+        for name in (*_PLAN, "caller_rows"):
             setattr(self, name, getattr(data, name, None))
 
     @property
@@ -157,7 +159,7 @@ class BatchedDataDict(UserDict[str, Any]):
             )
         order = sorted(range(self.size), key=lambda row: reorded_indices[row])
         self.data = self.select_indices(order).data
-        for name in _PLAN:
+        for name in (*_PLAN, "caller_rows"):
             setattr(self, name, None)
 
     def repeat_interleave(self, num_repeats: int) -> BatchedDataDict:

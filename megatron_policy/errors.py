@@ -11,6 +11,15 @@ class BatchError(ValueError):
     """A call's data, arguments or metrics do not fit; the step they belong to is not taken."""
 
 
+class LossError(BatchError):
+    """A loss cannot be trained on, or has led to gradients that cannot: it raised, returned what
+    breaks the contract, or is not finite.
+
+    Raised on every rank. No weight has changed, and neither have optimizer, schedule and random
+    numbers; a step that is trained in parts can only be aborted.
+    """
+
+
 class ConversionError(ValueError):
     """A checkpoint and the table of its model family disagree; the message lists both sides."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -82,7 +83,7 @@ class MegatronPolicy:
         self._scorer = Scorer(self._pipeline, self._batcher, self.config.logprob_batch_size)
         self.exporter, self.memory = self._session.exporter, self._session.memory
         self.split = SplitTraining(
-            self.config, self._assembly, self._batcher, self.memory, self._split_step_taken
+            self.config, self._assembly, self._batcher, self.memory, self._step_taken
         )
         self._continue = Continuing(
             self.config, tokenizer, self._pipeline, self.coords.dp, self._batcher.longest.tokens
@@ -105,18 +106,18 @@ class MegatronPolicy:
 
         `data` is this replica's share: `input_ids` int64 `[B, S]` right padded, `sample_mask`
         `[B]`, `token_mask` `[B, S]` and whatever the loss reads. Returns what `train.step.train`
-        does. `eval_mode` computes the loss only.
+        does. `eval_mode` computes the loss only. BatchError for data, LossError for a loss that
+        cannot be trained on, on every rank; the policy is unharmed.
         """
         trainable = None if eval_mode else self._session.trainable
         self.memory.check("train()", TO_READ if eval_mode else TO_TRAIN)
         if not eval_mode:
             self._session.stepped()
         sizes = step.sizes_of(self.config, gbs, mbs)
-        result = step.train(self._pipeline, trainable, self._batcher, data, loss_fn, *sizes)
-        self.steps += 0 if eval_mode else len(result["global_loss"])
-        return result
+        run = partial(step.train, self._pipeline, trainable, self._batcher, data, loss_fn)
+        return run(*sizes, stepped=self._step_taken)
 
-    def _split_step_taken(self) -> None:
+    def _step_taken(self) -> None:
         self._session.stepped()
         self.steps += 1
 

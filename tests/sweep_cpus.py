@@ -32,10 +32,12 @@ TESTS = (
     "tests/dist/test_invariance.py",
     "tests/dist/test_launch.py",
     "tests/dist/test_layouts.py",
+    "tests/dist/test_loss_mistakes.py",
     "tests/dist/test_parity.py",
     "tests/dist/test_resume.py",
     "tests/dist/test_split_training.py",
     "tests/dist/test_weight_decay.py",
+    "tests/ray/test_mistakes_in_batches.py",
     "tests/ray/test_ray_batching.py",
     "tests/ray/test_ray_policy.py",
 )

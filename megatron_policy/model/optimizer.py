@@ -4,6 +4,7 @@ batches or losses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,14 @@ from megatron_policy.model.readers import Readers
 _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK = 40_000_000, 1_000_000
 
 
+class NotFiniteError(ArithmeticError):
+    """The gradient's norm, on every rank, is no number or too large for one: `norm`."""
+
+    def __init__(self, norm: float) -> None:
+        super().__init__(f"the gradient's norm is {norm}")
+        self.norm = norm
+
+
 @dataclass(frozen=True)
 class Trainable:
     """What a training step works on: wrapped chunks, their optimizer and its schedule."""
@@ -48,6 +57,31 @@ class Trainable:
         for chunk in self.chunks:
             config = chunk.module.config
             config.grad_scale_func = config.no_sync_func = config.finalize_model_grads_func = None
+
+    def step(self) -> float:
+        """Clip the gradient and update the parameters; returns the norm before clipping, which is
+        the whole model's.
+
+        NotFiniteError, on every rank and before any parameter or state has changed, where that norm
+        is not finite.
+        """
+        optimizer = self.optimizer
+        norm_of = optimizer.get_grad_norm
+
+        def finite_norm() -> float:
+            norm = float(norm_of())
+            if not math.isfinite(norm):
+                raise NotFiniteError(norm)
+            return norm
+
+        # Megatron-Core's step asks for it before it clips and changes anything.
+        optimizer.get_grad_norm = finite_norm
+        try:
+            succeeded, norm, _ = optimizer.step()
+        finally:
+            del optimizer.get_grad_norm
+        assert succeeded, "only a loss scaler skips steps, and fp16 is refused by the config"
+        return float(norm)
 
     def finish_parameter_gather(self) -> None:
         """Make the parameters current: an overlapped gather leaves them stale until the next
@@ -110,7 +144,9 @@ def _wrap(
         overlap_param_gather=ddp.overlap_param_gather,
         use_distributed_optimizer=settings.optimizer.use_distributed_optimizer,
         average_in_collective=False,
-        check_for_nan_in_grad=True,
+        # It waits for the device in every backward pass, and raises on one rank alone: the norm of
+        # the whole gradient, which every rank has, is looked at instead (`Trainable.step`).
+        check_for_nan_in_grad=False,
         bucket_size=bucket if ddp.overlap_grad_reduce else None,
     )
     return tuple(

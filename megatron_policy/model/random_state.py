@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -36,6 +36,29 @@ def capture(generators: Mapping[str, torch.Generator]) -> bytes:
     torch.save(_states(generators), buffer)
     content = buffer.getvalue()
     return _digest(content) + content
+
+
+def kept() -> Callable[[], None]:
+    """A function that sets every source of this process to where it is now; cheap enough for every
+    step.
+    """
+    python, arrays, host, device = (
+        random.getstate(),
+        np.random.get_state(),
+        torch.get_rng_state(),
+        random_state(),
+    )
+    forks = {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
+
+    def restore_all() -> None:
+        random.setstate(python)
+        np.random.set_state(arrays)
+        torch.set_rng_state(host)
+        if device is not None:
+            set_random_state(device)
+        get_cuda_rng_tracker().set_states(forks)
+
+    return restore_all
 
 
 def check(content: bytes) -> None:

@@ -23,6 +23,7 @@ from megatron_policy.train.longest import Longest
 from megatron_policy.train.microbatch import (
     Microbatch,
     empty_microbatch,
+    numbered,
     packed_microbatch,
     padded_microbatch,
 )
@@ -65,18 +66,25 @@ class Batcher:
         of `global_batch_size` rows each, cut into microbatches of `micro_batch_size` rows or of
         tokens.
         """
+        batches = self._for_training(data, global_batch_size, micro_batch_size)
+        return [_as_the_caller_counts(batch, data) for batch in batches]
+
+    def _for_training(
+        self, data: BatchedDataDict, global_batch_size: int, micro_batch_size: int
+    ) -> list[GlobalBatch]:
         plan = _given(data, self.training)
         if plan is not None:
             return self._planned(data, plan)
         if self.training.kind != "padded":
-            shares = [
-                self._own_plan(b, self.training) for b in self._shares(data, global_batch_size)
+            return [
+                batch
+                for start, share in self._shares(data, global_batch_size)
+                for batch in self._by_own_plan(share, start)
             ]
-            return [batch for share in shares for batch in self._planned(*share[:2])]
         count_microbatches(global_batch_size, micro_batch_size, self.topology)
         return [
-            GlobalBatch(share, self._side_by_side(share, micro_batch_size))
-            for share in self._shares(data, global_batch_size)
+            GlobalBatch(share, self._side_by_side(share, micro_batch_size, start))
+            for start, share in self._shares(data, global_batch_size)
         ]
 
     def for_part(self, data: BatchedDataDict, micro_batch_size: int) -> GlobalBatch:
@@ -91,10 +99,10 @@ class Batcher:
                     f"mbs={micro_batch_size}: pass a multiple, filled up with rows whose "
                     "sample_mask is 0, or use dynamic_batching or sequence_packing"
                 )
-            return GlobalBatch(data, self._side_by_side(data, micro_batch_size))
-        if plan is None:
-            data, plan, _ = self._own_plan(data, self.training)
-        return self._only(self._planned(data, plan), "a part of a global batch")
+            batch = GlobalBatch(data, self._side_by_side(data, micro_batch_size))
+            return _as_the_caller_counts(batch, data)
+        batches = self._by_own_plan(data) if plan is None else self._planned(data, plan)
+        return _as_the_caller_counts(self._only(batches, "a part of a global batch"), data)
 
     def for_reading(self, data: BatchedDataDict, at_once: int) -> Reading:
         """All rows of `data`, `at_once` of them or as many tokens as a microbatch has."""
@@ -131,7 +139,10 @@ class Batcher:
     def _filler(self, data: BatchedDataDict) -> Microbatch:
         return empty_microbatch(data["input_ids"].size(1), self.multiples)
 
-    def _shares(self, data: BatchedDataDict, global_batch_size: int) -> list[BatchedDataDict]:
+    def _shares(
+        self, data: BatchedDataDict, global_batch_size: int
+    ) -> list[tuple[int, BatchedDataDict]]:
+        """This rank's share of each global batch, after the number of its first row."""
         share, left = divmod(global_batch_size, self.topology.dp)
         if left:
             raise BatchError(
@@ -145,12 +156,28 @@ class Batcher:
                 f"batches, of which each rank has {share} samples: pass a multiple of "
                 f"{global_batch_size} samples"
             )
-        return [data.get_batch(i, share) for i in range(data.size // share)]
+        return [(i * share, data.get_batch(i, share)) for i in range(data.size // share)]
 
-    def _side_by_side(self, data: BatchedDataDict, rows: int) -> list[Microbatch]:
+    def _side_by_side(self, data: BatchedDataDict, rows: int, first: int = 0) -> list[Microbatch]:
+        """`rows` rows each; the first of `data` is number `first`."""
         width = data["input_ids"].size(1)
-        parts = data.make_microbatch_iterator(rows)
-        return [padded_microbatch(part, width, width, self.multiples) for part in parts]
+        parts = enumerate(data.make_microbatch_iterator(rows))
+        return [
+            replace(
+                padded_microbatch(part, width, width, self.multiples),
+                rows=tuple(range(first + number * rows, first + (number + 1) * rows)),
+            )
+            for number, part in parts
+        ]
+
+    def _by_own_plan(self, data: BatchedDataDict, first: int = 0) -> list[GlobalBatch]:
+        """One global batch, whose row 0 is number `first`, cut by a plan of its own."""
+        ordered, plan, order = self._own_plan(data, self.training)
+        rows = [first + row for row in order]
+        return [
+            GlobalBatch(batch.data, numbered(batch.microbatches, rows))
+            for batch in self._planned(ordered, plan)
+        ]
 
     def _own_plan(
         self, data: BatchedDataDict, settings: Batching
@@ -168,7 +195,13 @@ class Batcher:
         found, start = [], 0
         for spans, rows in zip(plan.batches, plan.rows, strict=True):
             batch = data.slice(start, start + rows)
-            parts = [self._microbatch(batch, span, plan.packed, width) for span in spans]
+            parts = [
+                replace(
+                    self._microbatch(batch, span, plan.packed, width),
+                    rows=tuple(range(start + span.start, start + span.end)),
+                )
+                for span in spans
+            ]
             found.append(GlobalBatch(batch, parts))
             start += rows
         return found
@@ -191,6 +224,13 @@ class Batcher:
             return padded_microbatch(rows, width, min(span.length, width), self.multiples)
         lengths = rows["input_lengths"].tolist()
         return packed_microbatch(rows, width, lengths, self.multiples)
+
+
+def _as_the_caller_counts(batch: GlobalBatch, data: BatchedDataDict) -> GlobalBatch:
+    """With the numbers that its rows have in the batch which `data` are a part of."""
+    if data.caller_rows is None:
+        return batch
+    return GlobalBatch(batch.data, numbered(batch.microbatches, data.caller_rows))
 
 
 def _given(data: BatchedDataDict, settings: Batching) -> Plan | None:

@@ -249,11 +249,17 @@ def check_loss_inputs(loss_fn: LossFunction, data: BatchedDataDict, vocab_size: 
         )
 
 
-def check_metrics(metrics: dict[str, Any]) -> None:
-    """BatchError naming the metric unless all are numbers, which can be added up."""
+def wrong_metric(metrics: Mapping[Any, Any]) -> str:
+    """What is wrong with one of a loss's metrics, by name; nothing where all are numbers under
+    names, which can be added up.
+    """
     for name, value in metrics.items():
-        if not isinstance(value, (bool, int, float)):
-            raise BatchError(
-                f"the loss returned the metric {name!r} as a {type(value).__name__}; metrics are "
-                "numbers or tensors of one element"
+        if not isinstance(name, str):
+            return f"returned a metric under {name!r}: metrics have names"
+        one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
+        if not one and not isinstance(value, (bool, int, float)):
+            return (
+                f"returned the metric {name!r} as a {type(value).__name__}; metrics are numbers or "
+                "tensors of one element"
             )
+    return ""

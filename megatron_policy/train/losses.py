@@ -6,8 +6,9 @@ Shapes: B rows, S positions, V this rank's slice of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ import torch.distributed as dist
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.groups import Groups
 from megatron_policy.interfaces import LossFunction, LossInputType
-from megatron_policy.train.checks import candidates_key, check_metrics, loss_kind
+from megatron_policy.train.checks import candidates_key, loss_kind
 from megatron_policy.train.logprobs import gather_vocab
-from megatron_policy.train.microbatch import inside
+from megatron_policy.train.loss_calls import Call, Wrong, carried
+from megatron_policy.train.microbatch import counted, inside
 from megatron_policy.train.output import Output
 
 Metrics = dict[str, Any]
@@ -61,7 +63,12 @@ def own_counts(batch: BatchedDataDict, device: torch.device) -> torch.Tensor:
 
 
 def evaluate_loss(
-    loss_fn: LossFunction, output: Output, counts: ValidCounts, vocab_size: int, groups: Groups
+    loss_fn: LossFunction,
+    output: Output,
+    counts: ValidCounts,
+    vocab_size: int,
+    groups: Groups,
+    faults: list[Wrong] | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
     """The loss's scalar and metrics for one microbatch, already divided by the global counts.
 
@@ -70,43 +77,61 @@ def evaluate_loss(
     log-probabilities `[B, S - 1]`, and those of its `candidates`, for which no logits are held;
     `logit` the whole vocabulary's fp32 logits `[B, S, vocab_size]`. A loss that takes logits is
     called for each packed sequence.
+
+    LossError, caused by what the loss raised, for one that fails or breaks the contract; with
+    `faults` it is put there in words, and the scalar is no number but has all the gradients that it
+    would have had: no other rank is left waiting.
     """
     # A batch without a valid sample is a step of zero gradients, not a division by zero.
     sequences, tokens = counts.sequences.clamp(min=1), counts.tokens.clamp(min=1)
     kind = loss_kind(loss_fn)
-    if kind == LossInputType.LOGPROB.value:
-        return loss_fn(
-            data=output.microbatch.data,
-            global_valid_seqs=sequences,
-            global_valid_toks=tokens,
-            **_scores(loss_fn, output),
-        )
     calls = []
+    for data, given, arguments in _inputs(loss_fn, kind, output, vocab_size, groups):
+        common = {"global_valid_seqs": sequences, "global_valid_toks": tokens}
+        call = Call(loss_fn, data, given, partial(_call, loss_fn, kind, data, arguments, common))
+        calls.append(call.result(faults))
+    value, metrics = _added(calls)
+    return carried(value, [output.hidden_TRD]), metrics
+
+
+def _inputs(
+    loss_fn: LossFunction, kind: str | None, output: Output, vocab_size: int, groups: Groups
+) -> Iterator[tuple[BatchedDataDict, list[torch.Tensor], dict[str, Any]]]:
+    """Of each call: the rows, what the loss is to differentiate, and the arguments besides."""
+    if kind == LossInputType.LOGPROB.value:
+        scores = _scores(loss_fn, output)
+        given = [score for score in scores.values() if score is not None]
+        yield output.microbatch.data, given, scores
+        return
     for data, logits_BSV in output.logits():
         if kind is None:
-            calls.append(
-                loss_fn(
-                    logits_BSV,
-                    data,
-                    sequences,
-                    tokens,
-                    vocab_parallel_rank=groups.tp.rank(),
-                    vocab_parallel_group=groups.tp,
+            yield (
+                data,
+                [logits_BSV],
+                {
+                    "next_token_logits": logits_BSV,
+                    "vocab_parallel_rank": groups.tp.rank(),
+                    "vocab_parallel_group": groups.tp,
                     # The logits are those of all context-parallel ranks already.
-                    context_parallel_group=groups.cp if groups.cp.size() == 1 else None,
-                )
+                    "context_parallel_group": groups.cp if groups.cp.size() == 1 else None,
+                },
             )
         else:
-            logits_BSV = gather_vocab(logits_BSV, groups.tp)[..., :vocab_size]
-            calls.append(
-                loss_fn(
-                    data=data,
-                    global_valid_seqs=sequences,
-                    global_valid_toks=tokens,
-                    logits=logits_BSV,
-                )
-            )
-    return _added(calls)
+            whole_BSV = gather_vocab(logits_BSV, groups.tp)[..., :vocab_size]
+            yield data, [whole_BSV], {"logits": whole_BSV}
+
+
+def _call(
+    loss_fn: LossFunction,
+    kind: str | None,
+    data: BatchedDataDict,
+    arguments: Mapping[str, Any],
+    counts: Mapping[str, torch.Tensor],
+) -> Any:
+    if kind is not None:
+        return loss_fn(data=data, **counts, **arguments)
+    named = dict(arguments)
+    return loss_fn(named.pop("next_token_logits"), data, *counts.values(), **named)
 
 
 def _scores(loss_fn: LossFunction, output: Output) -> dict[str, torch.Tensor | None]:
@@ -125,20 +150,12 @@ def _scores(loss_fn: LossFunction, output: Output) -> dict[str, torch.Tensor | N
     return found | {"next_token_entropy": entropy} if with_entropy else found
 
 
-def counted(data: BatchedDataDict) -> torch.Tensor:
-    """Bool `[B, S]`: the tokens that count, by `sample_mask` and `token_mask`, if there is one."""
-    rows_B1 = (data["sample_mask"] != 0).unsqueeze(-1)
-    tokens_BS = data["token_mask"] != 0 if "token_mask" in data else inside(data)
-    return tokens_BS & rows_B1
-
-
 def _added(calls: Sequence[tuple[torch.Tensor, Metrics]]) -> tuple[torch.Tensor, Metrics]:
     """One call's result of those for the sequences of a microbatch."""
     if len(calls) == 1:
         return calls[0]
     metrics: Metrics = {}
     for _, found in calls:
-        check_metrics(plain_metrics(found))
         for name, value in found.items():
             known = metrics.get(name)
             metrics[name] = value if known is None else _joined(name, known, value)

@@ -20,13 +20,15 @@ from megatron_policy.packing.tokens import TokenLayout, packed_layout, padded_la
 @dataclass(frozen=True)
 class Microbatch:
     """Rows and the place of their tokens. `text_length` is how wide the caller's batch was, which
-    some rotary embeddings go by. A filler only keeps ranks in step: its results are dropped.
+    some rotary embeddings go by. A filler only keeps ranks in step: its results are dropped. `rows`
+    are the numbers of its rows in the data they were cut from.
     """
 
     data: BatchedDataDict
     layout: TokenLayout
     text_length: int
     filler: bool = False
+    rows: tuple[int, ...] = ()
 
     @property
     def tokens_BS(self) -> torch.Tensor:
@@ -68,6 +70,11 @@ def empty_microbatch(text_length: int, multiples: Multiples) -> Microbatch:
     return _on_device(Microbatch(data, layout, text_length, filler=True))
 
 
+def numbered(microbatches: Sequence[Microbatch], rows: Sequence[int]) -> list[Microbatch]:
+    """With `rows[i]` for each number i of a row."""
+    return [replace(each, rows=tuple(rows[row] for row in each.rows)) for each in microbatches]
+
+
 def cut(data: BatchedDataDict, width: int) -> BatchedDataDict:
     """What has the sequence as dimension 1, cut to its first `width` positions."""
     full = data["input_ids"].size(1)
@@ -94,3 +101,10 @@ def inside(data: BatchedDataDict) -> torch.Tensor:
         return torch.ones_like(tokens_BS, dtype=torch.bool)
     positions_S = torch.arange(tokens_BS.size(1), device=tokens_BS.device)
     return positions_S < lengths_B.to(tokens_BS.device).unsqueeze(1)
+
+
+def counted(data: BatchedDataDict) -> torch.Tensor:
+    """Bool `[B, S]`: the tokens that count, by `sample_mask` and `token_mask`, if there is one."""
+    rows_B1 = (data["sample_mask"] != 0).unsqueeze(-1)
+    tokens_BS = data["token_mask"] != 0 if "token_mask" in data else inside(data)
+    return tokens_BS & rows_B1

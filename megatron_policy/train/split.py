@@ -22,13 +22,17 @@ from megatron_policy.model.assemble import Assembly
 from megatron_policy.model.memory import DeviceMemory
 from megatron_policy.model.optimizer import Trainable
 from megatron_policy.model.residency import TO_GO_ON, TO_TRAIN
+from megatron_policy.model.undo import Undo
 from megatron_policy.train.batching import Batcher, GlobalBatch
 from megatron_policy.train.checks import check_loss_inputs, check_sizes, check_training_data
+from megatron_policy.train.faults import any_fault, raise_everywhere
 from megatron_policy.train.in_step import cut_in_step
+from megatron_policy.train.loss_checks import check_loss
 from megatron_policy.train.losses import Metrics, ValidCounts, own_counts
 from megatron_policy.train.normalizing import Normalizing
 from megatron_policy.train.results import completed, result_of
-from megatron_policy.train.step import optim_step, run, shared, sizes_of
+from megatron_policy.train.step import run, shared, sizes_of
+from megatron_policy.train.taking import UNCHANGED, take_step
 
 BEGIN, PART, FINISH, ABORT = (
     "begin_train_step()",
@@ -49,6 +53,7 @@ class OpenStep:
     gbs: int
     mbs: int
     counts: torch.Tensor
+    undo: Undo
     parts: int = 0
     loss: float = 0.0
     metrics: list[Metrics] = field(default_factory=list)
@@ -95,10 +100,12 @@ class SplitTraining:
         self._memory.check(BEGIN, TO_TRAIN)
         gbs, mbs = sizes_of(self._config, gbs, mbs)
         check_sizes(gbs, mbs)
+        check_loss(loss_fn)
         normalizing = Normalizing.of(loss_fn)
         zero_gradients(trainable)
         counts = torch.zeros(2, device=current_device())
-        self._step = OpenStep(loss_fn, normalizing, gbs, mbs, counts)
+        undo = Undo.here(self._pipeline.models)
+        self._step = OpenStep(loss_fn, normalizing, gbs, mbs, counts, undo)
         self._memory.step_open = True
 
     def microbatch(self, data: Mapping[str, Any]) -> None:
@@ -106,13 +113,14 @@ class SplitTraining:
         number and on each rank another, also none. They may carry a plan of one global batch.
 
         BatchError, on all data-parallel ranks, for data that do not fit: the step is as it was, and
-        goes on with others. What goes wrong later, in the loss or with its metrics, leaves a step
-        that can only be aborted; the error says so in a note.
+        goes on with others. LossError, on all ranks, for a loss that cannot be trained on: as after
+        any other error, some of the part's gradients are among those of the parts before, and the
+        step can only be aborted. The error says so in a note.
         """
         step, trainable = self._opened(PART), self._can_train(PART)
         self._memory.check(PART, TO_GO_ON)
         batch = self._cut(step, data)
-        ones = torch.ones(2, device=current_device())
+        ones, undo = torch.ones(2, device=current_device()), Undo.here(self._pipeline.models)
         with _marking(step, "a part of the step failed"):
             with accumulating(trainable):
                 kept = run(
@@ -122,7 +130,10 @@ class SplitTraining:
                     ValidCounts(*ones),
                     forward_only=False,
                 )
-            loss, metrics = shared(self._pipeline, kept)
+            loss, metrics, faults = shared(self._pipeline, batch, kept, step.loss_fn, 0)
+            if any_fault(faults, self._pipeline.groups):
+                undo()
+                raise_everywhere(faults, self._pipeline.groups, UNCHANGED)
         step.counts += own_counts(batch.data, current_device())
         step.parts += 1
         step.loss += loss
@@ -133,7 +144,8 @@ class SplitTraining:
         `train` does for one global batch.
 
         ConfigError without a step or a part, and on every rank if a part has failed on any; the
-        step stays open.
+        step stays open. LossError, on every rank, for a gradient that is not finite: the step can
+        only be aborted.
         """
         step, trainable = self._opened(FINISH), self._can_train(FINISH)
         self._memory.check(FINISH, TO_GO_ON)
@@ -144,8 +156,9 @@ class SplitTraining:
         counts = self._total(step)
         with _marking(step, "its end failed"):
             divisor = step.normalizing.gradient(counts)
+            undo = Undo.here(self._pipeline.models)
             reduce_accumulated(trainable, 1.0 / divisor)
-            stats = optim_step(trainable)
+            stats = take_step(trainable, self._pipeline.groups, undo, ())
             trainable.scheduler.step(increment=step.gbs)
         self._close()
         self._stepped()
@@ -160,6 +173,7 @@ class SplitTraining:
         if self._step is None:
             return
         zero_gradients(self._can_train(ABORT))
+        self._step.undo.restore_buffers()
         self._close()
 
     def _close(self) -> None:

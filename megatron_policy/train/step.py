@@ -4,7 +4,8 @@ every rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +17,13 @@ from megatron_policy.device import current_device
 from megatron_policy.interfaces import LossFunction
 from megatron_policy.model.accumulation import zero_gradients
 from megatron_policy.model.optimizer import Trainable
+from megatron_policy.model.undo import Undo
 from megatron_policy.train.batching import Batcher, GlobalBatch
-from megatron_policy.train.checks import (
-    check_loss_inputs,
-    check_metrics,
-    check_sizes,
-    check_training_data,
-)
+from megatron_policy.train.checks import check_loss_inputs, check_sizes, check_training_data
+from megatron_policy.train.faults import Fault, any_fault, raise_everywhere
 from megatron_policy.train.in_step import cut_in_step
+from megatron_policy.train.loss_calls import Wrong, name_of
+from megatron_policy.train.loss_checks import check_loss
 from megatron_policy.train.losses import (
     Metrics,
     ValidCounts,
@@ -35,26 +35,35 @@ from megatron_policy.train.microbatch import Microbatch
 from megatron_policy.train.output import Output
 from megatron_policy.train.pipeline import Pipeline
 from megatron_policy.train.results import OptimStats, completed, result_of
+from megatron_policy.train.taking import UNCHANGED, left_by, take_step
 
-Kept = list[tuple[torch.Tensor, Metrics]]
-"""The last stage's loss and metrics of each microbatch; nothing on other stages."""
+Kept = list[tuple[torch.Tensor, Metrics, list[Wrong]]]
+"""The last stage's loss and metrics of each microbatch that is no filler, and what is wrong with
+them; nothing on other stages.
+"""
 
 
 @dataclass(frozen=True)
 class BatchLosses:
     """One global batch on one data-parallel rank: its loss summed over microbatches, and each one's
-    metrics.
+    metrics. A fault of any rank makes the gradients on every rank no numbers.
     """
 
     loss: float
     metrics: tuple[Metrics, ...]
+    faults: tuple[Fault, ...]
     counts: ValidCounts
 
 
 def forward_backward(
-    pipeline: Pipeline, batch: GlobalBatch, loss_fn: LossFunction, trainable: Trainable | None
+    pipeline: Pipeline,
+    batch: GlobalBatch,
+    loss_fn: LossFunction,
+    trainable: Trainable | None,
+    number: int = 0,
 ) -> BatchLosses:
-    """One global batch (this data-parallel rank's share) through the pipeline.
+    """One global batch (this data-parallel rank's share), of this `number` among a call's, through
+    the pipeline.
 
     Gradients are summed over microbatches and data-parallel ranks into `trainable`; without one
     only the loss is computed. The loss divides by global counts, so the sum is the gradient of the
@@ -64,8 +73,8 @@ def forward_backward(
     if trainable is not None:
         zero_gradients(trainable)
     kept = run(pipeline, batch.microbatches, loss_fn, counts, forward_only=trainable is None)
-    loss, metrics = shared(pipeline, kept)
-    return BatchLosses(loss, metrics, counts)
+    loss, metrics, faults = shared(pipeline, batch, kept, loss_fn, number)
+    return BatchLosses(loss, metrics, faults, counts)
 
 
 def run(
@@ -76,36 +85,39 @@ def run(
     *,
     forward_only: bool,
 ) -> Kept:
-    """Microbatches through the schedule, with the loss divided by `counts`."""
+    """Microbatches through the schedule, with the loss divided by `counts`.
 
-    def loss(output: Output) -> tuple[torch.Tensor, tuple[torch.Tensor, Metrics]]:
+    A loss that fails stops no rank: see `evaluate_loss`.
+    """
+
+    def loss(output: Output) -> tuple[torch.Tensor, tuple[torch.Tensor, Metrics, list[Wrong]]]:
+        wrong: list[Wrong] = []
         value, metrics = evaluate_loss(
-            loss_fn, output, counts, pipeline.vocab_size, pipeline.groups
+            loss_fn, output, counts, pipeline.vocab_size, pipeline.groups, wrong
         )
         # The schedule scales the value it differentiates in place.
-        return value, (value.detach().clone(), metrics)
+        return value, (value.detach().clone(), metrics, wrong)
 
     return pipeline.train(microbatches, loss, forward_only=forward_only)
 
 
-def shared(pipeline: Pipeline, kept: Kept) -> tuple[float, tuple[Metrics, ...]]:
-    """The loss summed over the microbatches that `run` kept, and each one's metrics, on every
-    stage; BatchError for metrics that cannot be added up.
+def shared(
+    pipeline: Pipeline, batch: GlobalBatch, kept: Kept, loss_fn: LossFunction, number: int
+) -> tuple[float, tuple[Metrics, ...], tuple[Fault, ...]]:
+    """The loss summed over the microbatches of `batch`, which is this `number` among a call's, each
+    one's metrics, and what is wrong with them, on every stage; `run` has kept them.
     """
-    plain = [(float(value), plain_metrics(metrics)) for value, metrics in kept]
-    found = pipeline.share_object(plain if pipeline.is_last_stage else None)
-    for _, metrics in found:
-        check_metrics(metrics)
-    return sum(value for value, _ in found), tuple(metrics for _, metrics in found)
-
-
-def optim_step(trainable: Trainable) -> OptimStats:
-    """Clip, update the parameters, and report; every rank gets the whole model's gradient norm."""
-    group = trainable.optimizer.param_groups[0]
-    lr, wd = float(group["lr"]), float(trainable.scheduler.get_wd())
-    succeeded, grad_norm, _ = trainable.optimizer.step()
-    assert succeeded, "only a loss scaler skips steps, and fp16 is refused by the config"
-    return OptimStats(grad_norm=float(grad_norm), lr=lr, wd=wd)
+    plain, faults = [], []
+    rows = [microbatch.rows for microbatch in batch.microbatches if not microbatch.filler]
+    for place, (value, metrics, wrong) in enumerate(kept):
+        loss = float(value)
+        if not wrong and not math.isfinite(loss):
+            wrong = [Wrong(f"{name_of(loss_fn)} returned {loss}, which is not finite,")]
+        plain.append((loss, plain_metrics(metrics)))
+        where = (number, pipeline.groups.dp.rank(), place, rows[place])
+        faults += [Fault(*where, each.what, each.trace) for each in wrong]
+    found, heard = pipeline.share_object((plain, faults) if pipeline.is_last_stage else None)
+    return sum(value for value, _ in found), tuple(metrics for _, metrics in found), tuple(heard)
 
 
 def sizes_of(config: PolicyConfig, gbs: int | None, mbs: int | None) -> tuple[int, int]:
@@ -121,34 +133,39 @@ def train(
     loss_fn: LossFunction,
     global_batch_size: int,
     micro_batch_size: int,
+    stepped: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """Every global batch in `data` (this data-parallel rank's shard of them, one after another).
 
     With `trainable` each global batch is one optimizer step, and the schedule advances by
     `global_batch_size` samples once, at the end, as the host steps it; without, losses and metrics
-    are computed and nothing changes.
+    are computed and nothing changes. `stepped` is called after each step.
 
     Returns `global_loss` (fp32 `[global batches]`, summed over data-parallel ranks), `grad_norm`
     (fp32 `[1]`, of the last step), `all_mb_metrics` (this data-parallel rank's, a list per name:
     they add up to the true values), `rank`. BatchError, before anything is computed, for data that
-    cannot be cut, on all data-parallel ranks if it is so on one.
+    cannot be cut, on all data-parallel ranks if it is so on one. LossError, on all ranks, for a
+    global batch whose loss or gradient cannot be trained on: it changes nothing, and neither do
+    those after it.
     """
-
-    def cut() -> list[GlobalBatch]:
-        check_sizes(global_batch_size, micro_batch_size)
-        checked = check_training_data(data, pipeline.vocab_size, batcher.training)
-        batcher.longest.check(checked)
-        check_loss_inputs(loss_fn, checked, pipeline.vocab_size)
-        return batcher.for_training(checked, global_batch_size, micro_batch_size)
-
-    batches = cut_in_step(cut, batcher, pipeline.groups.dp)
+    batches = cut_in_step(
+        lambda: _cut(pipeline, batcher, data, loss_fn, global_batch_size, micro_batch_size),
+        batcher,
+        pipeline.groups.dp,
+    )
     losses: list[float] = []
     mb_metrics: list[Metrics] = []
+    faults: list[Fault] = []
     stats = OptimStats(grad_norm=0.0, lr=0.0, wd=0.0)
-    for batch in batches:
-        result = forward_backward(pipeline, batch, loss_fn, trainable)
+    undo = Undo.here(pipeline.models)
+    for number, batch in enumerate(batches):
+        result = forward_backward(pipeline, batch, loss_fn, trainable, number)
         if trainable is not None:
-            stats = optim_step(trainable)
+            left = left_by(number)
+            stats = take_step(trainable, pipeline.groups, undo, result.faults, left)
+            stepped()
+            undo = Undo.here(pipeline.models)
+        faults += result.faults
         losses.append(result.loss)
         # The host sums metrics over global batches too.
         mb_metrics += [
@@ -156,4 +173,24 @@ def train(
         ]
     if trainable is not None:
         trainable.scheduler.step(increment=global_batch_size)
+    elif any_fault(faults, pipeline.groups):
+        undo()
+        raise_everywhere(faults, pipeline.groups, UNCHANGED)
     return result_of(losses, stats, mb_metrics, pipeline.groups.dp)
+
+
+def _cut(
+    pipeline: Pipeline,
+    batcher: Batcher,
+    data: BatchedDataDict,
+    loss_fn: LossFunction,
+    global_batch_size: int,
+    micro_batch_size: int,
+) -> list[GlobalBatch]:
+    """What is wrong with data or loss is raised here."""
+    check_sizes(global_batch_size, micro_batch_size)
+    checked = check_training_data(data, pipeline.vocab_size, batcher.training)
+    batcher.longest.check(checked)
+    check_loss_inputs(loss_fn, checked, pipeline.vocab_size)
+    check_loss(loss_fn)
+    return batcher.for_training(checked, global_batch_size, micro_batch_size)

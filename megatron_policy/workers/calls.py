@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
+from pickle import PicklingError
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
+from megatron_policy.errors import ConfigError
 from megatron_policy.workers.failure import Failure
 
 # After a failure the others get this long to report: an exception may be the echo of a death that
@@ -58,6 +60,16 @@ def stored(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments, all but plain scalars in the object store, so that each travels once."""
     plain = (bool, int, float, str, type(None))
     return {
-        name: value if isinstance(value, plain) else ray.put(value)
+        name: value if isinstance(value, plain) else put(name, value)
         for name, value in kwargs.items()
     }
+
+
+def put(name: str, value: Any) -> ray.ObjectRef:
+    """The argument `name` in the object store; ConfigError for what cannot leave this process."""
+    try:
+        return ray.put(value)
+    except (TypeError, PicklingError) as error:
+        raise ConfigError(
+            f"{name}, a {type(value).__name__}, cannot be sent to the workers: {str(error).strip()}"
+        ) from error

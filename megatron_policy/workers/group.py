@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from megatron_policy.errors import ConfigError, WorkerError
 from megatron_policy.topology import Topology
-from megatron_policy.workers.calls import gather, stored
+from megatron_policy.workers.calls import gather, put, stored
 from megatron_policy.workers.cluster import RayVirtualCluster, Slot
 from megatron_policy.workers.environment import Seat, worker_env
 from megatron_policy.workers.failure import error_of, first_cause, is_refusal
@@ -182,7 +182,7 @@ class WorkerGroup:
                 f"{method}: {len(data)} shards for {self.topology.dp} data-parallel ranks; "
                 "give one shard each."
             )
-        shards = [ray.put(shard) for shard in data]
+        shards = [put("data", shard) for shard in data]
         common = stored(kwargs)
         return [
             getattr(worker, method).remote(data=shards[self.topology.coords(rank).dp], **common)

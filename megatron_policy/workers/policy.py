@@ -42,9 +42,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     The constructor returns when every worker has loaded its part. What cannot work is refused with
     a ConfigError before any process starts; an error in a worker is raised here, and the workers
-    are ended. Later, data that do not fit are refused with a BatchError naming the caller's row,
-    and the policy goes on; after an error in a worker it is broken (see `WorkerGroup`): shut it
-    down.
+    are ended. Later, data that do not fit are refused with a BatchError and a loss that fails with
+    a LossError, which name the caller's rows, and the policy goes on; after any other error in a
+    worker it is broken (see `WorkerGroup`): shut it down.
 
     Args:
         cluster: room for the workers; its world size and the config give the data-parallel size.

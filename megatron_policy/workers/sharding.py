@@ -28,6 +28,7 @@ from megatron_policy.train.checks import (
     checked_prompts,
 )
 from megatron_policy.train.longest import Longest
+from megatron_policy.train.loss_checks import check_loss
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Dealer:
         data = check_training_data(data, self.vocab_size, self.training)
         self.longest.check(data)
         check_loss_inputs(loss_fn, data, self.vocab_size)
+        check_loss(loss_fn)
         if self.training.kind == "padded":
             return training_shards(data, self.topology.dp, gbs, mbs)
         lengths = checked_lengths(data, self.training)
@@ -161,6 +163,7 @@ def planned_shards(
         own = [each[rank] for each in shares]
         rows = [number * size + row for number, share in enumerate(own) for row in share.rows]
         shard = data.select_indices(rows)
+        shard.caller_rows = rows
         consecutive([share.plan for share in own]).attach(shard)
         shards.append(shard)
         order.extend(rows)
@@ -181,7 +184,12 @@ def training_shards(
             f"{ranks * micro_batch_size}."
         )
     _check_whole(data, global_batch_size)
-    return [_compact(shard) for shard in data.shard_by_batch_size(ranks, global_batch_size)]
+    shards = data.shard_by_batch_size(ranks, global_batch_size)
+    starts = range(0, data.size, global_batch_size)
+    return [
+        _compact(shard, [start + rank * share + row for start in starts for row in range(share)])
+        for rank, shard in enumerate(shards)
+    ]
 
 
 def part_shards(data: BatchedDataDict, ranks: int, micro_batch_size: int) -> list[BatchedDataDict]:
@@ -194,8 +202,8 @@ def part_shards(data: BatchedDataDict, ranks: int, micro_batch_size: int) -> lis
             f"{data.size} rows cannot be cut into microbatches of mbs={micro_batch_size}: make "
             "them a multiple (padding rows have sample_mask 0), or pass another mbs."
         )
-    ends = [number * rank // ranks * micro_batch_size for rank in range(ranks + 1)]
-    return [_compact(data.slice(start, end)) for start, end in pairwise(ends)]
+    borders = [number * rank // ranks * micro_batch_size for rank in range(ranks + 1)]
+    return [_compact(data.slice(*ends), [*range(*ends)]) for ends in pairwise(borders)]
 
 
 def even_shards(data: BatchedDataDict, ranks: int) -> list[BatchedDataDict]:
@@ -242,14 +250,18 @@ def _check_whole(data: BatchedDataDict, global_batch_size: int) -> None:
         )
 
 
-def _compact(shard: BatchedDataDict) -> BatchedDataDict:
-    """The shard without the rest of the batch: a pickled view carries all it is a view of."""
-    return BatchedDataDict(
+def _compact(shard: BatchedDataDict, rows: list[int] | None = None) -> BatchedDataDict:
+    """The shard, which are these `rows`, without the rest of the batch: a pickled view carries all
+    it is a view of.
+    """
+    compact = BatchedDataDict(
         {
             key: value.clone() if isinstance(value, torch.Tensor) and _is_view(value) else value
             for key, value in shard.items()
         }
     )
+    compact.caller_rows = rows
+    return compact
 
 
 def _is_view(tensor: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import ConfigError
+from megatron_policy.train.loss_checks import check_loss
 from megatron_policy.workers.sharding import Dealer, merged_training
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class DriverSplitTraining:
 
         ConfigError while a step is open, without an optimizer, and for a loss without `loss_type`.
         """
+        check_loss(loss_fn)
         self._workers.run_all("begin_train_step", loss_fn=loss_fn, gbs=gbs, mbs=mbs)
         self._begun = _Begun(loss_fn, mbs or self._mbs)
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.errors import BatchError, ConfigError
+from megatron_policy.errors import BatchError, ConfigError, LossError
 from megatron_policy.interfaces import LossInputType, LossType
 from megatron_policy.model.residency import IDLE, LOGPROB, Kind
 from megatron_policy.policy import MegatronPolicy
@@ -181,15 +181,14 @@ def cut(data: BatchedDataDict, sizes: Sequence[int]) -> list[BatchedDataDict]:
 
 
 def fail(policy: MegatronPolicy, share: BatchedDataDict) -> None:
-    """A step that is begun and dropped; where no stage waits for another, after its loss raised."""
+    """A step that is begun and dropped after its loss raised."""
     policy.split.begin(Failing(), mbs=1)
     policy.split.microbatch(share.slice(0, 1))
-    if policy.topology.pp == 1:
-        with pytest.raises(ArithmeticError, match="second"):
-            policy.split.microbatch(share.slice(1, 2))
-        for go_on in (lambda: policy.split.microbatch(share.slice(1, 2)), policy.split.finish):
-            with pytest.raises(ConfigError, match=r"ArithmeticError: call abort_train_step\(\)"):
-                go_on()
+    with pytest.raises(LossError, match="raised ArithmeticError: the second microbatch"):
+        policy.split.microbatch(share.slice(1, 2))
+    for go_on in (lambda: policy.split.microbatch(share.slice(1, 2)), policy.split.finish):
+        with pytest.raises(ConfigError, match=r"LossError: call abort_train_step\(\)"):
+            go_on()
     policy.split.abort()
     policy.split.abort()
 

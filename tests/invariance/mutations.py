@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -14,9 +14,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.model import context_parallel
 from megatron_policy.packing.tokens import Piece, TokenLayout
 from megatron_policy.train import batching, losses, step
-from megatron_policy.train.microbatch import Microbatch
 from megatron_policy.train.output import Output
-from megatron_policy.train.pipeline import Pipeline
 from tests.invariance.cases import Cell
 from tests.invariance.measure import run_cell
 
@@ -86,14 +84,17 @@ def _counts_of_one_replica(patch: pytest.MonkeyPatch) -> None:
 
 
 def _repetitions_for_fillers(patch: pytest.MonkeyPatch) -> None:
-    train = Pipeline.train
+    for_training = batching.Batcher.for_training
 
-    def repeated(self: Pipeline, microbatches: Sequence[Microbatch], *args: Any, **kwargs: Any):
-        real = [microbatch for microbatch in microbatches if not microbatch.filler]
-        again = [real[-1]] * (len(microbatches) - len(real))
-        return train(self, [*real, *again], *args, **kwargs)
+    def repeated(batch: batching.GlobalBatch) -> batching.GlobalBatch:
+        real = [microbatch for microbatch in batch.microbatches if not microbatch.filler]
+        again = [real[-1]] * (len(batch.microbatches) - len(real))
+        return replace(batch, microbatches=[*real, *again])
 
-    patch.setattr(Pipeline, "train", repeated)
+    def cut(self: batching.Batcher, *args: Any) -> list[batching.GlobalBatch]:
+        return [repeated(batch) for batch in for_training(self, *args)]
+
+    patch.setattr(batching.Batcher, "for_training", cut)
 
 
 def _gradient_of_fillers(patch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,14 @@ from megatron_policy.errors import (
     CheckpointError,
     ConfigError,
     ConversionError,
+    LossError,
     RefitError,
     WorkerError,
 )
 
 
 @pytest.mark.parametrize(
-    "kind", [BatchError, ConfigError, ConversionError, CheckpointError, RefitError]
+    "kind", [BatchError, ConfigError, ConversionError, CheckpointError, LossError, RefitError]
 )
 def test_errors_survive_pickling(kind: type[Exception]) -> None:
     again = pickle.loads(pickle.dumps(kind("what and how to fix it")))

@@ -45,6 +45,7 @@ class HostLoss:
 
     def __init__(self, loss_fn: Any, aside: tuple[str, ...]) -> None:
         self._loss_fn, self._aside = loss_fn, aside
+        self.__name__ = getattr(loss_fn, "__name__", None) or type(loss_fn).__name__
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_loss_fn"], name)
@@ -110,7 +111,7 @@ def _completed(data: Any, next_token_logprobs: torch.Tensor, **rest: Any) -> tor
     if before_BS is None or before_BS[:, 1:].shape != next_token_logprobs.shape:
         return next_token_logprobs
     # Not at the top: it imports Megatron-Core, which this module's importers may lack.
-    from megatron_policy.train.losses import counted
+    from megatron_policy.train.microbatch import counted
 
     return torch.where(counted(data)[:, 1:], next_token_logprobs, before_BS[:, 1:])
 

@@ -1,0 +1,310 @@
+"""A loss that goes wrong on one rank: all ranks say what and where, and nothing has changed.
+
+The loss goes wrong on the last rank only, in its second microbatch. Afterwards the policy takes the
+step that transformers and torch take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.errors import ConfigError, LossError
+from megatron_policy.model.random_state import capture
+from megatron_policy.policy import MegatronPolicy
+from tests import oracle
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
+from tests.dist.layouts import LAYOUTS, LENGTH, OVERLAPPED, VOCAB, layout
+from tests.losses import sequence_nll
+from tests.mistaken import MISTAKES, READING, Mistaken, NoGradientOfSqrt
+
+PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 40}}
+Case = tuple[int, dict[str, Any], str, dict[str, Any]]
+CASES: dict[str, Case] = {
+    "one process": (1, {}, "token", {}),
+    "DP2": (2, {}, "sequence", {}),
+    "DP2, both overlaps": (2, OVERLAPPED, "token", {}),
+    "DP2, both overlaps, packed": (2, OVERLAPPED, "logit", PACKED),
+    "TP2": (2, LAYOUTS["TP2"].megatron, "token", {}),
+    "TP2+SP": (2, LAYOUTS["TP2+SP"].megatron, "sequence", {}),
+    "PP2": (2, LAYOUTS["PP2"].megatron, "logit", {}),
+    "PP2xVPP2, both overlaps": (2, LAYOUTS["PP2xVPP2"].megatron | OVERLAPPED, "sequence", {}),
+    "CP2, packed": (2, layout(2, context_parallel_size=2).megatron, "sequence", PACKED),
+    "TP2xDP2+SP, overlaps": (
+        4,
+        LAYOUTS["TP2+SP"].megatron | OVERLAPPED,
+        "sequence",
+        {},
+    ),
+}
+
+
+def good() -> BatchedDataDict:
+    """Every row has tokens that count."""
+    data = with_masked_rows()
+    data["sample_mask"] = torch.ones(GLOBAL_BATCH)
+    data["token_mask"][:, 1] = 1
+    return data
+
+
+def with_masked_rows() -> BatchedDataDict:
+    return oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
+
+
+@cache
+def expected(path: Path, kind: str, masked: bool = False) -> oracle.Learned:
+    loss = {"token": oracle.token_level, "logit": oracle.logit_level, "sequence": sequence_level}
+    data = with_masked_rows() if masked else good()
+    return oracle.Learned.of(path, data, GLOBAL_BATCH, loss[kind])
+
+
+def sequence_level(model: Any, data: BatchedDataDict) -> torch.Tensor:
+    logprobs = oracle.hf_logprobs(model, data["input_ids"])
+    return sequence_nll(logprobs, data, data["sample_mask"].sum())
+
+
+def whole_state(policy: MegatronPolicy) -> dict[str, Any]:
+    """All that a step changes on this rank, as values."""
+    trainable = policy._session.trainable
+    state: dict[str, Any] = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    for number, optimizer in enumerate(trainable.optimizer.chained_optimizers):
+        for place, each in enumerate(optimizer.optimizer.state.values()):
+            for name, value in each.items():
+                held = isinstance(value, torch.Tensor)
+                state[f"{number}.{place}.{name}"] = value.clone() if held else value
+    for chunk, model in enumerate(policy._pipeline.models):
+        for name, buffer in model.named_buffers():
+            state[f"chunk {chunk} {name}"] = buffer.clone()
+    state["schedule"], state["steps"] = trainable.scheduler.state_dict(), policy.steps
+    return state | {"random": capture({})}
+
+
+@contextmanager
+def unchanged(policy: MegatronPolicy) -> Iterator[None]:
+    before = whole_state(policy)
+    yield
+    after = whole_state(policy)
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
+        assert same(value, after[name]), name
+
+
+def hear(call: Callable[[], object], kind: type[Exception] = LossError) -> str:
+    with pytest.raises(kind) as error:
+        call()
+    return "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
+
+
+def micro(policy: MegatronPolicy) -> dict[str, int]:
+    return {"gbs": GLOBAL_BATCH, "mbs": GLOBAL_BATCH // policy.topology.dp // 4}
+
+
+def make_mistakes(config: dict[str, Any], kind: str, world: int) -> dict[str, Any]:
+    """What this rank hears of each mistake, and what it computes afterwards."""
+    with open_policy(config) as policy:
+        share, said = own_share(policy, good()), {}
+        for training, mistakes in ((True, MISTAKES), (False, READING)):
+            for mistake in mistakes:
+                loss = Mistaken(kind, mistake, rank=world - 1)
+                with unchanged(policy):
+                    call = partial(policy.train, share, loss, eval_mode=not training)
+                    said[mistake, training] = hear(partial(call, **micro(policy)))
+        evaluated = policy.train(share, LOSSES[kind](), eval_mode=True, **micro(policy))
+        trained = policy.train(share, LOSSES[kind](), **micro(policy))
+        weights = {name: tensor.clone() for name, tensor in policy.export()}
+        return {
+            "said": said,
+            "replica": policy.topology.dp - 1,
+            "losses": [evaluated["global_loss"], trained["global_loss"]],
+            "norm": trained["grad_norm"],
+            "weights": weights,
+        }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_ranks_name_the_loss_that_failed_on_one_and_go_on(ranks, checkpoints, name) -> None:
+    world, megatron, kind, top = CASES[name]
+    path = checkpoints[True]
+    config = policy_config(path, megatron, **top)
+    hf = expected(path, kind)
+    seen = ranks.run(world, make_mistakes, config, kind, world)
+    for each in seen:
+        for (mistake, training), said in each["said"].items():
+            where = f"{name}, {mistake}, {'training' if training else 'reading'}: {said}"
+            assert MISTAKES[mistake][1] in said, where
+            assert f"on data-parallel replica {each['replica']} (rows " in said, where
+            assert "in microbatch " in said, where
+            assert said == seen[0]["said"][mistake, training]
+        assert "return MISTAKES[self.mistake]" in each["said"]["raises", True], "no traceback"
+        for loss in each["losses"]:
+            hf.assert_same_loss(loss, 0)
+        hf.assert_same_norm(each["norm"], 0)
+        for weight, tensor in each["weights"].items():
+            hf.assert_same_weight(tensor, hf.exact.weights[weight], weight)
+
+
+def name_rows(config: dict[str, Any]) -> str:
+    with open_policy(config) as policy:
+        loss = Mistaken("sequence", "NaN", rank=0, call=6)
+        return hear(partial(policy.train, good(), loss, gbs=4, mbs=1, eval_mode=True))
+
+
+def test_the_message_names_microbatch_global_batch_and_rows(ranks, checkpoints) -> None:
+    """Two global batches of four microbatches of one row each: the seventh call is for row 6."""
+    (told,) = ranks.run(1, name_rows, policy_config(checkpoints[True], {}))
+    assert "in microbatch 2 of global batch 1 on data-parallel replica 0 (rows 6)" in told
+
+
+def fail_in_the_second_batch(config: dict[str, Any]) -> dict[str, Any]:
+    with open_policy(config) as policy:
+        data = own_share(policy, good())
+        loss = Mistaken("sequence", "NaN", rank=1, call=data.size // 2 + 1)
+        said = hear(lambda: policy.train(data, loss, gbs=GLOBAL_BATCH // 2, mbs=1))
+        weights = {name: p.detach().clone() for name, p in policy.named_parameters()}
+        return {"said": said, "steps": policy.steps, "weights": weights}
+
+
+def first_batch_only(config: dict[str, Any]) -> dict[str, Any]:
+    with open_policy(config) as policy:
+        data = own_share(policy, good())
+        half = data.slice(0, data.size // 2)
+        policy.train(half, LOSSES["sequence"](), gbs=GLOBAL_BATCH // 2, mbs=1)
+        return {name: p.detach().clone() for name, p in policy.named_parameters()}
+
+
+def test_steps_before_the_one_that_fails_stay_and_are_counted(ranks, checkpoints) -> None:
+    config = policy_config(checkpoints[True], {})
+    alone = ranks.run(2, first_batch_only, config)
+    for each, weights in zip(ranks.run(2, fail_in_the_second_batch, config), alone, strict=True):
+        assert "global batch 1 on data-parallel replica 1 (rows 3)" in each["said"]
+        assert "The 1 optimizer step(s) that the call had taken before stay" in each["said"]
+        assert each["steps"] == 1
+        assert all(torch.equal(weights[name], each["weights"][name]) for name in weights)
+
+
+def follow_a_gradient_that_is_not_finite(config: dict[str, Any]) -> list[str]:
+    with open_policy(config) as policy:
+        share, said = own_share(policy, good()), []
+        with unchanged(policy):
+            said.append(hear(lambda: policy.train(share, NoGradientOfSqrt(1), **micro(policy))))
+        policy.split.begin(NoGradientOfSqrt(1), **micro(policy))
+        with unchanged(policy):
+            policy.split.microbatch(share)
+            said.append(hear(policy.split.finish))
+            policy.split.abort()
+        result = policy.train(share, LOSSES["sequence"](), **micro(policy))
+        assert result["grad_norm"].isfinite().all()
+        return said
+
+
+@pytest.mark.parametrize(
+    "name", ["DP2", "DP2, both overlaps", "PP2xVPP2, both overlaps", "TP2", "experts"]
+)
+def test_a_gradient_that_is_not_finite_is_refused_on_all_ranks(
+    ranks, checkpoints, checkpoint, name: str
+) -> None:
+    """Also where a router's bias would have moved, or counted tokens, by then."""
+    path = checkpoint("deepseek_v3", vocab=VOCAB) if name == "experts" else checkpoints[True]
+    megatron = OVERLAPPED if name == "experts" else CASES[name][1]
+    for said in ranks.run(2, follow_a_gradient_that_is_not_finite, policy_config(path, megatron)):
+        assert all("the gradient's norm is nan, although the loss is finite" in s for s in said)
+        assert "abort_train_step()" in said[1]
+
+
+def fail_in_a_part(config: dict[str, Any]) -> dict[str, list[str]]:
+    said = {}
+    with open_policy(config) as policy:
+        share = own_share(policy, good())
+        for mistake in ("raises", "NaN", "detached", "no metrics"):
+            loss = Mistaken("sequence", mistake, rank=1, call=2)
+            policy.split.begin(loss, **micro(policy))
+            with unchanged(policy):
+                policy.split.microbatch(share.slice(0, 2))
+                part = partial(policy.split.microbatch, share)
+                heard = [hear(part), hear(part, ValueError), hear(policy.split.finish, ConfigError)]
+                policy.split.abort()
+            said[mistake] = heard
+        policy.split.begin(LOSSES["sequence"](), **micro(policy))
+        policy.split.microbatch(share)
+        said["loss"] = policy.split.finish()["global_loss"].tolist()
+        return said
+
+
+@pytest.mark.parametrize("name", ["DP2, both overlaps", "PP2", "TP2"])
+def test_a_part_that_fails_on_one_rank_fails_on_all_and_the_step_can_be_aborted(
+    ranks, checkpoints, name: str
+) -> None:
+    config = policy_config(checkpoints[True], CASES[name][1])
+    for said in ranks.run(2, fail_in_a_part, config):
+        loss = said.pop("loss")
+        expected(checkpoints[True], "sequence").assert_same_loss(torch.tensor(loss), 0)
+        for mistake, (part, again, end) in said.items():
+            assert MISTAKES[mistake][1] in part and "abort_train_step()" in part
+            assert "incomplete" in again and "incomplete" in end
+
+
+def without_tokens(config: dict[str, Any]) -> list[float]:
+    """Rows of which no token counts: a loss may say 0 of them, without a gradient."""
+
+    class Constant(LOSSES["sequence"]):  # type: ignore[misc]
+        def __call__(self, data: BatchedDataDict, *args: Any, **kwargs: Any) -> Any:
+            if not data["sample_mask"].any():
+                return torch.zeros(()), {}
+            return super().__call__(data, *args, **kwargs)
+
+    with open_policy(config) as policy:
+        share = own_share(policy, with_masked_rows())
+        result = policy.train(share, Constant(), **micro(policy))
+        return [result["global_loss"].item(), result["grad_norm"].item()]
+
+
+@pytest.mark.parametrize("name", ["DP2, both overlaps", "PP2"])
+def test_a_constant_0_for_rows_without_tokens_is_trained_on(ranks, checkpoints, name: str) -> None:
+    hf = expected(checkpoints[True], "sequence", masked=True)
+    assert 0 in with_masked_rows()["sample_mask"].tolist()
+    for seen in ranks.run(2, without_tokens, policy_config(checkpoints[True], CASES[name][1])):
+        loss, norm = map(torch.tensor, seen)
+        hf.assert_same_loss(loss, 0)
+        hf.assert_same_norm(norm, 0)
+
+
+class Uncalled(LOSSES["sequence"]):  # type: ignore[misc]
+    def __call__(self, data: Any, logprobs: Any) -> Any:
+        raise AssertionError("it cannot be called as a loss is")
+
+
+TYPOS: dict[str, tuple[Any, str]] = {
+    "a class": (LOSSES["token"], "is the class TokenNLL itself: pass an instance"),
+    "nothing": (None, "is a NoneType, which cannot be called"),
+    "a name": ("token", "is a str, which cannot be called"),
+    "other arguments": (Uncalled(), "Uncalled(data, logprobs) cannot be called as a loss of its"),
+    "a function": (lambda logits, data: None, "cannot be called as a loss of its kind is"),
+}
+
+
+def train_on_typos(config: dict[str, Any]) -> dict[str, list[str]]:
+    said = {}
+    with open_policy(config, init_reference_model=False) as policy:
+        share = own_share(policy, good())
+        for name, (loss, _) in TYPOS.items():
+            with unchanged(policy):
+                said[name] = [
+                    hear(partial(policy.train, share, loss, **micro(policy))),
+                    hear(partial(policy.split.begin, loss, **micro(policy))),
+                ]
+        policy.train(share, LOSSES["token"](), **micro(policy))
+    return said
+
+
+def test_what_cannot_be_called_as_a_loss_is_found_before_it_is_called(ranks, checkpoints) -> None:
+    for said in ranks.run(2, train_on_typos, policy_config(checkpoints[True], {})):
+        for name, (_, message) in TYPOS.items():
+            assert all(message in each for each in said[name]), said[name]
