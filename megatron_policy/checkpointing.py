@@ -127,6 +127,7 @@ class Checkpoints:
         with prepared as (reading, rest), self._changing(found):
             loader.together("read", lambda: self._fill(reading))
             report = loader.together("restored", lambda: self._contents.restored(found, rest))
+        loader.part()
         if self._session.rank == 0:
             _log.log(logging.WARNING if report.not_restored else logging.INFO, "%s", report)
         return report
@@ -146,6 +147,11 @@ class Checkpoints:
     def finish(self) -> None:
         """Wait for a save under way; CheckpointError if it failed."""
         self._saver.finish()
+
+    def leave(self) -> None:
+        """`finish` for good: rank 0 waits for the others, see `Session.leave`."""
+        self.finish()
+        self._session.leave(self._council.deserted)
 
     def _before_loading(self) -> None:
         self._saver.finish()

@@ -239,4 +239,4 @@ class MegatronPolicy:
     def shutdown(self) -> None:
         """Wait for a save under way and leave the process groups; may be called again."""
         with closing(self._session):
-            self._checkpoints.finish()
+            self._checkpoints.leave()

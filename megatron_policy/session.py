@@ -5,6 +5,7 @@ Knows none of the policy's verbs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -111,6 +112,14 @@ class Session:
         if self._on_their_way and self.assembly.trainable is not None:
             self.assembly.trainable.finish_parameter_gather()
         self._on_their_way = False
+
+    def leave(self, deserted: bool) -> None:
+        """To be called before `close`: rank 0, whose process may keep the store where the ranks
+        meet, waits for the others to leave too. Not for long, and neither while it handles an error
+        nor where a rank is known to have `deserted` the others.
+        """
+        if self._open and not deserted and sys.exc_info()[0] is None:
+            self.exporter.leave()
 
     def close(self) -> None:
         """Leave the process groups; a second call does nothing: a policy that was made meanwhile

@@ -4,7 +4,7 @@ met. No collectives, so a thread beside the training may do it; knows nothing of
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
@@ -12,12 +12,14 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megatron_policy.errors import CheckpointError, ConfigError
+from megatron_policy.refit.parting import Parting, words_of_store
 from megatron_policy.refit.patience import within
 from megatron_policy.refit.pulse import Pulse
 
+_log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
-_SHORTEST_S, _LONGEST_S = 0.0005, 0.1  # between two looks for a note
 _SIGNS = 8  # of life, in the longest wait
 
 
@@ -27,6 +29,8 @@ class Council:
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
         """No wait is longer than `timeout_s` seconds, counted from the last sign of life."""
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self.deserted = False
+        """Whether a rank was missing when it was waited for last."""
         self._store, self._number, self._cleaned = store, 0, 0
         # The store may outlive a policy, and what the next one's ranks leave there must be new.
         first = 0 if size == 1 else store.add(f"council/of rank {rank}", 1)
@@ -47,7 +51,8 @@ class Council:
             return
         while self._cleaned < number - 1:
             self._cleaned += 1
-            for name in ("failed", "left", "signs", "purpose", "alike", *_NAMES):
+            gone = (f"gone/{rank}" for rank in range(1, self.size))
+            for name in ("failed", "left", "signs", "purpose", "alike", "done", *gone, *_NAMES):
                 for suffix in ("", "/arrived"):
                     self._store.delete_key(f"{self._root}/{self._cleaned}/{name}{suffix}")
 
@@ -152,6 +157,25 @@ class Undertaking:
         self._await(name)
         return self._asked(lambda: self._store.get(f"{self._root}/{name}")).decode()
 
+    def part(self) -> None:
+        """To be called last where all has gone well: return when the others need nothing more of
+        this rank for it, in particular not the store of rank 0. What fails now undoes nothing.
+        """
+        if self._alone:
+            return
+        council, asked = self._council, self._asked
+        parting = Parting(self._store, self._root, council.rank, council.size, asked, self._pulse)
+        if why := parting.part(council.timeout_s, self._told_failure):
+            council.deserted = True
+            _log.warning("done here, but a rank may not know that all are: %s", why)
+
+    def _told_failure(self) -> str:
+        """What was told of a failure first, by whichever rank; empty if none has failed."""
+        failed = f"{self._root}/failed"
+        if not self._asked(lambda: self._store.check([failed])):
+            return ""
+        return self._asked(lambda: self._store.get(failed)).decode()
+
     def _arrive(self, name: str) -> None:
         assert name in _NAMES, name
         if self._alone:
@@ -180,8 +204,7 @@ class Undertaking:
         if self._asked(lambda: self._store.check([note])):
             # Who fails later is heard of later: here the others may have gone on without it.
             return
-        if self._asked(lambda: self._store.check([failed])):
-            said = self._asked(lambda: self._store.get(failed)).decode()
+        if said := self._told_failure():
             self._leave()
             raise CheckpointError(said)
         if not heard:
@@ -190,6 +213,7 @@ class Undertaking:
                 f"others waited for {name!r}. Look at its log; checkpoint_timeout_s sets how "
                 "long to wait"
             )
+            self._council.deserted = True
             self._fail(words)
             self._leave(with_all=False)
             raise CheckpointError(words)
@@ -212,15 +236,7 @@ class Undertaking:
 
     def _lasts_until(self, condition: Callable[[], bool]) -> bool:
         """Wait for the condition; False if no rank gives a sign of life for so long."""
-        pause, seen, quiet_since = _SHORTEST_S, -1, time.monotonic()
-        while not condition():
-            sign, now = self._pulse.look(), time.monotonic()
-            seen, quiet_since = sign, quiet_since if sign == seen else now
-            if now - quiet_since > self._council.timeout_s:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_S)
-        return True
+        return self._pulse.lasts_until(condition, self._council.timeout_s)
 
     @contextmanager
     def _signs(self) -> Iterator[None]:
@@ -235,10 +251,8 @@ class Undertaking:
         try:
             return within(1.25 * self._council.timeout_s + 0.5, step)
         except (TimeoutError, dist.DistError) as error:
-            raise CheckpointError(
-                "rank 0, where the ranks meet, does not answer "
-                f"({str(error).splitlines()[0]}); look at its log"
-            ) from error
+            self._council.deserted = True
+            raise CheckpointError(words_of_store(error)) from error
 
 
 def as_checkpoint_error(error: Exception) -> CheckpointError:

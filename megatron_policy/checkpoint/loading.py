@@ -68,6 +68,10 @@ class Loader:
         self._under.wait(name)
         return outcome
 
+    def part(self) -> None:
+        """The load is done, on all ranks; see `Undertaking.part`."""
+        self._under.part()
+
     def find(
         self,
         weights_path: Path,

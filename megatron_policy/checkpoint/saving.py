@@ -177,6 +177,7 @@ class Saver:
         else:
             self._write(job, [Path(path) for path in json.loads(job.under.hear("where"))])
             job.under.hear("published")
+        job.under.part()
 
     def _lead(self, job: _Job) -> None:
         with ExitStack() as held:

@@ -4,6 +4,7 @@ nothing and is made anew. Knows neither tensors' names nor who needs them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from megatron_policy import device
 from megatron_policy.errors import RefitError
+
+_IN_TIME = 0.9  # of the timeout: what fails before that does not fail for want of time
 
 
 class Channel:
@@ -60,12 +63,18 @@ class Channel:
 
     def _bounded(self, step: Callable[[], Any]) -> Any:
         """What `step` returns; whatever fails there is a process that is slow, stopped or gone."""
+        started = time.monotonic()
         try:
             return step()
         except RuntimeError as error:
+            seconds = time.monotonic() - started
+            if seconds < _IN_TIME * self._timeout_s:
+                what = f"a process has left, or was ended, after {seconds:.1f} s"
+            else:
+                what = f"a process did not take part within {self._timeout_s:g} s, or is gone"
             raise RefitError(
-                f"{self.name}: a process did not take part within {self._timeout_s:g} s, or is "
-                f"gone ({str(error).splitlines()[0]}). Look at its log; the next refit starts anew"
+                f"{self.name}: {what} ({str(error).splitlines()[0]}). Look at its log; the next "
+                "refit starts anew"
             ) from error
 
 

@@ -132,6 +132,10 @@ class Exporter:
         """Collective over all ranks: RefitError on all of them, with reasons, if any failed."""
         self._meeting.agree(failure)
 
+    def part(self) -> None:
+        """End an undertaking that `agree` does not end."""
+        self._meeting.part()
+
     def alive(self) -> AbstractContextManager[None]:
         """Signs of life for the other ranks while the body waits for an engine."""
         return self._meeting.pulse.kept()
@@ -139,6 +143,10 @@ class Exporter:
     def sum(self, numbers: Tensor) -> None:
         """Collective over all ranks, in place: add up int64 numbers on the weights' device."""
         self._meeting.sum(numbers)
+
+    def leave(self) -> None:
+        """Before `close`, where all is well: see `Meeting.leave`."""
+        self._meeting.leave()
 
     def close(self) -> None:
         """Leave the groups."""

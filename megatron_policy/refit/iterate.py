@@ -12,7 +12,10 @@ from megatron_policy.refit.plan import RefitPlan, RefitTensor
 
 
 def tensors(exporter: Exporter, plan: RefitPlan) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each HF tensor of the plan by name, in memory of its own, which is the caller's to keep."""
+    """Each HF tensor of the plan by name, in memory of its own, which is the caller's to keep.
+
+    It ends when every rank has come to its end; RefitError if one of them has not.
+    """
 
     def place(tensor: RefitTensor) -> Room:
         return Room(Buffer.on(exporter.device, tensor.nbytes), 0)
@@ -21,3 +24,5 @@ def tensors(exporter: Exporter, plan: RefitPlan) -> Iterator[tuple[str, torch.Te
     for tensor, room in exporter.stream(plan, place):
         assert room is not None
         yield tensor.name, room.tensor(tensor.shape, tensor.dtype)
+    # Also where nothing was exchanged: another rank may still be on its way to the first tensor.
+    exporter.agree(None)

@@ -4,9 +4,10 @@ one. Knows nothing of weights.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -15,16 +16,17 @@ from torch import Tensor
 
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.channels import Channel
-from megatron_policy.refit.patience import within
+from megatron_policy.refit.parting import FAREWELL_S, Asking, Parting
 from megatron_policy.refit.pulse import Pulse
+from megatron_policy.refit.rank_notes import RankNotes
 from megatron_policy.topology import Coords, Topology
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_SHOWN_REASONS = 3
 _LOOKS = 8  # at signs of life, in the longest wait
 _SHORTEST_S, _LONGEST_S = 0.0005, 0.05  # between two looks for a note
-_NO_STORE = "rank 0, where the ranks meet, does not answer ({}); look at its log"
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,10 @@ class Meeting:
         self._channels: Channels | None = None
         self._epoch = self._number = self._calls = 0
         self._left: list[str] = []
-        self._unanswered = -1
+        self._asked = Asking(timeout_s)
         # The store may outlive a policy, and what the next one's ranks leave there must be new.
         self._root = f"refit/{self._asked(lambda: self.store.add(f'refit/of rank {self.rank}', 1))}"
-
+        self.notes = RankNotes(self.store, self._root, self.rank, self._asked)
         self.pulse = Pulse(
             lambda by: self._asked(lambda: self.store.add(f"{self._root}/progress", by)),
             timeout_s / _LOOKS,
@@ -87,6 +89,7 @@ class Meeting:
         """Count what all ranks now undertake: one that is late to it, when the others have given it
         up, must not meet them in the next.
         """
+        self._asked.forget()
         if self.rank == 0:
             for key in self._left:  # nobody waits for these any more
                 self._asked(lambda key=key: self.store.delete_key(key))
@@ -123,17 +126,32 @@ class Meeting:
             raise (RefitError(first[1]) if first else error) from error
 
     def agree(self, failure: Exception | None) -> None:
-        """Collective over all ranks: RefitError on all of them, with reasons, if any failed."""
+        """The end, collective over all ranks: RefitError on all, with reasons, if any failed."""
         if failure is not None:
-            self._asked(lambda: self.store.set(self._reason_key(self.rank), words_of(failure)))
+            self.notes.give_reason(words_of(failure))
         failed = torch.zeros(self._topology.world_size, dtype=torch.int64, device=self._device)
         failed[self.rank] = failure is not None
         try:
             self.sum(failed)
         except RefitError as error:
             raise (RefitError(words_of(failure)) if failure else error) from error
-        if ranks := [rank for rank, flag in enumerate(failed.tolist()) if flag]:
-            raise RefitError(self._reasons(ranks)) from failure
+        ranks = [rank for rank, flag in enumerate(failed.tolist()) if flag]
+        reasons = self.notes.reasons(ranks) if ranks else ""
+        self.part()
+        if ranks:
+            raise RefitError(reasons) from failure
+
+    def part(self) -> None:
+        """Return when all ranks are done with this, and need no other for it any more. RefitError
+        with the words of who gave it up meanwhile.
+        """
+        parting = self._parting(self._number)
+        why = parting.part(self._timeout_s, lambda: (self._given_up() or (0, ""))[1])
+        if why and not self._asked.unanswered and self._given_up():
+            self._leave(broken=True)
+            raise RefitError(why)
+        if why:  # what is done stays done
+            _log.warning("done here, but a rank may not know that all are: %s", why)
 
     def give_up(self, error: BaseException) -> None:
         """Leave channels in which something may still be under way, and tell the others why."""
@@ -144,9 +162,21 @@ class Meeting:
         finally:
             self._leave(broken=True)
 
+    def leave(self) -> None:
+        """Nothing follows, and no rank has failed: rank 0 goes after the others, in time."""
+        patience_s = min(self._timeout_s, FAREWELL_S)
+        parting = replace(self._parting("leaving"), asked=Asking(patience_s))
+        with suppress(RefitError):  # who is gone needs nothing
+            if self.rank != 0 or self._given_up() is None:
+                parting.farewell(patience_s)
+
     def close(self) -> None:
         """Leave the channels."""
         self._leave()
+
+    def _parting(self, what: object) -> Parting:
+        root, size = f"{self._root}/{what}", self._topology.world_size
+        return Parting(self.store, root, self.rank, size, self._asked, self.pulse)
 
     def _joined(self) -> Channels:
         at, size = self._coords, self._topology
@@ -198,9 +228,6 @@ class Meeting:
         end = f"{self._number}/{len(self._left)}/{count}"
         return f"{self._root}/arrived/{end}", f"{self._root}/everybody/{end}"
 
-    def _reason_key(self, rank: int) -> str:
-        return f"{self._root}/reason/{rank}"
-
     def _leave(self, broken: bool = False) -> None:
         channels, self._channels = self._channels, None
         if channels is not None:
@@ -220,30 +247,11 @@ class Meeting:
         number, _, words = note.decode().partition(" ")
         return int(number), words
 
-    def _reasons(self, ranks: list[int]) -> str:
-        def reason(rank: int) -> str:
-            return f"rank {rank}: {self.store.get(self._reason_key(rank)).decode()}"
-
-        reasons = self._asked(lambda: [reason(rank) for rank in ranks[:_SHOWN_REASONS]])
-        more = f" ({len(ranks)} ranks failed)" if len(ranks) > _SHOWN_REASONS else ""
-        return "; ".join(reasons) + more
-
-    def _asked(self, step: Callable[[], T]) -> T:
-        """What `step` makes of the store; its host, rank 0, may have stopped or gone. Once in an
-        undertaking that is waited for.
-        """
-        if self._unanswered == self._number:
-            raise RefitError(_NO_STORE.format("still"))
-        try:
-            # The channels' own timeout gives the better message.
-            return within(1.25 * self._timeout_s + 0.5, step)
-        except (TimeoutError, dist.DistError) as error:
-            self._unanswered = self._number
-            raise RefitError(_NO_STORE.format(str(error).splitlines()[0])) from error
-
 
 def words_of(failure: BaseException) -> str:
     """A failure for others to read."""
     if isinstance(failure, RefitError):
         return str(failure)
+    if isinstance(failure, GeneratorExit):
+        return "it was left before its last tensor"
     return f"{type(failure).__name__}: {failure}"

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 from megatron_policy.refit.patience import started
 
+_SHORTEST_S, _LONGEST_S = 0.0005, 0.1  # between two looks
+
 
 class Pulse:
     """One rank's signs of life, given by `add`, which adds to the number and returns it."""
@@ -30,6 +32,18 @@ class Pulse:
         if now - self._told > self._interval_s:
             self._told = now
             self._add(1)
+
+    def lasts_until(self, condition: Callable[[], bool], silence_s: float) -> bool:
+        """Wait for the condition; False if nobody gives a sign of life for so long."""
+        pause, seen, quiet_since = _SHORTEST_S, -1, time.monotonic()
+        while not condition():
+            sign, now = self.look(), time.monotonic()
+            seen, quiet_since = sign, quiet_since if sign == seen else now
+            if now - quiet_since > silence_s:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_S)
+        return True
 
     @contextmanager
     def kept(self) -> Iterator[None]:

@@ -111,3 +111,48 @@ def test_a_rank_that_fails_does_not_wait_for_one_that_shows_no_sign_of_life() ->
     failing, _ = seats(dist.HashStore())
     with pytest.raises(CheckpointError, match="the cause"), failing.open().at_work("verified"):
         raise RuntimeError("the cause")
+
+
+def test_no_rank_goes_before_all_are_done() -> None:
+    early, late = (seat.open() for seat in seats(dist.HashStore()))
+    gone = threading.Event()
+
+    def part() -> None:
+        early.part()
+        gone.set()
+
+    thread = threading.Thread(target=part)
+    thread.start()
+    with late.at_work("written"):
+        assert not gone.wait(2 * TIMEOUT_S)
+    late.part()
+    thread.join(60)
+    assert gone.is_set()
+
+
+def test_what_is_done_stays_done_when_a_rank_is_gone_in_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    here, _ = seats(dist.HashStore())
+    here.open().part()
+    assert here.deserted and "no sign of life for 1 s" in caplog.text
+
+
+def test_a_rank_that_has_failed_is_not_waited_for_in_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = dist.HashStore()
+    councils = [Council(store, rank, 2, 60.0) for rank in range(2)]
+    done, failing = (council.open() for council in councils)
+
+    def fail() -> None:
+        with pytest.raises(CheckpointError, match="the cause"), failing.at_work():
+            raise RuntimeError("the cause")
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    done.part()
+    assert councils[0].deserted and "rank 1: the cause" in caplog.text
+    with pytest.raises(CheckpointError):
+        done.wait("written")
+    thread.join(60)

@@ -1,0 +1,1 @@
+"""Things done many times, to see what happens seldom: each module runs by itself, with a count."""
