@@ -145,6 +145,13 @@ def side_files(root: Path) -> list[Path]:
     ]
 
 
+def side_contents(model: str | Path) -> dict[str, bytes]:
+    """Config and tokenizer by file name, of a directory or hub repository as `locate` takes it: for
+    who writes them later, when the directory may be gone.
+    """
+    return {path.name: path.read_bytes() for path in side_files(locate(model))}
+
+
 def _files(root: Path) -> dict[Path, set[str]]:
     """The checkpoint's files, each with the tensors its index places there; none without index."""
     if (root / SINGLE).is_file():

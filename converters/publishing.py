@@ -6,13 +6,9 @@ Knows nothing of what is in them but the file by which a checkpoint is told from
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import glob
 import os
 import shutil
-import time
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
@@ -20,6 +16,7 @@ from typing import IO
 from megatron_policy.errors import ConfigError
 
 from .contained import expanded
+from .locking import locked, new_name, opened, remove_left
 from .renaming import put, take_back
 
 _MARKS = (
@@ -32,50 +29,68 @@ _MARKS = (
 others' directories have none of them.
 """
 
-LOCK_TIMEOUT_S = 60.0
-"""The longest wait for another process that makes, publishes or removes something beside."""
-_LOOK_S = 0.01
 
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
-"""What file systems answer that know no locks."""
+class Staged:
+    """Empty directories beside their final names, which they get when all are written, or never.
 
-
-def partial_dir(destination: str | Path) -> Path:
-    """Where an export to `destination` is written: beside it, on the same file system."""
-    final = _absolute(destination)
-    return final.with_name(f".{final.name}.partial")
-
-
-def stage(destination: str | Path, overwrite: bool = False) -> Path:
-    """Make an empty `partial_dir` and return it; for one rank to call, before any writes.
-
-    ConfigError when `destination` exists and may not be replaced.
+    Their names are their own: no other process writes in them, or removes them, while this one
+    lives. What a killed process left behind under such names is removed.
     """
-    check_replaceable(destination, overwrite)
-    partial = partial_dir(destination)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    return partial
 
+    def __init__(self, destinations: Sequence[str | Path], overwrite: bool = False) -> None:
+        """ConfigError when a destination exists and may not be replaced."""
+        self._finals = [_absolute(destination) for destination in destinations]
+        assert len(set(self._finals)) == len(self._finals), self._finals
+        self._overwrite, self._over = overwrite, False
+        self._locks = contextlib.ExitStack()
+        self.partials = tuple(new_name(final) for final in self._finals)
+        """Where to write, in the order of the destinations."""
+        self._made_parents = _make_parents(self._finals)
+        try:
+            for parent in self._made_parents:
+                flush_directory(parent.parent)
+            for partial, final in zip(self.partials, self._finals, strict=True):
+                with locked(final.parent):
+                    _clean_up(final)
+                    check_replaceable(final, overwrite)
+                    partial.mkdir()
+                    self._locks.enter_context(locked(partial))  # until this process ends, too
+        except BaseException:
+            self.drop()
+            raise
 
-def publish(partial: Path, destination: str | Path, overwrite: bool = False) -> None:
-    """Give the fully written directory its final name; for one rank to call, after all wrote.
+    def publish(self) -> None:
+        """Give all of them their names, one after another; if one cannot have it, none has.
 
-    What it replaces is there until the moment it is, where the file system can exchange two names.
-    """
-    final = check_replaceable(destination, overwrite)
-    _flush_directories(partial)
-    old = put(partial, final, _replaced(final))
-    flush_directory(final.parent)
-    _remove(old)
+        What they replace is removed when all have their names, so that what belongs together is on
+        the disk at any moment: of those that a process was killed before, the old ones; of the
+        others the new ones under their names, and the old ones beside them as `.NAME.*`.
+        ConfigError if a destination came to exist meanwhile, and may not be replaced.
+        """
+        try:
+            _publish_all(self.partials, self._finals, self._overwrite)
+        except BaseException:
+            self.drop()
+            raise
+        self._over = True
+        self._locks.close()
+
+    def drop(self) -> None:
+        """Remove what was written; nothing after `publish`, or a second time."""
+        if self._over:
+            return
+        self._over = True
+        _remove(*self.partials)
+        self._locks.close()
+        for parent in self._made_parents:
+            with contextlib.suppress(OSError):  # others may use it by now
+                parent.rmdir()
 
 
 @contextlib.contextmanager
 def new_directory(destination: str | Path, overwrite: bool = False) -> Iterator[Path]:
-    """An empty directory that gets the name `destination` if the body succeeds, and goes if not.
-
-    One that a killed process left behind is removed; those of running ones are left alone: each has
-    its own, and the last to finish needs `overwrite`. ConfigError as for `stage`.
+    """An empty directory that gets the name `destination` if the body succeeds, and goes if not;
+    see `Staged`. Of several at once, the last to finish needs `overwrite`.
     """
     with new_directories([destination], overwrite) as (partial,):
         yield partial
@@ -85,35 +100,14 @@ def new_directory(destination: str | Path, overwrite: bool = False) -> Iterator[
 def new_directories(
     destinations: Sequence[str | Path], overwrite: bool = False
 ) -> Iterator[tuple[Path, ...]]:
-    """Several as `new_directory`, that get their names one after another, or none of them does.
-
-    What they replace is removed when all have their names, so that what belongs together is on the
-    disk at any moment: of those that a process was killed before, the old ones; of the others the
-    new ones under their names, and the old ones beside them as `.NAME.*`.
-    """
-    finals = [_absolute(destination) for destination in destinations]
-    assert len(set(finals)) == len(finals), finals
-    number = uuid.uuid4().hex[:12]
-    partials = tuple(final.with_name(f".{final.name}.partial-{number}") for final in finals)
-    made_parents = _make_parents(finals)
-    with contextlib.ExitStack() as held:
-        try:
-            for parent in made_parents:
-                flush_directory(parent.parent)
-            for partial, final in zip(partials, finals, strict=True):
-                with locked(final.parent):
-                    _clean_up(final)
-                    check_replaceable(final, overwrite)
-                    partial.mkdir()
-                    held.enter_context(locked(partial))  # until this process ends, however it does
-            yield partials
-            _publish_all(partials, finals, overwrite)
-        except BaseException:
-            _remove(*partials)
-            for parent in made_parents:
-                with contextlib.suppress(OSError):  # others may use it by now
-                    parent.rmdir()
-            raise
+    """Several as `new_directory`, that get their names one after another, or none of them does."""
+    staged = Staged(destinations, overwrite)
+    try:
+        yield staged.partials
+    except BaseException:
+        staged.drop()
+        raise
+    staged.publish()
 
 
 def clean_leftovers(parent: str | Path, names: str = "iter_*", unless: str = "") -> None:
@@ -130,7 +124,7 @@ def clean_leftovers(parent: str | Path, names: str = "iter_*", unless: str = "")
             _bring_back(replaced)
         for partial in folder.glob(f".{names}.partial-*"):
             if not (unless and (partial / unless).is_file()):
-                _remove_unused(partial)
+                remove_left(partial)
 
 
 def check_replaceable(destination: str | Path, overwrite: bool) -> Path:
@@ -166,7 +160,7 @@ def flush(file: IO[bytes]) -> None:
 
 def flush_directory(directory: Path) -> None:
     """Wait until the directory's entries are on the disk."""
-    with _opened(directory) as handle:
+    with opened(directory) as handle:
         os.fsync(handle)
 
 
@@ -210,20 +204,31 @@ def _publish_all(partials: Iterable[Path], finals: Iterable[Path], overwrite: bo
         for partial, final, old in reversed(done):
             take_back(partial, final, old)
         raise
-    _remove(*(old for _, _, old in done))
+    for partial, final, old in done:
+        if old is not None:
+            _remove_replaced(old, partial, final)
 
 
-def _remove(*directories: Path | None) -> None:
+def _remove_replaced(old: Path, partial: Path, final: Path) -> None:
+    """Remove what `final` was until now; `partial` is a name of our own again."""
+    if old != partial:  # a name that others use too, for the same purpose
+        with locked(final.parent):
+            if not (final.exists() and old.exists()):
+                return
+            old.rename(partial)
+    _remove(partial)
+
+
+def _remove(*directories: Path) -> None:
     for directory in directories:
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _clean_up(final: Path) -> None:
     """Remove what killed processes left behind; a directory they were replacing comes back."""
     _bring_back(_replaced(final))
     for partial in final.parent.glob(f".{glob.escape(final.name)}.partial-*"):
-        _remove_unused(partial)
+        remove_left(partial)
 
 
 def _bring_back(replaced: Path) -> None:
@@ -233,50 +238,3 @@ def _bring_back(replaced: Path) -> None:
         _remove(replaced)
     elif replaced.exists():
         replaced.rename(final)
-
-
-def _remove_unused(partial: Path) -> None:
-    # In use, or somebody else's: it is not in the way.
-    with contextlib.suppress(OSError), locked(partial, wait=False):
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def locked(directory: Path, wait: bool = True) -> Iterator[None]:
-    """Hold the directory's lock; BlockingIOError, naming it, if another process has it and we do
-    not `wait`, or have waited long.
-    """
-    with _opened(directory) as handle:
-        end = time.monotonic() + (LOCK_TIMEOUT_S if wait else 0)
-        try:
-            while not _took(handle):
-                if time.monotonic() > end:
-                    raise BlockingIOError(
-                        errno.EWOULDBLOCK,
-                        "another process, which saves there too, does not let go of it",
-                        str(directory),
-                    )
-                time.sleep(_LOOK_S)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            if not wait:  # nobody can tell whether somebody still needs the directory
-                raise BlockingIOError(error.errno, "no locks on this file system") from error
-        yield
-
-
-def _took(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _opened(directory: Path) -> Iterator[int]:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        yield handle
-    finally:
-        os.close(handle)

@@ -21,8 +21,9 @@ from megatron_policy.checkpoint.contents import Contents, Rest
 from megatron_policy.checkpoint.council import Council
 from megatron_policy.checkpoint.loading import Found, Loader, Reading
 from megatron_policy.checkpoint.report import LoadReport, check_host_data
-from megatron_policy.checkpoint.saving import Model, Part, Saver, side_contents, write_tokenizer
+from megatron_policy.checkpoint.saving import Model, Part, Saver, write_tokenizer
 from megatron_policy.config import PolicyConfig
+from megatron_policy.converters.hf_files import side_contents
 from megatron_policy.converters.publishing import check_replaceable
 from megatron_policy.converters.raw_files import RawFiles
 from megatron_policy.errors import ConfigError

@@ -21,6 +21,7 @@ FLOORS: tuple[tuple[str, int], ...] = (
     ("converters.hf_files", 1),
     ("converters.hf_location", 1),
     ("converters.hf_writing", 1),
+    ("converters.locking", 1),
     ("converters.publishing", 1),
     ("converters.raw_files", 1),
     ("converters.renaming", 1),

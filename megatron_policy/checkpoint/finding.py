@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron_policy.checkpoint import manifest as manifests
 from megatron_policy.checkpoint.manifest import NAME, OPTIMIZER, Manifest
 from megatron_policy.converters import contained, publishing, renaming
+from megatron_policy.converters.locking import locked
 from megatron_policy.errors import CheckpointError, ConversionError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -75,7 +76,7 @@ def commit(root: str | Path, step: int) -> None:
     tracker = Path(root) / TRACKER
     beside = tracker.with_name(f".{TRACKER}.partial")
     try:
-        with publishing.locked(tracker.parent):
+        with locked(tracker.parent):
             publishing.write_file(beside, str(step).encode())
             os.replace(beside, tracker)
             publishing.flush_directory(tracker.parent)

@@ -21,7 +21,6 @@ from megatron_policy.checkpoint.manifest import Manifest
 from megatron_policy.checkpoint.staging import Ready, Staging, written_from
 from megatron_policy.checkpoint.writing import merge, write_records, write_small_files
 from megatron_policy.conversion.digests import of_bytes
-from megatron_policy.converters.hf_files import locate, side_files
 from megatron_policy.converters.publishing import (
     clean_leftovers,
     flush_directory,
@@ -46,7 +45,7 @@ class Model:
     table: Table
     topology: Topology
     side: Mapping[str, bytes]
-    """What rank 0 writes beside the tensors: `side_contents`."""
+    """What rank 0 writes beside the tensors: `hf_files.side_contents`."""
 
 
 @dataclass(frozen=True)
@@ -239,13 +238,6 @@ def layout_of(topology: Topology) -> dict[str, int]:
     """The sizes of its axes by name."""
     names = ("tp", "cp", "ep", "dp", "pp", "vpp")
     return {name: getattr(topology, name) for name in names}
-
-
-def side_contents(source: str) -> dict[str, bytes]:
-    """Config and tokenizer by file name, from the directory or hub name of a model: kept by who
-    saves, for the directory may be gone by then.
-    """
-    return {path.name: path.read_bytes() for path in side_files(locate(source))}
 
 
 def _write_side_files(partial: Path, side: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -5,12 +5,13 @@ optimizer and no engine.
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, dataclass
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from megatron_policy.converters import hf_writing, publishing
+from megatron_policy.converters.hf_files import side_contents
 from megatron_policy.errors import ConfigError, ExportError, RefitError
 from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.disk_files import DirectoryOutlet
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 # A stage's ranks share its tensors out between them, but not into files smaller than this.
 _MIN_SHARD_BYTES = 64 * 2**20
-_REFUSAL = "refit/directory"  # where rank 0 says why there is none to write in
 
 
 def export_checkpoint(
@@ -43,14 +43,26 @@ def export_checkpoint(
     sink = HfDirectory(path, source, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
     try:
         exporter.begin()
-        refusal = sink.prepare(exporter)
-        if refusal is None:
+        place = sink.prepare(exporter)
+        if not place.refusal:
             deliver(exporter, sink, step)
             return
+        exporter.part()
     except RefitError as error:
         raise ExportError(str(error)) from error
-    is_config, words = refusal
-    raise ConfigError(words) if is_config else ExportError(f"rank 0: {words}")
+    finally:
+        sink.drop()
+    raise ConfigError(place.refusal) if place.is_config else ExportError(f"rank 0: {place.refusal}")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where rank 0 has said that an export is written, or why there is none."""
+
+    partial: str = ""
+    refusal: str = ""
+    is_config: bool = False
+    """Whether it is the path, or the model, that is not accepted."""
 
 
 class HfDirectory:
@@ -73,11 +85,10 @@ class HfDirectory:
         `max_shard_bytes`, or one tensor. With `overwrite` a checkpoint at `path` is replaced.
         """
         self.path, self.source, self.overwrite = path, source, overwrite
-        self.partial = publishing.partial_dir(path)
         self._max_shard_bytes = max_shard_bytes
         self._files: tuple[Exporter, ExportPlan] | None = None
-        self._refusal: tuple[bool, str] | None = None
-        self._is_prepared = False
+        self._place: Place | None = None
+        self._staged: publishing.Staged | None = None
 
     def files(self, exporter: Exporter) -> ExportPlan:
         """What is in which file, and which rank of its stage writes it: the same on every rank."""
@@ -98,45 +109,58 @@ class HfDirectory:
             return RefitPlan((), 1, (at.pp,), exporter.bucket_bytes)
         return exporter.plan(names=names, own_stage=True, as_stored=True)
 
-    def prepare(self, exporter: Exporter) -> tuple[bool, str] | None:
-        """Make the directory to write in; collective over all ranks, to which it returns the same:
-        None, or whether it is `path` that is not accepted, and the words for it.
+    def prepare(self, exporter: Exporter) -> Place:
+        """Make the directory to write in; collective over all ranks, which learn from rank 0 where
+        that is: no other export, of this job or of another, has it.
         """
-        refusal = self._make(exporter) if exporter.rank == 0 else None
-        if refusal is not None:
-            exporter.store.set(_REFUSAL, json.dumps(refusal))
-        refused = torch.tensor([refusal is not None], dtype=torch.int64, device=exporter.device)
-        exporter.sum(refused)
-        if refused.item():
-            is_config, words = json.loads(exporter.store.get(_REFUSAL))
-            refusal = (is_config, words)
-        self._refusal, self._is_prepared = refusal, True
-        return refusal
+        self.drop()
+        try:
+            made = self._make(exporter) if exporter.rank == 0 else None
+            told = exporter.told(None if made is None else json.dumps(asdict(made)))
+        except BaseException:
+            self.drop()
+            raise
+        self._place = Place(**json.loads(told))
+        return self._place
 
     def open(self, exporter: Exporter, plan: RefitPlan) -> DirectoryOutlet | None:
         """This rank's files, of which it may have none; RefitError on rank 0 alone when there is no
         directory to write in.
         """
-        if not self._is_prepared:
-            self.prepare(exporter)
-        self._is_prepared = False
-        if self._refusal is None:
-            return DirectoryOutlet(self, exporter, self.files(exporter))
+        place, self._place = self._place or self.prepare(exporter), None
+        if not place.refusal:
+            return DirectoryOutlet(self, exporter, self.files(exporter), Path(place.partial))
         if exporter.rank == 0:
-            raise RefitError(self._refusal[1])
+            raise RefitError(place.refusal)
         return None
 
-    def _make(self, exporter: Exporter) -> tuple[bool, str] | None:
+    def publish(self) -> None:
+        """Give the directory its name; on rank 0, when all have written."""
+        assert self._staged is not None
+        self._staged.publish()
+
+    def drop(self) -> None:
+        """Remove what was written, unless it was published: it may be what has filled the disk."""
+        staged, self._staged, self._place = self._staged, None, None
+        if staged is not None:
+            staged.drop()
+
+    def _make(self, exporter: Exporter) -> Place:
         files = self.files(exporter)
         try:
-            publishing.stage(self.path, self.overwrite)
-            hf_writing.copy_side_files(self.source, self.partial)
-            hf_writing.write_index(self.partial, files.weight_map, files.total_bytes)
+            side = side_contents(self.source)  # before anything is written
+            self._staged = publishing.Staged([self.path], self.overwrite)
+            (partial,) = self._staged.partials
+            for name, content in side.items():
+                publishing.write_file(partial / name, content)
+            hf_writing.write_index(partial, files.weight_map, files.total_bytes)
         except ConfigError as error:
-            return True, str(error)
+            self.drop()
+            return Place(refusal=str(error), is_config=True)
         except Exception as error:
-            return False, f"{type(error).__name__}: {error}"
-        return None
+            self.drop()
+            return Place(refusal=f"{type(error).__name__}: {error}")
+        return Place(str(partial))
 
 
 def plan_files(exporter: Exporter, max_shard_bytes: int) -> ExportPlan:

@@ -6,7 +6,6 @@ Knows nothing of how tensors are gathered.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,8 +37,11 @@ class DirectoryOutlet:
     What goes wrong in a file is kept until `finish`: that is collective, and tells all ranks.
     """
 
-    def __init__(self, sink: HfDirectory, exporter: Exporter, plan: ExportPlan) -> None:
-        self._sink, self._exporter, self._plan = sink, exporter, plan
+    def __init__(
+        self, sink: HfDirectory, exporter: Exporter, plan: ExportPlan, partial: Path
+    ) -> None:
+        """`partial` is the directory that all ranks write in."""
+        self._sink, self._exporter, self._plan, self._partial = sink, exporter, plan, partial
         at, tp = exporter.coords, exporter.topology.tp
         writer = at.dp * tp + at.tp
         own = [f for f in plan.files if at.cp == 0 and (f.stage, f.writer) == (at.pp, writer)]
@@ -48,7 +50,6 @@ class DirectoryOutlet:
         self._digests: dict[str, int] = {}
         largest = max((tensor.nbytes for file in own for tensor in file.tensors), default=0)
         self._failure: Exception | None = None
-        self._published = False
         try:
             self._buffer = Buffer.on(exporter.device, largest)
         except RuntimeError as error:
@@ -86,16 +87,15 @@ class DirectoryOutlet:
             self._publish(dict(zip(names, digests, strict=True)), manifest.step)
 
     def close(self) -> None:
-        """See `delivery.Outlet`; half a checkpoint goes: it may be what has filled the disk."""
+        """See `delivery.Outlet`; half a checkpoint goes."""
         for file in self._written.values():
             file.close()
-        if self._exporter.rank == 0 and not self._published:
-            shutil.rmtree(self._sink.partial, ignore_errors=True)
+        self._sink.drop()
 
     def _write(self, name: str, tensor: Tensor) -> None:
         file, host = self._file_of[name], tensor.cpu()
         if file.name not in self._written:
-            path = self._sink.partial / file.name
+            path = self._partial / file.name
             self._written[file.name] = hf_writing.ShardFile(path, _forms(file))
         self._written[file.name].put(name, host)
         if algorithm_for(tensor) != HOST:  # else it is in the manifest that comes at the end
@@ -105,13 +105,16 @@ class DirectoryOutlet:
             del self._written[file.name]
 
     def _publish(self, digests: Mapping[str, int], step: int) -> None:
-        sink = self._sink
         found = directory_manifest(
-            sink.partial, sink.source, self._exporter.table.family, self._plan, digests, step
+            self._partial,
+            self._sink.source,
+            self._exporter.table.family,
+            self._plan,
+            digests,
+            step,
         )
-        publishing.write_file(sink.partial / MANIFEST, found.encoded())
-        publishing.publish(sink.partial, sink.path, sink.overwrite)
-        self._published = True
+        publishing.write_file(self._partial / MANIFEST, found.encoded())
+        self._sink.publish()
 
 
 def directory_manifest(

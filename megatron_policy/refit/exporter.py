@@ -5,6 +5,7 @@ Knows no transport.
 
 from __future__ import annotations
 
+import secrets
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -131,6 +132,15 @@ class Exporter:
     def agree(self, failure: Exception | None) -> None:
         """Collective over all ranks: RefitError on all of them, with reasons, if any failed."""
         self._meeting.agree(failure)
+
+    def told(self, words: str | None) -> str:
+        """What rank 0 says: collective over all ranks, of which the others pass None."""
+        number = torch.zeros(1, dtype=torch.int64, device=self.device)
+        if words is not None:
+            number += secrets.randbits(62)  # the note of another time may still be there
+            self._meeting.notes.write(str(int(number)), words)
+        self.sum(number)
+        return self._meeting.notes.read(str(int(number)))
 
     def part(self) -> None:
         """End an undertaking that `agree` does not end."""

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatron_policy.converters.hf_config import read_config
 from megatron_policy.converters.hf_files import HfReader
 from megatron_policy.converters.hf_writing import copy_side_files, write_index, write_shard
-from megatron_policy.converters.publishing import publish, stage
+from megatron_policy.converters.publishing import new_directory
 from megatron_policy.converters.rows import fill_parts, fill_shard
 from megatron_policy.converters.table import Table, bind
 from tests.unit.published import COMMON, LLAMA3, PUBLISHED
@@ -110,22 +110,22 @@ def test_a_checkpoint_comes_back_bit_for_bit_and_loads_in_transformers(
     checkpoint: Path, tmp_path: Path, tp: int
 ) -> None:
     table, out = bind(read_config(checkpoint)), tmp_path / "out"
-    partial, weight_map, size = stage(out), {}, 0
+    weight_map, size = {}, 0
     with HfReader(checkpoint) as reader:
         shards = shards_of(table, reader, tp, torch.float32)
-        for number, entry in enumerate(table.exported()):
-            parts = [torch.empty(reader.shapes[n], dtype=reader.dtypes[n]) for n in entry.hf]
-            for rank, shard in enumerate(shards[entry.megatron]):
-                fill_parts(entry.row, table.architecture, parts, shard, rank, tp)
-            file = f"model-{number}.safetensors"
-            tensors = dict(zip(entry.hf, parts, strict=True))
-            described = {name: (part.dtype, part.shape) for name, part in tensors.items()}
-            write_shard(partial, file, described, tensors.items())
-            weight_map |= dict.fromkeys(entry.hf, file)
-            size += sum(part.nbytes for part in parts)
-        write_index(partial, weight_map, size)
-        copy_side_files(checkpoint, partial)
-        publish(partial, out)
+        with new_directory(out) as partial:
+            for number, entry in enumerate(table.exported()):
+                parts = [torch.empty(reader.shapes[n], dtype=reader.dtypes[n]) for n in entry.hf]
+                for rank, shard in enumerate(shards[entry.megatron]):
+                    fill_parts(entry.row, table.architecture, parts, shard, rank, tp)
+                file = f"model-{number}.safetensors"
+                tensors = dict(zip(entry.hf, parts, strict=True))
+                described = {name: (part.dtype, part.shape) for name, part in tensors.items()}
+                write_shard(partial, file, described, tensors.items())
+                weight_map |= dict.fromkeys(entry.hf, file)
+                size += sum(part.nbytes for part in parts)
+            write_index(partial, weight_map, size)
+            copy_side_files(checkpoint, partial)
         with HfReader(out) as written:
             assert written.dtypes == reader.dtypes
             for name in reader.shapes:

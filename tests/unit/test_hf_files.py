@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import struct
 from pathlib import Path
@@ -14,8 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from megatron_policy.converters.hf_files import INDEX, SINGLE, HfReader, locate, read_config
 from megatron_policy.converters.hf_writing import copy_side_files, write_index, write_shard
-from megatron_policy.converters.publishing import partial_dir, publish, stage
+from megatron_policy.converters.publishing import Staged
 from megatron_policy.errors import ConfigError, ConversionError
+
+FORK = multiprocessing.get_context("fork")
 
 TENSORS = {
     "a.weight": torch.arange(12, dtype=torch.bfloat16).view(3, 4),
@@ -286,11 +289,12 @@ def test_side_files_are_copied_byte_for_byte_and_weights_are_not(tmp_path: Path)
 
 
 def export(destination: Path, text: str, overwrite: bool = False) -> None:
-    partial = stage(destination, overwrite)
+    staged = Staged([destination], overwrite)
+    (partial,) = staged.partials
     (partial / "config.json").write_text(text)
     (partial / "model.safetensors").write_text(text)
     assert all(text not in path.read_text() for path in destination.glob("*"))
-    publish(partial, destination, overwrite)
+    staged.publish()
 
 
 def test_an_export_appears_at_once_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
@@ -302,18 +306,26 @@ def test_an_export_appears_at_once_and_leaves_nothing_beside_it(tmp_path: Path) 
 
 def test_what_a_broken_export_left_is_cleared_away(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    (stage(out) / "model-00001-of-00002.safetensors").write_text("half")
-    assert not out.exists() and partial_dir(out).is_dir()
+    broken = FORK.Process(target=break_off, args=(out,))
+    broken.start()
+    broken.join(60)
+    assert broken.exitcode == 9 and not out.exists() and len(os.listdir(tmp_path)) == 1
     export(out, "second")
     assert sorted(os.listdir(out)) == ["config.json", "model.safetensors"]
     assert os.listdir(tmp_path) == ["out"]
+
+
+def break_off(out: Path) -> None:
+    (partial,) = Staged([out]).partials
+    (partial / "model-00001-of-00002.safetensors").write_text("half")
+    os._exit(9)
 
 
 def test_an_existing_checkpoint_is_replaced_only_on_request(tmp_path: Path) -> None:
     out = tmp_path / "out"
     export(out, "first")
     with pytest.raises(ConfigError, match="overwrite=True"):
-        stage(out)
+        Staged([out])
     assert os.listdir(tmp_path) == ["out"]
     export(out, "second", overwrite=True)
     assert (out / "config.json").read_text() == "second"
@@ -327,5 +339,5 @@ def test_a_directory_of_something_else_is_never_replaced(tmp_path: Path) -> None
     (out / "config.json").rename(out / "thesis.tex")
     for overwrite in (False, True):
         with pytest.raises(ConfigError, match="is no checkpoint"):
-            stage(out, overwrite)
+            Staged([out], overwrite)
     assert sorted(os.listdir(out)) == ["model.safetensors", "thesis.tex"]

@@ -5,17 +5,17 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from megatron_policy.converters import renaming
+from megatron_policy.converters import locking, publishing, renaming
 from megatron_policy.converters.publishing import (
+    Staged,
     clean_leftovers,
     new_directories,
     new_directory,
-    publish,
-    stage,
 )
 from megatron_policy.errors import ConfigError
 
@@ -88,8 +88,9 @@ def test_a_directory_that_is_replaced_is_never_missed(
                 with new_directory(out, overwrite=True) as partial:
                     write(partial, str(number))
             else:
-                write(stage(out, overwrite=True), str(number))
-                publish(tmp_path / ".out.partial", out, overwrite=True)
+                staged = Staged([out], overwrite=True)
+                write(staged.partials[0], str(number))
+                staged.publish()
             assert held(out) == [str(number)]
     finally:
         done.value = 1
@@ -195,3 +196,111 @@ def test_leftovers_that_are_whole_are_spared_on_request(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".iter_0000001.partial-1"]
     clean_leftovers(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("first_to_end", [0, 1])
+def test_two_that_write_for_one_destination_have_directories_of_their_own(
+    tmp_path: Path, way: str, first_to_end: int
+) -> None:
+    out = tmp_path / "out"
+    both = [Staged([out], overwrite=True) for _ in range(2)]
+    for number, staged in enumerate(both):
+        write(staged.partials[0], str(number))
+    both[first_to_end].publish()
+    assert held(out) == [str(first_to_end)]
+    both[1 - first_to_end].publish()
+    assert held(out) == [str(1 - first_to_end)]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_one_that_gives_up_takes_only_its_own_directory(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    lasting, failing = Staged([out]), Staged([out])
+    write(lasting.partials[0], "whole")
+    failing.drop()
+    lasting.publish()
+    failing.drop()
+    assert held(out) == ["whole"] and os.listdir(tmp_path) == ["out"]
+
+
+def leave_behind(out: Path) -> None:
+    write(Staged([out], overwrite=True).partials[0], "half")
+    os._exit(9)
+
+
+def left_behind(out: Path) -> Path:
+    """What a process has left that is dead."""
+    process = FORK.Process(target=leave_behind, args=(out,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 9
+    (partial,) = out.parent.glob(f".{out.name}.partial-*")
+    return partial
+
+
+def publish_once(out: Path, text: str) -> None:
+    with new_directory(out, overwrite=True) as partial:
+        write(partial, text)
+
+
+def age(place: Path) -> None:
+    for path in (*place.iterdir(), place):
+        os.utime(path, (0, 0))
+
+
+def test_what_another_machine_wrote_stays_and_is_named_until_it_is_old(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Machines that share a file system need not see each other's locks."""
+    out = tmp_path / "out"
+    other = left_behind(out)
+    other = other.rename(other.with_name(f".out.partial-00000000-{other.name[-12:]}"))
+    for text in ("first", "second"):
+        publish_once(out, text)
+        assert sorted(os.listdir(tmp_path)) == [other.name, "out"]
+        assert str(other) in caplog.text and "cannot be told from here" in caplog.text
+        caplog.clear()
+    age(other)
+    publish_once(out, "third")
+    assert os.listdir(tmp_path) == ["out"] and held(out) == ["third"] and not caplog.text
+
+
+def test_without_locks_what_is_written_beside_stays_and_is_named_until_it_is_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(handle: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(locking.fcntl, "flock", no_locks)
+    out = tmp_path / "out"
+    running = Staged([out], overwrite=True)
+    write(running.partials[0], "running")
+    publish_once(out, "first")
+    assert str(running.partials[0]) in caplog.text
+    running.publish()
+    assert held(out) == ["running"]
+    age(left_behind(out))
+    publish_once(out, "last")
+    assert os.listdir(tmp_path) == ["out"] and held(out) == ["last"]
+
+
+def test_one_that_is_slow_to_remove_what_it_replaced_takes_nothing_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where names cannot be exchanged, all of them move the old one aside to the same name."""
+    monkeypatch.setattr(renaming, "_renameat2", lambda: None)
+    out = tmp_path / "out"
+    publish_once(out, "old")
+    slow = Staged([out], overwrite=True)
+    write(slow.partials[0], "slow")
+    remove = publishing._remove_replaced
+
+    def removed_late(old: Path, partial: Path, final: Path) -> None:
+        shutil.rmtree(old)
+        final.rename(old)  # as by the next, which is killed before it has put its own there
+        remove(old, partial, final)
+
+    monkeypatch.setattr(publishing, "_remove_replaced", removed_late)
+    slow.publish()
+    clean_leftovers(tmp_path, names="out")
+    assert held(out) == ["slow"]

@@ -1,0 +1,127 @@
+"""Who uses a directory: locks that end with the process that holds them. Knows nothing of what is
+in it.
+
+A lock on a directory is seen by all processes of one machine. Between machines that share a file
+system it is not, so a directory's name says on which machine it was made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+_log = logging.getLogger(__name__)
+
+LOCK_TIMEOUT_S = 60.0
+"""The longest wait for another process that makes, publishes or removes something beside."""
+_LOOK_S = 0.01
+
+LEFT_AFTER_S = 24 * 3600.0
+"""A directory for which no lock can tell is taken for left when it has not changed for so long."""
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+"""What file systems answer that know no locks."""
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_MADE_ON = re.compile(r"\.partial-([0-9a-f]{8})-[0-9a-f]{12}$")
+
+
+@contextlib.contextmanager
+def locked(directory: Path, wait: bool = True) -> Iterator[bool]:
+    """Hold the directory's lock; False where the file system knows none. BlockingIOError, naming
+    it, if another process has it and we do not `wait`, or have waited long.
+    """
+    with opened(directory) as handle:
+        yield _lock(handle, directory, wait)
+
+
+def new_name(final: Path) -> Path:
+    """A name beside `final` that nobody else has been given, for what will replace it."""
+    return final.with_name(f".{final.name}.partial-{_machine()}-{uuid.uuid4().hex[:12]}")
+
+
+def remove_left(partial: Path) -> None:
+    """Remove a directory named by `new_name` if nobody writes in it any more. One in use stays; one
+    of which that cannot be known stays until it has been unchanged for long, and is named.
+    """
+    with contextlib.suppress(OSError), locked(partial, wait=False) as held:
+        if _is_left(partial, held):
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def opened(directory: Path) -> Iterator[int]:
+    """A descriptor of the directory."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _is_left(partial: Path, held: bool) -> bool:
+    """Whether its writer is gone; `held` is whether we have its lock."""
+    made_on = _MADE_ON.search(partial.name)
+    if held and (made_on is None or made_on[1] == _machine()):
+        return True
+    if time.time() - _last_change(partial) > LEFT_AFTER_S:
+        return True
+    _log.warning(
+        "%s stays: whether its writer still runs cannot be told from here. It is removed when it "
+        "has been unchanged for %g hours; remove it if that process has ended",
+        partial,
+        LEFT_AFTER_S / 3600,
+    )
+    return False
+
+
+def _last_change(directory: Path) -> float:
+    paths = (Path(folder, name) for folder, _, names in os.walk(directory) for name in names)
+    return max(path.lstat().st_mtime for path in (directory, *paths))
+
+
+@cache
+def _machine() -> str:
+    """Eight digits for the machine, as long as it runs: containers on it share its locks."""
+    try:
+        name = _BOOT.read_bytes()
+    except OSError:
+        name = os.uname().nodename.encode()
+    return hashlib.blake2b(name, digest_size=4).hexdigest()
+
+
+def _lock(handle: int, directory: Path, wait: bool) -> bool:
+    end = time.monotonic() + (LOCK_TIMEOUT_S if wait else 0)
+    try:
+        while not _took(handle):
+            if time.monotonic() > end:
+                raise BlockingIOError(
+                    errno.EWOULDBLOCK,
+                    "another process, which saves there too, does not let go of it",
+                    str(directory),
+                )
+            time.sleep(_LOOK_S)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
+
+
+def _took(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
