@@ -18,7 +18,7 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-latest sweep-cpus invariance compatibility lint format bench clean
+.PHONY: help demo test test-latest sweep-cpus soak invariance compatibility lint format bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -34,6 +34,12 @@ test-latest: $(LATEST)/.installed ## run the tests on Python 3.12 with the newes
 
 sweep-cpus: $(VENV)/.installed ## compare numbers under every instruction set that this machine has (an hour)
 	$(BIN)/python -m tests.sweep_cpus $(PARALLEL) $(SWEEP_ARGS)
+
+soak: $(VENV)/.installed ## 2,000 refits of each protocol, 200 exports at once, 200 saves after which rank 0 leaves (an hour)
+	$(BIN)/python -m tests.soak.refits 2000
+	$(BIN)/python -m tests.soak.exports --count 200
+	$(BIN)/python -m tests.soak.exports --count 60 --ranks 2
+	$(BIN)/python -m tests.soak.saves --count 200
 
 invariance: $(VENV)/.installed ## measure every layout against Hugging Face and write docs/invariance.md
 	INVARIANCE_PAGE=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/dist/test_invariance.py

@@ -17,7 +17,8 @@ from megatron_policy.errors import RefitError
 from megatron_policy.refit import ipc_protocol as protocol
 from megatron_policy.refit.buffers import aligned
 from megatron_policy.refit.intake import Intake
-from megatron_policy.refit.ipc_socket import Line, connected, remove_if_dead
+from megatron_policy.refit.ipc_address import remove_if_dead
+from megatron_policy.refit.ipc_answering import Answering
 from megatron_policy.refit.lending import borrow, handle_of
 from megatron_policy.refit.manifest import Manifest
 
@@ -27,7 +28,7 @@ _FAREWELL_S = 2.0  # for the last answer to leave
 def receive_stream(intake: Intake, address: str, timeout_s: float) -> Manifest:
     """Take one refit from the trainer that waits at the address; see `Receiver`."""
     try:
-        line = connected(address, "trainer", timeout_s)
+        line = Answering(address, "trainer", timeout_s)
         try:
             return _answered(intake, line)
         finally:
@@ -37,7 +38,7 @@ def receive_stream(intake: Intake, address: str, timeout_s: float) -> Manifest:
         raise
 
 
-def _answered(intake: Intake, line: Line) -> Manifest:
+def _answered(intake: Intake, line: Answering) -> Manifest:
     """Answer the trainer's questions until its last."""
     while True:
         content = line.receive()

@@ -4,7 +4,7 @@ socket. Knows nothing of how the weights are gathered. What is said: `ipc_protoc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,8 +13,8 @@ from megatron_policy import device
 from megatron_policy.errors import ConfigError
 from megatron_policy.refit import ipc_protocol as protocol
 from megatron_policy.refit.buffers import Room
+from megatron_policy.refit.ipc_asking import Asking
 from megatron_policy.refit.ipc_protocol import Dialect
-from megatron_policy.refit.ipc_socket import Line, bound
 from megatron_policy.refit.lending import Lent
 from megatron_policy.refit.manifest import Manifest
 from megatron_policy.refit.patience import FOR_THE_OTHER_SIDE
@@ -84,7 +84,7 @@ class IpcStream:
         on_host = exporter.device.type == "cpu"
         half = (self._buffer_bytes or (HOST_BUFFER_BYTES if on_host else GPU_BUFFER_BYTES)) // 2
         lender = _Lender(packed(plan.tensors, half), half, exporter.device, self._directory)
-        line = bound(address, "engine", exporter.timeout_s * FOR_THE_OTHER_SIDE)
+        line = Asking(address, "engine", exporter.timeout_s * FOR_THE_OTHER_SIDE)
         outlet = _Outlet(line, lender, self._dialect, exporter)
         try:
             outlet.begin(plan)
@@ -142,7 +142,7 @@ class _Lender:
 class _Outlet:
     """One rank's end of one stream; see `Outlet`."""
 
-    def __init__(self, line: Line, lender: _Lender, dialect: Dialect, exporter: Exporter) -> None:
+    def __init__(self, line: Asking, lender: _Lender, dialect: Dialect, exporter: Exporter) -> None:
         self._exporter = exporter
         self._line, self._lender, self._dialect = line, lender, dialect
         self._at = 0  # tensors that the pack has so far
@@ -152,7 +152,7 @@ class _Outlet:
         """Announce what will come, where the engine wants to know."""
         opening = self._dialect.opening(plan.info())
         if opening is not None:
-            self._ask(opening)
+            self._ask(lambda: opening)
 
     def place(self, tensor: RefitTensor) -> Room | None:
         if self._at == 0:
@@ -168,7 +168,8 @@ class _Outlet:
             return
         assert lent is not None
         names = [tensor.name for tensor in pack.tensors]
-        self._ask(protocol.question(protocol.Pack(lent.handle(), names, pack.nbytes)))
+        # A handle is for one opening: who asks again makes another.
+        self._ask(lambda: protocol.question(protocol.Pack(lent.handle(), names, pack.nbytes)))
         self._at = 0
         if self._lender.alone:
             self._hear()
@@ -178,7 +179,7 @@ class _Outlet:
         with self._exporter.alive():  # for ranks that wait: the engine may take its time to load
             self._hear()
             self._lender.close()  # the engine may need the room when it loads
-            self._ask(self._dialect.closing(manifest))
+            self._ask(lambda: self._dialect.closing(manifest))
             self._hear()
 
     def close(self) -> None:
@@ -187,12 +188,12 @@ class _Outlet:
         finally:
             self._lender.close()
 
-    def _ask(self, content: bytes) -> None:
+    def _ask(self, question: Callable[[], bytes]) -> None:
         self._hear()
-        self._line.send(content)
+        self._line.ask(question)
         self._asked = True
 
     def _hear(self) -> None:
         if self._asked:
-            protocol.check_answer(self._line.receive())
+            protocol.check_answer(self._line.hear())
         self._asked = False

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from megatron_policy.errors import RefitError
 from megatron_policy.policy import MegatronPolicy
+from megatron_policy.refit.ipc_address import path_of
 from megatron_policy.refit.ipc_handles import IpcHandles
-from megatron_policy.refit.ipc_socket import path_of
 from megatron_policy.refit.ipc_stream import IpcStream
 from tests import refit_engine as engine
 from tests.dist.test_export import tensors_of

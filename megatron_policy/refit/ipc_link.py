@@ -1,0 +1,104 @@
+"""A ZeroMQ socket for one connection: who comes, and who leaves. Every wait is bounded.
+
+Knows nothing of what is said. ZeroMQ by itself connects again where a connection breaks: an engine
+that is slow to close its socket would be taken for the engine of the next refit.
+"""
+
+from __future__ import annotations
+
+import time
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+_CAME = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
+_MET = zmq.EVENT_HANDSHAKE_SUCCEEDED
+_LEFT = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_FAILED = zmq.EVENT_CLOSED  # an attempt to connect
+
+
+class Link:
+    """A ZeroMQ socket that connects once, and who has come to it and left."""
+
+    def __init__(self, context: zmq.Context, kind: int) -> None:
+        self.socket = context.socket(kind)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._events = self.socket.get_monitor_socket(_CAME | _MET | _LEFT | _FAILED)
+        self.here: set[int] = set()  # descriptors of connections, each until it breaks
+        self.met = False  # whether one has been ready to talk
+        self.left = False  # whether one has broken, or could not be made
+
+    def wait(self, until: float, what: int = 0) -> bool:
+        """Whether the socket is ready for `what`; returns as soon as it is, or as something happens
+        to its connections, or at `until`, a time of the monotonic clock.
+        """
+        poller = zmq.Poller()
+        poller.register(self._events, zmq.POLLIN)
+        if what:
+            poller.register(self.socket, what)
+        poller.poll(max(0.0, until - time.monotonic()) * 1000)
+        while self._events.poll(0):
+            self._note(parse_monitor_message(self._events.recv_multipart()))
+        # After the events: what was said before a connection broke still counts.
+        return bool(what and self.socket.poll(0, what))
+
+    def send(self, content: bytes) -> bool:
+        """Whether somebody is there to take it; never waits, as the last one may just have gone."""
+        try:
+            self.socket.send(content, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self) -> bytes | None:
+        """What has come, if it is a message; never waits."""
+        try:
+            return self.socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Hang up; what was said last has so many seconds to leave."""
+        self.socket.disable_monitor()
+        self._events.close(0)
+        self.socket.close(int(linger_s * 1000))
+
+    def _note(self, event: dict) -> None:
+        kind, descriptor = event["event"], event["value"]
+        if kind & _CAME:
+            self.here.add(descriptor)
+        elif kind & _MET:
+            self.met = True
+        else:
+            self.here.discard(descriptor)
+            self.left = True
+
+
+def gone(other: str, address: str) -> str:
+    """In an error: the other side hung up."""
+    return (
+        f"the {other} at {address} has gone in the middle of a refit. Look at its log; the next "
+        "refit starts anew"
+    )
+
+
+def silent(other: str, address: str, timeout_s: float) -> str:
+    """In an error: the other side is connected, and says nothing."""
+    return (
+        f"the {other} at {address} was silent for {timeout_s:g} s. Look at its log, or allow more "
+        "time; the next refit starts anew"
+    )
+
+
+def nobody(other: str, address: str, timeout_s: float) -> str:
+    """In an error: the other side is not there."""
+    return (
+        f"no {other} came to {address} within {timeout_s:g} s. Start its side of the refit, with "
+        "this address, on this machine"
+    )
