@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,37 @@ GLOBALS = frozenset(
 )
 """What a pickled handle names, beside dtypes: (module, name)."""
 
-_DEVICE = 6  # which argument of torch's function is the number of the GPU
+_FIELDS = (
+    "type",
+    "size",
+    "stride",
+    "offset",
+    "storage_type",
+    "dtype",
+    "device",
+    "handle",
+    "storage_bytes",
+    "storage_offset",
+    "requires_grad",
+    "counter_handle",
+    "counter_offset",
+    "event_handle",
+    "event_sync",
+)
+"""The arguments of torch's function, in its order."""
+
+_CLASSES: dict[str, Any] = {"type": torch.Tensor, "storage_type": torch.storage.TypedStorage}
+_BYTES = ("handle", "counter_handle", "event_handle")
+_NUMBERS = (
+    "offset",
+    "device",
+    "storage_bytes",
+    "storage_offset",
+    "requires_grad",
+    "counter_offset",
+    "event_sync",
+)
+_DEVICE = _FIELDS.index("device")
 
 
 def share(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
@@ -35,6 +65,29 @@ def share(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
     torch.cuda.synchronize()
     function, arguments = reduce_tensor(tensor.detach())
     return function, arguments
+
+
+def plain(arguments: Sequence[Any]) -> dict[str, Any]:
+    """The arguments of `share` for a message of plain values."""
+    told: dict[str, Any] = dict(zip(_FIELDS, arguments, strict=True))
+    size, dtype = list(told["size"]), str(told["dtype"]).removeprefix("torch.")
+    told |= {"size": size, "stride": list(told["stride"]), "dtype": dtype}
+    told |= {name: None if told[name] is None else told[name].hex() for name in _BYTES}
+    return {name: value for name, value in told.items() if name not in _CLASSES}
+
+
+def arguments(told: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The inverse of `plain`. ValueError, TypeError or LookupError for anything else."""
+    made: dict[str, Any] = dict(told) | _CLASSES
+    dtype = getattr(torch, made["dtype"], None)
+    if made.keys() != set(_FIELDS) or not isinstance(dtype, torch.dtype):
+        raise ValueError("these are not the arguments of a tensor on a GPU")
+    made |= {"size": torch.Size(made["size"]), "stride": tuple(made["stride"]), "dtype": dtype}
+    for name in _NUMBERS:
+        if not isinstance(made[name], int):
+            raise ValueError(f"{name} of a tensor on a GPU is a number, not {made[name]!r}")
+    made |= {name: None if made[name] is None else bytes.fromhex(made[name]) for name in _BYTES}
+    return tuple(made[name] for name in _FIELDS)
 
 
 def opened(arguments: Sequence[Any]) -> Tensor:

@@ -69,6 +69,8 @@ def _packed(intake: Intake, pack: protocol.Pack, memory: Tensor) -> Iterator[tup
     for name in pack.names:
         shape, dtype = intake.form(name)
         size = math.prod(shape) * dtype.itemsize
+        if offset + size > memory.numel():
+            raise RefitError(f"{name} does not fit in what the trainer sent: it has another model")
         yield name, memory[offset : offset + size].view(dtype).view(shape)
         offset += aligned(size)
     if offset != pack.used_bytes:

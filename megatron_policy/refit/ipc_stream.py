@@ -167,9 +167,9 @@ class _Outlet:
         if self._at < len(pack.tensors):
             return
         assert lent is not None
-        names = [tensor.name for tensor in pack.tensors]
+        dialect, names = self._dialect, [tensor.name for tensor in pack.tensors]
         # A handle is for one opening: who asks again makes another.
-        self._ask(lambda: protocol.question(protocol.Pack(lent.handle(), names, pack.nbytes)))
+        self._ask(lambda: dialect.question(protocol.Pack(lent.handle(), names, pack.nbytes)))
         self._at = 0
         if self._lender.alone:
             self._hear()

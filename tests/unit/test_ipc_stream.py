@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import pickle
 import socket
@@ -28,8 +29,9 @@ from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.ipc_address import path_of
 from megatron_policy.refit.ipc_answering import Answering
 from megatron_policy.refit.ipc_asking import Asking
-from megatron_policy.refit.ipc_protocol import Dialect, Pack, question, understood
+from megatron_policy.refit.ipc_protocol import Dialect, Pack, understood
 from megatron_policy.refit.ipc_stream import IpcStream, address_of
+from megatron_policy.refit.lending import Lent
 from megatron_policy.refit.manifest import Manifest
 from tests import refit_engine as engine
 from tests.other_process import OtherProcess, shared_memory_of
@@ -476,12 +478,12 @@ def test_the_socket_is_open_to_its_user_only(address: str) -> None:
     ids=lambda said: getattr(said, "__name__", "path"),
 )
 def test_nothing_that_a_message_names_is_called(said: Any) -> None:
-    with pytest.raises(RefitError, match="has no place"):
-        understood(pickle.dumps((said, ["a"], 1)))
+    for content in (pickle.dumps((said, ["a"], 1)), pickle.dumps(said, protocol=0)):
+        with pytest.raises(RefitError, match=r"cannot be read.*same version"):
+            understood(content)
 
 
-def test_a_handle_of_gpu_memory_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_policy.device.is_accelerated", lambda: True)
+def test_a_handle_of_gpu_memory_is_let_through() -> None:
     """As torch makes it: type, size, stride, offset, storage type, dtype, GPU, handles."""
     storage = (
         torch.storage.TypedStorage,
@@ -497,11 +499,46 @@ def test_a_handle_of_gpu_memory_is_let_through(monkeypatch: pytest.MonkeyPatch) 
         True,
     )
     handle = ((torch.Tensor, torch.Size([8]), (1,), 0, *storage),)
-    said = understood(question(Pack(handle, ["a"], 512)))
-    assert said == Pack(handle, ["a"], 512)
+    sent = Dialect().question(Pack(handle, ["a"], 512))
+    assert understood(sent) == Pack(handle, ["a"], 512)
+    for field, other in (("dtype", "load"), ("device", "0"), ("handle", 7), ("handle", "zz")):
+        said = json.loads(sent)
+        said["handle"]["device"][field] = other
+        with pytest.raises(RefitError, match="cannot be read"):
+            understood(json.dumps(said).encode())
 
 
-@pytest.mark.parametrize("content", [b"", b"x", pickle.dumps(3), pickle.dumps(("a", "b"))])
+HOST = {"pid": 1, "started": 1, "fd": 1, "inode": 1, "nbytes": 1}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"x",
+        b"3",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"say": "run", "names": ["a"]}',
+        b'{"say": "announce", "version": 1, "tensors": {}}',
+        b'{"say": "announce", "version": 2, "tensors": {"a": ["load", [1]]}}',
+        b'{"say": "announce", "version": 2, "tensors": {"a": ["float32", [-1]]}}',
+        b'{"say": "announce", "version": 2, "tensors": {"a": 7}}',
+        b'{"say": "pack", "handle": {}, "names": ["a"], "used_bytes": 1}',
+        b'{"say": "pack", "handle": {"host": {"pid": 1}}, "names": ["a"], "used_bytes": 1}',
+        json.dumps(
+            {"say": "pack", "handle": {"host": HOST}, "names": [7], "used_bytes": 1}
+        ).encode(),
+        json.dumps(
+            {"say": "pack", "handle": {"host": HOST}, "names": ["a"], "used_bytes": -1}
+        ).encode(),
+        json.dumps(
+            {"say": "pack", "handle": {"host": HOST | {"fd": "1"}}, "names": [], "used_bytes": 0}
+        ).encode(),
+        pickle.dumps(3),
+        pickle.dumps(("a", "b")),
+    ],
+)
 def test_what_is_no_message_is_refused(content: bytes) -> None:
     with pytest.raises(RefitError, match="same version"):
         understood(content)
@@ -512,11 +549,32 @@ def test_a_message_that_means_nothing_is_answered_with_a_refusal(
 ) -> None:
     process = start()
     line = Asking(address, "engine", 5.0)
-    line.ask(lambda: pickle.dumps(Path("/")))
+    line.ask(lambda: pickle.dumps(os.system))
     assert line.hear().startswith(b"refused: ")
     line.close()
-    with pytest.raises(RefitError, match="has no place"):
+    with pytest.raises(RefitError, match="cannot be read"):
         process.result()
+
+
+def test_a_pack_larger_than_its_memory_is_refused_by_name(
+    start: Callable[..., OtherProcess], address: str
+) -> None:
+    process = start()
+    line = Asking(address, "engine", 20.0)
+    lent = Lent(512, torch.device("cpu"))
+
+    def said(content: bytes) -> bytes:
+        line.ask(lambda: content)
+        return line.hear()
+
+    assert said(Dialect().opening(FORMS)) == b"ack"
+    refused = said(Dialect().question(Pack(lent.handle(), ["norm", "embed"], 3584)))
+    assert refused.startswith(b"refused: embed does not fit")
+    line.close()
+    lent.close()
+    with pytest.raises(RefitError, match="embed does not fit"):
+        process.result()
+    assert process.call(engine.state)[0] == ZEROS
 
 
 def test_an_engine_with_its_own_dialect_gets_packs_and_its_marker_only(address: str) -> None:
