@@ -10,14 +10,23 @@ from megatron_policy.errors import RefitError
 from megatron_policy.refit.collective_receiving import join_collective
 from tests import refit_engine
 
+SECRET = "of the groups in these tests"
+
 _group: list[Any] = []
 
 
-def join(port: int, rank: int, world: int, train: int | None, timeout_s: float) -> None:
+def join(
+    port: int,
+    rank: int,
+    world: int,
+    train: int | None,
+    timeout_s: float,
+    secret: str = SECRET,
+) -> None:
     """Be that rank of the group."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the name of a container need not resolve
     leave()
-    _group[:] = [join_collective("127.0.0.1", port, rank, world, train, timeout_s)]
+    _group[:] = [join_collective("127.0.0.1", port, rank, world, train, timeout_s, secret=secret)]
 
 
 def receive() -> int:

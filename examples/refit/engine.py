@@ -61,9 +61,11 @@ class Engine:
         """The end of a refit by handles."""
         return self.receiver.finish_ipc(manifest).step
 
-    def join(self, port: int, rank: int, world_size: int) -> None:
-        """Be that rank of a group with the trainer."""
-        self.group = join_collective("127.0.0.1", port, rank, world_size, timeout_s=self.timeout_s)
+    def join(self, port: int, rank: int, world_size: int, secret: str) -> None:
+        """Be that rank of a group with the trainer, which has told the secret."""
+        self.group = join_collective(
+            "127.0.0.1", port, rank, world_size, timeout_s=self.timeout_s, secret=secret
+        )
 
     def collective(self) -> int:
         """One refit over the group."""

@@ -109,7 +109,7 @@ class Refits:
         with reserved_port() as port:  # which only rank 0 uses
             self._group = Collective.join(self._policy.exporter, "127.0.0.1", port, world_size)
         if self._engine is not None:
-            self._engine.call("join", port, 1, world_size)
+            self._engine.call("join", port, 1, world_size, self._group.secret)
 
     def _while_it(self, method: str, argument: str | None, send: Callable[[], object]) -> None:
         """Send while the engine receives; its error, where both fail, is in the sender's."""

@@ -65,14 +65,20 @@ class RefitExtension:
         return self._refit_done(self.refit_receiver.receive_ipc_stream(address).step)
 
     def refit_join(
-        self, rank: int, ip: str, port: int, world_size: int, train_world_size: int | None = None
+        self,
+        rank: int,
+        ip: str,
+        port: int,
+        world_size: int,
+        train_world_size: int | None = None,
+        secret: str | None = None,
     ) -> None:
         """Join a group with the trainer, as its `init_collective` was told; `rank` is that of the
-        first worker, the others follow.
+        first worker, the others follow. `secret` is the driver's `get_refit_secret()`.
         """
         own = rank + torch.distributed.get_rank()
         self.refit_group: CollectiveGroup = join_collective(
-            ip, port, own, world_size, train_world_size
+            ip, port, own, world_size, train_world_size, secret=secret
         )
 
     def refit_from_group(self) -> int:

@@ -32,6 +32,8 @@ from megatron_policy.refit.wire import Layout
 
 CALL = "call"
 ACCEPTED = b""
+OFF, REFUSED = "failed", "refused"
+"""In a note instead of what it should say: why there is nothing to say."""
 
 _SENT, _GAVE_UP = b"+", b"-"
 _MOMENT_S = 1.0
@@ -56,6 +58,24 @@ def group_name(call: int, sender: int) -> str:
 def said(content: Any) -> bytes:
     """A note of plain values."""
     return json.dumps(content).encode()
+
+
+def understood(what: str, content: bytes, **kinds: type) -> dict[str, Any]:
+    """The values of a note, at least those of `kinds`, each of its type; RefitError otherwise."""
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError):
+        values = None
+    if isinstance(values, dict):
+        for other in (OFF, REFUSED):  # instead of all that
+            if isinstance(values.get(other), str):
+                return values
+        if all(type(values.get(name)) is kind for name, kind in kinds.items()):
+            return values
+    raise RefitError(
+        f"the note {what!r} of the refit group cannot be read: {content[:80]!a}. Use the same "
+        "version of megatron-policy on both sides"
+    )
 
 
 @contextmanager
@@ -85,7 +105,7 @@ def gave_up(content: bytes | None) -> str | None:
     """What a `sent` note says instead, where the sender gave up."""
     if content is None or content.startswith(_SENT):
         return None
-    return f"the trainer gave up: {content.removeprefix(_GAVE_UP).decode()}"
+    return f"the trainer gave up: {content.removeprefix(_GAVE_UP).decode(errors='replace')}"
 
 
 class Caller:
@@ -119,10 +139,13 @@ class Caller:
     def ready(self) -> list[dict[str, Any]]:
         """What each engine says; RefitError when one is not there in time, or refuses."""
         missing = "is not there within {:g} s: does it run, and receive?"
-        answers = [json.loads(content) for content in self._from_engines("ready", missing)]
+        answers = [
+            understood("ready", content, process=str, groups=dict)
+            for content in self._from_engines("ready", missing)
+        ]
         for engine, answer in enumerate(answers):
-            if "refused" in answer:
-                raise RefitError(f"engine {engine}: {answer['refused']}")
+            if REFUSED in answer:
+                raise RefitError(f"engine {engine}: {answer[REFUSED]}")
         return answers
 
     def go(self, group: int, processes: Sequence[str]) -> None:
@@ -136,7 +159,7 @@ class Caller:
         missing = "has not said within {:g} s that it accepts the weights"
         for engine, verdict in enumerate(self._from_engines("verdict", missing)):
             if verdict != ACCEPTED:
-                raise RefitError(f"engine {engine}: {verdict.decode()}")
+                raise RefitError(f"engine {engine}: {verdict.decode(errors='replace')}")
         self._end()
 
     def give_up(self, why: str) -> None:
@@ -145,7 +168,7 @@ class Caller:
             return
         self._end()
         if not self._said_go:
-            self._put("go", self._sender, said({"failed": why}))
+            self._put("go", self._sender, said({OFF: why}))
         self._put("sent", self._sender, _GAVE_UP + why.encode())
 
     def objections(self) -> list[str]:
@@ -153,7 +176,11 @@ class Caller:
         if not self._board.connected:
             return []
         found = [self._board.find(self._key("verdict", e)) for e in range(self._engines)]
-        return [f"engine {e}: {words.decode()}" for e, words in enumerate(found) if words]
+        return [
+            f"engine {e}: {words.decode(errors='replace')}"
+            for e, words in enumerate(found)
+            if words
+        ]
 
     def _from_engines(self, what: str, missing: str) -> Iterator[bytes]:
         """That note of each engine, as soon as it is there."""

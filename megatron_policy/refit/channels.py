@@ -22,10 +22,19 @@ class Channel:
     """Collectives of one group of processes, each bounded in time; `calls` counts them."""
 
     def __init__(
-        self, name: str, store: dist.Store, rank: int, size: int, timeout_s: float
+        self,
+        name: str,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        leave: Callable[[], None] = lambda: None,
     ) -> None:
-        """Meet the other `size - 1` processes through `store`; `name` must be new to it."""
+        """Meet the other `size - 1` processes through `store`; `name` must be new to it. `leave` is
+        called when the channel is closed, and the store not used any more.
+        """
         self.name, self.rank, self.size, self.calls = name, rank, size, 0
+        self._store, self._leave = store, leave  # torch does not keep a store of Python's alive
         self._timeout_s = timeout_s
         self._group: Any = None
         if size > 1:
@@ -53,6 +62,7 @@ class Channel:
         group, self._group = self._group, None
         if broken and group is not None and hasattr(group, "abort"):
             group.abort()
+        self._leave()
 
     def _start(self, begin: Callable[[], Any]) -> Pending:
         if self.size == 1:

@@ -9,6 +9,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_policy.errors import ConfigError
@@ -19,6 +20,7 @@ from megatron_policy.refit.channels import Channel, Pending
 from megatron_policy.refit.chunks import Writer
 from megatron_policy.refit.manifest import Manifest
 from megatron_policy.refit.patience import FOR_THE_OTHER_SIDE, checked_timeout
+from megatron_policy.refit.sealed import checked_secret, new_secret
 from megatron_policy.refit.wire import Layout, Stream
 
 if TYPE_CHECKING:
@@ -41,13 +43,18 @@ class Collective:
         world_size: int,
         train_world_size: int | None = None,
         timeout_s: float | None = None,
+        *,
+        secret: str | None = None,
     ) -> Collective:
-        """Training rank 0 opens (ip, port), where engines join when they like.
+        """Training rank 0 listens at (ip, port), and nowhere else; engines join when they like.
 
         Without `train_world_size` the group is rank 0 and `world_size - 1` engines, and rank 0
         sends everything. With it, it is all training ranks and then the engines, and the first rank
         of each pipeline stage sends that stage's tensors. ConfigError for sizes that do not fit,
-        RefitError where rank 0 cannot open the port. `timeout_s` is the exporter's if not given.
+        RefitError where rank 0 cannot listen there. `timeout_s` is the exporter's if not given.
+
+        Engines need `secret`, the same on all ranks. Without one rank 0 makes it, and `secret` of
+        what is returned has it on every rank; this is collective.
         """
         trains = exporter.topology.world_size
         if train_world_size not in (None, trains):
@@ -62,14 +69,17 @@ class Collective:
         sender, member = _sender_of(exporter, by_stage), None
         limit_s = exporter.timeout_s if timeout_s is None else checked_timeout(timeout_s)
         patience_s = limit_s * FOR_THE_OTHER_SIDE
+        known = _shared_secret(exporter) if secret is None else secret
+        checked_secret(known)
         if sender is not None:
-            board = Board(ip, port, patience_s, host=sender == 0)
+            board = Board(ip, port, patience_s, known, host=sender == 0)
             member = Member(board, sender, engines, patience_s)
-        return cls(by_stage, member)
+        return cls(by_stage, member, known)
 
-    def __init__(self, by_stage: bool, member: Member | None) -> None:
+    def __init__(self, by_stage: bool, member: Member | None, secret: str) -> None:
         """See `join`; `member` is None on ranks that send nothing."""
         self.by_stage, self.member = by_stage, member
+        self.secret = secret
 
     @property
     def broadcasts(self) -> int:
@@ -96,6 +106,16 @@ def _sender_of(exporter: Exporter, by_stage: bool) -> int | None:
     if by_stage:
         return at.pp if (at.dp, at.cp, at.tp) == (0, 0, 0) else None
     return 0 if exporter.rank == 0 else None
+
+
+def _shared_secret(exporter: Exporter) -> str:
+    """A new one, the same on all ranks."""
+    made = new_secret().encode()
+    if exporter.topology.world_size > 1:
+        letters = torch.tensor(list(made), dtype=torch.uint8, device=exporter.device)
+        dist.broadcast(letters, 0)
+        made = bytes(letters.tolist())
+    return made.decode()
 
 
 class Member:

@@ -5,10 +5,10 @@ megatron nor ray. What both sides say to each other is in `calls`.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 import uuid
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_policy import device
 from megatron_policy.errors import ConfigError, RefitError
@@ -16,6 +16,8 @@ from megatron_policy.refit.board import Board
 from megatron_policy.refit.calls import (
     ACCEPTED,
     CALL,
+    OFF,
+    REFUSED,
     gave_up,
     group_name,
     heard,
@@ -23,6 +25,7 @@ from megatron_policy.refit.calls import (
     note,
     said,
     sent_manifest,
+    understood,
 )
 from megatron_policy.refit.channels import Channel, Pending
 from megatron_policy.refit.intake import Intake
@@ -39,12 +42,16 @@ def join_collective(
     world_size: int,
     train_world_size: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    *,
+    secret: str | None = None,
 ) -> CollectiveGroup:
     """An engine's membership in a group with trainers; it connects when it first receives.
 
     (ip, port) is where training rank 0 keeps the group. Ranks of engines follow those of the
     trainers: 1 .. world_size - 1 without `train_world_size`, as only training rank 0 is in such a
-    group; train_world_size .. world_size - 1 with it. ConfigError for another rank.
+    group; train_world_size .. world_size - 1 with it. `secret` is the trainer's
+    (`Collective.secret`, the driver's `get_refit_secret()`), which refuses processes that have
+    another. ConfigError for another rank, and without a secret.
     """
     checked_timeout(timeout_s)
     trainers = 1 if train_world_size is None else train_world_size
@@ -53,7 +60,13 @@ def join_collective(
             f"rank {rank} is no engine's: they have {trainers} .. {world_size - 1} in a group of "
             f"{world_size} with {trainers} training rank(s)"
         )
-    return CollectiveGroup(ip, port, rank - trainers, world_size - trainers, timeout_s)
+    if secret is None:
+        raise ConfigError(
+            f"the refit group at {ip}:{port} takes only engines with the trainer's secret. Give "
+            "secret=: `Collective.secret` of the trainer, or the driver's `get_refit_secret()`"
+        )
+    board = Board(ip, port, timeout_s, secret)
+    return CollectiveGroup(board, rank - trainers, world_size - trainers, timeout_s)
 
 
 def receive_collective(intake: Intake, group: CollectiveGroup, timeout_s: float) -> Manifest:
@@ -75,9 +88,9 @@ class _Call:
 class CollectiveGroup:
     """An engine's membership in a group with trainers, kept from refit to refit."""
 
-    def __init__(self, ip: str, port: int, engine: int, engines: int, timeout_s: float) -> None:
+    def __init__(self, board: Board, engine: int, engines: int, timeout_s: float) -> None:
         """Engine number `engine` of `engines`; see `join_collective`."""
-        self._board = Board(ip, port, timeout_s)
+        self._board = board
         self._engine, self._engines, self._timeout_s = engine, engines, timeout_s
         # Tells this process from another that was started in its place.
         self._process = uuid.uuid4().hex
@@ -120,40 +133,52 @@ class CollectiveGroup:
     def _wait_for_call(self, deadline: float, limit: float) -> int:
         """The number of a call that is not over and that this process has not answered yet."""
         missing = f"the trainer has not begun a refit within {limit:g} s"
-        now = json.loads(self._board.get(CALL, _left(deadline), missing))
+        now = self._announced(deadline, missing)
         if now["session"] != self._session:  # another trainer, which counts anew
             self._leave()
             self._session, self._last = now["session"], 0
         if now["number"] <= max(self._last, now["over"]):
             self._board.get(note(now["number"] + 1, "offer"), _left(deadline), missing)
-            now = json.loads(self._board.get(CALL, _left(deadline), missing))
+            now = self._announced(deadline, missing)
         self._last = now["number"]
         return self._last
+
+    def _announced(self, deadline: float, missing: str) -> dict[str, Any]:
+        content = self._board.get(CALL, _left(deadline), missing)
+        return understood(CALL, content, session=str, number=int, over=int)
 
     def _answer(self, number: int, intake: Intake, deadline: float, limit: float) -> _Call | None:
         """Say that this engine is there; None when the call began with another process in its
         place.
         """
         missing = f"the trainer has not gone on with its refit within {limit:g} s"
-        offer = json.loads(self._board.get(note(number, "offer"), _left(deadline), missing))
+        content = self._board.get(note(number, "offer"), _left(deadline), missing)
+        offer = understood("offer", content, layout=str, senders=int, bucket_bytes=int)
         layout = self._known_layout(offer["layout"], deadline, missing)
+        if offer["senders"] != len(layout.streams) or offer["bucket_bytes"] < 1:
+            raise RefitError(f"the trainer's offer contradicts itself: {offer}")
         ready = note(number, "ready", self._engine)
         try:
             intake.announce(
                 {slot.name: (slot.shape, slot.dtype) for s in layout.streams for slot in s.slots}
             )
         except RefitError as error:
-            self._board.put(ready, said({"refused": str(error)}))
+            self._board.put(ready, said({REFUSED: str(error)}))
             raise
         groups = {str(sender): made_in for sender, (made_in, _) in self._joined.items()}
         self._board.put(ready, said({"process": self._process, "groups": groups}))
         answers = [
-            json.loads(self._board.get(note(number, "go", sender), _left(deadline), missing))
+            understood(
+                "go",
+                self._board.get(note(number, "go", sender), _left(deadline), missing),
+                group=int,
+                to=list,
+            )
             for sender in range(offer["senders"])
         ]
         for answer in answers:
-            if "failed" in answer:
-                raise RefitError(f"the trainer gave up: {answer['failed']}")
+            if OFF in answer:
+                raise RefitError(f"the trainer gave up: {answer[OFF]}")
         if any(self._process not in answer["to"] for answer in answers):
             return None
         made_in = tuple(answer["group"] for answer in answers)

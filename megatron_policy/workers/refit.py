@@ -92,9 +92,11 @@ class WorkerRefit:
         port: int,
         world_size: int,
         train_world_size: int | None = None,
+        secret: str | None = None,
         **options: Any,
     ) -> None:
-        """Meet the engines' ranks at `ip`:`port`, where rank 0 listens.
+        """Meet the engines' ranks at `ip`:`port`, where rank 0 listens. They need `secret`; without
+        one rank 0 makes it: see `get_refit_secret`.
 
         Without `train_world_size` only rank 0 joins, and `world_size` is 1 + the engines' ranks;
         with it `world_size` counts all ranks of both sides, the engines' after ours.
@@ -103,7 +105,15 @@ class WorkerRefit:
 
         refuse_unknown("init_collective", options)
         self._leave_group()
-        self._group = Collective.join(self._policy.exporter, ip, port, world_size, train_world_size)
+        self._group = Collective.join(
+            self._policy.exporter, ip, port, world_size, train_world_size, secret=secret
+        )
+
+    def get_refit_secret(self) -> str:
+        """What an engine needs to join the group of `init_collective`."""
+        if self._group is None:
+            raise RefitError("there is no group to join: call init_collective first")
+        return self._group.secret
 
     def broadcast_weights_for_collective(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from megatron_policy.errors import RefitError
+from megatron_policy.refit.sealed import new_secret
 
 if TYPE_CHECKING:
     from megatron_policy.workers.group import WorkerGroup
@@ -16,6 +17,7 @@ class DriverRefit:
 
     def __init__(self, workers: WorkerGroup) -> None:
         self._workers = workers
+        self._secret = new_secret()
 
     def prepare_refit_info(self, with_numel: bool = False) -> dict[str, Any]:
         """{HF name: (shape, dtype)}, or with the number of elements, of all that is handed over."""
@@ -66,17 +68,28 @@ class DriverRefit:
         port: int,
         world_size: int,
         train_world_size: int | None = None,
+        secret: str | None = None,
         **options: Any,
     ) -> list[Any]:
-        """Begin to meet the engines' ranks; Ray's futures. See `WorkerRefit.init_collective`."""
+        """Begin to meet the engines' ranks, which need `secret` (None: that of
+        `get_refit_secret`); Ray's futures. See `WorkerRefit.init_collective`.
+        """
+        self._secret = secret or self._secret
         return self._workers.submit_all(
             "init_collective",
             ip=ip,
             port=port,
             world_size=world_size,
             train_world_size=train_world_size,
+            secret=self._secret,
             **options,
         )
+
+    def get_refit_secret(self) -> str:
+        """What an engine needs to join the group of `init_collective`: made for this policy, and
+        the same before and after that call.
+        """
+        return self._secret
 
     def broadcast_weights_for_collective(
         self,

@@ -12,6 +12,7 @@ from megatron_policy.refit.collective import Collective
 from megatron_policy.refit.wire import Stream
 from megatron_policy.rendezvous import reserved_port
 from tests import collective_engine, oracle, refit_engine
+from tests.collective_engine import SECRET
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
 from tests.dist.layouts import LAYOUTS, layout
 from tests.dist.test_export import tensors_of
@@ -40,7 +41,15 @@ def refit_train_refit(
     """What this rank sent, how often, and what the policy exports before and after a step."""
     data = oracle.make_batch(GLOBAL_BATCH, 13, 251)
     with open_policy(config, init_reference_model=False) as policy:
-        group = Collective.join(policy.exporter, "127.0.0.1", port, world, train, TIMEOUT_S)
+        group = Collective.join(
+            policy.exporter,
+            "127.0.0.1",
+            port,
+            world,
+            train,
+            TIMEOUT_S,
+            secret=SECRET,
+        )
         exported, manifests = [], []
         for _ in range(2):
             manifests.append(policy.refit(group.sink(BUCKET)))

@@ -126,7 +126,7 @@ def hand_over_to_worker(path: Path, staged: bool) -> list[tuple[bool, Any]]:
     address = f"ipc://{path.parent}/worker.sock"
     with reserved_port() as port:
         group = Collective.join(policy.exporter, "127.0.0.1", port, 2, timeout_s=TIMEOUT_S)
-    worker.refit_join(1, "127.0.0.1", port, 2)
+    worker.refit_join(1, "127.0.0.1", port, 2, secret=group.secret)
     try:
         for receive, arguments, sink in (
             (worker.refit_from_stream, [{device.device_id(): address}], IpcStream(address)),

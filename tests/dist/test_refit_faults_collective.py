@@ -23,12 +23,14 @@ from megatron_policy.refit.manifest import Manifest
 from megatron_policy.refit.plan import RefitTensor
 from megatron_policy.rendezvous import reserved_port
 from tests import collective_engine, refit_engine
+from tests.collective_engine import SECRET
 from tests.other_process import OtherProcess
 from tests.refit_engine import bits
 from tests.refit_trainer import FORMS, StandIn, weights
 
 TIMEOUT_S, BUCKET = 3.0, 4096
-IN_TIME_S = 3 * TIMEOUT_S  # not as a measurement: nothing may wait for the other side without end
+# No measurement, on a busy machine either: nothing waits for the other side without end.
+IN_TIME_S = 90.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Group:
     def __init__(self, port: int, engines: int = 1) -> None:
         self._exporter = Trainer(weights(0), TIMEOUT_S)
         self.group = Collective.join(
-            self._exporter, "127.0.0.1", port, engines + 1, timeout_s=TIMEOUT_S
+            self._exporter, "127.0.0.1", port, engines + 1, timeout_s=TIMEOUT_S, secret=SECRET
         )
 
     def refit(self, seed: int, during: Any = lambda name: None) -> Manifest:
@@ -100,10 +102,11 @@ def alive(engines: list[OtherProcess], number: int) -> OtherProcess:
 def joined(engines: list[OtherProcess], number: int, port: int, **options: Any) -> OtherProcess:
     process = alive(engines, number)
     die_at, world = options.pop("die_at", 0), options.pop("world", 2)
+    rank, secret = options.pop("rank", number + 1), options.pop("secret", SECRET)
     process.call(
         refit_engine.start, FORMS, die_at, {"timeout_s": TIMEOUT_S, "staged": True, **options}
     )
-    process.call(collective_engine.join, port, number + 1, world, None, TIMEOUT_S)
+    process.call(collective_engine.join, port, rank, world, None, TIMEOUT_S, secret)
     return process
 
 
@@ -125,11 +128,48 @@ def test_refits_follow_each_other_in_one_group(group: Group, engine: OtherProces
 
 def test_the_notes_of_a_refit_go_when_the_next_begins(group: Group, engine: OtherProcess) -> None:
     assert_refits(group, engine, 1)
-    store = group.group.member._board._store
-    before = store.num_keys()
+    board = group.group.member._board
+    before = board.count()
     for seed in (2, 3, 4):
         assert_refits(group, engine, seed)
-    assert store.num_keys() == before
+    assert board.count() == before
+
+
+def test_an_engine_without_the_secret_is_refused_and_the_one_that_has_it_is_served(
+    group: Group, engines: list[OtherProcess]
+) -> None:
+    with pytest.raises(ConfigError, match=r"secret=.*get_refit_secret"):
+        join_collective("127.0.0.1", group.port, 1, 2)
+    stranger = joined(engines, 1, group.port, rank=1, secret="what another trainer has made")
+    with pytest.raises(RefitError, match="refuses this process: it has another secret"):
+        stranger.call(collective_engine.receive)
+    assert_refits(group, joined(engines, 0, group.port), 1)
+    assert stranger.call(refit_engine.state)[1] is None
+
+
+def test_every_policy_makes_a_secret_of_its_own() -> None:
+    with reserved_port() as one, reserved_port() as other:
+        groups = [
+            Collective.join(Trainer(weights(0)), "127.0.0.1", port, 2) for port in (one, other)
+        ]
+        assert len({group.secret for group in groups}) == 2
+        assert all(len(group.secret) == 64 for group in groups)
+        for group in groups:
+            group.close()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b'{"session": "a", "number": "1", "over": 0}', b"\x80\x04N."]
+)
+def test_a_note_that_cannot_be_read_is_named(
+    group: Group, engine: OtherProcess, content: bytes
+) -> None:
+    group.group.member._board.put("call", content)
+    with pytest.raises(RefitError, match=r"the note 'call' .* cannot be read.*same version"):
+        engine.call(collective_engine.receive)
+    # The next call replaces it, but an engine that looks before that would fail once more.
+    group.group.member._board.drop(["call"])
+    assert_refits(group, engine, 1)
 
 
 def test_a_port_that_is_taken_is_named(group: Group) -> None:
@@ -314,7 +354,7 @@ def test_a_trainer_that_is_killed_fails_the_engine_and_another_at_the_same_port_
         trainer.begin(serve_and_die, port, 1, "layers.3.weight")
         with pytest.raises(RefitError):
             engine.result()
-        assert time.monotonic() - started < IN_TIME_S + 20, "with the start of a process"
+        assert time.monotonic() - started < IN_TIME_S
         trainer.kill()
         assert engine.call(refit_engine.state)[1] is None
         with pytest.raises(RefitError, match="cannot be reached"):
@@ -362,4 +402,4 @@ def test_sizes_that_leave_no_engine_are_refused(world: int, train: int | None, l
 @pytest.mark.parametrize(("rank", "train"), [(0, None), (3, None), (1, 2), (3, 2)])
 def test_the_rank_of_no_engine_is_refused(rank: int, train: int | None) -> None:
     with pytest.raises(ConfigError, match="is no engine's"):
-        join_collective("127.0.0.1", 1, rank, 3, train)
+        join_collective("127.0.0.1", 1, rank, 3, train, secret=SECRET)

@@ -95,6 +95,8 @@ def _refits(policy: MegatronPolicy, mail: Mailbox, box: Path, ports: Ports) -> d
             policy.exporter, "127.0.0.1", ports[1], world + 1, world, timeout_s=WAIT_S
         ),
     }
+    # Each rank knows both; the engines are told by the first.
+    mail.put(f"secrets {policy.rank}", [group.secret for group in groups.values()])
     handles = IpcHandles(policy.exporter)
     for number in range(ROUNDS):
         policy.export_hf(box / f"export {number}")
@@ -245,7 +247,8 @@ def _group_engine(
     mail: Mailbox, box: Path, port: int, rank: int, size: int, trains: int | None
 ) -> Any:
     holder, receiver = _engine(mail)
-    group = join_collective("127.0.0.1", port, rank, size, trains, timeout_s=WAIT_S)
+    secret = mail.get("secrets 0")[trains is not None]
+    group = join_collective("127.0.0.1", port, rank, size, trains, timeout_s=WAIT_S, secret=secret)
     rows = []
     for number in range(ROUNDS):
         manifest = receiver.receive_collective(group)

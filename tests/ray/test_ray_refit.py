@@ -123,7 +123,10 @@ def test_engines_elsewhere_join_a_group(policy: Policy, tmp_path: Path, by_stage
     engine = Engine(policy.prepare_info_for_collective())
     with reserved_port() as port, ThreadPoolExecutor(1) as threads:
         ray.get(policy.init_collective("127.0.0.1", port, world, train_world_size=trains))
-        group = join_collective("127.0.0.1", port, world - 1, world, trains, timeout_s=WAIT_S)
+        secret = policy.get_refit_secret()
+        group = join_collective(
+            "127.0.0.1", port, world - 1, world, trains, timeout_s=WAIT_S, secret=secret
+        )
         received = threads.submit(engine.receiver.receive_collective, group)
         ray.get(policy.broadcast_weights_for_collective(kv_scales=None))
         received.result()

@@ -1,0 +1,115 @@
+"""Lets other processes at the notes of this one: holders of the secret only, at one address. Knows
+nothing of what the notes say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+
+from megatron_policy.errors import RefitError
+from megatron_policy.refit.notes import Notes, Reply, Request
+from megatron_policy.refit.patience import started
+from megatron_policy.refit.sealed import Sealed, as_guest, as_host, hang_up
+
+_MEETING_S = 10.0  # that a process gets to show that it has the secret
+_AT_ONCE = 64  # connections that have not shown it yet
+_SENDING_S = 120.0
+_PAUSE_S = 0.05
+_GRACE_S = 1.0  # for an answer that says that a note has not come
+
+
+class BoardServer:
+    """Serves until `close`; each connection has a thread."""
+
+    def __init__(self, ip: str, port: int, secret: bytes, notes: Notes) -> None:
+        """Listen at (ip, port) and nowhere else. OSError where that is impossible."""
+        self._secret, self._notes = secret, notes
+        family, _, _, _, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]
+        self._listener = socket.create_server(address[:2], family=family)
+        self._connections: set[socket.socket] = set()
+        self._strangers = threading.Semaphore(_AT_ONCE)
+        self._lock = threading.Lock()
+        self._closed = False
+        started(threading.Thread(target=self._accept, daemon=True, name="refit-board"))
+
+    def close(self) -> None:
+        """Hang up on all, and listen no more."""
+        with self._lock:
+            self._closed = True
+            connections = list(self._connections)
+        for connection in (self._listener, *connections):
+            hang_up(connection)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(_PAUSE_S)  # who came has left again, or there are no descriptors left
+                continue
+            # Strangers beyond a number have to wait for none: they are sent away.
+            thread = threading.Thread(
+                target=self._serve, args=(connection,), daemon=True, name="refit-board"
+            )
+            if not (self._strangers.acquire(blocking=False) and started(thread)):
+                hang_up(connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.add(connection)
+        # What breaks here is one connection: the process at its other end hears of it.
+        try:
+            with contextlib.suppress(OSError, RefitError):
+                try:
+                    if self._closed:
+                        return
+                    guest = as_host(connection, self._secret, _MEETING_S)
+                finally:
+                    self._strangers.release()
+                while True:
+                    reply = self._reply(*guest.receive(None))
+                    guest.send(reply.header(), reply.body, _SENDING_S)
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+            hang_up(connection)
+
+    def _reply(self, header: bytes, body: bytes) -> Reply:
+        try:
+            return self._notes.perform(Request.decoded(header, body))
+        except RefitError as error:
+            return Reply(error=str(error))
+
+
+class BoardClient:
+    """Asks such a server; for one thread at a time."""
+
+    def __init__(
+        self, ip: str, port: int, secret: bytes, connect_s: float, timeout_s: float
+    ) -> None:
+        """Connect within `connect_s`; `timeout_s` bounds requests that have no bound of their own.
+        OSError where nobody listens there; see `sealed.as_guest` for the rest.
+        """
+        connection = socket.create_connection((ip, port), connect_s)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._host: Sealed = as_guest(connection, secret, connect_s)
+        except BaseException:
+            hang_up(connection)
+            raise
+        self._timeout_s = timeout_s
+
+    def perform(self, request: Request) -> Reply:
+        """As `Notes.perform`; OSError when the server does not answer."""
+        self._host.send(request.header(), request.body, self._timeout_s)
+        limit = request.timeout_s + _GRACE_S if request.timeout_s else self._timeout_s
+        return Reply.decoded(*self._host.receive(limit))
+
+    def close(self) -> None:
+        """Hang up."""
+        self._host.close()

@@ -1,0 +1,148 @@
+"""A connection over TCP between two holders of a secret, bounded in time and size; knows nothing of
+what is said.
+
+    host      24 bytes of greeting and version, 32 random bytes
+    guest     32 random bytes, and HMAC-SHA256 of both under the secret
+    host      1, and another HMAC of both under the secret; or 0, and zeros
+
+Then frames, each with an HMAC-SHA256 under a key that both derive from the secret and the random
+bytes, over direction and number of the frame and all of its content. The secret does not travel.
+Content is not encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+
+from megatron_policy.errors import ConfigError, RefitError
+
+_GREETING = b"megatron-policy refit 2\n"
+_NONCE = _MAC = 32
+_LENGTHS = struct.Struct("!IQ")
+_HEADER_BYTES, _BODY_BYTES = 2**24, 2**32
+_AT_ONCE = 2**20
+SECRET_CHARACTERS = 16
+
+
+def new_secret() -> str:
+    """64 hexadecimal digits that nobody can guess."""
+    return secrets.token_hex(32)
+
+
+def checked_secret(secret: str) -> bytes:
+    """As bytes; ConfigError for one that can be guessed."""
+    if not isinstance(secret, str) or len(secret) < SECRET_CHARACTERS:
+        raise ConfigError(
+            f"the secret of a refit group is a string of {SECRET_CHARACTERS} characters or more, "
+            "such as secrets.token_hex(32)"
+        )
+    return secret.encode()
+
+
+class WrongSecret(RefitError):
+    """The other side has another secret, or none."""
+
+
+class Sealed:
+    """One end of such a connection. OSError where it breaks, TimeoutError among them."""
+
+    def __init__(self, connection: socket.socket, key: bytes, host: bool) -> None:
+        """Both have met: see `as_host` and `as_guest`."""
+        connection.settimeout(None)
+        self._connection, self._key = connection, key
+        self._out, self._in = (b"host", b"guest") if host else (b"guest", b"host")
+        self._sent = self._received = 0
+
+    def send(self, header: bytes, body: bytes, timeout_s: float) -> None:
+        """One frame."""
+        lengths = _LENGTHS.pack(len(header), len(body))
+        self._connection.settimeout(timeout_s)
+        mac = self._mac(self._out, self._sent, lengths, header, body)
+        self._sent += 1
+        self._connection.sendall(lengths + header)
+        self._connection.sendall(body)
+        self._connection.sendall(mac)
+
+    def receive(self, timeout_s: float | None) -> tuple[bytes, bytes]:
+        """Header and body of the next frame. None: wait for it as long as the connection lasts."""
+        lengths = _read(self._connection, _LENGTHS.size, timeout_s)
+        header_bytes, body_bytes = _LENGTHS.unpack(lengths)
+        if header_bytes > _HEADER_BYTES or body_bytes > _BODY_BYTES:
+            raise ConnectionAbortedError(f"a message of {header_bytes} + {body_bytes} bytes came")
+        header = _read(self._connection, header_bytes, timeout_s)
+        body = _read(self._connection, body_bytes, timeout_s)
+        mac = self._mac(self._in, self._received, lengths, header, body)
+        self._received += 1
+        if not hmac.compare_digest(mac, _read(self._connection, _MAC, timeout_s)):
+            raise ConnectionAbortedError("a message was changed on its way")
+        return header, body
+
+    def close(self) -> None:
+        """Hang up, also on a thread of this process that waits here."""
+        hang_up(self._connection)
+
+    def _mac(self, direction: bytes, number: int, *content: bytes) -> bytes:
+        made = hmac.new(self._key, direction + struct.pack("!Q", number), "sha256")
+        for part in content:
+            made.update(part)
+        return made.digest()
+
+
+def as_host(connection: socket.socket, secret: bytes, timeout_s: float) -> Sealed:
+    """Meet a guest; WrongSecret where it is none."""
+    end = time.monotonic() + timeout_s
+    connection.settimeout(timeout_s)
+    own = secrets.token_bytes(_NONCE)
+    connection.sendall(_GREETING + own)
+    said = _read(connection, _NONCE + _MAC, end - time.monotonic())
+    both = own + said[:_NONCE]
+    if not hmac.compare_digest(_proof(secret, b"guest", both), said[_NONCE:]):
+        connection.sendall(bytes(1 + _MAC))
+        raise WrongSecret("a process without the secret of the refit group was refused")
+    connection.sendall(b"\1" + _proof(secret, b"host", both))
+    return Sealed(connection, _proof(secret, b"frames", both), host=True)
+
+
+def as_guest(connection: socket.socket, secret: bytes, timeout_s: float) -> Sealed:
+    """Meet the host; WrongSecret where it has another secret, RefitError where it is none."""
+    end = time.monotonic() + timeout_s
+    greeting = _read(connection, len(_GREETING), timeout_s)
+    if greeting != _GREETING:
+        raise RefitError(
+            "what listens there keeps no refit group of this version of megatron-policy"
+        )
+    both = _read(connection, _NONCE, end - time.monotonic()) + secrets.token_bytes(_NONCE)
+    connection.sendall(both[_NONCE:] + _proof(secret, b"guest", both))
+    said = _read(connection, 1 + _MAC, end - time.monotonic())
+    if not hmac.compare_digest(b"\1" + _proof(secret, b"host", both), said):
+        raise WrongSecret("it has another secret than this process")
+    return Sealed(connection, _proof(secret, b"frames", both), host=False)
+
+
+def hang_up(connection: socket.socket) -> None:
+    """Close it for all threads of this process."""
+    with contextlib.suppress(OSError):  # the other side was first
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+def _proof(secret: bytes, purpose: bytes, both: bytes) -> bytes:
+    return hmac.digest(secret, _GREETING + purpose + both, "sha256")
+
+
+def _read(connection: socket.socket, size: int, timeout_s: float | None) -> bytes:
+    """So many bytes; memory is taken as they come."""
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    content = bytearray()
+    while len(content) < size:
+        connection.settimeout(None if end is None else max(0.001, end - time.monotonic()))
+        piece = connection.recv(min(size - len(content), _AT_ONCE))
+        if not piece:
+            raise ConnectionResetError("the other side hung up")
+        content += piece
+    return bytes(content)
