@@ -10,9 +10,9 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from megatron_policy import config_yaml
 from megatron_policy.config_classify import classify
@@ -36,7 +36,11 @@ from megatron_policy.config_sections import (
     TokenizerConfig,
 )
 from megatron_policy.errors import ConfigError
-from megatron_policy.refit.patience import DEFAULT_TIMEOUT_S
+from megatron_policy.refit.patience import (
+    COLLECTIVE_TIMEOUT_S,
+    DEFAULT_TIMEOUT_S,
+    WORKER_TIMEOUT_S,
+)
 from megatron_policy.refit.plan import DEFAULT_BUCKET_BYTES
 
 __all__ = [
@@ -109,6 +113,10 @@ class PolicyConfig(Section):
     """The longest wait of a refit for another rank or an engine."""
     checkpoint_timeout_s: Seconds = DEFAULT_TIMEOUT_S
     """The longest wait of a save or a load for another rank that gives no sign of life."""
+    collective_timeout_s: Seconds = COLLECTIVE_TIMEOUT_S
+    """The longest that any other collective waits for another rank, however busy that is."""
+    worker_timeout_s: Annotated[Seconds, Field(ge=1.0)] = WORKER_TIMEOUT_S
+    """How long a Ray worker may be stopped, or out of reach, before the driver's call fails."""
     ignore_unknown_keys: tuple[str, ...] = ()
     """Paths below `policy` that may be unknown, and then have no effect: keys of a newer host."""
     fsdp_offload_enabled: bool = False

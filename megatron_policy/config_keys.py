@@ -41,8 +41,10 @@ _POLICY: Rules = {
     "refit_buffer_size_gb": Applied(),
     **each(
         Applied("of this project"),
-        "refit_bucket_bytes refit_dtype refit_timeout_s checkpoint_timeout_s",
+        """refit_bucket_bytes refit_dtype refit_timeout_s checkpoint_timeout_s
+        collective_timeout_s""",
     ),
+    "worker_timeout_s": Applied("of this project, in its own driver"),
     "ignore_unknown_keys": Applied("of this project: see above"),
     "tokenizer": Nested(TokenizerConfig),
     "generation": Nested(GenerationConfig),

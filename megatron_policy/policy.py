@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from megatron_policy import device
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.checkpoint.report import LoadReport
 from megatron_policy.checkpointing import AnyPath, Checkpoints, check_export, source_dtypes
@@ -57,15 +56,15 @@ class MegatronPolicy:
         optimizer_path: AnyPath | None = None,
         init_optimizer: bool = True,
         init_reference_model: bool = True,
-        timeout_s: float = device.DEFAULT_TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> None:
         """Join the process group, build this rank's part of the model and load its weights.
 
         `tokenizer` is anything with `pad_token_id` and `eos_token_id`; only `generate` needs one.
         With `weights_path` it starts from a checkpoint, whose report is `loaded`; the reference is
         `config.model_name`, which without one needs no weights. No collective waits longer than
-        `timeout_s` seconds. ConfigError for a layout that is not legal; ConversionError or
-        CheckpointError for files that do not fit.
+        `timeout_s` seconds, by default the config's `collective_timeout_s`. ConfigError for a
+        layout that is not legal; ConversionError or CheckpointError for files that do not fit.
         """
         self.config = PolicyConfig.parse(config)
         self.tokenizer = tokenizer
@@ -73,7 +72,7 @@ class MegatronPolicy:
             self.config,
             init_optimizer=init_optimizer,
             init_reference_model=init_reference_model,
-            timeout_s=timeout_s,
+            timeout_s=self.config.collective_timeout_s if timeout_s is None else timeout_s,
             source_dtypes=None if init_reference_model else source_dtypes(weights_path),
         )
         self.rank, self.topology = self._session.rank, self._session.topology

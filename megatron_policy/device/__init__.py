@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_policy.refit.patience import COLLECTIVE_TIMEOUT_S
+
 __all__ = [
     "MemoryInfo",
     "accelerators",
@@ -37,8 +39,6 @@ __all__ = [
     "spare_cores",
     "synchronize",
 ]
-
-DEFAULT_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def current_device() -> torch.device:
     return torch.device("cpu")
 
 
-def join_process_group(timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
+def join_process_group(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> bool:
     """Join the default process group, NCCL on GPUs and gloo elsewhere; return whether this call
     created it.
 

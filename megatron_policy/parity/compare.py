@@ -8,14 +8,14 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.conversion.headers import read_headers
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.table import bind
-from megatron_policy.device import DEFAULT_TIMEOUT_S, accelerators
+from megatron_policy.device import accelerators
 from megatron_policy.errors import ConfigError
 from megatron_policy.layout import check_layout, topology_of
 from megatron_policy.parity.policy_side import join, policy_section, read_policy
 from megatron_policy.parity.ranks import read_on_ranks
 from megatron_policy.parity.reference import read_reference
 from megatron_policy.parity.result import Difference, Job, Parity, Reading
-from megatron_policy.refit.patience import checked_timeout
+from megatron_policy.refit.patience import COLLECTIVE_TIMEOUT_S, checked_timeout
 
 ROWS = 2
 """Sequences: more than one, so that rows cannot be taken for positions."""
@@ -44,7 +44,7 @@ def compare(
     per_layer: bool = False,
     tolerance: float | None = None,
     reference: str | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float = COLLECTIVE_TIMEOUT_S,
 ) -> Parity:
     """Differences between transformers and the Megatron-Core model over two rows of random tokens.
 

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 from megatron_policy.errors import ConfigError
 
 DEFAULT_TIMEOUT_S = 120.0
+COLLECTIVE_TIMEOUT_S = 600.0
+WORKER_TIMEOUT_S = 20.0
 SHORTEST_TIMEOUT_S, LONGEST_TIMEOUT_S = 1e-3, 1e6
 """In between, waits are counted in 32-bit milliseconds somewhere on their way, also where they are
 lengthened by half."""

@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 
 from megatron_policy.errors import ConfigError
 from megatron_policy.workers.failure import Failure
+from megatron_policy.workers.watch import Watch
 
 # After a failure the others get this long to report: an exception may be the echo of a death that
 # Ray reports later.
@@ -23,31 +24,50 @@ GRACE_AFTER_REFUSAL_S = 5.0
 
 
 def gather(
-    refs: Sequence[ray.ObjectRef], wanted: Collection[int]
+    refs: Sequence[ray.ObjectRef], wanted: Collection[int], watch: Watch
 ) -> tuple[dict[int, Any], list[Failure], list[int]]:
-    """Wait for all, or a little longer than for the first failure.
+    """Wait for all, or a little longer than for the first failure, which `watch` may find, too.
 
     Returns the `wanted` results by rank, the failures in time order, and the ranks still busy.
     """
-    pending = {ref: rank for rank, ref in enumerate(refs)}
+    pending = dict(enumerate(refs))
     values: dict[int, Any] = {}
     failures: list[Failure] = []
-    deadline: float | None = None
+    deadline = math.inf
+
+    def note(failure: Failure) -> None:
+        nonlocal deadline
+        failures.append(failure)
+        deadline = min(deadline, time.monotonic() + _grace(failure))
+
     while pending:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready, _ = ray.wait(list(pending), num_returns=1, timeout=left)
-        if not ready:
+        left = max(0.0, deadline - time.monotonic())
+        ready = _ready(pending, min(left, watch.interval_s))
+        if not ready and left == 0.0:
             break
-        rank = pending.pop(ready[0])
-        try:
-            value = ray.get(ready[0])
-        except RayError as error:
-            failures.append(Failure.of(rank, error))
-            deadline = min(deadline or math.inf, time.monotonic() + _grace(failures[-1]))
-        else:
-            if rank in wanted:
-                values[rank] = value
-    return values, failures, sorted(pending.values())
+        for rank, ref in ready.items():
+            del pending[rank]
+            try:
+                value = ray.get(ref)
+            except RayError as error:
+                note(Failure.of(rank, error))
+            else:
+                if rank in wanted:
+                    values[rank] = value
+        watch.look()
+        for failure in watch.lost(pending):
+            del pending[failure.rank]
+            note(failure)
+    for failure in watch.held(pending) if failures else ():
+        del pending[failure.rank]
+        failures.append(failure)
+    return values, failures, sorted(pending)
+
+
+def _ready(pending: Mapping[int, ray.ObjectRef], timeout_s: float) -> dict[int, ray.ObjectRef]:
+    """One of these that has come, if any comes in time."""
+    ready, _ = ray.wait(list(pending.values()), num_returns=1, timeout=timeout_s)
+    return {rank: ref for rank, ref in pending.items() if ref in ready}
 
 
 def _grace(failure: Failure) -> float:

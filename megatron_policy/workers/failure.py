@@ -30,12 +30,16 @@ _RAISED = re.compile(rf"^{re.escape(errors.__name__)}\.(\w+): ", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's failure: `text` is the worker's own traceback or Ray's report of its death."""
+    """One rank's failure: `text` is the worker's own traceback or Ray's report of its death.
+
+    `lost` says what became of a worker that the driver has given up itself: it has died to us.
+    """
 
     rank: int
     text: str
     exception: BaseException | None
     died: bool
+    lost: str = ""
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
@@ -49,6 +53,11 @@ class Failure:
         died = isinstance(error, RayActorError)
         return cls(rank, text, None if died else error, died)
 
+    @classmethod
+    def loss(cls, rank: int, lost: str, text: str) -> Failure:
+        """Of a worker that does not answer any more and whose death nobody reports."""
+        return cls(rank, text, None, died=True, lost=lost)
+
     @property
     def refused(self) -> bool:
         """Whether the rank only refused the call."""
@@ -57,15 +66,17 @@ class Failure:
     def headline(self) -> str:
         """What happened, in one line."""
         if self.died:
-            return f"rank {self.rank} died"
+            return f"rank {self.rank} {self.lost or 'died'}"
         lines = [line for line in self.text.splitlines() if line.strip()]
         what = _one_line(self.exception) if self.exception else (lines or ["unknown error"])[-1]
         return f"rank {self.rank} raised {what}"
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:
-    """The one to blame: a death, since it makes others lose their connection, else the earliest."""
-    return next((failure for failure in failures if failure.died), failures[0])
+    """The one to blame: a worker that was lost, or a death, since it makes others lose their
+    connection, else the earliest.
+    """
+    return min(failures, key=lambda failure: (not failure.lost, not failure.died))
 
 
 def error_of(call: str, failures: Sequence[Failure], running: Sequence[int]) -> Exception:

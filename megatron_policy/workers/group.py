@@ -13,12 +13,15 @@ import ray
 from ray.exceptions import RayError
 
 from megatron_policy.errors import ConfigError, WorkerError
+from megatron_policy.refit.patience import WORKER_TIMEOUT_S
 from megatron_policy.topology import Topology
 from megatron_policy.workers.calls import gather, put, stored
 from megatron_policy.workers.cluster import RayVirtualCluster, Slot
 from megatron_policy.workers.environment import Seat, worker_env
-from megatron_policy.workers.failure import error_of, first_cause, is_refusal
+from megatron_policy.workers.failure import Failure, error_of, first_cause, is_refusal
+from megatron_policy.workers.futures import stand_by
 from megatron_policy.workers.processes import Place, all_gone, place_of
+from megatron_policy.workers.watch import Watch
 
 # Workers that were asked to leave get this long before they are ended.
 GOODBYE_S = 5.0
@@ -35,7 +38,8 @@ class WorkerGroup:
     worker raises or dies the call raises (see `failure.error_of`) instead of waiting for ranks that
     are stuck in a collective with it; from then on the group is broken and only `shutdown` works. A
     refusal that leaves no rank stuck, such as a BatchError from all ranks of a replica, leaves the
-    group usable.
+    group usable. A worker whose process is stopped, or whose node does not answer, for `timeout_s`
+    seconds of a call counts as dead and is ended; one that works may take as long as it likes.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class WorkerGroup:
         env_vars: Mapping[str, str] | None = None,
         name: str = "workers",
         workers_per_node: int | Sequence[int] | None = None,
+        timeout_s: float = WORKER_TIMEOUT_S,
     ) -> None:
         self.topology = topology
         self.name = f"{name}-{uuid.uuid4().hex[:6]}"
@@ -55,6 +60,7 @@ class WorkerGroup:
         self._workers: list[Any] = []
         self._places: tuple[Place, ...] = ()
         self._broken: WorkerError | None = None
+        self._watch = Watch(timeout_s)
         slots = cluster.slots(workers_per_node)
         if len(slots) != topology.world_size:
             raise ConfigError(
@@ -64,7 +70,9 @@ class WorkerGroup:
         cluster.claim(self.name)
         try:
             self._start(actor_class, slots, dict(kwargs or {}), dict(env_vars or {}))
+            self._watch.follow(self._workers)
             self._places = tuple(self.collect("constructor", self._tell_place()))
+            self._watch.placed(self._places)
         except BaseException:
             self.kill()
             raise
@@ -102,6 +110,14 @@ class WorkerGroup:
         common = stored(kwargs)
         return [getattr(worker, method).remote(**common) for worker in self._workers]
 
+    def futures(self, method: str, /, **kwargs: Any) -> list[ray.ObjectRef]:
+        """`submit_all` for a caller that waits by itself: a worker that stops meanwhile is ended,
+        so that its future raises Ray's error, in which the worker's name has the rank.
+        """
+        refs = self.submit_all(method, **kwargs)
+        stand_by(refs, self._watch, lambda group, lost: group._give_up(method, lost), self)
+        return refs
+
     def collect(
         self, call: str, refs: Sequence[ray.ObjectRef], wanted: Collection[int] | None = None
     ) -> list[Any]:
@@ -110,15 +126,12 @@ class WorkerGroup:
         Raises what the rank to blame raised, or a WorkerError; `call` is what messages call it.
         """
         ranks = range(len(refs)) if wanted is None else wanted
-        values, failures, running = gather(refs, ranks)
+        values, failures, running = gather(refs, ranks, self._watch)
         if not failures:
             return [values[rank] for rank in ranks]
         error = error_of(call, failures, running)
-        if not is_refusal(failures, running, self._replicas()):
-            blamed = first_cause(failures)
-            self._broken = WorkerError(
-                f"{call}: {blamed.headline()}\n{blamed.text}", rank=blamed.rank, cause=blamed.text
-            )
+        if not is_refusal(failures, running, _replicas(self.topology)):
+            self._give_up(call, failures)
         raise error
 
     def shutdown(self) -> bool:
@@ -139,6 +152,7 @@ class WorkerGroup:
         self._cluster.release(self.name)
         if not workers or not ray.is_initialized():
             return True
+        self._watch.close()
         for worker in workers:
             ray.kill(worker, no_restart=True)
         return all_gone(workers, self._places)
@@ -165,7 +179,7 @@ class WorkerGroup:
                 threads=_threads(slots, slot.node),
             )
             options = actor_class.options(
-                name=f"{self.name}-{rank}",
+                name=f"{self.name} rank {rank}",  # Ray's own errors show it
                 num_cpus=self._cluster.cpus_per_worker,
                 num_gpus=self._cluster.gpus_per_worker,
                 scheduling_strategy=slot.strategy(),
@@ -189,13 +203,15 @@ class WorkerGroup:
             for rank, worker in enumerate(self._workers)
         ]
 
-    def _replicas(self) -> list[list[int]]:
-        """The ranks of each data-parallel index."""
-        ranks = range(self.world_size)
-        return [
-            [rank for rank in ranks if self.topology.coords(rank).dp == replica]
-            for replica in range(self.topology.dp)
-        ]
+    def _give_up(self, call: str, failures: Sequence[Failure]) -> None:
+        """From now on the group is broken. A worker that was lost must not wake up and go on."""
+        blamed = first_cause(failures)
+        self._broken = WorkerError(
+            f"{call}: {blamed.headline()}\n{blamed.text}", rank=blamed.rank, cause=blamed.text
+        )
+        for failure in failures:
+            if failure.lost and self._workers:
+                ray.kill(self._workers[failure.rank], no_restart=True)
 
     def _tell_place(self) -> list[ray.ObjectRef]:
         return [worker.__ray_call__.remote(place_of) for worker in self._workers]
@@ -210,6 +226,15 @@ class WorkerGroup:
                 rank=self._broken.rank,
                 cause=self._broken.cause,
             ) from self._broken
+
+
+def _replicas(topology: Topology) -> list[list[int]]:
+    """The ranks of each data-parallel index."""
+    ranks = range(topology.world_size)
+    return [
+        [rank for rank in ranks if topology.coords(rank).dp == replica]
+        for replica in range(topology.dp)
+    ]
 
 
 def _threads(slots: Sequence[Slot], node: int) -> int:

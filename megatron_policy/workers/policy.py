@@ -98,6 +98,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             env_vars=self.config.megatron_cfg.env_vars,
             name=name_prefix,
             workers_per_node=workers_per_node,
+            timeout_s=self.config.worker_timeout_s,
         )
         asynchronous = self.config.megatron_cfg.checkpoint.async_save
         self._checkpoint = DriverCheckpoint(self._workers, asynchronous)

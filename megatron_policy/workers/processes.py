@@ -16,15 +16,32 @@ GONE_S = 10.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker runs."""
+    """Where a worker runs: its node in Ray, that node's address, and its process there."""
 
     node: str
     pid: int
+    address: str
 
 
 def place_of(_worker: Any) -> Place:
     """Where this process, a worker, runs."""
-    return Place(ray.get_runtime_context().get_node_id(), os.getpid())
+    node = ray.get_runtime_context().get_node_id()
+    return Place(node, os.getpid(), ray.util.get_node_ip_address())
+
+
+def place_in_books(worker: Any) -> Place | None:
+    """Where a worker runs that is still in its constructor and cannot say; None before it has a
+    process, or if Ray does not tell.
+    """
+    try:
+        from ray._private import state
+
+        entry = state.actors(actor_id=worker._actor_id.hex())
+        address = entry["Address"]
+        place = Place(address["NodeID"], int(entry["Pid"]), address["IPAddress"])
+    except (ImportError, AttributeError, KeyError, TypeError):  # no promise of Ray's
+        return None
+    return place if place.pid > 0 else None
 
 
 def all_gone(workers: Sequence[Any], places: Sequence[Place]) -> bool:

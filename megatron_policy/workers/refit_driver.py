@@ -38,7 +38,7 @@ class DriverRefit:
         """Begin to hand all weights to the engine on each worker's device; Ray's futures, which
         raise RefitError if one refuses.
         """
-        return self._workers.submit_all(
+        return self._workers.futures(
             "stream_weights_via_ipc_zmq", buffer_size_bytes=buffer_size_bytes, kv_scales=kv_scales
         )
 
@@ -75,7 +75,7 @@ class DriverRefit:
         `get_refit_secret`); Ray's futures. See `WorkerRefit.init_collective`.
         """
         self._secret = secret or self._secret
-        return self._workers.submit_all(
+        return self._workers.futures(
             "init_collective",
             ip=ip,
             port=port,
@@ -100,7 +100,7 @@ class DriverRefit:
         """Begin to hand all weights to the engines that joined; Ray's futures, which raise
         RefitError if one refuses.
         """
-        return self._workers.submit_all(
+        return self._workers.futures(
             "broadcast_weights_for_collective",
             kv_scales=kv_scales,
             buffer_size_bytes=buffer_size_bytes,

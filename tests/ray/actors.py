@@ -4,6 +4,7 @@ know no model.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from megatron_policy.workers import WorkerGroup
 
 
+LONG_S = 8
+"""What a worker takes for long work."""
+
+
 class Unpicklable(Exception):
     """An error that cannot leave its process."""
 
@@ -28,8 +33,8 @@ class Unpicklable(Exception):
 
 
 class PlainWorker:
-    """Answers, raises, sleeps or dies as it is told; leaves its process id in `diary` if there is
-    one.
+    """Answers, raises, sleeps, stops or dies as it is told; leaves its process id in `diary` if
+    there is one.
     """
 
     def __init__(
@@ -38,6 +43,7 @@ class PlainWorker:
         refuse_on: int | None = None,
         wrap: bool = False,
         die_on: int | None = None,
+        stop_on: int | None = None,
         join: bool = False,
     ) -> None:
         self.rank = int(os.environ["RANK"])
@@ -50,6 +56,8 @@ class PlainWorker:
             raise refusal
         if self.rank == die_on:
             self._die()
+        if self.rank == stop_on:
+            self._stop()
         if join:
             import torch.distributed
 
@@ -93,6 +101,10 @@ class PlainWorker:
     def _raise(self) -> str:
         raise RuntimeError(f"the reactor of rank {self.rank} is too hot")
 
+    def _late_raise(self) -> str:
+        time.sleep(2)
+        return self._raise()
+
     def _refuse(self) -> str:
         raise ConfigError(f"rank {self.rank} cannot do that; ask for less")
 
@@ -102,6 +114,25 @@ class PlainWorker:
     def _die(self) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
         return "not reached"
+
+    def _stop(self) -> str:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return "goes on"
+
+    def _hold(self) -> str:
+        # As an extension does that holds Python's lock while it waits.
+        ctypes.PyDLL(None).sleep(LONG_S)
+        return self._answer()
+
+    def _nap(self) -> str:
+        time.sleep(LONG_S)
+        return self._answer()
+
+    def _compute(self) -> str:
+        end = time.monotonic() + LONG_S
+        while time.monotonic() < end:
+            pass
+        return self._answer()
 
     def _late(self) -> str:
         time.sleep(1)
@@ -113,7 +144,7 @@ GroupMaker = Callable[..., "WorkerGroup"]
 
 
 @contextmanager
-def promptly(within_s: float = 30.0) -> Iterator[None]:
+def promptly(within_s: float = 120.0) -> Iterator[None]:
     """What is promised of every failure: the driver hears of it in time; usually in a second or
     two.
     """
@@ -131,3 +162,12 @@ def still_running(diary: Path, within_s: float = 10.0) -> list[int]:
         if not alive or time.monotonic() > deadline:
             return alive
         time.sleep(0.05)
+
+
+def wait_until_stopped(pid: int, within_s: float = 120.0) -> None:
+    """Until a signal has stopped every thread of that process."""
+    deadline = time.monotonic() + within_s
+    stats = Path(f"/proc/{pid}/task").glob
+    while {each.read_text().rpartition(")")[2].split()[0] for each in stats("*/stat")} != {"T"}:
+        assert time.monotonic() < deadline, f"process {pid} is not stopped"
+        time.sleep(0.02)

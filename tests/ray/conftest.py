@@ -24,15 +24,23 @@ def in_ray(ray_instance: None) -> None:
 
 @pytest.fixture
 def make_group() -> Iterator[GroupMaker]:
-    """`make_group(topology, **constructor arguments)` -> a group of PlainWorkers on CPUs."""
+    """`make_group(topology, **constructor arguments)` -> a group of PlainWorkers on CPUs, which may
+    be stopped for `timeout_s`.
+    """
     clusters: list[RayVirtualCluster] = []
     groups: list[WorkerGroup] = []
 
     def make(
-        topology: Topology, env_vars: dict[str, str] | None = None, **kwargs: Any
+        topology: Topology,
+        env_vars: dict[str, str] | None = None,
+        timeout_s: float = 20.0,
+        **kwargs: Any,
     ) -> WorkerGroup:
-        clusters.append(RayVirtualCluster([topology.world_size], use_gpus=False))
-        group = WorkerGroup(clusters[-1], Worker, topology, kwargs=kwargs, env_vars=env_vars)
+        cluster = RayVirtualCluster([topology.world_size], use_gpus=False)
+        clusters.append(cluster)
+        group = WorkerGroup(
+            cluster, Worker, topology, kwargs=kwargs, env_vars=env_vars, timeout_s=timeout_s
+        )
         groups.append(group)
         return group
 
@@ -59,10 +67,10 @@ def make_policy(checkpoint: Callable[..., Path]) -> Iterator[PolicyMaker]:
 
     open_: list[Any] = []
 
-    def make(layout: dict[str, Any], path: Path | None = None) -> Policy:
+    def make(layout: dict[str, Any], path: Path | None = None, **top: Any) -> Policy:
         cluster = RayVirtualCluster([2], use_gpus=False)
         open_.append(cluster)
-        policy = Policy(cluster, config_of(checkpoint, layout, path), TOKENIZER)
+        policy = Policy(cluster, config_of(checkpoint, layout, path) | top, TOKENIZER)
         open_.append(policy)
         return policy
 

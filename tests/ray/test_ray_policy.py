@@ -254,7 +254,7 @@ def test_a_worker_computes_as_its_reference_within_that_context_only(untrained: 
     before = untrained.get_reference_policy_logprobs(data)["reference_logprobs"]
     group.run_all("_add_noise_to_weights")
     noisy = untrained.get_logprobs(data)["logprobs"]
-    workers = [ray.get_actor(f"{group.name}-{rank}") for rank in range(2)]
+    workers = [ray.get_actor(f"{group.name} rank {rank}") for rank in range(2)]
     within = ray.get([w.__ray_call__.remote(under_the_reference, data) for w in workers])
     for seen in within:
         assert torch.equal(seen, before)

@@ -150,6 +150,7 @@ def test_saves_are_synchronous_and_need_an_optimizer_unless_told_otherwise() -> 
     config = PolicyConfig.parse(raw)
     assert config.megatron_cfg.checkpoint == CheckpointConfig(async_save=True)
     assert config.checkpoint_timeout_s == 5.0
+    assert config.collective_timeout_s == 600.0 and config.worker_timeout_s == 20.0
     assert "megatron_cfg.checkpoint.ckpt_assume_constant_structure" in ignored_keys(raw)
 
 
@@ -220,6 +221,8 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
         ({OPTIMIZER + "optimizer": "lion"}, "'adam' or 'sgd'"),
         ({MEGATRON + "checkpoint": {"async": True}}, "checkpoint.async is unknown: did you mean"),
         ({"checkpoint_timeout_s": 0}, "checkpoint_timeout_s: .*greater than 0, not 0"),
+        ({"collective_timeout_s": 0}, "collective_timeout_s: .*greater than 0, not 0"),
+        ({"worker_timeout_s": 0.5}, "worker_timeout_s: .*greater than or equal to 1, not 0.5"),
         ({OPTIMIZER + "min_lr": 1.0}, "min_lr is at most lr"),
         ({OPTIMIZER + "fp16": True}, "fp16=True would change results"),
         ({SCHEDULER + "lr_decay_style": "WSD"}, "'constant', 'linear', 'cosine' or 'inverse-"),

@@ -26,7 +26,8 @@ PUBLIC = {
         dynamic_batching sequence_packing make_sequence_length_divisible_by
         max_total_sequence_length max_grad_norm fsdp_offload_enabled
         activation_checkpointing_enabled refit_buffer_size_gb refit_bucket_bytes
-        refit_dtype refit_timeout_s checkpoint_timeout_s optimizer scheduler""",
+        refit_dtype refit_timeout_s checkpoint_timeout_s collective_timeout_s worker_timeout_s
+        optimizer scheduler""",
     "tokenizer.": "name chat_template",
     "megatron_cfg.": """enabled empty_unused_memory_level activation_checkpointing converter_type
         tensor_model_parallel_size pipeline_model_parallel_size num_layers_in_first_pipeline_stage

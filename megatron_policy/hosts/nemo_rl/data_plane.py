@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron_policy.device import DEFAULT_TIMEOUT_S
 from megatron_policy.hosts.nemo_rl.parts import part
 from megatron_policy.topology import Coords, Topology
 
@@ -103,7 +102,8 @@ class DataPlane:
         for name in _LENT:
             if hasattr(self._worker, name):
                 setattr(seat, name, getattr(self._worker, name))
-        replica = _replica_group(self._topology, self._coords)
+        timeout_s = self._worker.policy.config.collective_timeout_s
+        replica = _replica_group(self._topology, self._coords, timeout_s)
         seat._get_replica_group = lambda: replica
         seat._local_coords = lambda: {
             "pipeline_parallel": self._coords.pp,
@@ -113,7 +113,7 @@ class DataPlane:
         return seat
 
 
-def _replica_group(topology: Topology, own: Coords) -> dist.ProcessGroup | None:
+def _replica_group(topology: Topology, own: Coords, timeout_s: float) -> dist.ProcessGroup | None:
     """The ranks of this data-parallel replica, its first rank first; None if it has one only.
 
     Collective over all ranks: the first call of any method here is one of all workers.
@@ -124,6 +124,6 @@ def _replica_group(topology: Topology, own: Coords) -> dist.ProcessGroup | None:
     for dp in range(topology.dp):
         ranks = [rank for rank in range(topology.world_size) if topology.coords(rank).dp == dp]
         # Torch's own limit would be three times that of all other groups.
-        group = dist.new_group(ranks, timeout=timedelta(seconds=DEFAULT_TIMEOUT_S))
+        group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
         found = group if dp == own.dp else found
     return found

@@ -1,0 +1,52 @@
+"""Looks after workers whose answers somebody else waits for; knows no methods."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from typing import TypeVar
+
+import ray
+
+from megatron_policy.refit.patience import started
+from megatron_policy.workers.failure import Failure
+from megatron_policy.workers.watch import Watch
+
+Owner = TypeVar("Owner")
+
+log = logging.getLogger("megatron_policy.workers")
+
+
+def stand_by(
+    refs: Sequence[ray.ObjectRef],
+    watch: Watch,
+    give_up: Callable[[Owner, Sequence[Failure]], None],
+    owner: Owner,
+) -> None:
+    """Look after the ranks, in whose order `refs` are, until all have answered, in a thread beside
+    the caller. Those that `watch` finds lost are logged and handed to `give_up`. The thread does
+    not keep `owner` alive, and ends with it.
+    """
+    # Not Ray's own wait: a thread that is in there when the interpreter ends does it harm.
+    answers = [ref.future() for ref in refs]
+    living = weakref.ref(owner)
+
+    def look() -> None:
+        given_up: set[int] = set()
+        while wait(answers, timeout=watch.interval_s).not_done:
+            owner = living()
+            if owner is None or not ray.is_initialized():
+                return
+            watch.look()
+            waiting = {rank for rank, answer in enumerate(answers) if not answer.done()}
+            if lost := watch.lost(waiting - given_up):
+                given_up.update(failure.rank for failure in lost)
+                for failure in lost:
+                    log.error("%s and is ended. %s", failure.headline(), failure.text)
+                give_up(owner, lost)
+            del owner
+
+    started(threading.Thread(target=look, daemon=True, name="worker-watch"))
