@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -67,12 +68,16 @@ class Checkpoints:
         optimizer_path: AnyPath | None,
         tokenizer_path: AnyPath | None,
         host_data: Mapping[str, Any] | None,
+        hf_export: AnyPath | None,
+        onload: bool,
     ) -> None:
         """Write `iter_<step>` in `weights_path`: weights, counters and random numbers, and with
         `optimizer_path`, which may be the same, the optimizer's state. The tokenizer goes to a
         directory of its own as well, if that is asked for.
 
-        `host_data`, plain values, comes back with the report of a load. With
+        `host_data`, plain values, comes back with the report of a load. `hf_export` is where the
+        caller exports to when this is done: what would refuse that, refuses this. With `onload`
+        what is saved comes to the device first, and stays there; without, it has to be there. With
         `megatron_cfg.checkpoint.async_save` this returns while all is being copied to host memory:
         whatever changes or moves the policy's memory waits for that.
         CheckpointError, on every rank, if this save or the one before failed: the checkpoints
@@ -81,6 +86,7 @@ class Checkpoints:
         weights, optimizer = _absolute(weights_path), _absolute(optimizer_path)
         assert weights is not None
         need = TO_REFIT if optimizer is None else TO_SAVE
+        memory = self._session.memory
 
         def check() -> None:
             if optimizer is not None and not self._contents.has_optimizer:
@@ -89,12 +95,19 @@ class Checkpoints:
                     "leave optimizer_path out"
                 )
             check_host_data(host_data or {})
-            self._session.memory.check("save_checkpoint()", need)
+            here = replace(need, holds=frozenset()) if onload else need
+            memory.check("save_checkpoint()", here)
+            if hf_export is not None:
+                check_export(hf_export, weights_path, optimizer_path)
+                if self._session.rank == 0:  # which reads what it copies from there
+                    side_contents(self._config.model_name)
             if tokenizer_path is not None and self._session.rank == 0:
                 write_tokenizer(self._side, self._tokenizer, Path(tokenizer_path))
 
         def parts() -> list[Part]:
-            self._session.memory.ready("save_checkpoint()", need)
+            if onload:
+                memory.onload(need.holds)
+            memory.ready("save_checkpoint()", need)
             return self._contents.parts(step, weights, optimizer, host_data or {})
 
         wait = not self._config.megatron_cfg.checkpoint.async_save

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megatron_policy.config_sections import (
     DynamicBatchingConfig,
     MegatronConfig,
+    MegatronOptimizerConfig,
     Section,
     SequencePackingConfig,
 )
@@ -61,6 +62,7 @@ def check(config: PolicyConfig) -> None:
     """ConfigError listing every pair of keys that contradict each other, with the legal values."""
     problems = [*_backend(config), *_dtypes(config), *_schedule(config.megatron_cfg)]
     problems += [*_recompute_keys(config.megatron_cfg), *_batching(config)]
+    problems += _decay(config.megatron_cfg.optimizer)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -150,6 +152,18 @@ def _batching(config: PolicyConfig) -> Iterator[str]:
             checked_algorithm(packing.algorithm)
         except ConfigError as error:
             yield str(error)
+
+
+def _decay(optimizer: MegatronOptimizerConfig) -> Iterator[str]:
+    decoupled = optimizer.optimizer == "adam"
+    if optimizer.decoupled_weight_decay in (None, decoupled):
+        return
+    how = "always decouples weight decay" if decoupled else "adds weight decay to the gradient"
+    legal, other = str(decoupled).lower(), str(not decoupled).lower()
+    yield (
+        f"policy.megatron_cfg.optimizer.decoupled_weight_decay={other} does not fit optimizer "
+        f"{optimizer.optimizer!r}, which {how}: leave it out or set it to {legal}"
+    )
 
 
 def _schedule(megatron: MegatronConfig) -> Iterator[str]:

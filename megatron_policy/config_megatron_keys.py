@@ -158,7 +158,10 @@ _OPTIMIZER: Rules = {
         optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
         use_torch_optimizer_for_cpu_offload pin_cpu_grads pin_cpu_params""",
     ),
-    "decoupled_weight_decay": Rejected("weight decay is always decoupled", only=(True,)),
+    "decoupled_weight_decay": Applied(
+        "true of Adam, whose weight decay is always decoupled, false of SGD, which adds it to the "
+        "gradient; no other is built"
+    ),
     **each(Rejected("all parameters share one learning rate"), "decoupled_lr decoupled_min_lr"),
     "apply_wd_to_qk_layernorm": Rejected("norms, biases and sinks have no weight decay"),
     "grad_norm_skip_threshold": Rejected(

@@ -115,12 +115,16 @@ class SinglePytorchSchedulerConfig(Section):
 
 
 class MegatronOptimizerConfig(Section):
-    """Adam with decoupled weight decay, or SGD. `lr` and `min_lr` are the schedule's ends."""
+    """Adam with decoupled weight decay, or SGD, which adds weight decay to the clipped gradient.
+    `lr` and `min_lr` are the schedule's ends.
+    """
 
     optimizer: Literal["adam", "sgd"] = "adam"
     lr: Rate = 1e-6
     min_lr: Rate = 0.0
     weight_decay: Rate = 0.01
+    decoupled_weight_decay: bool | None = None
+    """Follows from `optimizer`."""
     bf16: bool | None = None
     fp16: bool = False
     params_dtype: str | None = None

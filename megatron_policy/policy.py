@@ -15,7 +15,7 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.checkpoint.report import LoadReport
-from megatron_policy.checkpointing import AnyPath, Checkpoints, check_export, source_dtypes
+from megatron_policy.checkpointing import AnyPath, Checkpoints, source_dtypes
 from megatron_policy.config import PolicyConfig
 from megatron_policy.continuing import Continuing
 from megatron_policy.interfaces import LossFunction
@@ -157,9 +157,7 @@ class MegatronPolicy:
             yield
 
     def generate(self, data: BatchedDataDict, *, greedy: bool = False) -> Continuations:
-        """Continue right-padded prompts (`input_ids` `[B, S]`, `input_lengths` `[B]`) as
-        `config.generation` says.
-        """
+        """Continue right-padded prompts (`input_ids` `[B, S]`, `input_lengths` `[B]`)."""
         self.memory.ready("generate()")
         return self._continue(data, greedy)
 
@@ -212,10 +210,12 @@ class MegatronPolicy:
         *,
         host_data: Mapping[str, Any] | None = None,
         hf_export: AnyPath | None = None,
+        onload: bool = False,
     ) -> None:
         """Write what it takes to go on from here; see `Checkpoints.save`. `hf_export` as well."""
-        check_export(hf_export, weights_path, optimizer_path)
-        self._checkpoints.save(self.steps, weights_path, optimizer_path, tokenizer_path, host_data)
+        self._checkpoints.save(
+            self.steps, weights_path, optimizer_path, tokenizer_path, host_data, hf_export, onload
+        )
         if hf_export is not None:
             self.export_hf(hf_export, overwrite=True)
 

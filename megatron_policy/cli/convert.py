@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_policy.cli.failures import one_line_errors
-from megatron_policy.cli.options import MAX_MEMORY, Config, Dtype, MaxMemory
+from megatron_policy.cli.options import MAX_MEMORY, Config, Dtype, MaxMemory, arguments_as_options
 from megatron_policy.cli.output import say
 from megatron_policy.cli.progress import transfer
 from megatron_policy.cli.sizes import parse_size, show_size
@@ -54,7 +54,7 @@ def convert(
     DST appears when it is complete. A run that was ended can simply be repeated.
     """
     _refuse_itself(source, destination)
-    with one_line_errors():
+    with one_line_errors(), arguments_as_options():
         from megatron_policy.conversion import convert, plan_conversion
 
         settings = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -57,14 +59,40 @@ _OPTION_OF_KEY = (
     ("pipeline_model_parallel_size", "--pp"),
     ("context_parallel_size", "--cp"),
 )
+_WITHOUT_OPTION = ", or set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
+
+
+_OPTION_OF_ARGUMENT = (
+    ("--overwrite, or overwrite=True", "--overwrite"),
+    ("to='hf'", "--to hf"),
+    ("to='mcore'", "--to mcore"),
+    ("max_memory is", "--max-memory is"),
+    ("max_shard_size is", "--max-shard-size is"),
+)
+
+
+@contextmanager
+def arguments_as_options() -> Iterator[None]:
+    """Name the options of a command in errors that name the arguments of functions."""
+    from megatron_policy.errors import ConfigError
+
+    try:
+        yield
+    except ConfigError as error:
+        message = str(error)
+        for written, said in _OPTION_OF_ARGUMENT:
+            message = message.replace(written, said)
+        raise ConfigError(message) from error
 
 
 def in_options(message: str) -> str:
-    """The message with the options of a command where a policy's config has keys."""
+    """The message with the options of a command where a policy's config has keys, and without the
+    advice to set a key for which no command has an option.
+    """
     for key, option in _OPTION_OF_KEY:
         for written, said in ((f"{key}=", f"{option} "), (key, option)):
             message = message.replace(f"policy.megatron_cfg.{written}", said)
             message = message.replace(written, said)
     for written, said in (("sequence_parallel=true", "--sequence-parallel"),):
         message = message.replace(f"policy.megatron_cfg.{written}", said).replace(written, said)
-    return message.replace("policy.megatron_cfg: ", "")
+    return message.replace("policy.megatron_cfg: ", "").replace(_WITHOUT_OPTION, "")

@@ -109,7 +109,9 @@ def _check(seen: Headers, table: Table) -> None:
 
 
 def _config(source: str, sizes: dict[str, int], precision: Precision) -> PolicyConfig:
-    """Of a policy that has these sizes; nothing else of it matters here."""
+    """Of a policy that has these sizes. Nothing else of it matters here, but some models are split
+    under sequence parallelism only.
+    """
     from megatron_policy.config import PolicyConfig
 
     section: dict[str, Any] = {
@@ -123,6 +125,7 @@ def _config(source: str, sizes: dict[str, int], precision: Precision) -> PolicyC
             "pipeline_model_parallel_size": sizes["pp"],
             "virtual_pipeline_model_parallel_size": sizes["vpp"],
             "context_parallel_size": sizes["cp"],
+            "sequence_parallel": sizes["tp"] > 1,
         },
     }
     return PolicyConfig.parse(section)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_policy.cli.failures import fail, one_line_errors
-from megatron_policy.cli.options import MAX_MEMORY, Config, MaxMemory
+from megatron_policy.cli.options import MAX_MEMORY, Config, MaxMemory, arguments_as_options
 from megatron_policy.cli.output import say
 from megatron_policy.cli.progress import transfer
 from megatron_policy.cli.sizes import show_size
@@ -33,7 +33,7 @@ def verify(
     Two are compared tensor by tensor, in the Hugging Face names and shapes. Exits with 1 if a bit
     differs, and shows the first differences.
     """
-    with one_line_errors():
+    with one_line_errors(), arguments_as_options():
         if b is not None:
             _compare(a, b, max_memory, config)
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_policy.model.residency import Kind
 from megatron_policy.workers.checks import refuse_unknown
 
 if TYPE_CHECKING:
@@ -40,14 +39,13 @@ class WorkerCheckpoint:
         stays there.
         """
         refuse_unknown("save_checkpoint", options)
-        needed = (Kind.PARAMETERS, *(() if optimizer_path is None else (Kind.OPTIMIZER,)))
-        self._policy.memory.onload(needed)
         self._policy.save_checkpoint(
             weights_path,
             optimizer_path,
             tokenizer_path,
             host_data=host_data,
             hf_export=hf_export,
+            onload=True,
         )
 
     def load_checkpoint(

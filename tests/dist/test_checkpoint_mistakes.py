@@ -9,7 +9,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from megatron_policy.checkpoint import finding, manifest
 from megatron_policy.checkpoint.common import source_dtypes
 from megatron_policy.conversion import convert, verify
 from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
+from megatron_policy.workers.checkpoint import WorkerCheckpoint
 from tests.dist.cases import open_policy
 from tests.dist.layouts import SIZES, VOCAB, layout
 from tests.dist.resuming import (
@@ -235,3 +238,69 @@ def save_twice(config: dict[str, Any], root: Path) -> None:
         train(policy, range(2))
         policy.save_checkpoint(**paths(root))
         policy.save_checkpoint(root / "elsewhere", root / "later")
+
+
+def export_without_the_model(config: dict[str, Any], model: Path, root: Path) -> tuple[str, int]:
+    """What this rank hears of a save with an export when the model's directory has gone, and the
+    step of the save that follows.
+    """
+    with open_policy(config, init_reference_model=False) as policy:
+        torch.distributed.barrier()
+        if policy.rank == 0:
+            shutil.move(model, model.with_name("moved"))
+        torch.distributed.barrier()
+        save = partial(policy.save_checkpoint, **paths(root))
+        said = heard(lambda: save(hf_export=root / "hf"))
+        assert not root.exists(), "nothing is written before it is known that all can be"
+        torch.distributed.barrier()
+        save()
+        return said, policy.load_checkpoint(**paths(root)).step
+
+
+def test_a_model_that_has_gone_fails_a_save_with_an_export_before_anything_is_written(
+    ranks: RankPool, model: Path, tmp_path: Path
+) -> None:
+    own = shutil.copytree(model, tmp_path / "model")
+    config = config_of(own, TP2)
+    for said, step in ranks.run(2, export_without_the_model, config, own, tmp_path / "run"):
+        assert f"model {str(own)!r} is no directory" in said and step == 0
+
+
+def save_alone(config: dict[str, Any], root: Path) -> str:
+    """What rank 0 hears of a worker's save that rank 1 does not come to."""
+    with open_policy(config, init_reference_model=False) as policy:
+        said, over = "", root / "over"
+        if policy.rank == 0:
+            with pytest.raises(CheckpointError) as error:
+                WorkerCheckpoint(policy).save_checkpoint(str(root / "run"), str(root / "run"))
+            said = str(error.value)
+            over.touch()
+        for _ in range(6000):
+            if over.exists():
+                return said
+            time.sleep(0.01)
+        raise TimeoutError("rank 0 did not give up")
+
+
+def test_a_save_that_a_rank_does_not_come_to_is_a_checkpoint_error_of_a_worker_too(
+    ranks: RankPool, model: Path, tmp_path: Path
+) -> None:
+    config = config_of(model, TP2, checkpoint_timeout_s=2.0, refit_timeout_s=2.0)
+    said, _ = ranks.run(2, save_alone, config, tmp_path)
+    assert "no sign of life for 2 s" in said and not (tmp_path / "run").exists()
+
+
+def save_from_the_host(config: dict[str, Any], root: Path) -> tuple[str, str]:
+    """The states before and after a worker's save."""
+    with open_policy(config, init_reference_model=False) as policy:
+        policy.memory.offload(("parameters", "optimizer", "gradients"))
+        before = policy.memory.state.name
+        WorkerCheckpoint(policy).save_checkpoint(str(root), str(root))
+        return before, ", ".join(sorted(policy.memory.state.holds))
+
+
+def test_a_worker_saves_from_host_memory_and_leaves_what_it_saved_on_the_device(
+    ranks: RankPool, model: Path, tmp_path: Path
+) -> None:
+    for seen in ranks.run(2, save_from_the_host, config_of(model, TP2), tmp_path / "run"):
+        assert seen == ("idle", "optimizer, parameters")

@@ -139,6 +139,13 @@ def test_a_layout_that_does_not_fit_is_one_line_before_any_rank_starts(checkpoin
     assert "--tp 3 does not divide" in result.stderr and not result.stdout
 
 
+def test_layers_that_do_not_split_over_stages_name_options_that_there_are(checkpoint) -> None:
+    path = checkpoint("qwen2", layers=5)
+    result = CliRunner().invoke(app, ["parity", str(path), "--pp", "2"])
+    said = "error: 5 layers do not split evenly over --pp 2; use one of [1, 5]"
+    assert (result.exit_code, result.stderr.strip()) == (1, said)
+
+
 def test_the_rank_that_died_is_blamed_rather_than_those_that_waited_for_it(tmp_path: Path) -> None:
     report = {"kind": "RuntimeError", "message": "Connection closed by peer"}
     (tmp_path / "rank0.error").write_text(json.dumps(report))

@@ -69,23 +69,28 @@ def test_weight_decay_grows_from_start_to_end(ranks, checkpoints) -> None:
 
 
 def sgd_step(config: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """The parameters, how a step moves them, and their clipped gradients, by name."""
     data = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
     with open_policy(config, init_reference_model=False) as policy:
         start = {name: p.detach().clone() for name, p in policy.named_parameters()}
         policy.train(own_share(policy, data), LOSSES["token"](), mbs=1)
         moved = {name: p.detach() - start[name] for name, p in policy.named_parameters()}
         grads = {name: p.main_grad.clone() for name, p in policy.named_parameters()}
-        return {"moved": moved, "grads": grads}
+        return {"start": start, "moved": moved, "grads": grads}
 
 
-def test_sgd_moves_against_the_clipped_gradient(ranks, checkpoints) -> None:
-    sgd = {"optimizer": {"optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0}}
-    config = policy_config(
-        checkpoints[True], sgd | {"scheduler": {"start_weight_decay": 0.0, "end_weight_decay": 0.0}}
-    )
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_sgd_moves_against_the_clipped_gradient_to_which_weight_decay_is_added(
+    ranks, checkpoints, decay: float
+) -> None:
+    sgd = {"optimizer": {"optimizer": "sgd", "sgd_momentum": 0.9, "weight_decay": decay}}
+    constant = {"start_weight_decay": decay, "end_weight_decay": decay}
+    config = policy_config(checkpoints[True], sgd | {"scheduler": constant})
     (seen,) = ranks.run(1, sgd_step, config)
     # fp32 gradients are clipped in place, in the buffer that the optimizer reads.
     norm = math.sqrt(sum(float(g.pow(2).sum()) for g in seen["grads"].values()))
     assert norm == pytest.approx(oracle.CLIP, rel=1e-4)
     for name, moved in seen["moved"].items():
-        torch.testing.assert_close(moved, -oracle.LR * seen["grads"][name], rtol=0, atol=1e-7)
+        matrix = "norm" not in name and not name.endswith("bias")
+        gradient = seen["grads"][name] + (decay * seen["start"][name] if matrix else 0.0)
+        torch.testing.assert_close(moved, -oracle.LR * gradient, rtol=0, atol=1e-7)

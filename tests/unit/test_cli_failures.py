@@ -132,3 +132,16 @@ def test_a_reader_that_has_seen_enough_is_no_error(checkpoint) -> None:
 
 def test_numbers_are_shown_as_ranges() -> None:
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8" and ranges([]) == ""
+
+
+def test_errors_of_a_command_name_its_options_and_no_arguments_of_functions(
+    checkpoint, tmp_path: Path
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "config.json").write_text("{}")
+    (tmp_path / "there" / "model.safetensors").write_text("x")
+    for out, to, said in [("there", "mcore", ": --overwrite\n"), ("new", "hf", "--to mcore ")]:
+        line = ["convert", str(checkpoint("qwen2")), str(tmp_path / out), "--to", to]
+        result = CliRunner().invoke(app, line)
+        assert result.exit_code == 1 and said in result.stderr, result.output
+        assert "overwrite=" not in result.stderr and "to=" not in result.stderr

@@ -182,6 +182,21 @@ def test_what_cannot_be_is_refused_in_the_commands_own_words(
     assert "policy." not in errors
 
 
+def test_a_model_that_is_split_under_sequence_parallelism_only_has_a_plan(
+    checkpoint: Checkpoint,
+) -> None:
+    code, said, errors = plan(checkpoint("qwen3_moe"), "--tp", "2")
+    assert (code, errors) == (0, "") and said.startswith("qwen3_moe, 4 layers: ")
+
+
+def test_layers_that_do_not_split_are_no_reason_to_name_keys_without_an_option(
+    checkpoint: Checkpoint,
+) -> None:
+    code, _, errors = plan(checkpoint("qwen2", layers=5), "--pp", "2")
+    said = "error: 5 layers do not split evenly over --pp 2; use one of [1, 5]"
+    assert (code, errors.strip()) == (1, said)
+
+
 def test_a_checkpoint_that_is_not_what_its_config_says_is_refused(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:

@@ -240,6 +240,14 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
             {OPTIMIZER + "bf16": False, OPTIMIZER + "use_distributed_optimizer": False},
             "leave bf16 out, or set policy.precision to float32",
         ),
+        (
+            {OPTIMIZER + "decoupled_weight_decay": False},
+            "does not fit optimizer 'adam', which always decouples .*: leave it out or set it to t",
+        ),
+        (
+            {OPTIMIZER + "decoupled_weight_decay": True, OPTIMIZER + "optimizer": "sgd"},
+            "does not fit optimizer 'sgd', which adds weight decay to the gradient.* to false",
+        ),
         ({"generation": {"temperature": 1.0}}, "policy.generation.max_new_tokens: Field required"),
         ({"generation": {"max_new_tokens": 4, "top_p": 0}}, "top_p: .*greater than 0, not 0"),
         (
