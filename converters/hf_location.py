@@ -20,28 +20,38 @@ def locate(model: str | Path, files: list[str] | None = None) -> Path:
     """The checkpoint's directory: `model` itself, or that hub repository, fetched if need be.
 
     Of a repository, `files` alone are fetched, patterns of names; without them all that are read.
-    ConfigError when there is neither: at once for what can only be a path, and where the hub cannot
-    be reached.
+    A name whose first part is a directory here is likelier a slip in a path: the hub is not asked,
+    but a repository in its cache is taken. ConfigError when there is neither: at once for what can
+    only be a path, and where the hub cannot be reached.
     """
     path = expanded(model)
     if path.is_dir():
         return path
     if path.exists():
         raise ConfigError(f"model {str(model)!r} is no directory, but a file")
-    if path.parent != Path() and path.parent.is_dir():  # no repository, but a slip in a path
+    is_name = _REPOSITORY.fullmatch(str(model)) is not None
+    slip = path.parent != Path() and path.parent.is_dir()
+    if slip and not is_name:
         raise ConfigError(f"model {str(model)!r} is no directory: {path.parent} has {_names(path)}")
-    if _REPOSITORY.fullmatch(str(model)) is None:
+    if not is_name:
         raise ConfigError(f"model {str(model)!r} is no directory, nor the name of a hub repository")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(
-                str(model), allow_patterns=files or _HUB_FILES, ignore_patterns=["*/*"]
-            )
+        fetched = snapshot_download(
+            str(model),
+            allow_patterns=files or _HUB_FILES,
+            ignore_patterns=["*/*"],
+            local_files_only=slip,
         )
     except (OSError, ValueError) as error:
+        if slip:
+            raise ConfigError(
+                f"model {str(model)!r} is no directory: {path.parent} has {_names(path)}. If a hub "
+                f"repository is meant, fetch it first: hf download {model}"
+            ) from error
         raise no_such_model(model, error) from error
+    return Path(fetched)
 
 
 def no_such_model(model: str | Path, error: Exception) -> ConfigError:

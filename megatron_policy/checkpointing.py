@@ -24,7 +24,8 @@ from megatron_policy.checkpoint.loading import Found, Loader, Reading
 from megatron_policy.checkpoint.report import LoadReport, check_host_data
 from megatron_policy.checkpoint.saving import Model, Part, Saver, write_tokenizer
 from megatron_policy.config import PolicyConfig
-from megatron_policy.converters.hf_files import side_contents
+from megatron_policy.converters.hf_files import side_contents, side_files
+from megatron_policy.converters.hf_location import locate
 from megatron_policy.converters.publishing import check_replaceable
 from megatron_policy.converters.raw_files import RawFiles
 from megatron_policy.errors import ConfigError
@@ -54,6 +55,7 @@ class Checkpoints:
         store = dist.distributed_c10d._get_default_store()
         size = session.topology.world_size
         self._council = Council(store, session.rank, size, config.checkpoint_timeout_s)
+        side_files(locate(config.model_name))  # which every rank refuses, or none
         self._side = side_contents(config.model_name) if session.rank == 0 else {}
         model = Model(self._assembly.table, session.topology, self._side)
         self._saver = Saver(model, self._council)

@@ -6,6 +6,7 @@ numbers, whatever Python says, and neither infinity nor "not a number" is within
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -28,12 +29,14 @@ LEAST_GIB, MAX_GIB = 2.0**-30, 2.0**20
 
 
 def _no_boolean(value: Any) -> Any:
-    if isinstance(value, bool):
+    if type(value).__name__ in ("bool", "bool_"):  # Python's, and NumPy's by either of its names
         raise ValueError("Input should be a number, not a boolean")
     return value
 
 
 def _zero_for_none(value: Any) -> Any:
+    if value in (math.inf, "inf", ".inf"):
+        raise ValueError("Input should be a finite number: 0 means that there is no limit")
     return 0.0 if value is None else value
 
 

@@ -15,7 +15,7 @@ from megatron_policy.refit.patience import started
 from megatron_policy.refit.sealed import Sealed, as_guest, as_host, hang_up
 
 _MEETING_S = 10.0  # that a process gets to show that it has the secret
-_AT_ONCE = 64  # connections that have not shown it yet
+_AT_ONCE = 64  # connections that have not shown it yet: the longest silent makes room
 _SENDING_S = 120.0
 _PAUSE_S = 0.05
 _GRACE_S = 1.0  # for an answer that says that a note has not come
@@ -30,7 +30,7 @@ class BoardServer:
         family, _, _, _, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]
         self._listener = socket.create_server(address[:2], family=family)
         self._connections: set[socket.socket] = set()
-        self._strangers = threading.Semaphore(_AT_ONCE)
+        self._strangers: dict[socket.socket, None] = {}  # the first to come first
         self._lock = threading.Lock()
         self._closed = False
         started(threading.Thread(target=self._accept, daemon=True, name="refit-board"))
@@ -52,32 +52,46 @@ class BoardServer:
                     return
                 time.sleep(_PAUSE_S)  # who came has left again, or there are no descriptors left
                 continue
-            # Strangers beyond a number have to wait for none: they are sent away.
+            self._admit(connection)
             thread = threading.Thread(
                 target=self._serve, args=(connection,), daemon=True, name="refit-board"
             )
-            if not (self._strangers.acquire(blocking=False) and started(thread)):
-                hang_up(connection)
+            if not started(thread):
+                self._forget(connection)
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _admit(self, connection: socket.socket) -> None:
+        """Note who came, and hang up on the stranger who has said nothing for longest where there
+        are too many: its thread forgets it.
+        """
         with self._lock:
             self._connections.add(connection)
+            self._strangers[connection] = None
+            oldest = next(iter(self._strangers)) if len(self._strangers) > _AT_ONCE else None
+            if oldest is not None:
+                del self._strangers[oldest]
+        if oldest is not None:
+            hang_up(oldest)
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+            self._strangers.pop(connection, None)
+        hang_up(connection)
+
+    def _serve(self, connection: socket.socket) -> None:
         # What breaks here is one connection: the process at its other end hears of it.
         try:
             with contextlib.suppress(OSError, RefitError):
-                try:
-                    if self._closed:
-                        return
-                    guest = as_host(connection, self._secret, _MEETING_S)
-                finally:
-                    self._strangers.release()
+                if self._closed:
+                    return
+                guest = as_host(connection, self._secret, _MEETING_S)
+                with self._lock:
+                    self._strangers.pop(connection, None)
                 while True:
                     reply = self._reply(*guest.receive(None))
                     guest.send(reply.header(), reply.body, _SENDING_S)
         finally:
-            with self._lock:
-                self._connections.discard(connection)
-            hang_up(connection)
+            self._forget(connection)
 
     def _reply(self, header: bytes, body: bytes) -> Reply:
         try:

@@ -52,8 +52,12 @@ class Longest:
             length, limit = width, round_up(self.tokens, self.multiple)
             what = f"row 0, like all others, has {width} tokens (there are no input_lengths)"
         if length > limit:
+            remedy = (
+                "max_position_embeddings in its config.json if the model was trained for more"
+                if length > self.positions
+                else "max_total_sequence_length"
+            )
             raise BatchError(
                 f"{what}; at most max_total_sequence_length={self.configured} and the model's "
-                f"{self.positions} positions are possible: truncate it"
-                + ("" if length > self.positions else ", or raise max_total_sequence_length")
+                f"{self.positions} positions are possible: truncate it, or raise {remedy}"
             )

@@ -99,7 +99,8 @@ class Call:
         if torch.is_grad_enabled() and not (_leads_to(value, given) or self._is_nothing(value)):
             return (
                 f"returned a {value.dtype} that is detached from the model and has no gradient: "
-                "compute it from what the loss is given, without detach(), item() or no_grad()"
+                "compute it from what the loss is given, without detach(), item() or no_grad(); "
+                "where it is 0, as a sum of that times 0"
             )
         if not isinstance(metrics, Mapping):
             return f"returned as its metrics a {type(metrics).__name__}: {_CONTRACT}"

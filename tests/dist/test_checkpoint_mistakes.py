@@ -266,6 +266,23 @@ def test_a_model_that_has_gone_fails_a_save_with_an_export_before_anything_is_wr
         assert f"model {str(own)!r} is no directory" in said and step == 0
 
 
+def refused_at_once(config: dict[str, Any]) -> str:
+    """What this rank hears when the policy is made."""
+    with pytest.raises(ConversionError) as error, open_policy(config):
+        pass
+    return str(error.value)
+
+
+def test_a_link_that_leads_out_of_the_model_is_refused_by_every_rank(
+    ranks: RankPool, model: Path, tmp_path: Path
+) -> None:
+    own = shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "secret").write_text("of somebody")
+    (own / "notes.txt").symlink_to(tmp_path / "secret")
+    for said in ranks.run(2, refused_at_once, config_of(own, TP2)):
+        assert "notes.txt is a link to" in said and "MEGATRON_POLICY_LINKS_INTO" in said
+
+
 def save_alone(config: dict[str, Any], root: Path) -> str:
     """What rank 0 hears of a worker's save that rank 1 does not come to."""
     with open_policy(config, init_reference_model=False) as policy:

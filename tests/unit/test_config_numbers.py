@@ -6,6 +6,7 @@ import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Union, get_args, get_origin
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given
@@ -19,7 +20,18 @@ from megatron_policy.errors import ConfigError
 from tests.unit.test_config import minimal
 
 INFINITE = float("inf")
-NO_NUMBERS = [True, False, INFINITE, -INFINITE, float("nan"), "inf", "-inf", "nan", "1e400"]
+NO_NUMBERS = [
+    True,
+    False,
+    np.bool_(True),
+    INFINITE,
+    -INFINITE,
+    float("nan"),
+    "inf",
+    "-inf",
+    "nan",
+    "1e400",
+]
 OVERFLOWING = [1e300, -1e300, "1e300", 10**39, -(10**39)]
 
 
@@ -151,4 +163,11 @@ def test_a_number_that_yaml_reads_as_text_is_the_number(text: str) -> None:
 )
 def test_a_refusal_says_what_can_be_given(path: str, value: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=rf"policy\.{path}.*: .*{said}"):
+        parse(path, value)
+
+
+@pytest.mark.parametrize("path", ["max_grad_norm", "megatron_cfg.optimizer.clip_grad"])
+@pytest.mark.parametrize("value", [INFINITE, "inf", ".inf"])
+def test_no_limit_of_the_norm_is_said_to_be_zero(path: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{path}: .*0 means that there is no limit"):
         parse(path, value)

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron_policy.conversion.digests import UNSEALED, sealed
 from megatron_policy.converters import strict_json
 from megatron_policy.converters.hf_config import read_config
 from megatron_policy.converters.hf_files import INDEX, MANIFEST, SINGLE
+from megatron_policy.converters.hf_location import locate
 from megatron_policy.errors import ConfigError
 from megatron_policy.parity.reference import read_reference
 from megatron_policy.parity.result import Job
@@ -430,3 +432,25 @@ def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(monkeypatch: Any) 
             read_config(path)
     with pytest.raises(AssertionError, match="asked"):
         read_config("org/name")
+
+
+def test_a_repository_in_the_cache_is_found_beside_a_directory_of_its_owners_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    cache, here = tmp_path / "cache", tmp_path / "here"
+    snapshot = cache / "models--org--name" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    (here / "org" / "other").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    fetch = partial(huggingface_hub.snapshot_download, cache_dir=cache)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert locate("org/name").resolve() == snapshot.resolve()
+    with pytest.raises(
+        ConfigError, match=r"org has other\. If a hub repository .* hf download org/x"
+    ):
+        locate("org/x")

@@ -213,7 +213,7 @@ def test_a_sum_of_what_is_no_number_is_refused_by_name(host: Board) -> None:
 
 
 def test_strangers_who_say_nothing_do_not_keep_holders_away(host: Board) -> None:
-    strangers = [socket.create_connection(("127.0.0.1", host.port), 20.0) for _ in range(30)]
+    strangers = [socket.create_connection(("127.0.0.1", host.port), 20.0) for _ in range(200)]
     try:
         with closing(Board("127.0.0.1", host.port, 20.0, SECRET)) as holder:
             assert holder.get("note", 20.0, "missing") == b"here"
