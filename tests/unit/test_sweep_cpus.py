@@ -55,3 +55,9 @@ def test_a_set_replaces_what_the_environment_says(monkeypatch: pytest.MonkeyPatc
     assert environment_of("sse41", 2)["OMP_NUM_THREADS"] == "2"
     assert "ATEN_CPU_CAPABILITY" not in environment_of("own", 1)
     assert {"sse41", "own"} <= set(available()) <= set(SETS)
+
+
+def test_a_change_has_to_pass_under_a_set_that_is_no_machines_own() -> None:
+    exported = re.search(r"^export (.+)\nmake test-latest$", (ROOT / ".ci/run").read_text(), re.M)
+    assert exported is not None
+    assert dict(each.split("=") for each in exported[1].split()) == SETS["sse41"].environment
