@@ -70,7 +70,7 @@ def open_policy(config: dict[str, Any], **kwargs: Any):
     """
     device.prepare_platform()
     device.join_process_group(60.0)
-    policy = MegatronPolicy(config, timeout_s=60.0, **kwargs)
+    policy = MegatronPolicy(config, timeout_s=300.0, **kwargs)
     try:
         yield policy
     finally:

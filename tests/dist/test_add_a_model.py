@@ -122,7 +122,7 @@ def run(commands: list[str], cwd: Path, *sites: Path) -> dict[str, tuple[int, st
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]

@@ -122,7 +122,7 @@ def test_a_script_that_ends_leaves_its_last_save_complete(model: Path, tmp_path:
         env=environment | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=600,
     )
     assert not done.returncode, done.stderr[-3000:]
     saved = manifest.read(finding.find(tmp_path / "weights"))

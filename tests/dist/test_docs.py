@@ -33,7 +33,7 @@ def test_the_readmes_examples_train_with_the_loss_of_the_loss_document(
         env=environment | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("tensor([") >= 2

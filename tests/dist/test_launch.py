@@ -57,7 +57,7 @@ def test_a_script_trains_under_each_launcher(checkpoints, tmp_path: Path, launch
         env=environment | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     data = oracle.make_batch(8, 12, 251)

@@ -188,14 +188,14 @@ def test_a_batch_of_masked_samples_has_no_gradient(ranks, checkpoints, loss: str
 def fail_then_open(bad: dict[str, Any], config: dict[str, Any]) -> str:
     device.prepare_platform()
     with pytest.raises(ConversionError) as error:
-        MegatronPolicy(bad, timeout_s=30.0)
+        MegatronPolicy(bad, timeout_s=120.0)
     assert not torch.distributed.is_initialized()
-    first = MegatronPolicy(config, timeout_s=30.0)
+    first = MegatronPolicy(config, timeout_s=120.0)
     first.shutdown()
-    policy = MegatronPolicy(config, timeout_s=30.0)
+    policy = MegatronPolicy(config, timeout_s=120.0)
     first.shutdown()
     with pytest.raises(ConfigError, match="shutdown"):
-        MegatronPolicy(config, timeout_s=30.0)
+        MegatronPolicy(config, timeout_s=120.0)
     policy.train(good(), LOSSES["token"](), mbs=1)
     policy.shutdown()
     return str(error.value)

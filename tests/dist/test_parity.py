@@ -98,7 +98,7 @@ def command(*arguments: object, **environment: str) -> subprocess.CompletedProce
         env=outer | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
 
 

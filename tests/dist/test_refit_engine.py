@@ -168,7 +168,7 @@ def test_the_example_runs_as_it_is_started(tmp_path: Path) -> None:
         [sys.executable, str(EXAMPLE), "--steps", "1", "--rounds", "1", "--tp", "1"],
         cwd=tmp_path,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -33,7 +33,7 @@ def assembled(
         topology_of(parsed, dist.get_world_size()),
         init_optimizer=True,
         init_reference_model=False,
-        timeout_s=60.0,
+        timeout_s=300.0,
         source_dtypes=source_dtypes,
     )
 

@@ -61,7 +61,7 @@ def python(*words: Any, **env: str | None) -> subprocess.CompletedProcess[str]:
         env={key: value for key, value in given.items() if value is not None},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

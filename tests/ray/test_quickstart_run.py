@@ -22,7 +22,7 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
         cwd=folder,
         env=env,
         text=True,
-        timeout=500,
+        timeout=600,
         check=False,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

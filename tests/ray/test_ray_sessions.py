@@ -58,7 +58,7 @@ def drive(code: str, *arguments: str, cwd: Path = ROOT, **env: str) -> str:
         text=True,
         cwd=cwd,
         env={**os.environ, **env},
-        timeout=60,
+        timeout=600,
     )
     assert answer.returncode == 0, answer.stderr
     return answer.stdout.strip()

@@ -62,7 +62,7 @@ def long_work_goes_on_and_a_stopped_worker_is_named(room: RayVirtualCluster) -> 
     with promptly(), pytest.raises(WorkerError, match=f"rank {rank} has stopped"):
         group.run_all("act", how={rank: "stop"})
     assert group.shutdown()
-    worker.wait(timeout=60)
+    worker.wait(timeout=600)
 
 
 def a_node_out_of_reach_is_named(room: RayVirtualCluster) -> list[psutil.Process]:

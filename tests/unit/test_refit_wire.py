@@ -117,7 +117,7 @@ def test_a_layout_that_is_none_is_refused(content: bytes) -> None:
 def test_the_engines_side_imports_neither_megatron_nor_ray() -> None:
     code = "import sys; from megatron_policy.refit import collective_receiving, disk_receiving;"
     code += "print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert not done.returncode, done.stderr
     imported = {name.partition(".")[0] for name in done.stdout.split()}
     assert "torch" in imported and imported.isdisjoint({"megatron", "ray", "zmq", "transformers"})

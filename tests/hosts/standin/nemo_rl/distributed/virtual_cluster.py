@@ -21,7 +21,7 @@ class RayVirtualCluster:
         self._held: list[socket.socket] = []
         self._size = sum(bundle_ct_per_node_list)
         self.group = placement_group([{"CPU": CPU}] * self._size)
-        ray.get(self.group.ready(), timeout=60)
+        ray.get(self.group.ready(), timeout=600)
 
     def world_size(self) -> int:
         return self._size
