@@ -31,7 +31,7 @@ FLOORS: tuple[tuple[str, int], ...] = (
     ("converters", 0),
     ("converters.*", 0),
     ("config", 0),
-    ("config_*", 0),
+    ("config.*", 0),
     ("errors", 0),
     ("version", 0),
     ("interfaces", 0),

@@ -9,8 +9,8 @@ import textwrap
 from itertools import groupby
 from pathlib import Path
 
-from megatron_policy.config_keys import SECTIONS
-from megatron_policy.config_rules import Applied, Ignored, Nested, Rejected, Rule
+from megatron_policy.config.keys import SECTIONS
+from megatron_policy.config.rules import Applied, Ignored, Nested, Rejected, Rule
 from megatron_policy.hosts.nemo_rl.not_built import NOT_BUILT
 from tests.hosts.methods import FORMS
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_policy.config_keys import KEYS
+from megatron_policy.config.keys import KEYS
 from megatron_policy.hosts.nemo_rl.not_built import NOT_BUILT
 from tests.compatibility import page
 

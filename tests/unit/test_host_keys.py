@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron_policy.config_keys import KEYS, SECTIONS
+from megatron_policy.config.keys import KEYS, SECTIONS
 from tests.hosts.host_keys import HOST_KEYS
 
 

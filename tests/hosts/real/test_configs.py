@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config_keys import KEYS
-from megatron_policy.config_rules import Rejected
+from megatron_policy.config.keys import KEYS
+from megatron_policy.config.rules import Rejected
 from megatron_policy.errors import ConfigError
 
 NOT_BUILT = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_policy.config_rules import (
+from megatron_policy.config.rules import (
     Applied,
     Ignored,
     Nested,
@@ -11,7 +11,7 @@ from megatron_policy.config_rules import (
     each,
     switched_off,
 )
-from megatron_policy.config_sections import (
+from megatron_policy.config.sections import (
     CheckpointConfig,
     MegatronDDPConfig,
     MegatronOptimizerConfig,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_policy.config_sections import (
+from megatron_policy.config.sections import (
     DynamicBatchingConfig,
     MegatronConfig,
     MegatronOptimizerConfig,

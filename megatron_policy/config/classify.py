@@ -12,9 +12,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from megatron_policy.config_keys import KEYS
-from megatron_policy.config_rules import Ignored, Nested, Rejected, Rule
-from megatron_policy.config_sections import Section
+from megatron_policy.config.keys import KEYS
+from megatron_policy.config.rules import Ignored, Nested, Rejected, Rule
+from megatron_policy.config.sections import Section
 from megatron_policy.errors import ConfigError
 
 _OWN_ENGINES = (None, "megatron")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from megatron_policy.config_numbers import (
+from megatron_policy.config.numbers import (
     Count,
     CountOrZero,
     Epsilon,

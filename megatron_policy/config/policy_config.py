@@ -14,20 +14,16 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from megatron_policy import config_yaml
-from megatron_policy.config_classify import classify
-from megatron_policy.config_complete import check, complete
-from megatron_policy.config_numbers import Bytes, Count, Gib, Norm, Rate, Seconds, Seed
-from megatron_policy.config_sections import (
-    CheckpointConfig,
+from megatron_policy.config import yaml_file
+from megatron_policy.config.classify import classify
+from megatron_policy.config.numbers import Bytes, Count, Gib, Norm, Rate, Seconds, Seed
+from megatron_policy.config.resolve import check, complete
+from megatron_policy.config.sections import (
     DTensorConfig,
     Dtype,
     DynamicBatchingConfig,
     GenerationConfig,
     MegatronConfig,
-    MegatronDDPConfig,
-    MegatronOptimizerConfig,
-    MegatronSchedulerConfig,
     PytorchOptimizerConfig,
     SchedulerMilestones,
     Section,
@@ -42,24 +38,6 @@ from megatron_policy.refit.patience import (
     WORKER_TIMEOUT_S,
 )
 from megatron_policy.refit.plan import DEFAULT_BUCKET_BYTES
-
-__all__ = [
-    "CheckpointConfig",
-    "DTensorConfig",
-    "DynamicBatchingConfig",
-    "GenerationConfig",
-    "MegatronConfig",
-    "MegatronDDPConfig",
-    "MegatronOptimizerConfig",
-    "MegatronSchedulerConfig",
-    "PolicyConfig",
-    "PytorchOptimizerConfig",
-    "SchedulerMilestones",
-    "SequencePackingConfig",
-    "SinglePytorchSchedulerConfig",
-    "TokenizerConfig",
-    "ignored_keys",
-]
 
 _log = logging.getLogger(__name__)
 
@@ -156,7 +134,7 @@ class PolicyConfig(Section):
         Raises ConfigError, also for what only the host resolves (`defaults`, `${...}`).
         """
         file = Path(path)
-        document = config_yaml.load(file)
+        document = yaml_file.load(file)
         if not isinstance(document, Mapping) or not isinstance(document.get("policy"), Mapping):
             raise ConfigError(f"{file} has no section `policy`; see configs/ for examples")
         unresolved = list(_interpolations(document["policy"], "policy"))

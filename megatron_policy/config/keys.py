@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_policy.config_megatron_keys import MEGATRON_SECTIONS, MEMORY, TEXT
-from megatron_policy.config_rules import (
+from megatron_policy.config.megatron_keys import MEGATRON_SECTIONS, MEMORY, TEXT
+from megatron_policy.config.rules import (
     Applied,
     Ignored,
     Nested,
@@ -13,7 +13,7 @@ from megatron_policy.config_rules import (
     each,
     switched_off,
 )
-from megatron_policy.config_sections import (
+from megatron_policy.config.sections import (
     DTensorConfig,
     DynamicBatchingConfig,
     GenerationConfig,

@@ -1,0 +1,38 @@
+"""The configuration: its sections as typed values, what becomes of every key, how a mapping or a
+YAML file is read. Read `policy_config.py` first; `keys.py` says what each key does.
+"""
+
+from megatron_policy.config.policy_config import PolicyConfig, ignored_keys
+from megatron_policy.config.sections import (
+    CheckpointConfig,
+    DTensorConfig,
+    DynamicBatchingConfig,
+    GenerationConfig,
+    MegatronConfig,
+    MegatronDDPConfig,
+    MegatronOptimizerConfig,
+    MegatronSchedulerConfig,
+    PytorchOptimizerConfig,
+    SchedulerMilestones,
+    SequencePackingConfig,
+    SinglePytorchSchedulerConfig,
+    TokenizerConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "DTensorConfig",
+    "DynamicBatchingConfig",
+    "GenerationConfig",
+    "MegatronConfig",
+    "MegatronDDPConfig",
+    "MegatronOptimizerConfig",
+    "MegatronSchedulerConfig",
+    "PolicyConfig",
+    "PytorchOptimizerConfig",
+    "SchedulerMilestones",
+    "SequencePackingConfig",
+    "SinglePytorchSchedulerConfig",
+    "TokenizerConfig",
+    "ignored_keys",
+]
