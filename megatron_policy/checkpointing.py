@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from megatron_policy.checkpoint import common, finding
 from megatron_policy.checkpoint.contents import Contents, Rest
-from megatron_policy.checkpoint.council import Council
 from megatron_policy.checkpoint.loading import Found, Loader, Reading
 from megatron_policy.checkpoint.report import LoadReport, check_host_data
 from megatron_policy.checkpoint.saving import Model, Part, Saver, write_tokenizer
@@ -28,6 +27,7 @@ from megatron_policy.converters.hf_files import side_contents, side_files
 from megatron_policy.converters.hf_location import locate
 from megatron_policy.converters.publishing import check_replaceable
 from megatron_policy.converters.raw_files import RawFiles
+from megatron_policy.coordination.barrier import Coordinator
 from megatron_policy.errors import ConfigError
 from megatron_policy.model.load import refuse_unfilled
 from megatron_policy.model.residency import TO_REFIT, TO_SAVE
@@ -54,11 +54,11 @@ class Checkpoints:
         self._contents = Contents(session.assembly, generators)
         store = dist.distributed_c10d._get_default_store()
         size = session.topology.world_size
-        self._council = Council(store, session.rank, size, config.checkpoint_timeout_s)
+        self._coordinator = Coordinator(store, session.rank, size, config.checkpoint_timeout_s)
         side_files(locate(config.model_name))  # which every rank refuses, or none
         self._side = side_contents(config.model_name) if session.rank == 0 else {}
         model = Model(self._assembly.table, session.topology, self._side)
-        self._saver = Saver(model, self._council)
+        self._saver = Saver(model, self._coordinator)
         session.assembly.readers.add(self._saver.copied)
         if config.megatron_cfg.checkpoint.async_save:
             self._saver.reserve(self._contents.nbytes)
@@ -134,7 +134,7 @@ class Checkpoints:
         weights, optimizer = _absolute(weights_path), _absolute(optimizer_path)
         assert weights is not None
         purpose = f"load {weights}, its optimizer from {optimizer}, {fresh_optimizer=}"
-        loader = Loader(self._assembly.table, self._assembly.place, self._council, purpose)
+        loader = Loader(self._assembly.table, self._assembly.place, self._coordinator, purpose)
         loader.together("ready", self._before_loading)
         moments = self._moments() if self._contents.has_optimizer else None
         found = loader.find(weights, optimizer, moments=moments, fresh=fresh_optimizer)
@@ -167,7 +167,7 @@ class Checkpoints:
     def leave(self) -> None:
         """`finish` for good: rank 0 waits for the others, see `Session.leave`."""
         self.finish()
-        self._session.leave(self._council.deserted)
+        self._session.leave(self._coordinator.deserted)
 
     def _before_loading(self) -> None:
         self._saver.finish()

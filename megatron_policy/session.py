@@ -15,13 +15,13 @@ from megatron_policy import device
 from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.hf_files import read_config
 from megatron_policy.converters.table import bind
+from megatron_policy.coordination.timeouts import checked_timeout
 from megatron_policy.groups import drop_groups, refuse_second_policy
 from megatron_policy.layout import check_layout, topology_of
 from megatron_policy.model.assemble import DTYPES, assemble
 from megatron_policy.model.memory import DeviceMemory
 from megatron_policy.model.optimizer import Trainable
 from megatron_policy.refit.exporter import Exporter
-from megatron_policy.refit.patience import checked_timeout
 from megatron_policy.train.reference import ReferenceWeights
 
 

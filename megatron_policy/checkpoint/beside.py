@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-from megatron_policy.refit.patience import started
+from megatron_policy.coordination.timeouts import start_thread
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -28,7 +28,7 @@ class Beside(Generic[In, Out]):
         self._done: SimpleQueue[Out] = SimpleQueue()
         self._work = work
         self._thread = threading.Thread(target=self._run, name="beside", daemon=True)
-        self._works = started(self._thread)
+        self._works = start_thread(self._thread)
 
     def give(self, thing: In) -> None:
         """Start on this."""

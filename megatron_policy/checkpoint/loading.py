@@ -14,7 +14,6 @@ from typing import TypeVar
 import torch
 
 from megatron_policy.checkpoint import finding, identity, manifest
-from megatron_policy.checkpoint.council import Council, Undertaking
 from megatron_policy.checkpoint.holdings import WEIGHTS, Holding, located, state_prefix
 from megatron_policy.checkpoint.manifest import Manifest
 from megatron_policy.checkpoint.reading import Filler
@@ -23,6 +22,7 @@ from megatron_policy.converters.dist_files import DistReader
 from megatron_policy.converters.raw_files import RawFiles
 from megatron_policy.converters.stored import Stored
 from megatron_policy.converters.table import Entry, Table
+from megatron_policy.coordination.barrier import CollectiveOperation, Coordinator
 from megatron_policy.device import spare_cores
 from megatron_policy.errors import CheckpointError
 from megatron_policy.model.training_state import MAIN
@@ -57,20 +57,22 @@ class Found:
 class Loader:
     """One rank's end of a load of a checkpoint."""
 
-    def __init__(self, table: Table, place: Placement, council: Council, purpose: str) -> None:
-        self._table, self._place, self._council = table, place, council
-        self._under: Undertaking = council.open(purpose)
+    def __init__(
+        self, table: Table, place: Placement, coordinator: Coordinator, purpose: str
+    ) -> None:
+        self._table, self._place, self._coordinator = table, place, coordinator
+        self._under: CollectiveOperation = coordinator.begin(purpose)
 
     def together(self, name: str, step: Callable[[], T]) -> T:
         """What `step` returns on this rank; its failure is every rank's."""
-        with self._under.at_work(name):
+        with self._under.critical_section(name):
             outcome = step()
-        self._under.wait(name)
+        self._under.wait_for_all(name)
         return outcome
 
     def part(self) -> None:
-        """The load is done, on all ranks; see `Undertaking.part`."""
-        self._under.part()
+        """The load is done, on all ranks; see `CollectiveOperation.part`."""
+        self._under.leave_together()
 
     def find(
         self,
@@ -86,22 +88,22 @@ class Loader:
         optimizer; `fresh` is whether it may start anew. CheckpointError for what is missing,
         damaged, of another model or of a newer version, and where ranks do not find the same.
         """
-        if self._council.rank == 0:
-            with self._under.at_work():
-                self._under.tell("where", str(finding.find(weights_path).absolute()))
-        root = Path(self._under.hear("where"))
+        if self._coordinator.rank == 0:
+            with self._under.critical_section():
+                self._under.publish("where", str(finding.find(weights_path).absolute()))
+        root = Path(self._under.wait_for("where"))
 
         def step() -> Found:
             found = self._examined(root, optimizer_path, moments, fresh)
             state = "no state of the optimizer" if found.optimizer is None else "its optimizer"
-            self._under.be_alike(f"save {found.weights.id} with {state}")
+            self._under.check_same_value(f"save {found.weights.id} with {state}")
             return found
 
         return self.together("found", step)
 
     def verify(self, found: Found) -> None:
         """Compare all records with their digests, each rank its share of them."""
-        rank, size = self._council.rank, self._council.size
+        rank, size = self._coordinator.rank, self._coordinator.size
 
         def step() -> None:
             for root, stated in found.directories.items():

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_policy.checkpoint import finding, identity, manifest
-from megatron_policy.checkpoint.council import Council, Undertaking, as_checkpoint_error
 from megatron_policy.checkpoint.holdings import Item
 from megatron_policy.checkpoint.manifest import Manifest
 from megatron_policy.checkpoint.staging import Ready, Staging, written_from
@@ -28,6 +27,11 @@ from megatron_policy.converters.publishing import (
     write_file,
 )
 from megatron_policy.converters.table import Table
+from megatron_policy.coordination.barrier import (
+    CollectiveOperation,
+    Coordinator,
+    as_checkpoint_error,
+)
 from megatron_policy.errors import CheckpointError
 from megatron_policy.model.host_pool import HostPool
 from megatron_policy.topology import Topology
@@ -66,7 +70,7 @@ class Part:
 class _Job:
     """A save under way on this rank: parts in the order in which they appear."""
 
-    under: Undertaking
+    under: CollectiveOperation
     step: int
     parts: tuple[Part, ...]
     ready: tuple[Iterable[Ready], ...]
@@ -76,8 +80,8 @@ class _Job:
 class Saver:
     """One rank's end of every save; one is under way at most."""
 
-    def __init__(self, model: Model, council: Council) -> None:
-        self._model, self._council = model, council
+    def __init__(self, model: Model, coordinator: Coordinator) -> None:
+        self._model, self._coordinator = model, coordinator
         self._pool = HostPool()
         self._reserving: threading.Thread | None = None
         self._thread: threading.Thread | None = None
@@ -102,14 +106,14 @@ class Saver:
         before it did that has not been told of; nothing of it is left then, and the checkpoints
         before are as they were.
         """
-        under = self._council.open(purpose)
-        with under.at_work("checked"):  # whatever fails on this rank, all hear of it
+        under = self._coordinator.begin(purpose)
+        with under.critical_section("checked"):  # whatever fails on this rank, all hear of it
             self.finish()
             check()
-        under.wait("checked")
-        with under.at_work("ready"):
+        under.wait_for_all("checked")
+        with under.critical_section("ready"):
             job = self._job(under, step, tuple(parts()), wait)
-        under.wait("ready")
+        under.wait_for_all("ready")
         if wait:
             self._carry_out(job)
             return
@@ -138,7 +142,9 @@ class Saver:
                 f"{failure}"
             ) from failure
 
-    def _job(self, under: Undertaking, step: int, parts: tuple[Part, ...], wait: bool) -> _Job:
+    def _job(
+        self, under: CollectiveOperation, step: int, parts: tuple[Part, ...], wait: bool
+    ) -> _Job:
         if wait:
             ready = tuple(written_from(part.items, self._host_memory) for part in parts)
             return _Job(under, step, parts, ready)
@@ -171,25 +177,25 @@ class Saver:
             _log.error("the save of step %d in the background has failed: %s", job.step, error)
 
     def _carry_out(self, job: _Job) -> None:
-        if self._council.rank == 0:
+        if self._coordinator.rank == 0:
             self._lead(job)
         else:
-            self._write(job, [Path(path) for path in json.loads(job.under.hear("where"))])
-            job.under.hear("published")
-        job.under.part()
+            self._write(job, [Path(path) for path in json.loads(job.under.wait_for("where"))])
+            job.under.wait_for("published")
+        job.under.leave_together()
 
     def _lead(self, job: _Job) -> None:
         with ExitStack() as held:
-            with job.under.at_work():
+            with job.under.critical_section():
                 roots = [part.root for part in job.parts]
                 finding.reunite(roots[-1], roots[0])
                 for root in roots:  # what is whole may be all there is, until this save is
                     clean_leftovers(root, unless=manifest.NAME)
                 names = [finding.directory(root, job.step) for root in roots]
                 partials = held.enter_context(new_directories(names, overwrite=True))
-                job.under.tell("where", json.dumps([str(path) for path in partials]))
+                job.under.publish("where", json.dumps([str(path) for path in partials]))
             self._write(job, partials)
-            with job.under.at_work():
+            with job.under.critical_section():
                 for part, partial in zip(job.parts, partials, strict=True):
                     self._complete(job, part, partial)
                 held.close()
@@ -197,17 +203,17 @@ class Saver:
                     finding.commit(root, job.step)
                 for root in roots:
                     clean_leftovers(root)
-        job.under.tell("published", "")
+        job.under.publish("published", "")
 
     def _write(self, job: _Job, partials: Sequence[Path]) -> None:
-        with job.under.at_work("written"):
+        with job.under.critical_section("written"):
             for part, ready, partial in zip(job.parts, job.ready, partials, strict=True):
-                write_records(partial, self._council.rank, ready, part.objects)
-        job.under.wait("written")
+                write_records(partial, self._coordinator.rank, ready, part.objects)
+        job.under.wait_for_all("written")
 
     def _complete(self, job: _Job, part: Part, partial: Path) -> None:
         """Rank 0's last part of the work: everything beside the records."""
-        merged = merge(partial, self._council.size)
+        merged = merge(partial, self._coordinator.size)
         files = write_small_files(partial, merged, part.common)
         if manifest.WEIGHTS in part.contains:
             files |= _write_side_files(partial, self._model.side)

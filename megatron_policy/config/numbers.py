@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from megatron_policy.refit.patience import LONGEST_TIMEOUT_S, SHORTEST_TIMEOUT_S
+from megatron_policy.coordination.timeouts import LONGEST_TIMEOUT_S, SHORTEST_TIMEOUT_S
 
 MAX_COUNT = 2**31 - 1
 """Sizes and counts are 32-bit integers somewhere on their way: in collectives, in kernels."""

@@ -31,12 +31,12 @@ from megatron_policy.config.sections import (
     SinglePytorchSchedulerConfig,
     TokenizerConfig,
 )
-from megatron_policy.errors import ConfigError
-from megatron_policy.refit.patience import (
+from megatron_policy.coordination.timeouts import (
     COLLECTIVE_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
     WORKER_TIMEOUT_S,
 )
+from megatron_policy.errors import ConfigError
 from megatron_policy.refit.plan import DEFAULT_BUCKET_BYTES
 
 _log = logging.getLogger(__name__)

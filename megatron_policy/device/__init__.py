@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_policy.refit.patience import COLLECTIVE_TIMEOUT_S
+from megatron_policy.coordination.timeouts import COLLECTIVE_TIMEOUT_S
 
 __all__ = [
     "MemoryInfo",

@@ -8,6 +8,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.conversion.headers import read_headers
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.table import bind
+from megatron_policy.coordination.timeouts import COLLECTIVE_TIMEOUT_S, checked_timeout
 from megatron_policy.device import accelerators
 from megatron_policy.errors import ConfigError
 from megatron_policy.layout import check_layout, topology_of
@@ -15,7 +16,6 @@ from megatron_policy.parity.policy_side import join, policy_section, read_policy
 from megatron_policy.parity.ranks import read_on_ranks
 from megatron_policy.parity.reference import read_reference
 from megatron_policy.parity.result import Difference, Job, Parity, Reading
-from megatron_policy.refit.patience import COLLECTIVE_TIMEOUT_S, checked_timeout
 
 ROWS = 2
 """Sequences: more than one, so that rows cannot be taken for positions."""

@@ -26,8 +26,8 @@ from typing import Any
 
 import xxhash
 
+from megatron_policy.coordination.control_store import ControlStore
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.board import Board
 from megatron_policy.refit.wire import Layout
 
 CALL = "call"
@@ -111,7 +111,9 @@ def gave_up(content: bytes | None) -> str | None:
 class Caller:
     """A sender's part in the calls of its group."""
 
-    def __init__(self, board: Board, sender: int, engines: int, session: str, patience_s: float):
+    def __init__(
+        self, board: ControlStore, sender: int, engines: int, session: str, patience_s: float
+    ):
         """No engine is waited for longer than `patience_s` seconds."""
         self.number = 0
         self._board, self._sender, self._engines = board, sender, engines

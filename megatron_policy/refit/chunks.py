@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_policy.coordination.process_group import PendingCollective
 from megatron_policy.refit.buffers import Buffer, Room
-from megatron_policy.refit.channels import Pending
 from megatron_policy.refit.wire import Slot, Stream
 
 
@@ -21,7 +21,11 @@ class Writer:
     """
 
     def __init__(
-        self, stream: Stream, size: int, device: torch.device, send: Callable[[Tensor], Pending]
+        self,
+        stream: Stream,
+        size: int,
+        device: torch.device,
+        send: Callable[[Tensor], PendingCollective],
     ) -> None:
         """`send` starts sending a chunk of at most `size` bytes."""
         slots = stream.slots
@@ -32,7 +36,7 @@ class Writer:
         aside = (slot.end - slot.offset for slot in slots if not _fits(slot, size))
         self._aside = Buffer.on(device, max(aside, default=0))
         self._first = 0  # where in the stream the chunk begins
-        self._pending: Pending | None = None
+        self._pending: PendingCollective | None = None
 
     def place(self, name: str) -> Room:
         """Where that tensor's elements belong; tensors come in the stream's order."""

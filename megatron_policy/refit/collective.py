@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_policy.coordination.authenticated_connection import checked_secret, new_secret
+from megatron_policy.coordination.control_store import ControlStore
+from megatron_policy.coordination.process_group import BoundedProcessGroup, PendingCollective
+from megatron_policy.coordination.timeouts import FOR_THE_OTHER_SIDE, checked_timeout
 from megatron_policy.errors import ConfigError
-from megatron_policy.refit.board import Board
 from megatron_policy.refit.buffers import Room
 from megatron_policy.refit.calls import Caller, group_name, heard
-from megatron_policy.refit.channels import Channel, Pending
 from megatron_policy.refit.chunks import Writer
 from megatron_policy.refit.manifest import Manifest
-from megatron_policy.refit.patience import FOR_THE_OTHER_SIDE, checked_timeout
-from megatron_policy.refit.sealed import checked_secret, new_secret
 from megatron_policy.refit.wire import Layout, Stream
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Collective:
         known = _shared_secret(exporter) if secret is None else secret
         checked_secret(known)
         if sender is not None:
-            board = Board(ip, port, patience_s, known, host=sender == 0)
+            board = ControlStore(ip, port, patience_s, known, host=sender == 0)
             member = Member(board, sender, engines, patience_s)
         return cls(by_stage, member, known)
 
@@ -121,11 +121,11 @@ def _shared_secret(exporter: Exporter) -> str:
 class Member:
     """A sender's end: the board, and the group in which it sends."""
 
-    def __init__(self, board: Board, sender: int, engines: int, patience_s: float) -> None:
+    def __init__(self, board: ControlStore, sender: int, engines: int, patience_s: float) -> None:
         self.caller = Caller(board, sender, engines, uuid.uuid4().hex, patience_s)
         self.sender, self._engines = sender, engines
         self._board, self._patience_s = board, patience_s
-        self._channel: Channel | None = None
+        self._channel: BoundedProcessGroup | None = None
         self._made_in = self._broadcasts = 0
 
     @property
@@ -133,7 +133,7 @@ class Member:
         """How many it has sent."""
         return self._broadcasts + (self._channel.calls if self._channel else 0)
 
-    def meet(self) -> Channel:
+    def meet(self) -> BoundedProcessGroup:
         """The group with all engines, once they are ready: the last one if all are still in it."""
         ready = self.caller.ready()
         held = {answer["groups"].get(str(self.sender)) for answer in ready}
@@ -144,7 +144,7 @@ class Member:
         if self._channel is None:
             name = group_name(self._made_in, self.sender)
             size = self._engines + 1
-            self._channel = self._board.channel(name, 0, size, self._patience_s)
+            self._channel = self._board.process_group(name, 0, size, self._patience_s)
         return self._channel
 
     def give_up(self, why: str) -> None:
@@ -215,7 +215,7 @@ class CollectiveOutlet:
     """Sends one refit's stream of this sender, chunk by chunk."""
 
     def __init__(
-        self, member: Member, channel: Channel, plan: RefitPlan, exporter: Exporter
+        self, member: Member, channel: BoundedProcessGroup, plan: RefitPlan, exporter: Exporter
     ) -> None:
         self._exporter = exporter
         self._member, self._channel, self._accepted = member, channel, False
@@ -246,5 +246,5 @@ class CollectiveOutlet:
         if not self._accepted:
             self._member.give_up("what failed there is in its log")
 
-    def _send(self, chunk: Tensor) -> Pending:
+    def _send(self, chunk: Tensor) -> PendingCollective:
         return self._channel.broadcast(chunk, 0)

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_policy import device
+from megatron_policy.coordination.control_store import ControlStore
+from megatron_policy.coordination.process_group import BoundedProcessGroup, PendingCollective
+from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S, checked_timeout
 from megatron_policy.errors import ConfigError, RefitError
-from megatron_policy.refit.board import Board
 from megatron_policy.refit.calls import (
     ACCEPTED,
     CALL,
@@ -27,10 +29,8 @@ from megatron_policy.refit.calls import (
     sent_manifest,
     understood,
 )
-from megatron_policy.refit.channels import Channel, Pending
 from megatron_policy.refit.intake import Intake
 from megatron_policy.refit.manifest import Manifest
-from megatron_policy.refit.patience import DEFAULT_TIMEOUT_S, checked_timeout
 from megatron_policy.refit.staging import readers_of
 from megatron_policy.refit.wire import Layout
 
@@ -65,7 +65,7 @@ def join_collective(
             f"the refit group at {ip}:{port} takes only engines with the trainer's secret. Give "
             "secret=: `Collective.secret` of the trainer, or the driver's `get_refit_secret()`"
         )
-    board = Board(ip, port, timeout_s, secret)
+    board = ControlStore(ip, port, timeout_s, secret)
     return CollectiveGroup(board, rank - trainers, world_size - trainers, timeout_s)
 
 
@@ -88,7 +88,7 @@ class _Call:
 class CollectiveGroup:
     """An engine's membership in a group with trainers, kept from refit to refit."""
 
-    def __init__(self, board: Board, engine: int, engines: int, timeout_s: float) -> None:
+    def __init__(self, board: ControlStore, engine: int, engines: int, timeout_s: float) -> None:
         """Engine number `engine` of `engines`; see `join_collective`."""
         self._board = board
         self._engine, self._engines, self._timeout_s = engine, engines, timeout_s
@@ -96,7 +96,9 @@ class CollectiveGroup:
         self._process = uuid.uuid4().hex
         self._session, self._last = "", 0
         self._layout: tuple[str, Layout] = ("", Layout(()))
-        self._joined: dict[int, tuple[int, Channel]] = {}  # by sender; in which call it was made
+        self._joined: dict[
+            int, tuple[int, BoundedProcessGroup]
+        ] = {}  # by sender; in which call it was made
 
     def receive(self, intake: Intake, timeout_s: float | None = None) -> Manifest:
         """One refit: the next that the trainer begins, or one that waits for this engine.
@@ -200,7 +202,7 @@ class CollectiveGroup:
                     continue
                 channel.close(broken=True)
             name, size = group_name(made_in, sender), self._engines + 1
-            channel = self._board.channel(name, self._engine + 1, size, limit)
+            channel = self._board.process_group(name, self._engine + 1, size, limit)
             self._joined[sender] = (made_in, channel)
 
     def _take(self, call: _Call, intake: Intake) -> None:
@@ -208,7 +210,7 @@ class CollectiveGroup:
         chunks = [list(stream.chunks(call.bucket_bytes)) for stream in call.layout.streams]
         where = device.current_device()
         readers = readers_of(call.layout.streams, call.bucket_bytes, where, intake)
-        pending: dict[int, Pending] = {}
+        pending: dict[int, PendingCollective] = {}
 
         def start(sender: int, number: int) -> None:
             if number < len(chunks[sender]):

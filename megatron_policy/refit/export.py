@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.table import Entry
+from megatron_policy.coordination.process_group import BoundedProcessGroup, PendingCollective
 from megatron_policy.refit.buffers import Buffer, Room
-from megatron_policy.refit.channels import Channel, Pending
 from megatron_policy.refit.geometry import Region, Run, overlaps, runs, segments
 from megatron_policy.refit.plan import Item, RefitPlan, RefitTensor
 
@@ -110,7 +110,11 @@ def stream_alone(plan: RefitPlan, sources: Sources, place: Place) -> Filled:
 
 
 def stream_together(
-    plan: RefitPlan, sources: Sources, place: Place, tp: Channel, pp: Channel
+    plan: RefitPlan,
+    sources: Sources,
+    place: Place,
+    tp: BoundedProcessGroup,
+    pp: BoundedProcessGroup,
 ) -> Filled:
     """For ranks that hold the plan's tensors between them; `pp` is used where it has stages."""
     if not plan.rounds:
@@ -134,12 +138,14 @@ def stream_together(
 class _Rounds:
     """The exchanges of one refit: `slots` parts of a buffer, each a piece of a rank's stream."""
 
-    def __init__(self, plan: RefitPlan, sources: Sources, tp: Channel, pp: Channel) -> None:
+    def __init__(
+        self, plan: RefitPlan, sources: Sources, tp: BoundedProcessGroup, pp: BoundedProcessGroup
+    ) -> None:
         self._plan, self._sources, self._tp, self._pp = plan, sources, tp, pp
         self._buffer = Buffer.on(sources.probe.device, plan.slots * plan.chunk)
         self._own = tp.rank if plan.slots > 1 else 0
 
-    def start(self, number: int) -> Pending | None:
+    def start(self, number: int) -> PendingCollective | None:
         """Put this rank's elements of a round into its part, and begin the exchange."""
         plan, stage = self._plan, self._pp.rank
         stages = sorted({item.tensor.stage for item, _, _ in plan.in_round(number)})
@@ -156,7 +162,7 @@ class _Rounds:
         # beside zeros, in one call like the broadcast.
         return self._pp.broadcast(memory, stages[0]) if len(stages) == 1 else self._pp.sum(memory)
 
-    def complete(self, under_way: Pending | None) -> None:
+    def complete(self, under_way: PendingCollective | None) -> None:
         """Wait for the exchange; over several stages the slots' part of it follows here."""
         if under_way is not None:
             under_way.wait()

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_policy.coordination.collectives import BoundedCollectives
+from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S
 from megatron_policy.refit.export import Filled, Place, Sources, stream_alone, stream_together
-from megatron_policy.refit.meeting import Meeting
-from megatron_policy.refit.patience import DEFAULT_TIMEOUT_S
 from megatron_policy.refit.plan import (
     DEFAULT_BUCKET_BYTES,
     Model,
@@ -64,7 +64,7 @@ class Exporter:
             self.topology.tp,
         )
         self._plans: dict[object, RefitPlan] = {}
-        self._meeting = Meeting(self.topology, self.coords, timeout_s, self.device)
+        self._collectives = BoundedCollectives(self.topology, self.coords, timeout_s, self.device)
 
     @property
     def probe(self) -> Tensor:
@@ -79,16 +79,16 @@ class Exporter:
     @property
     def store(self) -> dist.Store:
         """Where the policy's ranks met."""
-        return self._meeting.store
+        return self._collectives.store
 
     @property
     def calls(self) -> int:
         """Collective calls of this rank so far."""
-        return self._meeting.calls
+        return self._collectives.calls
 
     def begin(self) -> None:
-        """To be called first in whatever all ranks undertake together; see `Meeting.begin`."""
-        self._meeting.begin()
+        """Call it first in whatever all ranks do together; see `BoundedCollectives.begin`."""
+        self._collectives.begin()
 
     def plan(
         self,
@@ -131,49 +131,49 @@ class Exporter:
 
     def agree(self, failure: Exception | None) -> None:
         """Collective over all ranks: RefitError on all of them, with reasons, if any failed."""
-        self._meeting.agree(failure)
+        self._collectives.check_all_succeeded(failure)
 
     def told(self, words: str | None) -> str:
         """What rank 0 says: collective over all ranks, of which the others pass None."""
         number = torch.zeros(1, dtype=torch.int64, device=self.device)
         if words is not None:
             number += secrets.randbits(62)  # the note of another time may still be there
-            self._meeting.notes.write(str(int(number)), words)
+            self._collectives.messages.publish(str(int(number)), words)
         self.sum(number)
-        return self._meeting.notes.read(str(int(number)))
+        return self._collectives.messages.read(str(int(number)))
 
     def part(self) -> None:
         """End an undertaking that `agree` does not end."""
-        self._meeting.part()
+        self._collectives.leave_together()
 
     def alive(self) -> AbstractContextManager[None]:
         """Signs of life for the other ranks while the body waits for an engine."""
-        return self._meeting.pulse.kept()
+        return self._collectives.heartbeat.beating()
 
     def sum(self, numbers: Tensor) -> None:
         """Collective over all ranks, in place: add up int64 numbers on the weights' device."""
-        self._meeting.sum(numbers)
+        self._collectives.sum(numbers)
 
     def leave(self) -> None:
-        """Before `close`, where all is well: see `Meeting.leave`."""
-        self._meeting.leave()
+        """Before `close`, where all is well: see `BoundedCollectives.shut_down`."""
+        self._collectives.shut_down()
 
     def close(self) -> None:
         """Leave the groups."""
-        self._meeting.close()
+        self._collectives.close()
 
     def _watched(self, plan: RefitPlan, place: Place) -> Filled:
         try:
             for filled in self._streamed(plan, place):
                 yield filled
-                self._meeting.pulse.tell()
+                self._collectives.heartbeat.beat()
         except BaseException as error:
             # Also when the caller stops early: the others are in the middle of an exchange.
-            self._meeting.give_up(error)
+            self._collectives.abort(error)
             raise
 
     def _streamed(self, plan: RefitPlan, place: Place) -> Filled:
-        joined = self._meeting.channels()  # also to be there for ranks that only wait
+        joined = self._collectives.groups()  # also to be there for ranks that only wait
         if not plan.gathers:
             return stream_alone(plan, self._sources, place)
         return stream_together(plan, self._sources, place, joined.tp, joined.pp)

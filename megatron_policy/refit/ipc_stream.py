@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_policy import device
+from megatron_policy.coordination.timeouts import FOR_THE_OTHER_SIDE
 from megatron_policy.errors import ConfigError
 from megatron_policy.refit import ipc_protocol as protocol
 from megatron_policy.refit.buffers import Room
@@ -17,7 +18,6 @@ from megatron_policy.refit.ipc_asking import Asking
 from megatron_policy.refit.ipc_protocol import Dialect
 from megatron_policy.refit.lending import Lent
 from megatron_policy.refit.manifest import Manifest
-from megatron_policy.refit.patience import FOR_THE_OTHER_SIDE
 from megatron_policy.refit.plan import Pack, RefitPlan, RefitTensor, packed
 from megatron_policy.refit.shared_memory import DIRECTORY
 

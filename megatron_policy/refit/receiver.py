@@ -8,9 +8,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S, checked_timeout
 from megatron_policy.refit.intake import Engine, Intake, Load, forms
 from megatron_policy.refit.manifest import Manifest
-from megatron_policy.refit.patience import DEFAULT_TIMEOUT_S, checked_timeout
 
 
 class Receiver:

@@ -16,8 +16,8 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megatron_policy.coordination.timeouts import checked_timeout
 from megatron_policy.errors import ConfigError, WorkerError
-from megatron_policy.refit.patience import checked_timeout
 from megatron_policy.workers.environment import python_path
 from megatron_policy.workers.room import (
     CPU_SHARE,

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import ray
 
-from megatron_policy.refit.patience import started
+from megatron_policy.coordination.timeouts import start_thread
 from megatron_policy.workers.failure import Failure
 from megatron_policy.workers.watch import Watch
 
@@ -49,4 +49,4 @@ def stand_by(
                 give_up(owner, lost)
             del owner
 
-    started(threading.Thread(target=look, daemon=True, name="worker-watch"))
+    start_thread(threading.Thread(target=look, daemon=True, name="worker-watch"))

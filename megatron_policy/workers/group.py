@@ -12,8 +12,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from megatron_policy.coordination.timeouts import WORKER_TIMEOUT_S
 from megatron_policy.errors import ConfigError, WorkerError
-from megatron_policy.refit.patience import WORKER_TIMEOUT_S
 from megatron_policy.topology import Topology
 from megatron_policy.workers.calls import gather, put, stored
 from megatron_policy.workers.cluster import RayVirtualCluster, Slot

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from megatron_policy.coordination.authenticated_connection import new_secret
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.sealed import new_secret
 
 if TYPE_CHECKING:
     from megatron_policy.workers.group import WorkerGroup

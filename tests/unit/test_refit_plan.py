@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from megatron_policy.converters.hf_files import read_config
 from megatron_policy.converters.rows import fill_shard
 from megatron_policy.converters.table import Table, bind
+from megatron_policy.coordination.process_group import PendingCollective
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.refit.buffers import Buffer, Room
-from megatron_policy.refit.channels import Pending
 from megatron_policy.refit.export import Sources, _Rounds, stream_alone
 from megatron_policy.refit.plan import (
     Model,
@@ -67,8 +67,8 @@ class Alone:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def all_gather(self, memory: torch.Tensor) -> Pending:
-        return Pending(self, None)  # type: ignore[arg-type]
+    def all_gather(self, memory: torch.Tensor) -> PendingCollective:
+        return PendingCollective(self, None)  # type: ignore[arg-type]
 
 
 def together(plan: RefitPlan, sources: list[Sources]) -> dict[str, torch.Tensor]:

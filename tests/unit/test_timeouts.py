@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from megatron_policy.coordination.timeouts import checked_timeout
 from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.parity.compare import compare
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.refit.collective_receiving import join_collective
-from megatron_policy.refit.patience import checked_timeout
 from megatron_policy.refit.receiver import Receiver
 from megatron_policy.train.checks import check_sizes
 from megatron_policy.workers.cluster import RayVirtualCluster

@@ -7,125 +7,137 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from megatron_policy.checkpoint.council import Council
+from megatron_policy.coordination.barrier import Coordinator
 from megatron_policy.errors import CheckpointError
 
 TIMEOUT_S = 1.0
 
 
-def seats(store: dist.Store) -> list[Council]:
-    return [Council(store, rank, 2, TIMEOUT_S) for rank in range(2)]
+def seats(store: dist.Store) -> list[Coordinator]:
+    return [Coordinator(store, rank, 2, TIMEOUT_S) for rank in range(2)]
 
 
 def test_a_rank_that_is_late_hears_of_every_failure_that_it_missed() -> None:
     early, late = seats(dist.HashStore())
     for number in range(4):
-        with pytest.raises(CheckpointError), early.open().at_work():
+        with pytest.raises(CheckpointError), early.begin().critical_section():
             raise OSError(28, "No space left on device", f"file {number}")
     for number in range(4):
         with pytest.raises(CheckpointError, match=f"rank 0: file {number}: No space left"):
-            late.open().hear("where")
+            late.begin().wait_for("where")
 
 
 def test_all_ranks_raise_the_failure_that_came_first() -> None:
-    first, second = (seat.open() for seat in seats(dist.HashStore()))
-    with pytest.raises(CheckpointError, match="the cause"), first.at_work("written"):
+    first, second = (seat.begin() for seat in seats(dist.HashStore()))
+    with pytest.raises(CheckpointError, match="the cause"), first.critical_section("written"):
         raise RuntimeError("the cause")
-    with pytest.raises(CheckpointError, match="rank 0: the cause"), second.at_work("written"):
+    with (
+        pytest.raises(CheckpointError, match="rank 0: the cause"),
+        second.critical_section("written"),
+    ):
         raise FileNotFoundError(2, "No such file or directory", "what the other took away")
     with pytest.raises(CheckpointError, match="rank 0: the cause"):
-        second.wait("written")
+        second.wait_for_all("written")
 
 
 def test_where_all_have_arrived_a_failure_that_follows_stops_nobody() -> None:
     """Or one rank would go on beside its training, and the other raise."""
-    hasty, late = (seat.open() for seat in seats(dist.HashStore()))
+    hasty, late = (seat.begin() for seat in seats(dist.HashStore()))
     for each in (hasty, late):
-        with each.at_work("ready"):
+        with each.critical_section("ready"):
             pass
-    hasty.wait("ready")
-    with pytest.raises(CheckpointError, match="the cause"), hasty.at_work():
+    hasty.wait_for_all("ready")
+    with pytest.raises(CheckpointError, match="the cause"), hasty.critical_section():
         raise RuntimeError("the cause")
-    late.wait("ready")
+    late.wait_for_all("ready")
     with pytest.raises(CheckpointError, match="rank 0: the cause"):
-        late.hear("where")
+        late.wait_for("where")
 
 
 def test_ranks_that_have_found_different_things_all_hear_of_it() -> None:
-    one, other = (seat.open() for seat in seats(dist.HashStore()))
-    with one.at_work("found"):
-        one.be_alike("a save")
-    with pytest.raises(CheckpointError, match="found another, another a save: "), other.at_work():
-        other.be_alike("another")
+    one, other = (seat.begin() for seat in seats(dist.HashStore()))
+    with one.critical_section("found"):
+        one.check_same_value("a save")
+    with (
+        pytest.raises(CheckpointError, match="found another, another a save: "),
+        other.critical_section(),
+    ):
+        other.check_same_value("another")
     with pytest.raises(CheckpointError, match="rank 1: this rank has found"):
-        one.wait("found")
+        one.wait_for_all("found")
 
 
 def test_notes_do_not_pile_up() -> None:
     store = dist.HashStore()
-    councils = seats(store)
+    coordinators = seats(store)
     seen = []
     for _ in range(20):
-        both = [council.open() for council in councils]
-        both[0].tell("where", "here")
+        both = [coordinator.begin() for coordinator in coordinators]
+        both[0].publish("where", "here")
         for each in both:
-            assert each.hear("where") == "here"
-            with each.at_work("written"):
+            assert each.wait_for("where") == "here"
+            with each.critical_section("written"):
                 pass
         for each in both:
-            each.wait("written")
+            each.wait_for_all("written")
         seen.append(store.num_keys())
     assert max(seen[10:]) == max(seen[5:10])
 
 
 def test_silence_is_noticed_and_told() -> None:
     waiting, _ = seats(dist.HashStore())
-    under = waiting.open()
-    with under.at_work("written"):
+    under = waiting.begin()
+    with under.critical_section("written"):
         pass
     with pytest.raises(CheckpointError, match=r"no sign of life for 1 s.*checkpoint_timeout_s"):
-        under.wait("written")
+        under.wait_for_all("written")
 
 
 def test_a_rank_that_fails_goes_when_the_others_have_come_to_hear_of_it() -> None:
-    failing, working = (seat.open() for seat in seats(dist.HashStore()))
+    failing, working = (seat.begin() for seat in seats(dist.HashStore()))
     gone = threading.Event()
 
     def fail() -> None:
-        with pytest.raises(CheckpointError, match="the cause"), failing.at_work("verified"):
+        with (
+            pytest.raises(CheckpointError, match="the cause"),
+            failing.critical_section("verified"),
+        ):
             raise RuntimeError("the cause")
         gone.set()
 
     thread = threading.Thread(target=fail)
     thread.start()
-    with working.at_work("verified"):
+    with working.critical_section("verified"):
         # Longer than silence is borne: signs of life go on.
         assert not gone.wait(2 * TIMEOUT_S)
     with pytest.raises(CheckpointError, match="rank 0: the cause"):
-        working.wait("verified")
+        working.wait_for_all("verified")
     thread.join()
     assert gone.is_set()
 
 
 def test_a_rank_that_fails_does_not_wait_for_one_that_shows_no_sign_of_life() -> None:
     failing, _ = seats(dist.HashStore())
-    with pytest.raises(CheckpointError, match="the cause"), failing.open().at_work("verified"):
+    with (
+        pytest.raises(CheckpointError, match="the cause"),
+        failing.begin().critical_section("verified"),
+    ):
         raise RuntimeError("the cause")
 
 
 def test_no_rank_goes_before_all_are_done() -> None:
-    early, late = (seat.open() for seat in seats(dist.HashStore()))
+    early, late = (seat.begin() for seat in seats(dist.HashStore()))
     gone = threading.Event()
 
     def part() -> None:
-        early.part()
+        early.leave_together()
         gone.set()
 
     thread = threading.Thread(target=part)
     thread.start()
-    with late.at_work("written"):
+    with late.critical_section("written"):
         assert not gone.wait(2 * TIMEOUT_S)
-    late.part()
+    late.leave_together()
     thread.join(60)
     assert gone.is_set()
 
@@ -134,7 +146,7 @@ def test_what_is_done_stays_done_when_a_rank_is_gone_in_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     here, _ = seats(dist.HashStore())
-    here.open().part()
+    here.begin().leave_together()
     assert here.deserted and "no sign of life for 1 s" in caplog.text
 
 
@@ -142,17 +154,17 @@ def test_a_rank_that_has_failed_is_not_waited_for_in_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = dist.HashStore()
-    councils = [Council(store, rank, 2, 60.0) for rank in range(2)]
-    done, failing = (council.open() for council in councils)
+    coordinators = [Coordinator(store, rank, 2, 60.0) for rank in range(2)]
+    done, failing = (coordinator.begin() for coordinator in coordinators)
 
     def fail() -> None:
-        with pytest.raises(CheckpointError, match="the cause"), failing.at_work():
+        with pytest.raises(CheckpointError, match="the cause"), failing.critical_section():
             raise RuntimeError("the cause")
 
     thread = threading.Thread(target=fail)
     thread.start()
-    done.part()
-    assert councils[0].deserted and "rank 1: the cause" in caplog.text
+    done.leave_together()
+    assert coordinators[0].deserted and "rank 1: the cause" in caplog.text
     with pytest.raises(CheckpointError):
-        done.wait("written")
+        done.wait_for_all("written")
     thread.join(60)

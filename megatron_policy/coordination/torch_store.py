@@ -9,18 +9,28 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_policy.coordination.key_value import (
+    ADD,
+    COUNT,
+    DROP,
+    GET,
+    PUT,
+    WAIT,
+    KeyValue,
+    Reply,
+    Request,
+)
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.notes import ADD, COUNT, DROP, GET, PUT, WAIT, Keeper, Reply, Request
 
 
-class BoardStore(dist.Store):
+class TorchControlStore(dist.Store):
     """What groups need of a store. DistStoreError when a key does not come in time or the board
     cannot be reached.
 
     torch calls it from threads of its own, and holds no reference that keeps it alive.
     """
 
-    def __init__(self, keeper: Keeper, timeout_s: float) -> None:
+    def __init__(self, keeper: KeyValue, timeout_s: float) -> None:
         super().__init__()
         self._keeper, self._timeout_s = keeper, timeout_s
         self._one_at_a_time = threading.Lock()

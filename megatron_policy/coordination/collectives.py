@@ -8,17 +8,18 @@ import logging
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_policy.coordination.departure import SHUTDOWN_S, Departure, StoreCalls
+from megatron_policy.coordination.heartbeat import Heartbeat
+from megatron_policy.coordination.process_group import BoundedProcessGroup
+from megatron_policy.coordination.rank_messages import RankMessages
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.channels import Channel
-from megatron_policy.refit.parting import FAREWELL_S, Asking, Parting
-from megatron_policy.refit.pulse import Pulse
-from megatron_policy.refit.rank_notes import RankNotes
 from megatron_policy.topology import Coords, Topology
 
 _log = logging.getLogger(__name__)
@@ -30,12 +31,12 @@ _SHORTEST_S, _LONGEST_S = 0.0005, 0.05  # between two looks for a note
 
 
 @dataclass(frozen=True)
-class Channels:
+class ProcessGroups:
     """A rank's private groups: of its tensor-parallel and pipeline peers, and of all ranks."""
 
-    tp: Channel
-    pp: Channel
-    world: Channel
+    tp: BoundedProcessGroup
+    pp: BoundedProcessGroup
+    world: BoundedProcessGroup
 
     @property
     def calls(self) -> int:
@@ -48,12 +49,12 @@ class Channels:
             channel.close(broken)
 
 
-class Meeting:
+class BoundedCollectives:
     """One rank's part in what all ranks undertake together, one thing after another.
 
-    Channels are made when they are needed first. A rank for which one fails gives the undertaking
-    up: it leaves a note in the store where the policy's ranks met, and its channels. The others
-    find a broken connection or the note, and the next undertaking begins a new epoch of channels.
+    Groups are made when they are needed first. A rank for which one fails gives the undertaking
+    up: it leaves a note in the store where the policy's ranks met, and its groups. The others
+    find a broken connection or the note, and the next undertaking begins a new epoch of groups.
     """
 
     def __init__(
@@ -63,15 +64,15 @@ class Meeting:
         self.rank = topology.rank(coords)
         self._topology, self._coords = topology, coords
         self._timeout_s, self._device = timeout_s, device
-        self._channels: Channels | None = None
+        self._groups: ProcessGroups | None = None
         self._epoch = self._number = self._calls = 0
         self._left: list[str] = []
-        self._asked = Asking(timeout_s)
+        self._call = StoreCalls(timeout_s)
         # The store may outlive a policy, and what the next one's ranks leave there must be new.
-        self._root = f"refit/{self._asked(lambda: self.store.add(f'refit/of rank {self.rank}', 1))}"
-        self.notes = RankNotes(self.store, self._root, self.rank, self._asked)
-        self.pulse = Pulse(
-            lambda by: self._asked(lambda: self.store.add(f"{self._root}/progress", by)),
+        self._root = f"refit/{self._call(lambda: self.store.add(f'refit/of rank {self.rank}', 1))}"
+        self.messages = RankMessages(self.store, self._root, self.rank, self._call)
+        self.heartbeat = Heartbeat(
+            lambda by: self._call(lambda: self.store.add(f"{self._root}/progress", by)),
             timeout_s / _LOOKS,
         )
 
@@ -83,28 +84,28 @@ class Meeting:
     @property
     def calls(self) -> int:
         """Collective calls of this rank so far."""
-        return self._calls + (self._channels.calls if self._channels else 0)
+        return self._calls + (self._groups.calls if self._groups else 0)
 
     def begin(self) -> None:
         """Count what all ranks now undertake: one that is late to it, when the others have given it
         up, must not meet them in the next.
         """
-        self._asked.forget()
+        self._call.forget()
         if self.rank == 0:
             for key in self._left:  # nobody waits for these any more
-                self._asked(lambda key=key: self.store.delete_key(key))
+                self._call(partial(self.store.delete_key, key))
         self._number, self._left = self._number + 1, []
 
-    def channels(self) -> Channels:
+    def groups(self) -> ProcessGroups:
         """This epoch's; RefitError where another rank does not come in time, or has given up."""
-        if self._channels is None:
-            while given_up := self._given_up():
+        if self._groups is None:
+            while given_up := self._aborted():
                 number, words = given_up
                 if number >= self._number:
                     raise RefitError(f"the others have given up already: {words}")
                 self._epoch += 1
-            self._channels = self._asked(self._joined)
-        return self._channels
+            self._groups = self._call(self._joined)
+        return self._groups
 
     def sum(self, numbers: Tensor) -> None:
         """Collective over all ranks, in place: add up int64 numbers. Waits as long as others are
@@ -113,79 +114,79 @@ class Meeting:
         if self._topology.world_size == 1:
             return
         try:
-            world = self.channels().world
+            world = self.groups().world
             self._all_here(numbers.numel())
             world.sum(numbers).wait()
             # What another rank sent before it gave up is enough to complete the sum here.
-            given_up = self._given_up()
+            given_up = self._aborted()
             if given_up is not None:
                 raise RefitError(given_up[1])
         except RefitError as error:
-            first = self._given_up()
-            self.give_up(error)
+            first = self._aborted()
+            self.abort(error)
             raise (RefitError(first[1]) if first else error) from error
 
-    def agree(self, failure: Exception | None) -> None:
+    def check_all_succeeded(self, failure: Exception | None) -> None:
         """The end, collective over all ranks: RefitError on all, with reasons, if any failed."""
         if failure is not None:
-            self.notes.give_reason(words_of(failure))
+            self.messages.publish_failure(failure_message(failure))
         failed = torch.zeros(self._topology.world_size, dtype=torch.int64, device=self._device)
         failed[self.rank] = failure is not None
         try:
             self.sum(failed)
         except RefitError as error:
-            raise (RefitError(words_of(failure)) if failure else error) from error
+            raise (RefitError(failure_message(failure)) if failure else error) from error
         ranks = [rank for rank, flag in enumerate(failed.tolist()) if flag]
-        reasons = self.notes.reasons(ranks) if ranks else ""
-        self.part()
+        reasons = self.messages.failures(ranks) if ranks else ""
+        self.leave_together()
         if ranks:
             raise RefitError(reasons) from failure
 
-    def part(self) -> None:
+    def leave_together(self) -> None:
         """Return when all ranks are done with this, and need no other for it any more. RefitError
         with the words of who gave it up meanwhile.
         """
-        parting = self._parting(self._number)
-        why = parting.part(self._timeout_s, lambda: (self._given_up() or (0, ""))[1])
-        if why and not self._asked.unanswered and self._given_up():
+        departure = self._departure(self._number)
+        why = departure.leave_together(self._timeout_s, lambda: (self._aborted() or (0, ""))[1])
+        if why and not self._call.unanswered and self._aborted():
             self._leave(broken=True)
             raise RefitError(why)
         if why:  # what is done stays done
             _log.warning("done here, but a rank may not know that all are: %s", why)
 
-    def give_up(self, error: BaseException) -> None:
-        """Leave channels in which something may still be under way, and tell the others why."""
-        said = f"{self._number} rank {self.rank}: {words_of(error)}"
+    def abort(self, error: BaseException) -> None:
+        """Leave groups in which something may still be under way, and tell the others why."""
+        said = f"{self._number} rank {self.rank}: {failure_message(error)}"
         key = f"{self._root}/broken/{self._epoch}"
         try:
-            self._asked(lambda: self.store.compare_set(key, "", said))
+            self._call(lambda: self.store.compare_set(key, "", said))
         finally:
             self._leave(broken=True)
 
-    def leave(self) -> None:
+    def shut_down(self) -> None:
         """Nothing follows, and no rank has failed: rank 0 goes after the others, in time."""
-        patience_s = min(self._timeout_s, FAREWELL_S)
-        parting = replace(self._parting("leaving"), asked=Asking(patience_s))
+        patience_s = min(self._timeout_s, SHUTDOWN_S)
+        departure = replace(self._departure("leaving"), call=StoreCalls(patience_s))
         with suppress(RefitError):  # who is gone needs nothing
-            if self.rank != 0 or self._given_up() is None:
-                parting.farewell(patience_s)
+            if self.rank != 0 or self._aborted() is None:
+                departure.shut_down(patience_s)
 
     def close(self) -> None:
-        """Leave the channels."""
+        """Leave the groups."""
         self._leave()
 
-    def _parting(self, what: object) -> Parting:
+    def _departure(self, what: object) -> Departure:
         root, size = f"{self._root}/{what}", self._topology.world_size
-        return Parting(self.store, root, self.rank, size, self._asked, self.pulse)
+        return Departure(self.store, root, self.rank, size, self._call, self.heartbeat)
 
-    def _joined(self) -> Channels:
+    def _joined(self) -> ProcessGroups:
         at, size = self._coords, self._topology
 
-        def channel(name: str, rank: int, count: int) -> Channel:
+        def channel(name: str, rank: int, count: int) -> BoundedProcessGroup:
             where = f"{self._root}/{self._epoch}/{name}"
-            return Channel(where, self.store, rank, count, self._timeout_s)
+            return BoundedProcessGroup(where, self.store, rank, count, self._timeout_s)
 
-        return Channels(
+        return ProcessGroups(
             tp=channel(f"tp/{at.pp}.{at.dp}.{at.cp}", at.tp, size.tp),
             pp=channel(f"pp/{at.dp}.{at.cp}.{at.tp}", at.pp, size.pp),
             world=channel("world", self.rank, size.world_size),
@@ -198,14 +199,14 @@ class Meeting:
         arrived, everybody = self._keys(count)
         self._left += [arrived, everybody]
         size = self._topology.world_size
-        if self._asked(lambda: self.store.add(arrived, 1)) == size:
-            self._asked(lambda: self.store.set(everybody, ""))
+        if self._call(lambda: self.store.add(arrived, 1)) == size:
+            self._call(lambda: self.store.set(everybody, ""))
         seen, quiet_since = -1, time.monotonic()
-        while not self._asked(lambda: self._comes(everybody)):
-            sign = self.pulse.look()
+        while not self._call(lambda: self._comes(everybody)):
+            sign = self.heartbeat.count()
             now = time.monotonic()
             seen, quiet_since = sign, quiet_since if sign == seen or seen < 0 else now
-            if given_up := self._given_up():
+            if given_up := self._aborted():
                 raise RefitError(given_up[1])
             if now - quiet_since >= self._timeout_s:
                 raise RefitError(
@@ -229,26 +230,26 @@ class Meeting:
         return f"{self._root}/arrived/{end}", f"{self._root}/everybody/{end}"
 
     def _leave(self, broken: bool = False) -> None:
-        channels, self._channels = self._channels, None
-        if channels is not None:
-            self._calls += channels.calls
-            channels.close(broken)
+        groups, self._groups = self._groups, None
+        if groups is not None:
+            self._calls += groups.calls
+            groups.close(broken)
 
-    def _given_up(self) -> tuple[int, str] | None:
+    def _aborted(self) -> tuple[int, str] | None:
         """In which undertaking this epoch was given up, by whom and why; None where it was not."""
         key = f"{self._root}/broken/{self._epoch}"
 
         def look() -> bytes | None:
             return self.store.get(key) if self.store.check([key]) else None
 
-        note = self._asked(look)
+        note = self._call(look)
         if note is None:
             return None
         number, _, words = note.decode().partition(" ")
         return int(number), words
 
 
-def words_of(failure: BaseException) -> str:
+def failure_message(failure: BaseException) -> str:
     """A failure for others to read."""
     if isinstance(failure, RefitError):
         return str(failure)

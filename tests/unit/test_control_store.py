@@ -1,4 +1,4 @@
-"""The board: notes of any size, and no call that waits for longer than it was told."""
+"""The control store: notes of any size, and no call that waits for longer than it was told."""
 
 from __future__ import annotations
 
@@ -15,20 +15,25 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_policy.coordination.authenticated_connection import (
+    AuthenticatedConnection,
+    accept,
+    connect,
+    new_secret,
+)
+from megatron_policy.coordination.control_server import ControlClient
+from megatron_policy.coordination.control_store import ControlStore
+from megatron_policy.coordination.key_value import Reply, Request
+from megatron_policy.coordination.timeouts import run_with_timeout
 from megatron_policy.errors import ConfigError, RefitError
-from megatron_policy.refit.board import Board
-from megatron_policy.refit.board_server import BoardClient
-from megatron_policy.refit.notes import Reply, Request
-from megatron_policy.refit.patience import within
-from megatron_policy.refit.sealed import Sealed, as_guest, as_host, new_secret
 from megatron_policy.rendezvous import reserved_port
 from tests.collective_engine import SECRET
 
 
 def test_notes_of_any_size_arrive_whole_and_go_whole() -> None:
     with reserved_port() as port:
-        host = Board("127.0.0.1", port, 20.0, SECRET, host=True)
-        other = Board("127.0.0.1", port, 20.0, SECRET)
+        host = ControlStore("127.0.0.1", port, 20.0, SECRET, host=True)
+        other = ControlStore("127.0.0.1", port, 20.0, SECRET)
         for size in (0, 1, 4 * 2**20, 9 * 2**20 + 5):
             content = bytes(range(256)) * (size // 256 + 1)
             host.put("note", content[:size])
@@ -43,7 +48,7 @@ def test_notes_of_any_size_arrive_whole_and_go_whole() -> None:
 
 def test_a_note_that_does_not_come_is_missed_in_time_and_the_board_goes_on() -> None:
     with reserved_port() as port:
-        host = Board("127.0.0.1", port, 20.0, SECRET, host=True)
+        host = ControlStore("127.0.0.1", port, 20.0, SECRET, host=True)
         with pytest.raises(RefitError, match="where is it"):
             host.get("note", 0.1, "where is it")
         host.put("note", b"here")
@@ -53,33 +58,36 @@ def test_a_note_that_does_not_come_is_missed_in_time_and_the_board_goes_on() -> 
 
 def test_a_board_without_a_host_says_so() -> None:
     with reserved_port() as port, pytest.raises(RefitError, match=f"at 127.0.0.1:{port}, cannot"):
-        Board("127.0.0.1", port, 1.0, SECRET).get("note", 1.0, "missing")
+        ControlStore("127.0.0.1", port, 1.0, SECRET).get("note", 1.0, "missing")
 
 
 def test_a_step_that_hangs_is_left_behind() -> None:
     with pytest.raises(TimeoutError, match=r"no answer within 0\.1 s"):
-        within(0.1, lambda: time.sleep(5))
+        run_with_timeout(0.1, lambda: time.sleep(5))
 
 
 def test_a_step_that_fails_raises_what_it_raised() -> None:
     with pytest.raises(ZeroDivisionError):
-        within(5.0, lambda: 1 // 0)
+        run_with_timeout(5.0, lambda: 1 // 0)
 
 
 @pytest.fixture
-def host() -> Iterator[Board]:
+def host() -> Iterator[ControlStore]:
     """A board with one note."""
-    with reserved_port() as port, closing(Board("127.0.0.1", port, 20.0, SECRET, host=True)) as own:
+    with (
+        reserved_port() as port,
+        closing(ControlStore("127.0.0.1", port, 20.0, SECRET, host=True)) as own,
+    ):
         own.port = port
         own.put("note", b"here")
         yield own
 
 
-def untouched(host: Board) -> bool:
+def untouched(host: ControlStore) -> bool:
     return host.count() == 1 and host.find("note") == b"here"
 
 
-def test_a_board_listens_at_the_announced_address_and_nowhere_else(host: Board) -> None:
+def test_a_board_listens_at_the_announced_address_and_nowhere_else(host: ControlStore) -> None:
     socket.create_connection(("127.0.0.1", host.port), 20.0).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", host.port), 20.0)
@@ -87,16 +95,16 @@ def test_a_board_listens_at_the_announced_address_and_nowhere_else(host: Board) 
 
 def test_an_address_that_is_not_this_machines_is_named() -> None:
     with pytest.raises(RefitError, match=r"cannot be kept at 192\.0\.2\.1:20999.*this machine"):
-        Board("192.0.2.1", 20999, 1.0, SECRET, host=True)
+        ControlStore("192.0.2.1", 20999, 1.0, SECRET, host=True)
 
 
-def test_who_has_another_secret_is_refused_at_once_by_name(host: Board) -> None:
-    stranger = Board("127.0.0.1", host.port, 600.0, new_secret())
+def test_who_has_another_secret_is_refused_at_once_by_name(host: ControlStore) -> None:
+    stranger = ControlStore("127.0.0.1", host.port, 600.0, new_secret())
     for ask in (
         lambda: stranger.put("note", b"planted"),
         lambda: stranger.get("note", 600.0, "missing"),
         lambda: stranger.drop(["note"]),
-        lambda: stranger.channel("group", 1, 2, 600.0),
+        lambda: stranger.process_group("group", 1, 2, 600.0),
     ):
         with pytest.raises(
             RefitError, match=r"refuses this process: it has another secret.*trainer"
@@ -106,7 +114,7 @@ def test_who_has_another_secret_is_refused_at_once_by_name(host: Board) -> None:
     assert untouched(host)
 
 
-def test_torchs_own_store_reaches_no_note(host: Board) -> None:
+def test_torchs_own_store_reaches_no_note(host: ControlStore) -> None:
     with pytest.raises(RuntimeError):
         timeout = timedelta(seconds=1)
         store = dist.TCPStore("127.0.0.1", host.port, None, False, timeout, wait_for_workers=False)
@@ -121,7 +129,7 @@ def plant(request: Request) -> bytes:
     return struct.pack("!IQ", len(header), len(request.body)) + header + request.body + bytes(32)
 
 
-def test_a_note_planted_without_the_secret_is_not_accepted(host: Board) -> None:
+def test_a_note_planted_without_the_secret_is_not_accepted(host: ControlStore) -> None:
     planted = plant(Request("put", ("note",), body=b"planted"))
     with socket.create_connection(("127.0.0.1", host.port), 20.0) as stranger:
         assert len(stranger.recv(1024)) > 32
@@ -131,15 +139,15 @@ def test_a_note_planted_without_the_secret_is_not_accepted(host: Board) -> None:
     assert untouched(host)
 
 
-def test_a_note_planted_in_a_holders_connection_is_not_accepted(host: Board) -> None:
-    with closing(BoardClient("127.0.0.1", host.port, SECRET.encode(), 20.0, 20.0)) as holder:
+def test_a_note_planted_in_a_holders_connection_is_not_accepted(host: ControlStore) -> None:
+    with closing(ControlClient("127.0.0.1", host.port, SECRET.encode(), 20.0, 20.0)) as holder:
         connection = holder._host._connection
         connection.sendall(plant(Request("put", ("note",), body=b"planted")))
         assert connection.recv(1) == b"", "it was hung up"
     assert untouched(host)
 
 
-def test_a_message_that_is_sent_twice_is_taken_once(host: Board) -> None:
+def test_a_message_that_is_sent_twice_is_taken_once(host: ControlStore) -> None:
     class Doubling:
         def __init__(self, inner: socket.socket) -> None:
             self.inner, self.said = inner, b""
@@ -153,7 +161,7 @@ def test_a_message_that_is_sent_twice_is_taken_once(host: Board) -> None:
 
     with socket.create_connection(("127.0.0.1", host.port), 20.0) as connection:
         doubling = Doubling(connection)
-        sealed = as_guest(doubling, SECRET.encode(), 20.0)
+        sealed = connect(doubling, SECRET.encode(), 20.0)
         doubling.said = b""
         sealed.send(Request("add", ("sum",), number=1).header(), b"", 20.0)
         assert Reply.decoded(*sealed.receive(20.0)).number == 1
@@ -165,12 +173,12 @@ def test_a_message_that_is_sent_twice_is_taken_once(host: Board) -> None:
 def test_a_host_without_the_secret_is_not_taken_for_the_trainer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        board = Board("127.0.0.1", port, 20.0, SECRET)
+        board = ControlStore("127.0.0.1", port, 20.0, SECRET)
 
         def pretend() -> None:
             connection, _ = server.accept()
             with connection, pytest.raises(RefitError):
-                as_host(connection, b"a guess at the secret", 20.0)
+                accept(connection, b"a guess at the secret", 20.0)
 
         with ThreadPoolExecutor(1) as threads:
             pretending = threads.submit(pretend)
@@ -195,35 +203,35 @@ def test_a_host_without_the_secret_is_not_taken_for_the_trainer() -> None:
     ],
 )
 def test_a_request_that_means_nothing_is_answered_with_its_words(
-    host: Board, header: bytes
+    host: ControlStore, header: bytes
 ) -> None:
-    with closing(BoardClient("127.0.0.1", host.port, SECRET.encode(), 20.0, 20.0)) as holder:
-        sealed: Sealed = holder._host
+    with closing(ControlClient("127.0.0.1", host.port, SECRET.encode(), 20.0, 20.0)) as holder:
+        sealed: AuthenticatedConnection = holder._host
         sealed.send(header, b"", 20.0)
         with pytest.raises(RefitError, match="means nothing"):
             Reply.decoded(*sealed.receive(20.0))
         assert holder.perform(Request("get", ("note",), 20.0)).body == b"here", "it goes on"
 
 
-def test_a_sum_of_what_is_no_number_is_refused_by_name(host: Board) -> None:
+def test_a_sum_of_what_is_no_number_is_refused_by_name(host: ControlStore) -> None:
     request = Request("add", ("note",), number=1)
-    holder = BoardClient("127.0.0.1", host.port, SECRET.encode(), 20.0, 20.0)
+    holder = ControlClient("127.0.0.1", host.port, SECRET.encode(), 20.0, 20.0)
     with closing(holder), pytest.raises(RefitError, match=r"the note note .* is no number"):
         holder.perform(request)
 
 
-def test_strangers_who_say_nothing_do_not_keep_holders_away(host: Board) -> None:
+def test_strangers_who_say_nothing_do_not_keep_holders_away(host: ControlStore) -> None:
     strangers = [socket.create_connection(("127.0.0.1", host.port), 20.0) for _ in range(200)]
     try:
-        with closing(Board("127.0.0.1", host.port, 20.0, SECRET)) as holder:
+        with closing(ControlStore("127.0.0.1", host.port, 20.0, SECRET)) as holder:
             assert holder.get("note", 20.0, "missing") == b"here"
     finally:
         for stranger in strangers:
             stranger.close()
 
 
-def test_a_board_that_is_closed_listens_no_more(host: Board) -> None:
-    other = Board("127.0.0.1", host.port, 0.5, SECRET)
+def test_a_board_that_is_closed_listens_no_more(host: ControlStore) -> None:
+    other = ControlStore("127.0.0.1", host.port, 0.5, SECRET)
     assert other.find("note") == b"here"
     host.close()
     with pytest.raises(RefitError, match="cannot be reached"):
@@ -233,5 +241,5 @@ def test_a_board_that_is_closed_listens_no_more(host: Board) -> None:
 @pytest.mark.parametrize("secret", ["", "short", None, b"bytes of sixteen or more"])
 def test_a_secret_that_can_be_guessed_is_refused(secret: Any) -> None:
     with pytest.raises(ConfigError, match="16 characters or more"):
-        Board("127.0.0.1", 1, 1.0, secret)
+        ControlStore("127.0.0.1", 1, 1.0, secret)
     assert len({new_secret(), new_secret()}) == 2

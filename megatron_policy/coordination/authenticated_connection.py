@@ -48,11 +48,11 @@ class WrongSecret(RefitError):
     """The other side has another secret, or none."""
 
 
-class Sealed:
+class AuthenticatedConnection:
     """One end of such a connection. OSError where it breaks, TimeoutError among them."""
 
     def __init__(self, connection: socket.socket, key: bytes, host: bool) -> None:
-        """Both have met: see `as_host` and `as_guest`."""
+        """Both have met: see `accept` and `connect`."""
         connection.settimeout(None)
         self._connection, self._key = connection, key
         self._out, self._in = (b"host", b"guest") if host else (b"guest", b"host")
@@ -93,7 +93,7 @@ class Sealed:
         return made.digest()
 
 
-def as_host(connection: socket.socket, secret: bytes, timeout_s: float) -> Sealed:
+def accept(connection: socket.socket, secret: bytes, timeout_s: float) -> AuthenticatedConnection:
     """Meet a guest; WrongSecret where it is none."""
     end = time.monotonic() + timeout_s
     connection.settimeout(timeout_s)
@@ -105,10 +105,10 @@ def as_host(connection: socket.socket, secret: bytes, timeout_s: float) -> Seale
         connection.sendall(bytes(1 + _MAC))
         raise WrongSecret("a process without the secret of the refit group was refused")
     connection.sendall(b"\1" + _proof(secret, b"host", both))
-    return Sealed(connection, _proof(secret, b"frames", both), host=True)
+    return AuthenticatedConnection(connection, _proof(secret, b"frames", both), host=True)
 
 
-def as_guest(connection: socket.socket, secret: bytes, timeout_s: float) -> Sealed:
+def connect(connection: socket.socket, secret: bytes, timeout_s: float) -> AuthenticatedConnection:
     """Meet the host; WrongSecret where it has another secret, RefitError where it is none."""
     end = time.monotonic() + timeout_s
     greeting = _read(connection, len(_GREETING), timeout_s)
@@ -121,7 +121,7 @@ def as_guest(connection: socket.socket, secret: bytes, timeout_s: float) -> Seal
     said = _read(connection, 1 + _MAC, end - time.monotonic())
     if not hmac.compare_digest(b"\1" + _proof(secret, b"host", both), said):
         raise WrongSecret("it has another secret than this process")
-    return Sealed(connection, _proof(secret, b"frames", both), host=False)
+    return AuthenticatedConnection(connection, _proof(secret, b"frames", both), host=False)
 
 
 def hang_up(connection: socket.socket) -> None:

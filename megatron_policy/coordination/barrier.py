@@ -11,10 +11,10 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from megatron_policy.coordination.departure import Departure, store_failure
+from megatron_policy.coordination.heartbeat import Heartbeat
+from megatron_policy.coordination.timeouts import run_with_timeout
 from megatron_policy.errors import CheckpointError, ConfigError
-from megatron_policy.refit.parting import Parting, words_of_store
-from megatron_policy.refit.patience import within
-from megatron_policy.refit.pulse import Pulse
 
 _log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 _SIGNS = 8  # of life, in the longest wait
 
 
-class Council:
+class Coordinator:
     """One rank's seat: `open` it for each thing that all ranks undertake, in the same order."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
@@ -36,13 +36,13 @@ class Council:
         first = 0 if size == 1 else store.add(f"council/of rank {rank}", 1)
         self._root = f"council/{first}"
 
-    def open(self, purpose: str = "") -> Undertaking:
+    def begin(self, purpose: str = "") -> CollectiveOperation:
         """The next undertaking of all ranks; CheckpointError, on all of them, where their purposes
         differ.
         """
         self._number += 1
-        under = Undertaking(self, self._store, self._root, self._number)
-        under.be_of_one_mind(purpose)
+        under = CollectiveOperation(self, self._store, self._root, self._number)
+        under.check_same_purpose(purpose)
         return under
 
     def all_are_at(self, number: int) -> None:
@@ -72,27 +72,27 @@ _NAMES = (
 """What ranks tell each other, or wait for, in an undertaking."""
 
 
-class Undertaking:
+class CollectiveOperation:
     """What one rank has to do with the others until something is done, or given up by all."""
 
-    def __init__(self, council: Council, store: dist.Store, root: str, number: int) -> None:
-        self._council, self._store, self._number = council, store, number
+    def __init__(self, coordinator: Coordinator, store: dist.Store, root: str, number: int) -> None:
+        self._coordinator, self._store, self._number = coordinator, store, number
         self._root = root = f"{root}/{number}"
-        self._own = f"rank {council.rank}: "
-        self._alone = council.size == 1
-        self._told: dict[str, str] = {}
+        self._own = f"rank {coordinator.rank}: "
+        self._alone = coordinator.size == 1
+        self._published: dict[str, str] = {}
         self._left = self._alone
-        self._pulse = Pulse(
-            lambda by: self._asked(lambda: self._store.add(f"{root}/signs", by)),
-            council.timeout_s / _SIGNS,
+        self._heartbeat = Heartbeat(
+            lambda by: self._call(lambda: self._store.add(f"{root}/signs", by)),
+            coordinator.timeout_s / _SIGNS,
         )
 
-    def be_of_one_mind(self, purpose: str) -> None:
+    def check_same_purpose(self, purpose: str) -> None:
         """CheckpointError unless this is what the ranks that came before are here for."""
         if self._alone:
             return
         key = f"{self._root}/purpose"
-        first = self._asked(lambda: self._store.compare_set(key, "", purpose)).decode()
+        first = self._call(lambda: self._store.compare_set(key, "", purpose)).decode()
         if first != purpose:
             words = f"one rank is to {first}, another to {purpose}: call it on all ranks alike"
             self._fail(words)
@@ -100,13 +100,13 @@ class Undertaking:
             raise CheckpointError(words)
 
     @contextmanager
-    def at_work(self, name: str = "") -> Iterator[None]:
+    def critical_section(self, name: str = "") -> Iterator[None]:
         """The others wait while the body goes on, which waits for none of them, and hear of its
         failure, which is a CheckpointError here, or the ConfigError it is, once they have come to
         where they hear it. Afterwards this rank has arrived at `name`, if that is given.
         """
         try:
-            with self._signs():
+            with self._beating():
                 yield
         except Exception as error:
             failure = as_checkpoint_error(error)
@@ -121,68 +121,72 @@ class Undertaking:
         if name:
             self._arrive(name)
 
-    def be_alike(self, found: str) -> None:
-        """CheckpointError if another rank has come with something else; for a body `at_work`."""
+    def check_same_value(self, found: str) -> None:
+        """CheckpointError if another rank has come with something else; for a body in a
+        `critical_section`.
+        """
         if self._alone:
             return
         key = f"{self._root}/alike"
-        first = self._asked(lambda: self._store.compare_set(key, "", found)).decode()
+        first = self._call(lambda: self._store.compare_set(key, "", found)).decode()
         if first != found:
             raise CheckpointError(
                 f"this rank has found {found}, another {first}: all of them have to see the same "
                 "directories"
             )
 
-    def wait(self, name: str) -> None:
+    def wait_for_all(self, name: str) -> None:
         """Until every rank has arrived at `name`; CheckpointError, with the words of who failed
         first, where one has before it did or gives no sign of life. What fails when all have
         arrived is not heard of here: every rank goes on, or none.
         """
         self._await(name)
         if not self._alone:
-            self._asked(lambda: self._council.all_are_at(self._number))
+            self._call(lambda: self._coordinator.all_are_at(self._number))
 
-    def tell(self, name: str, words: str) -> None:
+    def publish(self, name: str, words: str) -> None:
         """Leave a note for the others."""
         assert name in _NAMES, name
         if self._alone:
-            self._told[name] = words
+            self._published[name] = words
         else:
-            self._asked(lambda: self._store.set(f"{self._root}/{name}", words))
+            self._call(lambda: self._store.set(f"{self._root}/{name}", words))
 
-    def hear(self, name: str) -> str:
+    def wait_for(self, name: str) -> str:
         """The note that another rank leaves; waits for it as `wait` does."""
         if self._alone:
-            return self._told[name]
+            return self._published[name]
         self._await(name)
-        return self._asked(lambda: self._store.get(f"{self._root}/{name}")).decode()
+        return self._call(lambda: self._store.get(f"{self._root}/{name}")).decode()
 
-    def part(self) -> None:
+    def leave_together(self) -> None:
         """To be called last where all has gone well: return when the others need nothing more of
         this rank for it, in particular not the store of rank 0. What fails now undoes nothing.
         """
         if self._alone:
             return
-        council, asked = self._council, self._asked
-        parting = Parting(self._store, self._root, council.rank, council.size, asked, self._pulse)
-        if why := parting.part(council.timeout_s, self._told_failure):
-            council.deserted = True
+        coordinator, call = self._coordinator, self._call
+        departure = Departure(
+            self._store, self._root, coordinator.rank, coordinator.size, call, self._heartbeat
+        )
+        if why := departure.leave_together(coordinator.timeout_s, self._published_failure):
+            coordinator.deserted = True
             _log.warning("done here, but a rank may not know that all are: %s", why)
 
-    def _told_failure(self) -> str:
+    def _published_failure(self) -> str:
         """What was told of a failure first, by whichever rank; empty if none has failed."""
         failed = f"{self._root}/failed"
-        if not self._asked(lambda: self._store.check([failed])):
+        if not self._call(lambda: self._store.check([failed])):
             return ""
-        return self._asked(lambda: self._store.get(failed)).decode()
+        return self._call(lambda: self._store.get(failed)).decode()
 
     def _arrive(self, name: str) -> None:
         assert name in _NAMES, name
         if self._alone:
             return
-        arrived = self._asked(lambda: self._store.add(f"{self._root}/{name}/arrived", 1))
-        if arrived == self._council.size:
-            self.tell(name, "all")
+        arrived = self._call(lambda: self._store.add(f"{self._root}/{name}/arrived", 1))
+        if arrived == self._coordinator.size:
+            self.publish(name, "all")
 
     def _fail(self, words: str) -> str:
         """Tell why this rank gives up; returns what was told first, by whichever rank."""
@@ -190,7 +194,7 @@ class Undertaking:
         if self._alone:
             return said
         key = f"{self._root}/failed"
-        return self._asked(lambda: self._store.compare_set(key, "", said)).decode()
+        return self._call(lambda: self._store.compare_set(key, "", said)).decode()
 
     def _await(self, name: str) -> None:
         if self._alone:
@@ -198,22 +202,22 @@ class Undertaking:
         note, failed = f"{self._root}/{name}", f"{self._root}/failed"
 
         def told() -> bool:
-            return self._asked(lambda: self._store.check([note]) or self._store.check([failed]))
+            return self._call(lambda: self._store.check([note]) or self._store.check([failed]))
 
-        heard = self._lasts_until(told)
-        if self._asked(lambda: self._store.check([note])):
+        heard = self._wait_while_alive(told)
+        if self._call(lambda: self._store.check([note])):
             # Who fails later is heard of later: here the others may have gone on without it.
             return
-        if said := self._told_failure():
+        if said := self._published_failure():
             self._leave()
             raise CheckpointError(said)
         if not heard:
             words = (
-                f"a rank gave no sign of life for {self._council.timeout_s:g} s while the "
+                f"a rank gave no sign of life for {self._coordinator.timeout_s:g} s while the "
                 f"others waited for {name!r}. Look at its log; checkpoint_timeout_s sets how "
                 "long to wait"
             )
-            self._council.deserted = True
+            self._coordinator.deserted = True
             self._fail(words)
             self._leave(with_all=False)
             raise CheckpointError(words)
@@ -224,35 +228,35 @@ class Undertaking:
         """
         if self._left:
             return
-        self._left, key, size = True, f"{self._root}/left", self._council.size
+        self._left, key, size = True, f"{self._root}/left", self._coordinator.size
 
         def all_have() -> bool:
-            return self._asked(lambda: self._store.add(key, 0)) >= size
+            return self._call(lambda: self._store.add(key, 0)) >= size
 
         with suppress(CheckpointError):
-            self._asked(lambda: self._store.add(key, 1))
-            if not (with_all and self._lasts_until(all_have)):
-                self._asked(lambda: self._store.add(key, size))  # nobody need wait any longer
+            self._call(lambda: self._store.add(key, 1))
+            if not (with_all and self._wait_while_alive(all_have)):
+                self._call(lambda: self._store.add(key, size))  # nobody need wait any longer
 
-    def _lasts_until(self, condition: Callable[[], bool]) -> bool:
+    def _wait_while_alive(self, condition: Callable[[], bool]) -> bool:
         """Wait for the condition; False if no rank gives a sign of life for so long."""
-        return self._pulse.lasts_until(condition, self._council.timeout_s)
+        return self._heartbeat.wait_while_alive(condition, self._coordinator.timeout_s)
 
     @contextmanager
-    def _signs(self) -> Iterator[None]:
+    def _beating(self) -> Iterator[None]:
         if self._alone:
             yield
             return
-        with self._pulse.kept():
+        with self._heartbeat.beating():
             yield
 
-    def _asked(self, step: Callable[[], T]) -> T:
+    def _call(self, step: Callable[[], T]) -> T:
         """What `step` makes of the store, whose host, rank 0, may have stopped or gone."""
         try:
-            return within(1.25 * self._council.timeout_s + 0.5, step)
+            return run_with_timeout(1.25 * self._coordinator.timeout_s + 0.5, step)
         except (TimeoutError, dist.DistError) as error:
-            self._council.deserted = True
-            raise CheckpointError(words_of_store(error)) from error
+            self._coordinator.deserted = True
+            raise CheckpointError(store_failure(error)) from error
 
 
 def as_checkpoint_error(error: Exception) -> CheckpointError:

@@ -33,7 +33,7 @@ def checked_timeout(timeout_s: float, name: str = "timeout_s") -> float:
     return timeout_s
 
 
-def started(thread: threading.Thread) -> bool:
+def start_thread(thread: threading.Thread) -> bool:
     """Start it; False where the interpreter is ending, and starts no threads any more."""
     try:
         thread.start()
@@ -42,7 +42,7 @@ def started(thread: threading.Thread) -> bool:
     return True
 
 
-def within(timeout_s: float, step: Callable[[], T]) -> T:
+def run_with_timeout(timeout_s: float, step: Callable[[], T]) -> T:
     """What `step` returns or raises; TimeoutError if that takes longer than `timeout_s` seconds. It
     then goes on in a thread that nobody waits for, so it must not touch what others use.
 
@@ -56,8 +56,8 @@ def within(timeout_s: float, step: Callable[[], T]) -> T:
         except Exception as error:
             outcome.append((None, error))
 
-    thread = threading.Thread(target=attempt, daemon=True, name="refit-store")
-    if not started(thread):
+    thread = threading.Thread(target=attempt, daemon=True, name="bounded-call")
+    if not start_thread(thread):
         return step()
     thread.join(timeout_s)
     if not outcome:

@@ -9,10 +9,15 @@ import socket
 import threading
 import time
 
+from megatron_policy.coordination.authenticated_connection import (
+    AuthenticatedConnection,
+    accept,
+    connect,
+    hang_up,
+)
+from megatron_policy.coordination.key_value import KeyValueStore, Reply, Request
+from megatron_policy.coordination.timeouts import start_thread
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.notes import Notes, Reply, Request
-from megatron_policy.refit.patience import started
-from megatron_policy.refit.sealed import Sealed, as_guest, as_host, hang_up
 
 _MEETING_S = 10.0  # that a process gets to show that it has the secret
 _AT_ONCE = 64  # connections that have not shown it yet: the longest silent makes room
@@ -21,10 +26,10 @@ _PAUSE_S = 0.05
 _GRACE_S = 1.0  # for an answer that says that a note has not come
 
 
-class BoardServer:
+class ControlServer:
     """Serves until `close`; each connection has a thread."""
 
-    def __init__(self, ip: str, port: int, secret: bytes, notes: Notes) -> None:
+    def __init__(self, ip: str, port: int, secret: bytes, notes: KeyValueStore) -> None:
         """Listen at (ip, port) and nowhere else. OSError where that is impossible."""
         self._secret, self._notes = secret, notes
         family, _, _, _, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]
@@ -33,7 +38,7 @@ class BoardServer:
         self._strangers: dict[socket.socket, None] = {}  # the first to come first
         self._lock = threading.Lock()
         self._closed = False
-        started(threading.Thread(target=self._accept, daemon=True, name="refit-board"))
+        start_thread(threading.Thread(target=self._accept, daemon=True, name="control-store"))
 
     def close(self) -> None:
         """Hang up on all, and listen no more."""
@@ -54,9 +59,9 @@ class BoardServer:
                 continue
             self._admit(connection)
             thread = threading.Thread(
-                target=self._serve, args=(connection,), daemon=True, name="refit-board"
+                target=self._serve, args=(connection,), daemon=True, name="control-store"
             )
-            if not started(thread):
+            if not start_thread(thread):
                 self._forget(connection)
 
     def _admit(self, connection: socket.socket) -> None:
@@ -84,7 +89,7 @@ class BoardServer:
             with contextlib.suppress(OSError, RefitError):
                 if self._closed:
                     return
-                guest = as_host(connection, self._secret, _MEETING_S)
+                guest = accept(connection, self._secret, _MEETING_S)
                 with self._lock:
                     self._strangers.pop(connection, None)
                 while True:
@@ -100,26 +105,26 @@ class BoardServer:
             return Reply(error=str(error))
 
 
-class BoardClient:
+class ControlClient:
     """Asks such a server; for one thread at a time."""
 
     def __init__(
         self, ip: str, port: int, secret: bytes, connect_s: float, timeout_s: float
     ) -> None:
         """Connect within `connect_s`; `timeout_s` bounds requests that have no bound of their own.
-        OSError where nobody listens there; see `sealed.as_guest` for the rest.
+        OSError where nobody listens there; see `authenticated_connection.connect` for the rest.
         """
         connection = socket.create_connection((ip, port), connect_s)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._host: Sealed = as_guest(connection, secret, connect_s)
+            self._host: AuthenticatedConnection = connect(connection, secret, connect_s)
         except BaseException:
             hang_up(connection)
             raise
         self._timeout_s = timeout_s
 
     def perform(self, request: Request) -> Reply:
-        """As `Notes.perform`; OSError when the server does not answer."""
+        """As `KeyValueStore.perform`; OSError when the server does not answer."""
         self._host.send(request.header(), request.body, self._timeout_s)
         limit = request.timeout_s + _GRACE_S if request.timeout_s else self._timeout_s
         return Reply.decoded(*self._host.receive(limit))

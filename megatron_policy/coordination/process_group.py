@@ -18,7 +18,7 @@ from megatron_policy.errors import RefitError
 _IN_TIME = 0.9  # of the timeout: what fails before that does not fail for want of time
 
 
-class Channel:
+class BoundedProcessGroup:
     """Collectives of one group of processes, each bounded in time; `calls` counts them."""
 
     def __init__(
@@ -42,19 +42,19 @@ class Channel:
                 lambda: device.private_group(dist.PrefixStore(name, store), rank, size, timeout_s)
             )
 
-    def broadcast(self, memory: Tensor, source: int) -> Pending:
+    def broadcast(self, memory: Tensor, source: int) -> PendingCollective:
         """Send `memory` of rank `source` to that of all others."""
         return self._start(lambda: self._group.broadcast(memory, source))
 
-    def all_gather(self, memory: Tensor) -> Pending:
+    def all_gather(self, memory: Tensor) -> PendingCollective:
         """In place: `memory` has `size` equal parts, and part `rank` is this process's own."""
         own = memory.view(self.size, -1)[self.rank]
         return self._start(lambda: self._group._allgather_base(memory, own))
 
-    def sum(self, memory: Tensor) -> Pending:
+    def sum(self, memory: Tensor) -> PendingCollective:
         """In place, integers modulo 2**bits."""
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.SUM
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         return self._start(lambda: self._group.allreduce([memory], options))
 
     def close(self, broken: bool = False) -> None:
@@ -64,12 +64,12 @@ class Channel:
             group.abort()
         self._leave()
 
-    def _start(self, begin: Callable[[], Any]) -> Pending:
+    def _start(self, begin: Callable[[], Any]) -> PendingCollective:
         if self.size == 1:
-            return Pending(self, None)
+            return PendingCollective(self, None)
         assert self._group is not None, f"{self.name} is closed"
         self.calls += 1
-        return Pending(self, self._bounded(begin))
+        return PendingCollective(self, self._bounded(begin))
 
     def _bounded(self, step: Callable[[], Any]) -> Any:
         """What `step` returns; whatever fails there is a process that is slow, stopped or gone."""
@@ -88,10 +88,10 @@ class Channel:
             ) from error
 
 
-class Pending:
+class PendingCollective:
     """A collective under way."""
 
-    def __init__(self, channel: Channel, work: Any) -> None:
+    def __init__(self, channel: BoundedProcessGroup, work: Any) -> None:
         self._channel, self._work = channel, work
 
     def wait(self) -> None:

@@ -9,35 +9,35 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from megatron_policy.refit.patience import started
+from megatron_policy.coordination.timeouts import start_thread
 
 _SHORTEST_S, _LONGEST_S = 0.0005, 0.1  # between two looks
 
 
-class Pulse:
+class Heartbeat:
     """One rank's signs of life, given by `add`, which adds to the number and returns it."""
 
     def __init__(self, add: Callable[[int], int], interval_s: float) -> None:
         """At most one sign every `interval_s` seconds."""
         self._add, self._interval_s = add, interval_s
-        self._told = 0.0
+        self._last = 0.0
 
-    def look(self) -> int:
+    def count(self) -> int:
         """The number; another than the last time when somebody has given a sign since."""
         return self._add(0)
 
-    def tell(self) -> None:
+    def beat(self) -> None:
         """Give a sign, if it is time; to be called often."""
         now = time.monotonic()
-        if now - self._told > self._interval_s:
-            self._told = now
+        if now - self._last > self._interval_s:
+            self._last = now
             self._add(1)
 
-    def lasts_until(self, condition: Callable[[], bool], silence_s: float) -> bool:
+    def wait_while_alive(self, condition: Callable[[], bool], silence_s: float) -> bool:
         """Wait for the condition; False if nobody gives a sign of life for so long."""
         pause, seen, quiet_since = _SHORTEST_S, -1, time.monotonic()
         while not condition():
-            sign, now = self.look(), time.monotonic()
+            sign, now = self.count(), time.monotonic()
             seen, quiet_since = sign, quiet_since if sign == seen else now
             if now - quiet_since > silence_s:
                 return False
@@ -46,19 +46,19 @@ class Pulse:
         return True
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def beating(self) -> Iterator[None]:
         """Signs all through the body, which waits for somebody else and ends by itself."""
         over = threading.Event()
 
-        def tell() -> None:
+        def beat() -> None:
             while not over.wait(self._interval_s):
                 self._add(1)
 
-        teller = threading.Thread(target=tell, daemon=True, name="refit-pulse")
-        told = started(teller)
+        thread = threading.Thread(target=beat, daemon=True, name="heartbeat")
+        started = start_thread(thread)
         try:
             yield
         finally:
             over.set()
-            if told:
-                teller.join()
+            if started:
+                thread.join()

@@ -8,13 +8,21 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from megatron_policy.coordination.authenticated_connection import WrongSecret, checked_secret
+from megatron_policy.coordination.control_server import ControlClient, ControlServer
+from megatron_policy.coordination.key_value import (
+    COUNT,
+    DROP,
+    GET,
+    PUT,
+    KeyValue,
+    KeyValueStore,
+    Request,
+)
+from megatron_policy.coordination.process_group import BoundedProcessGroup
+from megatron_policy.coordination.timeouts import run_with_timeout
+from megatron_policy.coordination.torch_store import TorchControlStore
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.board_server import BoardClient, BoardServer
-from megatron_policy.refit.board_store import BoardStore
-from megatron_policy.refit.channels import Channel
-from megatron_policy.refit.notes import COUNT, DROP, GET, PUT, Keeper, Notes, Request
-from megatron_policy.refit.patience import within
-from megatron_policy.refit.sealed import WrongSecret, checked_secret
 
 T = TypeVar("T")
 
@@ -23,7 +31,7 @@ _GRACE_S = 0.5
 """How much longer than a group's own timeout to wait for it: it gives the better message."""
 
 
-class Board:
+class ControlStore:
     """Notes by key, kept at (ip, port) by the process that is the host, for holders of `secret`.
 
     Every method raises RefitError when the host does not answer; the next call then connects anew.
@@ -37,12 +45,12 @@ class Board:
         """
         self._at, self._timeout_s = (ip, port), timeout_s
         self._secret = checked_secret(secret)
-        self._notes: Notes | None = Notes() if host else None
-        self._client: BoardClient | None = None
-        self._server: BoardServer | None = None
+        self._notes: KeyValueStore | None = KeyValueStore() if host else None
+        self._client: ControlClient | None = None
+        self._server: ControlServer | None = None
         if self._notes is not None:
             try:
-                self._server = BoardServer(ip, port, self._secret, self._notes)
+                self._server = ControlServer(ip, port, self._secret, self._notes)
             except OSError as error:
                 raise RefitError(
                     f"the refit group cannot be kept at {ip}:{port}: {error.strerror}. Choose an "
@@ -82,18 +90,24 @@ class Board:
         """How many notes there are, of groups that met here too."""
         return self._ask(self._timeout_s, lambda keeper: keeper.perform(Request(COUNT))).number
 
-    def channel(self, name: str, rank: int, size: int, timeout_s: float) -> Channel:
+    def process_group(
+        self, name: str, rank: int, size: int, timeout_s: float
+    ) -> BoundedProcessGroup:
         """Meet the other `size - 1` processes under a name that is new to this board."""
 
-        def meet(_: Keeper) -> Channel:
+        def meet(_: KeyValue) -> BoundedProcessGroup:
             # A connection of its own: a group may wait in it, and from a thread of torch's.
-            client = None if self._notes is not None else self._connected(timeout_s)
-            store = BoardStore(self._notes or client, timeout_s)
-            leave = (lambda: None) if client is None else client.close
+            client = self._connected(timeout_s) if self._notes is None else None
+            store = TorchControlStore(client or self._own(), timeout_s)
+
+            def leave() -> None:
+                if client is not None:
+                    client.close()
+
             try:
-                return within(
+                return run_with_timeout(
                     timeout_s + _GRACE_S,
-                    lambda: Channel(name, store, rank, size, timeout_s, leave),
+                    lambda: BoundedProcessGroup(name, store, rank, size, timeout_s, leave),
                 )
             except TimeoutError as error:
                 leave()
@@ -111,7 +125,11 @@ class Board:
             self._server.close()
         self._server = None
 
-    def _ask(self, timeout_s: float, step: Callable[[Keeper], T]) -> T:
+    def _own(self) -> KeyValueStore:
+        assert self._notes is not None, "only the host keeps notes itself"
+        return self._notes
+
+    def _ask(self, timeout_s: float, step: Callable[[KeyValue], T]) -> T:
         """What `step` makes of the notes."""
         if self._notes is not None:
             return step(self._notes)
@@ -126,13 +144,13 @@ class Board:
                 return self._ask(timeout_s, step)
             raise RefitError(self._words(str(error))) from error
 
-    def _connected(self, timeout_s: float) -> BoardClient:
+    def _connected(self, timeout_s: float) -> ControlClient:
         """A connection to the host, which may open its port later."""
         end = time.monotonic() + timeout_s
         while True:
             try:
                 left = max(_GRACE_S, end - time.monotonic())
-                return BoardClient(*self._at, self._secret, left, self._timeout_s)
+                return ControlClient(*self._at, self._secret, left, self._timeout_s)
             except WrongSecret as error:
                 ip, port = self._at
                 raise RefitError(

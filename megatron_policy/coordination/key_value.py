@@ -82,7 +82,7 @@ class Reply:
         raise RefitError(f"an answer of the refit group means nothing: {_shown(header)}")
 
 
-class Keeper(Protocol):
+class KeyValue(Protocol):
     """Who does what is asked of notes, here or elsewhere."""
 
     def perform(self, request: Request) -> Reply:
@@ -90,7 +90,7 @@ class Keeper(Protocol):
         ...
 
 
-class Notes:
+class KeyValueStore:
     """The notes; may be used by any number of threads."""
 
     def __init__(self) -> None:
