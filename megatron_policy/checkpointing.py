@@ -167,7 +167,7 @@ class Checkpoints:
     def leave(self) -> None:
         """`finish` for good: rank 0 waits for the others, see `Session.leave`."""
         self.finish()
-        self._session.leave(self._coordinator.deserted)
+        self._session.leave(self._coordinator.lost_a_rank)
 
     def _before_loading(self) -> None:
         self._saver.finish()

@@ -113,12 +113,12 @@ class Session:
             self.assembly.trainable.finish_parameter_gather()
         self._on_their_way = False
 
-    def leave(self, deserted: bool) -> None:
-        """To be called before `close`: rank 0, whose process may keep the store where the ranks
-        meet, waits for the others to leave too. Not for long, and neither while it handles an error
-        nor where a rank is known to have `deserted` the others.
+    def leave(self, lost_a_rank: bool) -> None:
+        """Call it before `close`. Rank 0, whose process can host the store of the ranks, waits up
+        to 30 s for the others to leave too; not while it handles an error, nor after it
+        `lost_a_rank`.
         """
-        if self._open and not deserted and sys.exc_info()[0] is None:
+        if self._open and not lost_a_rank and sys.exc_info()[0] is None:
             self.exporter.leave()
 
     def close(self) -> None:

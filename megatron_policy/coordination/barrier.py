@@ -1,5 +1,5 @@
-"""How the ranks of a policy go through a save or a load together: notes in the store where they
-met. No collectives, so a thread beside the training may do it; knows nothing of checkpoints.
+"""Operations that all ranks of a policy carry out together and that fail on all of them together.
+They use the store of the ranks, no collectives, so that a background thread can run one.
 """
 
 from __future__ import annotations
@@ -7,46 +7,41 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TypeVar
 
 import torch.distributed as dist
 
-from megatron_policy.coordination.departure import Departure, store_failure
+from megatron_policy.coordination.departure import Departure
 from megatron_policy.coordination.heartbeat import Heartbeat
-from megatron_policy.coordination.timeouts import run_with_timeout
+from megatron_policy.coordination.store import StoreCalls
 from megatron_policy.errors import CheckpointError, ConfigError
 
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-_SIGNS = 8  # of life, in the longest wait
+_BEATS = 8  # in the longest wait
 
 
 class Coordinator:
-    """One rank's seat: `open` it for each thing that all ranks undertake, in the same order."""
+    """One rank's part in the operations: every rank begins the same ones in the same order."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
-        """No wait is longer than `timeout_s` seconds, counted from the last sign of life."""
+        """No wait is longer than `timeout_s` seconds without a heartbeat."""
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        self.deserted = False
-        """Whether a rank was missing when it was waited for last."""
+        self.lost_a_rank = False
+        """Whether a rank did not come to the end of an operation."""
         self._store, self._number, self._cleaned = store, 0, 0
-        # The store may outlive a policy, and what the next one's ranks leave there must be new.
-        first = 0 if size == 1 else store.add(f"council/of rank {rank}", 1)
-        self._root = f"council/{first}"
+        # The store can outlive a policy: the next policy's keys must be new to it.
+        policies = 0 if size == 1 else store.add(f"barrier/of rank {rank}", 1)
+        self._root = f"barrier/{policies}"
 
     def begin(self, purpose: str = "") -> CollectiveOperation:
-        """The next undertaking of all ranks; CheckpointError, on all of them, where their purposes
-        differ.
-        """
+        """The next operation of all ranks; CheckpointError on all if their purposes differ."""
         self._number += 1
-        under = CollectiveOperation(self, self._store, self._root, self._number)
-        under.check_same_purpose(purpose)
-        return under
+        operation = CollectiveOperation(self, self._store, self._root, self._number)
+        operation.check_same_purpose(purpose)
+        return operation
 
-    def all_are_at(self, number: int) -> None:
-        """Every rank has come to that undertaking, so nobody looks for earlier notes any more."""
+    def clean_up_before(self, number: int) -> None:
+        """Delete the keys of earlier operations: every rank has come to this one."""
         if self.rank != 0:
             return
         while self._cleaned < number - 1:
@@ -69,11 +64,11 @@ _NAMES = (
     "read",
     "restored",
 )
-"""What ranks tell each other, or wait for, in an undertaking."""
+"""The messages and barriers of operations: `clean_up_before` deletes them by name."""
 
 
 class CollectiveOperation:
-    """What one rank has to do with the others until something is done, or given up by all."""
+    """One rank's part in an operation, until it has succeeded or failed on all ranks."""
 
     def __init__(self, coordinator: Coordinator, store: dist.Store, root: str, number: int) -> None:
         self._coordinator, self._store, self._number = coordinator, store, number
@@ -82,13 +77,14 @@ class CollectiveOperation:
         self._alone = coordinator.size == 1
         self._published: dict[str, str] = {}
         self._left = self._alone
+        self._call = StoreCalls(coordinator.timeout_s, CheckpointError, self._lose_a_rank)
         self._heartbeat = Heartbeat(
             lambda by: self._call(lambda: self._store.add(f"{root}/signs", by)),
-            coordinator.timeout_s / _SIGNS,
+            coordinator.timeout_s / _BEATS,
         )
 
     def check_same_purpose(self, purpose: str) -> None:
-        """CheckpointError unless this is what the ranks that came before are here for."""
+        """CheckpointError if a rank has begun this operation for another purpose."""
         if self._alone:
             return
         key = f"{self._root}/purpose"
@@ -101,9 +97,9 @@ class CollectiveOperation:
 
     @contextmanager
     def critical_section(self, name: str = "") -> Iterator[None]:
-        """The others wait while the body goes on, which waits for none of them, and hear of its
-        failure, which is a CheckpointError here, or the ConfigError it is, once they have come to
-        where they hear it. Afterwards this rank has arrived at `name`, if that is given.
+        """Other ranks wait while the body runs; the body waits for none of them. If it fails, it
+        raises CheckpointError, or its own ConfigError, and the other ranks raise the same where
+        they wait next. Otherwise this rank arrives at the barrier `name`, if one is given.
         """
         try:
             with self._beating():
@@ -116,15 +112,13 @@ class CollectiveOperation:
                 raise
             if said.startswith(self._own):
                 raise failure from error
-            # What failed first is why this failed: the directory is gone, for instance.
+            # The first failure is the reason for this one: a directory has gone, for instance.
             raise CheckpointError(said) from error
         if name:
             self._arrive(name)
 
     def check_same_value(self, found: str) -> None:
-        """CheckpointError if another rank has come with something else; for a body in a
-        `critical_section`.
-        """
+        """CheckpointError if another rank has found something else. For a `critical_section`."""
         if self._alone:
             return
         key = f"{self._root}/alike"
@@ -136,16 +130,16 @@ class CollectiveOperation:
             )
 
     def wait_for_all(self, name: str) -> None:
-        """Until every rank has arrived at `name`; CheckpointError, with the words of who failed
-        first, where one has before it did or gives no sign of life. What fails when all have
-        arrived is not heard of here: every rank goes on, or none.
+        """Wait until every rank has arrived at the barrier `name`. CheckpointError, with the first
+        failure, if a rank failed before it arrived, or stopped beating. A failure after all have
+        arrived is not raised here: either every rank goes on or none does.
         """
         self._await(name)
         if not self._alone:
-            self._call(lambda: self._coordinator.all_are_at(self._number))
+            self._call(lambda: self._coordinator.clean_up_before(self._number))
 
     def publish(self, name: str, words: str) -> None:
-        """Leave a note for the others."""
+        """Publish a message to the other ranks."""
         assert name in _NAMES, name
         if self._alone:
             self._published[name] = words
@@ -153,15 +147,15 @@ class CollectiveOperation:
             self._call(lambda: self._store.set(f"{self._root}/{name}", words))
 
     def wait_for(self, name: str) -> str:
-        """The note that another rank leaves; waits for it as `wait` does."""
+        """The message that another rank publishes; fails as `wait_for_all` does."""
         if self._alone:
             return self._published[name]
         self._await(name)
         return self._call(lambda: self._store.get(f"{self._root}/{name}")).decode()
 
     def leave_together(self) -> None:
-        """To be called last where all has gone well: return when the others need nothing more of
-        this rank for it, in particular not the store of rank 0. What fails now undoes nothing.
+        """Call it last, after success. It returns when no other rank needs this one any more, in
+        particular not the store of rank 0. A failure here is logged: the operation has succeeded.
         """
         if self._alone:
             return
@@ -170,11 +164,11 @@ class CollectiveOperation:
             self._store, self._root, coordinator.rank, coordinator.size, call, self._heartbeat
         )
         if why := departure.leave_together(coordinator.timeout_s, self._published_failure):
-            coordinator.deserted = True
+            coordinator.lost_a_rank = True
             _log.warning("done here, but a rank may not know that all are: %s", why)
 
     def _published_failure(self) -> str:
-        """What was told of a failure first, by whichever rank; empty if none has failed."""
+        """The first failure of any rank; empty if none has failed."""
         failed = f"{self._root}/failed"
         if not self._call(lambda: self._store.check([failed])):
             return ""
@@ -189,7 +183,7 @@ class CollectiveOperation:
             self.publish(name, "all")
 
     def _fail(self, words: str) -> str:
-        """Tell why this rank gives up; returns what was told first, by whichever rank."""
+        """Publish why this rank gives up; returns the first failure of any rank."""
         said = f"{self._own}{words}"
         if self._alone:
             return said
@@ -199,14 +193,14 @@ class CollectiveOperation:
     def _await(self, name: str) -> None:
         if self._alone:
             return
-        note, failed = f"{self._root}/{name}", f"{self._root}/failed"
+        message, failed = f"{self._root}/{name}", f"{self._root}/failed"
 
         def told() -> bool:
-            return self._call(lambda: self._store.check([note]) or self._store.check([failed]))
+            return self._call(lambda: self._store.check([message]) or self._store.check([failed]))
 
         heard = self._wait_while_alive(told)
-        if self._call(lambda: self._store.check([note])):
-            # Who fails later is heard of later: here the others may have gone on without it.
+        if self._call(lambda: self._store.check([message])):
+            # A later failure is raised later: the others can have gone on already.
             return
         if said := self._published_failure():
             self._leave()
@@ -217,14 +211,14 @@ class CollectiveOperation:
                 f"others waited for {name!r}. Look at its log; checkpoint_timeout_s sets how "
                 "long to wait"
             )
-            self._coordinator.deserted = True
+            self._coordinator.lost_a_rank = True
             self._fail(words)
             self._leave(with_all=False)
             raise CheckpointError(words)
 
     def _leave(self, *, with_all: bool = True) -> None:
-        """Go when all others have come to give up too, or show no sign of life any more: a driver
-        takes ranks that are still at work when one has failed for stuck.
+        """Return when all other ranks have given up too, or stopped beating: a driver takes ranks
+        that still work after one has failed for stuck.
         """
         if self._left:
             return
@@ -236,10 +230,10 @@ class CollectiveOperation:
         with suppress(CheckpointError):
             self._call(lambda: self._store.add(key, 1))
             if not (with_all and self._wait_while_alive(all_have)):
-                self._call(lambda: self._store.add(key, size))  # nobody need wait any longer
+                self._call(lambda: self._store.add(key, size))  # nothing has to wait any longer
 
     def _wait_while_alive(self, condition: Callable[[], bool]) -> bool:
-        """Wait for the condition; False if no rank gives a sign of life for so long."""
+        """Wait for the condition; False if no rank beats for the timeout."""
         return self._heartbeat.wait_while_alive(condition, self._coordinator.timeout_s)
 
     @contextmanager
@@ -250,17 +244,12 @@ class CollectiveOperation:
         with self._heartbeat.beating():
             yield
 
-    def _call(self, step: Callable[[], T]) -> T:
-        """What `step` makes of the store, whose host, rank 0, may have stopped or gone."""
-        try:
-            return run_with_timeout(1.25 * self._coordinator.timeout_s + 0.5, step)
-        except (TimeoutError, dist.DistError) as error:
-            self._coordinator.deserted = True
-            raise CheckpointError(store_failure(error)) from error
+    def _lose_a_rank(self) -> None:
+        self._coordinator.lost_a_rank = True
 
 
 def as_checkpoint_error(error: Exception) -> CheckpointError:
-    """The error itself, or one that says what it says."""
+    """The error itself, or a CheckpointError with its message."""
     if isinstance(error, CheckpointError):
         return error
     if isinstance(error, OSError) and error.filename:

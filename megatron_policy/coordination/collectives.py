@@ -1,5 +1,5 @@
-"""How the ranks of a policy meet for a refit, hear of each other's failures, and meet again after
-one. Knows nothing of weights.
+"""Collectives of the ranks of a policy for a refit: bounded in time, failing on all ranks together,
+over process groups that are made anew after a failure.
 """
 
 from __future__ import annotations
@@ -9,30 +9,28 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_policy.coordination.departure import SHUTDOWN_S, Departure, StoreCalls
+from megatron_policy.coordination.departure import SHUTDOWN_S, Departure
 from megatron_policy.coordination.heartbeat import Heartbeat
 from megatron_policy.coordination.process_group import BoundedProcessGroup
 from megatron_policy.coordination.rank_messages import RankMessages
+from megatron_policy.coordination.store import StoreCalls
 from megatron_policy.errors import RefitError
 from megatron_policy.topology import Coords, Topology
 
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-_LOOKS = 8  # at signs of life, in the longest wait
-_SHORTEST_S, _LONGEST_S = 0.0005, 0.05  # between two looks for a note
+_BEATS = 8  # in the longest wait
+_SHORTEST_S, _LONGEST_S = 0.0005, 0.05  # between two looks for a key
 
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """A rank's private groups: of its tensor-parallel and pipeline peers, and of all ranks."""
+    """A rank's groups for refits: its tensor-parallel peers, its pipeline peers, all ranks."""
 
     tp: BoundedProcessGroup
     pp: BoundedProcessGroup
@@ -40,45 +38,45 @@ class ProcessGroups:
 
     @property
     def calls(self) -> int:
-        """Collective calls over them."""
+        """Collective calls over them so far."""
         return self.tp.calls + self.pp.calls + self.world.calls
 
     def close(self, broken: bool = False) -> None:
         """Leave them."""
-        for channel in (self.tp, self.pp, self.world):
-            channel.close(broken)
+        for group in (self.tp, self.pp, self.world):
+            group.close(broken)
 
 
 class BoundedCollectives:
-    """One rank's part in what all ranks undertake together, one thing after another.
+    """One rank's part in the operations that all ranks carry out together, one after another.
 
-    Groups are made when they are needed first. A rank for which one fails gives the undertaking
-    up: it leaves a note in the store where the policy's ranks met, and its groups. The others
-    find a broken connection or the note, and the next undertaking begins a new epoch of groups.
+    Process groups are made at their first use. A rank that fails aborts the operation: it publishes
+    the reason in the store of the ranks and leaves its groups. The others find a broken connection
+    or the reason, and the next operation makes new groups: an epoch begins.
     """
 
     def __init__(
         self, topology: Topology, coords: Coords, timeout_s: float, device: torch.device
     ) -> None:
-        """No wait is longer than `timeout_s` seconds, counted from the last sign of life."""
+        """No wait is longer than `timeout_s` seconds without a heartbeat."""
         self.rank = topology.rank(coords)
         self._topology, self._coords = topology, coords
         self._timeout_s, self._device = timeout_s, device
         self._groups: ProcessGroups | None = None
         self._epoch = self._number = self._calls = 0
         self._left: list[str] = []
-        self._call = StoreCalls(timeout_s)
-        # The store may outlive a policy, and what the next one's ranks leave there must be new.
+        self._call = StoreCalls(timeout_s, RefitError)
+        # The store can outlive a policy: the next policy's keys must be new to it.
         self._root = f"refit/{self._call(lambda: self.store.add(f'refit/of rank {self.rank}', 1))}"
         self.messages = RankMessages(self.store, self._root, self.rank, self._call)
         self.heartbeat = Heartbeat(
             lambda by: self._call(lambda: self.store.add(f"{self._root}/progress", by)),
-            timeout_s / _LOOKS,
+            timeout_s / _BEATS,
         )
 
     @property
     def store(self) -> dist.Store:
-        """Where the policy's ranks met."""
+        """The store that torch made for the ranks."""
         return dist.distributed_c10d._get_default_store()
 
     @property
@@ -87,29 +85,29 @@ class BoundedCollectives:
         return self._calls + (self._groups.calls if self._groups else 0)
 
     def begin(self) -> None:
-        """Count what all ranks now undertake: one that is late to it, when the others have given it
-        up, must not meet them in the next.
+        """Begin the next operation. The ranks count operations alike, so that a rank which comes
+        late to an aborted one does not meet the others in the next.
         """
-        self._call.forget()
+        self._call.reset()
         if self.rank == 0:
-            for key in self._left:  # nobody waits for these any more
+            for key in self._left:  # nothing waits for these any more
                 self._call(partial(self.store.delete_key, key))
         self._number, self._left = self._number + 1, []
 
     def groups(self) -> ProcessGroups:
-        """This epoch's; RefitError where another rank does not come in time, or has given up."""
+        """The groups of this epoch; RefitError if a rank does not come in time, or has aborted."""
         if self._groups is None:
-            while given_up := self._aborted():
-                number, words = given_up
+            while aborted := self._aborted():
+                number, reason = aborted
                 if number >= self._number:
-                    raise RefitError(f"the others have given up already: {words}")
+                    raise RefitError(f"the others have given up already: {reason}")
                 self._epoch += 1
             self._groups = self._call(self._joined)
         return self._groups
 
     def sum(self, numbers: Tensor) -> None:
-        """Collective over all ranks, in place: add up int64 numbers. Waits as long as others are
-        seen to be at work; RefitError otherwise, with the words of who gave up first.
+        """Add up int64 numbers over all ranks, in place. Waits while other ranks beat; otherwise
+        RefitError with the reason of the rank that aborted first.
         """
         if self._topology.world_size == 1:
             return
@@ -117,17 +115,17 @@ class BoundedCollectives:
             world = self.groups().world
             self._all_here(numbers.numel())
             world.sum(numbers).wait()
-            # What another rank sent before it gave up is enough to complete the sum here.
-            given_up = self._aborted()
-            if given_up is not None:
-                raise RefitError(given_up[1])
+            # The sum can complete here although another rank aborted after it had sent its part.
+            aborted = self._aborted()
+            if aborted is not None:
+                raise RefitError(aborted[1])
         except RefitError as error:
             first = self._aborted()
             self.abort(error)
             raise (RefitError(first[1]) if first else error) from error
 
     def check_all_succeeded(self, failure: Exception | None) -> None:
-        """The end, collective over all ranks: RefitError on all, with reasons, if any failed."""
+        """End an operation, collectively: RefitError on all ranks, with reasons, if any failed."""
         if failure is not None:
             self.messages.publish_failure(failure_message(failure))
         failed = torch.zeros(self._topology.world_size, dtype=torch.int64, device=self._device)
@@ -143,19 +141,19 @@ class BoundedCollectives:
             raise RefitError(reasons) from failure
 
     def leave_together(self) -> None:
-        """Return when all ranks are done with this, and need no other for it any more. RefitError
-        with the words of who gave it up meanwhile.
+        """Return when all ranks are done and none needs another any more. RefitError with the
+        reason if a rank aborted meanwhile.
         """
         departure = self._departure(self._number)
         why = departure.leave_together(self._timeout_s, lambda: (self._aborted() or (0, ""))[1])
-        if why and not self._call.unanswered and self._aborted():
+        if why and not self._call.failure and self._aborted():
             self._leave(broken=True)
             raise RefitError(why)
-        if why:  # what is done stays done
+        if why:  # the operation has succeeded all the same
             _log.warning("done here, but a rank may not know that all are: %s", why)
 
     def abort(self, error: BaseException) -> None:
-        """Leave groups in which something may still be under way, and tell the others why."""
+        """Leave the groups, in which calls can still be under way, and publish why."""
         said = f"{self._number} rank {self.rank}: {failure_message(error)}"
         key = f"{self._root}/broken/{self._epoch}"
         try:
@@ -164,12 +162,12 @@ class BoundedCollectives:
             self._leave(broken=True)
 
     def shut_down(self) -> None:
-        """Nothing follows, and no rank has failed: rank 0 goes after the others, in time."""
-        patience_s = min(self._timeout_s, SHUTDOWN_S)
-        departure = replace(self._departure("leaving"), call=StoreCalls(patience_s))
-        with suppress(RefitError):  # who is gone needs nothing
+        """No operation follows and no rank has failed: rank 0 leaves after the others."""
+        timeout_s = min(self._timeout_s, SHUTDOWN_S)
+        departure = replace(self._departure("leaving"), call=StoreCalls(timeout_s, RefitError))
+        with suppress(RefitError):  # a rank that is gone needs nothing
             if self.rank != 0 or self._aborted() is None:
-                departure.shut_down(patience_s)
+                departure.shut_down(timeout_s)
 
     def close(self) -> None:
         """Leave the groups."""
@@ -182,19 +180,19 @@ class BoundedCollectives:
     def _joined(self) -> ProcessGroups:
         at, size = self._coords, self._topology
 
-        def channel(name: str, rank: int, count: int) -> BoundedProcessGroup:
+        def group(name: str, rank: int, count: int) -> BoundedProcessGroup:
             where = f"{self._root}/{self._epoch}/{name}"
             return BoundedProcessGroup(where, self.store, rank, count, self._timeout_s)
 
         return ProcessGroups(
-            tp=channel(f"tp/{at.pp}.{at.dp}.{at.cp}", at.tp, size.tp),
-            pp=channel(f"pp/{at.dp}.{at.cp}.{at.tp}", at.pp, size.pp),
-            world=channel("world", self.rank, size.world_size),
+            tp=group(f"tp/{at.pp}.{at.dp}.{at.cp}", at.tp, size.tp),
+            pp=group(f"pp/{at.dp}.{at.cp}.{at.tp}", at.pp, size.pp),
+            world=group("world", self.rank, size.world_size),
         )
 
     def _all_here(self, count: int) -> None:
-        """Wait until every rank is at its next sum, of `count` numbers, as long as there are signs
-        of life. A rank that is at another sum does not come, and must not meet these.
+        """Wait, while ranks beat, until every rank is at its next sum, of `count` numbers. A rank
+        that is at another sum does not come, and must not meet these.
         """
         arrived, everybody = self._keys(count)
         self._left += [arrived, everybody]
@@ -206,8 +204,8 @@ class BoundedCollectives:
             sign = self.heartbeat.count()
             now = time.monotonic()
             seen, quiet_since = sign, quiet_since if sign == seen or seen < 0 else now
-            if given_up := self._aborted():
-                raise RefitError(given_up[1])
+            if aborted := self._aborted():
+                raise RefitError(aborted[1])
             if now - quiet_since >= self._timeout_s:
                 raise RefitError(
                     f"a rank did not take part within {self._timeout_s:g} s. Look at its log; the "
@@ -215,9 +213,9 @@ class BoundedCollectives:
                 )
 
     def _comes(self, key: str) -> bool:
-        """Whether the key is there, or comes within a part of the timeout."""
-        # Not the store's own wait: it writes a warning whenever its time is up.
-        pause, end = _SHORTEST_S, time.monotonic() + self._timeout_s / _LOOKS
+        """Whether the key exists, or comes within a part of the timeout."""
+        # Not the store's own wait: it logs a warning at every timeout.
+        pause, end = _SHORTEST_S, time.monotonic() + self._timeout_s / _BEATS
         while not self.store.check([key]):
             if time.monotonic() > end:
                 return False
@@ -236,21 +234,21 @@ class BoundedCollectives:
             groups.close(broken)
 
     def _aborted(self) -> tuple[int, str] | None:
-        """In which undertaking this epoch was given up, by whom and why; None where it was not."""
+        """In which operation this epoch was aborted, and by whom and why; None if it was not."""
         key = f"{self._root}/broken/{self._epoch}"
 
         def look() -> bytes | None:
             return self.store.get(key) if self.store.check([key]) else None
 
-        note = self._call(look)
-        if note is None:
+        reason = self._call(look)
+        if reason is None:
             return None
-        number, _, words = note.decode().partition(" ")
+        number, _, words = reason.decode().partition(" ")
         return int(number), words
 
 
 def failure_message(failure: BaseException) -> str:
-    """A failure for others to read."""
+    """A failure, in words for the other ranks."""
     if isinstance(failure, RefitError):
         return str(failure)
     if isinstance(failure, GeneratorExit):

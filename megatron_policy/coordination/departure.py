@@ -1,7 +1,5 @@
-"""How ranks end what they undertook together: none leaves while another still needs it. Rank 0 of
-many launchers keeps the store where all meet in its own process, and takes it along.
-
-Knows nothing of what they undertook.
+"""Leaving an operation together: no rank leaves while another still needs it. Many launchers keep
+the store in the process of rank 0, and the store ends with that process.
 """
 
 from __future__ import annotations
@@ -9,120 +7,79 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from megatron_policy.coordination.heartbeat import Heartbeat
-from megatron_policy.coordination.timeouts import run_with_timeout
+from megatron_policy.coordination.store import StoreCalls
 from megatron_policy.errors import CheckpointError, RefitError
 
-T = TypeVar("T")
-
 SHUTDOWN_S = 30.0
-"""How long rank 0 stays for the others when it leaves for good."""
-
-StoreCall = Callable[[Callable[[], Any]], Any]
-"""Calls what asks the store, bounded in time, with a RefitError or CheckpointError."""
+"""How long rank 0 waits for the others when it shuts down."""
 
 
 @dataclass(frozen=True)
 class Departure:
-    """One rank's end of an undertaking; `root` is the store's prefix for it, new to the store."""
+    """One rank's end of an operation; `root` is the operation's own prefix in the store."""
 
     store: dist.Store
     root: str
     rank: int
     size: int
-    call: StoreCall
+    call: StoreCalls
     heartbeat: Heartbeat
 
-    def leave_together(self, silence_s: float, stopped: Callable[[], str]) -> str:
-        """Return "" when every rank is done; on rank 0, when none asks the store any more for this.
+    def leave_together(self, silence_s: float, failure: Callable[[], str]) -> str:
+        """Return "" when every rank is done; on rank 0, when no rank calls the store any more.
 
-        Otherwise why it did not come to that: no sign of life for `silence_s` seconds, or what
-        `stopped` the others, in words.
+        Otherwise return the reason: no heartbeat for `silence_s` seconds, or what `failure`
+        returns, which is why another rank gave up.
         """
         if self.size == 1:
             return ""
         try:
-            return self._leave(silence_s, stopped)
+            return self._leave(silence_s, failure)
         except (CheckpointError, RefitError) as error:
             return str(error)
 
-    def shut_down(self, patience_s: float) -> None:
-        """Nothing at all is needed from here on; rank 0 waits for the others to say so."""
+    def shut_down(self, timeout_s: float) -> None:
+        """This rank needs nothing any more. Rank 0 waits until all others have said the same."""
         if self.rank != 0:
             self._publish_gone()
         elif self.size > 1:
-            self._await_gone(patience_s)
+            self._wait_until_gone(timeout_s)
 
-    def _leave(self, silence_s: float, stopped: Callable[[], str]) -> str:
-        done, words = f"{self.root}/done", ""
+    def _leave(self, silence_s: float, failure: Callable[[], str]) -> str:
+        done, reason = f"{self.root}/done", ""
 
         def over() -> bool:
-            nonlocal words
+            nonlocal reason
             if self.call(lambda: self.store.add(done, 0)) >= self.size:
                 return True
-            words = stopped()
-            return bool(words)
+            reason = failure()
+            return bool(reason)
 
         self.call(lambda: self.store.add(done, 1))
         silent = not self.heartbeat.wait_while_alive(over, silence_s)
         if self.rank != 0:
             self._publish_gone()
-        elif not silent and not words:
-            silent = not self._await_gone(silence_s)
+        elif not silent and not reason:
+            silent = not self._wait_until_gone(silence_s)
             self.call(lambda: self.store.delete_key(done))
-        return f"a rank gave no sign of life for {silence_s:g} s" if silent else words
+        return f"a rank gave no sign of life for {silence_s:g} s" if silent else reason
 
     def _publish_gone(self) -> None:
-        # The last that is asked of the store, which sends no answer to it: rank 0 may go at once.
+        # The last call of this rank. `set` gets no answer, so rank 0 can go at once.
         self.call(lambda: self.store.set(self._gone(self.rank), ""))
 
-    def _await_gone(self, patience_s: float) -> bool:
+    def _wait_until_gone(self, silence_s: float) -> bool:
         keys = [self._gone(rank) for rank in range(1, self.size)]
-        went = self.heartbeat.wait_while_alive(
-            lambda: bool(self.call(lambda: self.store.check(keys))), patience_s
+        gone = self.heartbeat.wait_while_alive(
+            lambda: bool(self.call(lambda: self.store.check(keys))), silence_s
         )
         for key in keys:
             self.call(partial(self.store.delete_key, key))
-        return went
+        return gone
 
     def _gone(self, rank: int) -> str:
         return f"{self.root}/gone/{rank}"
-
-
-class StoreCalls:
-    """Asks the store, bounded in time; an error of it is a RefitError.
-
-    A store that does not answer is not waited for again until `forget`.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        """No answer takes longer than `timeout_s` seconds and a quarter of them."""
-        self._timeout_s = timeout_s
-        self.unanswered = ""
-        """Why there was no answer, if so."""
-
-    def __call__(self, step: Callable[[], T]) -> T:
-        """What `step` makes of the store; its host, rank 0, may have stopped or gone."""
-        if self.unanswered:
-            raise RefitError(self.unanswered)
-        try:
-            # The channels' own timeout gives the better message.
-            return run_with_timeout(1.25 * self._timeout_s + 0.5, step)
-        except (TimeoutError, dist.DistError) as error:
-            self.unanswered = store_failure(error)
-            raise RefitError(self.unanswered) from error
-
-    def forget(self) -> None:
-        """Something new is undertaken: ask again."""
-        self.unanswered = ""
-
-
-def store_failure(error: Exception) -> str:
-    """Why the store did not do what it was asked: its host has stopped, or has left."""
-    what = "does not answer" if isinstance(error, TimeoutError) else "has left, or was ended"
-    line = (str(error).splitlines() or [type(error).__name__])[0]
-    return f"rank 0, where the ranks meet, {what} ({line}); look at its log"

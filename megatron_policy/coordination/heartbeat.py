@@ -1,6 +1,4 @@
-"""Signs of life for ranks that have nothing to do but wait: a number in a store that grows while
-somebody is at work. Knows nothing of the work.
-"""
+"""Heartbeats of ranks, for those that wait: a number in a store which grows while a rank works."""
 
 from __future__ import annotations
 
@@ -11,34 +9,34 @@ from contextlib import contextmanager
 
 from megatron_policy.coordination.timeouts import start_thread
 
-_SHORTEST_S, _LONGEST_S = 0.0005, 0.1  # between two looks
+_SHORTEST_S, _LONGEST_S = 0.0005, 0.1  # between two looks at the number
 
 
 class Heartbeat:
-    """One rank's signs of life, given by `add`, which adds to the number and returns it."""
+    """One rank's heartbeats. `add` adds to the number that all ranks share, and returns it."""
 
     def __init__(self, add: Callable[[int], int], interval_s: float) -> None:
-        """At most one sign every `interval_s` seconds."""
+        """At most one beat every `interval_s` seconds."""
         self._add, self._interval_s = add, interval_s
         self._last = 0.0
 
     def count(self) -> int:
-        """The number; another than the last time when somebody has given a sign since."""
+        """The number: it has changed if any rank has beaten since the last call."""
         return self._add(0)
 
     def beat(self) -> None:
-        """Give a sign, if it is time; to be called often."""
+        """Beat if it is time. Call it often."""
         now = time.monotonic()
         if now - self._last > self._interval_s:
             self._last = now
             self._add(1)
 
     def wait_while_alive(self, condition: Callable[[], bool], silence_s: float) -> bool:
-        """Wait for the condition; False if nobody gives a sign of life for so long."""
+        """Wait for the condition; return False if no rank beats for `silence_s` seconds."""
         pause, seen, quiet_since = _SHORTEST_S, -1, time.monotonic()
         while not condition():
-            sign, now = self.count(), time.monotonic()
-            seen, quiet_since = sign, quiet_since if sign == seen else now
+            count, now = self.count(), time.monotonic()
+            seen, quiet_since = count, quiet_since if count == seen else now
             if now - quiet_since > silence_s:
                 return False
             time.sleep(pause)
@@ -47,7 +45,7 @@ class Heartbeat:
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """Signs all through the body, which waits for somebody else and ends by itself."""
+        """Beat from a thread until the body ends. The body waits for something that ends itself."""
         over = threading.Event()
 
         def beat() -> None:

@@ -1,4 +1,4 @@
-"""Waiting that ends, for calls that have no bound of their own; knows neither groups nor stores."""
+"""Default timeouts, and bounds for calls that have none of their own."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ DEFAULT_TIMEOUT_S = 120.0
 COLLECTIVE_TIMEOUT_S = 600.0
 WORKER_TIMEOUT_S = 20.0
 SHORTEST_TIMEOUT_S, LONGEST_TIMEOUT_S = 1e-3, 1e6
-"""In between, waits are counted in 32-bit milliseconds somewhere on their way, also where they are
-lengthened by half."""
+"""Libraries count some of these waits in 32-bit milliseconds, after 1.5 times the timeout."""
 
-FOR_THE_OTHER_SIDE = 0.75
-"""Of the timeout: how long a trainer's rank waits for its engine, so that the ranks which wait for
-this one to gather with them hear the reason before their own time is up."""
+ENGINE_SHARE = 0.75
+"""Of a refit's timeout: how long a training rank waits for its engine. The other ranks wait for
+this one for the whole timeout, so they hear the reason before their own time is up."""
 
 T = TypeVar("T")
 
 
 def checked_timeout(timeout_s: float, name: str = "timeout_s") -> float:
-    """The timeout itself; ConfigError, with its name, for what no wait can be bounded by."""
+    """The timeout itself; ConfigError, with its name, if it cannot bound a wait."""
     number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
     if not number or not SHORTEST_TIMEOUT_S <= timeout_s <= LONGEST_TIMEOUT_S:
         raise ConfigError(
@@ -34,7 +33,7 @@ def checked_timeout(timeout_s: float, name: str = "timeout_s") -> float:
 
 
 def start_thread(thread: threading.Thread) -> bool:
-    """Start it; False where the interpreter is ending, and starts no threads any more."""
+    """Start it; False if the interpreter is ending and starts no more threads."""
     try:
         thread.start()
     except RuntimeError:
@@ -43,10 +42,10 @@ def start_thread(thread: threading.Thread) -> bool:
 
 
 def run_with_timeout(timeout_s: float, step: Callable[[], T]) -> T:
-    """What `step` returns or raises; TimeoutError if that takes longer than `timeout_s` seconds. It
-    then goes on in a thread that nobody waits for, so it must not touch what others use.
+    """What `step` returns or raises; TimeoutError if that takes longer than `timeout_s` seconds.
 
-    For calls of torch's store: its client waits without end for a host that is stopped.
+    After a timeout, `step` goes on in a thread that nothing waits for: it must not touch what
+    others use. Made for torch's store, whose client waits without end for a host that is stopped.
     """
     outcome: list[tuple[Any, Exception | None]] = []
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_policy.coordination.authenticated_connection import checked_secret, new_secret
 from megatron_policy.coordination.control_store import ControlStore
 from megatron_policy.coordination.process_group import BoundedProcessGroup, PendingCollective
-from megatron_policy.coordination.timeouts import FOR_THE_OTHER_SIDE, checked_timeout
+from megatron_policy.coordination.timeouts import ENGINE_SHARE, checked_timeout
 from megatron_policy.errors import ConfigError
 from megatron_policy.refit.buffers import Room
 from megatron_policy.refit.calls import Caller, group_name, heard
@@ -68,7 +68,7 @@ class Collective:
         by_stage = train_world_size is not None
         sender, member = _sender_of(exporter, by_stage), None
         limit_s = exporter.timeout_s if timeout_s is None else checked_timeout(timeout_s)
-        patience_s = limit_s * FOR_THE_OTHER_SIDE
+        patience_s = limit_s * ENGINE_SHARE
         known = _shared_secret(exporter) if secret is None else secret
         checked_secret(known)
         if sender is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_policy import device
-from megatron_policy.coordination.timeouts import FOR_THE_OTHER_SIDE
+from megatron_policy.coordination.timeouts import ENGINE_SHARE
 from megatron_policy.errors import ConfigError
 from megatron_policy.refit import ipc_protocol as protocol
 from megatron_policy.refit.buffers import Room
@@ -84,7 +84,7 @@ class IpcStream:
         on_host = exporter.device.type == "cpu"
         half = (self._buffer_bytes or (HOST_BUFFER_BYTES if on_host else GPU_BUFFER_BYTES)) // 2
         lender = _Lender(packed(plan.tensors, half), half, exporter.device, self._directory)
-        line = Asking(address, "engine", exporter.timeout_s * FOR_THE_OTHER_SIDE)
+        line = Asking(address, "engine", exporter.timeout_s * ENGINE_SHARE)
         outlet = _Outlet(line, lender, self._dialect, exporter)
         try:
             outlet.begin(plan)

@@ -147,7 +147,7 @@ def test_what_is_done_stays_done_when_a_rank_is_gone_in_the_end(
 ) -> None:
     here, _ = seats(dist.HashStore())
     here.begin().leave_together()
-    assert here.deserted and "no sign of life for 1 s" in caplog.text
+    assert here.lost_a_rank and "no sign of life for 1 s" in caplog.text
 
 
 def test_a_rank_that_has_failed_is_not_waited_for_in_the_end(
@@ -164,7 +164,7 @@ def test_a_rank_that_has_failed_is_not_waited_for_in_the_end(
     thread = threading.Thread(target=fail)
     thread.start()
     done.leave_together()
-    assert coordinators[0].deserted and "rank 1: the cause" in caplog.text
+    assert coordinators[0].lost_a_rank and "rank 1: the cause" in caplog.text
     with pytest.raises(CheckpointError):
         done.wait_for_all("written")
     thread.join(60)
