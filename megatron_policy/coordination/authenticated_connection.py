@@ -1,13 +1,12 @@
-"""A connection over TCP between two holders of a secret, bounded in time and size; knows nothing of
-what is said.
+"""A TCP connection between two holders of a secret, bounded in time and size. The handshake:
 
     host      24 bytes of greeting and version, 32 random bytes
     guest     32 random bytes, and HMAC-SHA256 of both under the secret
     host      1, and another HMAC of both under the secret; or 0, and zeros
 
-Then frames, each with an HMAC-SHA256 under a key that both derive from the secret and the random
-bytes, over direction and number of the frame and all of its content. The secret does not travel.
-Content is not encrypted.
+Then frames follow. Each has an HMAC-SHA256 over its direction, number and content, under a key that
+both sides derive from the secret and the random bytes. The secret is never sent. The content is not
+encrypted.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ SECRET_CHARACTERS = 16
 
 
 def new_secret() -> str:
-    """64 hexadecimal digits that nobody can guess."""
+    """64 random hexadecimal digits."""
     return secrets.token_hex(32)
 
 
 def checked_secret(secret: str) -> bytes:
-    """As bytes; ConfigError for one that can be guessed."""
+    """The secret as bytes; ConfigError if it is too short to be safe."""
     if not isinstance(secret, str) or len(secret) < SECRET_CHARACTERS:
         raise ConfigError(
             f"the secret of a refit group is a string of {SECRET_CHARACTERS} characters or more, "
@@ -45,21 +44,21 @@ def checked_secret(secret: str) -> bytes:
 
 
 class WrongSecret(RefitError):
-    """The other side has another secret, or none."""
+    """The other side has another secret or none."""
 
 
 class AuthenticatedConnection:
-    """One end of such a connection. OSError where it breaks, TimeoutError among them."""
+    """One end of the connection. OSError, which TimeoutError is, if it breaks."""
 
     def __init__(self, connection: socket.socket, key: bytes, host: bool) -> None:
-        """Both have met: see `accept` and `connect`."""
+        """Made by `accept` and `connect`, after the handshake."""
         connection.settimeout(None)
         self._connection, self._key = connection, key
         self._out, self._in = (b"host", b"guest") if host else (b"guest", b"host")
         self._sent = self._received = 0
 
     def send(self, header: bytes, body: bytes, timeout_s: float) -> None:
-        """One frame."""
+        """Send one frame."""
         lengths = _LENGTHS.pack(len(header), len(body))
         self._connection.settimeout(timeout_s)
         mac = self._mac(self._out, self._sent, lengths, header, body)
@@ -69,7 +68,7 @@ class AuthenticatedConnection:
         self._connection.sendall(mac)
 
     def receive(self, timeout_s: float | None) -> tuple[bytes, bytes]:
-        """Header and body of the next frame. None: wait for it as long as the connection lasts."""
+        """Header and body of the next frame. None: wait as long as the connection lasts."""
         lengths = _read(self._connection, _LENGTHS.size, timeout_s)
         header_bytes, body_bytes = _LENGTHS.unpack(lengths)
         if header_bytes > _HEADER_BYTES or body_bytes > _BODY_BYTES:
@@ -83,7 +82,7 @@ class AuthenticatedConnection:
         return header, body
 
     def close(self) -> None:
-        """Hang up, also on a thread of this process that waits here."""
+        """Close it, also under a thread of this process that waits in it."""
         hang_up(self._connection)
 
     def _mac(self, direction: bytes, number: int, *content: bytes) -> bytes:
@@ -94,7 +93,7 @@ class AuthenticatedConnection:
 
 
 def accept(connection: socket.socket, secret: bytes, timeout_s: float) -> AuthenticatedConnection:
-    """Meet a guest; WrongSecret where it is none."""
+    """The host's handshake; WrongSecret if the guest does not have the secret."""
     end = time.monotonic() + timeout_s
     connection.settimeout(timeout_s)
     own = secrets.token_bytes(_NONCE)
@@ -109,7 +108,9 @@ def accept(connection: socket.socket, secret: bytes, timeout_s: float) -> Authen
 
 
 def connect(connection: socket.socket, secret: bytes, timeout_s: float) -> AuthenticatedConnection:
-    """Meet the host; WrongSecret where it has another secret, RefitError where it is none."""
+    """The guest's handshake; WrongSecret if the host has another secret, RefitError if it is not
+    a host of this kind.
+    """
     end = time.monotonic() + timeout_s
     greeting = _read(connection, len(_GREETING), timeout_s)
     if greeting != _GREETING:
@@ -125,7 +126,7 @@ def connect(connection: socket.socket, secret: bytes, timeout_s: float) -> Authe
 
 
 def hang_up(connection: socket.socket) -> None:
-    """Close it for all threads of this process."""
+    """Close a socket under all threads of this process."""
     with contextlib.suppress(OSError):  # the other side was first
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
@@ -136,7 +137,7 @@ def _proof(secret: bytes, purpose: bytes, both: bytes) -> bytes:
 
 
 def _read(connection: socket.socket, size: int, timeout_s: float | None) -> bytes:
-    """So many bytes; memory is taken as they come."""
+    """So many bytes. Memory grows as they arrive."""
     end = None if timeout_s is None else time.monotonic() + timeout_s
     content = bytearray()
     while len(content) < size:

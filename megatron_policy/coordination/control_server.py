@@ -1,6 +1,4 @@
-"""Lets other processes at the notes of this one: holders of the secret only, at one address. Knows
-nothing of what the notes say.
-"""
+"""Serves a key-value store at one address, to holders of the secret only."""
 
 from __future__ import annotations
 
@@ -19,29 +17,29 @@ from megatron_policy.coordination.key_value import KeyValueStore, Reply, Request
 from megatron_policy.coordination.timeouts import start_thread
 from megatron_policy.errors import RefitError
 
-_MEETING_S = 10.0  # that a process gets to show that it has the secret
-_AT_ONCE = 64  # connections that have not shown it yet: the longest silent makes room
+_HANDSHAKE_S = 10.0
+_AT_ONCE = 64  # connections that have not authenticated: beyond that the oldest is closed
 _SENDING_S = 120.0
 _PAUSE_S = 0.05
-_GRACE_S = 1.0  # for an answer that says that a note has not come
+_GRACE_S = 1.0  # for the answer that a key has not appeared in time
 
 
 class ControlServer:
-    """Serves until `close`; each connection has a thread."""
+    """Serves until `close`, each connection in a thread."""
 
-    def __init__(self, ip: str, port: int, secret: bytes, notes: KeyValueStore) -> None:
+    def __init__(self, ip: str, port: int, secret: bytes, values: KeyValueStore) -> None:
         """Listen at (ip, port) and nowhere else. OSError where that is impossible."""
-        self._secret, self._notes = secret, notes
+        self._secret, self._values = secret, values
         family, _, _, _, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]
         self._listener = socket.create_server(address[:2], family=family)
         self._connections: set[socket.socket] = set()
-        self._strangers: dict[socket.socket, None] = {}  # the first to come first
+        self._unauthenticated: dict[socket.socket, None] = {}  # the oldest first
         self._lock = threading.Lock()
         self._closed = False
         start_thread(threading.Thread(target=self._accept, daemon=True, name="control-store"))
 
     def close(self) -> None:
-        """Hang up on all, and listen no more."""
+        """Stop listening and close all connections."""
         with self._lock:
             self._closed = True
             connections = list(self._connections)
@@ -65,22 +63,24 @@ class ControlServer:
                 self._forget(connection)
 
     def _admit(self, connection: socket.socket) -> None:
-        """Note who came, and hang up on the stranger who has said nothing for longest where there
-        are too many: its thread forgets it.
+        """Count a connection that has not authenticated; close the oldest such one if there are too
+        many. Its thread forgets it.
         """
         with self._lock:
             self._connections.add(connection)
-            self._strangers[connection] = None
-            oldest = next(iter(self._strangers)) if len(self._strangers) > _AT_ONCE else None
+            self._unauthenticated[connection] = None
+            oldest = (
+                next(iter(self._unauthenticated)) if len(self._unauthenticated) > _AT_ONCE else None
+            )
             if oldest is not None:
-                del self._strangers[oldest]
+                del self._unauthenticated[oldest]
         if oldest is not None:
             hang_up(oldest)
 
     def _forget(self, connection: socket.socket) -> None:
         with self._lock:
             self._connections.discard(connection)
-            self._strangers.pop(connection, None)
+            self._unauthenticated.pop(connection, None)
         hang_up(connection)
 
     def _serve(self, connection: socket.socket) -> None:
@@ -89,9 +89,9 @@ class ControlServer:
             with contextlib.suppress(OSError, RefitError):
                 if self._closed:
                     return
-                guest = accept(connection, self._secret, _MEETING_S)
+                guest = accept(connection, self._secret, _HANDSHAKE_S)
                 with self._lock:
-                    self._strangers.pop(connection, None)
+                    self._unauthenticated.pop(connection, None)
                 while True:
                     reply = self._reply(*guest.receive(None))
                     guest.send(reply.header(), reply.body, _SENDING_S)
@@ -100,13 +100,13 @@ class ControlServer:
 
     def _reply(self, header: bytes, body: bytes) -> Reply:
         try:
-            return self._notes.perform(Request.decoded(header, body))
+            return self._values.perform(Request.decoded(header, body))
         except RefitError as error:
             return Reply(error=str(error))
 
 
 class ControlClient:
-    """Asks such a server; for one thread at a time."""
+    """Sends requests to a ControlServer; for one thread at a time."""
 
     def __init__(
         self, ip: str, port: int, secret: bytes, connect_s: float, timeout_s: float
@@ -124,7 +124,7 @@ class ControlClient:
         self._timeout_s = timeout_s
 
     def perform(self, request: Request) -> Reply:
-        """As `KeyValueStore.perform`; OSError when the server does not answer."""
+        """As `KeyValueStore.perform`; OSError if the server does not answer."""
         self._host.send(request.header(), request.body, self._timeout_s)
         limit = request.timeout_s + _GRACE_S if request.timeout_s else self._timeout_s
         return Reply.decoded(*self._host.receive(limit))

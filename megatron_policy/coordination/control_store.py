@@ -1,5 +1,5 @@
-"""Where trainer and engines of one refit group leave each other notes, which no others can read,
-write or take away. No call waits for longer than it was told. Knows nothing of what the notes say.
+"""The control store of a refit group: values by key that the trainer and its engines exchange, and
+that no process without the group's secret can read, set or delete. Every call is bounded in time.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ T = TypeVar("T")
 
 _RETRY_S = 0.05
 _GRACE_S = 0.5
-"""How much longer than a group's own timeout to wait for it: it gives the better message."""
+"""How much longer than a process group's own timeout to wait for it: its message says more."""
 
 
 class ControlStore:
-    """Notes by key, kept at (ip, port) by the process that is the host, for holders of `secret`.
+    """Values by key, kept at (ip, port) by one process, the host, for holders of `secret`.
 
-    Every method raises RefitError when the host does not answer; the next call then connects anew.
+    Every method raises RefitError if the host does not answer; the next call connects again.
     """
 
     def __init__(
         self, ip: str, port: int, timeout_s: float, secret: str, host: bool = False
     ) -> None:
-        """`timeout_s` bounds what has no bound of its own. The host keeps the notes from here on,
+        """`timeout_s` bounds calls without a bound of their own. The host serves from here on,
         RefitError if it cannot; the others connect at their first call.
         """
         self._at, self._timeout_s = (ip, port), timeout_s
         self._secret = checked_secret(secret)
-        self._notes: KeyValueStore | None = KeyValueStore() if host else None
+        self._values: KeyValueStore | None = KeyValueStore() if host else None
         self._client: ControlClient | None = None
         self._server: ControlServer | None = None
-        if self._notes is not None:
+        if self._values is not None:
             try:
-                self._server = ControlServer(ip, port, self._secret, self._notes)
+                self._server = ControlServer(ip, port, self._secret, self._values)
             except OSError as error:
                 raise RefitError(
                     f"the refit group cannot be kept at {ip}:{port}: {error.strerror}. Choose an "
@@ -63,12 +63,12 @@ class ControlStore:
         return self._server is not None or self._client is not None
 
     def put(self, key: str, content: bytes) -> None:
-        """Leave a note, in place of one of that key."""
+        """Set the value of a key."""
         request = Request(PUT, (key,), body=content)
         self._ask(self._timeout_s, lambda keeper: keeper.perform(request))
 
     def get(self, key: str, timeout_s: float, missing: str) -> bytes:
-        """The note of that key, once it is there; RefitError with `missing` if it does not come."""
+        """The value of a key, once it exists; RefitError with `missing` if it does not in time."""
         request = Request(GET, (key,), timeout_s)
         reply = self._ask(timeout_s, lambda keeper: keeper.perform(request))
         if not reply.found:
@@ -76,28 +76,28 @@ class ControlStore:
         return reply.body
 
     def find(self, key: str) -> bytes | None:
-        """The note of that key if it is there now."""
+        """The value of a key, None if it does not exist now."""
         request = Request(GET, (key,))
         reply = self._ask(self._timeout_s, lambda keeper: keeper.perform(request))
         return reply.body if reply.found else None
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Take notes away; for the host."""
+        """Delete keys. For the host."""
         request = Request(DROP, tuple(keys))
         self._ask(self._timeout_s, lambda keeper: keeper.perform(request))
 
     def count(self) -> int:
-        """How many notes there are, of groups that met here too."""
+        """The number of keys, including those of process groups that met here."""
         return self._ask(self._timeout_s, lambda keeper: keeper.perform(Request(COUNT))).number
 
     def process_group(
         self, name: str, rank: int, size: int, timeout_s: float
     ) -> BoundedProcessGroup:
-        """Meet the other `size - 1` processes under a name that is new to this board."""
+        """Meet the other `size - 1` processes under a name that is new to this store."""
 
         def meet(_: KeyValue) -> BoundedProcessGroup:
             # A connection of its own: a group may wait in it, and from a thread of torch's.
-            client = self._connected(timeout_s) if self._notes is None else None
+            client = self._connected(timeout_s) if self._values is None else None
             store = TorchControlStore(client or self._own(), timeout_s)
 
             def leave() -> None:
@@ -119,33 +119,33 @@ class ControlStore:
         return self._ask(timeout_s, meet)
 
     def close(self) -> None:
-        """Leave; the notes of the host are gone."""
+        """Leave. The host's values are gone then."""
         self._forget()
         if self._server is not None:
             self._server.close()
         self._server = None
 
     def _own(self) -> KeyValueStore:
-        assert self._notes is not None, "only the host keeps notes itself"
-        return self._notes
+        assert self._values is not None, "only the host has the values itself"
+        return self._values
 
     def _ask(self, timeout_s: float, step: Callable[[KeyValue], T]) -> T:
-        """What `step` makes of the notes."""
-        if self._notes is not None:
-            return step(self._notes)
+        """The result of `step`, which sends requests."""
+        if self._values is not None:
+            return step(self._values)
         known = self._client
         try:
             self._client = known or self._connected(timeout_s)
             return step(self._client)
         except OSError as error:
             self._forget()
-            # Perhaps the host was started anew; who is only silent would be so again.
+            # The host can have been restarted. One that is only silent would stay silent.
             if known is not None and not isinstance(error, TimeoutError):
                 return self._ask(timeout_s, step)
             raise RefitError(self._words(str(error))) from error
 
     def _connected(self, timeout_s: float) -> ControlClient:
-        """A connection to the host, which may open its port later."""
+        """A connection to the host, whose port can open later than this call."""
         end = time.monotonic() + timeout_s
         while True:
             try:
@@ -165,7 +165,7 @@ class ControlStore:
             time.sleep(_RETRY_S)
 
     def _forget(self) -> None:
-        """A connection that failed is of no use."""
+        """Close the connection: after a failure it is of no use."""
         client, self._client = self._client, None
         if client is not None:
             client.close()

@@ -1,4 +1,4 @@
-"""Notes by key in one process, and what may be asked of them; knows no connection and no secret."""
+"""A key-value store in one process, and the requests that it serves."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LONGEST_S = 1e6
 
 @dataclass(frozen=True)
 class Request:
-    """One of these, of `keys`:
+    """One of these requests, of `keys`:
 
-    put     the content of the first is `body`
-    get     the content of the first, once it is there
-    wait    until all are there
-    drop    take all of them away
-    add     `number` to the first, which is a number in digits, or 0 where it is not there
-    count   how many notes there are
+    put     set the value of the first to `body`
+    get     the value of the first, once it exists
+    wait    until all exist
+    drop    delete all of them
+    add     `number` to the first, whose value is a number in digits; 0 if it does not exist
+    count   the number of all keys
 
     `get` and `wait` take `timeout_s` seconds at most.
     """
@@ -57,8 +57,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """Whether all was there (of `drop`: whether any was), a sum or a number of notes, a content; or
-    in `error` why the request was not understood.
+    """Whether all keys existed (of `drop`: whether any did), a sum or a count, a value; or in
+    `error` why the request was not understood.
     """
 
     found: bool = True
@@ -83,15 +83,15 @@ class Reply:
 
 
 class KeyValue(Protocol):
-    """Who does what is asked of notes, here or elsewhere."""
+    """Serves requests: in this process or through a connection."""
 
     def perform(self, request: Request) -> Reply:
-        """RefitError when that is impossible."""
+        """The reply to a request; RefitError if it cannot be served."""
         ...
 
 
 class KeyValueStore:
-    """The notes; may be used by any number of threads."""
+    """The store. Safe to use from any number of threads."""
 
     def __init__(self) -> None:
         self._contents: dict[str, bytes] = {}

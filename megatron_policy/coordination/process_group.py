@@ -1,6 +1,4 @@
-"""Groups of processes that move weights: apart from those that train, so that a broken one costs
-nothing and is made anew. Knows neither tensors' names nor who needs them.
-"""
+"""Process groups for weights, apart from those of training: a broken one is simply made anew."""
 
 from __future__ import annotations
 
@@ -15,11 +13,11 @@ from torch import Tensor
 from megatron_policy import device
 from megatron_policy.errors import RefitError
 
-_IN_TIME = 0.9  # of the timeout: what fails before that does not fail for want of time
+_IN_TIME = 0.9  # of the timeout: an earlier failure is not a timeout
 
 
 class BoundedProcessGroup:
-    """Collectives of one group of processes, each bounded in time; `calls` counts them."""
+    """Collectives of one group of processes, each bounded in time. `calls` counts them."""
 
     def __init__(
         self,
@@ -31,7 +29,7 @@ class BoundedProcessGroup:
         leave: Callable[[], None] = lambda: None,
     ) -> None:
         """Meet the other `size - 1` processes through `store`; `name` must be new to it. `leave` is
-        called when the channel is closed, and the store not used any more.
+        called at `close`, when the store is no longer used.
         """
         self.name, self.rank, self.size, self.calls = name, rank, size, 0
         self._store, self._leave = store, leave  # torch does not keep a store of Python's alive
@@ -43,22 +41,22 @@ class BoundedProcessGroup:
             )
 
     def broadcast(self, memory: Tensor, source: int) -> PendingCollective:
-        """Send `memory` of rank `source` to that of all others."""
+        """Copy the `memory` of rank `source` into that of all other ranks."""
         return self._start(lambda: self._group.broadcast(memory, source))
 
     def all_gather(self, memory: Tensor) -> PendingCollective:
-        """In place: `memory` has `size` equal parts, and part `rank` is this process's own."""
+        """In place: `memory` has `size` equal parts; part `rank` is this process's own."""
         own = memory.view(self.size, -1)[self.rank]
         return self._start(lambda: self._group._allgather_base(memory, own))
 
     def sum(self, memory: Tensor) -> PendingCollective:
-        """In place, integers modulo 2**bits."""
+        """In place; integers add modulo 2**bits."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         return self._start(lambda: self._group.allreduce([memory], options))
 
     def close(self, broken: bool = False) -> None:
-        """Leave; `broken` when something of it may still be under way."""
+        """Leave; `broken` if a collective can still be under way."""
         group, self._group = self._group, None
         if broken and group is not None and hasattr(group, "abort"):
             group.abort()
@@ -72,7 +70,7 @@ class BoundedProcessGroup:
         return PendingCollective(self, self._bounded(begin))
 
     def _bounded(self, step: Callable[[], Any]) -> Any:
-        """What `step` returns; whatever fails there is a process that is slow, stopped or gone."""
+        """What `step` returns; a failure in it means that a process is slow, stopped or gone."""
         started = time.monotonic()
         try:
             return step()
@@ -89,13 +87,13 @@ class BoundedProcessGroup:
 
 
 class PendingCollective:
-    """A collective under way."""
+    """A collective that has been started."""
 
     def __init__(self, channel: BoundedProcessGroup, work: Any) -> None:
         self._channel, self._work = channel, work
 
     def wait(self) -> None:
-        """Until the memory may be used; RefitError after the channel's timeout."""
+        """Wait until its memory can be used; RefitError after the group's timeout."""
         work, self._work = self._work, None
         if work is not None:
             timeout = timedelta(seconds=self._channel._timeout_s)

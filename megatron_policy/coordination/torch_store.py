@@ -1,4 +1,4 @@
-"""A board's notes as the store in which a group of torch meets; knows no group."""
+"""A control store as the store in which a process group of torch meets."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from megatron_policy.errors import RefitError
 
 
 class TorchControlStore(dist.Store):
-    """What groups need of a store. DistStoreError when a key does not come in time or the board
-    cannot be reached.
+    """What process groups need of a store. DistStoreError if a key does not appear in time or the
+    control store cannot be reached.
 
     torch calls it from threads of its own, and holds no reference that keeps it alive.
     """
@@ -36,33 +36,33 @@ class TorchControlStore(dist.Store):
         self._one_at_a_time = threading.Lock()
 
     def set(self, key: str, value: Any) -> None:
-        """Leave a value."""
+        """Set a value."""
         content = value.encode() if isinstance(value, str) else bytes(value)
         self._ask(Request(PUT, (key,), body=content))
 
     def get(self, key: str) -> bytes:
-        """The value, once it is there."""
+        """The value, once it exists."""
         return self._ask(Request(GET, (key,), self._timeout_s)).body
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Until all keys are there."""
+        """Wait until all keys exist."""
         limit = self._timeout_s if timeout is None else timeout.total_seconds()
         self._ask(Request(WAIT, tuple(keys), limit))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there now."""
+        """Whether all keys exist now."""
         return self._ask(Request(WAIT, tuple(keys)), missing=False).found
 
     def add(self, key: str, number: int) -> int:
-        """The sum of all that was added to the key."""
+        """Add to the number of that key; returns the sum."""
         return self._ask(Request(ADD, (key,), number=number)).number
 
     def delete_key(self, key: str) -> bool:
-        """Whether there was such a key."""
+        """Delete a key; returns whether it existed."""
         return self._ask(Request(DROP, (key,)), missing=False).found
 
     def num_keys(self) -> int:
-        """Of the whole board."""
+        """The number of keys of the whole control store."""
         return self._ask(Request(COUNT)).number
 
     @property
