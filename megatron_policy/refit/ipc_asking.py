@@ -21,6 +21,7 @@ from megatron_policy.refit.ipc_link import Link, gone, nobody, silent
 _MOMENT_S = 0.001
 _LEAVING_S = 0.5
 """For those who came, beside an engine, without being one."""
+_MOMENT_TO_ANSWER_S = 1.0
 
 
 class _Door:
@@ -114,6 +115,7 @@ class Asking:
 
     def close(self) -> None:
         """Hang up, and remove the file."""
+        self._wait_for_first_answer()
         self._hang_up()
         self._context.term()
 
@@ -155,6 +157,17 @@ class Asking:
             if time.monotonic() >= end:
                 raise RefitError(silent(self._other, self.address, self._timeout_s))
         return True
+
+    def _wait_for_first_answer(self) -> None:
+        """Where this side gives up early: ZeroMQ drops a question that the engine has not read when
+        the connection ends, and the engine would wait for another trainer.
+        """
+        link, end = self._link, time.monotonic() + _MOMENT_TO_ANSWER_S
+        if link is None or self._heard:
+            return
+        while self._engine in link.here and time.monotonic() < end:
+            if link.wait(end, zmq.POLLIN):
+                return
 
     def _reopen(self) -> None:
         self._hang_up()
