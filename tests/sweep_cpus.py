@@ -105,7 +105,9 @@ def margins_of(printed: str) -> dict[str, float]:
 def environment_of(name: str, threads: int) -> dict[str, str]:
     """This process's environment without instruction sets of its own, and with those of a name."""
     chosen = {n: v for n, v in os.environ.items() if n not in SETS["sse41"].environment}
-    return chosen | SETS[name].environment | {"OMP_NUM_THREADS": str(threads)}
+    # Threads that wait sleep: those of a dozen ranks share a few cores.
+    threading = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    return chosen | SETS[name].environment | threading
 
 
 def run_tests(name: str, threads: int, arguments: list[str]) -> Run:
