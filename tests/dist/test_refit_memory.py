@@ -92,6 +92,7 @@ def test_a_refit_takes_two_buckets_and_the_largest_tensor_at_most(
 ) -> None:
     world, cfg = LAYOUTS[layout]
     path = checkpoint("qwen2", **SIZES)
+    ranks.end()  # new processes: what the tests before left in the allocator is not measured
     *found, _ = ranks.run(world + 1, play, world, path, cfg, tmp_path)
     for result in found:
         assert result["weights"] > 2 * (result["bound"] + SLACK), "or all would fit"
