@@ -192,11 +192,13 @@ def test_attention_of_many_sequences_equals_that_of_each_alone(attended, name: s
     variant = VARIANTS[name]
     context, *grads = reference(variant)
     inside = torch.arange(max(variant.lengths)) < torch.tensor(variant.lengths).unsqueeze(1)
+    # Gradients of one attention are made of the same products: the largest of so few draws.
+    rounding = max(each.rounding for each in grads)
     for seen in attended:
         found, *found_grads = seen[name]
         assert_equal("attention", found[inside], context[inside])
         for mine, theirs in zip(found_grads, grads, strict=True):
-            assert_equal("gradients of attention", mine, theirs)
+            assert_equal("gradients of attention", mine, Exact(theirs.value, rounding))
 
 
 def attend_without_params() -> list[torch.Tensor]:
