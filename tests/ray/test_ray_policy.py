@@ -255,11 +255,16 @@ def test_a_worker_computes_as_its_reference_within_that_context_only(untrained: 
     group.run_all("_add_noise_to_weights")
     noisy = untrained.get_logprobs(data)["logprobs"]
     workers = [ray.get_actor(f"{group.name} rank {rank}") for rank in range(2)]
-    within = ray.get([w.__ray_call__.remote(under_the_reference, data) for w in workers])
-    # Here a worker has both rows, there it had one: sums of two threads are in another order then.
-    for seen in within:
-        torch.testing.assert_close(seen, before, rtol=0.0, atol=1e-5)
-    assert (noisy - before).abs().max() > 1e-4
+    # Each has the row that the driver gave it: with two rows it would sum in another order.
+    rows = [data.slice(rank, rank + 1) for rank in range(2)]
+    within = ray.get(
+        [
+            worker.__ray_call__.remote(under_the_reference, row)
+            for worker, row in zip(workers, rows, strict=True)
+        ]
+    )
+    assert torch.equal(torch.cat(within), before)
+    assert not torch.allclose(noisy, before)
     assert torch.equal(untrained.get_logprobs(data)["logprobs"], noisy)
 
 
