@@ -61,9 +61,9 @@ def remove_left(partial: Path) -> None:
 
 
 @contextlib.contextmanager
-def opened(directory: Path) -> Iterator[int]:
-    """A descriptor of the directory."""
-    handle = os.open(directory, os.O_RDONLY)
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor of a file or directory, for reading."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         yield handle
     finally:

@@ -6,9 +6,9 @@ Knows nothing of processes: a rank is given its share of the records.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from threading import Lock
@@ -16,6 +16,7 @@ from threading import Lock
 from megatron_policy.checkpoint.manifest import MEND, NAME, Manifest, read
 from megatron_policy.conversion.digests import Digest
 from megatron_policy.converters.dist_files import DistReader
+from megatron_policy.converters.locking import opened
 from megatron_policy.converters.raw_files import RawFiles
 from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
 
@@ -54,7 +55,7 @@ def check_files(root: Path, manifest: Manifest) -> None:
             problems.append(f"{root} lacks {name}, which its {NAME} names")
             continue
         try:
-            with _opened(path) as handle:
+            with opened(path) as handle:
                 if _digest(handle, 0, size := os.fstat(handle).st_size, buffer) != stated:
                     words = f"its {size} bytes contradict their digest in {NAME}"
                     problems.append(f"{path} is damaged: {words}")
@@ -122,7 +123,7 @@ def _verified(root: Path, records: Sequence[Share], count: _Count) -> list[str]:
     problems: list[str] = []
     for name, group in groupby(records, key=lambda record: record[0]):
         try:
-            with _opened(root / name) as handle:
+            with opened(root / name) as handle:
                 for _, offset, length, stated in group:
                     found = _digest(handle, offset, length, buffer)
                     if found != stated:
@@ -145,15 +146,6 @@ def _digest(handle: int, offset: int, length: int, buffer: memoryview) -> str | 
         digest.update(buffer[:got])
         offset += got
     return digest.text()
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
 
 
 def _unreadable(path: Path, error: OSError) -> str:
