@@ -22,6 +22,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.hf_files import SINGLE, read_config
 from megatron_policy.converters.rows import unpack
 from megatron_policy.converters.table import bind
+from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S
 from megatron_policy.layout import topology_of
 from megatron_policy.model.assemble import Assembly, assemble
 
@@ -83,7 +84,7 @@ def _prepared(path: Path) -> Callable[[], Assembly]:
         topology_of(config, 1),
         init_optimizer=False,
         init_reference_model=False,
-        timeout_s=device.DEFAULT_TIMEOUT_S,
+        timeout_s=DEFAULT_TIMEOUT_S,
     )
 
 
