@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.train_steps import NextTokenLoss
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.conversion.digests import Digest
-from megatron_policy.conversion.tensors import flat_bytes
+from megatron_policy.formats.digests import Digest
+from megatron_policy.formats.tensors import flat_bytes
 from megatron_policy.policy import MegatronPolicy
 
 BUFFER = 64 * 2**20
@@ -67,8 +67,8 @@ def background(path: Path, folder: Path, turns: int) -> dict[str, Any]:
     policy = trained_policy(path, asynchronous=True)
     seconds: dict[str, list[float]] = {}
     waited: dict[str, list[float]] = {}
-    wait = policy._assembly.readers.wait
-    policy._assembly.readers.wait = lambda: timed(waited, "wait", wait)
+    wait = policy._engine.pending_reads.wait
+    policy._engine.pending_reads.wait = lambda: timed(waited, "wait", wait)
     for turn in range(turns):
         fresh(folder / "saved")
         timed(seconds, "a step alone", lambda: step(policy))

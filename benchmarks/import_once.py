@@ -19,12 +19,14 @@ from safetensors import safe_open
 from benchmarks.floor import copy_weights
 from megatron_policy import device
 from megatron_policy.config import PolicyConfig
+from megatron_policy.config.layout import topology_of
 from megatron_policy.converters.hf_files import SINGLE, read_config
 from megatron_policy.converters.rows import unpack
 from megatron_policy.converters.table import bind
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S
-from megatron_policy.layout import topology_of
-from megatron_policy.model.assemble import Assembly, assemble
+from megatron_policy.engines.megatron.assemble import build
+from megatron_policy.engines.megatron.engine import MegatronEngine
+from megatron_policy.engines.megatron.platform import prepare_platform
 
 
 def floor(path: Path) -> dict[str, float]:
@@ -63,7 +65,7 @@ def memory(path: Path) -> dict[str, float]:
     }
 
 
-def _prepared(path: Path) -> Callable[[], Assembly]:
+def _prepared(path: Path) -> Callable[[], MegatronEngine]:
     """What is left to do when Python has imported, the config is read and the group is there."""
     config = PolicyConfig.parse(
         {
@@ -76,14 +78,13 @@ def _prepared(path: Path) -> Callable[[], Assembly]:
         }
     )
     table = bind(read_config(path))
-    device.prepare_platform()
-    device.join_process_group()
-    return lambda: assemble(
+    prepare_platform()
+    device.join_process_group(DEFAULT_TIMEOUT_S)
+    return lambda: build(
         config,
         table,
         topology_of(config, 1),
         init_optimizer=False,
-        init_reference_model=False,
         timeout_s=DEFAULT_TIMEOUT_S,
     )
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.logprob_anchor import plain_chunks
-from megatron_policy.train.fused import HeadShape, fused_scores
+from megatron_policy.lm_head.fused import HeadShape, fused_scores
 
 VOCAB, MODEL = 151936, 896
 READ, TRAINED = 4096, 1024

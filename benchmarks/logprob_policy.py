@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.logprob_once import READ, memory, start_of_peak
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.policy import MegatronPolicy
-from megatron_policy.rendezvous import reserved_port
 
 # Of a rank; uneven, and multiples of 4, so that two ranks pad none of them.
 LENGTHS = (1500, 1000, 800, 500, 248, 48)

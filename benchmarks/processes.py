@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_policy.rendezvous import reserved_port
+from megatron_policy.coordination.rendezvous import reserved_port
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -17,17 +17,17 @@ import torch
 
 from benchmarks.plain_loop import PlainLoop
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.config.layout import layer_split
 from megatron_policy.converters.hf_files import HfReader, read_config
 from megatron_policy.converters.table import Table, bind
+from megatron_policy.engines.megatron.build import build_chunks
+from megatron_policy.engines.megatron.model_config import LOCAL, transformer_config
+from megatron_policy.engines.megatron.trainable import make_trainable
 from megatron_policy.interfaces import LossInputType, LossType
-from megatron_policy.layout import layer_split
-from megatron_policy.model.build import build_chunks
-from megatron_policy.model.config import LOCAL, transformer_config
-from megatron_policy.model.load import Held, held_entries, load_parameters
-from megatron_policy.model.optimizer import make_trainable
-from megatron_policy.model.readers import Readers
+from megatron_policy.memory.pending_reads import PendingReads
+from megatron_policy.parallel.topology import Placement
 from megatron_policy.policy import MegatronPolicy
-from megatron_policy.topology import Placement
+from megatron_policy.weights.load import Held, held_entries, load_parameters
 
 ROWS, MICROBATCH_ROWS, LENGTH = 8, 2, 128
 LEARNING_RATE = 1e-4
@@ -114,7 +114,9 @@ def _plain_loop(policy: MegatronPolicy, table: Table) -> tuple[PlainLoop, Held]:
     held = held_entries(chunks, table, place)
     with HfReader(config.model_name) as reader:
         load_parameters(held, reader, table, place)
-    trainable = make_trainable(chunks, model_config, settings, ROWS, topology.dp, Readers(), held)
+    trainable = make_trainable(
+        chunks, model_config, settings, ROWS, topology.dp, PendingReads(), held
+    )
     (model,) = trainable.chunks
     return PlainLoop(model, trainable.optimizer, trainable.scheduler), held
 

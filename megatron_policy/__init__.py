@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from megatron_policy.renamed import install as _install_renamed
 from megatron_policy.version import VERSION as __version__
 
 if TYPE_CHECKING:
@@ -34,11 +35,13 @@ if TYPE_CHECKING:
         ReferenceLogprobOutputSpec as ReferenceLogprobOutputSpec,
     )
     from megatron_policy.policy import MegatronPolicy as MegatronPolicy
-    from megatron_policy.refit.receiver import Receiver as Receiver
+    from megatron_policy.refit.receive.receiver import Receiver as Receiver
     from megatron_policy.workers.cluster import RayVirtualCluster as RayVirtualCluster
     from megatron_policy.workers.environment import init_ray as init_ray
     from megatron_policy.workers.policy import Policy as Policy
     from megatron_policy.workers.worker import MegatronPolicyWorker as MegatronPolicyWorker
+
+_install_renamed()
 
 # Which module a name is fetched from when somebody asks for it.
 _HOME = {
@@ -63,7 +66,7 @@ _HOME = {
     "PolicyConfig": "config",
     "PolicyInterface": "interfaces",
     "RayVirtualCluster": "workers.cluster",
-    "Receiver": "refit.receiver",
+    "Receiver": "refit.receive.receiver",
     "ReferenceLogprobOutputSpec": "interfaces",
     "RefitError": "errors",
     "TransitionError": "errors",

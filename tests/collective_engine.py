@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.collective_receiving import join_collective
+from megatron_policy.refit.receive.collective import join_collective
 from tests import refit_engine
 
 SECRET = "of the groups in these tests"

@@ -13,106 +13,55 @@ from pathlib import Path
 
 PACKAGE = "megatron_policy"
 
-# Floor by module name inside the package ("" is its __init__); the first match decides.
-FLOORS: tuple[tuple[str, int], ...] = (
-    ("converters.contained", 1),
-    ("converters.dist_metadata", 1),
-    ("converters.hf_config", 1),
-    ("converters.hf_files", 1),
-    ("converters.hf_location", 1),
-    ("converters.hf_writing", 1),
-    ("converters.locking", 1),
-    ("converters.publishing", 1),
-    ("converters.raw_files", 1),
-    ("converters.renaming", 1),
-    ("converters.dist_files", 1),
-    ("converters.dist_records", 1),
-    ("converters.dist_writing", 1),
-    ("converters", 0),
-    ("converters.*", 0),
-    ("config", 0),
-    ("config.*", 0),
-    ("errors", 0),
-    ("version", 0),
-    ("interfaces", 0),
-    ("batch", 0),
-    ("topology", 0),
-    ("layout", 0),
-    ("packing", 0),
-    ("packing.*", 0),
-    ("refit", 0),
-    ("refit.plan", 0),
-    ("refit.geometry", 0),
-    ("refit.files", 0),
-    ("refit.manifest", 0),
-    ("refit.buffers", 0),
-    ("refit.wire", 0),
-    ("coordination", 0),
-    ("coordination.timeouts", 0),
-    ("coordination.*", 1),
-    ("conversion.digests", 1),
-    ("conversion.manifest", 1),
-    ("conversion.tensors", 1),
-    ("device", 1),
-    ("device.*", 1),
-    ("groups", 1),
-    ("rendezvous", 1),
-    ("model", 2),
-    ("model.*", 2),
-    ("train", 2),
-    ("train.*", 2),
-    ("checkpoint.manifest", 1),
-    ("checkpoint.common", 1),
-    ("checkpoint.beside", 0),
-    ("checkpoint.finding", 1),
-    ("checkpoint.identity", 1),
-    ("checkpoint.verifying", 1),
-    ("checkpoint.slices", 0),
-    ("checkpoint.report", 0),
-    ("checkpoint", 0),
-    ("checkpoint.*", 2),
-    ("refit.*", 2),
-    ("session", 3),
-    ("continuing", 3),
-    ("checkpointing", 3),
-    ("policy", 3),
-    ("conversion", 3),
-    ("conversion.*", 3),
-    ("parity", 3),
-    ("parity.*", 3),
-    ("", 4),  # the re-exports: nothing below may lean on them
-    ("cli", 4),
-    ("cli.*", 4),
-    ("__main__", 4),
-    ("workers", 4),
-    ("workers.*", 4),
-    ("hosts", 4),
-    ("hosts.*", 4),
+# Floor by the name of a top-level module or folder ("" is the package's __init__). Imports go down
+# or stay on their floor, and there is no circle, neither of files nor of folders.
+FLOORS: tuple[tuple[int, tuple[str, ...]], ...] = (
+    (0, ("batch", "errors", "renamed", "version")),
+    (1, ("converters", "device", "parallel")),
+    (2, ("coordination", "formats", "memory", "packing", "weights")),
+    (3, ("config", "lm_head")),
+    (4, ("interfaces",)),
+    (5, ("checkpoint", "engines", "refit", "training")),
+    (6, ("convert", "policy")),
+    (7, ("parity", "workers")),
+    (8, ("hosts",)),
+    (9, ("cli", "__main__", "")),  # with the re-exports: nothing below may lean on them
 )
 
-# Foreign packages that only some modules may import, and all that floor 0 may import at all.
-MEGATRON = ("device", "device.*", "groups", "model", "model.*", "train", "train.*")
-MEGATRON += ("checkpoint", "checkpoint.*")
+# Values and arithmetic: no files, no environment, and of foreign packages only PURE_IMPORTS.
+READS_FILES = (
+    "converters.contained",
+    "converters.dist_*",
+    "converters.hf_*",
+    "converters.locking",
+    "converters.publishing",
+    "converters.raw_files",
+    "converters.renaming",
+)
+PURE = ("batch", "errors", "version", "config*", "converters*", "interfaces*", "lm_head*")
+PURE += ("packing*", "parallel*", "refit.manifest", "refit.plan", "weights.geometry")
+PURE_IMPORTS = sys.stdlib_module_names | {PACKAGE, "torch", "numpy", "pydantic", "yaml"}
+PURE_FORBIDS = ("environ", "getenv")
+
+# Foreign packages that only some modules import.
+MEGATRON = ("engines.megatron", "engines.megatron.*")
 IMPORT_ONLY_IN: dict[str, tuple[str, ...]] = {
     "ray": ("workers", "workers.*", "hosts", "hosts.*"),
     "nemo_rl": ("hosts.nemo_rl", "hosts.nemo_rl.*"),
-    "megatron": (*MEGATRON, "refit.*"),
-    "transformer_engine": (*MEGATRON, "refit.*"),
-    "zmq": ("refit.*",),
+    "megatron": MEGATRON,
+    "transformer_engine": MEGATRON,
+    "zmq": ("refit.transports.ipc.*",),
     "converters": (),  # it is imported as megatron_policy.converters, or a wheel has two of it
 }
-FLOOR_0_IMPORTS = sys.stdlib_module_names | {PACKAGE, "torch", "numpy", "pydantic", "yaml"}
 
 # Words that only these modules may hold, as a name or in a string; comments and docstrings may.
-DEVICE = ("device", "device.*")
+DEVICE = ("device", "device.*", "engines.megatron.cpu_platform")
 NAME_ONLY_IN: dict[str, tuple[str, ...]] = {
     "cuda": DEVICE,
     "nccl": DEVICE,
-    "parallel_state": ("groups",),
+    "parallel_state": ("engines.megatron.process_groups",),
 }
-FLOOR_0_FORBIDS = ("environ", "getenv")  # the environment is read at the edge or on floor 1
-
-FILE_LINES, FUNCTION_LINES, CLASS_LINES = 300, 60, 200
+FILE_LINES, FUNCTION_LINES, CLASS_LINES = 400, 60, 250
 
 
 @dataclass(frozen=True)
@@ -128,7 +77,13 @@ class Module:
 
 def floor_of(name: str) -> int | None:
     """The floor of a module, None if nobody has said."""
-    return next((floor for pattern, floor in FLOORS if fnmatchcase(name, pattern)), None)
+    top = name.split(".")[0]
+    return next((floor for floor, names in FLOORS if top in names), None)
+
+
+def is_pure(name: str) -> bool:
+    """Whether a module only computes."""
+    return _matches(name, PURE) and not _matches(name, READS_FILES)
 
 
 def package_modules(root: Path) -> list[Module]:
@@ -176,6 +131,56 @@ def check_floors(modules: list[Module]) -> list[str]:
     return problems
 
 
+def check_circles(modules: list[Module]) -> list[str]:
+    """Files, and folders, that import each other in a circle, imports in functions included."""
+    known = {module.name for module in modules}
+    packages = {module.name for module in modules if module.is_package}
+    files: dict[str, set[str]] = {}
+    folders: dict[str, set[str]] = {}
+    for module in modules:
+        if not module.name:
+            continue  # the re-exports: `check_floors` sees who leans on them
+        for _, target in _imports(module):
+            if target.split(".")[0] != PACKAGE:
+                continue
+            inner = _longest_known(target, known)
+            files.setdefault(module.name, set()).add(inner)
+            ours, theirs = (_folder(name, packages) for name in (module.name, inner))
+            if ours != theirs:
+                folders.setdefault(ours, set()).add(theirs)
+    return [
+        f"{what} import each other in a circle: {', '.join(circle)}"
+        for what, edges in (("files", files), ("folders", folders))
+        for circle in _circles(edges)
+    ]
+
+
+def _folder(name: str, packages: set[str]) -> str:
+    """The folder of a module; a module at the top stands for itself."""
+    return name if name in packages or "." not in name else name.rpartition(".")[0]
+
+
+def _circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """What reaches itself, grouped by who reaches each other."""
+    reached = {node: _reached(node, edges) for node in edges}
+    found: list[list[str]] = []
+    for node in sorted(edges):
+        if node in reached[node] and not any(node in circle for circle in found):
+            found.append(sorted(n for n in reached[node] if n in reached and node in reached[n]))
+    return found
+
+
+def _reached(start: str, edges: dict[str, set[str]]) -> set[str]:
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        for target in edges.get(waiting.pop(), ()):
+            if target not in seen:
+                seen.add(target)
+                waiting.append(target)
+    return seen
+
+
 def check_foreign_imports(modules: list[Module]) -> list[str]:
     """Foreign packages imported where they may not be."""
     problems = []
@@ -185,8 +190,8 @@ def check_foreign_imports(modules: list[Module]) -> list[str]:
             allowed = IMPORT_ONLY_IN.get(top)
             if allowed is not None and not _matches(module.name, allowed):
                 problems.append(f"{module.path}:{line}: {top} only in {_listed(allowed)}")
-            elif floor_of(module.name) == 0 and top not in FLOOR_0_IMPORTS:
-                problems.append(f"{module.path}:{line}: floor 0 does not import {top}")
+            elif is_pure(module.name) and top not in PURE_IMPORTS:
+                problems.append(f"{module.path}:{line}: {module.name} is pure, and imports {top}")
     return problems
 
 
@@ -199,8 +204,8 @@ def check_names(modules: list[Module]) -> list[str]:
                 allowed = NAME_ONLY_IN.get(word)
                 if allowed is not None and not _matches(module.name, allowed):
                     problems.append(f"{module.path}:{line}: {word!r} only in {_listed(allowed)}")
-                if word in FLOOR_0_FORBIDS and floor_of(module.name) == 0:
-                    problems.append(f"{module.path}:{line}: {word!r} not on floor 0")
+                if word in PURE_FORBIDS and is_pure(module.name):
+                    problems.append(f"{module.path}:{line}: {word!r} in a pure module")
     return problems
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.interfaces import LossInputType, LossType
-from megatron_policy.train.logprobs import vocab_parallel_logprobs
+from megatron_policy.lm_head.logprobs import vocab_parallel_logprobs
 
 Result = tuple[torch.Tensor, dict[str, Any]]
 

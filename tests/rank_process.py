@@ -55,7 +55,7 @@ def _attempt(step: Callable[..., bytes], *args: Any) -> tuple[str, Any]:
 def _prepare() -> bytes:
     import torch
 
-    from megatron_policy.device import prepare_platform
+    from megatron_policy.engines.megatron.platform import prepare_platform
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     prepare_platform()

@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from megatron_policy.rendezvous import reserved_port
+from megatron_policy.coordination.rendezvous import reserved_port
 from tests.rank_process import dumps, environment, serve
 
 START_TIMEOUT = RUN_TIMEOUT = 600.0  # for what hangs; on a machine under load all takes long

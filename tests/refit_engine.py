@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_policy.refit.manifest import Manifest
-from megatron_policy.refit.receiver import Receiver
+from megatron_policy.refit.receive.receiver import Receiver
 from tests.other_process import shared_memory_of
 
 Bits = dict[str, tuple[tuple[int, ...], torch.dtype, bytes]]

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron_policy.errors import RefitError
+from megatron_policy.parallel.topology import Topology
 from megatron_policy.refit.buffers import Room
 from megatron_policy.refit.delivery import deliver
-from megatron_policy.refit.ipc_stream import IpcStream
 from megatron_policy.refit.plan import RefitTensor
-from megatron_policy.topology import Topology
+from megatron_policy.refit.transports.ipc.transport import IpcStream
 
 FORMS = {
     "embed": ((64, 24), torch.bfloat16),

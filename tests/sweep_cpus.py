@@ -34,6 +34,7 @@ TESTS = (
     "tests/dist/test_layouts.py",
     "tests/dist/test_loss_mistakes.py",
     "tests/dist/test_parity.py",
+    "tests/dist/test_plain_engine.py",
     "tests/dist/test_resume.py",
     "tests/dist/test_split_training.py",
     "tests/dist/test_weight_decay.py",

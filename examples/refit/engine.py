@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from megatron_policy.refit.collective_receiving import CollectiveGroup, join_collective
-from megatron_policy.refit.receiver import Receiver
+from megatron_policy.refit.receive.collective import CollectiveGroup, join_collective
+from megatron_policy.refit.receive.receiver import Receiver
 
 
 class Engine:

@@ -35,7 +35,7 @@ def main(
 ) -> None:
     """Teach a small model to count, and let an engine in another process generate with it."""
     make_importable()
-    from megatron_policy.rendezvous import reserved_port
+    from megatron_policy.coordination.rendezvous import reserved_port
     from refit.task import make_checkpoint
 
     with tempfile.TemporaryDirectory(prefix="refit-") as folder, reserved_port() as port:

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from megatron_policy import MegatronPolicy
-from megatron_policy.refit.collective import Collective
-from megatron_policy.refit.disk import HfDirectory
-from megatron_policy.refit.ipc_handles import IpcHandles
-from megatron_policy.refit.ipc_stream import IpcStream
-from megatron_policy.rendezvous import reserved_port
+from megatron_policy.coordination.rendezvous import reserved_port
+from megatron_policy.refit.transports.collective.transport import Collective
+from megatron_policy.refit.transports.disk import HfDirectory
+from megatron_policy.refit.transports.ipc.handles import IpcHandles
+from megatron_policy.refit.transports.ipc.transport import IpcStream
 
 from .remote import RemoteEngine
 from .task import PROMPT, VOCAB, NextNumberLoss, counting

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from megatron_policy import device
-from megatron_policy.refit.collective_receiving import CollectiveGroup, join_collective
-from megatron_policy.refit.receiver import Receiver
+from megatron_policy.refit.receive.collective import CollectiveGroup, join_collective
+from megatron_policy.refit.receive.receiver import Receiver
 
 PlainInfo = dict[str, tuple[list[int], str]]
 

@@ -11,18 +11,17 @@ from typing import Any
 
 import torch
 
-from megatron_policy.checkpoint import holdings, manifest
-from megatron_policy.checkpoint.common import OURS, read_ours
+from megatron_policy.checkpoint import local_shards as holdings
+from megatron_policy.checkpoint import manifest
+from megatron_policy.checkpoint.common_state import OURS, read_ours
 from megatron_policy.checkpoint.loading import Found, Reading
 from megatron_policy.checkpoint.report import LoadReport
 from megatron_policy.checkpoint.saving import Part, layout_of
 from megatron_policy.converters.dist_keys import extra_states
 from megatron_policy.converters.dist_records import empty_object
+from megatron_policy.device import random_states
 from megatron_policy.errors import CheckpointError
-from megatron_policy.model import random_state
-from megatron_policy.model.assemble import Assembly
-from megatron_policy.model.schedule_state import restore_schedule, schedule_state
-from megatron_policy.model.training_state import TrainingState
+from megatron_policy.interfaces.engine import TrainingEngine
 
 _KEPT = 4  # kinds of saves: with and without the optimizer, in one directory or in two
 
@@ -40,13 +39,13 @@ class Rest:
 class Contents:
     """One rank's policy, as far as checkpoints know it."""
 
-    def __init__(self, assembly: Assembly, generators: Mapping[str, torch.Generator]) -> None:
+    def __init__(self, engine: TrainingEngine, generators: Mapping[str, torch.Generator]) -> None:
         """`generators` draw the random numbers that are the policy's own, by name."""
-        self._assembly, self._generators = assembly, generators
-        place = assembly.place
+        self._engine, self._generators = engine, generators
+        place = engine.place
         self._topology, self._rank = place.topology, place.topology.rank(place.coords)
-        trainable = assembly.trainable
-        self._training = None if trainable is None else TrainingState(trainable)
+        trainable = engine.trainable
+        self._training = None if trainable is None else trainable.state
         self._found: dict[tuple[object, ...], list[holdings.Item]] = {}
 
     @property
@@ -57,7 +56,7 @@ class Contents:
     @property
     def nbytes(self) -> int:
         """Of this rank's share of everything that can be saved, about."""
-        place = self._assembly.place
+        place = self._engine.place
         own = self._items(self.held(with_states=False))
         nbytes = sum(item.tensor.nbytes for item in own)
         if self._training is None:
@@ -67,7 +66,7 @@ class Contents:
 
     def held(self, *, with_states: bool) -> list[holdings.Holding]:
         """Weights, and the optimizer's state, which is made where there is none yet."""
-        held, place = self._assembly.held, self._assembly.place
+        held, place = self._engine.held, self._engine.place
         found = holdings.weights(held, place)
         if with_states and self._training is not None:
             self._training.materialize()
@@ -78,9 +77,9 @@ class Contents:
         self, step: int, weights: Path, optimizer: Path | None, host_data: Mapping[str, Any]
     ) -> list[Part]:
         """The directories of a save; the weights', which is what is looked for, comes last."""
-        table = self._assembly.table
+        table = self._engine.table
         together = optimizer == weights
-        objects = {self._random_key: random_state.capture(self._generators)}
+        objects = {self._random_key: random_states.capture(self._engine, self._generators)}
         if self._rank == 0:
             objects |= dict.fromkeys(extra_states(table), empty_object())
         held = self.held(with_states=optimizer is not None)
@@ -110,8 +109,8 @@ class Contents:
         if key not in self._found:
             if len(self._found) >= _KEPT:
                 self._found.clear()  # memory has been moved, and moved again
-            place = self._assembly.place
-            found = holdings.items(held, self._assembly.table.architecture, place)
+            place = self._engine.place
+            found = holdings.items(held, self._engine.table.architecture, place)
             self._found[key] = found
         return self._found[key]
 
@@ -122,20 +121,20 @@ class Contents:
     def _common(
         self, step: int, host_data: Mapping[str, Any], *, with_optimizer: bool
     ) -> dict[str, Any]:
-        assembly = self._assembly
+        engine = self._engine
         ours: dict[str, Any] = {"host_data": dict(host_data)}
         ours["source_dtypes"] = {
-            name: manifest.dtype_name(dtype) for name, dtype in assembly.source_dtypes.items()
+            name: manifest.dtype_name(dtype) for name, dtype in engine.source_dtypes.items()
         }
-        if with_optimizer and self._training is not None and assembly.trainable is not None:
+        if with_optimizer and self._training is not None and engine.trainable is not None:
             ours["optimizer_step"] = self._training.step
-            ours["schedule"] = schedule_state(assembly.trainable)
+            ours["schedule"] = engine.trainable.schedule_state()
         return {
             "checkpoint_version": 3.0,
             "iteration": step,
             "content_metadata": {
                 "singleton_local_shards": False,
-                "non_homogeneous_layers": not assembly.table.architecture.uniform_layers,
+                "non_homogeneous_layers": not engine.table.architecture.uniform_layers,
             },
             OURS: ours,
         }
@@ -153,7 +152,7 @@ class Contents:
             return Rest(ours, None, why)
         content = reading.weights.object_bytes(self._random_key)
         if content is not None:
-            random_state.check(content)
+            random_states.check(content)
         return Rest(ours, content, "the checkpoint has none of this rank")
 
     def restored(self, found: Found, rest: Rest) -> LoadReport:
@@ -170,7 +169,7 @@ class Contents:
                 missing["schedule"] = "it starts anew with the optimizer"
         why = rest.no_random
         if rest.random is not None:
-            why = random_state.restore(rest.random, self._generators) or ""
+            why = random_states.restore(rest.random, self._engine, self._generators) or ""
         if why:
             missing["random numbers"] = why
         else:
@@ -179,16 +178,16 @@ class Contents:
         return LoadReport(str(found.root), found.weights.step, tuple(restored), missing, host_data)
 
     def _start_anew(self) -> None:
-        assert self._training is not None and self._assembly.trainable is not None
+        assert self._training is not None and self._engine.trainable is not None
         self._training.restart()
         self._found.clear()  # it would keep the old state alive
-        restore_schedule(self._assembly.trainable, {"num_steps": 0})
+        self._engine.trainable.restore_schedule({"num_steps": 0})
 
     def _restored_training(self, found: Found, ours: Mapping[str, Any]) -> dict[str, str]:
-        assert self._training is not None and self._assembly.trainable is not None
+        assert self._training is not None and self._engine.trainable is not None
         counted = ours["optimizer_step"]
         self._training.set_step(found.weights.step if counted is None else counted)
-        changed = restore_schedule(self._assembly.trainable, ours["schedule"])
+        changed = self._engine.trainable.restore_schedule(ours["schedule"])
         return {
             f"schedule.{name}": f"{old} in the checkpoint; the configuration's {new} holds"
             for name, (old, new) in changed.items()

@@ -13,8 +13,10 @@ from typing import TypeVar
 
 import torch
 
-from megatron_policy.checkpoint import finding, identity, manifest
-from megatron_policy.checkpoint.holdings import WEIGHTS, Holding, located, state_prefix
+from megatron_policy.checkpoint import fingerprint as identity
+from megatron_policy.checkpoint import manifest
+from megatron_policy.checkpoint import tracker as finding
+from megatron_policy.checkpoint.local_shards import WEIGHTS, Holding, located, state_prefix
 from megatron_policy.checkpoint.manifest import Manifest
 from megatron_policy.checkpoint.reading import Filler
 from megatron_policy.checkpoint.verifying import check_files, records_share, verify_records
@@ -25,8 +27,8 @@ from megatron_policy.converters.table import Entry, Table
 from megatron_policy.coordination.barrier import CollectiveOperation, Coordinator
 from megatron_policy.device import spare_cores
 from megatron_policy.errors import CheckpointError
-from megatron_policy.model.training_state import MAIN
-from megatron_policy.topology import Placement
+from megatron_policy.interfaces.engine import MAIN
+from megatron_policy.parallel.topology import Placement
 
 T = TypeVar("T")
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from megatron_policy.checkpoint.slices import Slice
-from megatron_policy.conversion.tensors import flat_bytes
 from megatron_policy.converters.blocks import Shape
 from megatron_policy.converters.raw_files import RawFiles
 from megatron_policy.converters.runs import Box
 from megatron_policy.converters.stored import Chunk, Stored
 from megatron_policy.device import host_buffer, synchronize
-from megatron_policy.refit.geometry import Region, runs
+from megatron_policy.formats.tensors import flat_bytes
+from megatron_policy.weights.geometry import Region, runs
 
 BUFFER_BYTES = 32 << 20
 

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_policy.checkpoint import finding, identity, manifest
-from megatron_policy.checkpoint.holdings import Item
+from megatron_policy.checkpoint import fingerprint as identity
+from megatron_policy.checkpoint import manifest
+from megatron_policy.checkpoint import tracker as finding
+from megatron_policy.checkpoint.local_shards import Item
 from megatron_policy.checkpoint.manifest import Manifest
 from megatron_policy.checkpoint.staging import Ready, Staging, written_from
 from megatron_policy.checkpoint.writing import merge, write_records, write_small_files
-from megatron_policy.conversion.digests import of_bytes
 from megatron_policy.converters.publishing import (
     clean_leftovers,
     flush_directory,
@@ -33,8 +34,9 @@ from megatron_policy.coordination.barrier import (
     as_checkpoint_error,
 )
 from megatron_policy.errors import CheckpointError
-from megatron_policy.model.host_pool import HostPool
-from megatron_policy.topology import Topology
+from megatron_policy.formats.digests import of_bytes
+from megatron_policy.memory.pinned_pool import HostPool
+from megatron_policy.parallel.topology import Topology
 
 _log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_policy.checkpoint.holdings import Item
-from megatron_policy.conversion.tensors import flat_bytes
+from megatron_policy.checkpoint.local_shards import Item
 from megatron_policy.device import beside, is_accelerated, queued, spare_cores
-from megatron_policy.model.host_pool import HostPool, Region
+from megatron_policy.formats.tensors import flat_bytes
+from megatron_policy.memory.pinned_pool import HostPool, Region
 
 WINDOW_BYTES = 256 << 20
 """Of device memory that is brought to the host at a time, in a save that blocks."""

@@ -14,11 +14,11 @@ from pathlib import Path
 from threading import Lock
 
 from megatron_policy.checkpoint.manifest import MEND, NAME, Manifest, read
-from megatron_policy.conversion.digests import Digest
 from megatron_policy.converters.dist_files import DistReader
 from megatron_policy.converters.locking import opened
 from megatron_policy.converters.raw_files import RawFiles
 from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
+from megatron_policy.formats.digests import Digest
 
 Share = tuple[str, int, int, str]
 """(file, offset, length, digest) of a record."""

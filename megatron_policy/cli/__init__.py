@@ -8,7 +8,7 @@ import typer
 
 from megatron_policy.cli.convert import convert
 from megatron_policy.cli.inspect import inspect
-from megatron_policy.cli.layouts import inspect_config
+from megatron_policy.cli.inspect_config import inspect_config
 from megatron_policy.cli.parity import parity
 from megatron_policy.cli.plan import plan
 from megatron_policy.cli.run import AS_PYTHON, run

@@ -17,7 +17,7 @@ from megatron_policy.cli.progress import transfer
 from megatron_policy.cli.sizes import parse_size, show_size
 
 if TYPE_CHECKING:
-    from megatron_policy.conversion import Report
+    from megatron_policy.convert import Report
 
 
 class Format(StrEnum):
@@ -55,7 +55,7 @@ def convert(
     """
     _refuse_itself(source, destination)
     with one_line_errors(), arguments_as_options():
-        from megatron_policy.conversion import convert, plan_conversion
+        from megatron_policy.convert import convert, plan_conversion
 
         settings = {
             "to": to.value,

@@ -42,7 +42,7 @@ def inspect(
 def _inspect(source: str, config: Path | None) -> Inspection:
     from dataclasses import replace
 
-    from megatron_policy.conversion.headers import read_headers
+    from megatron_policy.convert.headers import read_headers
     from megatron_policy.converters.inspection import inspect
 
     seen = read_headers(source, config)

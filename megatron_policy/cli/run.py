@@ -33,7 +33,8 @@ def run(
     command's.
     """
     from megatron_policy.errors import ConfigError
-    from megatron_policy.hosts import launch, registry
+    from megatron_policy.hosts import launch
+    from megatron_policy.interfaces import host as registry
 
     wanted = launch.Program(program, tuple(arguments or ()), module)
     try:

@@ -44,7 +44,7 @@ def verify(
 
 
 def _compare(a: str, b: str, max_memory: int, config: Path | None) -> None:
-    from megatron_policy.conversion import verify
+    from megatron_policy.convert import verify
 
     saved = [_saved_at(path) for path in (a, b)]
     for root in filter(None, saved):
@@ -70,7 +70,7 @@ def _compare(a: str, b: str, max_memory: int, config: Path | None) -> None:
 
 def _saved_at(path: str) -> Path | None:
     """The directory of a training checkpoint that is, or is in, `path`; None if it is no such."""
-    from megatron_policy.checkpoint import finding
+    from megatron_policy.checkpoint import tracker as finding
 
     return finding.find(path) if finding.is_saved(path) else None
 
@@ -96,7 +96,7 @@ def _saved(root: Path) -> Iterator[str]:
 
 
 def _converted(path: str, max_memory: int, config: Path | None) -> Iterator[str]:
-    from megatron_policy.conversion import check
+    from megatron_policy.convert import check
 
     with transfer("checked") as tell:
         found = check(path, max_memory=max_memory, progress=tell, config=config)

@@ -13,6 +13,8 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from megatron_policy.coordination.timeouts import LONGEST_TIMEOUT_S, SHORTEST_TIMEOUT_S
 
+DEFAULT_BUCKET_BYTES = 512 * 2**20
+"""The most that one collective of a refit moves, unless the configuration says otherwise."""
 MAX_COUNT = 2**31 - 1
 """Sizes and counts are 32-bit integers somewhere on their way: in collectives, in kernels."""
 MAX_BYTES = 2**63 - 1

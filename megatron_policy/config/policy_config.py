@@ -10,34 +10,15 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from megatron_policy.config import yaml_file
 from megatron_policy.config.classify import classify
-from megatron_policy.config.numbers import Bytes, Count, Gib, Norm, Rate, Seconds, Seed
 from megatron_policy.config.resolve import check, complete
-from megatron_policy.config.sections import (
-    DTensorConfig,
-    Dtype,
-    DynamicBatchingConfig,
-    GenerationConfig,
-    MegatronConfig,
-    PytorchOptimizerConfig,
-    SchedulerMilestones,
-    Section,
-    SequencePackingConfig,
-    SinglePytorchSchedulerConfig,
-    TokenizerConfig,
-)
-from megatron_policy.coordination.timeouts import (
-    COLLECTIVE_TIMEOUT_S,
-    DEFAULT_TIMEOUT_S,
-    WORKER_TIMEOUT_S,
-)
+from megatron_policy.config.sections import PolicySection
 from megatron_policy.errors import ConfigError
-from megatron_policy.refit.plan import DEFAULT_BUCKET_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -46,63 +27,12 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200
 
 
-class PolicyConfig(Section):
+class PolicyConfig(PolicySection):
     """A policy: model, batch sizes in samples, and one section per concern.
 
     Make it with `parse` or `from_yaml`. It pickles, and `PolicyConfig.parse(config.model_dump())`
     gives it back.
     """
-
-    model_name: str
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    precision: Dtype = "bfloat16"
-    train_global_batch_size: Count
-    train_micro_batch_size: Count
-    logprob_batch_size: Count = 1
-    """Rows of one forward pass; `train_micro_batch_size` when not given."""
-    logprob_chunk_size: Count = 1024
-    """Tokens whose logits, over the vocabulary, exist at one time where log-probabilities are all
-    that is asked for; changes memory, not results."""
-    generation_batch_size: Count = 1
-    """Rows generated at once; `logprob_batch_size` when not given."""
-    generation: GenerationConfig | None = None
-    max_total_sequence_length: Count = 4096
-    """The most tokens of a row, and of a prompt and its continuation together: longer rows are
-    refused, and `generate` ends here at the latest. So do the model's positions."""
-    make_sequence_length_divisible_by: Count = 1
-    max_grad_norm: Norm = 1.0
-    """Counts where `megatron_cfg.optimizer.clip_grad` is not given."""
-    learning_rate: Rate | None = None
-    """Counts where `megatron_cfg.optimizer.lr` is not given."""
-    seed: Seed = 1234
-    """Of sampling and dropout."""
-    megatron_cfg: MegatronConfig = MegatronConfig()
-    dtensor_cfg: DTensorConfig = DTensorConfig()
-    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
-    sequence_packing: SequencePackingConfig = SequencePackingConfig()
-    refit_buffer_size_gb: Gib | None = None
-    """GiB, on each rank, of the buffers that weights travel in to an engine on the same device;
-    a fifth of the free memory when not given."""
-    refit_bucket_bytes: Bytes = DEFAULT_BUCKET_BYTES
-    """The most that one collective of a refit moves."""
-    refit_dtype: Dtype | None = None
-    """Of the weights that engines are handed; the checkpoint's when not given."""
-    refit_timeout_s: Seconds = DEFAULT_TIMEOUT_S
-    """The longest wait of a refit for another rank or an engine."""
-    checkpoint_timeout_s: Seconds = DEFAULT_TIMEOUT_S
-    """The longest wait of a save or a load for another rank that gives no sign of life."""
-    collective_timeout_s: Seconds = COLLECTIVE_TIMEOUT_S
-    """The longest that any other collective waits for another rank, however busy that is."""
-    worker_timeout_s: Annotated[Seconds, Field(ge=1.0)] = WORKER_TIMEOUT_S
-    """How long a Ray worker may be stopped, or out of reach, before the driver's call fails."""
-    ignore_unknown_keys: tuple[str, ...] = ()
-    """Paths below `policy` that may be unknown, and then have no effect: keys of a newer host."""
-    fsdp_offload_enabled: bool = False
-    activation_checkpointing_enabled: bool = False
-    optimizer: PytorchOptimizerConfig | None = None
-    scheduler: (
-        tuple[SinglePytorchSchedulerConfig | SchedulerMilestones, ...] | SchedulerMilestones | None
-    ) = None
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any] | PolicyConfig) -> PolicyConfig:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from megatron_policy.config.sections import (
     DynamicBatchingConfig,
     MegatronConfig,
     MegatronOptimizerConfig,
+    PolicySection,
     Section,
     SequencePackingConfig,
 )
 from megatron_policy.errors import ConfigError
 from megatron_policy.packing.bins import checked_algorithm
 
-if TYPE_CHECKING:
-    from megatron_policy.config import PolicyConfig
-
 S = TypeVar("S", bound=Section)
+P = TypeVar("P", bound=PolicySection)
 B = TypeVar("B", DynamicBatchingConfig, SequencePackingConfig)
 
 
-def complete(config: PolicyConfig) -> PolicyConfig:
+def complete(config: P) -> P:
     """Give keys that were not given what follows from others; doing it twice changes nothing."""
     megatron = config.megatron_cfg
     optimizer = _where_absent(megatron.optimizer, clip_grad=config.max_grad_norm)
@@ -58,7 +57,7 @@ def complete(config: PolicyConfig) -> PolicyConfig:
     return _where_absent(config, generation_batch_size=config.logprob_batch_size)
 
 
-def check(config: PolicyConfig) -> None:
+def check(config: PolicySection) -> None:
     """ConfigError listing every pair of keys that contradict each other, with the legal values."""
     problems = [*_backend(config), *_dtypes(config), *_schedule(config.megatron_cfg)]
     problems += [*_recompute_keys(config.megatron_cfg), *_batching(config)]
@@ -104,7 +103,7 @@ def _recompute(megatron: MegatronConfig) -> dict[str, Any]:
     }
 
 
-def _backend(config: PolicyConfig) -> Iterator[str]:
+def _backend(config: PolicySection) -> Iterator[str]:
     ours, theirs = config.megatron_cfg.enabled, config.dtensor_cfg.enabled
     if ours and not theirs:
         return
@@ -121,7 +120,7 @@ def _backend(config: PolicyConfig) -> Iterator[str]:
         )
 
 
-def _dtypes(config: PolicyConfig) -> Iterator[str]:
+def _dtypes(config: PolicySection) -> Iterator[str]:
     optimizer = config.megatron_cfg.optimizer
     # The distributed optimizer keeps fp32 main parameters whatever bf16 says.
     if config.precision == "float32" or optimizer.bf16 is not False:
@@ -133,7 +132,7 @@ def _dtypes(config: PolicyConfig) -> Iterator[str]:
         )
 
 
-def _batching(config: PolicyConfig) -> Iterator[str]:
+def _batching(config: PolicySection) -> Iterator[str]:
     dynamic, packing = config.dynamic_batching, config.sequence_packing
     if dynamic.enabled and packing.enabled:
         yield (

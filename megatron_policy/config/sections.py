@@ -5,19 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from megatron_policy.config.numbers import (
+    DEFAULT_BUCKET_BYTES,
+    Bytes,
     Count,
     CountOrZero,
     Epsilon,
     Fraction,
+    Gib,
     Limit,
     Momentum,
     Norm,
     Probability,
     Rate,
+    Seconds,
+    Seed,
     Temperature,
+)
+from megatron_policy.coordination.timeouts import (
+    COLLECTIVE_TIMEOUT_S,
+    DEFAULT_TIMEOUT_S,
+    WORKER_TIMEOUT_S,
 )
 
 Precision = Literal["float32", "bfloat16"]
@@ -217,3 +227,58 @@ class MegatronConfig(Section):
     scheduler: MegatronSchedulerConfig = MegatronSchedulerConfig()
     distributed_data_parallel_config: MegatronDDPConfig = MegatronDDPConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+
+class PolicySection(Section):
+    """The keys of a policy."""
+
+    model_name: str
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    precision: Dtype = "bfloat16"
+    train_global_batch_size: Count
+    train_micro_batch_size: Count
+    logprob_batch_size: Count = 1
+    """Rows of one forward pass; `train_micro_batch_size` when not given."""
+    logprob_chunk_size: Count = 1024
+    """Tokens whose logits, over the vocabulary, exist at one time where log-probabilities are all
+    that is asked for; changes memory, not results."""
+    generation_batch_size: Count = 1
+    """Rows generated at once; `logprob_batch_size` when not given."""
+    generation: GenerationConfig | None = None
+    max_total_sequence_length: Count = 4096
+    """The most tokens of a row, and of a prompt and its continuation together: longer rows are
+    refused, and `generate` ends here at the latest. So do the model's positions."""
+    make_sequence_length_divisible_by: Count = 1
+    max_grad_norm: Norm = 1.0
+    """Counts where `megatron_cfg.optimizer.clip_grad` is not given."""
+    learning_rate: Rate | None = None
+    """Counts where `megatron_cfg.optimizer.lr` is not given."""
+    seed: Seed = 1234
+    """Of sampling and dropout."""
+    megatron_cfg: MegatronConfig = MegatronConfig()
+    dtensor_cfg: DTensorConfig = DTensorConfig()
+    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
+    sequence_packing: SequencePackingConfig = SequencePackingConfig()
+    refit_buffer_size_gb: Gib | None = None
+    """GiB, on each rank, of the buffers that weights travel in to an engine on the same device;
+    a fifth of the free memory when not given."""
+    refit_bucket_bytes: Bytes = DEFAULT_BUCKET_BYTES
+    """The most that one collective of a refit moves."""
+    refit_dtype: Dtype | None = None
+    """Of the weights that engines are handed; the checkpoint's when not given."""
+    refit_timeout_s: Seconds = DEFAULT_TIMEOUT_S
+    """The longest wait of a refit for another rank or an engine."""
+    checkpoint_timeout_s: Seconds = DEFAULT_TIMEOUT_S
+    """The longest wait of a save or a load for another rank that gives no sign of life."""
+    collective_timeout_s: Seconds = COLLECTIVE_TIMEOUT_S
+    """The longest that any other collective waits for another rank, however busy that is."""
+    worker_timeout_s: Annotated[Seconds, Field(ge=1.0)] = WORKER_TIMEOUT_S
+    """How long a Ray worker may be stopped, or out of reach, before the driver's call fails."""
+    ignore_unknown_keys: tuple[str, ...] = ()
+    """Paths below `policy` that may be unknown, and then have no effect: keys of a newer host."""
+    fsdp_offload_enabled: bool = False
+    activation_checkpointing_enabled: bool = False
+    optimizer: PytorchOptimizerConfig | None = None
+    scheduler: (
+        tuple[SinglePytorchSchedulerConfig | SchedulerMilestones, ...] | SchedulerMilestones | None
+    ) = None

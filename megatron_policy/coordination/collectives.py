@@ -20,7 +20,7 @@ from megatron_policy.coordination.process_group import BoundedProcessGroup
 from megatron_policy.coordination.rank_messages import RankMessages
 from megatron_policy.coordination.store import StoreCalls
 from megatron_policy.errors import RefitError
-from megatron_policy.topology import Coords, Topology
+from megatron_policy.parallel.topology import Coords, Topology
 
 _log = logging.getLogger(__name__)
 

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_policy.coordination.timeouts import COLLECTIVE_TIMEOUT_S
-
 __all__ = [
     "MemoryInfo",
     "accelerators",
@@ -29,7 +27,6 @@ __all__ = [
     "memory_info",
     "place_process",
     "prepare_for_other_engines",
-    "prepare_platform",
     "private_group",
     "queued",
     "random_state",
@@ -62,20 +59,6 @@ def is_accelerated() -> bool:
     return torch.cuda.is_available()
 
 
-def prepare_platform() -> bool:
-    """Make stock Megatron-Core usable on this machine; call it before making groups or models.
-
-    With a GPU this only binds names that a missing Transformer Engine leaves unbound. Without one
-    it also applies the patches of `device.cpu_platform`, once. Returns whether patches are active.
-    """
-    from megatron_policy.device import cpu_platform, unbound_names
-
-    if not is_accelerated():
-        cpu_platform.apply()
-    unbound_names.bind()
-    return not is_accelerated()
-
-
 def prepare_for_other_engines() -> None:
     """Let communicators be made that hold engines' GPUs too; call it before the first is made.
 
@@ -98,7 +81,7 @@ def current_device() -> torch.device:
     return torch.device("cpu")
 
 
-def join_process_group(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> bool:
+def join_process_group(timeout_s: float) -> bool:
     """Join the default process group, NCCL on GPUs and gloo elsewhere; return whether this call
     created it.
 

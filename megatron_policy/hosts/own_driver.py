@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_policy.hosts.registry import Host
+from megatron_policy.interfaces.host import Host
 
 
 def backend() -> Host:

@@ -1,17 +1,13 @@
-"""How a configuration wants its microbatches made; knows no rows."""
+"""How microbatches are to be made: of rows, of similar rows, or of packed sequences."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from megatron_policy.errors import BatchError, ConfigError
-from megatron_policy.packing.multiples import NARROWEST, Multiples, round_up
-
-if TYPE_CHECKING:
-    from megatron_policy.config import PolicyConfig
+from megatron_policy.errors import BatchError
+from megatron_policy.packing.multiples import NARROWEST, round_up
 
 Kind = Literal["padded", "dynamic", "packed"]
 
@@ -33,35 +29,6 @@ class Batching:
     algorithm: str | None = None
     key: str = "tokens"
     row_multiple: int = 1
-
-    @classmethod
-    def of(cls, config: PolicyConfig, training: bool) -> Batching:
-        """What `config` asks for, in training or where log-probabilities and the like are read.
-
-        ConfigError where a microbatch's tokens are fewer than the layout can split.
-        """
-        name = "train_mb_tokens" if training else "logprob_mb_tokens"
-        dynamic, packing = config.dynamic_batching, config.sequence_packing
-        multiples = multiples_of(config)
-        if dynamic.enabled:
-            tokens, rounded = getattr(dynamic, name), dynamic.sequence_length_round
-            assert tokens and rounded, "PolicyConfig.parse fills them in"
-            round_to = math.lcm(rounded, multiples.row)
-            made = cls("dynamic", tokens, round_to, None, f"dynamic_batching.{name}", multiples.row)
-        elif packing.enabled:
-            tokens, round_to = getattr(packing, name), multiples.sequence
-            assert tokens, "PolicyConfig.parse fills it in"
-            key = f"sequence_packing.{name}"
-            made = cls("packed", tokens, round_to, packing.algorithm, key, multiples.row)
-        else:
-            return cls("padded")
-        if made.tokens < made.row_multiple:
-            raise ConfigError(
-                f"policy.{made.key}={made.tokens} is less than {made.row_multiple}, the fewest "
-                "positions that this layout and make_sequence_length_divisible_by can split: raise "
-                "it"
-            )
-        return made
 
     @property
     def capacity(self) -> int:
@@ -90,14 +57,3 @@ class Batching:
                     f"row {row} has {length} tokens{padded}, more than {self.key}={self.tokens}"
                     f"{room}: raise it or truncate the row"
                 )
-
-
-def multiples_of(config: PolicyConfig) -> Multiples:
-    """What lengths are rounded up to under the configuration's layout."""
-    megatron = config.megatron_cfg
-    return Multiples.of(
-        config.make_sequence_length_divisible_by,
-        megatron.tensor_model_parallel_size,
-        megatron.context_parallel_size,
-        megatron.sequence_parallel,
-    )

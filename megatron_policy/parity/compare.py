@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.conversion.headers import read_headers
+from megatron_policy.config.layout import check_layout, topology_of
+from megatron_policy.convert.headers import read_headers
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.table import bind
 from megatron_policy.coordination.timeouts import COLLECTIVE_TIMEOUT_S, checked_timeout
 from megatron_policy.device import accelerators
 from megatron_policy.errors import ConfigError
-from megatron_policy.layout import check_layout, topology_of
 from megatron_policy.parity.policy_side import join, policy_section, read_policy
 from megatron_policy.parity.ranks import read_on_ranks
 from megatron_policy.parity.reference import read_reference

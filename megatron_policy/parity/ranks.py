@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 from megatron_policy import errors
+from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.parity.policy_side import read_policy
 from megatron_policy.parity.result import Job, Reading
-from megatron_policy.rendezvous import reserved_port
 
 GRACE_S = 3.0  # that the other ranks get to report after one has failed
 POLL_S = 0.05

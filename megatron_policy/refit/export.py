@@ -17,8 +17,8 @@ from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.table import Entry
 from megatron_policy.coordination.process_group import BoundedProcessGroup, PendingCollective
 from megatron_policy.refit.buffers import Buffer, Room
-from megatron_policy.refit.geometry import Region, Run, overlaps, runs, segments
 from megatron_policy.refit.plan import Item, RefitPlan, RefitTensor
+from megatron_policy.weights.geometry import Region, Run, overlaps, runs, segments
 
 Place = Callable[[RefitTensor], Room | None]
 """Where a tensor's elements are wanted, if at all; may wait for memory to be free."""

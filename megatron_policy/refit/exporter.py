@@ -13,19 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_policy.config.numbers import DEFAULT_BUCKET_BYTES
 from megatron_policy.coordination.collectives import BoundedCollectives
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S
+from megatron_policy.parallel.topology import Coords, Topology
 from megatron_policy.refit.export import Filled, Place, Sources, stream_alone, stream_together
-from megatron_policy.refit.plan import (
-    DEFAULT_BUCKET_BYTES,
-    Model,
-    RefitPlan,
-    plan_refit,
-)
-from megatron_policy.topology import Coords, Topology
+from megatron_policy.refit.plan import Model, RefitPlan, plan_refit
 
 if TYPE_CHECKING:
-    from megatron_policy.model.assemble import Assembly
+    from megatron_policy.interfaces.engine import TrainingEngine
 
 _KEPT_PLANS = 64
 
@@ -39,7 +35,7 @@ class Exporter:
 
     def __init__(
         self,
-        assembly: Assembly,
+        engine: TrainingEngine,
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
@@ -48,19 +44,19 @@ class Exporter:
         """No collective waits longer than `timeout_s` seconds, and none moves more than
         `bucket_bytes` and 2 % of them. Engines are handed `dtype`; None: the checkpoint's own.
         """
-        place = assembly.place
+        place = engine.place
         self.topology: Topology = place.topology
         self.coords: Coords = place.coords
         self.rank = place.topology.rank(place.coords)
         self.timeout_s, self.bucket_bytes, self.dtype = timeout_s, bucket_bytes, dtype
-        self.source_dtypes = assembly.source_dtypes
-        self.table = assembly.table
-        self._sources = Sources(assembly.held, assembly.table.architecture)
+        self.source_dtypes = engine.source_dtypes
+        self.table = engine.table
+        self._sources = Sources(engine.held, engine.table.architecture)
         self._model = Model(
-            assembly.table,
+            engine.table,
             place.split,
-            assembly.source_dtypes,
-            assembly.precision,
+            engine.source_dtypes,
+            engine.precision,
             self.topology.tp,
         )
         self._plans: dict[object, RefitPlan] = {}

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,6 +17,14 @@ from megatron_policy.errors import RefitError
 
 FORMAT = 1
 _NAMED = 8  # names of a kind that an error lists
+
+Form = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor."""
+
+
+def forms(expected: Mapping[str, Sequence[Any]]) -> dict[str, Form]:
+    """What `prepare_refit_info` returns, (shape, dtype) or (shape, dtype, elements), by name."""
+    return {name: (tuple(shape), dtype) for name, (shape, dtype, *_) in expected.items()}
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from functools import cached_property
 
 import torch
 
+from megatron_policy.config.numbers import DEFAULT_BUCKET_BYTES
 from megatron_policy.converters.table import EMBEDDING, HEAD, WEIGHT_DTYPES, Entry, Table
 from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.parallel.topology import LayerSplit
 from megatron_policy.refit.buffers import aligned
-from megatron_policy.refit.geometry import largest_share
-from megatron_policy.topology import LayerSplit
+from megatron_policy.weights.geometry import largest_share
 
-DEFAULT_BUCKET_BYTES = 512 * 2**20
 SMALLEST_BUCKET_BYTES = 4096
 _WIRE_ALIGNMENT = 16  # bytes; a multiple of every dtype's
 _ROUNDING = 1.02

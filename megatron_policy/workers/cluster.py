@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megatron_policy.coordination.timeouts import checked_timeout
 from megatron_policy.errors import ConfigError, WorkerError
 from megatron_policy.workers.environment import python_path
-from megatron_policy.workers.room import (
+from megatron_policy.workers.resources import (
     CPU_SHARE,
     address_and_port,
     amounts,

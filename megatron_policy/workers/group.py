@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from megatron_policy.coordination.timeouts import WORKER_TIMEOUT_S
 from megatron_policy.errors import ConfigError, WorkerError
-from megatron_policy.topology import Topology
+from megatron_policy.parallel.topology import Topology
 from megatron_policy.workers.calls import gather, put, stored
 from megatron_policy.workers.cluster import RayVirtualCluster, Slot
 from megatron_policy.workers.environment import Seat, worker_env

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_policy import device
-from megatron_policy.model.residency import IDLE, LOGPROB, REFIT, TRAIN, Kind
+from megatron_policy.memory.states import IDLE, LOGPROB, REFIT, TRAIN, Kind
 
 if TYPE_CHECKING:
     import torch
@@ -65,24 +65,24 @@ class WorkerMemory:
 
     def move_to_cpu(self, model: torch.nn.Module) -> torch.nn.Module:
         """`model` with its parameters and buffers in host memory."""
-        from megatron_policy.model.placing import move_to_host
+        from megatron_policy.memory.move_model import move_to_host
 
         return move_to_host(self._policy.memory, model)
 
     def move_to_cuda(self, model: torch.nn.Module) -> torch.nn.Module:
         """`model` with its parameters and buffers on the device this rank computes on."""
-        from megatron_policy.model.placing import move_to_own_device
+        from megatron_policy.memory.move_model import move_to_own_device
 
         return move_to_own_device(self._policy.memory, model)
 
     def move_to_device(self, model: torch.nn.Module, device: Any) -> torch.nn.Module:
         """`model` with its parameters and buffers on `device`."""
-        from megatron_policy.model.placing import move_to_device
+        from megatron_policy.memory.move_model import move_to_device
 
         return move_to_device(self._policy.memory, model, device)
 
     def move_buffer_to_device(self, model: torch.nn.Module, device: Any) -> torch.nn.Module:
         """`model` with its buffers on `device`."""
-        from megatron_policy.model.placing import move_buffers
+        from megatron_policy.memory.move_model import move_buffers
 
         return move_buffers(self._policy.memory, model, device)

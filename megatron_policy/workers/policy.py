@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
+from megatron_policy.config.layout import check_layout, topology_of
 from megatron_policy.converters.hf_files import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConfigError
-from megatron_policy.hosts.registry import find_host
 from megatron_policy.interfaces import ColocatablePolicyInterface, GenerationInterface
-from megatron_policy.layout import check_layout, topology_of
+from megatron_policy.interfaces.host import find_host
 from megatron_policy.workers.checkpoint_driver import DriverCheckpoint, absolute
 from megatron_policy.workers.checks import check_device
 from megatron_policy.workers.cluster import RayVirtualCluster

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_policy import device
 from megatron_policy.errors import ConfigError, RefitError
-from megatron_policy.model.residency import TO_REFIT
+from megatron_policy.memory.states import TO_REFIT
 from megatron_policy.refit.plan import RefitTensor
 from megatron_policy.workers.checks import refuse_unknown
 
 if TYPE_CHECKING:
     from megatron_policy.policy import MegatronPolicy
-    from megatron_policy.refit.collective import Collective
-    from megatron_policy.refit.ipc_handles import IpcHandles
+    from megatron_policy.refit.transports.collective.transport import Collective
+    from megatron_policy.refit.transports.ipc.handles import IpcHandles
 
 _SHARE_OF_FREE_MEMORY = 0.2
 
@@ -44,7 +44,7 @@ class WorkerRefit:
 
     def get_refit_address(self) -> str:
         """The ZeroMQ address that `stream_weights_via_ipc_zmq` of this rank binds."""
-        from megatron_policy.refit.ipc_stream import address_of
+        from megatron_policy.refit.transports.ipc.transport import address_of
 
         return address_of(device.device_id())
 
@@ -56,7 +56,7 @@ class WorkerRefit:
 
         RefitError on every rank if any rank's engine refuses or does not answer in time.
         """
-        from megatron_policy.refit.ipc_stream import IpcStream
+        from megatron_policy.refit.transports.ipc.transport import IpcStream
 
         refuse_scales(kv_scales)
         self._policy.refit(IpcStream(buffer_bytes=buffer_size_bytes or self._configured_bytes()))
@@ -71,7 +71,7 @@ class WorkerRefit:
         """{device id: (True, [(dtype, handle)], {HF name: offset in elements})} of these tensors,
         packed by dtype. They stay until the next call or `offload_after_refit`.
         """
-        from megatron_policy.refit.ipc_handles import IpcHandles
+        from megatron_policy.refit.transports.ipc.handles import IpcHandles
 
         self._policy.memory.ready("get_weights_ipc_handles()", TO_REFIT)
         if self._handles is None:
@@ -101,7 +101,7 @@ class WorkerRefit:
         Without `train_world_size` only rank 0 joins, and `world_size` is 1 + the engines' ranks;
         with it `world_size` counts all ranks of both sides, the engines' after ours.
         """
-        from megatron_policy.refit.collective import Collective
+        from megatron_policy.refit.transports.collective.transport import Collective
 
         refuse_unknown("init_collective", options)
         self._leave_group()

@@ -11,15 +11,16 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
+from megatron_policy.config.batching import batching_of
+from megatron_policy.config.layout import microbatch_round
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.interfaces import LossFunction
-from megatron_policy.layout import microbatch_round
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.cost import Cost, sequence_cost
 from megatron_policy.packing.plan import Share, consecutive, plan_rows
-from megatron_policy.topology import Topology
-from megatron_policy.train.checks import (
+from megatron_policy.parallel.topology import Topology
+from megatron_policy.training.checks import (
     check_loss_inputs,
     check_sizes,
     check_training_data,
@@ -27,8 +28,8 @@ from megatron_policy.train.checks import (
     checked_lengths,
     checked_prompts,
 )
-from megatron_policy.train.longest import Longest
-from megatron_policy.train.loss_checks import check_loss
+from megatron_policy.training.longest import Longest
+from megatron_policy.training.loss_checks import check_loss
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Dealer:
     @classmethod
     def of(cls, config: PolicyConfig, topology: Topology, architecture: Architecture) -> Dealer:
         """As `config` asks for, for this model."""
-        training, reading = (Batching.of(config, training=each) for each in (True, False))
+        training, reading = (batching_of(config, training=each) for each in (True, False))
         return cls(
             topology,
             architecture.vocab_size,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import ConfigError
-from megatron_policy.train.loss_checks import check_loss
+from megatron_policy.training.loss_checks import check_loss
 from megatron_policy.workers.sharding import Dealer, merged_training
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from megatron_policy import device
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import ConfigError
-from megatron_policy.topology import Topology
+from megatron_policy.parallel.topology import Topology
 from megatron_policy.workers.checkpoint import WorkerCheckpoint
 from megatron_policy.workers.checks import refuse_unknown
 from megatron_policy.workers.delegates import delegates

@@ -11,6 +11,7 @@ import torch
 
 from megatron_policy import device
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.losses import LogitEntropy, SequenceNLL, TokenNLL
@@ -68,7 +69,7 @@ def open_policy(config: dict[str, Any], **kwargs: Any):
     """A policy on this rank, closed afterwards; the process group is this process's own and
     outlives it.
     """
-    device.prepare_platform()
+    prepare_platform()
     device.join_process_group(60.0)
     policy = MegatronPolicy(config, timeout_s=300.0, **kwargs)
     try:

@@ -126,7 +126,7 @@ def random_of(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
 def everything_of(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
     """All that this rank would go on with."""
     found = {f"weight {name}": p for name, p in weights_of(policy).items()}
-    if policy._assembly.trainable is not None:
+    if policy._engine.trainable is not None:
         found |= {f"optimizer {name}": p for name, p in optimizer_of(policy).items()}
         scheduler = policy._session.trainable.scheduler
         found["schedule"] = torch.tensor([scheduler.num_steps])

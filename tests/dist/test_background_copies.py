@@ -17,8 +17,8 @@ import torch
 
 from megatron_policy.checkpoint import staging
 from megatron_policy.errors import CheckpointError
-from megatron_policy.model.memory import DeviceMemory
-from megatron_policy.model.residency import IDLE, TRAIN
+from megatron_policy.memory.device_memory import DeviceMemory
+from megatron_policy.memory.states import IDLE, TRAIN
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share
@@ -139,11 +139,10 @@ def save_and_change(config: dict[str, Any], root: Path, changes: list[str]) -> d
     wrong = {}
     with open_policy(config, tokenizer=TOKENIZER) as policy:
         policy.memory = policy._session.memory = DeviceMemory(
-            policy._pipeline.models,
-            policy._assembly.trainable,
+            policy._engine,
             move=True,
             settle=policy._session.settle,
-            still=policy._assembly.readers.wait,
+            still=policy._engine.pending_reads.wait,
         )
         policy.split._memory = policy.memory
         train(policy, [0])

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from megatron_policy.conversion.digests import UNSEALED, sealed
 from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
+from megatron_policy.formats.digests import UNSEALED, sealed
 from tests.dist.cases import open_policy
 from tests.dist.layouts import LAYOUTS
 from tests.dist.resuming import (

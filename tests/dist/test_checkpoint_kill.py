@@ -20,8 +20,8 @@ from types import FrameType
 from typing import Any
 
 from megatron_policy.converters import renaming
+from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.errors import CheckpointError
-from megatron_policy.rendezvous import reserved_port
 from tests.dist.cases import open_policy
 from tests.dist.layouts import VOCAB, layout
 from tests.dist.resuming import (

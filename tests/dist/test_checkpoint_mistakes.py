@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_policy.checkpoint import finding, manifest
-from megatron_policy.checkpoint.common import source_dtypes
-from megatron_policy.conversion import convert, verify
+from megatron_policy.checkpoint import manifest
+from megatron_policy.checkpoint import tracker as finding
+from megatron_policy.checkpoint.common_state import source_dtypes
+from megatron_policy.convert import convert, verify
 from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
 from megatron_policy.workers.checkpoint import WorkerCheckpoint
 from tests.dist.cases import open_policy

@@ -18,9 +18,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy import device
-from megatron_policy.model.attention import TorchAttention
-from megatron_policy.model.sequences import sequence_params
-from megatron_policy.model.tiles import BLOCK
+from megatron_policy.engines.megatron.layers.attention import TorchAttention
+from megatron_policy.engines.megatron.layers.sequences import sequence_params
+from megatron_policy.engines.megatron.layers.tiles import BLOCK
+from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.packing.tokens import TokenLayout, packed_layout, padded_layout
 from tests.exact import Exact, assert_equal
 
@@ -155,7 +156,7 @@ def put(layout: TokenLayout, values_TR: torch.Tensor) -> torch.Tensor:
 
 def attend(kind: str) -> dict[str, list[torch.Tensor]]:
     """As `reference`, each variant by all ranks of the world together."""
-    device.prepare_platform()
+    prepare_platform()
     device.join_process_group(60.0)
     return {name: _attend(kind, variant) for name, variant in VARIANTS.items()}
 
@@ -202,7 +203,7 @@ def test_attention_of_many_sequences_equals_that_of_each_alone(attended, name: s
 
 
 def attend_without_params() -> list[torch.Tensor]:
-    device.prepare_platform()
+    prepare_platform()
     device.join_process_group(60.0)
     query, key, value, _ = (x.transpose(0, 1) for x in states_of(Variant()))
     attention = attention_of(Variant())

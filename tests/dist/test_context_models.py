@@ -17,17 +17,19 @@ from megatron.core.inference.contexts import StaticInferenceContext
 
 from megatron_policy import device
 from megatron_policy.config import PolicyConfig
+from megatron_policy.config.layout import layer_split
 from megatron_policy.converters.hf_files import HfReader, read_config
 from megatron_policy.converters.table import bind
-from megatron_policy.groups import Groups, drop_groups, make_groups
-from megatron_policy.layout import layer_split
-from megatron_policy.model.build import build_chunks
-from megatron_policy.model.config import LOCAL, transformer_config
-from megatron_policy.model.load import held_entries, load_parameters
-from megatron_policy.model.rope import set_text_length
-from megatron_policy.model.sequences import sequence_params
+from megatron_policy.engines.megatron.build import build_chunks
+from megatron_policy.engines.megatron.layers.rope import set_text_length
+from megatron_policy.engines.megatron.layers.sequences import sequence_params
+from megatron_policy.engines.megatron.model_config import LOCAL, transformer_config
+from megatron_policy.engines.megatron.platform import prepare_platform
+from megatron_policy.engines.megatron.process_groups import drop_groups, make_groups
 from megatron_policy.packing.tokens import TokenLayout, packed_layout, padded_layout
-from megatron_policy.topology import Placement, Topology
+from megatron_policy.parallel.groups import Groups
+from megatron_policy.parallel.topology import Placement, Topology
+from megatron_policy.weights.load import held_entries, load_parameters
 from tests.dist.cases import policy_config
 from tests.exact import Exact, InDouble, assert_equal, load_hf
 
@@ -112,7 +114,7 @@ def model_of(config: PolicyConfig, topology: Topology) -> tuple[Any, Groups]:
 
 def states(config: dict[str, Any], kind: str, tp: int, cp: int) -> tuple[torch.Tensor, ...]:
     """As `hf_states`, by all ranks of the world together."""
-    device.prepare_platform()
+    prepare_platform()
     device.join_process_group(60.0)
     model, groups = model_of(PolicyConfig.parse(config), Topology(tp=tp, cp=cp))
     try:
@@ -210,7 +212,7 @@ def read_with_cache(config: dict[str, Any], prompt: int) -> torch.Tensor:
     """Hidden states `[B, S, D]` of full rows, read as generation does: first the prompt, then token
     by token.
     """
-    device.prepare_platform()
+    prepare_platform()
     device.join_process_group(60.0)
     model, _ = model_of(PolicyConfig.parse(config), Topology(cp=dist.get_world_size()))
     try:

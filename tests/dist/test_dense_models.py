@@ -103,7 +103,7 @@ def test_random_models_compute_the_logits_of_transformers(
 def dropouts_of(config: dict[str, Any]) -> tuple[float, float, float]:
     """Of embeddings, of what attention and MLP add, and of attention's weights."""
     with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
-        (model,) = policy._pipeline.models
+        (model,) = policy._engine.pipeline.models
         layer = model.decoder.layers[0]
         attention = layer.self_attention.core_attention.dropout
         return model.embedding.embedding_dropout.p, layer.hidden_dropout, attention

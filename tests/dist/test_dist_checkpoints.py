@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_policy.conversion import convert, verify
+from megatron_policy.convert import convert, verify
 from tests import oracle
 from tests.checkpoints import ALL_FAMILIES
 from tests.dist.cases import open_policy, policy_config, read_everything
@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @contextmanager
 def models(config: dict[str, Any]) -> Iterator[tuple[Any, list[Any]]]:
     with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
-        yield policy, list(policy._assembly.pipeline.chunks)
+        yield policy, list(policy._engine.pipeline.chunks)
 
 
 def world(layout: dict[str, Any]) -> int:
@@ -89,7 +89,7 @@ def asked_for(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], set[s
 
     tensors, objects = {}, set()
     with models(config) as (policy, [chunk]):
-        content = {"non_homogeneous_layers": not policy._assembly.table.architecture.uniform_layers}
+        content = {"non_homogeneous_layers": not policy._engine.table.architecture.uniform_layers}
         state = sharded(chunk, **content)
         apply_factories(state)
         for value in nested_values(state):

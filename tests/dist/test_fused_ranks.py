@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_policy.device import join_process_group
-from megatron_policy.train.fused import HeadShape, fused_scores, fused_topk
+from megatron_policy.lm_head.fused import HeadShape, fused_scores, fused_topk
 from tests.exact import Exact, assert_equal
 from tests.unit.test_fused import (
     Case,
@@ -50,7 +50,7 @@ def scores_of_rank(
     cases: list[Case], chunk: int, entropy: bool
 ) -> list[tuple[dict[str, torch.Tensor], list[str]]]:
     """Of each case, results and gradients of this rank's slice, and the collectives they took."""
-    join_process_group()
+    join_process_group(600.0)
     group = dist.group.WORLD
     assert group is not None
     found = []
@@ -123,7 +123,7 @@ def test_ranks_talk_twice_however_many_tokens_and_tiles_there_are(ranks) -> None
 
 
 def topk_of_rank(case: Case, k: int, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    join_process_group()
+    join_process_group(600.0)
     group = dist.group.WORLD
     assert group is not None
     mine, head = own_slice(case, group)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.errors import CheckpointError, RefitError
-from megatron_policy.rendezvous import reserved_port
 from tests.dist.cases import open_policy, policy_config
 from tests.dist.layouts import LAYOUTS
 from tests.other_process import OtherProcess

@@ -12,8 +12,8 @@ import torch
 
 from megatron_policy.converters import table as tables
 from megatron_policy.converters.hf_files import HfReader
+from megatron_policy.engines.megatron import assemble
 from megatron_policy.errors import ConversionError
-from megatron_policy.model import assemble
 from tests.checkpoints import make_checkpoint
 from tests.dist.cases import open_policy, policy_config
 from tests.dist.layouts import LAYOUTS
@@ -58,7 +58,7 @@ def partition_dims(config: dict[str, Any]) -> list[tuple[str, int | None, int | 
                 entry.row.shard_dim,
                 p.partition_dim if getattr(p, "tensor_model_parallel", False) else None,
             )
-            for entry, p in policy._assembly.held
+            for entry, p in policy._engine.held
         ]
 
 

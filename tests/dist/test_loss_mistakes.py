@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.engines.megatron.random_state import capture
 from megatron_policy.errors import ConfigError, LossError
-from megatron_policy.model.random_state import capture
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
@@ -79,7 +79,7 @@ def whole_state(policy: MegatronPolicy) -> dict[str, Any]:
             for name, value in each.items():
                 held = isinstance(value, torch.Tensor)
                 state[f"{number}.{place}.{name}"] = value.clone() if held else value
-    for chunk, model in enumerate(policy._pipeline.models):
+    for chunk, model in enumerate(policy._engine.pipeline.models):
         for name, buffer in model.named_buffers():
             state[f"chunk {chunk} {name}"] = buffer.clone()
     state["schedule"], state["steps"] = trainable.scheduler.state_dict(), policy.steps

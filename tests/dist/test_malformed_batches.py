@@ -170,7 +170,7 @@ def test_a_vocabulary_s_size_is_not_taken_for_a_number_of_the_tokens_dtype(
     dtype: torch.dtype,
 ) -> None:
     """200 as int8 is -56, and every token would lie beyond it."""
-    from megatron_policy.train.checks import checked_tokens
+    from megatron_policy.training.checks import checked_tokens
 
     for vocab in (200, 256, 40_000, 151_936):
         data = BatchedDataDict({"input_ids": torch.full((2, 3), 100, dtype=dtype)})

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from megatron_policy.errors import ConfigError, TransitionError
-from megatron_policy.model.host_pool import HostPool
-from megatron_policy.model.memory import DeviceMemory
-from megatron_policy.model.placing import move_buffers, move_to_device, move_to_own_device
-from megatron_policy.model.residency import (
+from megatron_policy.memory.device_memory import DeviceMemory
+from megatron_policy.memory.move_model import move_buffers, move_to_device, move_to_own_device
+from megatron_policy.memory.pinned_pool import HostPool
+from megatron_policy.memory.states import (
     ALL,
     IDLE,
     LOGPROB,
@@ -74,8 +74,7 @@ def config_of(checkpoint: Callable[..., Path]) -> Callable[[str], tuple[int, dic
 
 def memory_of(policy: MegatronPolicy, **options: Any) -> DeviceMemory:
     """The policy's memory from now on: one that really moves."""
-    models, trainable = policy._pipeline.models, policy._assembly.trainable
-    policy.memory = DeviceMemory(models, trainable, **({"move": True} | options))
+    policy.memory = DeviceMemory(policy._engine, **({"move": True} | options))
     return policy.memory
 
 
@@ -90,7 +89,7 @@ def read(policy: MegatronPolicy) -> torch.Tensor:
 
 
 def optimizers(policy: MegatronPolicy) -> list[torch.optim.Optimizer]:
-    whole = policy._assembly.trainable.optimizer
+    whole = policy._engine.trainable.optimizer
     parts = getattr(whole, "chained_optimizers", [whole])
     return [part.optimizer for part in parts if part.optimizer is not None]
 
@@ -110,11 +109,11 @@ def optimizer_tensors(policy: MegatronPolicy) -> list[torch.Tensor]:
 
 
 def parameters(policy: MegatronPolicy) -> list[torch.Tensor]:
-    return [p for model in policy._pipeline.models for p in model.parameters()]
+    return [p for model in policy._engine.pipeline.models for p in model.parameters()]
 
 
 def gradients(policy: MegatronPolicy) -> list[torch.Tensor]:
-    chunks = policy._assembly.trainable.chunks
+    chunks = policy._engine.trainable.chunks
     return [each.grad_data for c in chunks for each in (*c.buffers, *c.expert_parallel_buffers)]
 
 
@@ -173,7 +172,7 @@ def sizes_in_states(config: dict[str, Any]) -> None:
         memory = memory_of(policy)
         step(policy)
         read(policy)
-        policy._assembly.trainable.optimizer.zero_grad()
+        policy._engine.trainable.optimizer.zero_grad()
         groups = {
             Kind.PARAMETERS: parameters(policy),
             Kind.GRADIENTS: gradients(policy),
@@ -454,7 +453,7 @@ def test_on_the_cpu_only_gradients_are_freed_and_the_states_refuse_all_the_same(
 def moved_by_name(config: dict[str, Any]) -> None:
     with open_policy(config) as policy:
         memory = memory_of(policy)
-        (chunk,), (model,) = policy._assembly.trainable.chunks, policy._pipeline.models
+        (chunk,), (model,) = policy._engine.trainable.chunks, policy._engine.pipeline.models
         assert move_to_device(memory, chunk, "cpu") is chunk
         assert memory.state.holds == {Kind.GRADIENTS, Kind.OPTIMIZER}
         assert not on_device(parameters(policy))

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_policy import device
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.errors import BatchError, ConfigError, ConversionError
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
@@ -186,7 +186,7 @@ def test_a_batch_of_masked_samples_has_no_gradient(ranks, checkpoints, loss: str
 
 
 def fail_then_open(bad: dict[str, Any], config: dict[str, Any]) -> str:
-    device.prepare_platform()
+    prepare_platform()
     with pytest.raises(ConversionError) as error:
         MegatronPolicy(bad, timeout_s=120.0)
     assert not torch.distributed.is_initialized()
@@ -212,7 +212,7 @@ def test_a_policy_can_be_made_after_one_that_failed(ranks, checkpoints, tmp_path
 
 def interrupted_exchange(config: dict[str, Any]) -> bool:
     """Whether the policy's weights survive an interrupt in the middle of an exchange."""
-    from megatron_policy.train import reference
+    from megatron_policy.training import reference
 
     with open_policy(config) as policy:
         policy.train(good(), LOSSES["token"](), mbs=1)

@@ -20,6 +20,7 @@ from megatron_policy import device
 from megatron_policy.cli import app
 from megatron_policy.converters.hf_config import read_config
 from megatron_policy.converters.table import bind
+from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.errors import ConfigError, WorkerError
 from megatron_policy.parity import LIMITS, Difference, Parity
 from megatron_policy.parity import ranks as parity_ranks
@@ -58,7 +59,7 @@ def job_for(path: Path, layout: str = "one rank", **changes: Any) -> Job:
 
 
 def read(job: Job) -> Reading:
-    device.prepare_platform()
+    prepare_platform()
     device.join_process_group(60.0)
     return read_policy(job)
 

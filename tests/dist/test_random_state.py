@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megatron_policy import device
+from megatron_policy.engines.megatron.platform import prepare_platform
+from megatron_policy.engines.megatron.random_state import capture, restore
 from megatron_policy.errors import CheckpointError
-from megatron_policy.model.random_state import capture, restore
 
 Draws = dict[str, Callable[[], Any]]
 
@@ -36,7 +36,7 @@ def sources(generator: torch.Generator) -> Draws:
 
 def go_on() -> None:
     """Asserts, on a rank, that the draws after `restore` are those after `capture`."""
-    device.prepare_platform()
+    prepare_platform()
     generator = torch.Generator().manual_seed(5)
     tracker = get_cuda_rng_tracker()
     tracker.reset()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_policy.refit.collective import Collective
-from megatron_policy.refit.wire import Stream
-from megatron_policy.rendezvous import reserved_port
+from megatron_policy.coordination.rendezvous import reserved_port
+from megatron_policy.refit.transports.collective.stream_layout import Stream
+from megatron_policy.refit.transports.collective.transport import Collective
 from tests import collective_engine, oracle, refit_engine
 from tests.collective_engine import SECRET
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_policy.conversion import verify
+from megatron_policy.convert import verify
 from megatron_policy.converters import hf_writing
 from megatron_policy.errors import ExportError, RefitError
-from megatron_policy.refit.disk import HfDirectory
-from megatron_policy.refit.receiver import Receiver
+from megatron_policy.refit.receive.receiver import Receiver
+from megatron_policy.refit.transports.disk import HfDirectory
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
 from tests.dist.layouts import LAYOUTS, layout

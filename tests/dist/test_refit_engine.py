@@ -22,10 +22,11 @@ from examples.refit.task import PROMPT, VOCAB, make_checkpoint, policy_section
 from examples.refit.trainer import TOLERANCE, TRANSPORTS, Report, session, train_step
 from examples.refit.vllm_extension import RefitExtension, plain
 from megatron_policy import MegatronPolicy, device
+from megatron_policy.coordination.rendezvous import reserved_port
+from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.collective import Collective
-from megatron_policy.refit.ipc_stream import IpcStream
-from megatron_policy.rendezvous import reserved_port
+from megatron_policy.refit.transports.collective.transport import Collective
+from megatron_policy.refit.transports.ipc.transport import IpcStream
 
 TIMEOUT_S = 60.0
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "refit" / "run.py"
@@ -38,7 +39,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def follow(path: Path, tp: int, pp: int) -> dict[str, Any]:
     """Rank 0's view of a session with an engine."""
-    device.prepare_platform()
+    prepare_platform()
     device.join_process_group(TIMEOUT_S)
     policy = MegatronPolicy(policy_section(path, tp, pp), init_reference_model=False)
     engine = RemoteEngine(str(path), TIMEOUT_S) if policy.rank == 0 else None
@@ -118,7 +119,7 @@ def hand_over_to_worker(path: Path, staged: bool) -> list[tuple[bool, Any]]:
     """Over both transports, with training between: whether the worker has the policy's weights,
     and what it says of its state.
     """
-    device.prepare_platform()
+    prepare_platform()
     device.join_process_group(TIMEOUT_S)
     policy = MegatronPolicy(policy_section(path), init_reference_model=False)
     worker, seen = Worker(), []

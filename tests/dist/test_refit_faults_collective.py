@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.errors import ConfigError, RefitError
-from megatron_policy.refit.collective import Collective, CollectiveOutlet
-from megatron_policy.refit.collective_receiving import join_collective
 from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.manifest import Manifest
 from megatron_policy.refit.plan import RefitTensor
-from megatron_policy.rendezvous import reserved_port
+from megatron_policy.refit.receive.collective import join_collective
+from megatron_policy.refit.transports.collective.transport import Collective, CollectiveOutlet
 from tests import collective_engine, refit_engine
 from tests.collective_engine import SECRET
 from tests.other_process import OtherProcess

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
+from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.collective import Collective, CollectiveSink
 from megatron_policy.refit.manifest import Manifest
 from megatron_policy.refit.plan import RefitTensor
-from megatron_policy.rendezvous import reserved_port
+from megatron_policy.refit.transports.collective.transport import Collective, CollectiveSink
 from tests import collective_engine, refit_engine
 from tests.collective_engine import SECRET
 from tests.dist.cases import open_policy, policy_config

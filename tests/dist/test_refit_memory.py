@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from megatron_policy.policy import MegatronPolicy
-from megatron_policy.refit.ipc_stream import IpcStream
-from megatron_policy.refit.receiver import Receiver
+from megatron_policy.refit.receive.receiver import Receiver
+from megatron_policy.refit.transports.ipc.transport import IpcStream
 from tests.dist.mailbox import WAIT_S
 from tests.dist.test_refit_export import LAYOUTS, config_of
 from tests.ranks import RankPool

@@ -10,7 +10,7 @@ import torch
 
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.policy import MegatronPolicy
-from megatron_policy.refit.ipc_handles import IpcHandles
+from megatron_policy.refit.transports.ipc.handles import IpcHandles
 from tests.dist.test_refit_export import config_of
 from tests.dist.test_refit_faults import KeepingSink
 from tests.losses import TokenNLL

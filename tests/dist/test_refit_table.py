@@ -18,14 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.policy import MegatronPolicy
-from megatron_policy.refit.collective import Collective
-from megatron_policy.refit.collective_receiving import join_collective
-from megatron_policy.refit.disk import HfDirectory
-from megatron_policy.refit.ipc_handles import IpcHandles
-from megatron_policy.refit.ipc_stream import IpcStream
-from megatron_policy.refit.receiver import Receiver
-from megatron_policy.rendezvous import reserved_port
+from megatron_policy.refit.receive.collective import join_collective
+from megatron_policy.refit.receive.receiver import Receiver
+from megatron_policy.refit.transports.collective.transport import Collective
+from megatron_policy.refit.transports.disk import HfDirectory
+from megatron_policy.refit.transports.ipc.handles import IpcHandles
+from megatron_policy.refit.transports.ipc.transport import IpcStream
 from tests.dist.mailbox import WAIT_S, Mailbox
 from tests.dist.test_export import tensors_of
 from tests.dist.test_refit_export import LAYOUTS, config_of

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_policy.conversion import convert, verify
+from megatron_policy.convert import convert, verify
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, open_policy
@@ -308,10 +308,10 @@ def in_memory_and_on_disk(config: dict[str, Any], root: Path) -> list[str]:
     with open_policy(config, init_reference_model=False) as policy:
         train(policy, range(2))
         policy.save_checkpoint(**paths(root))
-        arch, wrong = policy._assembly.table.architecture, []
+        arch, wrong = policy._engine.table.architecture, []
         (optimizer,) = optimizers(policy)
         disk = on_disk(root, 2)
-        for entry, parameter in policy._assembly.held:
+        for entry, parameter in policy._engine.held:
             rows = parameter.shape[0] - entry.row.pad_rows(arch, 0, 1)
             state = optimizer.state[parameter]
             held = {"": parameter, **{f"{STATE}{kind}.": state[kind] for kind in MOMENTS}}
@@ -347,7 +347,7 @@ def load_by_megatron(config: dict[str, Any], root: Path) -> dict[str, Any]:
     path = str(iteration(root / "weights", 1))
     unused = {"init_optimizer": False, "init_reference_model": False}
     with open_policy(config, **unused) as policy, torch.no_grad():
-        (chunk,) = policy._assembly.pipeline.chunks
+        (chunk,) = policy._engine.pipeline.chunks
         for parameter in chunk.parameters():
             parameter.normal_()
         content = dist_checkpointing.load_content_metadata(path)

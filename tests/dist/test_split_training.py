@@ -18,7 +18,7 @@ import torch
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import BatchError, ConfigError, LossError
 from megatron_policy.interfaces import LossInputType, LossType
-from megatron_policy.model.residency import IDLE, LOGPROB, Kind
+from megatron_policy.memory.states import IDLE, LOGPROB, Kind
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, open_policy, policy_config

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_policy.model.schedule_state import restore_schedule, schedule_state
-from megatron_policy.model.trained import trained
-from megatron_policy.model.training_state import KINDS, MAIN, TrainingState
+from megatron_policy.engines.megatron.optimizer_shards import trained
+from megatron_policy.engines.megatron.optimizer_state import MegatronOptimizerState
+from megatron_policy.engines.megatron.schedule_state import restore_schedule, schedule_state
+from megatron_policy.interfaces.engine import KINDS, MAIN
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
@@ -62,16 +63,16 @@ def config_of(checkpoint: Callable[..., Path]) -> Callable[[str], tuple[int, dic
     return of
 
 
-def state_of(policy: MegatronPolicy) -> TrainingState:
+def state_of(policy: MegatronPolicy) -> MegatronOptimizerState:
     policy.memory.ready("the test")
-    return TrainingState(policy._assembly.trainable)
+    return MegatronOptimizerState(policy._engine.trainable)
 
 
 def step(policy: MegatronPolicy, seed: int) -> dict[str, Any]:
     """What a step on these data comes to, and all that it leaves."""
     data = own_share(policy, oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB, seed=seed))
     result = policy.train(data, LOSSES["token"](), mbs=1)
-    state, trainable = state_of(policy), policy._assembly.trainable
+    state, trainable = state_of(policy), policy._engine.trainable
     return {
         "numbers": [result["global_loss"], result["grad_norm"]],
         "tensors": [each.tensor.clone() for each in state.tensors()],
@@ -86,7 +87,7 @@ def step(policy: MegatronPolicy, seed: int) -> dict[str, Any]:
 
 def inside(policy: MegatronPolicy) -> list[Any]:
     """Name, dtype, device, shape and strides of all that the innermost optimizers keep."""
-    whole = policy._assembly.trainable.optimizer
+    whole = policy._engine.trainable.optimizer
     return [
         [(n, v.dtype, v.device, v.shape, v.stride()) for n, v in sorted(each.items())]
         for part in whole.chained_optimizers
@@ -108,7 +109,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def scramble(policy: MegatronPolicy, state: TrainingState) -> None:
+def scramble(policy: MegatronPolicy, state: MegatronOptimizerState) -> None:
     generator = torch.Generator().manual_seed(policy.rank)
     for tensor in (
         *(p for _, p in policy.named_parameters()),
@@ -117,13 +118,13 @@ def scramble(policy: MegatronPolicy, state: TrainingState) -> None:
         tensor.copy_(torch.rand(tensor.shape, generator=generator))
 
 
-def kinds_of(state: TrainingState) -> tuple[str, ...]:
+def kinds_of(state: MegatronOptimizerState) -> tuple[str, ...]:
     there = {each.kind for each in state.tensors()}
     return tuple(kind for kind in KINDS if kind in there)
 
 
 @torch.no_grad()
-def publish(policy: MegatronPolicy, state: TrainingState) -> None:
+def publish(policy: MegatronPolicy, state: MegatronOptimizerState) -> None:
     """Round main parameters to the model's, as after a step."""
     trainable = policy._session.trainable
     for each in trained(trainable.optimizer):
@@ -159,7 +160,7 @@ def put_back(policy: MegatronPolicy, saved: dict[str, Any]) -> None:
     if saved["count"] is not None:
         assert state.step == 0
         state.set_step(saved["count"])
-    assert restore_schedule(policy._assembly.trainable, saved["schedule"]) == {}
+    assert restore_schedule(policy._engine.trainable, saved["schedule"]) == {}
 
 
 Ranges = list[tuple[tuple[Any, ...], int, tuple[int, int]]]
@@ -191,7 +192,7 @@ def taken_over(config: dict[str, Any], kinds: tuple[str, ...], count: int | None
     return ranges
 
 
-def starts_over(state: TrainingState, kinds: tuple[str, ...]) -> None:
+def starts_over(state: MegatronOptimizerState, kinds: tuple[str, ...]) -> None:
     for each in state.tensors():
         each.tensor.fill_(7.0)
     state.restart()

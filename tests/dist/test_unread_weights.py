@@ -12,27 +12,28 @@ import torch.distributed as dist
 
 from megatron_policy import device
 from megatron_policy.config import PolicyConfig
+from megatron_policy.config.layout import topology_of
 from megatron_policy.converters.hf_files import read_config
 from megatron_policy.converters.table import bind
+from megatron_policy.engines.megatron.assemble import build
+from megatron_policy.engines.megatron.engine import MegatronEngine
+from megatron_policy.engines.megatron.optimizer_state import MegatronOptimizerState
+from megatron_policy.engines.megatron.platform import prepare_platform
+from megatron_policy.engines.megatron.process_groups import drop_groups
 from megatron_policy.errors import CheckpointError
-from megatron_policy.groups import drop_groups
-from megatron_policy.layout import topology_of
-from megatron_policy.model.assemble import Assembly, assemble
-from megatron_policy.model.load import refuse_unfilled
-from megatron_policy.model.training_state import TrainingState
+from megatron_policy.weights.load import refuse_unfilled
 from tests.dist.cases import policy_config
 
 
 def assembled(
     config: dict[str, Any], source_dtypes: dict[str, torch.dtype] | None = None
-) -> Assembly:
+) -> MegatronEngine:
     parsed = PolicyConfig.parse(config)
-    return assemble(
+    return build(
         parsed,
         bind(read_config(parsed.model_name)),
         topology_of(parsed, dist.get_world_size()),
         init_optimizer=True,
-        init_reference_model=False,
         timeout_s=300.0,
         source_dtypes=source_dtypes,
     )
@@ -40,7 +41,7 @@ def assembled(
 
 def unread(config: dict[str, Any], bare: Path) -> None:
     """Asserts, on a rank, that a model built from `bare` is refused until all of it is filled."""
-    device.prepare_platform()
+    prepare_platform()
     device.join_process_group(60.0)
     read = assembled(config)
     drop_groups()
@@ -54,7 +55,7 @@ def unread(config: dict[str, Any], bare: Path) -> None:
         assert assembly.source_dtypes == read.source_dtypes
         own = [(entry.megatron, p) for entry, p in assembly.held]
         assert assembly.trainable is not None
-        state = TrainingState(assembly.trainable)
+        state = MegatronOptimizerState(assembly.trainable)
         mains = [("its main", each.tensor) for each in state.tensors()]
         assert len(own) == len(read.held) and mains
         for named in (*own, *mains):
@@ -69,7 +70,7 @@ def unread(config: dict[str, Any], bare: Path) -> None:
         state.restart()
         refuse_unfilled(("its main", each.tensor) for each in state.tensors())
     finally:
-        assembly.let_go()
+        assembly.close()
         drop_groups()
 
 

@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.engines.megatron import optimizer
+from megatron_policy.engines.megatron.optimizer_state import MegatronOptimizerState
 from megatron_policy.interfaces import LossInputType, LossType
-from megatron_policy.model import optimizer
-from megatron_policy.model.training_state import TrainingState
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.checkpoints import ALL_FAMILIES
@@ -131,7 +131,7 @@ def optimizer_state(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
     names = {parameter.data_ptr(): name for name, parameter in policy.named_parameters()}
     found = {
         f"{names[each.parameter.data_ptr()]} {each.kind}": each.tensor.clone()
-        for each in TrainingState(trainable).tensors()
+        for each in MegatronOptimizerState(trainable).tensors()
     }
     groups = [
         (group["wd_mult"], len(group["params"])) for group in trainable.optimizer.param_groups

@@ -9,8 +9,8 @@ import torch
 
 from megatron_policy import device
 from megatron_policy.device.caches import allocated
-from megatron_policy.model.host_pool import page_locked
-from megatron_policy.model.residency import IDLE, REFIT, TRAIN
+from megatron_policy.memory.pinned_pool import page_locked
+from megatron_policy.memory.states import IDLE, REFIT, TRAIN
 from tests.dist.cases import open_policy, policy_config
 from tests.dist.layouts import OVERLAPPED, SIZES
 from tests.dist.test_memory_states import everything, parameters, step

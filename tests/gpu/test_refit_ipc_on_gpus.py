@@ -10,9 +10,9 @@ import pytest
 from megatron_policy import device
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.delivery import deliver
-from megatron_policy.refit.ipc_handles import IpcHandles
-from megatron_policy.refit.ipc_stream import IpcStream, address_of
-from megatron_policy.refit.lending import borrow, handle_of
+from megatron_policy.refit.transports.ipc.exported_buffer import borrow, handle_of
+from megatron_policy.refit.transports.ipc.handles import IpcHandles
+from megatron_policy.refit.transports.ipc.transport import IpcStream, address_of
 from tests import refit_engine as engine
 from tests.other_process import OtherProcess
 from tests.refit_trainer import BUFFER, FORMS, StandIn, weights

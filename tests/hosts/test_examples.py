@@ -15,7 +15,7 @@ import yaml
 
 from examples.nemo_rl import prepare
 from megatron_policy.config import PolicyConfig
-from megatron_policy.layout import topology_of
+from megatron_policy.config.layout import topology_of
 from tests.unit import host_policies
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "nemo_rl"

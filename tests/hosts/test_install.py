@@ -16,7 +16,7 @@ import pytest
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts import nemo_rl as host
 from megatron_policy.hosts.nemo_rl import redirect
-from megatron_policy.hosts.registry import Host, find_host
+from megatron_policy.interfaces.host import Host, find_host
 from tests.ranks import ROOT
 
 SINCE_05, UNTIL_04 = redirect.THEIR_WORKERS

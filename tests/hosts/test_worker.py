@@ -21,9 +21,9 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.nemo_rl import groups, refit
 from megatron_policy.hosts.nemo_rl.checkpoints import as_host_means
+from megatron_policy.hosts.nemo_rl.host_imports import part_or_none
 from megatron_policy.hosts.nemo_rl.layout import AXES, check_layout_of_host
 from megatron_policy.hosts.nemo_rl.not_built import NOT_BUILT
-from megatron_policy.hosts.nemo_rl.parts import part_or_none
 from megatron_policy.hosts.nemo_rl.sampling import shares_devices
 from megatron_policy.hosts.nemo_rl.worker import NemoRLWorker
 from megatron_policy.interfaces import LossType

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.interfaces import LossInputType, LossType
-from megatron_policy.train.logprobs import vocab_parallel_logprobs
+from megatron_policy.lm_head.logprobs import vocab_parallel_logprobs
 from tests.losses import Result, loss_mask, sequence_nll, token_nll
 
 CLIPPED_RATIO, DIVERGENCE_WEIGHT, ENTROPY_WEIGHT = (0.8, 1.28), 0.1, 0.5

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.packing.batching import Batching
+from megatron_policy.config.batching import batching_of
 from megatron_policy.packing.cost import sequence_cost
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.workers.sharding import planned_shards
@@ -75,7 +75,7 @@ def own_rows(
     return planned_shards(
         data,
         data["input_lengths"].tolist(),
-        Batching.of(policy.config, training),
+        batching_of(policy.config, training),
         policy.topology,
         sequence_cost(SIZES["hidden"]),
         size,

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.model import context_parallel
+from megatron_policy.engines.megatron.layers import context_parallel
+from megatron_policy.lm_head.output import Output
 from megatron_policy.packing.tokens import Piece, TokenLayout
-from megatron_policy.train import batching, losses, step
-from megatron_policy.train.output import Output
+from megatron_policy.training import batching, losses, step
 from tests.invariance.cases import Cell
 from tests.invariance.measure import run_cell
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from megatron_policy.topology import Topology
+from megatron_policy.parallel.topology import Topology
 from megatron_policy.workers import RayVirtualCluster, WorkerGroup
 from tests.ray.actors import GroupMaker, Worker, still_running
 

@@ -12,10 +12,10 @@ import ray
 import torch
 
 from megatron_policy import Policy
+from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.errors import ConfigError, RefitError
-from megatron_policy.refit.collective_receiving import join_collective
-from megatron_policy.refit.receiver import Receiver
-from megatron_policy.rendezvous import reserved_port
+from megatron_policy.refit.receive.collective import join_collective
+from megatron_policy.refit.receive.receiver import Receiver
 from megatron_policy.workers import RayVirtualCluster
 from tests.dist.test_export import tensors_of
 from tests.losses import TokenNLL

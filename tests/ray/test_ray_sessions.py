@@ -27,7 +27,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import ray
 from megatron_policy import RayVirtualCluster, init_ray
-from megatron_policy.topology import Topology
+from megatron_policy.parallel.topology import Topology
 from megatron_policy.workers import WorkerGroup
 from tests.ray.actors import Worker
 init_ray()
@@ -40,7 +40,7 @@ print(group.run_all("act", how={}), group.shutdown(), ray.cluster_resources()["G
 LEFT_BEHIND = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from megatron_policy.topology import Topology
+from megatron_policy.parallel.topology import Topology
 from megatron_policy.workers import RayVirtualCluster, WorkerGroup, init_ray
 from tests.ray.actors import Worker
 init_ray()

@@ -12,8 +12,8 @@ import pytest
 import ray
 
 from megatron_policy import Policy
+from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.errors import WorkerError
-from megatron_policy.rendezvous import reserved_port
 from tests.ray.actors import LONG_S, promptly, still_running, wait_until_stopped
 from tests.ray.losses import Slow, Troubled
 from tests.ray.policies import DP2, TP2, PolicyMaker, batch

@@ -14,8 +14,8 @@ from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.cost import sequence_cost
 from megatron_policy.packing.plan import Plan
-from megatron_policy.topology import Topology
-from megatron_policy.train.longest import Longest
+from megatron_policy.parallel.topology import Topology
+from megatron_policy.training.longest import Longest
 from megatron_policy.workers.sharding import (
     Dealer,
     even_shards,

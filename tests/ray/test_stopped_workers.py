@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from megatron_policy.errors import WorkerError
-from megatron_policy.topology import Topology
+from megatron_policy.parallel.topology import Topology
 from megatron_policy.workers import RayVirtualCluster, WorkerGroup, watch
 from tests.ray.actors import (
     LONG_S,

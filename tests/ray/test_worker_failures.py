@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from megatron_policy.errors import ConfigError, WorkerError
-from megatron_policy.topology import Topology
+from megatron_policy.parallel.topology import Topology
 from megatron_policy.workers import RayVirtualCluster, WorkerGroup
 from tests.ray.actors import GroupMaker, Worker, promptly, still_running
 

@@ -13,7 +13,7 @@ import torch
 
 import megatron_policy
 from megatron_policy.errors import ConfigError, WorkerError
-from megatron_policy.topology import Topology
+from megatron_policy.parallel.topology import Topology
 from megatron_policy.workers import RayVirtualCluster, WorkerGroup
 from megatron_policy.workers.environment import python_path
 from tests.ray.actors import GroupMaker, Worker, still_running

@@ -14,7 +14,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from megatron_policy.errors import WorkerError
-from megatron_policy.topology import Topology
+from megatron_policy.parallel.topology import Topology
 from megatron_policy.workers import RayVirtualCluster, WorkerGroup, init_ray
 from tests.ray.actors import Worker, promptly
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from megatron_policy.conversion import verify
-from megatron_policy.rendezvous import reserved_port
+from megatron_policy.convert import verify
+from megatron_policy.coordination.rendezvous import reserved_port
 from tests.other_process import OtherProcess
 
 MODEL = {"tied": True, "layers": 2, "hidden": 32, "ffn": 64, "vocab": 251}

@@ -25,15 +25,15 @@ import zmq
 from torch import Tensor
 
 from megatron_policy.errors import RefitError
-from megatron_policy.refit import ipc_receiving
 from megatron_policy.refit.buffers import aligned
 from megatron_policy.refit.delivery import deliver
-from megatron_policy.refit.ipc_handles import IpcHandles
-from megatron_policy.refit.ipc_protocol import Dialect
-from megatron_policy.refit.ipc_stream import IpcStream
-from megatron_policy.refit.lending import borrow
-from megatron_policy.refit.receiver import Receiver
-from megatron_policy.refit.shared_memory import Handle
+from megatron_policy.refit.receive import ipc as ipc_receiving
+from megatron_policy.refit.receive.receiver import Receiver
+from megatron_policy.refit.transports.ipc.exported_buffer import borrow
+from megatron_policy.refit.transports.ipc.handles import IpcHandles
+from megatron_policy.refit.transports.ipc.protocol import Dialect
+from megatron_policy.refit.transports.ipc.shared_memory import Handle
+from megatron_policy.refit.transports.ipc.transport import IpcStream
 from tests.other_process import OtherProcess
 from tests.refit_trainer import FORMS, StandIn
 

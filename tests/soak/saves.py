@@ -19,8 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_policy.checkpoint.finding import complete
-from megatron_policy.rendezvous import reserved_port
+from megatron_policy.checkpoint.tracker import complete
+from megatron_policy.coordination.rendezvous import reserved_port
 from tests.rank_process import environment
 from tests.ranks import ENVIRONMENT
 

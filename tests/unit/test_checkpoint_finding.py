@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_policy.checkpoint import finding, manifest
-from megatron_policy.checkpoint.finding import TRACKER, commit, companion, complete, find
+from megatron_policy.checkpoint import manifest
+from megatron_policy.checkpoint import tracker as finding
 from megatron_policy.checkpoint.manifest import NAME, Manifest
+from megatron_policy.checkpoint.tracker import TRACKER, commit, companion, complete, find
 from megatron_policy.errors import CheckpointError
 from tests.unit.training_checkpoints import make_save
 

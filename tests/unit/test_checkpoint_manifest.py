@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from megatron_policy.checkpoint import manifest as manifests
-from megatron_policy.checkpoint.identity import current_versions, digest_of
+from megatron_policy.checkpoint.fingerprint import current_versions, digest_of
 from megatron_policy.checkpoint.manifest import NAME, Manifest, Record
-from megatron_policy.conversion.digests import UNSEALED, sealed
 from megatron_policy.converters.hf_config import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.errors import CheckpointError
+from megatron_policy.formats.digests import UNSEALED, sealed
 from tests.unit.published import COMMON, PUBLISHED
 
 MANIFEST = Manifest(

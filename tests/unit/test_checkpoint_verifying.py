@@ -15,8 +15,8 @@ from megatron_policy.checkpoint.verifying import (
     records_share,
     verify_records,
 )
-from megatron_policy.conversion.digests import of_bytes
 from megatron_policy.errors import CheckpointError
+from megatron_policy.formats.digests import of_bytes
 from tests.unit.training_checkpoints import flip, make_save
 
 WHOLE = (0, 1)

@@ -9,7 +9,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import BatchError
 from megatron_policy.interfaces import LossInputType
 from megatron_policy.packing.batching import Batching
-from megatron_policy.train.checks import (
+from megatron_policy.training.checks import (
     check_loss_inputs,
     check_training_data,
     checked_lengths,

@@ -12,7 +12,8 @@ import yaml
 from typer.testing import CliRunner
 
 import megatron_policy
-from megatron_policy.cli import app, layouts
+from megatron_policy.cli import app
+from megatron_policy.cli.inspect_config import _legal_world_sizes, _listed
 from megatron_policy.config import PolicyConfig
 
 
@@ -96,8 +97,8 @@ def test_of_many_ranks_that_fit_only_the_first_are_looked_for() -> None:
         "train_micro_batch_size": 1,
         "megatron_cfg": {"enabled": True},
     }
-    asked = layouts._legal_world_sizes(PolicyConfig.parse(policy))
-    assert layouts._listed(asked) == "1, 2, 4, 5, 8, 10, 16, 20, ..."
+    asked = _legal_world_sizes(PolicyConfig.parse(policy))
+    assert _listed(asked) == "1, 2, 4, 5, 8, 10, 16, 20, ..."
     assert next(asked) == 32
 
 

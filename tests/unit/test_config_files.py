@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_policy.config import PolicyConfig
+from megatron_policy.config.layout import check_layout, topology_of
 from megatron_policy.errors import ConfigError
-from megatron_policy.layout import check_layout, topology_of
 from tests.unit.test_layout import shape
 
 CONFIGS = Path(__file__).parents[2] / "configs"

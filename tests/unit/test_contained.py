@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_policy.checkpoint import finding, manifest
-from megatron_policy.conversion import convert, verify
-from megatron_policy.conversion.digests import UNSEALED, sealed
+from megatron_policy.checkpoint import manifest
+from megatron_policy.checkpoint import tracker as finding
+from megatron_policy.convert import convert, verify
 from megatron_policy.converters.contained import LINKS
 from megatron_policy.converters.hf_config import read_config
 from megatron_policy.converters.hf_files import INDEX, MANIFEST, HfReader, side_files
 from megatron_policy.converters.hf_writing import copy_side_files
 from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
+from megatron_policy.formats.digests import UNSEALED, sealed
 from tests.unit.training_checkpoints import make_save
 
 SMALL = {"layers": 2, "vocab": 250, "hidden": 32, "heads": 2, "groups": 1, "ffn": 48}

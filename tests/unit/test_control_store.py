@@ -24,9 +24,9 @@ from megatron_policy.coordination.authenticated_connection import (
 from megatron_policy.coordination.control_server import ControlClient
 from megatron_policy.coordination.control_store import ControlStore
 from megatron_policy.coordination.key_value import Reply, Request
+from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.coordination.timeouts import run_with_timeout
 from megatron_policy.errors import ConfigError, RefitError
-from megatron_policy.rendezvous import reserved_port
 from tests.collective_engine import SECRET
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_policy.conversion import convert, plan_conversion, verify
+from megatron_policy.convert import convert, plan_conversion, verify
 from megatron_policy.converters.hf_files import MANIFEST, HfReader
 from megatron_policy.errors import ConfigError, ConversionError
 from tests.checkpoints import ALL_FAMILIES, make_checkpoint

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_policy.conversion import convert, verify
+from megatron_policy.convert import convert, verify
 from megatron_policy.converters.hf_files import INDEX, MANIFEST
 from megatron_policy.errors import ConfigError, ConversionError
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_policy.conversion import convert, verify
+from megatron_policy.convert import convert, verify
 from megatron_policy.converters.hf_config import read_config
 from megatron_policy.converters.safetensors_format import encode
 from megatron_policy.converters.table import bind
@@ -58,7 +58,7 @@ MODELS = {
 MEASURED = """
 import sys
 from pathlib import Path
-from megatron_policy.conversion import convert
+from megatron_policy.convert import convert
 
 def memory(field):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_policy.device import cpu_platform
+from megatron_policy.engines.megatron import cpu_platform
+from megatron_policy.engines.megatron.platform import prepare_platform
 
 
 def platform() -> dict[str, Any]:
@@ -51,16 +52,15 @@ def test_every_patch_tells_its_reason() -> None:
 def test_importing_patches_nothing() -> None:
     code = (
         "import torch; before = torch.empty, torch.Tensor.type, torch.cuda.current_device\n"
-        "import megatron_policy.policy, megatron_policy.device.cpu_platform\n"
+        "import megatron_policy.policy, megatron_policy.engines.megatron.cpu_platform\n"
         "assert (torch.empty, torch.Tensor.type, torch.cuda.current_device) == before"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=600)
 
 
 def test_a_machine_with_a_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_policy import device
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = torch.empty, torch.Tensor.type, torch.cuda.current_device
-    assert device.prepare_platform() is False
+    assert prepare_platform() is False
     assert (torch.empty, torch.Tensor.type, torch.cuda.current_device) == before

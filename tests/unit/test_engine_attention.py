@@ -13,8 +13,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_policy.model.engine_attention import EngineAttention, engine_attention
-from megatron_policy.model.sequences import SequenceParams, sequence_params
+from megatron_policy.engines.megatron.layers.sequences import SequenceParams, sequence_params
+from megatron_policy.engines.megatron.layers.te_attention import EngineAttention, engine_attention
 from megatron_policy.packing.tokens import packed_layout, padded_layout
 
 HEADS, HEAD_DIM = 2, 8

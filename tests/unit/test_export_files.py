@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_policy.refit.files import plan_export
+from megatron_policy.refit.file_plan import plan_export
 from megatron_policy.refit.plan import RefitTensor
 
 

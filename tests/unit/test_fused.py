@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_policy.train.fused import HeadShape, fused_scores, fused_topk
-from megatron_policy.train.fused_tiles import LEAST_WIDTH, tiling
+from megatron_policy.lm_head.fused import HeadShape, fused_scores, fused_topk
+from megatron_policy.lm_head.fused_tiles import LEAST_WIDTH, tiling
 
 # A group without a backend: a collective on it would raise.
 ALONE = dist.ProcessGroup(0, 1)

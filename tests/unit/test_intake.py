@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.digest import algorithm_for, digest
 from megatron_policy.refit.manifest import Manifest, Sent
-from megatron_policy.refit.receiver import Receiver
+from megatron_policy.refit.receive.receiver import Receiver
 from tests.refit_engine import SmallEngine, bits, zeros
 from tests.refit_trainer import FORMS, weights
 

@@ -12,8 +12,8 @@ import torch
 
 from megatron_policy import device
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.ipc_handles import Handles, IpcHandles
-from megatron_policy.refit.receiver import Receiver
+from megatron_policy.refit.receive.receiver import Receiver
+from megatron_policy.refit.transports.ipc.handles import Handles, IpcHandles
 from tests import refit_engine as engine
 from tests.other_process import OtherProcess, shared_memory_of
 from tests.refit_trainer import FORMS, StandIn, weights

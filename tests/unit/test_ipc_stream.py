@@ -26,13 +26,13 @@ import zmq
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.refit.buffers import Room
 from megatron_policy.refit.delivery import deliver
-from megatron_policy.refit.ipc_address import path_of
-from megatron_policy.refit.ipc_answering import Answering
-from megatron_policy.refit.ipc_asking import Asking
-from megatron_policy.refit.ipc_protocol import Dialect, Pack, understood
-from megatron_policy.refit.ipc_stream import IpcStream, address_of
-from megatron_policy.refit.lending import Lent
 from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.transports.ipc.address import path_of
+from megatron_policy.refit.transports.ipc.exported_buffer import Lent
+from megatron_policy.refit.transports.ipc.protocol import Dialect, Pack, understood
+from megatron_policy.refit.transports.ipc.replies import Answering
+from megatron_policy.refit.transports.ipc.requests import Asking
+from megatron_policy.refit.transports.ipc.transport import IpcStream, address_of
 from tests import refit_engine as engine
 from tests.other_process import OtherProcess, shared_memory_of
 from tests.refit_trainer import BUFFER, FORMS, StandIn, send_and_die, weights

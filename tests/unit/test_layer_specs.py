@@ -9,10 +9,10 @@ import torch
 
 from megatron_policy.config import MegatronConfig
 from megatron_policy.converters.traits import Norm, QkNorm
+from megatron_policy.engines.megatron.layer_spec import resolve_implementation
+from megatron_policy.engines.megatron.model_config import LOCAL, transformer_config
 from megatron_policy.errors import ConfigError
-from megatron_policy.model.config import LOCAL, transformer_config
-from megatron_policy.model.spec import resolve_implementation
-from megatron_policy.topology import Topology
+from megatron_policy.parallel.topology import Topology
 from tests.unit.test_rows import model
 
 

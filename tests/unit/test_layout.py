@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.converters.traits import Mla, Moe, QkNorm, Scoring
-from megatron_policy.errors import ConfigError
-from megatron_policy.layout import (
+from megatron_policy.config.layout import (
     check_layout,
     layer_split,
     microbatch_round,
@@ -18,7 +16,9 @@ from megatron_policy.layout import (
     pads,
     topology_of,
 )
-from megatron_policy.topology import LayerSplit, Topology
+from megatron_policy.converters.traits import Mla, Moe, QkNorm, Scoring
+from megatron_policy.errors import ConfigError
+from megatron_policy.parallel.topology import LayerSplit, Topology
 
 
 def shape(**changes: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_policy.train.logprobs import vocab_parallel_logprobs
+from megatron_policy.lm_head.logprobs import vocab_parallel_logprobs
 
 ALONE = dist.ProcessGroup(0, 1)
 

@@ -22,8 +22,8 @@ from megatron_policy.converters.rotary import (
 from megatron_policy.errors import BatchError
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.cost import sequence_cost
-from megatron_policy.topology import Topology
-from megatron_policy.train.longest import Longest
+from megatron_policy.parallel.topology import Topology
+from megatron_policy.training.longest import Longest
 from megatron_policy.workers.sharding import Dealer
 from tests.losses import TokenNLL
 from tests.unit.test_config import minimal

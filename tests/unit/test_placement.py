@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_policy.topology import LayerSplit, Placement, Topology
+from megatron_policy.parallel.topology import LayerSplit, Placement, Topology
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (2, 1), (2, 2), (4, 2)])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
+from megatron_policy.config.batching import batching_of
 from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.cost import sequence_cost
@@ -169,7 +170,7 @@ def batching(training: bool = True, cp: int = 1, **sections: Any) -> Batching:
         "make_sequence_length_divisible_by": 16,
         "megatron_cfg": {"enabled": True, "context_parallel_size": cp},
     }
-    return Batching.of(PolicyConfig.parse(policy | sections), training)
+    return batching_of(PolicyConfig.parse(policy | sections), training)
 
 
 def test_batching_is_what_the_configuration_asks_for() -> None:

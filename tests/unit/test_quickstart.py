@@ -20,7 +20,7 @@ from examples.quickstart.task import CARE, MISTAKES, Problem, Problems, reward
 from examples.quickstart.verify import Comparison
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
-from megatron_policy.layout import topology_of
+from megatron_policy.config.layout import topology_of
 
 PROBLEM = Problem(("d", "b", "e", "a", "c"))
 

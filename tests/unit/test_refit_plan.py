@@ -19,6 +19,7 @@ from megatron_policy.converters.rows import fill_shard
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.coordination.process_group import PendingCollective
 from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.parallel.topology import LayerSplit
 from megatron_policy.refit.buffers import Buffer, Room
 from megatron_policy.refit.export import Sources, _Rounds, stream_alone
 from megatron_policy.refit.plan import (
@@ -28,7 +29,6 @@ from megatron_policy.refit.plan import (
     packed,
     plan_refit,
 )
-from megatron_policy.topology import LayerSplit
 from tests.checkpoints import ALL_FAMILIES
 
 # What a stream has beside tensors: alignment. (Vocabularies and groups that ranks share unevenly,

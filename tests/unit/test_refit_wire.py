@@ -12,8 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.chunks import ChunkReader, WholeReader, Writer, views_of
-from megatron_policy.refit.wire import ALIGNMENT, Layout, Slot, Stream
+from megatron_policy.refit.transports.collective.chunks import (
+    ChunkReader,
+    WholeReader,
+    Writer,
+    views_of,
+)
+from megatron_policy.refit.transports.collective.stream_layout import (
+    ALIGNMENT,
+    Layout,
+    Slot,
+    Stream,
+)
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64)
@@ -115,7 +125,7 @@ def test_a_layout_that_is_none_is_refused(content: bytes) -> None:
 
 
 def test_the_engines_side_imports_neither_megatron_nor_ray() -> None:
-    code = "import sys; from megatron_policy.refit import collective_receiving, disk_receiving;"
+    code = "import sys; from megatron_policy.refit.receive import collective, disk, receiver;"
     code += "print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert not done.returncode, done.stderr

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from megatron_policy.errors import ConfigError, TransitionError
-from megatron_policy.model.residency import (
+from megatron_policy.memory.states import (
     ALL,
     IDLE,
     LOGPROB,

@@ -15,16 +15,16 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megatron_policy.converters.hf_config import read_config
 from megatron_policy.converters.rotary import Rope
 from megatron_policy.converters.table import bind
-from megatron_policy.errors import ConversionError
-from megatron_policy.model.latent_attention import LatentRotary
-from megatron_policy.model.rope import (
+from megatron_policy.engines.megatron.layers.mla import LatentRotary
+from megatron_policy.engines.megatron.layers.rope import (
     Rotary,
     attention_factor,
     columns,
     inverse_frequencies,
     ropes_of,
 )
-from megatron_policy.model.sequences import sequence_params
+from megatron_policy.engines.megatron.layers.sequences import sequence_params
+from megatron_policy.errors import ConversionError
 from megatron_policy.packing.tokens import packed_layout
 from tests.unit.published import LLAMA3
 from tests.unit.test_rows import model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_policy.train.sampling import Sampling, sample
+from megatron_policy.lm_head.sampling import Sampling, sample
 
 PROBABILITIES = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
 

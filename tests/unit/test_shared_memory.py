@@ -15,9 +15,14 @@ import pytest
 import torch
 
 from megatron_policy.errors import RefitError
-from megatron_policy.refit import shared_memory
-from megatron_policy.refit.lending import Lent, borrow, handle_of
-from megatron_policy.refit.shared_memory import DIRECTORY, SharedMemory, attach, create
+from megatron_policy.refit.transports.ipc import shared_memory
+from megatron_policy.refit.transports.ipc.exported_buffer import Lent, borrow, handle_of
+from megatron_policy.refit.transports.ipc.shared_memory import (
+    DIRECTORY,
+    SharedMemory,
+    attach,
+    create,
+)
 from tests.other_process import OtherProcess, shared_memory_of
 from tests.small_disk import MIB, free, small_disk
 

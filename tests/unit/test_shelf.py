@@ -10,8 +10,8 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from megatron_policy.model.host_pool import ALIGNMENT, HostPool
-from megatron_policy.model.shelf import Shelf
+from megatron_policy.memory.offloader import Shelf
+from megatron_policy.memory.pinned_pool import ALIGNMENT, HostPool
 
 BLOCK = 4 * ALIGNMENT
 SIZES = (100, 3 * ALIGNMENT, BLOCK, 2 * BLOCK + 7, 1)

@@ -14,7 +14,7 @@ from megatron_policy.converters.registry import FAMILIES, Family
 from megatron_policy.converters.rows import Ignore, Role, Row, Whole, fill_shard
 from megatron_policy.converters.table import Entry, Table, bind, canonical_name
 from megatron_policy.errors import ConversionError
-from megatron_policy.topology import LayerSplit
+from megatron_policy.parallel.topology import LayerSplit
 from tests.expert_families import EXPERTS
 
 GEMMA = {

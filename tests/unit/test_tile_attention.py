@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_policy.model.attention import TorchAttention
+from megatron_policy.engines.megatron.layers.attention import TorchAttention
 
 LENGTH, HEADS, HEAD_DIM = 2048, 4, 8
 

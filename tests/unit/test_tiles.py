@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_policy.model import tiles as module
-from megatron_policy.model.tiles import BLOCK, cut, mask, tiles
+from megatron_policy.engines.megatron.layers import tiles as module
+from megatron_policy.engines.megatron.layers.tiles import BLOCK, cut, mask, tiles
 from megatron_policy.packing.tokens import Piece, packed_layout
 
 PIECES = st.lists(

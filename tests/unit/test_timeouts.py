@@ -11,9 +11,9 @@ from megatron_policy.coordination.timeouts import checked_timeout
 from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.parity.compare import compare
 from megatron_policy.policy import MegatronPolicy
-from megatron_policy.refit.collective_receiving import join_collective
-from megatron_policy.refit.receiver import Receiver
-from megatron_policy.train.checks import check_sizes
+from megatron_policy.refit.receive.collective import join_collective
+from megatron_policy.refit.receive.receiver import Receiver
+from megatron_policy.training.checks import check_sizes
 from megatron_policy.workers.cluster import RayVirtualCluster
 from tests.unit.test_config import minimal
 

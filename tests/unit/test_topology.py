@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_policy.errors import ConfigError
-from megatron_policy.topology import Coords, LayerSplit, Topology
+from megatron_policy.parallel.topology import Coords, LayerSplit, Topology
 
 SIZE = st.integers(1, 4)
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron_policy.engines.megatron.optimizer_state import MegatronOptimizerState
+from megatron_policy.engines.megatron.schedule_state import restore_schedule, schedule_state
 from megatron_policy.errors import CheckpointError
-from megatron_policy.model.load import mark_unfilled, refuse_unfilled
-from megatron_policy.model.schedule_state import restore_schedule, schedule_state
-from megatron_policy.model.training_state import StateTensor, TrainingState
+from megatron_policy.interfaces.engine import StateTensor
+from megatron_policy.weights.load import mark_unfilled, refuse_unfilled
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -32,11 +33,11 @@ class FusedAdam(torch.optim.Optimizer):
                 self.state[p]["exp_avg"].add_(p.grad)
 
 
-def state_over(*inner: torch.optim.Optimizer | None) -> TrainingState:
+def state_over(*inner: torch.optim.Optimizer | None) -> MegatronOptimizerState:
     """Over a chain of plain optimizers; None trains nothing."""
     leaves = [SimpleNamespace(optimizer=each) for each in inner]
     trainable: Any = SimpleNamespace(optimizer=SimpleNamespace(chained_optimizers=leaves))
-    return TrainingState(trainable)
+    return MegatronOptimizerState(trainable)
 
 
 def parameters(*shapes: tuple[int, ...]) -> list[torch.nn.Parameter]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from megatron_policy.checkpoint import finding
+from megatron_policy.checkpoint import tracker as finding
 from megatron_policy.checkpoint.manifest import NAME, Manifest, Record
-from megatron_policy.conversion.digests import of_bytes
 from megatron_policy.converters.dist_keys import Place
 from megatron_policy.converters.dist_writing import Parameter, framing_of, lay_out, small_files
+from megatron_policy.formats.digests import of_bytes
 
 SHAPES = {"one.weight": (5, 3), "two.weight": (7, 4), "three.bias": (6,)}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_policy.hosts.registry import Host
+    from megatron_policy.interfaces.host import Host
 
 __all__ = ["backend", "install"]
 
@@ -16,7 +16,7 @@ __all__ = ["backend", "install"]
 def backend() -> Host:
     """NeMo RL, for `find_host("nemo_rl")` and for a NeMo RL that looks its backends up."""
     from megatron_policy.hosts.nemo_rl import redirect
-    from megatron_policy.hosts.registry import Host
+    from megatron_policy.interfaces.host import Host
 
     return Host("nemo_rl", redirect.OUR_WORKER, install)
 

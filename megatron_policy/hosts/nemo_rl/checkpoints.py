@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.hosts.nemo_rl.parts import part_or_none
+from megatron_policy.hosts.nemo_rl.host_imports import part_or_none
 
 _log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron_policy.hosts.nemo_rl.parts import part
-from megatron_policy.topology import Coords, Topology
+from megatron_policy.hosts.nemo_rl.host_imports import part
+from megatron_policy.parallel.topology import Coords, Topology
 
 if TYPE_CHECKING:
     from megatron_policy.workers.worker import MegatronPolicyWorkerImpl

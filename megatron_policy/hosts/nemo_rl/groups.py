@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_policy import device
 from megatron_policy.device.caches import release_cached
-from megatron_policy.hosts.nemo_rl.parts import accepted, part_or_none
+from megatron_policy.hosts.nemo_rl.host_imports import accepted, part_or_none
 
 
 def join_engines(ip: str, port: int, rank: int, world_size: int, options: Mapping[str, Any]) -> Any:

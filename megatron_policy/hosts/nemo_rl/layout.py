@@ -22,7 +22,7 @@ def check_layout_of_host(annotations: Any, config: PolicyConfig) -> None:
     configuration. None, and what has neither `names` nor `layout`, says nothing that could be
     compared.
     """
-    from megatron_policy.layout import topology_of
+    from megatron_policy.config.layout import topology_of
 
     if not (hasattr(annotations, "names") and hasattr(annotations, "layout")):
         return

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.hosts.nemo_rl.answers import host_batch
-from megatron_policy.hosts.nemo_rl.parts import part
+from megatron_policy.hosts.nemo_rl.host_imports import part
+from megatron_policy.hosts.nemo_rl.result_types import host_batch
 
 _PREPARED = "distillation"
 _REFUSED = {
@@ -111,7 +111,7 @@ def _completed(data: Any, next_token_logprobs: torch.Tensor, **rest: Any) -> tor
     if before_BS is None or before_BS[:, 1:].shape != next_token_logprobs.shape:
         return next_token_logprobs
     # Not at the top: it imports Megatron-Core, which this module's importers may lack.
-    from megatron_policy.train.microbatch import counted
+    from megatron_policy.packing.microbatch import counted
 
     return torch.where(counted(data)[:, 1:], next_token_logprobs, before_BS[:, 1:])
 

@@ -12,8 +12,8 @@ import torch
 from megatron_policy import device
 from megatron_policy.errors import RefitError
 from megatron_policy.hosts.nemo_rl.groups import join_engines
-from megatron_policy.hosts.nemo_rl.parts import accepted, part_or_none
-from megatron_policy.refit.ipc_protocol import Dialect
+from megatron_policy.hosts.nemo_rl.host_imports import accepted, part_or_none
+from megatron_policy.refit.transports.ipc.protocol import Dialect
 from megatron_policy.workers.refit import refuse_scales
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class HostRefit:
 
         RefitError on every rank if any rank's engine does not answer in time.
         """
-        from megatron_policy.refit.ipc_stream import IpcStream
+        from megatron_policy.refit.transports.ipc.transport import IpcStream
 
         refuse_scales(kv_scales)
         protocol = part_or_none("nemo_rl.models.policy.utils", "IPCProtocol")

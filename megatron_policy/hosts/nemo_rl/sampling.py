@@ -9,7 +9,7 @@ import torch
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import ConfigError
-from megatron_policy.hosts.nemo_rl.parts import part_or_none
+from megatron_policy.hosts.nemo_rl.host_imports import part_or_none
 
 
 def refuse_filters(config: PolicyConfig) -> None:

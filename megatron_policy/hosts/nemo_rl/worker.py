@@ -13,27 +13,27 @@ import torch
 from megatron_policy import device
 from megatron_policy.config import PolicyConfig
 from megatron_policy.device.profiling import device_name
-from megatron_policy.hosts.nemo_rl.answers import in_host_types
 from megatron_policy.hosts.nemo_rl.checkpoints import as_host_means
 from megatron_policy.hosts.nemo_rl.data_plane import DataPlane
-from megatron_policy.hosts.nemo_rl.describing import (
-    device_info,
-    node_and_device,
-    tensor_parallel_attributes,
-)
 from megatron_policy.hosts.nemo_rl.layout import check_layout_of_host
+from megatron_policy.hosts.nemo_rl.logging_setup import make_audible
 from megatron_policy.hosts.nemo_rl.losses import adapted, set_aside
 from megatron_policy.hosts.nemo_rl.not_built import NOT_BUILT
 from megatron_policy.hosts.nemo_rl.refit import HostRefit
+from megatron_policy.hosts.nemo_rl.result_types import in_host_types
 from megatron_policy.hosts.nemo_rl.sampling import (
     refuse_filters,
     refuse_lone_generation,
     scaled,
     shares_devices,
 )
-from megatron_policy.hosts.nemo_rl.telling import make_audible
+from megatron_policy.hosts.nemo_rl.worker_info import (
+    device_info,
+    node_and_device,
+    tensor_parallel_attributes,
+)
 from megatron_policy.workers.delegates import delegates
-from megatron_policy.workers.later import refuses
+from megatron_policy.workers.not_implemented import refuses
 from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
 
 

@@ -15,15 +15,16 @@ import torch.distributed as dist
 
 from megatron_policy import device
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.groups import make_groups
+from megatron_policy.engines.megatron.head import Head
+from megatron_policy.engines.megatron.platform import prepare_platform
+from megatron_policy.engines.megatron.process_groups import make_groups
 from megatron_policy.hosts.nemo_rl.losses import adapted
+from megatron_policy.lm_head.fused import HeadShape
+from megatron_policy.lm_head.output import Output
+from megatron_policy.packing.microbatch import Microbatch, packed_microbatch, padded_microbatch
 from megatron_policy.packing.multiples import Multiples
-from megatron_policy.topology import Topology
-from megatron_policy.train.fused import HeadShape
-from megatron_policy.train.head import Head
-from megatron_policy.train.losses import ValidCounts, evaluate_loss
-from megatron_policy.train.microbatch import Microbatch, packed_microbatch, padded_microbatch
-from megatron_policy.train.output import Output
+from megatron_policy.parallel.topology import Topology
+from megatron_policy.training.losses import ValidCounts, evaluate_loss
 from tests.hosts.real import host
 
 VOCAB, WIDTH, K = 32, 12, 5
@@ -180,7 +181,7 @@ def plain(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def compared(name: str, packed: int) -> None:
-    device.prepare_platform()
+    prepare_platform()
     device.join_process_group(60.0)
     groups = make_groups(Topology(), 60.0)
     data = rows()

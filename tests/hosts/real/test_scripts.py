@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_policy.rendezvous import reserved_port
+from megatron_policy.coordination.rendezvous import reserved_port
 from tests.hosts.real.host import newer
 from tests.ranks import ROOT
 

@@ -1,0 +1,165 @@
+"""What of a training checkpoint this rank has in memory, and which part of it this rank writes.
+
+Knows neither files nor how ranks meet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_policy.checkpoint.slices import Slice, in_pieces, shares, slices, whole_shape
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.blocks import Shape
+from megatron_policy.converters.dist_keys import Place, written
+from megatron_policy.converters.dist_writing import CHUNK_BYTES
+from megatron_policy.converters.table import Entry
+from megatron_policy.interfaces.engine import OptimizerState
+from megatron_policy.parallel.topology import Coords, Placement
+from megatron_policy.weights.load import Held
+
+WEIGHTS = ""
+"""The kind of the parameters themselves, beside those of the optimizer's state."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Elements `first` to `last` (exclusive) of a flat parameter, or of a state beside it."""
+
+    entry: Entry
+    kind: str
+    tensor: Tensor
+    """Flat, `[last - first]`, and live: writing to it changes the policy."""
+    first: int
+    last: int
+    alike: tuple[int, int]
+    """Which of how many ranks this one is that hold just the same."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One record to be: a box of a tensor of the checkpoint, and the memory that holds it."""
+
+    key: str
+    shape: Shape
+    origin: Shape
+    sizes: Shape
+    tensor: Tensor
+    """Flat, of as many elements as `sizes` has."""
+
+
+def weights(held: Held, place: Placement) -> list[Holding]:
+    """This rank's parameters and lasting buffers."""
+    return [
+        Holding(
+            entry,
+            WEIGHTS,
+            parameter.detach().view(-1),
+            0,
+            parameter.numel(),
+            _alike(entry, place, distributed=False),
+        )
+        for entry, parameter in held
+    ]
+
+
+def states(held: Held, place: Placement, training: OptimizerState) -> list[Holding]:
+    """This rank's part of the optimizer's state, as far as there is any yet."""
+    entries = {id(parameter): entry for entry, parameter in held}
+    found = []
+    for state in training.tensors():
+        entry = entries[id(state.parameter)]
+        alike = _alike(entry, place, training.distributed)
+        found.append(Holding(entry, state.kind, state.tensor, state.first, state.last, alike))
+    return found
+
+
+def items(holdings: Iterable[Holding], architecture: Architecture, place: Placement) -> list[Item]:
+    """What this rank writes of them; all ranks together write each element once.
+
+    A copy of another stage's parameter is never written; norms that layer specs name in two ways
+    are written under both names.
+    """
+    return [
+        item
+        for holding, first, last in _own_share([h for h in holdings if h.entry.row.owns])
+        if first < last
+        for item in _items(holding, first, last, architecture, place)
+    ]
+
+
+def located(
+    holding: Holding, architecture: Architecture, place: Placement
+) -> Iterator[tuple[Slice, Tensor]]:
+    """Where the holding lies in the unsharded parameter, with its memory, box by box."""
+    tp, size = place.coords.tp, place.topology.tp
+    for piece in slices(holding.entry.row, architecture, tp, size, holding.first, holding.last):
+        yield piece, _memory(holding, piece)
+
+
+def state_key(kind: str, key: str) -> str:
+    """The checkpoint's key of that state of the parameter with that key, as Megatron-Core has it
+    in its reshardable format.
+    """
+    return key if kind == WEIGHTS else f"{state_prefix(kind)}{key}"
+
+
+def state_prefix(kind: str) -> str:
+    """What stands before a parameter's key in that of its state."""
+    return "" if kind == WEIGHTS else f"optimizer.state.{kind}."
+
+
+def _alike(entry: Entry, place: Placement, distributed: bool) -> tuple[int, int]:
+    """Among which ranks a parameter, or a state that a distributed optimizer splits over data- and
+    context-parallel ranks, is shared out.
+    """
+    at: Coords = place.coords
+    size = place.topology
+    data, index = (1, 0) if distributed else (size.dp * size.cp, at.dp * size.cp + at.cp)
+    if entry.row.shard_dim is not None:
+        return index, data
+    return index * size.tp + at.tp, data * size.tp
+
+
+def _own_share(holdings: Sequence[Holding]) -> Iterator[tuple[Holding, int, int]]:
+    """Each holding with the elements of it, counted in its parameter, that this rank writes."""
+    together: defaultdict[tuple[int, int], list[Holding]] = defaultdict(list)
+    for holding in holdings:
+        together[holding.alike].append(holding)
+    for (index, count), group in together.items():
+        lengths = [(h.last - h.first, h.tensor.element_size()) for h in group]
+        for holding, (a, b) in zip(group, shares(lengths, index, count), strict=True):
+            yield holding, holding.first + a, holding.first + b
+
+
+def _items(
+    holding: Holding, first: int, last: int, architecture: Architecture, place: Placement
+) -> Iterator[Item]:
+    row, at = holding.entry.row, place.coords.tp
+    places = written(holding.entry, architecture)
+    whole = whole_shape(row, architecture)
+    most = CHUNK_BYTES // holding.tensor.element_size()
+    for piece in slices(row, architecture, at, place.topology.tp, first, last):
+        for part in in_pieces(piece, most):
+            # Where layer specs name a norm in two ways, its states are read under either name.
+            for where in places if holding.kind == WEIGHTS else places[:1]:
+                yield _item(holding, part, where, whole)
+
+
+def _item(holding: Holding, piece: Slice, where: Place, whole: Shape) -> Item:
+    return Item(
+        state_key(holding.kind, where.key),
+        (*where.axes, *whole),
+        (*where.lead, *piece.origin),
+        (*(1 for _ in where.lead), *piece.sizes),
+        _memory(holding, piece),
+    )
+
+
+def _memory(holding: Holding, piece: Slice) -> Tensor:
+    start = piece.own - holding.first
+    return holding.tensor[start : start + math.prod(piece.sizes)]

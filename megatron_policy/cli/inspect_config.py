@@ -1,0 +1,128 @@
+"""`inspect-config`: does a configuration fit its model and ranks, and which rank holds what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron_policy.cli.failures import MISUNDERSTOOD, one_line_errors
+from megatron_policy.cli.output import printable
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from megatron_policy.config import PolicyConfig
+    from megatron_policy.converters.architecture import Architecture
+    from megatron_policy.parallel.topology import Topology
+
+SHOWN_SIZES = 8
+
+
+def inspect_config(
+    path: Annotated[Path, typer.Argument(help="A YAML file with a `policy` section.")],
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Number of ranks; the fewest possible if not given.")
+    ] = None,
+) -> None:
+    """Check a configuration against its model, and show which rank holds what and what fits."""
+    from rich.console import Console
+
+    from megatron_policy.config import PolicyConfig
+    from megatron_policy.config.layout import check_layout, topology_of
+
+    with one_line_errors(MISUNDERSTOOD):
+        config = PolicyConfig.from_yaml(path)
+        topology = topology_of(config, world_size or _ranks_of_a_replica(config))
+        architecture = _architecture(config)
+        check_layout(config, architecture, topology)
+    console = Console(highlight=False)
+    console.print(_summary(config, architecture, topology))
+    console.print(_stages(config, architecture, topology))
+
+
+def _ranks_of_a_replica(config: PolicyConfig) -> int:
+    megatron = config.megatron_cfg
+    return (
+        megatron.tensor_model_parallel_size
+        * megatron.pipeline_model_parallel_size
+        * megatron.context_parallel_size
+    )
+
+
+def _architecture(config: PolicyConfig) -> Architecture:
+    from megatron_policy.converters.hf_files import read_config
+    from megatron_policy.converters.table import bind
+
+    return bind(read_config(config.model_name)).architecture
+
+
+def _summary(config: PolicyConfig, architecture: Architecture, topology: Topology) -> Table:
+    from rich.table import Table
+
+    axes = " x ".join(f"{axis}={getattr(topology, axis)}" for axis in ("pp", "dp", "cp", "tp"))
+    table = Table(show_header=False, box=None)
+    table.add_row("model", printable(config.model_name))
+    table.add_row(
+        "shape",
+        f"{architecture.num_layers} layers, {architecture.num_attention_heads} heads in "
+        f"{architecture.num_query_groups} groups, width {architecture.hidden_size}",
+    )
+    table.add_row("precision", config.precision)
+    table.add_row("ranks", f"{topology.world_size} = {axes}")
+    table.add_row("train step", _train_step(config, topology))
+    table.add_row("ranks that fit", _listed(_legal_world_sizes(config)))
+    return table
+
+
+def _train_step(config: PolicyConfig, topology: Topology) -> str:
+    from megatron_policy.config.batching import batching_of
+    from megatron_policy.config.layout import microbatches, pads
+
+    rows, ranks = config.train_global_batch_size, f"{topology.dp} data-parallel ranks"
+    if not pads(config):
+        wanted = batching_of(config, training=True)
+        return f"{rows} samples on {ranks} in {wanted.kind} microbatches of {wanted.tokens} tokens"
+    rounds = microbatches(rows, config.train_micro_batch_size, topology)
+    return f"{rows} samples = {ranks} x {rounds} microbatches of {config.train_micro_batch_size}"
+
+
+def _legal_world_sizes(config: PolicyConfig) -> Iterator[int]:
+    """Ranks over which the global batch divides, if it has to, in increasing order."""
+    from megatron_policy.config.layout import microbatches, pads, topology_of
+    from megatron_policy.errors import ConfigError
+
+    replica = _ranks_of_a_replica(config)
+    for replicas in range(1, config.train_global_batch_size + 1):
+        topology = topology_of(config, replica * replicas)
+        try:
+            if pads(config):
+                microbatches(
+                    config.train_global_batch_size, config.train_micro_batch_size, topology
+                )
+        except ConfigError:
+            continue
+        yield topology.world_size
+
+
+def _listed(sizes: Iterator[int]) -> str:
+    """The first few sizes; of the others no more are asked for than tells whether there are any."""
+    shown = ", ".join(str(size) for size in islice(sizes, SHOWN_SIZES))
+    return shown if next(sizes, None) is None else f"{shown}, ..."
+
+
+def _stages(config: PolicyConfig, architecture: Architecture, topology: Topology) -> Table:
+    from rich.table import Table
+
+    from megatron_policy.config.layout import layer_split
+
+    table = Table("stage", "ranks", "layers")
+    per_stage = topology.world_size // topology.pp
+    for stage, chunks in enumerate(layer_split(config, architecture, topology).stages):
+        layers = " and ".join(f"{chunk.start}-{chunk.stop - 1}" for chunk in chunks)
+        first = stage * per_stage
+        table.add_row(str(stage), f"{first}-{first + per_stage - 1}", layers)
+    return table

@@ -1,0 +1,52 @@
+"""How a configuration wants its microbatches made."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_policy.config.policy_config import PolicyConfig
+from megatron_policy.errors import ConfigError
+from megatron_policy.packing.batching import Batching
+from megatron_policy.packing.multiples import Multiples
+
+
+def batching_of(config: PolicyConfig, training: bool) -> Batching:
+    """What `config` asks for, in training or where log-probabilities and the like are read.
+
+    ConfigError where a microbatch's tokens are fewer than the layout can split.
+    """
+    name = "train_mb_tokens" if training else "logprob_mb_tokens"
+    dynamic, packing = config.dynamic_batching, config.sequence_packing
+    multiples = multiples_of(config)
+    if dynamic.enabled:
+        tokens, rounded = getattr(dynamic, name), dynamic.sequence_length_round
+        assert tokens and rounded, "PolicyConfig.parse fills them in"
+        round_to = math.lcm(rounded, multiples.row)
+        made = Batching(
+            "dynamic", tokens, round_to, None, f"dynamic_batching.{name}", multiples.row
+        )
+    elif packing.enabled:
+        tokens, round_to = getattr(packing, name), multiples.sequence
+        assert tokens, "PolicyConfig.parse fills it in"
+        key = f"sequence_packing.{name}"
+        made = Batching("packed", tokens, round_to, packing.algorithm, key, multiples.row)
+    else:
+        return Batching("padded")
+    if made.tokens < made.row_multiple:
+        raise ConfigError(
+            f"policy.{made.key}={made.tokens} is less than {made.row_multiple}, the fewest "
+            "positions that this layout and make_sequence_length_divisible_by can split: raise "
+            "it"
+        )
+    return made
+
+
+def multiples_of(config: PolicyConfig) -> Multiples:
+    """What lengths are rounded up to under the configuration's layout."""
+    megatron = config.megatron_cfg
+    return Multiples.of(
+        config.make_sequence_length_divisible_by,
+        megatron.tensor_model_parallel_size,
+        megatron.context_parallel_size,
+        megatron.sequence_parallel,
+    )

@@ -1,0 +1,236 @@
+"""Whether a configuration fits ranks and model, told before any process starts; builds nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
+
+from megatron_policy.config.batching import batching_of
+from megatron_policy.converters.traits import QkNorm
+from megatron_policy.errors import ConfigError
+from megatron_policy.parallel.topology import LayerSplit, Topology
+
+if TYPE_CHECKING:
+    from megatron_policy.config import PolicyConfig
+    from megatron_policy.converters.traits import Mla, Moe
+
+
+class Shape(Protocol):
+    """What a layout has to fit: the counts of a model that parallel ranks share."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_query_groups(self) -> int: ...
+    @property
+    def mlp_widths(self) -> tuple[int, ...]: ...
+    @property
+    def mlp_bias(self) -> bool: ...
+    @property
+    def qk_norm(self) -> QkNorm: ...
+    @property
+    def moe(self) -> Moe | None: ...
+    @property
+    def mla(self) -> Mla | None: ...
+
+
+def topology_of(config: PolicyConfig, world_size: int) -> Topology:
+    """The grid of `world_size` ranks; the data-parallel size is what the other axes leave.
+
+    Raises ConfigError, naming legal world sizes, when the ranks do not divide.
+    """
+    megatron = config.megatron_cfg
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    cp = megatron.context_parallel_size
+    replica = tp * cp * pp
+    if world_size < 1 or world_size % replica:
+        raise ConfigError(
+            f"{world_size} ranks do not hold whole replicas of the model, each "
+            f"tensor_model_parallel_size={tp} x context_parallel_size={cp} x "
+            f"pipeline_model_parallel_size={pp} = {replica} ranks: start {replica}, {2 * replica}, "
+            f"{3 * replica}, ... ranks, or make these sizes smaller"
+        )
+    return Topology(
+        tp=tp,
+        cp=cp,
+        ep=megatron.expert_model_parallel_size,
+        dp=world_size // replica,
+        pp=pp,
+        vpp=megatron.virtual_pipeline_model_parallel_size,
+    )
+
+
+def check_layout(config: PolicyConfig, architecture: Shape, topology: Topology) -> None:
+    """ConfigError listing, with legal values, where configuration, model and ranks do not fit."""
+    problems = [
+        *_not_built(config),
+        *_tensor_parallel(config, architecture, topology),
+        *_experts(config, architecture, topology),
+        *_balancing(config, architecture),
+        *_budgets(config),
+    ]
+    try:
+        split = layer_split(config, architecture, topology)
+    except ConfigError as error:
+        problems.append(f"policy.megatron_cfg: {error}")
+    else:
+        problems += _recomputed(config, split)
+    if pads(config):
+        try:
+            microbatches(config.train_global_batch_size, config.train_micro_batch_size, topology)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def pads(config: PolicyConfig) -> bool:
+    """Whether microbatches have a number of rows, which then has to divide global batches, and not
+    a number of tokens.
+    """
+    return not (config.dynamic_batching.enabled or config.sequence_packing.enabled)
+
+
+def microbatches(global_batch_size: int, micro_batch_size: int, topology: Topology) -> int:
+    """Microbatches of `micro_batch_size` rows of one data-parallel rank per optimizer step.
+
+    Raises ConfigError, naming the nearest legal global batch sizes, unless everything divides.
+    """
+    unit = micro_batch_size * topology.dp
+    round_ = microbatch_round(topology)
+    step = unit * round_
+    if global_batch_size % step or not global_batch_size:
+        stages = f" x {round_} interleaved pipeline stages" if round_ > 1 else ""
+        below = global_batch_size // step * step
+        legal = " or ".join(str(size) for size in (below, below + step) if size)
+        raise ConfigError(
+            f"global batch size {global_batch_size} (train_global_batch_size, or gbs) is no "
+            f"multiple of micro batch size {micro_batch_size} (train_micro_batch_size, or mbs) x "
+            f"{topology.dp} data-parallel ranks{stages} = {step}: use {legal}"
+        )
+    return global_batch_size // unit
+
+
+def microbatch_round(topology: Topology) -> int:
+    """What a rank's microbatches are a multiple of: the interleaved schedule runs whole rounds of
+    one microbatch per stage.
+    """
+    return topology.pp if topology.vpp > 1 else 1
+
+
+def layer_split(config: PolicyConfig, architecture: Shape, topology: Topology) -> LayerSplit:
+    """Which layers each stage and chunk holds; ConfigError when there is no such split."""
+    megatron = config.megatron_cfg
+    return LayerSplit.of(
+        architecture.num_layers,
+        topology.pp,
+        topology.vpp,
+        megatron.num_layers_in_first_pipeline_stage,
+        megatron.num_layers_in_last_pipeline_stage,
+    )
+
+
+def _recomputed(config: PolicyConfig, split: LayerSplit) -> Iterator[str]:
+    """Numbers of layers to recompute that a model chunk does not have, or cannot be cut into."""
+    number, method = config.megatron_cfg.recompute_num_layers, config.megatron_cfg.recompute_method
+    counts = sorted({len(chunk) for stage in split.stages for chunk in stage})
+    if number is None:
+        return
+    asked, held = (
+        f"policy.megatron_cfg.recompute_num_layers={number}",
+        " or ".join(map(str, counts)),
+    )
+    if method == "block" and number > counts[-1]:
+        yield (
+            f"{asked} layers of each model chunk cannot be recomputed, which has {held}: use 1 to "
+            f"{counts[-1]}"
+        )
+    elif method == "uniform" and (common := math.gcd(*counts)) % number:
+        legal = [size for size in range(1, common + 1) if common % size == 0]
+        yield (
+            f"{asked} does not divide the layers of each model chunk, which has {held}: use one of "
+            f"{legal}"
+        )
+
+
+def _not_built(config: PolicyConfig) -> Iterator[str]:
+    size = config.megatron_cfg.expert_model_parallel_size
+    if size != 1:
+        yield f"policy.megatron_cfg.expert_model_parallel_size={size} is not built yet: use 1"
+
+
+def _tensor_parallel(
+    config: PolicyConfig, architecture: Shape, topology: Topology
+) -> Iterator[str]:
+    tp = topology.tp
+    heads, groups = architecture.num_attention_heads, architecture.num_query_groups
+    widths = architecture.mlp_widths
+    own = architecture.qk_norm in (QkNorm.EACH_HEAD, QkNorm.ALL_HEADS)
+    legal = [
+        size
+        for size in range(1, heads + 1)
+        if heads % size == 0
+        and not any(width % size for width in widths)
+        and (groups % size == 0 or (size % groups == 0 and not own))
+    ]
+    if tp not in legal:
+        yield (
+            f"policy.megatron_cfg.tensor_model_parallel_size={tp} does not divide {heads} "
+            f"attention heads and {' and '.join(map(str, widths))} feed-forward channels, or "
+            f"{'does not divide' if own else 'neither divides nor is a multiple of'} {groups} "
+            f"key-value groups{', whose norms differ' if own else ''}: use one of {legal}"
+        )
+    if config.megatron_cfg.sequence_parallel and tp == 1:
+        yield (
+            "policy.megatron_cfg.sequence_parallel=true splits sequences over tensor-parallel "
+            "ranks: set tensor_model_parallel_size to 2 or more, or sequence_parallel to false"
+        )
+
+
+def _experts(config: PolicyConfig, architecture: Shape, topology: Topology) -> Iterator[str]:
+    """What Megatron-Core splits over tensor-parallel ranks on conditions only, or not at all."""
+    if topology.tp == 1:
+        return
+    tp = f"policy.megatron_cfg.tensor_model_parallel_size={topology.tp}"
+    kinds = {"experts": architecture.moe, "latent attention": architecture.mla}
+    present = " and ".join(name for name, kind in kinds.items() if kind is not None)
+    if architecture.moe is not None and architecture.mlp_bias:
+        yield f"{tp} does not fit experts with biases, which Megatron-Core cannot split: use 1"
+    elif present and not config.megatron_cfg.sequence_parallel:
+        yield f"{tp} with {present} needs policy.megatron_cfg.sequence_parallel=true: set it"
+
+
+def _budgets(config: PolicyConfig) -> Iterator[str]:
+    """Microbatches of fewer tokens than the layout can split."""
+    for training in (True, False):
+        try:
+            batching_of(config, training)
+        except ConfigError as error:
+            yield str(error)
+
+
+def _balancing(config: PolicyConfig, architecture: Shape) -> Iterator[str]:
+    """Wishes about a router of experts that are not built."""
+    megatron, moe = config.megatron_cfg, architecture.moe
+    if moe is None:
+        return
+    kind = megatron.moe_router_load_balancing_type
+    if kind not in (None, "none"):
+        yield (
+            f"policy.megatron_cfg.moe_router_load_balancing_type={kind!r} adds to the loss, which "
+            "is not built: use 'none'"
+        )
+    if moe.correction_bias and megatron.moe_router_bias_update_rate:
+        yield (
+            "policy.megatron_cfg.moe_router_bias_update_rate="
+            f"{megatron.moe_router_bias_update_rate} moves the router's bias, which is not built: "
+            "use 0"
+        )
+    if megatron.moe_router_dtype not in (None, "fp32", "fp64"):
+        yield (
+            f"policy.megatron_cfg.moe_router_dtype={megatron.moe_router_dtype!r} is no precision "
+            "of routers: use 'fp32' or 'fp64', or null for that of the model"
+        )

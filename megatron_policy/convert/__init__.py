@@ -1,0 +1,21 @@
+"""Whole checkpoints from one format to another, and compared: streamed, verified, never half there.
+
+Hugging Face directories and Megatron-Core's `torch_dist`; needs no GPU and no process group.
+"""
+
+from megatron_policy.convert.check import Check, check
+from megatron_policy.convert.compare import Comparison, Difference, verify
+from megatron_policy.convert.convert import Report, convert
+from megatron_policy.convert.plan import ConversionPlan, plan_conversion
+
+__all__ = [
+    "Check",
+    "Comparison",
+    "ConversionPlan",
+    "Difference",
+    "Report",
+    "check",
+    "convert",
+    "plan_conversion",
+    "verify",
+]

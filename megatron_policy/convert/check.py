@@ -1,0 +1,81 @@
+"""Is a checkpoint, in whatever format, what it says it is? Knows only of digests in MANIFEST."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_policy.convert.blockwise import Buffer, check_memory, cut
+from megatron_policy.convert.convert import damaged_tensor
+from megatron_policy.convert.open_checkpoint import Opened, open_checkpoint
+from megatron_policy.convert.plan import DEFAULT_MAX_MEMORY
+from megatron_policy.converters.dist_files import find
+from megatron_policy.converters.hf_files import MANIFEST
+from megatron_policy.converters.raw_files import RawFiles
+from megatron_policy.errors import ConversionError
+from megatron_policy.formats.digests import Digest
+from megatron_policy.formats.manifest import Manifest, read_manifest
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a checkpoint is, and the words for everything in it that contradicts its digests."""
+
+    root: Path
+    kind: str
+    manifest: Manifest
+    tensors: int
+    nbytes: int
+    problems: tuple[str, ...]
+
+
+def check(
+    path: str | Path,
+    max_memory: int = DEFAULT_MAX_MEMORY,
+    progress: Callable[[int, int], None] | None = None,
+    config: str | Path | None = None,
+) -> Check:
+    """Compare a checkpoint with its own digests; ConversionError when it has none.
+
+    ConfigError and ConversionError as for `convert`; `progress` is told bytes done and in all.
+    """
+    check_memory(max_memory)
+    if (root := find(path)) is not None and read_manifest(root) is None:
+        raise _without_digests(root)
+    with RawFiles() as files:
+        opened = open_checkpoint(path, files, None if config is None else Path(config))
+        if opened.manifest is None:
+            raise _without_digests(opened.root)
+        problems = [*opened.problems.values()]
+        total = sum(info.nbytes for info in opened.infos.values())
+        stated, done, buffer = opened.manifest.tensors, 0, Buffer(max_memory)
+        for name in sorted({*stated} - {*opened.infos}):
+            problems.append(f"{opened.root} lacks {name}, which its {MANIFEST} names")
+        for name, info in opened.infos.items():
+            if name not in stated:
+                problems.append(f"{opened.root}: {name} has no digest in {MANIFEST}")
+            elif _digest_of(opened, name, buffer, max_memory) != stated[name][1]:
+                problems.append(str(damaged_tensor(opened.root, name)))
+            done += info.nbytes
+            if progress is not None:
+                progress(done, total)
+        return Check(
+            opened.root, opened.kind, opened.manifest, len(opened.infos), total, tuple(problems)
+        )
+
+
+def _digest_of(opened: Opened, name: str, buffer: Buffer, max_memory: int) -> str:
+    info, digest = opened.infos[name], Digest()
+    plan = cut(info, (info.dtype,), opened.tensors.scratch(name, info.dtype), max_memory)
+    for first, (values,), spare in buffer.blocks(plan):
+        opened.tensors.read(name, first, values, spare)
+        digest.update(values)
+    return digest.text()
+
+
+def _without_digests(root: Path) -> ConversionError:
+    return ConversionError(
+        f"{root} has no digests, so nothing of it can be checked: give a second checkpoint to "
+        "compare it with"
+    )

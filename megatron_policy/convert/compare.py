@@ -1,0 +1,211 @@
+"""Are two checkpoints, in whatever formats, equal bit by bit? And is each what it says it is?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_policy.convert.blockwise import Buffer, check_memory, cut
+from megatron_policy.convert.convert import damaged_tensor
+from megatron_policy.convert.open_checkpoint import Opened, open_checkpoint
+from megatron_policy.convert.plan import DEFAULT_MAX_MEMORY
+from megatron_policy.converters.dist_files import find
+from megatron_policy.converters.raw_files import RawFiles
+from megatron_policy.formats.digests import Digest
+
+SHOWN = 20
+"""Differences that are spelled out; the others are counted."""
+
+MISSING, SHAPE, DTYPE, VALUES, DIGEST = "missing", "shape", "dtype", "values", "digest"
+
+_PART = 2**18
+"""Elements compared at a time where blocks differ, which takes memory of its own."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One difference; `kind` is missing, shape, dtype, values, or digest.
+
+    A digest differs when a tensor, or a file, is not what its own checkpoint's manifest says.
+    """
+
+    kind: str
+    name: str
+    words: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The first `SHOWN` differences, how many there are by kind, and what was compared."""
+
+    differences: tuple[Difference, ...]
+    summary: Mapping[str, int]
+    tensors: int
+    nbytes: int
+    """Of the tensors compared, once."""
+    has_digests: tuple[bool, bool]
+    """Whether each checkpoint says what its bytes have to be."""
+    passed_over: tuple[str, ...]
+    """Tensors that only one checkpoint has, and that feed nothing."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether there is no difference at all."""
+        return not self.summary
+
+
+def verify(
+    a: str | Path,
+    b: str | Path,
+    max_memory: int = DEFAULT_MAX_MEMORY,
+    progress: Callable[[int, int], None] | None = None,
+    config: str | Path | None = None,
+) -> Comparison:
+    """Compare two checkpoints tensor by tensor under their HF names, and each with its digests.
+
+    Tensors that feed nothing are passed over where one side lacks them; a copy of a tied weight
+    must equal it. A Megatron-Core checkpoint that does not have its own config takes `config`, or
+    that of the HF checkpoint it is compared with. ConfigError and ConversionError as for `convert`.
+    """
+    check_memory(max_memory)
+    with RawFiles() as files:
+        left = open_checkpoint(a, files, _config_for(a, b, config))
+        right = open_checkpoint(b, files, _config_for(b, a, config))
+        return _Comparing(left, right, max_memory, progress or (lambda done, total: None)).all()
+
+
+def _config_for(path: str | Path, other: str | Path, config: str | Path | None) -> Path | None:
+    """The config for what is at `path`, where it has to be said."""
+    if config is not None:
+        return Path(config)
+    if find(path) is not None and find(other) is None and (Path(other) / "config.json").is_file():
+        return Path(other)
+    return None
+
+
+class _Comparing:
+    """Two opened checkpoints on the way to their `Comparison`."""
+
+    def __init__(
+        self, left: Opened, right: Opened, max_memory: int, progress: Callable[[int, int], None]
+    ) -> None:
+        self._sides = (left, right)
+        self._tables = [side.table for side in self._sides if side.table is not None]
+        self._max_memory, self._progress = max_memory, progress
+        self._found: list[Difference] = []
+        self._counts: Counter[str] = Counter()
+        self._buffer = Buffer(max_memory)
+        self._passed_over: list[str] = []
+        self._done = 0
+        self._total = sum(info.nbytes for side in self._sides for info in side.infos.values())
+
+    def all(self) -> Comparison:
+        """Go through everything."""
+        left, right = self._sides
+        for side in self._sides:
+            for name, words in side.problems.items():
+                self._add(DIGEST, name, words)
+        common = [name for name in left.infos if name in right.infos]
+        for one, other in ((left, right), (right, left)):
+            for name in one.infos:
+                if name not in other.infos:
+                    self._alone(name, one, other)
+        for name in common:
+            self._compare(name, (left, name), (right, name))
+        return Comparison(
+            tuple(self._found),
+            dict(self._counts),
+            len(common),
+            sum(left.infos[name].nbytes for name in common),
+            (left.manifest is not None, right.manifest is not None),
+            tuple(self._passed_over),
+        )
+
+    def _add(self, kind: str, name: str, words: str) -> None:
+        self._counts[kind] += 1
+        if len(self._found) < SHOWN:
+            self._found.append(Difference(kind, name, words))
+
+    def _alone(self, name: str, side: Opened, other: Opened) -> None:
+        """A tensor that only one side has: it may feed nothing, or repeat another one."""
+        original = next((t.copies()[name] for t in self._tables if name in t.copies()), None)
+        if original in side.infos and original in other.infos:
+            self._compare(name, (side, name), (side, str(original)))
+            return
+        if any(name in table.ignored for table in self._tables):
+            self._passed_over.append(name)
+        else:
+            self._add(MISSING, name, f"{name} is in {side.root}, but not in {other.root}")
+        for _ in self._blocks((side, name)):
+            pass
+
+    def _compare(self, name: str, left: _Tensor, right: _Tensor) -> None:
+        one, other = left[0].infos[left[1]], right[0].infos[right[1]]
+        for kind, a, b in ((SHAPE, one.shape, other.shape), (DTYPE, one.dtype, other.dtype)):
+            if a != b:
+                self._add(kind, name, f"{name}: {a} in {_words(left)}, {b} in {_words(right)}")
+                for tensor in (left, right):
+                    for _ in self._blocks(tensor):
+                        pass
+                return
+        count, example = 0, ""
+        for first, (x, y) in self._blocks(left, right):
+            for at in _differing(x, y):
+                if not count:
+                    place = [int(i) for i in np.unravel_index(first + int(at[0]), one.shape)]
+                    example = f"first at {place}: {x[at[0]].item()} and {y[at[0]].item()}"
+                count += len(at)
+        if count:
+            words = f"{name}: {count} of {one.elements} differ, {example}"
+            self._add(VALUES, name, f"{words} ({_words(left)} and {_words(right)})")
+
+    def _blocks(self, *tensors: _Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """(first element, values of each tensor) of each block; and their digests at the end."""
+        infos = [side.infos[name] for side, name in tensors]
+        dtype = infos[0].dtype
+        scratch = max(side.tensors.scratch(name, dtype) for side, name in tensors)
+        plan = cut(infos[0], (dtype,) * len(tensors), scratch, self._max_memory)
+        digests = [Digest() for _ in tensors]
+        for first, held, spare in self._buffer.blocks(plan):
+            for (side, name), values, digest in zip(tensors, held, digests, strict=True):
+                side.tensors.read(name, first, values, spare)
+                if side.manifest is not None:
+                    digest.update(values)
+                self._done += values.nbytes
+            self._progress(self._done, self._total)
+            yield first, held
+        for (side, name), digest in zip(tensors, digests, strict=True):
+            stated = side.manifest.tensors.get(name) if side.manifest else None
+            if stated is not None and stated[1] != digest.text():
+                self._add(DIGEST, name, str(damaged_tensor(side.root, name)))
+
+
+def _differing(x: Tensor, y: Tensor) -> Iterator[Any]:
+    """The indices of elements whose bits differ, a part of them at a time."""
+    bits = _BITS[x.element_size()]
+    x, y = x.view(bits), y.view(bits)
+    if torch.equal(x, y):
+        return
+    for start in range(0, len(x), _PART):
+        part = slice(start, start + _PART)
+        found = (x[part] != y[part]).numpy().nonzero()[0] + start
+        if len(found):
+            yield found
+
+
+_Tensor = tuple[Opened, str]
+"""A tensor of one side, by its name there."""
+
+
+def _words(tensor: _Tensor) -> str:
+    side, name = tensor
+    return f"{side.root}: {name}"

@@ -1,0 +1,236 @@
+"""Carries a conversion out: blocks go from file to file through one buffer, digested on the way."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_policy.convert.blockwise import Buffer
+from megatron_policy.convert.open_checkpoint import HF
+from megatron_policy.convert.plan import (
+    DEFAULT_MAX_MEMORY,
+    DEFAULT_MAX_SHARD_SIZE,
+    ConversionPlan,
+    Prepared,
+    prepared,
+    side_path,
+)
+from megatron_policy.convert.tied_copies import check_copies
+from megatron_policy.convert.training_checkpoint import check_bytes, is_saved
+from megatron_policy.converters import strict_json
+from megatron_policy.converters.hf_files import MANIFEST
+from megatron_policy.converters.publishing import check_replaceable, new_directory
+from megatron_policy.errors import ConversionError, ExportError
+from megatron_policy.formats import digests
+from megatron_policy.formats.digests import Digest
+from megatron_policy.formats.manifest import Manifest
+from megatron_policy.version import VERSION
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did."""
+
+    plan: ConversionPlan
+    digest: str
+    """Of all tensors: equal for checkpoints that hold the same."""
+
+    @property
+    def had_digests(self) -> bool:
+        """Whether the source's bytes were compared with digests it came with."""
+        return self.plan.has_digests
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    to: str,
+    dtype: torch.dtype | str | None = None,
+    max_memory: int = DEFAULT_MAX_MEMORY,
+    max_shard_size: int = DEFAULT_MAX_SHARD_SIZE,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    config: str | Path | None = None,
+) -> Report:
+    """Convert an HF checkpoint to Megatron-Core's `torch_dist` (to="mcore"), or back (to="hf").
+
+    At most `max_memory` bytes of tensors are held. `dtype` casts all but what stays as it is.
+    `destination` appears when it is complete and on the disk, or not at all; one that exists is
+    replaced only on `overwrite`, and then only when the new one is complete. `config` is the
+    config.json, or its directory, for a Megatron-Core checkpoint that does not have its own.
+    `progress` is told bytes done and bytes in all.
+
+    ConfigError for a wish that cannot be met, ConversionError for a source that is damaged or no
+    model as its config says, ExportError when the destination cannot be written.
+    """
+    with prepared(source, destination, to, dtype, max_memory, max_shard_size, config) as ready:
+        final = check_replaceable(destination, overwrite)
+        if is_saved(ready.source.root):  # its digests are of records, not of tensors
+            check_bytes(ready.source.root)
+        _check_room(final, ready.plan.bytes_written)
+        try:
+            with new_directory(final, overwrite) as partial:
+                ready.writer.root = partial
+                manifest = _write(ready, progress or (lambda done, total: None))
+                ready.writer.close()
+        except OSError as error:
+            raise ExportError(
+                f"{final} cannot be written: {error.strerror}"
+                + (f" ({error.filename})" if error.filename else "")
+            ) from error
+        return Report(ready.plan, content_digest(manifest))
+
+
+def content_digest(manifest: Manifest) -> str:
+    """One digest for all tensors, whatever the format they are in."""
+    lines = (
+        f"{name} {info.dtype} {list(info.shape)} {digest}\n"
+        for name, (info, digest) in sorted(manifest.tensors.items())
+    )
+    return digests.of_bytes("".join(lines).encode())
+
+
+def _write(ready: Prepared, progress: Progress) -> Manifest:
+    """Write all files into the writer's root, the manifest last, and wait for the disk."""
+    target, writer = ready.target, ready.writer
+    check_copies(ready.source, ready.table)
+    for path, offset, content in target.framing:
+        writer.write(path, offset, [memoryview(content)])
+    read, written = _write_tensors(ready, progress)
+    files = {
+        path.as_posix(): digests.of_file(writer, path, size, target.extents.get(path, ()))
+        for path, size in target.sizes.items()
+    }
+    files |= _copy_side_files(ready)
+    for name, content in target.small.items():
+        files[name] = _write_file(ready, name, content)
+    tensors = {name: (ready.infos[name], digest) for name, digest in written.items()}
+    source = {name: (ready.source.infos[name], digest) for name, digest in read.items()}
+    origin = _origin(ready, content_digest(Manifest(source, {}, {})))
+    manifest = Manifest(tensors, files, origin)
+    _write_file(ready, MANIFEST, manifest.encoded())
+    writer.sync([*target.sizes, *map(Path, files), Path(MANIFEST)])
+    return manifest
+
+
+def _write_tensors(ready: Prepared, progress: Progress) -> tuple[dict[str, str], dict[str, str]]:
+    """The digests of all tensors, as read and as written, after both."""
+    buffer, total, done = Buffer(ready.max_memory), ready.plan.bytes_read, 0
+    stated = ready.source.manifest.tensors if ready.source.manifest else {}
+    read: dict[str, str] = {}
+    written: dict[str, str] = {}
+    for name, cut in ready.blocks.items():
+        before = Digest()
+        after = Digest() if len(cut.copies) > 1 else before
+        for first, (values, *cast), scratch in buffer.blocks(cut):
+            ready.source.tensors.read(name, first, values, scratch)
+            before.update(values)
+            for copy in cast:
+                _cast(name, values, copy)
+                after.update(copy)
+            ready.target.tensors.write(name, first, cast[0] if cast else values, scratch)
+            done += values.nbytes
+            progress(done, total)
+        read[name], written[name] = before.text(), after.text()
+        if name in stated and stated[name][1] != read[name]:
+            raise damaged_tensor(ready.source.root, name)
+    return read, written
+
+
+def damaged_tensor(root: Path, name: str) -> ConversionError:
+    """The error for a tensor whose bytes are not those that were written."""
+    return ConversionError(
+        f"{root}: {name} is damaged: its bytes contradict the digest in {MANIFEST} "
+        "(remove that file if you changed the checkpoint on purpose)"
+    )
+
+
+def _cast(name: str, values: Tensor, copy: Tensor) -> None:
+    copy.copy_(values)
+    # Of these dtypes only float16 is so narrow that weights leave its range.
+    if copy.dtype == torch.float16 and torch.isinf(copy).sum() > torch.isinf(values).sum():
+        raise ConversionError(f"{name} has values beyond the range of float16; cast to bfloat16")
+
+
+def _copy_side_files(ready: Prepared) -> dict[str, str]:
+    """Write what only Hugging Face knows, byte for byte, and return the files' digests."""
+    files = {}
+    for name, path in ready.source.side_files.items():
+        inside = side_path(name, ready.plan.to)
+        if name == "config.json" and _is_cast(ready):
+            content = _with_dtype(path.read_bytes(), _main_dtype(ready))
+            files[inside] = _write_file(ready, inside, content)
+            continue
+        digest, size = Digest(), digests.size_of(path)
+        _make_parent(ready, inside)
+        for offset in range(0, max(size, 1), digests.STEP):
+            part = ready.reader.read_bytes(path, offset, min(digests.STEP, size - offset))
+            ready.writer.write(Path(inside), offset, [memoryview(part)])
+            digest.update(part)
+        files[inside] = digest.text()
+    return files
+
+
+def _write_file(ready: Prepared, name: str, content: bytes) -> str:
+    _make_parent(ready, name)
+    ready.writer.write(Path(name), 0, [memoryview(content)])
+    return digests.of_bytes(content)
+
+
+def _make_parent(ready: Prepared, name: str) -> None:
+    (ready.writer.root / name).parent.mkdir(exist_ok=True)
+
+
+def _is_cast(ready: Prepared) -> bool:
+    return any(tensor.dtype != tensor.source_dtype for tensor in ready.plan.tensors)
+
+
+def _main_dtype(ready: Prepared) -> torch.dtype:
+    """The dtype that most bytes of weights are written in."""
+    sizes: dict[torch.dtype, int] = {}
+    for info in ready.infos.values():
+        sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
+    """A config.json that states this dtype, under the name it has for it, and is the same else."""
+    fields = strict_json.parse(config, finite=False)
+    named = [name for name in ("dtype", "torch_dtype") if name in fields] or ["torch_dtype"]
+    for name in named:
+        fields[name] = str(dtype).removeprefix("torch.")
+    indent = re.match(rb'\{\s*\n( +)"', config)
+    return strict_json.encoded(fields, indent=len(indent[1]) if indent else 2) + b"\n"
+
+
+def _origin(ready: Prepared, content: str) -> dict[str, Any]:
+    root = Path(os.path.realpath(ready.source.root))
+    revision = root.name if root.parent.name == "snapshots" else None
+    config = ready.source.side_files["config.json"].read_bytes()
+    return {
+        "package": f"megatron-policy {VERSION}",
+        "direction": "hf -> mcore" if ready.plan.to != HF else "mcore -> hf",
+        "source": {"path": str(root), "revision": revision, "content": content},
+        "family": ready.plan.family,
+        "config": strict_json.parse(config, finite=False),
+    }
+
+
+def _check_room(final: Path, needed: int) -> None:
+    there = next(parent for parent in final.parents if parent.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise ExportError(
+            f"{final} needs {needed:,} bytes, but {there} has {math.floor(free):,} left"
+        )

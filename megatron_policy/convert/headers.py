@@ -1,0 +1,103 @@
+"""What a checkpoint of either format says it holds: names, shapes, dtypes and config; no weights.
+
+Knows nothing of whether these fit together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_policy.convert.open_checkpoint import SIDE
+from megatron_policy.converters import dist_files, hf_files
+from megatron_policy.converters.blocks import Shape
+from megatron_policy.converters.config_fields import Fields
+from megatron_policy.converters.contained import expanded, inside
+from megatron_policy.converters.hf_config import read_config, written_config
+from megatron_policy.converters.raw_files import RawFiles
+from megatron_policy.converters.table import Table, draft
+from megatron_policy.errors import ConfigError, ConversionError
+
+
+@dataclass(frozen=True)
+class Headers:
+    """`config` with the defaults of its class, `written` as its file has it; the tensors under
+    their HF names, and what feeds none of these under the key it has.
+    """
+
+    config: Mapping[str, Any]
+    written: Mapping[str, Any]
+    shapes: Mapping[str, Shape]
+    dtypes: Mapping[str, torch.dtype]
+    problems: tuple[str, ...] = ()
+    """What is wrong with keys that were meant for a parameter."""
+
+
+def read_headers(source: str | Path, config: str | Path | None = None) -> Headers:
+    """Of a checkpoint here, or an HF one on the hub; a Megatron-Core one without config takes
+    `config`.
+
+    ConfigError when there is none, ConversionError when its headers are damaged.
+    """
+    root = dist_files.find(source)
+    if root is not None:
+        return _dist_headers(root, config)
+    root = hf_files.locate(source)
+    fields, written = read_config(root), written_config(root)
+    extents = {n: at for held in hf_files.inventory(root).values() for n, at in held.items()}
+    return Headers(
+        fields,
+        written,
+        {name: at.shape for name, at in extents.items()},
+        {name: at.dtype for name, at in extents.items()},
+    )
+
+
+def _dist_headers(root: Path, config: str | Path | None) -> Headers:
+    place = expanded(config) if config else inside(root, SIDE)
+    if not place.exists():
+        raise ConfigError(
+            f"{root} does not say which model it is of; give its config.json with --config"
+        )
+    fields, written = read_config(place), written_config(place)
+    with RawFiles() as files:
+        reader = dist_files.DistReader(root, files)
+        try:
+            table = draft(Fields(fields))
+        except ConversionError:  # whoever looks at the config says why
+            keys = reader.weights()
+            return Headers(
+                fields,
+                written,
+                {key: reader.keys[key].shape for key in keys},
+                {key: reader.keys[key].dtype for key in keys},
+            )
+        return _as_hf(reader, table, fields, written)
+
+
+def _as_hf(
+    reader: dist_files.DistReader,
+    table: Table,
+    config: Mapping[str, Any],
+    written: Mapping[str, Any],
+) -> Headers:
+    arch = table.architecture
+    shapes: dict[str, Shape] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    problems: list[str] = []
+    for entry in table.exported():
+        try:
+            found = reader.parameter(entry, arch)
+        except ConversionError as error:
+            problems.append(str(error))
+            continue
+        if found is not None:
+            shapes |= zip(entry.hf, entry.row.hf_shapes(arch), strict=True)
+            dtypes |= dict.fromkeys(entry.hf, found[1].dtype)
+    for key in reader.unused(table.exported(), arch):
+        shapes[key], dtypes[key] = reader.keys[key].shape, reader.keys[key].dtype
+    return Headers(config, written, shapes, dtypes, tuple(problems))

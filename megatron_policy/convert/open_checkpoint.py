@@ -1,0 +1,246 @@
+"""Opens a checkpoint of either format: its tensors under HF names, its config, its digests.
+
+Reads headers and indices; of the tensors themselves nothing yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_policy.convert.training_checkpoint import is_saved, source_dtypes
+from megatron_policy.converters import dist_files, dist_metadata, hf_files
+from megatron_policy.converters.contained import expanded, inside
+from megatron_policy.converters.dist_keys import readable
+from megatron_policy.converters.hf_config import read_config
+from megatron_policy.converters.raw_files import RawFiles
+from megatron_policy.converters.stored import Stored
+from megatron_policy.converters.table import Entry, Table, bind
+from megatron_policy.errors import ConfigError, ConversionError
+from megatron_policy.formats import digests
+from megatron_policy.formats.manifest import Manifest, read_manifest
+from megatron_policy.formats.tensors import (
+    FileTensors,
+    Info,
+    ParameterTensors,
+    Tensors,
+    shares_of,
+)
+
+HF, MCORE = "hf", "mcore"
+
+SIDE = "hf"
+"""Directory inside a Megatron-Core checkpoint for what only Hugging Face knows: config, tokenizer.
+"""
+
+Extents = Mapping[Path, Sequence[tuple[int, int]]]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint to read from; `table` is None where nothing has to know the model."""
+
+    root: Path
+    kind: str
+    infos: Mapping[str, Info]
+    """Of each tensor, in the order in which they are best read."""
+    tensors: Tensors
+    table: Table | None
+    side_files: Mapping[str, Path]
+    """Config, tokenizer and generation settings, by the names they have in HF format."""
+    manifest: Manifest | None
+    extents: Extents
+    """Of each file that holds tensors, the bytes that are theirs: (first, end) each."""
+    keys: Mapping[str, str]
+    """Of a Megatron-Core checkpoint, what holds each parameter: canonical name -> key."""
+    problems: Mapping[str, str]
+    """Files whose bytes contradict the manifest, by relative path, and the words for each."""
+
+    def check(self) -> None:
+        """ConversionError if a file is damaged."""
+        if self.problems:
+            raise ConversionError("\n".join(self.problems.values()))
+
+
+def open_checkpoint(path: str | Path, files: RawFiles, config: Path | None = None) -> Opened:
+    """The checkpoint at `path`, or of that name on the HF hub.
+
+    ConfigError when there is none, ConversionError when it is damaged beyond reading. `config` is
+    the config.json, or its directory, of a Megatron-Core checkpoint that does not have its own.
+    """
+    if (root := dist_files.find(path)) is None:
+        _refuse_others(path)
+        root = hf_files.locate(path)
+        return _opened(root, files, lambda manifest: _open_hf(root, files, manifest))
+    found = root
+    return _opened(root, files, lambda manifest: _open_mcore(found, files, manifest, config))
+
+
+def _opened(root: Path, files: RawFiles, read: Callable[[Manifest | None], Opened]) -> Opened:
+    manifest = read_manifest(root)
+    problems = _damaged(root, manifest, files, None)
+    if unfit := [words for name, words in problems.items() if Path(name).name in _READ]:
+        raise ConversionError("\n".join(unfit))
+    opened = read(manifest)
+    return replace(opened, problems=problems | _damaged(root, manifest, files, opened.extents))
+
+
+def _refuse_others(path: str | Path) -> None:
+    """ConfigError for a directory that is no checkpoint."""
+    root = expanded(path)
+    if root.is_file():
+        raise ConfigError(f"{root} is a file; a checkpoint is a directory")
+    if root.is_dir() and not any((root / name).is_file() for name in _HF_MARKS):
+        raise ConfigError(
+            f"{root} is no checkpoint: it has neither {', '.join(_HF_MARKS)} (Hugging Face) "
+            f"nor {dist_files.FORMAT} (Megatron-Core)"
+        )
+
+
+_READ = ("config.json", hf_files.INDEX, dist_metadata.METADATA, dist_files.FORMAT)
+"""Files without which a checkpoint cannot be made sense of: damaged, they are not looked into."""
+_WITH_TENSORS = (".safetensors", ".distcp")
+_HF_MARKS = ("config.json", hf_files.SINGLE, hf_files.INDEX)
+
+
+def _open_hf(root: Path, files: RawFiles, manifest: Manifest | None) -> Opened:
+    stored: dict[str, Stored] = {}
+    extents: dict[Path, list[tuple[int, int]]] = {}
+    for file, held in hf_files.inventory(root).items():
+        for name, at in sorted(held.items(), key=lambda item: item[1].start):
+            stored[name] = Stored.in_one_piece(at.shape, at.dtype, file, at.start)
+            extents.setdefault(file, []).append((at.start, at.end))
+    infos = {name: Info(s.dtype, s.shape) for name, s in stored.items()}
+    return Opened(
+        root,
+        HF,
+        infos,
+        FileTensors(stored, files),
+        _table_if_known(root),
+        {path.name: path for path in hf_files.side_files(root)},
+        manifest,
+        extents,
+        {},
+        {},
+    )
+
+
+def _table_if_known(root: Path) -> Table | None:
+    """The table of an HF checkpoint; None if this family or config cannot be converted."""
+    try:
+        return bind(read_config(root))
+    except (ConversionError, ConfigError):
+        return None
+
+
+def _open_mcore(
+    root: Path, files: RawFiles, manifest: Manifest | None, config: Path | None
+) -> Opened:
+    side_files = _side_files(root, config)
+    table = bind(read_config(_config_of(root, config)))
+    reader = dist_files.DistReader(root, files)
+    entries = table.exported()
+    stored, keys = _parameters(reader, table, entries)
+    shares = shares_of(entries, table.architecture, {n: (s,) for n, s in stored.items()})
+    infos = {
+        name: Info(stored[entry.megatron].dtype, shape)
+        for entry in entries
+        for name, shape in zip(entry.hf, entry.row.hf_shapes(table.architecture), strict=True)
+    }
+    if manifest is not None:
+        infos = _as_stated(infos, manifest, root)
+    elif is_saved(root):
+        dtypes = source_dtypes(root)
+        infos = {name: replace(info, dtype=dtypes[name]) for name, info in infos.items()}
+    extents: dict[Path, list[tuple[int, int]]] = {}
+    for held in stored.values():
+        for file, begin, end in held.extents():
+            extents.setdefault(file, []).append((begin, end))
+    tensors = ParameterTensors(shares, files)
+    return Opened(root, MCORE, infos, tensors, table, side_files, manifest, extents, keys, {})
+
+
+def _parameters(
+    reader: dist_files.DistReader, table: Table, entries: Sequence[Entry]
+) -> tuple[dict[str, Stored], dict[str, str]]:
+    """The entries' parameters and their keys, by canonical name."""
+    arch = table.architecture
+    stored: dict[str, Stored] = {}
+    keys: dict[str, str] = {}
+    missing = []
+    for entry in entries:
+        found = reader.parameter(entry, arch)
+        if found is None:
+            place = next(iter(readable(entry, arch)))
+            missing.append(f"  missing: {place.key}, which holds {' + '.join(entry.hf)}")
+        else:
+            keys[entry.megatron], stored[entry.megatron] = found
+    extra = reader.unused(entries, arch)
+    if missing or extra:
+        lines = missing + [
+            f"  unexpected: {key}, no row of {table.family} uses it" for key in extra
+        ]
+        more = f"\n  and {len(lines) - 20} more" if len(lines) > 20 else ""
+        raise ConversionError(
+            f"{reader.root} is no {table.family} model as its config.json says:\n"
+            + "\n".join(lines[:20])
+            + more
+        )
+    return stored, keys
+
+
+def _as_stated(infos: Mapping[str, Info], manifest: Manifest, root: Path) -> dict[str, Info]:
+    """The tensors in the dtypes they had in HF format: what shares a key there shares its dtype."""
+    stated = {name: info for name, (info, _) in manifest.tensors.items()}
+    for name in {*infos, *stated}:
+        if name not in stated or name not in infos or stated[name].shape != infos[name].shape:
+            raise ConversionError(
+                f"{root}: {name} of its {hf_files.MANIFEST} is not the {name} of its config.json"
+            )
+    return {name: replace(info, dtype=stated[name].dtype) for name, info in infos.items()}
+
+
+def _damaged(
+    root: Path, manifest: Manifest | None, files: RawFiles, extents: Extents | None
+) -> dict[str, str]:
+    """The files whose bytes are not what the manifest says, of those bytes that are no tensor's.
+
+    With `extents` of the files that hold tensors, without them of the others.
+    """
+    problems = {}
+    for name, stated in (manifest.files if manifest else {}).items():
+        path = root / name
+        if (path.suffix in _WITH_TENSORS) != (extents is not None):
+            continue
+        own = extents.get(path, ()) if extents else ()
+        if not path.is_file():
+            problems[name] = f"{root} lacks {name}, which its {hf_files.MANIFEST} names"
+        elif digests.of_file(files, path, digests.size_of(path), own) != stated:
+            problems[name] = (
+                f"{path} is damaged: its bytes contradict the digest in {hf_files.MANIFEST} "
+                "(remove that file if you changed the checkpoint on purpose)"
+            )
+    return problems
+
+
+def _side_files(root: Path, config: Path | None) -> dict[str, Path]:
+    given = expanded(config) if config else inside(root, SIDE)
+    if given.is_dir():
+        return {path.name: path for path in hf_files.side_files(given)}
+    return {"config.json": given} if config else {}
+
+
+def _config_of(root: Path, config: Path | None) -> Path:
+    """What `read_config` has to be given."""
+    if config is not None:
+        given = expanded(config)
+        if not given.exists():
+            raise ConfigError(f"there is no {given} to take the model's config from")
+        return given
+    if (root / SIDE / "config.json").is_file():
+        return inside(root, SIDE)
+    raise ConfigError(
+        f"{root} has no {SIDE}/config.json: Megatron-Core wrote it, and it does not say which "
+        "model this is; give the model's config.json (or HF directory) with --config"
+    )

@@ -1,0 +1,255 @@
+"""What a conversion will do, settled before a byte of a tensor is read, and fit to be printed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_policy.convert.blockwise import Blocks, check_memory, cut
+from megatron_policy.convert.open_checkpoint import HF, MCORE, SIDE, Opened, open_checkpoint
+from megatron_policy.convert.target import Target, hf_target, mcore_target
+from megatron_policy.convert.training_checkpoint import is_saved
+from megatron_policy.converters.contained import expanded
+from megatron_policy.converters.hf_config import read_config
+from megatron_policy.converters.raw_files import RawFiles
+from megatron_policy.converters.table import WEIGHT_DTYPES, Table, bind
+from megatron_policy.errors import ConfigError
+from megatron_policy.formats.tensors import Info
+
+DEFAULT_MAX_MEMORY = 2 * 2**30
+DEFAULT_MAX_SHARD_SIZE = 5 * 10**9
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in WEIGHT_DTYPES}
+_DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One HF tensor, the dtype it is written in, and the keys that hold it in Megatron-Core."""
+
+    name: str
+    shape: tuple[int, ...]
+    source_dtype: torch.dtype
+    dtype: torch.dtype
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """What is read, written and cast. Sizes are in bytes; `files` have their sizes."""
+
+    source: Path
+    destination: Path
+    to: str
+    family: str
+    tensors: tuple[PlannedTensor, ...]
+    dropped: tuple[str, ...]
+    """HF tensors of the source that feed nothing."""
+    files: tuple[tuple[str, int], ...]
+    side_files: tuple[str, ...]
+    bytes_read: int
+    bytes_written: int
+    buffer_bytes: int
+    has_digests: bool
+    """Whether the source says what its bytes have to be."""
+
+    def describe(self) -> Iterator[str]:
+        """The plan in lines of text, a tensor a line at the end."""
+        formats = {HF: "Hugging Face", MCORE: "Megatron-Core (torch_dist)"}
+        cast = [tensor for tensor in self.tensors if tensor.dtype != tensor.source_dtype]
+        yield f"{self.family}: {self.source} -> {self.destination} ({formats[self.to]})"
+        yield f"reads {len(self.tensors)} tensors, {self.bytes_read:,} bytes; " + (
+            "compares them with the source's digests"
+            if self.has_digests
+            else "the source has no digests to compare them with"
+        )
+        yield f"writes {self.bytes_written:,} bytes, {len(self.files)} files of tensors, " + (
+            f"{len(self.side_files)} others: {', '.join(self.side_files) or 'none'}"
+        )
+        yield f"casts {len(cast)} tensors; uses a buffer of {self.buffer_bytes:,} bytes"
+        if self.dropped:
+            yield f"leaves out {len(self.dropped)} tensors: {', '.join(self.dropped)}"
+        for file, size in self.files:
+            yield f"file {file}: {size:,} bytes"
+        for tensor in self.tensors:
+            to = "" if tensor.dtype == tensor.source_dtype else f" -> {_short(tensor.dtype)}"
+            yield (
+                f"{tensor.name} {list(tensor.shape)} {_short(tensor.source_dtype)}{to}: "
+                + ", ".join(tensor.keys)
+            )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan with what carries it out; `reader` and `writer` open files when first used."""
+
+    plan: ConversionPlan
+    source: Opened
+    table: Table
+    target: Target
+    reader: RawFiles
+    writer: RawFiles
+    infos: Mapping[str, Info]
+    """Of each tensor, as it will be written."""
+    blocks: Mapping[str, Blocks]
+    max_memory: int
+
+
+@contextmanager
+def prepared(
+    source: str | Path,
+    destination: str | Path,
+    to: str,
+    dtype: torch.dtype | str | None,
+    max_memory: int,
+    max_shard_size: int,
+    config: str | Path | None,
+) -> Iterator[Prepared]:
+    """Open the source, check it and settle what to do; closes files at the end.
+
+    ConfigError for a wish that cannot be met, ConversionError for a source that is damaged or no
+    model as its config says.
+    """
+    cast_to = parse_dtype(dtype)
+    check_memory(max_memory)
+    if to not in (HF, MCORE):
+        raise ConfigError(f"to is {to!r}; it must be '{HF}' or '{MCORE}'")
+    if max_shard_size < 1:
+        raise ConfigError(f"max_shard_size is {max_shard_size}; it must be a number of bytes")
+    with RawFiles() as reader, RawFiles(writable=True) as writer:
+        opened = open_checkpoint(source, reader, Path(config) if config else None)
+        _check_directions(opened, Path(destination), to)
+        if config and opened.kind == HF:
+            raise ConfigError(f"{opened.root} has a config.json of its own: leave --config out")
+        opened.check()
+        table = _bound(opened)
+        kept = {name for entry in table.exported() if entry.row.keeps_dtype for name in entry.hf}
+        names = table.hf_shapes()
+        infos = {
+            name: Info(info.dtype if name in kept else cast_to or info.dtype, info.shape)
+            for name, info in opened.infos.items()
+            if name in names
+        }
+        target = (
+            hf_target({name: infos[name] for name in names}, writer, max_shard_size)
+            if to == HF
+            else mcore_target(table, infos, writer, max_shard_size)
+        )
+        blocks = {
+            name: _blocks(name, info, opened, target, max_memory) for name, info in infos.items()
+        }
+        yield Prepared(
+            _plan(opened, destination, to, table, target, infos, blocks),
+            opened,
+            table,
+            target,
+            reader,
+            writer,
+            infos,
+            blocks,
+            max_memory,
+        )
+
+
+def plan_conversion(
+    source: str | Path,
+    destination: str | Path,
+    to: str,
+    dtype: torch.dtype | str | None = None,
+    max_memory: int = DEFAULT_MAX_MEMORY,
+    max_shard_size: int = DEFAULT_MAX_SHARD_SIZE,
+    config: str | Path | None = None,
+) -> ConversionPlan:
+    """What `convert` would do with these arguments; errors as there, and nothing is written."""
+    with prepared(source, destination, to, dtype, max_memory, max_shard_size, config) as ready:
+        return ready.plan
+
+
+def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype of that name; ConfigError for one that weights cannot have."""
+    found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if dtype is not None and found not in WEIGHT_DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; it can be {', '.join(_DTYPES)}")
+    return found
+
+
+def _check_directions(opened: Opened, destination: Path, to: str) -> None:
+    if opened.kind == to:
+        other = MCORE if to == HF else HF
+        raise ConfigError(
+            f"{opened.root} is in the format {to!r} already; to='{other}' converts it to the other"
+        )
+    final, root = (Path(os.path.realpath(expanded(path))) for path in (destination, opened.root))
+    if final == root or final in root.parents or root in final.parents:
+        raise ConfigError(f"{destination} is inside of {opened.root}, or around it: choose another")
+
+
+def _bound(opened: Opened) -> Table:
+    """The source's table; ConversionError unless the source is a model of it."""
+    table = opened.table
+    if opened.kind == HF:
+        table = bind(read_config(opened.root))  # again, for the error if there is one
+    assert table is not None
+    shapes = {name: info.shape for name, info in opened.infos.items()}
+    table.check_hf(shapes, {name: info.dtype for name, info in opened.infos.items()})
+    return table
+
+
+def _blocks(name: str, written: Info, opened: Opened, target: Target, max_memory: int) -> Blocks:
+    read = opened.infos[name]
+    copies = tuple(dict.fromkeys((read.dtype, written.dtype)))
+    scratch = max(
+        opened.tensors.scratch(name, read.dtype), target.tensors.scratch(name, written.dtype)
+    )
+    return cut(read, copies, scratch, max_memory)
+
+
+def _plan(
+    opened: Opened,
+    destination: str | Path,
+    to: str,
+    table: Table,
+    target: Target,
+    infos: Mapping[str, Info],
+    blocks: Mapping[str, Blocks],
+) -> ConversionPlan:
+    keys = _keys_by_tensor(table, opened.keys or target.keys)
+    return ConversionPlan(
+        source=opened.root,
+        destination=Path(destination),
+        to=to,
+        family=table.family,
+        tensors=tuple(
+            PlannedTensor(name, info.shape, opened.infos[name].dtype, info.dtype, keys[name])
+            for name, info in infos.items()
+        ),
+        dropped=tuple(name for name in opened.infos if name not in infos),
+        files=tuple((path.as_posix(), size) for path, size in target.sizes.items()),
+        side_files=(*target.small, *(side_path(name, to) for name in opened.side_files)),
+        bytes_read=sum(opened.infos[name].nbytes for name in infos),
+        bytes_written=sum(target.sizes.values()) + sum(map(len, target.small.values())),
+        buffer_bytes=max(block.nbytes for block in blocks.values()),
+        has_digests=opened.manifest is not None or is_saved(opened.root),
+    )
+
+
+def _keys_by_tensor(table: Table, keys: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, dict[str, None]] = {}
+    for entry in table.exported():
+        for name in entry.hf:
+            found.setdefault(name, {})[keys[entry.megatron]] = None
+    return {name: tuple(held) for name, held in found.items()}
+
+
+def side_path(name: str, to: str) -> str:
+    """Where a file that only Hugging Face knows stands in a checkpoint of format `to`."""
+    return name if to == HF else f"{SIDE}/{name}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,123 @@
+"""The checkpoint to be: its files, and where in them each tensor goes; writes nothing yet.
+
+Paths are relative to the directory it will be written in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+
+import torch
+
+from megatron_policy.convert.open_checkpoint import Extents
+from megatron_policy.converters.dist_keys import extra_states, written
+from megatron_policy.converters.dist_writing import Parameter, framing_of, lay_out, small_files
+from megatron_policy.converters.hf_files import INDEX
+from megatron_policy.converters.hf_writing import index_of
+from megatron_policy.converters.raw_files import RawFiles
+from megatron_policy.converters.safetensors_format import encode
+from megatron_policy.converters.stored import Stored
+from megatron_policy.converters.table import Entry, Table
+from megatron_policy.formats.tensors import (
+    FileTensors,
+    Info,
+    ParameterTensors,
+    Tensors,
+    shares_of,
+)
+from megatron_policy.refit.file_plan import plan_export
+from megatron_policy.refit.plan import RefitTensor
+
+
+@dataclass(frozen=True)
+class Target:
+    """All that will be written but side files and manifest."""
+
+    tensors: Tensors
+    sizes: Mapping[Path, int]
+    """Bytes of each file that holds tensors."""
+    extents: Extents
+    framing: Iterable[tuple[Path, int, bytes]]
+    """(file, offset, bytes) of all in those files that is no tensor's."""
+    small: Mapping[str, bytes]
+    """The other files, in the order in which to write them."""
+    keys: Mapping[str, str]
+    """Of a Megatron-Core checkpoint, what holds each parameter: canonical name -> key."""
+
+
+def hf_target(infos: Mapping[str, Info], files: RawFiles, max_file_bytes: int) -> Target:
+    """Safetensors of these tensors, in this order, with an index where it takes several files."""
+    plan = plan_export(
+        [RefitTensor(name, info.shape, info.dtype) for name, info in infos.items()],
+        max_file_bytes,
+    )
+    stored: dict[str, Stored] = {}
+    sizes, framing = {}, []
+    extents: dict[Path, list[tuple[int, int]]] = {}
+    for file in plan.files:
+        path = Path(file.name)
+        header, places = encode({t.name: (t.dtype, t.shape) for t in file.tensors})
+        framing.append((path, 0, header))
+        sizes[path] = max((at.end for at in places.values()), default=len(header))
+        for name, at in places.items():
+            stored[name] = Stored.in_one_piece(at.shape, at.dtype, path, at.start)
+            extents.setdefault(path, []).append((at.start, at.end))
+    index = index_of(plan.weight_map, plan.total_bytes)
+    small = {} if index is None else {INDEX: index}
+    return Target(FileTensors(stored, files), sizes, extents, framing, small, {})
+
+
+def mcore_target(
+    table: Table, infos: Mapping[str, Info], files: RawFiles, max_file_bytes: int
+) -> Target:
+    """A sharded checkpoint of these HF tensors, and of the objects that Megatron-Core asks for."""
+    arch, entries = table.architecture, table.exported()
+    dtypes = _dtypes(table, infos)
+    parameters: list[Parameter] = []
+    counts: dict[str, int] = {}
+    for entry in entries:
+        first, *tail = entry.row.local_shape(arch, 1)
+        shape = (first - entry.row.pad_rows(arch, 0, 1), *tail)
+        places = written(entry, arch)
+        parameters += [Parameter(place, dtypes[place.key], shape) for place in places]
+        counts[entry.megatron] = len(places)
+    layout = lay_out(parameters, extra_states(table), max_file_bytes)
+    following = iter(layout.stored)
+    stored = {name: tuple(next(following) for _ in range(count)) for name, count in counts.items()}
+    extents: dict[Path, list[tuple[int, int]]] = {}
+    for first_place, *_ in stored.values():
+        for path, begin, end in first_place.extents():
+            extents.setdefault(path, []).append((begin, end))
+    common = {
+        "checkpoint_version": 3.0,
+        "iteration": 0,
+        "content_metadata": {
+            "singleton_local_shards": False,
+            "non_homogeneous_layers": not arch.uniform_layers,
+        },
+    }
+    return Target(
+        ParameterTensors(shares_of(entries, arch, stored), files),
+        layout.sizes,
+        extents,
+        tuple(framing_of(layout)),
+        small_files(layout, common),
+        {entry.megatron: written(entry, arch)[0].key for entry in entries},
+    )
+
+
+def _dtypes(table: Table, infos: Mapping[str, Info]) -> dict[str, torch.dtype]:
+    """The dtype of each key: one that loses nothing of any tensor in it."""
+    held: dict[str, list[Entry]] = {}
+    for entry in table.exported():
+        for place in written(entry, table.architecture):
+            held.setdefault(place.key, []).append(entry)
+    return {
+        key: reduce(
+            torch.promote_types, {infos[name].dtype for entry in entries for name in entry.hf}
+        )
+        for key, entries in held.items()
+    }

@@ -1,0 +1,171 @@
+"""Every source of random numbers of this process as bytes, and back: Python's, numpy's, torch's,
+the device's, and those of a training engine.
+
+Plain values and tensors of torch alone, so that reading them runs nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+from collections.abc import Callable, Iterable, Mapping
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from megatron_policy.device import random_state, set_random_state
+from megatron_policy.errors import CheckpointError
+
+_FORMAT = 1
+_DIGEST_BYTES = 16
+_ENGINE = "megatron."  # the name of the first engine, which files have
+_UNREADABLE = (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError)
+"""What torch raises over bytes that it has not written."""
+
+
+class EngineRandom(Protocol):
+    """A training engine's own generators."""
+
+    def random_states(self) -> dict[str, torch.Tensor]:
+        """Their states by name."""
+
+    def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Set them to what `random_states` returned."""
+
+
+def capture(engine: EngineRandom, generators: Mapping[str, torch.Generator]) -> bytes:
+    """The states of Python's, numpy's and torch's global generators, the device's, the engine's,
+    and of `generators` by name; drawing goes on as if nobody had looked.
+
+    A digest of the rest comes first.
+    """
+    buffer = io.BytesIO()
+    torch.save(_states(engine, generators), buffer)
+    content = buffer.getvalue()
+    return _digest(content) + content
+
+
+def kept(engine: EngineRandom) -> Callable[[], None]:
+    """A function that sets every source of this process to where it is now; cheap enough for every
+    step.
+    """
+    python, arrays, host, device = (
+        random.getstate(),
+        np.random.get_state(),
+        torch.get_rng_state(),
+        random_state(),
+    )
+    own = engine.random_states()
+
+    def restore_all() -> None:
+        random.setstate(python)
+        np.random.set_state(arrays)
+        torch.set_rng_state(host)
+        if device is not None:
+            set_random_state(device)
+        engine.set_random_states(own)
+
+    return restore_all
+
+
+def check(content: bytes) -> None:
+    """CheckpointError for bytes that are damaged or of a newer format."""
+    _parsed(content)
+
+
+def restore(
+    content: bytes, engine: EngineRandom, generators: Mapping[str, torch.Generator]
+) -> str | None:
+    """Set every source to what `capture` saw; the numbers drawn next are those drawn after it.
+
+    Returns None, or in words why they cannot go on in this process, whose sources are not the same
+    (another device, other names): then nothing is changed. CheckpointError for bytes that are
+    damaged or of a newer format.
+    """
+    states = _parsed(content)
+    if why := _mismatch(states, _states(engine, generators)):
+        return why
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if "device" in states:
+        set_random_state(states["device"])
+    engine.set_random_states(_named(states, _ENGINE))
+    for name, state in _named(states, "generator.").items():
+        generators[name].set_state(state)
+    return None
+
+
+def _states(engine: EngineRandom, generators: Mapping[str, torch.Generator]) -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state()
+    states = {
+        "format": _FORMAT,
+        "python": [version, list(words), gauss],
+        "numpy": [name, keys.tolist(), *rest],
+        "torch": torch.get_rng_state(),
+    }
+    device = random_state()
+    if device is not None:
+        states["device"] = device
+    states |= {f"{_ENGINE}{name}": state for name, state in engine.random_states().items()}
+    return states | {f"generator.{name}": each.get_state() for name, each in generators.items()}
+
+
+def _named(states: Mapping[str, Any], prefix: str) -> dict[str, torch.Tensor]:
+    return {n.removeprefix(prefix): each for n, each in states.items() if n.startswith(prefix)}
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    digest, rest = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    if digest != _digest(rest):
+        raise CheckpointError(
+            f"the random numbers' states ({len(content)} bytes) are damaged: they do not have the "
+            "digest that they begin with. Load another checkpoint, or copy this one anew"
+        )
+    try:
+        states: dict[str, Any] = torch.load(io.BytesIO(rest), weights_only=True)
+        found = states["format"]
+    except _UNREADABLE as error:
+        raise CheckpointError(
+            f"the random numbers' states cannot be read with torch {torch.__version__}: {error}. "
+            "Load them with the version that the checkpoint names"
+        ) from error
+    if found != _FORMAT:
+        raise CheckpointError(
+            f"the random numbers' states have format {found}, which this version, that knows "
+            f"format {_FORMAT}, cannot read: load them with a newer one"
+        )
+    return states
+
+
+def _mismatch(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
+    """Why `saved` cannot take the place of `own`, if so."""
+    if missing := own.keys() - saved.keys():
+        return f"the checkpoint has no random numbers of {_listed(missing)}, drawn from here"
+    if unknown := saved.keys() - own.keys():
+        return (
+            f"nothing here draws random numbers of {_listed(unknown)}, as the checkpoint has them"
+        )
+    torches = {name: each for name, each in own.items() if isinstance(each, torch.Tensor)}
+    other = [name for name, each in torches.items() if saved[name].shape != each.shape]
+    other += ["numpy"] if saved["numpy"][0] != own["numpy"][0] else []
+    other += ["python"] if saved["python"][0] != own["python"][0] else []
+    return (
+        f"the checkpoint's random numbers are made in another way: {_listed(other)}"
+        if other
+        else None
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=_DIGEST_BYTES).digest()

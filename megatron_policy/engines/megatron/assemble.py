@@ -1,0 +1,168 @@
+"""Builds the Megatron-Core engine of a rank: groups, chunks, weights, optimizer, head. It is an
+`interfaces.engine.EngineBuilder`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.layout import layer_split
+from megatron_policy.converters.architecture import Architecture, padded_vocab
+from megatron_policy.converters.hf_files import HfReader
+from megatron_policy.converters.table import Table
+from megatron_policy.engines.megatron.build import build_chunks
+from megatron_policy.engines.megatron.engine import MegatronEngine
+from megatron_policy.engines.megatron.head import Head
+from megatron_policy.engines.megatron.layer_spec import resolve_implementation
+from megatron_policy.engines.megatron.layers.experts import freeze_routers
+from megatron_policy.engines.megatron.model_config import transformer_config
+from megatron_policy.engines.megatron.pipeline import Pipeline
+from megatron_policy.engines.megatron.platform import prepare_platform
+from megatron_policy.engines.megatron.process_groups import (
+    drop_groups,
+    make_groups,
+    refuse_second_policy,
+)
+from megatron_policy.engines.megatron.trainable import make_trainable
+from megatron_policy.errors import CheckpointError
+from megatron_policy.lm_head.fused import HeadShape
+from megatron_policy.memory.pending_reads import PendingReads
+from megatron_policy.parallel.groups import Groups
+from megatron_policy.parallel.topology import Placement, Topology
+from megatron_policy.weights.load import DTYPES, Held, held_entries, load_parameters, mark_unfilled
+
+_SHOWN = 5
+
+
+def prepare() -> None:
+    """Prepare this process for Megatron-Core; see `EngineBuilder`. ConfigError if it holds a policy
+    already.
+    """
+    prepare_platform()
+    refuse_second_policy()
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Pause Python's cycle collector: what is built here stays, and its number alone would send the
+    collector through everything that was ever imported.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_without_collector()
+def build(
+    config: PolicyConfig,
+    table: Table,
+    topology: Topology,
+    *,
+    init_optimizer: bool,
+    timeout_s: float,
+    source_dtypes: Mapping[str, torch.dtype] | None = None,
+) -> MegatronEngine:
+    """Build and load this rank's part of the model; see `EngineBuilder`."""
+    try:
+        return _build(config, table, topology, init_optimizer, timeout_s, source_dtypes)
+    except BaseException:
+        drop_groups()
+        raise
+
+
+def _build(
+    config: PolicyConfig,
+    table: Table,
+    topology: Topology,
+    init_optimizer: bool,
+    timeout_s: float,
+    source_dtypes: Mapping[str, torch.dtype] | None,
+) -> MegatronEngine:
+    settings, arch, precision = config.megatron_cfg, table.architecture, DTYPES[config.precision]
+    implementation = resolve_implementation(settings.transformer_impl, arch)
+    place = Placement(
+        topology, topology.coords(dist.get_rank()), layer_split(config, arch, topology)
+    )
+    groups = make_groups(topology, timeout_s)
+    model_config = transformer_config(
+        arch,
+        settings,
+        topology,
+        precision,
+        implementation,
+        variable_lengths=config.dynamic_batching.enabled or config.sequence_packing.enabled,
+    )
+    built: Any = build_chunks(arch, model_config, place, implementation, config.seed)
+    held = held_entries(built, table, place)
+    source_dtypes = _fill(config, held, table, place, source_dtypes)
+    if settings.freeze_moe_router:
+        freeze_routers(built)
+    pending_reads = PendingReads()
+    chunks, trainable = built, None
+    if init_optimizer:
+        trainable = make_trainable(
+            built,
+            model_config,
+            settings,
+            config.train_global_batch_size,
+            topology.dp * topology.cp,
+            pending_reads,
+            held,
+        )
+        chunks = trainable.chunks
+    last = place.topology.vpp - 1
+    head = _head(config, arch, place, groups, built[last]) if place.holds_head(last) else None
+    pipeline = Pipeline(tuple(chunks), groups, topology, arch.vocab_size, head)
+    parts = (pipeline, trainable, pending_reads)
+    return MegatronEngine(place, groups, table, held, source_dtypes, precision, *parts)
+
+
+def _fill(
+    config: PolicyConfig,
+    held: Held,
+    table: Table,
+    place: Placement,
+    source_dtypes: Mapping[str, torch.dtype] | None,
+) -> Mapping[str, torch.dtype]:
+    """Read what is held from the model's own files, or mark it where dtypes are given; the dtypes
+    in which it is exported.
+    """
+    if source_dtypes is None:
+        with HfReader(config.model_name) as reader:
+            load_parameters(held, reader, table, place)
+            return dict(reader.dtypes)
+    if unknown := sorted(table.hf_shapes().keys() - source_dtypes.keys()):
+        raise CheckpointError(
+            f"the checkpoint is of another model than {config.model_name}: it does not know "
+            f"{', '.join(unknown[:_SHOWN])}. Set policy.model_name to the model it was saved from"
+        )
+    mark_unfilled(held)
+    return source_dtypes
+
+
+def _head(
+    config: PolicyConfig, architecture: Architecture, place: Placement, groups: Groups, model: Any
+) -> Head:
+    """The head that the last chunk holds; this rank's slice of it."""
+    slice_size = padded_vocab(architecture.vocab_size, groups.tp.size()) // groups.tp.size()
+    start = place.coords.tp * slice_size
+    shape = HeadShape(
+        vocab_start=start,
+        real=max(0, min(architecture.vocab_size - start, slice_size)),
+        scale=architecture.logit_scale,
+        softcap=architecture.logit_softcap,
+        temperature=(config.generation and config.generation.temperature) or 1.0,
+    )
+    overlapped = config.megatron_cfg.distributed_data_parallel_config.overlap_param_gather
+    return Head(model, shape, groups.tp, config.logprob_chunk_size, overlapped)

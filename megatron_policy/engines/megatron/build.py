@@ -1,0 +1,74 @@
+"""Builds this stage's Megatron-Core model chunks from an architecture; reads no weights and starts
+no training.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_policy.converters.architecture import Architecture, padded_vocab
+from megatron_policy.engines.megatron.layer_spec import block_spec
+from megatron_policy.engines.megatron.layers.rope import Rotary, ropes_of
+from megatron_policy.engines.megatron.layers.scales import install_scales
+from megatron_policy.parallel.topology import Placement
+
+
+def build_chunks(
+    architecture: Architecture,
+    config: TransformerConfig,
+    place: Placement,
+    implementation: str,
+    seed: int,
+) -> list[GPTModel]:
+    """The model chunks of this rank (one, or the topology's `vpp` of them), on the current device,
+    weights uninitialised.
+    """
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
+    return [
+        _build_chunk(architecture, config, place, implementation, chunk)
+        for chunk in range(place.topology.vpp)
+    ]
+
+
+def _build_chunk(
+    architecture: Architecture,
+    config: TransformerConfig,
+    place: Placement,
+    implementation: str,
+    chunk: int,
+) -> GPTModel:
+    topology = place.topology
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(
+            implementation, architecture, place.layers(chunk), config
+        ),
+        vocab_size=padded_vocab(architecture.vocab_size, topology.tp),
+        max_sequence_length=architecture.max_position_embeddings,
+        pre_process=place.holds_embedding(chunk),
+        post_process=place.holds_head(chunk),
+        parallel_output=True,
+        share_embeddings_and_output_weights=architecture.tied,
+        position_embedding_type="rope",
+        rotary_base=architecture.rope.base,
+        vp_stage=chunk if topology.vpp > 1 else None,
+    )
+    if architecture.mla is None:
+        model.rotary_pos_emb = Rotary(ropes_of(architecture), architecture.kv_channels)
+    install_scales(model, architecture)
+    return model
+
+
+def held_layers(
+    chunks: Sequence[GPTModel], place: Placement
+) -> Iterator[tuple[int, torch.nn.Module]]:
+    """The decoder layers of `chunks` by global number."""
+    for index, chunk in enumerate(chunks):
+        yield from zip(place.layers(index), chunk.decoder.layers, strict=True)

@@ -1,0 +1,135 @@
+"""One rank's part of a Megatron-Core model, as `interfaces.engine.TrainingEngine`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from megatron_policy.converters.table import Table
+from megatron_policy.engines.megatron import storages
+from megatron_policy.engines.megatron.build import held_layers
+from megatron_policy.engines.megatron.generate import generate
+from megatron_policy.engines.megatron.layers.experts import forget_routing
+from megatron_policy.engines.megatron.pipeline import Pipeline
+from megatron_policy.engines.megatron.process_groups import drop_groups
+from megatron_policy.engines.megatron.trainable import MegatronTrainable
+from megatron_policy.interfaces.engine import Loss
+from megatron_policy.lm_head.output import Output
+from megatron_policy.lm_head.sampling import Continuations, Sampling
+from megatron_policy.memory.pending_reads import PendingReads
+from megatron_policy.memory.states import Storages
+from megatron_policy.packing.microbatch import Microbatch
+from megatron_policy.parallel.groups import Groups
+from megatron_policy.parallel.topology import Placement
+from megatron_policy.weights.load import Held
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class MegatronEngine:
+    """A rank's place in the layout and everything it holds there. For the methods see
+    `TrainingEngine`.
+    """
+
+    place: Placement
+    groups: Groups
+    table: Table
+    held: Held
+    source_dtypes: Mapping[str, torch.dtype]
+    precision: torch.dtype
+    pipeline: Pipeline
+    trainable: MegatronTrainable | None
+    pending_reads: PendingReads
+
+    @property
+    def vocab_size(self) -> int:
+        """See `TrainingEngine`."""
+        return self.pipeline.vocab_size
+
+    @property
+    def is_last_stage(self) -> bool:
+        """See `TrainingEngine`."""
+        return self.pipeline.is_last_stage
+
+    def forward_backward(
+        self, microbatches: Sequence[Microbatch], loss: Loss[T], forward_only: bool = False
+    ) -> list[T]:
+        """See `TrainingEngine`."""
+        return self.pipeline.forward_backward(microbatches, loss, forward_only)
+
+    def forward(self, microbatches: Sequence[Microbatch], read: Callable[[Output], T]) -> list[T]:
+        """See `TrainingEngine`."""
+        return self.pipeline.forward(microbatches, read)
+
+    def share_tensor(self, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        """See `TrainingEngine`."""
+        return self.pipeline.share_tensor(tensor, like)
+
+    def share_object(self, value: T | None) -> T:
+        """See `TrainingEngine`."""
+        return self.pipeline.share_object(value)
+
+    def generate(
+        self,
+        prompts_BS: torch.Tensor,
+        lengths_B: torch.Tensor,
+        sampling: Sampling,
+        pad_id: int,
+        max_length: int,
+        generator: torch.Generator,
+    ) -> Continuations:
+        """See `TrainingEngine`."""
+        return generate(
+            self.pipeline, prompts_BS, lengths_B, sampling, pad_id, max_length, generator
+        )
+
+    def decoder_layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
+        """See `TrainingEngine`."""
+        return held_layers(self.pipeline.models, self.place)
+
+    def volatile_buffers(self) -> Iterator[torch.Tensor]:
+        """Megatron-Core moves each router's bias at the end of the schedule, before the gradient's
+        norm is known, and counts tokens for it in every forward pass.
+        """
+        for model in self.pipeline.models:
+            if not model.config.moe_router_enable_expert_bias:
+                continue
+            for module in model.modules():
+                if getattr(module, "expert_bias", None) is not None:
+                    yield module.expert_bias
+                    yield module.local_tokens_per_expert
+
+    def random_states(self) -> dict[str, torch.Tensor]:
+        """Those of Megatron-Core's tracker, which hands out the tensors that it works on."""
+        found = get_cuda_rng_tracker().get_states()
+        return {name: state.clone() for name, state in found.items()}
+
+    def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """See `TrainingEngine`."""
+        get_cuda_rng_tracker().set_states(dict(states))
+
+    def storages(self) -> Storages:
+        """See `TrainingEngine`."""
+        return storages.resident_storages(self.pipeline.models, self.trainable)
+
+    def forget_gradients(self) -> None:
+        """See `TrainingEngine`."""
+        if self.trainable is not None:
+            storages.forget_gradients(self.trainable)
+
+    def manages(self, model: object) -> bool:
+        """See `TrainingEngine`."""
+        chunks = () if self.trainable is None else self.trainable.chunks
+        return any(model is each for each in (*self.pipeline.models, *chunks))
+
+    def close(self) -> None:
+        """Cut what would keep the model, and its process groups with it, when nobody uses it."""
+        forget_routing(self.pipeline.chunks)
+        if self.trainable is not None:
+            self.trainable.let_go()
+        drop_groups()

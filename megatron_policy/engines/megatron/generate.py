@@ -1,0 +1,212 @@
+"""Continues prompts with the policy itself, with a KV cache, under tensor and pipeline parallelism.
+
+For checking and small experiments: an inference engine is the tool for rollouts at scale. All rows
+advance by one position at a time from the end of the shortest prompt, longer prompts being fed as
+they are.
+
+Shapes: B rows, T positions of prompt and continuation, S positions of one forward pass, D hidden, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.inference.contexts import StaticInferenceContext
+
+from megatron_policy.device import current_device
+from megatron_policy.engines.megatron.layers.rope import outgrown
+from megatron_policy.engines.megatron.pipeline import Pipeline, hidden_states_of
+from megatron_policy.lm_head.logprobs import gather_vocab
+from megatron_policy.lm_head.sampling import Continuations, Sampling, sample
+
+
+@torch.no_grad()
+def generate(
+    pipeline: Pipeline,
+    prompts_BS: torch.Tensor,
+    lengths_B: torch.Tensor,
+    sampling: Sampling,
+    pad_id: int,
+    max_length: int,
+    generator: torch.Generator,
+) -> Continuations:
+    """Continue right-padded prompts, none beyond `max_length` positions; the result is on the CPU
+    of every rank.
+
+    All rows share a KV cache. `generator` draws on one rank of each data-parallel replica only, so
+    it need not agree between ranks.
+    """
+    lengths_B = lengths_B.to(current_device())
+    total = min(int(lengths_B.max()) + sampling.max_new_tokens, max_length)
+    progress = _Progress.start(prompts_BS.to(current_device()), lengths_B, total, pad_id)
+    limit_B = (lengths_B + sampling.max_new_tokens).clamp(max=total)
+    cache = StaticInferenceContext(prompts_BS.size(0), total)
+    with _inference_mode(pipeline):
+        while progress.unfinished(limit_B):
+            if outgrown(pipeline.models, cache.sequence_len_offset, progress.position):
+                cache.sequence_len_offset = 0  # read the text so far again
+                cache.enable_prefill_mode()
+            logits_BV = _relay(pipeline, progress.unread(cache.sequence_len_offset), cache)
+            tokens_B, logprobs_B = _draw(
+                pipeline, logits_BV, sampling, generator, prompts_BS.size(0)
+            )
+            cache.sequence_len_offset = progress.position
+            cache.enable_decode_mode()
+            progress.append(tokens_B, logprobs_B, limit_B, sampling.stop_ids)
+    return progress.result(lengths_B)
+
+
+@dataclass
+class _Progress:
+    """Rows in the making; `position` is the column to be written next, `ends_B` each row's length
+    so far.
+    """
+
+    tokens_BT: torch.Tensor
+    logprobs_BT: torch.Tensor
+    ends_B: torch.Tensor
+    stopped_B: torch.Tensor
+    position: int
+
+    @classmethod
+    def start(
+        cls, prompts_BS: torch.Tensor, lengths_B: torch.Tensor, total: int, pad_id: int
+    ) -> _Progress:
+        tokens_BT = prompts_BS.new_full((prompts_BS.size(0), total), pad_id)
+        width = min(prompts_BS.size(1), total)
+        inside = torch.arange(width, device=prompts_BS.device) < lengths_B.unsqueeze(1)
+        tokens_BT[:, :width] = torch.where(inside, prompts_BS[:, :width], pad_id)
+        return cls(
+            tokens_BT=tokens_BT,
+            logprobs_BT=torch.zeros(tokens_BT.shape, device=tokens_BT.device),
+            ends_B=lengths_B.clone(),
+            stopped_B=torch.zeros_like(lengths_B, dtype=torch.bool),
+            position=int(lengths_B.min()),
+        )
+
+    def unfinished(self, limit_B: torch.Tensor) -> bool:
+        """Whether any row may still grow."""
+        return bool(((self.ends_B < limit_B) & ~self.stopped_B).any())
+
+    def unread(self, cached: int) -> torch.Tensor:
+        """Tokens `[B, S]` that the cache does not hold yet."""
+        return self.tokens_BT[:, cached : self.position]
+
+    def append(
+        self,
+        tokens_B: torch.Tensor,
+        logprobs_B: torch.Tensor,
+        limit_B: torch.Tensor,
+        stop_ids: tuple[int, ...],
+    ) -> None:
+        """Write column `position` in the rows whose turn it is: not inside their prompt, not at
+        their end.
+        """
+        growing_B = (self.ends_B == self.position) & ~self.stopped_B & (self.ends_B < limit_B)
+        column_B = self.tokens_BT[:, self.position]
+        self.tokens_BT[:, self.position] = torch.where(growing_B, tokens_B, column_B)
+        self.logprobs_BT[:, self.position] = logprobs_B * growing_B
+        self.ends_B += growing_B
+        for stop in stop_ids:
+            self.stopped_B |= growing_B & (tokens_B == stop)
+        self.position += 1
+
+    def result(self, prompt_lengths_B: torch.Tensor) -> Continuations:
+        width = int(self.ends_B.max())
+        return Continuations(
+            tokens_BT=self.tokens_BT[:, :width].cpu(),
+            lengths_B=self.ends_B.cpu(),
+            generated_B=(self.ends_B - prompt_lengths_B).cpu(),
+            logprobs_BT=self.logprobs_BT[:, :width].cpu(),
+        )
+
+
+def _relay(
+    pipeline: Pipeline, tokens_BS: torch.Tensor, cache: StaticInferenceContext
+) -> torch.Tensor | None:
+    """Pass one forward step from chunk to chunk; the logits of the last position `[B, V]` on the
+    last stage.
+    """
+    rows, positions = tokens_BS.shape
+    offset = cache.sequence_len_offset
+    positions_BS = torch.arange(offset, offset + positions, device=tokens_BS.device).expand(
+        rows, -1
+    )
+    pp, output = pipeline.groups.pp, None
+    for chunk in pipeline.models:
+        first, last = chunk.pre_process, chunk.post_process
+        if not first and pp.size() > 1:
+            config = chunk.config
+            hidden_SBD = torch.empty(
+                positions,
+                rows,
+                config.hidden_size,
+                dtype=config.params_dtype,
+                device=tokens_BS.device,
+            )
+            dist.recv(hidden_SBD, group=pp, group_src=(pp.rank() - 1) % pp.size())
+            chunk.set_input_tensor(hidden_SBD)
+        with hidden_states_of(chunk):
+            output = chunk(
+                tokens_BS, positions_BS, None, inference_context=cache, runtime_gather_output=True
+            )
+        if not last:
+            dist.send(output.contiguous(), group=pp, group_dst=(pp.rank() + 1) % pp.size())
+    if pipeline.head is None or output is None:
+        return None
+    logits_1BV = pipeline.head.plain.logits(output[-1:])
+    return gather_vocab(logits_1BV[0], pipeline.groups.tp)[:, : pipeline.vocab_size]
+
+
+def _draw(
+    pipeline: Pipeline,
+    logits_BV: torch.Tensor | None,
+    sampling: Sampling,
+    generator: torch.Generator,
+    rows: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One rank draws; its whole replica learns the tokens and log-probabilities, both `[B]`."""
+    # fp64 holds every token id exactly, so that one message carries both.
+    drawn_2B = torch.zeros(2, rows, dtype=torch.float64, device=current_device())
+    tp, cp = pipeline.groups.tp, pipeline.groups.cp
+    if logits_BV is not None:
+        if tp.rank() == cp.rank() == 0:
+            tokens_B, logprobs_B = sample(logits_BV, sampling, generator)
+            drawn_2B = torch.stack([tokens_B.double(), logprobs_B.double()])
+        if cp.size() > 1 and tp.rank() == 0:
+            dist.broadcast(drawn_2B, group=cp, group_src=0)
+        if tp.size() > 1:
+            dist.broadcast(drawn_2B, group=tp, group_src=0)
+    drawn_2B = pipeline.share_tensor(drawn_2B if pipeline.is_last_stage else None, drawn_2B)
+    return drawn_2B[0].long(), drawn_2B[1].float()
+
+
+@contextmanager
+def _inference_mode(pipeline: Pipeline) -> Iterator[None]:
+    """Eval mode, and no sequence parallelism: one position cannot be split."""
+    for chunk in pipeline.models:
+        chunk.eval()
+    with _without_sequence_parallelism(pipeline.models):
+        yield
+
+
+@contextmanager
+def _without_sequence_parallelism(chunks: tuple[torch.nn.Module, ...]) -> Iterator[None]:
+    names = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    holders = {id(x): x for m in modules for x in (m, getattr(m, "config", None)) if x is not None}
+    switched = [
+        (x, name) for x in holders.values() for name in names if getattr(x, name, None) is True
+    ]
+    for holder, name in switched:
+        setattr(holder, name, False)
+    try:
+        yield
+    finally:
+        for holder, name in switched:
+            setattr(holder, name, True)

@@ -1,0 +1,111 @@
+"""What the last stage makes of hidden states: log-probabilities, entropies and top-k without the
+logits, or the logits; knows nothing of batches.
+
+Shapes: S positions (this tensor-parallel rank's share under sequence parallelism), R rows side by
+side, N chosen positions, D model, V this rank's slice of the vocabulary, K candidates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+
+from megatron_policy.engines.megatron.layers.scales import softcap
+from megatron_policy.lm_head.fused import HeadShape, fused_scores, fused_topk
+
+# Logit of a padding entry of the vocabulary: its probability is exactly 0 and 0 * logit stays
+# finite.
+PADDING_LOGIT = -1e9
+
+
+@dataclass(frozen=True)
+class Head:
+    """The language-model head of the chunk that ends the pipeline.
+
+    Logits are at the policy's temperature: rollouts are drawn from that distribution, so it is the
+    one whose log-probabilities count. `chunk` times V logits are held at a time where none are
+    asked for.
+    """
+
+    model: GPTModel
+    shape: HeadShape
+    group: dist.ProcessGroup
+    chunk: int
+    overlapped: bool = False
+    """Whether its weight may still be on its way from an overlapped gather of parameters."""
+
+    @property
+    def plain(self) -> Head:
+        """The same at temperature 1."""
+        return replace(self, shape=replace(self.shape, temperature=1.0))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """`[V, D]`; that of the embedding where they are tied and on the same stage."""
+        if self.model.share_embeddings_and_output_weights:
+            tied: torch.Tensor = self.model.shared_embedding_or_output_weight()
+            return tied
+        own: torch.Tensor = self.model.output_layer.weight
+        return own
+
+    def whole(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
+        """Hidden states of all positions of this context-parallel rank, ready for `scores`: in the
+        backward pass the tensor-parallel ranks' gradients are added up.
+        """
+        if self.overlapped:
+            self._finish_gather(hidden_SRD)
+        if self.model.output_layer.sequence_parallel:
+            whole: torch.Tensor = gather_from_sequence_parallel_region(hidden_SRD)
+            return whole
+        copied: torch.Tensor = copy_to_tensor_model_parallel_region(hidden_SRD)
+        return copied
+
+    def scores(
+        self, hidden_ND: torch.Tensor, targets: torch.Tensor, entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """fp32: the log-probability of each of `targets`, int64 `[N]` or `[N, K]`, and the entropy
+        `[N]` in nats if asked for, both differentiable; the same on every tensor-parallel rank.
+        """
+        scores: tuple[torch.Tensor, torch.Tensor | None] = fused_scores(
+            hidden_ND, self.weight, targets, self.shape, self.group, self.chunk, entropy
+        )
+        return scores
+
+    def topk(self, hidden_ND: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `k` largest logits, fp32, and their vocabulary entries, int64: `[N, K]`."""
+        found: tuple[torch.Tensor, torch.Tensor] = fused_topk(
+            hidden_ND, self.weight, k, self.shape, self.group, self.chunk
+        )
+        return found
+
+    def logits(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
+        """fp32 `[S, R, V]` of all positions of this context-parallel rank, vocabulary padding made
+        impossible.
+        """
+        weight = self.weight if self.model.share_embeddings_and_output_weights else None
+        logits_SRV, _ = self.model.output_layer(hidden_SRD, weight=weight)
+        logits_SRV = logits_SRV.float()
+        shape = self.shape
+        if shape.scale != 1.0:
+            logits_SRV = logits_SRV * shape.scale
+        if shape.softcap is not None:
+            logits_SRV = softcap(logits_SRV, shape.softcap)
+        if shape.temperature != 1.0:
+            logits_SRV = logits_SRV / shape.temperature
+        if shape.real < logits_SRV.size(-1):
+            padding = torch.arange(logits_SRV.size(-1), device=logits_SRV.device) >= shape.real
+            logits_SRV = logits_SRV.masked_fill(padding, PADDING_LOGIT)
+        return logits_SRV
+
+    @torch.no_grad()
+    def _finish_gather(self, hidden_SRD: torch.Tensor) -> None:
+        """The gather ends in a hook on the module that holds the weight: call it, on nothing."""
+        weight = self.weight if self.model.share_embeddings_and_output_weights else None
+        self.model.output_layer(hidden_SRD[:0], weight=weight)

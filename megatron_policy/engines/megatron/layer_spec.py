@@ -1,0 +1,158 @@
+"""Which modules a layer is made of: Megatron-Core's with our torch kernels, or Transformer
+Engine's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.traits import Norm, QkNorm
+from megatron_policy.device import is_accelerated
+from megatron_policy.engines.megatron.layers.attention import TorchAttention
+from megatron_policy.engines.megatron.layers.experts import experts_spec
+from megatron_policy.engines.megatron.layers.mla import latent_attention_spec
+from megatron_policy.engines.megatron.layers.norm import norm_of
+from megatron_policy.engines.megatron.layers.parallel_layer import ParallelLayer
+from megatron_policy.engines.megatron.layers.qk_norm import AllHeadsRMSNorm, EachHeadLayerNorm
+from megatron_policy.engines.megatron.layers.residual import residual_sum
+from megatron_policy.engines.megatron.layers.self_attention import LayerAttention
+from megatron_policy.engines.megatron.layers.te_attention import engine_attention
+from megatron_policy.engines.megatron.model_config import LOCAL, TRANSFORMER_ENGINE
+from megatron_policy.errors import ConfigError
+
+
+def resolve_implementation(requested: str, architecture: Architecture) -> str:
+    """`auto` takes Transformer Engine when it and a GPU are there and it can express the model; an
+    explicit wish that cannot be met is refused.
+    """
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    usable = installed and is_accelerated()
+    beyond = _beyond_engine(architecture)
+    if requested == "auto":
+        return TRANSFORMER_ENGINE if usable and not beyond else LOCAL
+    if requested == TRANSFORMER_ENGINE and beyond:
+        raise ConfigError(
+            "policy.megatron_cfg.transformer_impl is 'transformer_engine', which cannot express "
+            f"this model's {', '.join(beyond)}; use 'auto' or 'local'"
+        )
+    if requested == TRANSFORMER_ENGINE and not usable:
+        missing = "no GPU is visible" if installed else "it is not installed"
+        raise ConfigError(
+            f"policy.megatron_cfg.transformer_impl is 'transformer_engine', but {missing}; "
+            "use 'auto' or 'local', or install megatron-policy[te] on a machine with a GPU"
+        )
+    return requested
+
+
+def _beyond_engine(architecture: Architecture) -> list[str]:
+    """What the model has that only our torch modules can do."""
+    features = {
+        "softcapped attention scores": architecture.attention_softcap is not None,
+        "attention sinks": architecture.attention_sinks,
+        "norms after attention and MLP": architecture.post_norm,
+        "layers without norms before attention and MLP": not architecture.pre_norm,
+        "parallel attention and MLP": architecture.parallel,
+        "factor on the residual sum": architecture.residual_scale != 1.0,
+        "layer norm without bias": architecture.norm is Norm.LAYER and not architecture.norm_bias,
+        "query and key norms across heads": architecture.qk_norm
+        not in (QkNorm.NONE, QkNorm.PER_HEAD),
+    }
+    return [name for name, has in features.items() if has]
+
+
+def block_spec(
+    implementation: str, architecture: Architecture, layers: range, config: TransformerConfig
+) -> TransformerBlockSubmodules:
+    """The submodules of a block of these (global) decoder layers with its final norm."""
+    if implementation == TRANSFORMER_ENGINE:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TransformerBlockSubmodules(
+            layer_specs=[_engine_layer(architecture, layer) for layer in layers],
+            layer_norm=TENorm,
+        )
+    return TransformerBlockSubmodules(
+        layer_specs=[_local_layer(architecture, config, layer) for layer in layers],
+        layer_norm=norm_of(architecture),
+    )
+
+
+def _engine_layer(architecture: Architecture, layer: int) -> ModuleSpec:
+    experts = architecture.moe.experts if architecture.has_experts(layer) else None
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=experts,
+        moe_grouped_gemm=experts is not None,
+        qk_layernorm=architecture.qk_norm is not QkNorm.NONE,
+        multi_latent_attention=architecture.mla is not None,
+    )
+    parts = spec.submodules
+    if experts is not None:
+        parts.mlp = experts_spec(architecture, with_te=True)
+    if architecture.mla is not None:
+        parts.self_attention = latent_attention_spec(architecture, with_te=True)
+    else:
+        _adapt_attention(parts.self_attention, architecture)
+        inner = parts.self_attention.submodules
+        inner.core_attention = engine_attention(inner.core_attention)
+    return spec
+
+
+def _local_layer(architecture: Architecture, config: TransformerConfig, layer: int) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(num_experts=None, moe_grouped_gemm=False, qk_layernorm=False)
+    parts = spec.submodules
+    norm = norm_of(architecture)
+    parts.input_layernorm = norm if architecture.pre_norm else IdentityOp
+    parts.pre_mlp_layernorm = norm if architecture.pre_norm else IdentityOp
+    if own_sum := residual_sum(architecture, config):
+        parts.self_attn_bda = parts.mlp_bda = own_sum
+    if architecture.has_experts(layer):
+        parts.mlp = experts_spec(architecture, with_te=False)
+    if architecture.mla is not None:
+        parts.self_attention = latent_attention_spec(architecture, with_te=False)
+    else:
+        _complete_attention(parts.self_attention, architecture)
+    if architecture.parallel:
+        parts.pre_mlp_layernorm = IdentityOp
+        spec.module = ParallelLayer
+    return spec
+
+
+def _complete_attention(attention: ModuleSpec, architecture: Architecture) -> None:
+    _adapt_attention(attention, architecture)
+    parts = attention.submodules
+    parts.core_attention = ModuleSpec(
+        module=TorchAttention,
+        params={
+            "softcap": architecture.attention_softcap,
+            "sinks": architecture.attention_sinks,
+        },
+    )
+    parts.q_layernorm = _head_norm(architecture, architecture.num_attention_heads)
+    parts.k_layernorm = _head_norm(architecture, architecture.num_query_groups)
+
+
+def _adapt_attention(attention: ModuleSpec, architecture: Architecture) -> None:
+    attention.module = LayerAttention
+    attention.params = {**attention.params, "architecture": architecture}
+
+
+def _head_norm(architecture: Architecture, heads: int) -> ModuleSpec | type:
+    match architecture.qk_norm:
+        case QkNorm.NONE:
+            return IdentityOp
+        case QkNorm.PER_HEAD:
+            return norm_of(architecture)
+        case QkNorm.EACH_HEAD:
+            return ModuleSpec(module=EachHeadLayerNorm, params={"heads": heads})
+        case QkNorm.ALL_HEADS:
+            return ModuleSpec(module=AllHeadsRMSNorm, params={"heads": heads})

@@ -1,0 +1,133 @@
+"""Core attention on torch's kernels for Megatron-Core's local layer spec; knows nothing of models.
+
+Shapes: S query positions, K key positions, B rows, N query heads, G key-value groups, H head dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+
+from megatron_policy.device import current_device
+from megatron_policy.engines.megatron.layers.context_parallel import gather_keys
+from megatron_policy.engines.megatron.layers.sequences import SequenceParams
+from megatron_policy.engines.megatron.layers.tile_attention import explicit, fused, fused_bias
+from megatron_policy.engines.megatron.layers.tiles import cut, mask, tiles
+from megatron_policy.packing.tokens import Piece
+
+
+class TorchAttention(MegatronModule):
+    """Causal scaled dot-product attention, full or in a sliding window, grouped queries, of padded
+    or packed sequences, under context parallelism, with or without a KV cache.
+
+    Takes the place of `DotProductAttention` in the local spec. Right padding needs no mask: no
+    valid position can see a later one. Scores are only made explicit when they are capped or
+    there are sinks, learnt scores of each head that attend to nothing: the fused kernels know
+    neither.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.attn_mask_type = attn_mask_type
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.softcap = softcap
+        self.softmax_offset = _sinks(config) if sinks else None
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        self.reach = config.window_size[0] if windowed else None
+
+    def forward(
+        self,
+        query_SBNH: torch.Tensor,
+        key_KBGH: torch.Tensor,
+        value_KBGH: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: SequenceParams | None = None,
+    ) -> torch.Tensor:
+        """Returns the context `[S, B, N*H]`. Without `packed_seq_params` each row is one sequence
+        that this rank holds all keys of; `S < K` means the last S positions of a cache of K.
+        """
+        assert attention_mask is None and attention_bias is None
+        pieces = (Piece(0, query_SBNH.size(0), 0, key_KBGH.size(0)),)
+        if packed_seq_params is not None:
+            pieces = packed_seq_params.pieces
+            if packed_seq_params.order is not None:
+                key_KBGH, value_KBGH = gather_keys(
+                    key_KBGH, value_KBGH, packed_seq_params.order, packed_seq_params.context_group
+                )
+        parts = tiles(pieces, self.reach, explicit=not self._can_fuse)
+        queries, keys = ([(t.query, t.queries) for t in parts], [(t.key, t.keys) for t in parts])
+        states = (cut(query_SBNH, queries), cut(key_KBGH, keys), cut(value_KBGH, keys))
+        bias_of = fused_bias if self._can_fuse else mask
+        # Most tiles have the shape of another.
+        biases = {tile.shape: bias_of(tile, query_SBNH) for tile in parts}
+        with self._dropout_state():
+            contexts = [
+                self._attend(biases[tile.shape], *own_SBNH)
+                for tile, *own_SBNH in zip(parts, *states, strict=True)
+            ]
+        whole_SBNH = contexts[0] if len(contexts) == 1 else torch.cat(contexts)
+        return whole_SBNH.flatten(2)
+
+    def _attend(
+        self,
+        bias: Any,
+        query_SBNH: torch.Tensor,
+        key_KBGH: torch.Tensor,
+        value_KBGH: torch.Tensor,
+    ) -> torch.Tensor:
+        states = [x.permute(1, 2, 0, 3) for x in (query_SBNH, key_KBGH, value_KBGH)]
+        common = (bias, self.softmax_scale, self._dropout_now)
+        if self._can_fuse:
+            context_BNSH = fused(*states, *common)
+        else:
+            context_BNSH = explicit(*states, *common, self.softcap, self.softmax_offset)
+        return context_BNSH.permute(2, 0, 1, 3)
+
+    @property
+    def _can_fuse(self) -> bool:
+        return self.softcap is None and self.softmax_offset is None
+
+    @property
+    def _dropout_now(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def _dropout_state(self) -> contextlib.AbstractContextManager[Any]:
+        # Heads differ between tensor-parallel ranks, so must their dropout. Under sequence
+        # parallelism the whole block runs in that state already.
+        if self._dropout_now > 0 and not self.config.sequence_parallel:
+            return tensor_parallel.get_cuda_rng_tracker().fork()
+        return contextlib.nullcontext()
+
+
+def _sinks(config: TransformerConfig) -> torch.nn.Parameter:
+    """One score per head of this rank, marked as shared out over the tensor-parallel ranks."""
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    sinks = torch.nn.Parameter(
+        torch.empty(heads, device=current_device(), dtype=config.params_dtype)
+    )
+    tensor_parallel.set_tensor_model_parallel_attributes(sinks, True, 0, 1)
+    return sinks

@@ -1,0 +1,185 @@
+"""Megatron-Core's multi-head latent attention with Hugging Face's rotary embedding and norms; knows
+nothing of experts.
+
+Source: DeepSeek-AI 2024, "DeepSeek-V2".
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.rotary import Rope
+from megatron_policy.device import current_device
+from megatron_policy.engines.megatron.layers.attention import TorchAttention
+from megatron_policy.engines.megatron.layers.norm import RMSNorm, replicated
+from megatron_policy.engines.megatron.layers.rope import (
+    assert_whole,
+    attention_factor,
+    inverse_frequencies,
+)
+from megatron_policy.engines.megatron.layers.sequences import SequenceParams
+from megatron_policy.engines.megatron.layers.te_attention import engine_attention
+
+
+def latent_fields(architecture: Architecture) -> dict[str, Any]:
+    """Fields of Megatron-Core's config that say what latent attention is made of, if there is."""
+    mla = architecture.mla
+    if mla is None:
+        return {}
+    return {
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        # Of the two kinds the one that may also scale the angles' cosine and sine.
+        "rope_type": "yarn",
+    }
+
+
+def latent_attention_spec(architecture: Architecture, with_te: bool) -> ModuleSpec:
+    """What Megatron-Core builds a layer's latent attention from."""
+    mla = architecture.mla
+    assert mla is not None
+    column, row, core = ColumnParallelLinear, RowParallelLinear, TorchAttention
+    if with_te:
+        from megatron.core.extensions import transformer_engine as te
+
+        column, row = te.TEColumnParallelLinear, te.TERowParallelLinear
+        core = engine_attention(te.TEDotProductAttention)
+    norm = ModuleSpec(module=LatentNorm, params={"own_eps": mla.layernorm_epsilon})
+    return ModuleSpec(
+        module=LatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal, "architecture": architecture},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=column,
+            linear_q_down_proj=column,
+            linear_q_up_proj=column,
+            linear_kv_down_proj=column,
+            linear_kv_up_proj=column,
+            core_attention=core,
+            linear_proj=row,
+            q_layernorm=IdentityOp if mla.q_lora_rank is None else norm,
+            kv_layernorm=norm,
+        ),
+    )
+
+
+class LatentNorm(RMSNorm):
+    """The norm of a compressed vector, whose epsilon is not that of the model's other norms."""
+
+    def __init__(self, own_eps: float, **kwargs: Any) -> None:
+        super().__init__(**kwargs | {"eps": own_eps})
+
+
+class LatentAttention(MLASelfAttention):
+    """Latent attention whose angles, factor on scores and norms are the architecture's."""
+
+    def __init__(
+        self, config: MLATransformerConfig, architecture: Architecture, **kwargs: Any
+    ) -> None:
+        mla, scale = architecture.mla, architecture.attention_scale
+        assert mla is not None
+        own = copy.copy(config)
+        # Megatron-Core derives the factor on scores from constants of YaRN's: of these it makes
+        # (0.1 * mscale_all_dim * log(e) + 1)^2 / sqrt(head size).
+        relative = 1.0 if scale is None else scale * math.sqrt(architecture.kv_channels)
+        own.rotary_scaling_factor, own.mscale_all_dim = math.e, 10 * (math.sqrt(relative) - 1)
+        super().__init__(config=own, **kwargs)
+        self.rotary_pos_emb = LatentRotary(architecture.rope, mla.qk_rope_head_dim)
+        if mla.q_lora_rank is not None:
+            self.linear_q_down_proj = DownProjection(own, mla.q_lora_rank)
+        self.linear_kv_down_proj = DownProjection(own, mla.down_size)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        packed_seq_params: SequenceParams | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """As Megatron-Core's, which drops the dimension of rows when it hears of sequences: here
+        only the rotary embedding does, which has to know their positions.
+        """
+        self.rotary_pos_emb.positions = packed_seq_params and packed_seq_params.positions
+        result: tuple[torch.Tensor | None, ...]
+        result = super().get_query_key_value_tensors(
+            hidden_states, key_value_states, position_ids, None, *args, **kwargs
+        )
+        return result
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        """Newer releases deduce norms from flags, and know none that only keys have."""
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+        return {name: getattr(submodules, name) for name in (*names, "q_layernorm", "kv_layernorm")}
+
+
+class DownProjection(torch.nn.Module):
+    """Compresses; every tensor-parallel rank holds all of it and applies it to its own positions.
+
+    With Megatron-Core's own, which splits it, the gradient of the rotated keys that all heads share
+    would lack what other ranks' heads add to it.
+    """
+
+    def __init__(self, config: MLATransformerConfig, outputs: int) -> None:
+        super().__init__()
+        self.weight = replicated(config, outputs, config.hidden_size)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return F.linear(x, self.weight), None
+
+
+class LatentRotary(torch.nn.Module):
+    """Angles `[S, 1, 1, head size]` in fp32 of the rotated part of a head, and their factor."""
+
+    def __init__(self, rope: Rope, head_dim: int) -> None:
+        super().__init__()
+        self.frequencies = inverse_frequencies(rope, head_dim).to(current_device())
+        self.factor = attention_factor(rope)
+        self.positions: torch.Tensor | None = None
+        """Of the tokens that are next, where they are not to be counted from 0."""
+
+    def forward(self, length: int, **_: Any) -> tuple[torch.Tensor, float]:
+        """The angles of the next `length` positions."""
+        positions = self.positions
+        if positions is None:
+            positions = torch.arange(length, device=self.frequencies.device)
+        angles = torch.outer(positions.float(), self.frequencies)
+        return torch.cat((angles, angles), -1)[:, None, None, :], self.factor
+
+    def get_rotary_seq_len(
+        self,
+        inference_context: Any,
+        transformer: Any,
+        transformer_input: torch.Tensor,
+        transformer_config: Any,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> int:
+        """How many positions the attention is about to need."""
+        assert packed_seq_params is None
+        if self.positions is not None:
+            return self.positions.numel()
+        assert_whole(inference_context, transformer_config)
+        if inference_context is not None:
+            return int(inference_context.max_sequence_length)
+        parts = transformer_config.tensor_model_parallel_size
+        given = transformer_input.size(0)
+        return given * parts if transformer_config.sequence_parallel else given

@@ -1,0 +1,62 @@
+"""What happens to the output of attention or of an MLP on its way into the residual stream; knows
+neither of them.
+
+Source of norms after attention and MLP: Liu et al. 2022, "Swin Transformer V2"; of the factor: Yang
+et al. 2022, "Tensor Programs V".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.engines.megatron.layers.norm import norm_of
+
+
+class ResidualSum(torch.nn.Module):
+    """`residual + dropout(scale * norm(x + bias))`, for Megatron-Core's bias-dropout-add."""
+
+    def __init__(self, config: TransformerConfig, norm: ModuleSpec | None, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.norm = norm and norm(
+            config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+        )
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        """The function that a Megatron-Core layer calls next; there is no fused kernel of it."""
+        return partial(self._add, training)
+
+    def _add(
+        self,
+        training: bool,
+        x_with_bias: tuple[torch.Tensor, torch.Tensor | None],
+        residual: torch.Tensor,
+        dropout: float,
+    ) -> torch.Tensor:
+        x, bias = x_with_bias
+        if bias is not None:
+            x = x + bias
+        if self.norm is not None:
+            x = self.norm(x)
+        if self.scale != 1.0:
+            x = x * self.scale
+        return residual + torch.nn.functional.dropout(x, dropout, training)
+
+
+def residual_sum(architecture: Architecture, config: TransformerConfig) -> ModuleSpec | None:
+    """The architecture's own way into the residual stream; None: Megatron-Core's plain sum."""
+    if not architecture.post_norm and architecture.residual_scale == 1.0:
+        return None
+    params: dict[str, Any] = {
+        "config": config,
+        "norm": norm_of(architecture) if architecture.post_norm else None,
+        "scale": architecture.residual_scale,
+    }
+    return ModuleSpec(module=ResidualSum, params=params)

@@ -1,0 +1,232 @@
+"""Rotary frequencies of an architecture, and the module that makes angles of them for every kind of
+layer; knows nothing of attention.
+
+Shapes: S positions, R rotated pairs of a head.
+Sources: Su et al. 2021, "RoFormer"; for the ways to scale it see `converters.rotary`. Where two
+readings are possible, it is transformers' (modeling_rope_utils.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.rotary import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    Rope,
+    YarnScaling,
+)
+from megatron_policy.device import current_device
+from megatron_policy.engines.megatron.layers.sequences import SequenceParams
+
+_BY_LENGTH = (DynamicScaling, LongScaling)
+
+
+def inverse_frequencies(rope: Rope, head_dim: int, length: int = 0) -> torch.Tensor:
+    """Radians per position of each rotated pair, fp32 `[R]`, on the CPU.
+
+    Some ways of scaling depend on the `length` of the text; 0 is a short one.
+    """
+    size = rope.size(head_dim)
+    exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+    match rope.scaling:
+        case None:
+            return _plain(rope.base, exponents)
+        case LinearScaling(factor):
+            return _plain(rope.base, exponents) / factor
+        case DynamicScaling(factor, max_position):
+            # In fp32, as transformers has it.
+            stretch = factor * torch.tensor(max(length, max_position)) / max_position - (factor - 1)
+            return _plain(rope.base * stretch ** (size / (size - 2)), exponents)
+        case Llama3Scaling() as scaling:
+            return _scale_llama3(_plain(rope.base, exponents), scaling)
+        case YarnScaling() as scaling:
+            return _scale_yarn(rope.base**exponents, rope.base, size, scaling)
+        case LongScaling() as scaling:
+            long = length > scaling.original_max_position
+            factors = torch.tensor(scaling.long if long else scaling.short)
+            return 1.0 / (factors * rope.base**exponents)
+
+
+def _plain(base: float | torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    return 1.0 / (base**exponents)
+
+
+def _scale_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+    """Slow rotations are stretched by `factor`, fast ones kept, those between blended linearly in 1
+    / wavelength.
+    """
+    wavelengths = 2 * math.pi / frequencies
+    longest = scaling.original_max_position / scaling.low_freq_factor
+    shortest = scaling.original_max_position / scaling.high_freq_factor
+    stretched = frequencies / scaling.factor
+    blend = (scaling.original_max_position / wavelengths - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    blended = (1 - blend) * stretched + blend * frequencies
+    return torch.where(
+        wavelengths > longest,
+        stretched,
+        torch.where(wavelengths < shortest, frequencies, blended),
+    )
+
+
+def _scale_yarn(
+    periods: torch.Tensor, base: float, size: int, scaling: YarnScaling
+) -> torch.Tensor:
+    """Pairs that turn more than `beta_fast` times in the original context are kept, those that turn
+    less than `beta_slow` times stretched, those between blended linearly in their number.
+    """
+
+    def pair_turning(times: float) -> float:
+        turn = scaling.original_max_position / (times * 2 * math.pi)
+        return size * math.log(turn) / (2 * math.log(base))
+
+    low, high = pair_turning(scaling.beta_fast), pair_turning(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    if low == high:
+        high += 0.001  # a step, not a division by zero
+    pairs = torch.arange(size // 2, dtype=torch.float32)
+    stretched = ((pairs - low) / (high - low)).clamp(0, 1)
+    return (1.0 / (scaling.factor * periods)) * stretched + (1.0 / periods) * (1 - stretched)
+
+
+def attention_factor(rope: Rope) -> float:
+    """What cosine and sine are multiplied by."""
+    scaled = isinstance(rope.scaling, YarnScaling | LongScaling)
+    return rope.scaling.attention_factor if scaled else 1.0
+
+
+class Rotary(torch.nn.Module):
+    """Angles of every kind of layer side by side, `[S, 1, 1, 2 R of each]`, in fp32.
+
+    Takes the place of Megatron-Core's module in a GPTModel. Each layer's attention cuts out its own
+    (`columns`): one tensor is all that a block of recomputed layers can be given.
+    """
+
+    def __init__(self, ropes: Iterable[Rope], head_dim: int) -> None:
+        super().__init__()
+        self.ropes = tuple(ropes)
+        self.head_dim = head_dim
+        self.text_length: int | None = None
+        """How long the text counts as, whatever padding or shorter microbatches make of it; None:
+        as long as what is computed.
+        """
+        self._angles: dict[tuple[int, int], torch.Tensor] = {}
+        self._frequencies: dict[int, list[torch.Tensor]] = {}
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether a longer text turns its first positions differently."""
+        return any(isinstance(rope.scaling, _BY_LENGTH) for rope in self.ropes)
+
+    def differs(self, before: int, after: int) -> bool:
+        """Whether a text that grows from one length to another turns its first positions anew."""
+        pairs = (
+            (inverse_frequencies(rope, self.head_dim, n) for n in (before, after))
+            for rope in self.ropes
+            if isinstance(rope.scaling, _BY_LENGTH)
+        )
+        return not all(torch.equal(*pair) for pair in pairs)
+
+    def forward(self, wanted: int | SequenceParams, **_: Any) -> torch.Tensor:
+        """The angles of positions 0 to `wanted` - 1, or of those of the sequences `wanted`."""
+        if not isinstance(wanted, int):
+            return self._compute(wanted.positions, self.text_length or wanted.longest)
+        key = (wanted, self.text_length or wanted)
+        if key not in self._angles:
+            positions = torch.arange(wanted, device=current_device())
+            self._angles = {key: self._compute(positions, key[1])}  # one length is in use at a time
+        return self._angles[key]
+
+    def _compute(self, positions: torch.Tensor, text_length: int) -> torch.Tensor:
+        angles = []
+        frequencies = self._frequencies_of(text_length if self.depends_on_length else 0)
+        for rope, of_rope in zip(self.ropes, frequencies, strict=True):
+            once = torch.outer(positions.float(), of_rope)
+            twice = once.repeat_interleave(2, -1) if rope.interleaved else once.repeat(1, 2)
+            angles.append(twice)
+        return torch.cat(angles, -1)[:, None, None, :]
+
+    def _frequencies_of(self, text_length: int) -> list[torch.Tensor]:
+        if text_length not in self._frequencies:
+            device = current_device()
+            self._frequencies = {
+                text_length: [
+                    inverse_frequencies(rope, self.head_dim, text_length).to(device)
+                    for rope in self.ropes
+                ]
+            }
+        return self._frequencies[text_length]
+
+    def get_rotary_seq_len(
+        self,
+        inference_context: Any,
+        transformer: Any,
+        transformer_input: torch.Tensor | None,
+        transformer_config: Any,
+        packed_seq_params: SequenceParams | None = None,
+        **_: Any,
+    ) -> int | SequenceParams:
+        """How many positions, or which, Megatron-Core is about to need: it asks before each forward
+        pass and hands the answer to `forward` as it is.
+        """
+        if packed_seq_params is not None:
+            return packed_seq_params
+        assert_whole(inference_context, transformer_config)
+        received = transformer.input_tensor
+        given = (received if received is not None else transformer_input).size(0)
+        if inference_context is None:
+            parts = transformer_config.tensor_model_parallel_size
+            return given * parts if transformer_config.sequence_parallel else given
+        self.text_length = None
+        if self.depends_on_length:
+            return inference_context.sequence_len_offset + given
+        return inference_context.max_sequence_length
+
+
+def assert_whole(inference_context: Any, config: Any) -> None:
+    """Without being told, positions can only be counted where a rank computes whole sequences."""
+    assert inference_context is not None or config.context_parallel_size == 1, (
+        "under context parallelism the model needs to know its sequences"
+    )
+
+
+def ropes_of(architecture: Architecture) -> tuple[Rope, ...]:
+    """The kinds of rotary embedding that layers of the model may have."""
+    return tuple(filter(None, (architecture.rope, architecture.window_rope)))
+
+
+def columns(architecture: Architecture, layer: int) -> slice | None:
+    """Where the angles of a layer are in what `Rotary` returns; None where it does without."""
+    mine, start = architecture.rope_of(layer), 0
+    for rope in ropes_of(architecture):
+        width = 2 * len(range(0, rope.size(architecture.kv_channels), 2))
+        if rope is mine:
+            return slice(start, start + width)
+        start += width
+    return None
+
+
+def outgrown(models: Iterable[torch.nn.Module], before: int, after: int) -> bool:
+    """Whether what was computed of a text of one length is of no use when it has the other."""
+    rotaries = (getattr(model, "rotary_pos_emb", None) for model in models)
+    return any(r.differs(before, after) for r in rotaries if isinstance(r, Rotary))
+
+
+def set_text_length(models: Iterable[torch.nn.Module], length: int) -> None:
+    """Say how long the coming batches' text counts as: padding does not make it longer, nor does
+    cutting off some rows' padding make it shorter.
+    """
+    for model in models:
+        if isinstance(getattr(model, "rotary_pos_emb", None), Rotary):
+            model.rotary_pos_emb.text_length = length

@@ -1,0 +1,90 @@
+"""Core attention of Transformer Engine for padded and packed sequences under context parallelism;
+knows nothing of models, nor of the engine but its calling convention.
+
+Shapes: S query positions, K key positions, B rows, N query heads, G key-value groups, H head dim.
+Source of what the engine can: its documentation of `DotProductAttention`, 2.x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_policy.engines.megatron.layers.attention import TorchAttention
+from megatron_policy.engines.megatron.layers.sequences import SequenceParams
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def engine_attention(engine: Callable[..., torch.nn.Module]) -> ModuleSpec:
+    """What Megatron-Core builds core attention from; `engine` is its `TEDotProductAttention`."""
+    return ModuleSpec(module=EngineAttention, params={"engine": engine})
+
+
+class EngineAttention(MegatronModule):
+    """Transformer Engine's attention, or torch's for calls that the engine cannot take."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        engine: Callable[..., torch.nn.Module],
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config=config)
+        common = (config, layer_number, attn_mask_type, attention_type)
+        self.engine = engine(*common, **kwargs)
+        self.fallback = TorchAttention(*common, **kwargs)
+
+    def forward(
+        self,
+        query_SBNH: torch.Tensor,
+        key_KBGH: torch.Tensor,
+        value_KBGH: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: SequenceParams | None = None,
+    ) -> torch.Tensor:
+        """As `TorchAttention.forward`."""
+        states = (query_SBNH, key_KBGH, value_KBGH)
+        if self._beyond_engine(packed_seq_params, query_SBNH, value_KBGH):
+            context: torch.Tensor = self.fallback(
+                *states, attention_mask, packed_seq_params=packed_seq_params
+            )
+            return context
+        packed = packed_seq_params and packed_seq_params.packed
+        if packed is None:
+            context = self.engine(*states, attention_mask, attn_mask_type, attention_bias)
+            return context
+        flat = [x.squeeze(1) for x in states]
+        context = self.engine(
+            *flat, attention_mask, attn_mask_type, attention_bias, packed_seq_params=packed
+        )
+        return context.reshape(query_SBNH.size(0), 1, -1)
+
+    def _beyond_engine(
+        self, params: SequenceParams | None, query_SBNH: torch.Tensor, value_KBGH: torch.Tensor
+    ) -> bool:
+        split = self.config.context_parallel_size > 1
+        if params is None:
+            # The engine would take each rank's whole sequences for its share of longer ones.
+            return split
+        # Only its fused kernels know of packing and of other ranks. They are for 16 bits; the
+        # windows and heads of two sizes that they take depend on the release and on the GPU.
+        uneven = query_SBNH.size(-1) != value_KBGH.size(-1)
+        windowed = self.fallback.reach is not None
+        return query_SBNH.dtype not in _HALF or uneven or (windowed and split)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """In checkpoints it is the engine's attention: there is nothing else to keep."""
+        kept: dict[str, Any] = self.engine.sharded_state_dict(*args, **kwargs)
+        return kept

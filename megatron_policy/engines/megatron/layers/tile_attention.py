@@ -1,0 +1,97 @@
+"""Attention of one tile on torch's kernels, fused or with its scores made explicit; knows neither
+modules nor sequences.
+
+Shapes: S queries, K keys, B rows, N query heads, G key-value groups, H head dim (values may have
+another).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from megatron_policy.device import is_accelerated
+from megatron_policy.engines.megatron.layers.scales import softcap
+from megatron_policy.engines.megatron.layers.tiles import Tile, mask
+
+
+def fused_bias(tile: Tile, like: torch.Tensor) -> Any:
+    """What `fused` wants to know of a tile; None: nothing, it is square or all keys are seen."""
+    if tile.reach is None and tile.queries in (1, tile.keys):
+        return None
+    if tile.reach is None and is_accelerated():
+        return causal_lower_right(tile.queries, tile.keys)  # no tensor: kernels know this shape
+    return mask(tile, like)
+
+
+def fused(
+    query_BNSH: torch.Tensor,
+    key_BGKH: torch.Tensor,
+    value_BGKH: torch.Tensor,
+    bias: Any,
+    scale: float,
+    dropout: float,
+) -> torch.Tensor:
+    """Context `[B, N, S, H]`; no kernel holds scores of `[S, K]`."""
+    width = value_BGKH.size(-1)
+    if query_BNSH.size(-1) != width:
+        # Kernels want heads of one size; zeros change no product.
+        largest = max(query_BNSH.size(-1), width)
+        query_BNSH, key_BGKH, value_BGKH = (
+            F.pad(x, (0, largest - x.size(-1))) for x in (query_BNSH, key_BGKH, value_BGKH)
+        )
+    grouped = query_BNSH.size(1) != key_BGKH.size(1)
+    if grouped and is_accelerated() and not _flash(query_BNSH, bias):
+        key_BGKH, value_BGKH = _repeat_groups(query_BNSH, key_BGKH, value_BGKH)
+        grouped = False
+    context_BNSH = F.scaled_dot_product_attention(
+        query_BNSH,
+        key_BGKH,
+        value_BGKH,
+        attn_mask=bias,
+        dropout_p=dropout,
+        is_causal=bias is None and query_BNSH.size(2) > 1,
+        scale=scale,
+        enable_gqa=grouped,
+    )
+    return context_BNSH[..., :width]
+
+
+def _flash(query_BNSH: torch.Tensor, bias: Any) -> bool:
+    """Whether flash attention may take this. On an accelerator the other kernel that holds no
+    scores wants a key head for each query head.
+    """
+    half = query_BNSH.dtype in (torch.bfloat16, torch.float16)
+    return half and type(bias) is not torch.Tensor
+
+
+def explicit(
+    query_BNSH: torch.Tensor,
+    key_BGKH: torch.Tensor,
+    value_BGKH: torch.Tensor,
+    bias_SK: torch.Tensor,
+    scale: float,
+    dropout: float,
+    cap: float | None,
+    sinks_N: torch.Tensor | None,
+) -> torch.Tensor:
+    """As `fused`, scores capped, and with a score of each head that attends to nothing."""
+    key_BNKH, value_BNKH = _repeat_groups(query_BNSH, key_BGKH, value_BGKH)
+    scores_BNSK = query_BNSH @ key_BNKH.mT * scale
+    if cap is not None:
+        scores_BNSK = softcap(scores_BNSK, cap)
+    scores_BNSK = scores_BNSK + bias_SK
+    if sinks_N is not None:
+        sinks_BNS1 = sinks_N[:, None, None].expand(*scores_BNSK.shape[:-1], 1)
+        scores_BNSK = torch.cat([scores_BNSK, sinks_BNS1], -1)
+    weights_BNSK = scores_BNSK.softmax(-1, dtype=torch.float32).to(query_BNSH.dtype)
+    weights_BNSK = weights_BNSK[..., : key_BNKH.size(2)]
+    return F.dropout(weights_BNSK, dropout) @ value_BNKH
+
+
+def _repeat_groups(query_BNSH: torch.Tensor, *states_BGKH: torch.Tensor) -> tuple[Any, ...]:
+    shared = query_BNSH.size(1) // states_BGKH[0].size(1)
+    return tuple(x.repeat_interleave(shared, 1) for x in states_BGKH)

@@ -1,0 +1,192 @@
+"""Megatron-Core's description of a model under a layout, from an architecture and settings; builds
+nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
+
+from megatron_policy.config import MegatronConfig
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.traits import Activation, Norm, QkNorm
+from megatron_policy.device import is_accelerated
+from megatron_policy.engines.megatron.layers.experts import expert_fields
+from megatron_policy.engines.megatron.layers.mla import latent_fields
+from megatron_policy.parallel.topology import Topology
+
+LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
+
+
+def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(1.702 x): the usual approximation of GELU by a sigmoid."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU: F.gelu,
+    Activation.GELU_TANH: functools.partial(F.gelu, approximate="tanh"),
+    Activation.CLAMPED_SWIGLU: _quick_gelu,
+}
+# Of lengths that vary, Megatron-Core demands it of models without experts, too.
+_DISPATCH = {"moe_token_dispatcher_type": "alltoall"}
+
+
+def transformer_config(
+    architecture: Architecture,
+    settings: MegatronConfig,
+    topology: Topology,
+    dtype: torch.dtype,
+    implementation: str,
+    variable_lengths: bool = False,
+) -> TransformerConfig:
+    """Megatron-Core's description of this model under this layout; `dtype` is that of parameters
+    and activations.
+
+    With `variable_lengths` microbatches differ in shape: stages then tell each other what comes.
+    """
+    with_te = implementation == TRANSFORMER_ENGINE
+    kind = TransformerConfig if architecture.mla is None else MLATransformerConfig
+    return kind(
+        **_sizes(architecture),
+        **_norms(architecture),
+        **_attention(architecture),
+        **_mlp(architecture),
+        **_DISPATCH | expert_fields(architecture, settings, with_te),
+        **latent_fields(architecture),
+        **_parallelism(settings, topology, dtype),
+        **_recomputation(settings),
+        **_kernels(architecture, settings, implementation),
+        variable_seq_lengths=variable_lengths and topology.pp > 1,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Losses come normalised by global counts: gradients are sums, never means.
+        calculate_per_token_loss=True,
+        # Every weight is read from the checkpoint: nothing is drawn at random first.
+        # (perform_initialization=False would also drop the tensor-parallel marks that the gradient
+        # norm relies on.)
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
+    )
+
+
+def _leave(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def _sizes(architecture: Architecture) -> dict[str, Any]:
+    return {
+        "num_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_query_groups": architecture.num_query_groups,
+        "kv_channels": architecture.kv_channels,
+        "ffn_hidden_size": architecture.ffn_hidden_size,
+        "hidden_dropout": architecture.hidden_dropout,
+    }
+
+
+def _norms(architecture: Architecture) -> dict[str, Any]:
+    return {
+        "normalization": "LayerNorm" if architecture.norm is Norm.LAYER else "RMSNorm",
+        "layernorm_zero_centered_gamma": architecture.norm is Norm.RMS_PLUS_ONE,
+        "layernorm_epsilon": architecture.layernorm_epsilon,
+    }
+
+
+def _attention(architecture: Architecture) -> dict[str, Any]:
+    return {
+        "add_qkv_bias": architecture.qkv_bias,
+        # Under this flag the gradients of such norms are summed over tensor-parallel ranks: right
+        # for weights that all heads share.
+        "qk_layernorm": architecture.qk_norm is QkNorm.PER_HEAD,
+        "attention_dropout": architecture.attention_dropout,
+        "softmax_scale": architecture.attention_scale,
+        "rotary_interleaved": architecture.rope.interleaved,
+        # A window of W tokens reaches W - 1 positions back.
+        "window_size": None if architecture.window is None else (architecture.window - 1, 0),
+        "window_attn_skip_freq": [int(x) for x in architecture.windowed] or None,
+    }
+
+
+def _mlp(architecture: Architecture) -> dict[str, Any]:
+    """Of the dense layers, and what experts share with them."""
+    clamped = architecture.activation is Activation.CLAMPED_SWIGLU
+    return {
+        "activation_func_clamp_value": 7.0 if clamped else None,
+        "glu_linear_offset": 1.0 if clamped else 0.0,
+        "gated_linear_unit": architecture.gated,
+        "activation_func": _ACTIVATIONS[architecture.activation],
+        # Attention has a say of its own in it, see `LayerAttention`.
+        "add_bias_linear": architecture.mlp_bias,
+    }
+
+
+def _parallelism(
+    settings: MegatronConfig, topology: Topology, dtype: torch.dtype
+) -> dict[str, Any]:
+    interleaved = topology.vpp > 1
+    return {
+        "tensor_model_parallel_size": topology.tp,
+        "sequence_parallel": settings.sequence_parallel,
+        "context_parallel_size": topology.cp,
+        "expert_model_parallel_size": topology.ep,
+        "pipeline_model_parallel_size": topology.pp,
+        "virtual_pipeline_model_parallel_size": topology.vpp if interleaved else None,
+        "num_layers_in_first_pipeline_stage": settings.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": settings.num_layers_in_last_pipeline_stage,
+        "pipeline_dtype": dtype,
+        # With two stages both neighbours are the same rank, and batched sends could not be told
+        # apart.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        # Frees an output as soon as its send is queued. A stream keeps that in order; gloo may
+        # still be reading.
+        "deallocate_pipeline_outputs": topology.pp > 1 and is_accelerated(),
+    }
+
+
+def _recomputation(settings: MegatronConfig) -> dict[str, Any]:
+    granularity = settings.recompute_granularity
+    if granularity is None and settings.activation_checkpointing:
+        granularity = "full"
+    if granularity is None:
+        return {}
+    if granularity == "selective":
+        return {
+            "recompute_granularity": "selective",
+            "recompute_modules": list(settings.recompute_modules or ("core_attn",)),
+        }
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": settings.recompute_method or "uniform",
+        "recompute_num_layers": settings.recompute_num_layers or 1,
+    }
+
+
+def _kernels(
+    architecture: Architecture, settings: MegatronConfig, implementation: str
+) -> dict[str, Any]:
+    with_te = implementation == TRANSFORMER_ENGINE
+    apex_wgrad = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    # Megatron-Core's fused GELU is the tanh approximation whatever function it is asked for.
+    swiglu = architecture.gated and architecture.activation is Activation.SILU
+    return {
+        "apply_rope_fusion": settings.apply_rope_fusion and with_te and architecture.mla is None,
+        "bias_activation_fusion": settings.bias_activation_fusion and is_accelerated() and swiglu,
+        "bias_dropout_fusion": is_accelerated(),
+        "gradient_accumulation_fusion": is_accelerated() and apex_wgrad,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": with_te,
+    }

@@ -1,0 +1,220 @@
+"""Gradient buffers, optimizer and learning-rate schedule around model chunks; knows nothing of
+batches or losses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_policy.config import MegatronConfig
+from megatron_policy.converters.rows import Role
+from megatron_policy.interfaces.engine import NotFiniteError
+from megatron_policy.memory.pending_reads import PendingReads
+from megatron_policy.weights.load import Held
+
+# Megatron-LM's own default: buckets large enough to saturate the network, growing with the ring.
+_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK = 40_000_000, 1_000_000
+
+
+@dataclass(frozen=True)
+class WrappedModel:
+    """Chunks in their gradient buffers, the optimizer over them and its schedule."""
+
+    chunks: tuple[DistributedDataParallel, ...]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    pending_reads: PendingReads
+
+    def let_go(self) -> None:
+        """Take the optimizer out of the model's config.
+
+        A distributed optimizer's parameters are views of the model's, whose graph holds its
+        gradient hooks: with the config that is a cycle which Python's collector cannot see.
+        """
+        for chunk in self.chunks:
+            config = chunk.module.config
+            config.grad_scale_func = config.no_sync_func = config.finalize_model_grads_func = None
+
+    def step(self) -> float:
+        """Clip the gradient and update the parameters; returns the norm before clipping, which is
+        the whole model's.
+
+        NotFiniteError, on every rank and before any parameter or state has changed, where that norm
+        is not finite.
+        """
+        optimizer = self.optimizer
+        norm_of = optimizer.get_grad_norm
+
+        def finite_norm() -> float:
+            norm = float(norm_of())
+            if not math.isfinite(norm):
+                raise NotFiniteError(norm)
+            return norm
+
+        # Megatron-Core's step asks for it before it clips and changes anything.
+        optimizer.get_grad_norm = finite_norm
+        try:
+            succeeded, norm, _ = optimizer.step()
+        finally:
+            del optimizer.get_grad_norm
+        assert succeeded, "only a loss scaler skips steps, and fp16 is refused by the config"
+        return float(norm)
+
+    def settle(self) -> None:
+        """Make the parameters current: an overlapped gather leaves them stale until the next
+        forward.
+        """
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+
+def wrap_model(
+    chunks: Sequence[GPTModel],
+    config: TransformerConfig,
+    settings: MegatronConfig,
+    global_batch_size: int,
+    data_parallel_size: int,
+    pending_reads: PendingReads,
+    held: Held,
+) -> WrappedModel:
+    """Wrap loaded chunks for training; the optimizer takes its fp32 main parameters from them as
+    they are now.
+
+    `held` are the parameters with their rows: those in the role of a matrix have weight decay.
+    `settings.optimizer.clip_grad` is the L2 norm to which the whole model's gradient is clipped; 0
+    does not clip. `pending_reads` are waited for before a step changes anything.
+    """
+    wrapped = _wrap(chunks, config, settings, data_parallel_size)
+    optimizer = get_megatron_optimizer(
+        _optimizer_config(settings, config.params_dtype),
+        list(wrapped),
+        _without_decay(held),
+        use_gloo_process_groups=False,
+    )
+    scheduler = _scheduler(optimizer, settings, global_batch_size)
+    model = WrappedModel(wrapped, optimizer, scheduler, pending_reads)
+    _connect(config, model)
+    return model
+
+
+def _without_decay(held: Held) -> dict[ParamKey, Any]:
+    """In place of Megatron-Core's own rule, which goes by names and numbers of dimensions: a norm
+    whose weights differ from head to head has two.
+    """
+    own = {id(tensor) for entry, tensor in held if entry.row.role is not Role.MATRIX}
+    is_own = ParamPredicate("no matrix", lambda parameter: id(parameter) in own)
+    return {ParamKey(predicate=is_own): {"wd_mult": 0.0}}
+
+
+def _wrap(
+    chunks: Sequence[GPTModel],
+    config: TransformerConfig,
+    settings: MegatronConfig,
+    data_parallel_size: int,
+) -> tuple[DistributedDataParallel, ...]:
+    ddp = settings.distributed_data_parallel_config
+    bucket = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * data_parallel_size)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
+        overlap_grad_reduce=ddp.overlap_grad_reduce,
+        overlap_param_gather=ddp.overlap_param_gather,
+        use_distributed_optimizer=settings.optimizer.use_distributed_optimizer,
+        average_in_collective=False,
+        # It waits for the device in every backward pass, and raises on one rank alone: the norm of
+        # the whole gradient, which every rank has, is looked at instead (`Trainable.step`).
+        check_for_nan_in_grad=False,
+        bucket_size=bucket if ddp.overlap_grad_reduce else None,
+    )
+    return tuple(
+        # Later chunks finish their backward pass first: the others' compute hides one large message
+        # as well as many.
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    )
+
+
+def _optimizer_config(settings: MegatronConfig, dtype: torch.dtype) -> OptimizerConfig:
+    optimizer = settings.optimizer
+    return OptimizerConfig(
+        optimizer=optimizer.optimizer,
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.adam_beta1,
+        adam_beta2=optimizer.adam_beta2,
+        adam_eps=optimizer.adam_eps,
+        sgd_momentum=optimizer.sgd_momentum,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        clip_grad=optimizer.clip_grad,
+        use_distributed_optimizer=optimizer.use_distributed_optimizer,
+        overlap_param_gather=settings.distributed_data_parallel_config.overlap_param_gather,
+    )
+
+
+def _connect(config: TransformerConfig, model: WrappedModel) -> None:
+    """Give the pipeline schedule its hooks into gradient buffers and optimizer."""
+    config.finalize_model_grads_func = partial(finalize_gradients, model.pending_reads)
+    config.grad_scale_func = model.optimizer.scale_loss
+    if model.chunks[0].ddp_config.overlap_grad_reduce:
+        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in model.chunks])
+
+
+def finalize_gradients(
+    pending_reads: PendingReads,
+    model: list[Any],
+    num_tokens: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> None:
+    """Reduce gradients over ranks without the schedule's division by a token count: the loss has
+    divided already. It is the first in a step that changes
+    what `pending_reads` read: routers' biases.
+    """
+    pending_reads.wait()
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _one_or_all(functions: list[Callable[..., Any]]) -> Any:
+    return functions[0] if len(functions) == 1 else functions
+
+
+def _scheduler(
+    optimizer: MegatronOptimizer, settings: MegatronConfig, global_batch_size: int
+) -> OptimizerParamScheduler:
+    """The schedule counts samples, as the host steps it: iterations of the config times the global
+    batch size.
+    """
+    schedule, lr = settings.scheduler, settings.optimizer.lr
+    decay_steps = schedule.lr_decay_iters * global_batch_size
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=schedule.lr_warmup_init,
+        max_lr=lr,
+        min_lr=settings.optimizer.min_lr,
+        lr_warmup_steps=schedule.lr_warmup_iters * global_batch_size,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=schedule.lr_decay_style,
+        start_wd=schedule.start_weight_decay,
+        end_wd=schedule.end_weight_decay,
+        wd_incr_steps=decay_steps,
+        wd_incr_style=schedule.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )

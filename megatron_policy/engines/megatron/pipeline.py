@@ -1,0 +1,181 @@
+"""Runs microbatches through this rank's chunks with Megatron-Core's pipeline schedule; knows
+nothing of losses.
+
+Shapes: T positions that this context-parallel rank computes, R rows of them, D model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_policy.device import current_device
+from megatron_policy.engines.megatron.head import Head
+from megatron_policy.engines.megatron.layers.rope import set_text_length
+from megatron_policy.engines.megatron.layers.sequences import sequence_params
+from megatron_policy.lm_head.output import Output
+from megatron_policy.packing.microbatch import Microbatch
+from megatron_policy.parallel.groups import Groups
+from megatron_policy.parallel.topology import Topology
+
+T = TypeVar("T")
+Consume = Callable[[Output], T]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """This rank's chunks in the pipeline and the groups they talk in; `head` is there on the last
+    stage only.
+    """
+
+    chunks: tuple[torch.nn.Module, ...]
+    groups: Groups
+    topology: Topology
+    vocab_size: int
+    head: Head | None
+
+    @property
+    def models(self) -> tuple[torch.nn.Module, ...]:
+        """The chunks without the gradient buffers they may be wrapped in."""
+        return tuple(_model(chunk) for chunk in self.chunks)
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.groups.pp.rank() == self.groups.pp.size() - 1
+
+    def forward_backward(
+        self,
+        microbatches: Sequence[Microbatch],
+        loss: Consume[tuple[torch.Tensor, T]],
+        forward_only: bool = False,
+    ) -> list[T]:
+        """Forward and, unless `forward_only`, backward; `loss` gives a scalar to differentiate and
+        what to keep.
+
+        Returns what was kept, in order and without fillers, on the last stage; an empty list on the
+        others.
+        """
+        for chunk in self.chunks:
+            chunk.train(not forward_only)
+        with torch.set_grad_enabled(not forward_only):
+            return self._run(microbatches, partial(self._finish_loss, loss), forward_only, False)
+
+    @torch.no_grad()
+    def forward(self, microbatches: Sequence[Microbatch], read: Consume[T]) -> list[T]:
+        """Forward only, in eval mode; returns what `read` makes of each microbatch that is no
+        filler, on the last stage.
+        """
+        for chunk in self.chunks:
+            chunk.eval()
+        return self._run(microbatches, partial(self._finish_read, read), True, True)
+
+    def _run(
+        self,
+        microbatches: Sequence[Microbatch],
+        finish: Callable[..., Any],
+        forward_only: bool,
+        collect: bool,
+    ) -> list[Any]:
+        first = microbatches[0]
+        set_text_length(self.models, first.text_length)
+        several = len(self.chunks) > 1
+        data = [iter(microbatches) for _ in self.chunks]
+        schedule = get_forward_backward_func()
+        kept: list[Any] = schedule(
+            forward_step_func=partial(self._forward, finish),
+            data_iterator=data if several else data[0],
+            model=list(self.chunks) if several else self.chunks[0],
+            num_microbatches=len(microbatches),
+            # These two bind all microbatches, unless their lengths may vary.
+            seq_length=first.layout.full_length,
+            micro_batch_size=first.layout.sources_CTR.size(2),
+            forward_only=forward_only,
+            collect_non_loss_data=collect,
+        )
+        pairs = zip(kept, microbatches, strict=bool(kept))
+        return [value for value, microbatch in pairs if not microbatch.filler]
+
+    def _forward(
+        self,
+        finish: Callable[..., Any],
+        microbatches: Iterator[Microbatch],
+        chunk: torch.nn.Module,
+    ) -> tuple[torch.Tensor, Callable[..., Any]]:
+        microbatch = next(microbatches)
+        layout, rank = microbatch.layout, self.groups.cp.rank()
+        tokens_RT = layout.take(microbatch.tokens_BS, rank).T.contiguous()
+        positions_RT = layout.positions(rank).expand_as(tokens_RT)
+        params = sequence_params(layout, self.groups.cp)
+        with hidden_states_of(_model(chunk)):
+            output = chunk(tokens_RT, positions_RT, None, packed_seq_params=params)
+        return output, partial(finish, microbatch)
+
+    def _finish_loss(
+        self,
+        loss: Consume[tuple[torch.Tensor, Any]],
+        microbatch: Microbatch,
+        hidden_TRD: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        output = self._output(microbatch, hidden_TRD)
+        value, kept = (output.nothing(), None) if microbatch.filler else loss(output)
+        # The count would divide gradients when they are reduced; ours are sums, so it has no
+        # effect.
+        return value, torch.ones((), dtype=torch.int, device=value.device), kept
+
+    def _finish_read(
+        self,
+        read: Consume[Any],
+        microbatch: Microbatch,
+        hidden_TRD: torch.Tensor,
+        non_loss_data: bool,
+    ) -> Any:
+        assert non_loss_data
+        return None if microbatch.filler else read(self._output(microbatch, hidden_TRD))
+
+    def _output(self, microbatch: Microbatch, hidden_TRD: torch.Tensor) -> Output:
+        assert self.head is not None
+        return Output(hidden_TRD, microbatch, self.head, self.groups.cp)
+
+    def share_tensor(self, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        """What the last stage holds, on every stage; `like` gives shape and dtype where there is
+        nothing yet.
+        """
+        if self.groups.pp.size() == 1:
+            assert tensor is not None
+            return tensor
+        shared = tensor.contiguous() if tensor is not None else torch.empty_like(like)
+        dist.broadcast(shared, src=self.groups.last_stage, group=self.groups.pp)
+        return shared
+
+    def share_object(self, value: T | None) -> T:
+        """The last stage's picklable value on every stage."""
+        box: list[Any] = [value]
+        if self.groups.pp.size() > 1:
+            dist.broadcast_object_list(
+                box, src=self.groups.last_stage, group=self.groups.pp, device=current_device()
+            )
+        result: T = box[0]
+        return result
+
+
+def _model(chunk: torch.nn.Module) -> torch.nn.Module:
+    model: torch.nn.Module = getattr(chunk, "module", chunk)
+    return model
+
+
+@contextmanager
+def hidden_states_of(model: torch.nn.Module) -> Iterator[None]:
+    """Within this context a chunk returns hidden states `[T, R, D]` also if it holds the head."""
+    holds_head = model.post_process
+    model.post_process = False
+    try:
+        yield
+    finally:
+        model.post_process = holds_head

@@ -1,0 +1,60 @@
+"""Process groups of a topology: the one place that names Megatron-Core's global parallel state."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_policy.errors import ConfigError
+from megatron_policy.parallel.groups import Groups
+from megatron_policy.parallel.topology import Topology
+
+MEGATRON_ORDER = "tp-cp-ep-dp-pp"
+
+
+def make_groups(topology: Topology, timeout_s: float) -> Groups:
+    """Create Megatron-Core's process groups for `topology`, every collective bounded by `timeout_s`
+    seconds.
+    """
+    assert dist.get_world_size() == topology.world_size, (dist.get_world_size(), topology)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=topology.tp,
+        pipeline_model_parallel_size=topology.pp,
+        virtual_pipeline_model_parallel_size=topology.vpp if topology.vpp > 1 else None,
+        context_parallel_size=topology.cp,
+        expert_model_parallel_size=topology.ep,
+        distributed_timeout_minutes=timedelta(seconds=timeout_s).total_seconds() / 60,
+        order=MEGATRON_ORDER,
+        create_gloo_process_groups=False,
+    )
+    return Groups(
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        dp=parallel_state.get_data_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
+        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+
+
+def refuse_second_policy() -> None:
+    """ConfigError if this process has Megatron-Core's groups already: they are global, so it can
+    hold one policy at a time.
+    """
+    if parallel_state.model_parallel_is_initialized():
+        raise ConfigError("a policy is open in this process: call its shutdown() before a new one")
+
+
+def drop_groups() -> None:
+    """Destroy Megatron-Core's process groups, so that another topology can be made in the same
+    process.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    # Megatron-Core only forgets them; each would keep its threads and sockets for good. (`None`
+    # stands for the default group, which is not ours to destroy.)
+    made = [group for group in parallel_state._global_process_group_list or () if group is not None]
+    parallel_state.destroy_model_parallel()
+    for group in made:
+        dist.destroy_process_group(group)

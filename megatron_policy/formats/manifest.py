@@ -1,0 +1,131 @@
+"""What a converted checkpoint says of itself: where it comes from, and a digest of each byte.
+
+Knows nothing of how checkpoints are converted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_policy.converters import contained, strict_json
+from megatron_policy.converters.hf_files import MANIFEST
+from megatron_policy.errors import ConversionError
+from megatron_policy.formats.digests import UNSEALED, is_sealed, sealed
+from megatron_policy.formats.tensors import Info
+
+FORMAT = 1
+MAX_BYTES = 2**30
+"""Of the file: more than one has for a million tensors."""
+MAPPING = 1
+"""Counts changes after which the same HF tensors would lie elsewhere in Megatron-Core's."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Digests of tensors under their HF names and of files, and the origin as plain values."""
+
+    tensors: Mapping[str, tuple[Info, str]]
+    files: Mapping[str, str]
+    """Relative path -> digest of the bytes that are no tensor's own."""
+    origin: Mapping[str, Any]
+    """package, direction, source, family, config."""
+    step: int | None = None
+    """Optimizer steps behind the weights, where a policy wrote them."""
+
+    def encoded(self) -> bytes:
+        """The file; its first value is a digest of the rest of it."""
+        content = {
+            "digest": UNSEALED,
+            "format": FORMAT,
+            "mapping": MAPPING,
+            **self.origin,
+            **({} if self.step is None else {"step": self.step}),
+            "files": dict(self.files),
+            "tensors": {
+                name: [str(info.dtype).removeprefix("torch."), list(info.shape), digest]
+                for name, (info, digest) in self.tensors.items()
+            },
+        }
+        return sealed(strict_json.encoded(content, indent=1))
+
+
+def read_manifest(root: Path) -> Manifest | None:
+    """The manifest of a checkpoint, None if it has none; ConversionError if it is damaged."""
+    path = root / MANIFEST
+    try:
+        content = _unsealed(contained.read(contained.inside(root, MANIFEST), MAX_BYTES))
+        return Manifest(
+            {name: _tensor(*entry) for name, entry in _entries(content, "tensors")},
+            {_file(root, name): _text(stated) for name, stated in _entries(content, "files")},
+            _origin(content),
+            _count(content["step"]) if "step" in content else None,
+        )
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise _damaged(path, error.strerror) from error
+    except KeyError as error:
+        raise _damaged(path, f"it lacks {error}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _damaged(path: Path, what: object) -> ConversionError:
+    return ConversionError(
+        f"{path} is damaged: {what}. Restore it, or remove it to do without digests."
+    )
+
+
+def _unsealed(text: bytes) -> dict[str, Any]:
+    content = strict_json.parse(text, finite=False)  # a model's config may have infinities
+    if not isinstance(content, dict):
+        raise ValueError("it is no JSON object")
+    if not is_sealed(text, _text(content["digest"])):
+        raise ValueError("its content contradicts its digest")
+    if content["format"] != FORMAT:
+        raise ValueError(f"it is of format {content['format']}, this version reads {FORMAT}")
+    return content
+
+
+def _origin(content: Mapping[str, Any]) -> dict[str, Any]:
+    origin = {key: content[key] for key in ("package", "direction", "source", "family", "config")}
+    for key in ("package", "direction", "family"):
+        _text(origin[key])
+    _text(origin["source"]["path"])
+    return origin
+
+
+def _entries(content: Mapping[str, Any], name: str) -> Iterable[tuple[str, Any]]:
+    entries = content[name]
+    if not isinstance(entries, dict):
+        raise ValueError(f"its {name} are no JSON object")
+    return entries.items()
+
+
+def _file(root: Path, name: str) -> str:
+    contained.inside(root, name)
+    return name
+
+
+def _tensor(dtype: str, shape: list[int], digest: str) -> tuple[Info, str]:
+    found = getattr(torch, dtype)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{dtype!r} is no dtype")
+    return Info(found, tuple(map(_count, shape))), _text(digest)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"it has {value!r:.40} where a number belongs")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"it has {value!r:.40} where a text belongs")
+    return value

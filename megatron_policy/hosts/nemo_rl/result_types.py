@@ -1,0 +1,21 @@
+"""Turns what the worker answers into the host's types; knows no method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.hosts.nemo_rl.host_imports import part_or_none
+
+
+def host_batch(data: Any) -> Any:
+    """The same rows as the host's own batch, whose methods its code may call; unchanged where there
+    is no host. Tensors are shared, a plan of microbatches stays behind.
+    """
+    kind = part_or_none("nemo_rl.distributed.batched_data_dict", "BatchedDataDict")
+    return data if kind is None else kind(dict(data))
+
+
+def in_host_types(answer: Any) -> Any:
+    """An answer as the host's driver expects it."""
+    return host_batch(answer) if isinstance(answer, BatchedDataDict) else answer

@@ -1,0 +1,266 @@
+"""What a policy asks of a training engine, on one rank: its part of the model, microbatches through
+it, gradients, optimizer, and its state as ranges of tensors.
+
+Policy, training, checkpoint, refit and memory are written against these protocols and know no
+engine; `engines/` has the implementations. Every method that says "collective" is called by all
+ranks of the policy in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from megatron_policy.config import PolicyConfig
+from megatron_policy.converters.table import Table
+from megatron_policy.lm_head.output import Output
+from megatron_policy.lm_head.sampling import Continuations, Sampling
+from megatron_policy.memory.pending_reads import PendingReads
+from megatron_policy.memory.states import Storages
+from megatron_policy.packing.microbatch import Microbatch
+from megatron_policy.parallel.groups import Groups
+from megatron_policy.parallel.topology import Placement, Topology
+from megatron_policy.weights.load import Held
+
+T = TypeVar("T")
+Loss = Callable[[Output], tuple[torch.Tensor, T]]
+"""Of one microbatch: a scalar to differentiate, and what to keep."""
+
+MAIN = "fp32_param"
+KINDS = (MAIN, "exp_avg", "exp_avg_sq", "momentum_buffer")
+"""Kinds of optimizer state, in the order in which a parameter's come."""
+
+
+class NotFiniteError(ArithmeticError):
+    """The gradient's norm, on every rank, is no number or too large for one: `norm`."""
+
+    def __init__(self, norm: float) -> None:
+        super().__init__(f"the gradient's norm is {norm}")
+        self.norm = norm
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One kind of optimizer state of a part of one parameter."""
+
+    parameter: torch.Tensor
+    """The model's parameter itself: callers tell it by its identity."""
+    kind: str
+    """One of `KINDS`."""
+    tensor: torch.Tensor
+    """`[last - first]`, contiguous and live: writing to it changes the optimizer."""
+    first: int
+    last: int
+    """The elements of the flattened parameter to which it belongs."""
+
+
+class OptimizerState(Protocol):
+    """The optimizer's state on this rank, of all parameters that this rank trains."""
+
+    @property
+    def distributed(self) -> bool:
+        """Whether data-parallel ranks hold different ranges of it; the same on every rank."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that `tensors` returns once there is all of it."""
+
+    def tensors(self) -> list[StateTensor]:
+        """What exists now; nothing of a parameter of which this rank has no range."""
+
+    def materialize(self) -> None:
+        """Make what the first step would make: moments of zeros and counts of 0."""
+
+    @property
+    def step(self) -> int | None:
+        """How often the optimizer has stepped by its own count; None where it counts nothing."""
+
+    def set_step(self, step: int) -> None:
+        """Continue the count from here; call `materialize` first."""
+
+    def restart(self) -> None:
+        """Start anew over the parameters as they are: no moments, no steps."""
+
+
+class Trainable(Protocol):
+    """What trains an engine's model: gradient buffers, optimizer and learning-rate schedule."""
+
+    @property
+    def state(self) -> OptimizerState:
+        """The optimizer's state."""
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+
+    @property
+    def weight_decay(self) -> float:
+        """The weight decay of the next step."""
+
+    def zero_gradients(self) -> None:
+        """Drop all gradients."""
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """In this context `forward_backward` adds to each rank's own gradients and reduces
+        nothing.
+        """
+
+    def reduce_gradients(self, factor: float) -> None:
+        """Multiply what has been added up by `factor` and reduce it once; collective."""
+
+    def step(self) -> float:
+        """Clip, update the parameters, and return the whole model's gradient norm before clipping;
+        collective. NotFiniteError, on every rank and before anything has changed, where that norm
+        is not finite.
+        """
+
+    def advance_schedule(self, samples: int) -> None:
+        """Move the learning-rate schedule on by so many samples."""
+
+    def settle(self) -> None:
+        """Wait for parameters that an overlapped gather has not delivered yet."""
+
+    def schedule_state(self) -> dict[str, Any]:
+        """Where the schedule is, and its settings: numbers and strings."""
+
+    def restore_schedule(self, state: Mapping[str, Any]) -> dict[str, tuple[object, object]]:
+        """Continue from where `state` was taken, by the configuration's own schedule.
+
+        Returns the settings that differ, each as (in `state`, configured). CheckpointError where
+        `state` has no count.
+        """
+
+
+class TrainingEngine(Protocol):
+    """One rank's part of a model, built and loaded."""
+
+    @property
+    def place(self) -> Placement:
+        """Where this rank stands in the layout."""
+
+    @property
+    def groups(self) -> Groups:
+        """The process groups it belongs to."""
+
+    @property
+    def table(self) -> Table:
+        """The names and shapes of the model, on both sides of the conversion."""
+
+    @property
+    def held(self) -> Held:
+        """This rank's parameters and persistent buffers with their rows, in the table's order."""
+
+    @property
+    def source_dtypes(self) -> Mapping[str, torch.dtype]:
+        """The dtype of each Hugging Face tensor in the checkpoint."""
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The dtype of the parameters in training."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the vocabulary, padding not counted."""
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes losses."""
+
+    @property
+    def trainable(self) -> Trainable | None:
+        """Gradients and optimizer; None where the policy has no optimizer."""
+
+    @property
+    def pending_reads(self) -> PendingReads:
+        """Threads that read this memory; whatever changes or moves it waits for them."""
+
+    def forward_backward(
+        self, microbatches: Sequence[Microbatch], loss: Loss[T], forward_only: bool = False
+    ) -> list[T]:
+        """Run the microbatches in training mode; collective. Gradients are added up and, unless
+        `accumulating`, reduced over data-parallel ranks by summing.
+
+        Returns what `loss` kept, in order and without fillers, on the last stage; nothing on the
+        others.
+        """
+
+    def forward(self, microbatches: Sequence[Microbatch], read: Callable[[Output], T]) -> list[T]:
+        """Run the microbatches in evaluation mode; collective. Returns what `read` makes of each,
+        as `forward_backward` does.
+        """
+
+    def share_tensor(self, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        """The last stage's tensor, on every stage; `like` gives its shape and dtype; collective."""
+
+    def share_object(self, value: T | None) -> T:
+        """The last stage's picklable value, on every stage; collective."""
+
+    def generate(
+        self,
+        prompts_BS: torch.Tensor,
+        lengths_B: torch.Tensor,
+        sampling: Sampling,
+        pad_id: int,
+        max_length: int,
+        generator: torch.Generator,
+    ) -> Continuations:
+        """Continue right-padded prompts, none beyond `max_length` positions; collective. The result
+        is on the CPU of every rank; `generator` draws on one rank of each replica.
+        """
+
+    def decoder_layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
+        """This rank's decoder layers by global number."""
+
+    def volatile_buffers(self) -> Iterator[torch.Tensor]:
+        """Buffers that forward passes and reductions change before it is known whether a step is
+        taken: those of routers.
+        """
+
+    def random_states(self) -> dict[str, torch.Tensor]:
+        """The engine's own random number generators, beside the process's, by name."""
+
+    def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Set them to what `random_states` returned."""
+
+    def storages(self) -> Storages:
+        """The device memory of each kind, each storage once, in the same order at every call."""
+
+    def forget_gradients(self) -> None:
+        """Let go of gradients outside the buffers, which a step makes anew."""
+
+    def manages(self, model: object) -> bool:
+        """Whether `model` is one of this engine's modules, wrapped for training or not."""
+
+    def close(self) -> None:
+        """Give back what outlives the objects: process groups, and references in cycles."""
+
+
+class EngineBuilder(Protocol):
+    """Makes an engine."""
+
+    def prepare(self) -> None:
+        """Prepare this process, before it joins any process group. ConfigError where it cannot hold
+        a further policy.
+        """
+
+    def build(
+        self,
+        config: PolicyConfig,
+        table: Table,
+        topology: Topology,
+        *,
+        init_optimizer: bool,
+        timeout_s: float,
+        source_dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> TrainingEngine:
+        """Build and load this rank's part of the model; the default process group exists and fits
+        `topology`. No collective waits longer than `timeout_s` seconds.
+
+        With `source_dtypes`, for each HF tensor the dtype in which it is exported, no weights are
+        read: parameters and persistent buffers are as `mark_unfilled` leaves them. CheckpointError
+        if a tensor has no dtype there. After an error no process group of its own is left.
+        """

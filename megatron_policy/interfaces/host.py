@@ -1,0 +1,60 @@
+"""Finds hosts by name among the installed entry points; knows none of them itself."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from megatron_policy.errors import ConfigError
+
+GROUP = "megatron_policy.hosts"
+
+OWN = {
+    "nemo_rl": "megatron_policy.hosts.nemo_rl:backend",
+    "ray": "megatron_policy.hosts.own_driver:backend",
+}
+"""What this package registers itself, for a checkout that is not installed."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A framework that starts this policy's workers.
+
+    `worker` is the full name, `module.Class`, of a Ray actor class; `install` makes the framework
+    of this process start it instead of its own, and may be called again.
+    """
+
+    name: str
+    worker: str
+    install: Callable[[], None]
+
+    def actor_class(self) -> Any:
+        """The class behind `worker`."""
+        module, _, name = self.worker.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+
+
+def find_host(name: str) -> Host:
+    """The host registered under `name` in the entry-point group `megatron_policy.hosts`.
+
+    An entry point names a function without arguments that returns a `Host`. ConfigError if there is
+    none of that name, or it returns something else.
+    """
+    points = _points()
+    if name not in points:
+        raise ConfigError(f"there is no host {name!r}; known are {', '.join(sorted(points))}")
+    host = points[name].load()()
+    if not isinstance(host, Host):
+        raise ConfigError(
+            f"the host {name!r} ({points[name].value}) is a {type(host).__name__}; its entry point "
+            "must name a function that returns a megatron_policy.interfaces.host.Host"
+        )
+    return host
+
+
+def _points() -> dict[str, EntryPoint]:
+    own = {name: EntryPoint(name, value, GROUP) for name, value in OWN.items()}
+    return own | {point.name: point for point in entry_points(group=GROUP)}

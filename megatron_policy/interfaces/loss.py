@@ -1,0 +1,69 @@
+"""The contract of a loss."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class LossType(enum.Enum):
+    """What a loss is divided by: all valid tokens of a global batch, or all its valid sequences."""
+
+    TOKEN_LEVEL = "token_level"
+    SEQUENCE_LEVEL = "sequence_level"
+
+
+class LossInputType(enum.Enum):
+    """What a loss of the newer generation takes: logits, or next-token log-probabilities."""
+
+    LOGIT = "logit"
+    LOGPROB = "logprob"
+
+
+class MetricNormalizer(enum.Enum):
+    """What a metric of a loss has been divided by: the global count of valid tokens, of valid
+    sequences, or nothing.
+    """
+
+    TOKENS = "tokens"
+    SEQUENCES = "sequences"
+    NONE = "none"
+
+
+class LossFunction(Protocol):
+    """A loss, already divided by the global counts it is given, with its metrics.
+
+    Losses and metrics of all microbatches and data-parallel ranks add up to those of the global
+    batch: nothing is averaged afterwards. Hosts bring enumerations of their own: compare `.value`.
+
+    Two generations are called, told apart by the attribute `input_type`:
+
+    without it (NeMo RL up to 0.5), with this rank's slice of the vocabulary V,
+        `loss(logits [B, S, V / tp], data, global_valid_seqs, global_valid_toks,
+        vocab_parallel_rank=, vocab_parallel_group=, context_parallel_group=)`;
+    with it (NeMo RL from 0.6), by the input it names,
+        `loss(data=, global_valid_seqs=, global_valid_toks=, next_token_logprobs=[B, S - 1])` or
+        `loss(data=, global_valid_seqs=, global_valid_toks=, logits=[B, S, V])`.
+
+    Both return (scalar tensor to differentiate, metrics). B and S are those of a microbatch, which
+    losses must not rely on: rows and padding are cut as the configuration says. A loss that takes
+    logits is called for each sequence of a packed microbatch, one that takes log-probabilities for
+    all of them.
+
+    For `next_token_logprobs` only tokens that `token_mask` and `sample_mask` count are computed,
+    the others are 0; an attribute `reads_masked_positions = True` asks for all. With
+    `needs_entropy = True` such a loss also gets `next_token_entropy=[B, S - 1]`, in nats. With
+    `candidates`, the name of a key of its data, int64 `[B, S, K]` as `get_topk_logits` returns
+    `topk_indices`, it also gets `candidate_logprobs=[B, S - 1, K]`: of those entries of the
+    vocabulary, after the tokens up to each position.
+
+    A step that is trained in parts (`begin_train_step`) calls the loss with global counts of 1 and
+    divides afterwards: loss and gradient by what `loss_type` says, and each metric likewise, unless
+    an attribute `metric_normalizations`, names to `MetricNormalizer`, says otherwise for it.
+    """
+
+    loss_type: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]: ...

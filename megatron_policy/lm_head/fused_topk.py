@@ -1,0 +1,76 @@
+"""The largest logits of a language-model head from hidden states, without the logits of more than a
+tile; takes a group, knows nothing of models.
+
+Shapes: N tokens, V entries of this rank's slice of the vocabulary, D model, R rows and W entries of
+a tile, K candidates.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron_policy.lm_head.fused_tiles import (
+    HeadShape,
+    buffer,
+    finish_logits,
+    multiply,
+    tiling,
+)
+
+NO_CANDIDATE = torch.iinfo(torch.int64).min
+
+
+@torch.no_grad()
+def fused_topk(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    k: int,
+    head: HeadShape,
+    group: dist.ProcessGroup,
+    chunk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `k` largest logits, fp32, and their entries of the vocabulary, int64: `[N, K]`, largest
+    first, of equal ones the lowest entry first; the same on every rank of `group`.
+
+    `k` is at most the size of the vocabulary; no gradient.
+    """
+    hidden_ND, device = hidden_ND.to(weight_VD.dtype), weight_VD.device
+    plan = tiling(hidden_ND.size(0), weight_VD.size(0), head.real, chunk)
+    products = buffer(plan.height, plan.width, weight_VD.dtype, device)
+    work = buffer(plan.strip, plan.width, torch.float32, device)
+    best_NK = torch.full((hidden_ND.size(0), k), NO_CANDIDATE, device=device)
+    for column in plan.columns():
+        for tile in column:
+            product_RW = multiply(hidden_ND, weight_VD, tile, products)
+            for rows, inside in plan.strips(tile):
+                logits_RW = finish_logits(product_RW[inside], head, work)
+                keys_RW = _keys(logits_RW, head.vocab_start + tile.entries.start)
+                found = keys_RW.topk(min(k, keys_RW.size(1))).values
+                best_NK[rows] = torch.cat([best_NK[rows], found], dim=1).topk(k).values
+    if group.size() > 1:
+        parts = [torch.empty_like(best_NK) for _ in range(group.size())]
+        dist.all_gather(parts, best_NK, group=group)
+        best_NK = torch.cat(parts, dim=1).topk(k).values
+    return _of_keys(best_NK)
+
+
+def _keys(logits_RW: torch.Tensor, first: int) -> torch.Tensor:
+    """int64 that are larger for larger logits and, of equal ones, for lower entries: no two are
+    equal, so that the largest do not depend on the tiles or ranks that found them.
+    """
+    entries_W = torch.arange(first, first + logits_RW.size(1), device=logits_RW.device)
+    bits_RW = logits_RW.add_(0.0).view(torch.int32)  # which makes -0 equal to 0
+    return _ordered(bits_RW).long().mul_(2**32).add_(2**32 - 1 - entries_W)
+
+
+def _of_keys(keys_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    values_NK = _ordered((keys_NK >> 32).int()).view(torch.float32)
+    return values_NK, 2**32 - 1 - (keys_NK & (2**32 - 1))
+
+
+def _ordered(bits: torch.Tensor) -> torch.Tensor:
+    """Bits of floats as integers of the same order, and such integers as bits: negative floats have
+    a sign and a magnitude, integers are complements.
+    """
+    return bits ^ ((bits >> 31) & (2**31 - 1))

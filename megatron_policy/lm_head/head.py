@@ -1,0 +1,38 @@
+"""What a language-model head computes, whichever training engine holds its weight."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class LanguageModelHead(Protocol):
+    """The head of a rank on the last pipeline stage.
+
+    Shapes: S positions that this rank holds after the last layer (a share of them under sequence
+    parallelism), R rows side by side, N chosen positions, D model, V this rank's slice of the
+    vocabulary, K candidates. Logits are at the policy's temperature, divided by it.
+    """
+
+    @property
+    def plain(self) -> LanguageModelHead:
+        """The same head at temperature 1."""
+
+    def whole(self, hidden_SRD: Tensor) -> Tensor:
+        """Hidden states of all positions of this context-parallel rank, ready for `scores`."""
+
+    def scores(
+        self, hidden_ND: Tensor, targets: Tensor, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """fp32: the log-probability of each of `targets`, int64 `[N]` or `[N, K]`, and the entropy
+        `[N]` in nats if asked for; differentiable, the same on every tensor-parallel rank.
+        """
+
+    def topk(self, hidden_ND: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The `k` largest logits, fp32, and their vocabulary entries, int64: `[N, K]`."""
+
+    def logits(self, hidden_SRD: Tensor) -> Tensor:
+        """fp32 `[S, R, V]` of all positions of this context-parallel rank; entries that only pad
+        the vocabulary are impossible.
+        """

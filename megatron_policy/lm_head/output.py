@@ -1,0 +1,143 @@
+"""One microbatch's hidden states at the end of the pipeline, read in the caller's rows; knows
+nothing of losses.
+
+Shapes: B rows and S positions of the caller's microbatch; C context-parallel ranks, T positions and
+R rows of what one of them computes; D model, V this rank's slice of the vocabulary, N chosen
+positions, K candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.lm_head.head import LanguageModelHead
+from megatron_policy.packing.microbatch import Microbatch, cut
+from megatron_policy.packing.multiples import NARROWEST
+from megatron_policy.packing.tokens import FILLER
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a loss or a reader is given on the last stage; the same on every tensor- and
+    context-parallel rank once it is read.
+    """
+
+    hidden_TRD: torch.Tensor
+    microbatch: Microbatch
+    head: LanguageModelHead
+    context_group: dist.ProcessGroup
+
+    def next_token_scores(
+        self, wanted_BS: torch.Tensor, entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """fp32 `[B, S - 1]`: the log-probability of token t + 1 given those up to t, and the
+        entropy of the distribution it is drawn from; 0 where `wanted_BS[:, t + 1]` is not set.
+        """
+        logprobs_BS1, entropy_BS = self._scores(self._next_tokens(), wanted_BS, entropy)
+        return logprobs_BS1.squeeze(-1), entropy_BS
+
+    def candidate_scores(
+        self, entries_BSK: torch.Tensor, wanted_BS: torch.Tensor, entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """fp32 `[B, S - 1, K]`: the log-probabilities that the entries `entries_BSK[:, t]` of the
+        vocabulary come after the tokens up to t, as `topk` numbers positions; 0 where
+        `wanted_BS[:, t + 1]` is not set. Then what `next_token_scores` gives, for which the logits
+        need not be computed once more.
+        """
+        targets_BSK = torch.cat([entries_BSK.long(), self._next_tokens()], dim=-1)
+        logprobs_BSK, entropy_BS = self._scores(targets_BSK, wanted_BS, entropy)
+        return logprobs_BSK[..., :-1], logprobs_BSK[..., -1], entropy_BS
+
+    def topk(self, k: int, wanted_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `k` largest logits after each wanted position at temperature 1, fp32, and their
+        entries, int64: `[B, S, K]`.
+        """
+        chosen_N = self._take(wanted_BS.long()).flatten().nonzero()[:, 0]
+        values_NK, indices_NK = self.head.plain.topk(self._hidden(chosen_N), k)
+        return self._put(values_NK, chosen_N), self._put(indices_NK, chosen_N)
+
+    def logits(self) -> Iterator[tuple[BatchedDataDict, torch.Tensor]]:
+        """This rank's slice of the logits, fp32 `[b, s, V]`, with the rows of data they belong to:
+        all rows at once, or one after another where they are packed.
+        """
+        mine_TRV = self.head.logits(self.hidden_TRD)
+        layout, data = self.microbatch.layout, self.microbatch.data
+        if layout.plain and layout.width <= mine_TRV.size(0):
+            yield data, mine_TRV[: layout.width].transpose(0, 1)
+            return
+        all_CTRV = _gather_copies(mine_TRV, self.context_group)
+        if not self.microbatch.packed:
+            yield data, layout.put(all_CTRV)
+            return
+        flat = all_CTRV.flatten(0, 2)
+        for row, where_S in enumerate(layout.where()):
+            length = max(int((where_S != FILLER).sum()), NARROWEST)
+            where_S = where_S[:length]
+            logits_SV = flat[where_S.clamp(min=0)].masked_fill((where_S == FILLER)[:, None], 0)
+            yield cut(data.slice(row, row + 1), length), logits_SV.unsqueeze(0)
+
+    def nothing(self) -> torch.Tensor:
+        """A zero that depends on every parameter, so that all of them get a gradient of zero."""
+        none = self.hidden_TRD.new_zeros(0, dtype=torch.long)
+        logprobs_N, _ = self.head.scores(self._hidden(none), none)
+        return logprobs_N.sum()
+
+    def _next_tokens(self) -> torch.Tensor:
+        """What each position predicts, `[B, S, 1]`: it stands at the next one."""
+        return F.pad(self.microbatch.tokens_BS[:, 1:], (0, 1)).unsqueeze(-1)
+
+    def _scores(
+        self, targets_BSK: torch.Tensor, wanted_BS: torch.Tensor, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probabilities `[B, S - 1, K]` of `targets_BSK[:, t]` and entropies `[B, S - 1]` after
+        the tokens up to t, where the token after them is wanted.
+        """
+        chosen_N = self._take(F.pad(wanted_BS[:, 1:].long(), (0, 1))).flatten().nonzero()[:, 0]
+        targets_NK = self._take(targets_BSK).flatten(0, 1)[chosen_N]
+        logprobs_NK, entropy_N = self.head.scores(self._hidden(chosen_N), targets_NK, entropy)
+        logprobs_BSK = self._put(logprobs_NK, chosen_N)[:, :-1]
+        return logprobs_BSK, None if entropy_N is None else self._put(entropy_N, chosen_N)[:, :-1]
+
+    def _take(self, values_BS: torch.Tensor) -> torch.Tensor:
+        return self.microbatch.layout.take(values_BS, self.context_group.rank())
+
+    def _hidden(self, chosen_N: torch.Tensor) -> torch.Tensor:
+        return self.head.whole(self.hidden_TRD).flatten(0, 1)[chosen_N]
+
+    def _put(self, values_N: torch.Tensor, chosen_N: torch.Tensor) -> torch.Tensor:
+        """Values of chosen positions of every context-parallel rank at the caller's places."""
+        layout = self.microbatch.layout
+        shape_TR, rest = layout.sources_CTR.shape[1:], values_N.shape[1:]
+        flat = values_N.new_zeros(shape_TR.numel(), *rest).index_put((chosen_N,), values_N)
+        return layout.put(_gather_copies(flat.view(*shape_TR, *rest), self.context_group))
+
+
+def _gather_copies(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Every context-parallel rank's values, `[C, ...]`, differentiable: all ranks are expected to
+    compute the same from the result.
+    """
+    if group.size() == 1:
+        return values.unsqueeze(0)
+    gathered: torch.Tensor = _GatherCopies.apply(values, group)
+    return gathered
+
+
+class _GatherCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.rank = group.rank()
+        gathered = values.new_empty(group.size() * values.size(0), *values.shape[1:])
+        dist.all_gather_into_tensor(gathered, values.contiguous(), group=group)
+        return gathered.view(group.size(), *values.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        # Each rank holds the whole gradient of the one loss: its part is all it needs.
+        return grad[ctx.rank].contiguous(), None

@@ -1,0 +1,251 @@
+"""Where a policy's parameters, gradients and optimizer state are, and the state it is in; knows no
+batches and no verbs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+import torch
+
+from megatron_policy.device import is_accelerated
+from megatron_policy.device.caches import release_cached
+from megatron_policy.errors import CheckpointError, ConfigError, RefitError, TransitionError
+from megatron_policy.memory.offloader import Resize, Shelf
+from megatron_policy.memory.pinned_pool import HostPool
+from megatron_policy.memory.states import (
+    STATES,
+    TO_READ,
+    TRAIN,
+    Kind,
+    MemoryState,
+    Need,
+    Storages,
+    check_permits,
+    kinds_of,
+    listed,
+    state_of,
+    stopped_before,
+)
+
+Item = TypeVar("Item")
+
+# Gradients first: they cost no copy.
+_LEAVING = (Kind.GRADIENTS, Kind.OPTIMIZER, Kind.PARAMETERS)
+_STEP_OPEN = (
+    "a training step is open: call finish_train_step(), or abort_train_step() to drop its gradients"
+)
+
+
+class Holder(Protocol):
+    """Whose memory it is: a training engine."""
+
+    def storages(self) -> Storages:
+        """What is on the device now, by kind."""
+
+    def forget_gradients(self) -> None:
+        """Let go of gradients outside the buffers."""
+
+    def manages(self, model: object) -> bool:
+        """Whether `model` is one of its modules."""
+
+
+class DeviceMemory:
+    """A policy's memory in one of the named states.
+
+    Storages are emptied and refilled in place, so that every view of them stays valid. Gradients
+    are not copied: a training step starts from zeros. The reference policy's weights are no
+    business of this: they lie in host memory at all times and share nothing with the device.
+
+    `move` is whether parameters and optimizer state are really moved: by default on a GPU. On the
+    CPU there is nothing to gain; there the states and their refusals are the same, and gradients
+    are freed. `pool` makes the host memory of one kind; `resize` gives a storage its bytes. `agree`
+    is collective and raises RefitError where any rank passed it a failure; `settle` waits for what
+    is on its way to the memory, `still` for those who read it beside.
+    """
+
+    def __init__(
+        self,
+        holder: Holder,
+        *,
+        move: bool | None = None,
+        pool: Callable[[], HostPool] = HostPool,
+        resize: Resize = torch.UntypedStorage.resize_,
+        agree: Callable[[Exception | None], object] = lambda failure: None,
+        settle: Callable[[], object] = lambda: None,
+        still: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._holder = holder
+        self._agree, self._settle, self._still = agree, settle, still
+        moves = is_accelerated() if move is None else move
+        self._shelves = {Kind.GRADIENTS: Shelf(None, resize)}
+        if moves:
+            self._shelves |= {k: Shelf(pool(), resize) for k in (Kind.OPTIMIZER, Kind.PARAMETERS)}
+        self._whole = set(Kind)
+        self._holders: list[str] = []
+        self.spoiled = ""
+        """Why what is held is of no use, if so."""
+        self.step_open = False
+        """Whether gradients are being added up for a step that is not taken yet."""
+        self._state = TRAIN
+
+    @property
+    def state(self) -> MemoryState:
+        """The state that the last call left."""
+        return self._state
+
+    def check(self, operation: str, need: Need, *, mends: bool = False) -> None:
+        """ConfigError unless the state permits `operation`, as "train()", and what is at work.
+
+        CheckpointError where what is held is `spoiled`, unless the operation `mends` it.
+        """
+        if self.spoiled and not mends:
+            raise CheckpointError(
+                f"{operation} would use weights that are partly old and partly new: "
+                f"{self.spoiled}. Call load_checkpoint() again"
+            )
+        if self.step_open and not need.within_step:
+            raise ConfigError(f"{operation} has to wait: {_STEP_OPEN}")
+        check_permits(self._state, operation, need)
+        if need.alone and self._holders:
+            raise ConfigError(f"{operation} has to wait until {self._holders[-1]} has ended")
+
+    def ready(self, operation: str, need: Need = TO_READ, *, mends: bool = False) -> None:
+        """`check`, and the parameters are as the last step left them; for one who writes, nobody
+        reads them beside.
+        """
+        self.check(operation, need, mends=mends)
+        self._settle()
+        if need.writes:
+            self._still()
+
+    @contextmanager
+    def held(self, by: str) -> Iterator[None]:
+        """Within this context nothing is moved: `by`, as "the reference policy", is at work."""
+        self._holders.append(by)
+        try:
+            yield
+        finally:
+            self._holders.remove(by)
+
+    def during(self, by: str, need: Need, items: Iterable[Item]) -> Iterator[Item]:
+        """`items`, and nothing is moved until they end; ConfigError if they cannot begin."""
+        self.check(by, need)
+        with self.held(by):
+            yield from items
+
+    def enter(self, target: MemoryState) -> None:
+        """Be in `target`, whatever the state is now; a second time does nothing.
+
+        ConfigError while something holds the memory, or if it would lose the gradients of a step
+        that is open. TransitionError if there is no room on the side that is moved to, here or on
+        another rank that `agree` hears of: `state` then tells what is whole here, and a repeat goes
+        on.
+        """
+        if self._holders:
+            raise ConfigError(
+                f"the policy cannot go to the {target.name} state while {self._holders[-1]} is at "
+                f"work: it is {self._state} until that ends"
+            )
+        if self.step_open and Kind.GRADIENTS not in target.holds:
+            raise ConfigError(
+                f"the {target.name} state would lose gradients: {_STEP_OPEN}. To read in between, "
+                "call prepare_for_lp_inference(keep_train_buffers=True)"
+            )
+        failure = None
+        try:
+            self._settle()
+            self._still()
+            self._empty([kind for kind in _LEAVING if kind not in target.holds])
+            self._refill([kind for kind in Kind if kind in target.holds])
+        except (RuntimeError, MemoryError) as error:
+            failure = error
+        self._state = target if failure is None else stopped_before(target, self._whole)
+        if failure is None:
+            self._check_ceiling()
+        self._agree_on(target, failure)
+
+    def _agree_on(self, target: MemoryState, failure: Exception | None) -> None:
+        """TransitionError on every rank if it failed on one: the others would go on alone, and wait
+        for it in the next call.
+        """
+        why = "" if failure is None else f"{failure}. The policy is {self._state}"
+        try:
+            self._agree(RuntimeError(why) if why else None)
+        except RefitError as error:
+            why, failure = str(error), failure or error
+        if failure is not None:
+            raise TransitionError(
+                f"no way to the {target.name} state: {why}. Make room and repeat the call: it goes "
+                "on where it stopped"
+            ) from failure
+
+    def offload(self, what: str | Iterable[str]) -> None:
+        """Move these kinds to the host; the others stay where they are."""
+        self.enter(state_of(self._whole - kinds_of(what)))
+
+    def onload(self, what: str | Iterable[str]) -> None:
+        """Move these kinds to the device; the others stay where they are, as they are: gradients
+        that are there keep their content.
+        """
+        self.enter(state_of(self._whole | kinds_of(what)))
+
+    def manages(self, model: object) -> bool:
+        """Whether `model` is a module of this policy, wrapped for training or not."""
+        return self._holder.manages(model)
+
+    def resident_bytes(self) -> dict[Kind, int]:
+        """Bytes on the device now, by kind."""
+        found = self._holder.storages()
+        return {kind: sum(each.nbytes() for each in found[kind]) for kind in Kind}
+
+    def ceilings(self) -> dict[str, int]:
+        """The bytes that each state holds on the device, asserted after every transition.
+
+        The first optimizer step raises them: it makes the optimizer's moments.
+        """
+        here = self.resident_bytes()
+        whole = {kind: here[kind] + self._bytes_away(kind) for kind in Kind}
+        return {
+            state.name: sum(whole[kind] for kind in Kind if self._stays(kind, state))
+            for state in STATES
+        }
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that are kept for the copies, now or the next time."""
+        return sum(shelf.host_bytes for shelf in self._shelves.values())
+
+    def _empty(self, leaving: Sequence[Kind]) -> None:
+        if Kind.GRADIENTS in leaving:
+            self._holder.forget_gradients()
+        here = self._holder.storages()
+        moving = [kind for kind in leaving if here[kind] and kind in self._shelves]
+        for kind in leaving:
+            self._whole.discard(kind)
+            if kind in moving:
+                self._shelves[kind].empty(here[kind])
+        if moving:
+            release_cached()
+
+    def _refill(self, arriving: Sequence[Kind]) -> None:
+        for kind in arriving:
+            if self._bytes_away(kind):
+                self._shelves[kind].refill()
+            self._whole.add(kind)
+
+    def _stays(self, kind: Kind, state: MemoryState) -> bool:
+        return kind in state.holds or kind not in self._shelves
+
+    def _bytes_away(self, kind: Kind) -> int:
+        return self._shelves[kind].nbytes if kind in self._shelves else 0
+
+    def _check_ceiling(self) -> None:
+        here = self.resident_bytes()
+        for kind in Kind:
+            stays = self._stays(kind, self._state)
+            stray = self._bytes_away(kind) if stays else here[kind]
+            where = "still in host memory" if stays else "still on the device"
+            assert not stray, f"{self._state}, with {stray} bytes of {listed([kind])} {where}"

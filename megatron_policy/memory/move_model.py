@@ -1,0 +1,55 @@
+"""Moving a model by name of the device, as the host's workers offer it; knows no states."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+
+from megatron_policy.device import current_device
+from megatron_policy.device.caches import release_cached
+from megatron_policy.memory.device_memory import DeviceMemory
+from megatron_policy.memory.states import Kind
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def move_to_device(memory: DeviceMemory, model: Model, device: str | torch.device) -> Model:
+    """`model`, with its parameters and buffers on `device`.
+
+    A chunk of the policy moves with all its parameters, as `offload` and `onload` do: "cpu" is host
+    memory, anything else the policy's device. Another model moves by itself.
+    """
+    if not memory.manages(model):
+        return model.to(device)
+    if torch.device(device).type == "cpu":
+        memory.offload(Kind.PARAMETERS)
+    else:
+        memory.onload(Kind.PARAMETERS)
+    return model
+
+
+def move_to_host(memory: DeviceMemory, model: Model) -> Model:
+    """`model`, with its parameters and buffers in host memory; the device's are given back."""
+    moved = move_to_device(memory, model, "cpu")
+    release_cached()
+    return moved
+
+
+def move_to_own_device(memory: DeviceMemory, model: Model) -> Model:
+    """`model`, with its parameters and buffers on the device that the policy computes on."""
+    if memory.manages(model):
+        memory.onload(Kind.PARAMETERS)
+        return model
+    return model.to(current_device())
+
+
+def move_buffers(memory: DeviceMemory, model: Model, device: str | torch.device) -> Model:
+    """`model`, with its buffers on `device`; those of the policy's chunks travel with the
+    parameters and stay with them.
+    """
+    if not memory.manages(model):
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(device)
+    return model

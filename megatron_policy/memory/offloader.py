@@ -1,0 +1,114 @@
+"""Empties device storages in place and refills them from host copies; knows not what they hold.
+
+Only the memory behind a storage goes and comes: tensors, and views of them, stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron_policy.device import synchronize
+from megatron_policy.memory.pinned_pool import HostPool, Region
+
+Resize = Callable[[torch.UntypedStorage, int], object]
+"""Gives a storage its bytes; RuntimeError if there is no room."""
+
+
+@dataclass(frozen=True)
+class _Emptied:
+    """A storage without memory, and its content; None is content that nobody needs."""
+
+    storage: torch.UntypedStorage
+    nbytes: int
+    copy: Region | None
+
+
+class Shelf:
+    """The emptied storages of one kind. Their copies lie in `pool`; without one what comes back is
+    zeros.
+
+    If a call fails half-way, each storage is either on the device or on the shelf, and the same
+    call goes on from there.
+    """
+
+    def __init__(
+        self, pool: HostPool | None, resize: Resize = torch.UntypedStorage.resize_
+    ) -> None:
+        self._pool, self._resize = pool, resize
+        self._emptied: deque[_Emptied] = deque()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the emptied storages had."""
+        return sum(each.nbytes for each in self._emptied)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory kept for the copies, now or the next time."""
+        return 0 if self._pool is None else self._pool.nbytes
+
+    def empty(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Copy each storage's content to the host and free its memory."""
+        try:
+            for storage in storages:
+                self._emptied.append(self._copied(storage))
+                storage.resize_(0)
+        finally:
+            synchronize()
+
+    def refill(self) -> None:
+        """Give every emptied storage its memory and content back, in the order they went."""
+        arrived: list[_Emptied] = []
+        try:
+            while self._emptied:
+                self._restore(self._emptied[0])
+                arrived.append(self._emptied.popleft())
+        finally:
+            synchronize()
+            self._free(arrived)
+
+    def _copied(self, storage: torch.UntypedStorage) -> _Emptied:
+        nbytes = storage.nbytes()
+        region = None if self._pool is None else self._pool.take(nbytes)
+        for piece, part in _pairs(region or (), storage):
+            piece.copy_(part, non_blocking=True)
+        return _Emptied(storage, nbytes, region)
+
+    def _restore(self, emptied: _Emptied) -> None:
+        storage = emptied.storage
+        assert storage.nbytes() == 0, "somebody else has given an emptied storage memory"
+        self._resize(storage, emptied.nbytes)
+        try:
+            if emptied.copy is None:
+                _bytes_of(storage).zero_()
+            for piece, part in _pairs(emptied.copy or (), storage):
+                part.copy_(piece, non_blocking=True)
+        except BaseException:
+            storage.resize_(0)
+            raise
+
+    def _free(self, arrived: Iterable[_Emptied]) -> None:
+        """Copies whose content has arrived are free for the next time."""
+        if self._pool is not None and not self._emptied:
+            self._pool.reset()
+        elif self._pool is not None:
+            for each in arrived:
+                self._pool.give_back(each.copy or ())
+
+
+def _pairs(
+    region: Region, storage: torch.UntypedStorage
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each piece of the region with the part of the storage that it holds."""
+    content, start = _bytes_of(storage), 0
+    for piece in region:
+        yield piece, content[start : start + piece.numel()]
+        start += piece.numel()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,122 @@
+"""Which of a policy's memory is on the device in which state, and what each state permits; knows
+neither tensors nor devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import torch
+
+from megatron_policy.errors import ConfigError
+
+
+class Kind(StrEnum):
+    """What a policy keeps on its device."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+
+
+Storages = dict[Kind, list[torch.UntypedStorage]]
+
+ALL = frozenset(Kind)
+WEIGHTS = frozenset({Kind.PARAMETERS})
+NOTHING: frozenset[Kind] = frozenset()
+
+
+@dataclass(frozen=True)
+class MemoryState:
+    """A name and the kinds that are on the device, whole and usable, in it."""
+
+    name: str
+    holds: frozenset[Kind]
+
+    def __str__(self) -> str:
+        """As it stands in messages after "the policy is"."""
+        if self == IDLE:
+            return f"{self.name} (its weights are in host memory)"
+        return f"in state {self.name!r} (on the device: {listed(self.holds)})"
+
+
+TRAIN = MemoryState("train", ALL)
+LOGPROB = MemoryState("logprob", WEIGHTS)
+REFIT = MemoryState("refit", WEIGHTS)
+IDLE = MemoryState("idle", NOTHING)
+STATES = (TRAIN, LOGPROB, REFIT, IDLE)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What an operation must find on the device, and the call that brings it there.
+
+    `alone` is whether nothing else may be at work on the weights meanwhile, `within_step` whether
+    it may come between the parts of a training step, `writes` whether it may change them.
+    """
+
+    holds: frozenset[Kind]
+    said: str
+    call: str
+    alone: bool = True
+    within_step: bool = False
+    writes: bool = False
+
+
+TO_TRAIN = Need(ALL, "the train state", "prepare_for_training()")
+TO_GO_ON = replace(TO_TRAIN, within_step=True)
+TO_READ = Need(
+    WEIGHTS,
+    "the weights on the device",
+    "prepare_for_lp_inference()",
+    alone=False,
+    within_step=True,
+)
+TO_WRITE = replace(TO_READ, writes=True)
+TO_EXCHANGE = replace(TO_WRITE, alone=True)
+TO_SAVE = Need(
+    frozenset({Kind.PARAMETERS, Kind.OPTIMIZER}),
+    "weights and optimizer state on the device",
+    "prepare_for_training()",
+)
+TO_REFIT = Need(WEIGHTS, "the weights on the device", "offload_before_refit()")
+
+
+def check_permits(state: MemoryState, operation: str, need: Need) -> None:
+    """ConfigError unless `state` holds what `operation` needs; it names the state, the operation
+    and the call that mends it.
+    """
+    if not need.holds <= state.holds:
+        raise ConfigError(
+            f"{operation} needs {need.said}; the policy is {state}: call {need.call} first"
+        )
+
+
+def state_of(holds: Collection[Kind]) -> MemoryState:
+    """The state that a policy is in by what it holds, where no transition has named it."""
+    held = frozenset(holds)
+    whole = (state for state in (TRAIN, LOGPROB, IDLE) if state.holds == held)
+    return next(whole, MemoryState("partial", held))
+
+
+def stopped_before(target: MemoryState, holds: Collection[Kind]) -> MemoryState:
+    """The state after a transition to `target` that failed half-way; `holds` are the kinds that
+    are whole.
+    """
+    return MemoryState(f"interrupted on the way to {target.name}", frozenset(holds))
+
+
+def kinds_of(what: str | Iterable[str]) -> frozenset[Kind]:
+    """The kinds that a caller names, one or several; ConfigError for what is none."""
+    names = [what] if isinstance(what, str) else list(what)
+    unknown = sorted({str(name) for name in names} - {str(kind) for kind in Kind})
+    if unknown:
+        raise ConfigError(f"{', '.join(unknown)} cannot be moved; legal: {listed(ALL)}")
+    return frozenset(Kind(name) for name in names)
+
+
+def listed(kinds: Collection[Kind]) -> str:
+    """Kinds in their order, for messages."""
+    return ", ".join(kind.value for kind in Kind if kind in kinds) or "nothing"

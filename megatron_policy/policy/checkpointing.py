@@ -1,0 +1,228 @@
+"""A policy's saves and loads: what is written of it, and what it is after reading.
+
+Knows neither formats nor how ranks meet.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_policy.checkpoint import common_state as common
+from megatron_policy.checkpoint import tracker as finding
+from megatron_policy.checkpoint.contents import Contents, Rest
+from megatron_policy.checkpoint.loading import Found, Loader, Reading
+from megatron_policy.checkpoint.report import LoadReport, check_host_data
+from megatron_policy.checkpoint.saving import Model, Part, Saver, write_tokenizer
+from megatron_policy.config import PolicyConfig
+from megatron_policy.converters.hf_files import side_contents, side_files
+from megatron_policy.converters.hf_location import locate
+from megatron_policy.converters.publishing import check_replaceable
+from megatron_policy.converters.raw_files import RawFiles
+from megatron_policy.coordination.barrier import Coordinator
+from megatron_policy.errors import ConfigError
+from megatron_policy.memory.states import TO_REFIT, TO_SAVE
+from megatron_policy.policy.session import Session
+from megatron_policy.weights.load import refuse_unfilled
+
+_log = logging.getLogger(__name__)
+
+AnyPath = str | PathLike[str]
+
+
+class Checkpoints:
+    """One rank's end of all saves and loads of its policy; every method is collective."""
+
+    def __init__(
+        self,
+        session: Session,
+        config: PolicyConfig,
+        tokenizer: Any,
+        generators: Mapping[str, torch.Generator],
+    ) -> None:
+        """`generators` draw the random numbers that are the policy's own, by name."""
+        self._session, self._config, self._tokenizer = session, config, tokenizer
+        self._engine = session.engine
+        self._contents = Contents(session.engine, generators)
+        store = dist.distributed_c10d._get_default_store()
+        size = session.topology.world_size
+        self._coordinator = Coordinator(store, session.rank, size, config.checkpoint_timeout_s)
+        side_files(locate(config.model_name))  # which every rank refuses, or none
+        self._side = side_contents(config.model_name) if session.rank == 0 else {}
+        model = Model(self._engine.table, session.topology, self._side)
+        self._saver = Saver(model, self._coordinator)
+        session.engine.pending_reads.add(self._saver.copied)
+        if config.megatron_cfg.checkpoint.async_save:
+            self._saver.reserve(self._contents.nbytes)
+
+    def save(
+        self,
+        step: int,
+        weights_path: AnyPath,
+        optimizer_path: AnyPath | None,
+        tokenizer_path: AnyPath | None,
+        host_data: Mapping[str, Any] | None,
+        hf_export: AnyPath | None,
+        onload: bool,
+    ) -> None:
+        """Write `iter_<step>` in `weights_path`: weights, counters and random numbers, and with
+        `optimizer_path`, which may be the same, the optimizer's state. The tokenizer goes to a
+        directory of its own as well, if that is asked for.
+
+        `host_data`, plain values, comes back with the report of a load. `hf_export` is where the
+        caller exports to when this is done: what would refuse that, refuses this. With `onload`
+        what is saved comes to the device first, and stays there; without, it has to be there. With
+        `megatron_cfg.checkpoint.async_save` this returns while all is being copied to host memory:
+        whatever changes or moves the policy's memory waits for that.
+        CheckpointError, on every rank, if this save or the one before failed: the checkpoints
+        before are as they were, and nothing is left of the new one, unless the words say so.
+        """
+        weights, optimizer = _absolute(weights_path), _absolute(optimizer_path)
+        assert weights is not None
+        need = TO_REFIT if optimizer is None else TO_SAVE
+        memory = self._session.memory
+
+        def check() -> None:
+            if optimizer is not None and not self._contents.has_optimizer:
+                raise ConfigError(
+                    "this policy was made with init_optimizer=False and has no optimizer to save: "
+                    "leave optimizer_path out"
+                )
+            check_host_data(host_data or {})
+            here = replace(need, holds=frozenset()) if onload else need
+            memory.check("save_checkpoint()", here)
+            if hf_export is not None:
+                check_export(hf_export, weights_path, optimizer_path)
+                if self._session.rank == 0:  # which reads what it copies from there
+                    side_contents(self._config.model_name)
+            if tokenizer_path is not None and self._session.rank == 0:
+                write_tokenizer(self._side, self._tokenizer, Path(tokenizer_path))
+
+        def parts() -> list[Part]:
+            if onload:
+                memory.onload(need.holds)
+            memory.ready("save_checkpoint()", need)
+            return self._contents.parts(step, weights, optimizer, host_data or {})
+
+        wait = not self._config.megatron_cfg.checkpoint.async_save
+        purpose = f"save step {step} to {weights}, its optimizer to {optimizer}"
+        self._saver.save(purpose, step, check, parts, wait=wait)
+
+    def load(
+        self,
+        weights_path: AnyPath,
+        optimizer_path: AnyPath | None,
+        fresh_optimizer: bool | None = None,
+    ) -> LoadReport:
+        """Be what was saved last in `weights_path`, or in that `iter_*` directory, and report what
+        was restored. The reference policy stays what it is.
+
+        CheckpointError, on every rank and before anything is changed, for a checkpoint that is not
+        there, damaged, of another model or a newer version, or without the optimizer's state, which
+        only `fresh_optimizer` (by default the configuration's) allows to be missing.
+        """
+        if fresh_optimizer is None:
+            fresh_optimizer = self._config.megatron_cfg.checkpoint.fresh_optimizer
+        weights, optimizer = _absolute(weights_path), _absolute(optimizer_path)
+        assert weights is not None
+        purpose = f"load {weights}, its optimizer from {optimizer}, {fresh_optimizer=}"
+        loader = Loader(self._engine.table, self._engine.place, self._coordinator, purpose)
+        loader.together("ready", self._before_loading)
+        moments = self._moments() if self._contents.has_optimizer else None
+        found = loader.find(weights, optimizer, moments=moments, fresh=fresh_optimizer)
+        loader.verify(found)
+        prepared = loader.opened(partial(self._prepared, found))
+        with prepared as (reading, rest), self._changing(found):
+            loader.together("read", lambda: self._fill(reading))
+            report = loader.together("restored", lambda: self._contents.restored(found, rest))
+        loader.part()
+        if self._session.rank == 0:
+            _log.log(logging.WARNING if report.not_restored else logging.INFO, "%s", report)
+        return report
+
+    def start_from(
+        self, weights_path: AnyPath | None, optimizer_path: AnyPath | None
+    ) -> LoadReport | None:
+        """`load` for a policy that is being made, and ends if it fails; nothing without a path."""
+        if weights_path is None:
+            return None
+        try:
+            return self.load(weights_path, optimizer_path)
+        except BaseException:
+            self._session.close()
+            raise
+
+    def finish(self) -> None:
+        """Wait for a save under way; CheckpointError if it failed."""
+        self._saver.finish()
+
+    def leave(self) -> None:
+        """`finish` for good: rank 0 waits for the others, see `Session.leave`."""
+        self.finish()
+        self._session.leave(self._coordinator.lost_a_rank)
+
+    def _before_loading(self) -> None:
+        self._saver.finish()
+        need = TO_SAVE if self._contents.has_optimizer else TO_REFIT
+        self._session.memory.ready("load_checkpoint()", need, mends=True)
+
+    def _moments(self) -> tuple[str, ...]:
+        """What the configured optimizer keeps of each parameter."""
+        settings = self._config.megatron_cfg.optimizer
+        if settings.optimizer == "adam":
+            return ("exp_avg", "exp_avg_sq")
+        return ("momentum_buffer",) if settings.sgd_momentum else ()
+
+    @contextmanager
+    def _changing(self, found: Found) -> Iterator[None]:
+        """While the policy is between two states it is of no use, and says so if it stays there."""
+        self._session.memory.spoiled = f"the load of {found.root} was not finished"
+        yield
+        self._session.memory.spoiled = ""
+
+    def _prepared(self, found: Found, files: RawFiles) -> tuple[Reading, Rest]:
+        """All that will be read and set, looked up before anything is changed."""
+        engine = self._engine
+        held = self._contents.held(with_states=found.optimizer is not None)
+        reading = Reading(found, files, engine.table, engine.place, held)
+        return reading, self._contents.examined(found, reading)
+
+    def _fill(self, reading: Reading) -> None:
+        reading.fill()
+        if self._session.unfilled:
+            refuse_unfilled((entry.megatron, parameter) for entry, parameter in self._engine.held)
+            self._session.unfilled = False
+
+
+def source_dtypes(weights_path: AnyPath | None) -> dict[str, torch.dtype] | None:
+    """The dtypes that the weights had in Hugging Face format, as a checkpoint tells; None without a
+    path. CheckpointError when there is no checkpoint.
+    """
+    path = _absolute(weights_path)
+    return None if path is None else common.source_dtypes(finding.find(path))
+
+
+def check_export(export: AnyPath | None, *saved: AnyPath | None) -> None:
+    """ConfigError unless a Hugging Face checkpoint can be put there, beside what is saved."""
+    target = _absolute(export)
+    if target is None:
+        return
+    for root in filter(None, map(_absolute, saved)):
+        if target == root or root in target.parents or target in root.parents:
+            raise ConfigError(
+                f"hf_export={target} and checkpoints in {root}: choose a directory of its own"
+            )
+    check_replaceable(target, overwrite=True)
+
+
+def _absolute(path: AnyPath | None) -> Path | None:
+    return None if path is None else Path(path).expanduser().absolute()

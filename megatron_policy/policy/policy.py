@@ -1,0 +1,252 @@
+"""One rank's policy: about ten verbs over a built model; knows nothing of Ray or hosts.
+
+Shapes: B rows of this data-parallel rank, S positions, K candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from functools import partial
+from os import PathLike
+from typing import Any
+
+import torch
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.checkpoint.report import LoadReport
+from megatron_policy.config import PolicyConfig
+from megatron_policy.interfaces.engine import EngineBuilder
+from megatron_policy.interfaces.loss import LossFunction
+from megatron_policy.lm_head.sampling import Continuations
+from megatron_policy.memory.states import (
+    TO_EXCHANGE,
+    TO_READ,
+    TO_REFIT,
+    TO_TRAIN,
+    TO_WRITE,
+)
+from megatron_policy.policy.checkpointing import AnyPath, Checkpoints, source_dtypes
+from megatron_policy.policy.generation import Continuing
+from megatron_policy.policy.session import Session
+from megatron_policy.refit.delivery import Sink, deliver
+from megatron_policy.refit.iterate import tensors
+from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.transports.disk import (
+    DEFAULT_MAX_SHARD_BYTES,
+    export_checkpoint,
+)
+from megatron_policy.training import step
+from megatron_policy.training.accumulate import SplitTraining
+from megatron_policy.training.batching import batcher_of
+from megatron_policy.training.scoring import Scorer
+
+
+class MegatronPolicy:
+    """A Hugging Face checkpoint as a Megatron-Core model: train it, read it, write it back.
+
+    Every rank of the layout makes one, under torchrun, in Ray workers, or alone in one process.
+    Every method is collective: all ranks call it, in the same order, each data-parallel replica
+    with rows of its own and all ranks of a replica with the same rows. `split` trains in parts.
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig | Mapping[str, Any],
+        tokenizer: Any = None,
+        *,
+        weights_path: AnyPath | None = None,
+        optimizer_path: AnyPath | None = None,
+        init_optimizer: bool = True,
+        init_reference_model: bool = True,
+        timeout_s: float | None = None,
+        engine: EngineBuilder | None = None,
+    ) -> None:
+        """Join the process group, build this rank's part of the model and load its weights.
+
+        `tokenizer` is anything with `pad_token_id` and `eos_token_id`; only `generate` needs one.
+        With `weights_path` it starts from a checkpoint, whose report is `loaded`; the reference is
+        `config.model_name`, which without one needs no weights. No collective waits longer than
+        `timeout_s` seconds, by default the config's `collective_timeout_s`. `engine` builds this
+        rank's part of the model: Megatron-Core does, unless another is given. ConfigError for a
+        layout that is not legal; ConversionError or CheckpointError for files that do not fit.
+        """
+        self.config = PolicyConfig.parse(config)
+        self.tokenizer = tokenizer
+        self._session = Session(
+            self.config,
+            init_optimizer=init_optimizer,
+            init_reference_model=init_reference_model,
+            timeout_s=self.config.collective_timeout_s if timeout_s is None else timeout_s,
+            source_dtypes=None if init_reference_model else source_dtypes(weights_path),
+            builder=engine or _megatron_core(),
+        )
+        self.rank, self.topology = self._session.rank, self._session.topology
+        self.coords, self._engine = self._session.coords, self._session.engine
+        self._batcher = batcher_of(self.config, self.topology, self._engine.table.architecture)
+        self._scorer = Scorer(self._engine, self._batcher, self.config.logprob_batch_size)
+        self.exporter, self.memory = self._session.exporter, self._session.memory
+        self.split = SplitTraining(
+            self.config, self._engine, self._batcher, self.memory, self._step_taken
+        )
+        self._continue = Continuing(
+            self.config, tokenizer, self._engine, self.coords.dp, self._batcher.longest.tokens
+        )
+        draws = {"sampling": self._continue.generator}
+        self._checkpoints = Checkpoints(self._session, self.config, tokenizer, draws)
+        self.loaded = self._checkpoints.start_from(weights_path, optimizer_path)
+        self.steps = 0 if self.loaded is None else self.loaded.step
+
+    def train(
+        self,
+        data: BatchedDataDict,
+        loss_fn: LossFunction,
+        *,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """One optimizer step for each `gbs` samples (of all replicas), in microbatches of `mbs`.
+
+        `data` is this replica's share: `input_ids` int64 `[B, S]` right padded, `sample_mask`
+        `[B]`, `token_mask` `[B, S]` and whatever the loss reads. Returns what `train.step.train`
+        does. `eval_mode` computes the loss only. BatchError for data, LossError for a loss that
+        cannot be trained on, on every rank; the policy is unharmed.
+        """
+        trainable = None if eval_mode else self._session.trainable
+        self.memory.check("train()", TO_READ if eval_mode else TO_TRAIN)
+        if not eval_mode:
+            self._session.stepped()
+        sizes = step.sizes_of(self.config, gbs, mbs)
+        run = partial(step.train, self._engine, trainable, self._batcher, data, loss_fn)
+        return run(*sizes, stepped=self._step_taken)
+
+    def _step_taken(self) -> None:
+        self._session.stepped()
+        self.steps += 1
+
+    def logprobs(
+        self, data: BatchedDataDict, *, micro_batch_size: int | None = None
+    ) -> torch.Tensor:
+        """fp32 `[B, S]`: `log p(token t | those before)`; 0 at t = 0 and beyond `input_lengths`."""
+        self.memory.ready("logprobs()")
+        return self._scorer.logprobs(data, micro_batch_size)
+
+    def entropy(
+        self, data: BatchedDataDict, *, micro_batch_size: int | None = None
+    ) -> torch.Tensor:
+        """fp32 `[B, S]`, in nats: of the distribution token t is drawn from; 0 at t = 0."""
+        self.memory.ready("entropy()")
+        return self._scorer.entropy(data, micro_batch_size)
+
+    def reference_logprobs(
+        self, data: BatchedDataDict, *, micro_batch_size: int | None = None
+    ) -> torch.Tensor:
+        """`logprobs` under the weights this policy started from."""
+        with self.reference():
+            return self.logprobs(data, micro_batch_size=micro_batch_size)
+
+    def topk_logits(
+        self, data: BatchedDataDict, k: int, *, micro_batch_size: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `k` largest logits at each position, fp32, and their tokens, int64: `[B, S, K]`."""
+        self.memory.ready("topk_logits()")
+        return self._scorer.topk_logits(data, k, micro_batch_size)
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """In this context the policy has its starting weights, afterwards its own, bit for bit."""
+        reference = self._session.reference
+        self.memory.ready("reference_logprobs()", TO_EXCHANGE)
+        with reference.active(), self.memory.held("the reference policy"):
+            yield
+
+    def generate(self, data: BatchedDataDict, *, greedy: bool = False) -> Continuations:
+        """Continue right-padded prompts (`input_ids` `[B, S]`, `input_lengths` `[B]`)."""
+        self.memory.ready("generate()")
+        return self._continue(data, greedy)
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's parameters and lasting buffers by their global Megatron-Core names."""
+        self.memory.ready("named_parameters()", TO_WRITE)
+        return ((entry.megatron, parameter) for entry, parameter in self._engine.held)
+
+    def decoder_layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
+        """This rank's decoder layers by global number. They pass on `[S, B, D]`; under sequence
+        parallelism S is this tensor-parallel rank's share of the positions.
+        """
+        return self._engine.decoder_layers()
+
+    def export_hf(
+        self,
+        path: str | PathLike[str],
+        *,
+        max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+        overwrite: bool = False,
+    ) -> None:
+        """Write a Hugging Face checkpoint, in the dtypes of `config.model_name`. The directory
+        appears when it is complete; one that exists is refused unless `overwrite`.
+        """
+        self.memory.ready("export_hf()", TO_REFIT)
+        source = self.config.model_name
+        export_checkpoint(path, self.exporter, source, self.steps, max_shard_bytes, overwrite)
+
+    def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """All weights as Hugging Face tensors by name, on every rank, one after another, on the
+        device; in the checkpoint's dtypes unless `dtype` is given. Iterate to the end: the other
+        ranks do.
+        """
+        self.memory.ready("export()", TO_REFIT)
+        stream = tensors(self.exporter, self.exporter.plan(dtype=dtype))
+        return self.memory.during("export()", TO_REFIT, stream)
+
+    def refit(self, sink: Sink) -> Manifest:
+        """Hand the weights to an engine; returns what this rank has sent. RefitError, on every
+        rank, when any rank's engine refused or did not answer in time; the policy goes on.
+        """
+        self.memory.ready("refit()", TO_REFIT)
+        return deliver(self.exporter, sink, self.steps)
+
+    def save_checkpoint(
+        self,
+        weights_path: AnyPath,
+        optimizer_path: AnyPath | None = None,
+        tokenizer_path: AnyPath | None = None,
+        *,
+        host_data: Mapping[str, Any] | None = None,
+        hf_export: AnyPath | None = None,
+        onload: bool = False,
+    ) -> None:
+        """Write what it takes to go on from here; see `Checkpoints.save`. `hf_export` as well."""
+        self._checkpoints.save(
+            self.steps, weights_path, optimizer_path, tokenizer_path, host_data, hf_export, onload
+        )
+        if hf_export is not None:
+            self.export_hf(hf_export, overwrite=True)
+
+    def load_checkpoint(
+        self,
+        weights_path: AnyPath,
+        optimizer_path: AnyPath | None = None,
+        *,
+        fresh_optimizer: bool | None = None,
+    ) -> LoadReport:
+        """Be what was saved last in `weights_path`; see `Checkpoints.load`."""
+        report = self._checkpoints.load(weights_path, optimizer_path, fresh_optimizer)
+        self.steps = report.step
+        return report
+
+    def finalize_async_save(self) -> None:
+        """Wait for a save under way; CheckpointError if it failed. None may be."""
+        self._checkpoints.finish()
+
+    def shutdown(self) -> None:
+        """Wait for a save under way and leave the process groups; may be called again."""
+        with closing(self._session):
+            self._checkpoints.leave()
+
+
+def _megatron_core() -> EngineBuilder:
+    from megatron_policy.engines.megatron import assemble  # what is not used is not imported
+
+    return assemble

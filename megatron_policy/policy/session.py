@@ -1,0 +1,137 @@
+"""A policy's place among its processes: the group it joined, its coordinates, what was built there.
+
+Knows none of the policy's verbs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from megatron_policy import device
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.layout import check_layout, topology_of
+from megatron_policy.converters.hf_files import read_config
+from megatron_policy.converters.table import bind
+from megatron_policy.coordination.timeouts import checked_timeout
+from megatron_policy.interfaces.engine import EngineBuilder, Trainable, TrainingEngine
+from megatron_policy.memory.device_memory import DeviceMemory
+from megatron_policy.refit.exporter import Exporter
+from megatron_policy.training.reference import ReferenceWeights
+from megatron_policy.weights.load import DTYPES
+
+
+class Session:
+    """Joins the process group, builds this rank's part of the model and loads its weights, or, with
+    `source_dtypes`, leaves them to be filled (see `EngineBuilder.build`).
+
+    ConfigError for a layout that is not legal, ConversionError for a checkpoint that does not match
+    its family's table; after an error nothing is left behind.
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        *,
+        timeout_s: float,
+        init_optimizer: bool,
+        init_reference_model: bool,
+        source_dtypes: Mapping[str, torch.dtype] | None = None,
+        builder: EngineBuilder,
+    ) -> None:
+        assert source_dtypes is None or not init_reference_model, "a reference is what was read"
+        checked_timeout(timeout_s)
+        self._table = bind(read_config(config.model_name))
+        device.place_process()
+        builder.prepare()
+        self._owns_process_group = device.join_process_group(timeout_s)
+        self._open, self._on_their_way = True, False
+        self.unfilled = source_dtypes is not None
+        self._reference: ReferenceWeights | None = None
+        try:
+            self.rank = dist.get_rank()
+            self.topology = topology_of(config, dist.get_world_size())
+            self.coords = self.topology.coords(self.rank)
+            check_layout(config, self._table.architecture, self.topology)
+            self.engine: TrainingEngine = builder.build(
+                config,
+                self._table,
+                self.topology,
+                init_optimizer=init_optimizer,
+                timeout_s=timeout_s,
+                source_dtypes=source_dtypes,
+            )
+            if init_reference_model:
+                self._reference = ReferenceWeights([p for _, p in self.engine.held])
+            self.exporter = Exporter(
+                self.engine,
+                timeout_s=config.refit_timeout_s,
+                bucket_bytes=config.refit_bucket_bytes,
+                dtype=None if config.refit_dtype is None else DTYPES[config.refit_dtype],
+            )
+            self.memory = DeviceMemory(
+                self.engine,
+                agree=self._agree,
+                settle=self.settle,
+                still=self.engine.pending_reads.wait,
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def _agree(self, failure: Exception | None) -> None:
+        self.exporter.begin()
+        self.exporter.agree(failure)
+
+    @property
+    def reference(self) -> ReferenceWeights:
+        """The weights the policy started from; RuntimeError where none were kept."""
+        if self._reference is None:
+            raise RuntimeError(
+                "this policy was made with init_reference_model=False: it has no reference"
+            )
+        return self._reference
+
+    @property
+    def trainable(self) -> Trainable:
+        """What a training step works on; RuntimeError where there is no optimizer."""
+        if self.engine.trainable is None:
+            raise RuntimeError(
+                "this policy was made with init_optimizer=False: it can only train in eval_mode"
+            )
+        return self.engine.trainable
+
+    def stepped(self) -> None:
+        """The optimizer may leave parameters on their way: their gather overlaps what follows."""
+        self._on_their_way = True
+
+    def settle(self) -> None:
+        """Wait for parameters that are on their way."""
+        if self._on_their_way and self.engine.trainable is not None:
+            self.engine.trainable.settle()
+        self._on_their_way = False
+
+    def leave(self, lost_a_rank: bool) -> None:
+        """Call it before `close`. Rank 0, whose process can host the store of the ranks, waits up
+        to 30 s for the others to leave too; not while it handles an error, nor after it
+        `lost_a_rank`.
+        """
+        if self._open and not lost_a_rank and sys.exc_info()[0] is None:
+            self.exporter.leave()
+
+    def close(self) -> None:
+        """Leave the process groups; a second call does nothing: a policy that was made meanwhile
+        keeps its groups.
+        """
+        if not self._open:
+            return
+        self._open = False
+        if hasattr(self, "exporter"):  # there is none after a failed start
+            self.exporter.close()
+        if hasattr(self, "engine"):
+            self.engine.close()
+        if self._owns_process_group:
+            device.leave_process_group()

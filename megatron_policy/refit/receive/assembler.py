@@ -1,0 +1,174 @@
+"""The engine's side of a refit, whatever the transport: collects what arrives, checks that it is
+the complete set, and only then hands it to the engine. Knows neither megatron nor any transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_policy.errors import RefitError
+from megatron_policy.refit.digest import algorithm_for, digest
+from megatron_policy.refit.manifest import Form, Manifest, Sent, listed
+
+Load = Callable[[list[tuple[str, Tensor]]], object]
+"""Copies weights, by Hugging Face name, into an engine; the tensors are only lent to it."""
+
+
+@dataclass
+class Engine:
+    """What an engine keeps between refits.
+
+    `step` is that of the last set it accepted. `mixed` is true from the moment it begins to load
+    until it has accepted a set. `staged` sets are kept in `kept` until they are complete.
+    """
+
+    load: Load
+    expected: dict[str, Form] | None = None
+    staged: bool = True
+    step: int | None = None
+    mixed: bool = False
+    kept: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Intake:
+    """Takes one refit in. Any method may raise RefitError: the set is refused, and this is over."""
+
+    def __init__(self, engine: Engine, algorithm: str | None = None) -> None:
+        """`algorithm` is that of the manifest's digests; None: the one for where tensors lie."""
+        self.arrived: dict[str, Sent] = {}
+        self._engine, self._algorithm = engine, algorithm
+        self._forms = engine.expected
+
+    @property
+    def staged(self) -> bool:
+        """Whether tensors are kept until the set is complete."""
+        return self._engine.staged
+
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """Where staged tensors are kept, in the last refit or this one. A transport may put memory
+        of its own there, and fill it before it has the tensor taken.
+        """
+        return self._engine.kept
+
+    def announce(self, announced: Mapping[str, Form]) -> None:
+        """Names, shapes and dtypes of all that will come, from the trainer."""
+        expected = self._engine.expected
+        if expected is not None:
+            self._compare(expected, announced)
+        self._forms = dict(announced)
+
+    def form(self, name: str) -> Form:
+        """Shape and dtype that tensor will have."""
+        if self._forms is None:
+            raise self._refusal(
+                "shapes and dtypes are not known: give the receiver `expected`, what the trainer's "
+                "prepare_refit_info returned"
+            )
+        if name not in self._forms:
+            raise self._refusal(f"the trainer sends {name}, which this model has not")
+        return self._forms[name]
+
+    def take(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Some of the set, contiguous; their memory is the caller's again when this returns."""
+        taken = [(name, self._taken(name, tensor)) for name, tensor in tensors]
+        if not self._engine.staged:
+            self._load(taken)
+
+    def finish(self, manifest: Manifest) -> Manifest:
+        """Check that all of the set is there as it was sent, and let the engine load it."""
+        engine = self._engine
+        if engine.expected is not None:
+            self._compare(engine.expected, _forms_of(manifest.tensors))
+        if not manifest.tensors:
+            raise self._refusal("the trainer has sent nothing")
+        if engine.step is not None and manifest.step < engine.step:
+            raise self._refusal(
+                f"weights of step {manifest.step} are older than those of step {engine.step}, "
+                "which the engine has accepted. If the trainer went back, set the receiver's "
+                "`step` to None"
+            )
+        if self.arrived and manifest.algorithm != self._algorithm:
+            raise self._refusal(
+                f"the trainer's digests are {manifest.algorithm}, the engine's {self._algorithm}: "
+                "both must keep weights on the same kind of device"
+            )
+        try:
+            manifest.check(self.arrived)
+        except RefitError as error:
+            raise self._refusal(str(error)) from error
+        if engine.staged:
+            engine.kept = {name: engine.kept[name] for name in manifest.tensors}
+            self._load(list(engine.kept.items()))
+        engine.step, engine.mixed = manifest.step, False
+        return manifest
+
+    def _taken(self, name: str, tensor: Tensor) -> Tensor:
+        form = (tuple(tensor.shape), tensor.dtype)
+        if name in self.arrived:
+            raise self._refusal(f"the trainer sent {name} twice")
+        if self._forms is not None and self.form(name) != form:
+            raise self._refusal(f"{name} is {form}, and should be {self.form(name)}")
+        if self._engine.staged:
+            tensor = self._kept(name, tensor)
+        if self._algorithm is None:
+            self._algorithm = algorithm_for(tensor)
+        self.arrived[name] = Sent(*form, digest(tensor, self._algorithm))
+        return tensor
+
+    def _kept(self, name: str, tensor: Tensor) -> Tensor:
+        """A copy, in the memory of the last refit where it fits."""
+        kept = self._engine.kept
+        old = kept.get(name)
+        if old is None or (old.shape, old.dtype, old.device) != (
+            tensor.shape,
+            tensor.dtype,
+            tensor.device,
+        ):
+            kept[name] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        return kept[name].copy_(tensor)
+
+    def _load(self, tensors: list[tuple[str, Tensor]]) -> None:
+        self._engine.mixed = True
+        try:
+            self._engine.load(tensors)
+        except Exception as error:
+            raise self._refusal(
+                f"the engine could not load the weights: {type(error).__name__}: {error}"
+            ) from error
+
+    def _compare(self, expected: Mapping[str, Form], found: Mapping[str, Form]) -> None:
+        differing = [
+            f"{name} {found[name]} instead of {form}"
+            for name, form in expected.items()
+            if name in found and found[name] != form
+        ]
+        problems = [
+            listed(what, names)
+            for what, names in (
+                ("missing", [name for name in expected if name not in found]),
+                ("unknown to it", [name for name in found if name not in expected]),
+                ("of another shape or dtype", differing),
+            )
+            if names
+        ]
+        if problems:
+            raise self._refusal(
+                f"these are not the weights of the engine's model: {'; '.join(problems)}"
+            )
+
+    def _refusal(self, why: str) -> RefitError:
+        state = (
+            "The engine's weights are mixed until the next complete refit"
+            if self._engine.mixed
+            else "The engine keeps the weights it had"
+        )
+        return RefitError(f"{why}. {state}")
+
+
+def _forms_of(tensors: Mapping[str, Sent]) -> dict[str, Form]:
+    return {name: (tuple(sent.shape), sent.dtype) for name, sent in tensors.items()}

@@ -1,0 +1,270 @@
+"""The engine's side of a refit from trainers that are processes of the same group; knows neither
+megatron nor ray. What both sides say to each other is in `calls`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_policy import device
+from megatron_policy.coordination.control_store import ControlStore
+from megatron_policy.coordination.process_group import BoundedProcessGroup, PendingCollective
+from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S, checked_timeout
+from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.receive.assembler import Intake
+from megatron_policy.refit.receive.staging import readers_of
+from megatron_policy.refit.transports.collective.handshake import (
+    ACCEPTED,
+    CALL,
+    OFF,
+    REFUSED,
+    gave_up,
+    group_name,
+    heard,
+    layout_note,
+    note,
+    said,
+    sent_manifest,
+    understood,
+)
+from megatron_policy.refit.transports.collective.stream_layout import Layout
+
+
+def join_collective(
+    ip: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    train_world_size: int | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    *,
+    secret: str | None = None,
+) -> CollectiveGroup:
+    """An engine's membership in a group with trainers; it connects when it first receives.
+
+    (ip, port) is where training rank 0 keeps the group. Ranks of engines follow those of the
+    trainers: 1 .. world_size - 1 without `train_world_size`, as only training rank 0 is in such a
+    group; train_world_size .. world_size - 1 with it. `secret` is the trainer's
+    (`Collective.secret`, the driver's `get_refit_secret()`), which refuses processes that have
+    another. ConfigError for another rank, and without a secret.
+    """
+    checked_timeout(timeout_s)
+    trainers = 1 if train_world_size is None else train_world_size
+    if not trainers <= rank < world_size:
+        raise ConfigError(
+            f"rank {rank} is no engine's: they have {trainers} .. {world_size - 1} in a group of "
+            f"{world_size} with {trainers} training rank(s)"
+        )
+    if secret is None:
+        raise ConfigError(
+            f"the refit group at {ip}:{port} takes only engines with the trainer's secret. Give "
+            "secret=: `Collective.secret` of the trainer, or the driver's `get_refit_secret()`"
+        )
+    board = ControlStore(ip, port, timeout_s, secret)
+    return CollectiveGroup(board, rank - trainers, world_size - trainers, timeout_s)
+
+
+def receive_collective(intake: Intake, group: CollectiveGroup, timeout_s: float) -> Manifest:
+    """One refit, as `CollectiveGroup.receive`."""
+    return group.receive(intake, timeout_s)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A refit that this engine takes part in."""
+
+    number: int
+    layout: Layout
+    bucket_bytes: int
+    made_in: tuple[int, ...]
+    """For each sender the call in which its group was made."""
+
+
+class CollectiveGroup:
+    """An engine's membership in a group with trainers, kept from refit to refit."""
+
+    def __init__(self, board: ControlStore, engine: int, engines: int, timeout_s: float) -> None:
+        """Engine number `engine` of `engines`; see `join_collective`."""
+        self._board = board
+        self._engine, self._engines, self._timeout_s = engine, engines, timeout_s
+        # Tells this process from another that was started in its place.
+        self._process = uuid.uuid4().hex
+        self._session, self._last = "", 0
+        self._layout: tuple[str, Layout] = ("", Layout(()))
+        self._joined: dict[
+            int, tuple[int, BoundedProcessGroup]
+        ] = {}  # by sender; in which call it was made
+
+    def receive(self, intake: Intake, timeout_s: float | None = None) -> Manifest:
+        """One refit: the next that the trainer begins, or one that waits for this engine.
+
+        Returns when the engine has loaded all weights. RefitError when the trainer does not begin,
+        go on or end within `timeout_s` seconds each, gives up, or sends what is refused: the
+        trainer raises too, and the next refit begins anew on both sides.
+        """
+        limit = timeout_s or self._timeout_s
+        call = self._next_call(intake, limit)
+        try:
+            self._join(call, limit)
+            self._take(call, intake)
+            manifest = intake.finish(self._manifest(call, limit))
+        except BaseException as error:
+            self._refuse(call, error)
+            raise
+        self._board.put(note(call.number, "verdict", self._engine), ACCEPTED)
+        return manifest
+
+    def close(self) -> None:
+        """Leave; engines that stay need another process in this one's place."""
+        self._leave()
+        self._board.close()
+
+    def _next_call(self, intake: Intake, limit: float) -> _Call:
+        deadline = time.monotonic() + limit
+        while True:
+            number = self._wait_for_call(deadline, limit)
+            call = self._answer(number, intake, deadline, limit)
+            if call is not None:
+                return call
+
+    def _wait_for_call(self, deadline: float, limit: float) -> int:
+        """The number of a call that is not over and that this process has not answered yet."""
+        missing = f"the trainer has not begun a refit within {limit:g} s"
+        now = self._announced(deadline, missing)
+        if now["session"] != self._session:  # another trainer, which counts anew
+            self._leave()
+            self._session, self._last = now["session"], 0
+        if now["number"] <= max(self._last, now["over"]):
+            self._board.get(note(now["number"] + 1, "offer"), _left(deadline), missing)
+            now = self._announced(deadline, missing)
+        self._last = now["number"]
+        return self._last
+
+    def _announced(self, deadline: float, missing: str) -> dict[str, Any]:
+        content = self._board.get(CALL, _left(deadline), missing)
+        return understood(CALL, content, session=str, number=int, over=int)
+
+    def _answer(self, number: int, intake: Intake, deadline: float, limit: float) -> _Call | None:
+        """Say that this engine is there; None when the call began with another process in its
+        place.
+        """
+        missing = f"the trainer has not gone on with its refit within {limit:g} s"
+        content = self._board.get(note(number, "offer"), _left(deadline), missing)
+        offer = understood("offer", content, layout=str, senders=int, bucket_bytes=int)
+        layout = self._known_layout(offer["layout"], deadline, missing)
+        if offer["senders"] != len(layout.streams) or offer["bucket_bytes"] < 1:
+            raise RefitError(f"the trainer's offer contradicts itself: {offer}")
+        ready = note(number, "ready", self._engine)
+        try:
+            intake.announce(
+                {slot.name: (slot.shape, slot.dtype) for s in layout.streams for slot in s.slots}
+            )
+        except RefitError as error:
+            self._board.put(ready, said({REFUSED: str(error)}))
+            raise
+        groups = {str(sender): made_in for sender, (made_in, _) in self._joined.items()}
+        self._board.put(ready, said({"process": self._process, "groups": groups}))
+        answers = [
+            understood(
+                "go",
+                self._board.get(note(number, "go", sender), _left(deadline), missing),
+                group=int,
+                to=list,
+            )
+            for sender in range(offer["senders"])
+        ]
+        for answer in answers:
+            if OFF in answer:
+                raise RefitError(f"the trainer gave up: {answer[OFF]}")
+        if any(self._process not in answer["to"] for answer in answers):
+            return None
+        made_in = tuple(answer["group"] for answer in answers)
+        return _Call(number, layout, offer["bucket_bytes"], made_in)
+
+    def _known_layout(self, digest: str, deadline: float, missing: str) -> Layout:
+        if self._layout[0] != digest:
+            content = self._board.get(layout_note(digest), _left(deadline), missing)
+            self._layout = (digest, Layout.decoded(content))
+        return self._layout[1]
+
+    def _join(self, call: _Call, limit: float) -> None:
+        """Be in the group of each sender."""
+        for sender, made_in in enumerate(call.made_in):
+            if sender in self._joined:
+                before, channel = self._joined.pop(sender)
+                if before == made_in:
+                    self._joined[sender] = (before, channel)
+                    continue
+                channel.close(broken=True)
+            name, size = group_name(made_in, sender), self._engines + 1
+            channel = self._board.process_group(name, self._engine + 1, size, limit)
+            self._joined[sender] = (made_in, channel)
+
+    def _take(self, call: _Call, intake: Intake) -> None:
+        """Receive all chunks, one of each sender in turn: in an order that all engines keep."""
+        chunks = [list(stream.chunks(call.bucket_bytes)) for stream in call.layout.streams]
+        where = device.current_device()
+        readers = readers_of(call.layout.streams, call.bucket_bytes, where, intake)
+        pending: dict[int, PendingCollective] = {}
+
+        def start(sender: int, number: int) -> None:
+            if number < len(chunks[sender]):
+                room = readers[sender].room(*chunks[sender][number])
+                pending[sender] = self._joined[sender][1].broadcast(room, 0)
+
+        for sender in range(len(chunks)):
+            start(sender, 0)
+        turns = sorted((n, s) for s, of in enumerate(chunks) for n in range(len(of)))
+        for number, sender in turns:
+            with heard(lambda: self._trainers_words(call)):
+                pending[sender].wait()
+            # Where each chunk has memory of its own, the next comes while this one is read.
+            if intake.staged:
+                start(sender, number + 1)
+            intake.take(readers[sender].complete(*chunks[sender][number]))
+            if not intake.staged:
+                start(sender, number + 1)
+
+    def _manifest(self, call: _Call, limit: float) -> Manifest:
+        """What all senders say they have sent."""
+        missing = f"the trainer has not said within {limit:g} s what it has sent"
+        parts = [
+            Manifest.decoded(
+                sent_manifest(self._board.get(note(call.number, "sent", s), limit, missing))
+            )
+            for s in range(len(call.made_in))
+        ]
+        kinds = {(part.step, part.algorithm) for part in parts}
+        if len(kinds) > 1:
+            raise RefitError(f"the trainer's pipeline stages sent different steps: {sorted(kinds)}")
+        tensors = {name: sent for part in parts for name, sent in part.tensors.items()}
+        return Manifest(parts[0].step, parts[0].algorithm, tensors)
+
+    def _trainers_words(self, call: _Call) -> list[str]:
+        """Why senders have given up, if they have."""
+        if not self._board.connected:
+            return []
+        notes = [self._board.find(note(call.number, "sent", s)) for s in range(len(call.made_in))]
+        return [words for words in map(gave_up, notes) if words]
+
+    def _refuse(self, call: _Call, error: BaseException) -> None:
+        """Tell the trainer, then break the connection: it looks for words when it breaks."""
+        if self._board.connected:
+            with contextlib.suppress(RefitError):  # it is gone, and has nobody to tell
+                words = str(error) or type(error).__name__
+                self._board.put(note(call.number, "verdict", self._engine), words.encode())
+        self._leave()
+
+    def _leave(self) -> None:
+        for _, channel in self._joined.values():
+            channel.close(broken=True)
+        self._joined.clear()
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())

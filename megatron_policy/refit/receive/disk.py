@@ -1,0 +1,71 @@
+"""The engine's side of a refit by a directory that a trainer has published; knows neither megatron
+nor ray.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megatron_policy.converters.contained import expanded
+from megatron_policy.converters.hf_files import MANIFEST, HfReader
+from megatron_policy.errors import ConversionError, RefitError
+from megatron_policy.formats.manifest import read_manifest
+from megatron_policy.refit.digest import HOST
+from megatron_policy.refit.manifest import Manifest, Sent
+from megatron_policy.refit.receive.assembler import Intake
+
+_PORTION = 256 * 2**20  # bytes that an engine is given at a time
+
+
+def receive_directory(intake_of: Callable[[str], Intake], path: str | os.PathLike[str]) -> Manifest:
+    """One refit: the weights that `path` has now; does not wait for any.
+
+    `intake_of` takes the name of the digests' algorithm. RefitError where there is no complete
+    directory of a policy, one that is older than what the engine has, damaged, or of another model.
+    """
+    root = expanded(path)
+    try:
+        manifest = _manifest_of(root)
+        with HfReader(root) as reader:
+            intake = intake_of(manifest.algorithm)
+            intake.announce({name: (s.shape, s.dtype) for name, s in manifest.tensors.items()})
+            for names in _portions(reader):
+                intake.take([(name, reader.tensor(name)) for name in names])
+            return intake.finish(manifest)
+    except (ConversionError, OSError) as error:
+        raise RefitError(f"the weights in {root} are refused: {error}") from error
+
+
+def _portions(reader: HfReader) -> Iterator[list[str]]:
+    """What the files hold, in the files' order, some at a time: they are mapped, and a tensor is
+    read when its digest is computed.
+    """
+    names: list[str] = []
+    nbytes = 0
+    for name, shape in reader.shapes.items():
+        names.append(name)
+        nbytes += math.prod(shape) * reader.dtypes[name].itemsize
+        if nbytes >= _PORTION:
+            yield names
+            names, nbytes = [], 0
+    yield names
+
+
+def _manifest_of(root: Path) -> Manifest:
+    """What the directory should hold."""
+    if not root.is_dir():
+        raise RefitError(f"{root} is no directory: the trainer has published nothing there")
+    stated = read_manifest(root)
+    if stated is None or stated.step is None:
+        raise RefitError(
+            f"{root} has no {MANIFEST} that names a step: write it with policy.export_hf, or refit "
+            "with HfDirectory"
+        )
+    tensors = {
+        name: Sent(info.shape, info.dtype, int(digest, 16))
+        for name, (info, digest) in stated.tensors.items()
+    }
+    return Manifest(stated.step, HOST, tensors)

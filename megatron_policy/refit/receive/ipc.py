@@ -1,0 +1,137 @@
+"""The engine's end of both transports through memory shared with a trainer on the same machine.
+
+Knows neither megatron nor the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_policy import device
+from megatron_policy.errors import RefitError
+from megatron_policy.refit.buffers import aligned
+from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.receive.assembler import Intake
+from megatron_policy.refit.transports.ipc import protocol
+from megatron_policy.refit.transports.ipc.address import remove_if_dead
+from megatron_policy.refit.transports.ipc.exported_buffer import borrow, handle_of
+from megatron_policy.refit.transports.ipc.replies import Answering
+
+_FAREWELL_S = 2.0  # for the last answer to leave
+
+
+def receive_stream(intake: Intake, address: str, timeout_s: float) -> Manifest:
+    """Take one refit from the trainer that waits at the address; see `Receiver`."""
+    try:
+        line = Answering(address, "trainer", timeout_s)
+        try:
+            return _answered(intake, line)
+        finally:
+            line.close(min(timeout_s, _FAREWELL_S))
+    except BaseException:
+        remove_if_dead(address)
+        raise
+
+
+def _answered(intake: Intake, line: Answering) -> Manifest:
+    """Answer the trainer's questions until its last."""
+    while True:
+        content = line.receive()
+        try:
+            accepted = _taken(intake, protocol.understood(content))
+        except Exception as error:
+            line.send(protocol.refusal(error))
+            raise
+        line.send(protocol.ACK)
+        if accepted is not None:
+            return accepted
+
+
+def _taken(intake: Intake, said: protocol.Pack | dict[str, Any] | Manifest) -> Manifest | None:
+    """Do what a question asks for; the manifest when it was the last."""
+    if isinstance(said, Manifest):
+        return intake.finish(said)
+    if isinstance(said, dict):
+        intake.announce(said)
+    else:
+        borrow(said.handle, lambda memory: intake.take(list(_packed(intake, said, memory))))
+    return None
+
+
+def _packed(intake: Intake, pack: protocol.Pack, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a pack, where they lie."""
+    offset = 0
+    for name in pack.names:
+        shape, dtype = intake.form(name)
+        size = math.prod(shape) * dtype.itemsize
+        if offset + size > memory.numel():
+            raise RefitError(f"{name} does not fit in what the trainer sent: it has another model")
+        yield name, memory[offset : offset + size].view(dtype).view(shape)
+        offset += aligned(size)
+    if offset != pack.used_bytes:
+        raise RefitError(
+            f"a pack of {pack.used_bytes} bytes should have {offset} by the shapes that the engine "
+            "expects: the trainer has another model"
+        )
+
+
+def receive_handles(
+    unfinished: Intake | None,
+    begin: Callable[[], Intake],
+    handles: Mapping[str, Any],
+    device_id: str | None,
+) -> Intake:
+    """Take some weights of a refit in, and what is unfinished after it; see `Receiver`.
+
+    Nothing says where a refit begins: it does where its first tensor comes again.
+    """
+    own = _of_device(handles, device_id)
+    try:
+        packed, rebuilds, offsets = own
+        rebuilds, offsets = dict(rebuilds), dict(offsets)
+    except (TypeError, ValueError) as error:
+        raise RefitError(
+            "handles of weights are (True, [(dtype, handle), ...], {name: offset})"
+        ) from error
+    if not packed:
+        raise RefitError("handles of single tensors are not understood, only packed ones")
+    first = next(iter(unfinished.arrived), None) if unfinished else None
+    intake = begin() if unfinished is None or first in offsets else unfinished
+    forms = {name: intake.form(name) for name in offsets}
+    if unclaimed := {form[1] for form in forms.values()} - rebuilds.keys():
+        raise RefitError(f"the trainer sent no tensor of {unclaimed}: it has another model")
+    for dtype, rebuild in rebuilds.items():
+        mine = {name: (shape, offsets[name]) for name, (shape, d) in forms.items() if d == dtype}
+        borrow(handle_of(rebuild), lambda m, f=mine, d=dtype: intake.take(_flat(m, d, f)))
+    return intake
+
+
+def _flat(
+    memory: Tensor, dtype: torch.dtype, where: Mapping[str, tuple[tuple[int, ...], int]]
+) -> list[tuple[str, Tensor]]:
+    """Tensors of one dtype in flat memory; offsets are in elements."""
+    flat = memory.reshape(-1).view(dtype)
+    taken = []
+    for name, (shape, offset) in where.items():
+        if not 0 <= offset <= flat.numel() - math.prod(shape):
+            raise RefitError(f"{name} does not fit in what the trainer sent: it has another model")
+        taken.append((name, flat[offset : offset + math.prod(shape)].view(shape)))
+    return taken
+
+
+def _of_device(handles: Mapping[str, Any], device_id: str | None) -> Any:
+    """This engine's entry: its device's, or the only one."""
+    wanted = device_id or device.device_id()
+    if wanted in handles:
+        return handles[wanted]
+    if device_id is None and len(handles) == 1 and not device.is_accelerated():
+        return next(iter(handles.values()))
+    raise RefitError(
+        f"the trainer sent weights for {', '.join(sorted(handles))}, none for {wanted}. Trainer "
+        "and engine must use the same device; or say which with `device_id`"
+    )

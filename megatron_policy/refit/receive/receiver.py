@@ -1,0 +1,105 @@
+"""What an inference engine imports to receive weights: it knows neither megatron nor ray, nor what
+engine it serves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S, checked_timeout
+from megatron_policy.refit.manifest import Manifest, forms
+from megatron_policy.refit.receive.assembler import Engine, Intake, Load
+
+
+class Receiver:
+    """Takes weights for one engine, refit after refit, over any transport.
+
+    What is incomplete, older than what the engine has, damaged, or of another model is refused: the
+    method raises RefitError, and so does the trainer. No method waits longer than `timeout_s`
+    seconds for the other side, and each can be called again after a failure.
+    """
+
+    def __init__(
+        self,
+        load: Load,
+        *,
+        expected: Mapping[str, Sequence[Any]] | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        staged: bool = True,
+    ) -> None:
+        """`load` is called with [(Hugging Face name, tensor), ...] and copies what it is given: the
+        memory is used again when it returns. It raises what it cannot load.
+
+        `expected` is what the trainer's `prepare_refit_info` returned: {name: (shape, dtype, ...)}.
+        With `staged`, all weights are kept aside until they are checked, and `load` is called once;
+        a second copy of the weights stays until `release`. Without it `load` is called piece by
+        piece as they come, and a refit that fails half-way leaves the engine `mixed`.
+        """
+        self.timeout_s = checked_timeout(timeout_s)
+        self._engine = Engine(load, None if expected is None else forms(expected), staged)
+        self._unfinished: Intake | None = None
+
+    @property
+    def step(self) -> int | None:
+        """Optimizer steps behind the weights that were accepted last; None before the first.
+
+        May be set, to None where the trainer has gone back to an older checkpoint.
+        """
+        return self._engine.step
+
+    @step.setter
+    def step(self, step: int | None) -> None:
+        self._engine.step = step
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the engine may hold weights of several steps: `load` was called, and the refit
+        was not completed. The next complete refit mends it.
+        """
+        return self._engine.mixed
+
+    def intake(self, algorithm: str | None = None) -> Intake:
+        """For a transport: what takes one refit in; see there for `algorithm`."""
+        return Intake(self._engine, algorithm)
+
+    def release(self) -> None:
+        """Give back what is kept between refits; the next one allocates it anew."""
+        self._engine.kept.clear()
+        self._unfinished = None
+
+    # Each transport is imported when it is used: an engine need not have what the others need.
+
+    def receive_ipc_stream(self, address: str) -> Manifest:
+        """One refit from a trainer on this machine, which binds `ipc://<path>` (`IpcStream`)."""
+        from megatron_policy.refit.receive.ipc import receive_stream
+
+        return receive_stream(self.intake(), address, self.timeout_s)
+
+    def receive_ipc_handles(self, handles: Mapping[str, Any], device_id: str | None = None) -> None:
+        """Some weights of a refit: what `IpcHandles.weights` returned on this machine, by device.
+
+        `device_id` chooses among several; None: this process's own device.
+        """
+        from megatron_policy.refit.receive.ipc import receive_handles
+
+        unfinished, self._unfinished = self._unfinished, None  # an error ends it
+        self._unfinished = receive_handles(unfinished, self.intake, handles, device_id)
+
+    def finish_ipc(self, manifest: Manifest) -> Manifest:
+        """The end of a refit by `receive_ipc_handles`: check all that came, and load it."""
+        unfinished, self._unfinished = self._unfinished, None
+        return (unfinished or self.intake()).finish(manifest)
+
+    def receive_collective(self, group: Any) -> Manifest:
+        """One refit from a trainer in the same group of processes."""
+        from megatron_policy.refit.receive.collective import receive_collective
+
+        return receive_collective(self.intake(), group, self.timeout_s)
+
+    def receive_directory(self, path: str | os.PathLike[str]) -> Manifest:
+        """One refit from a directory that a trainer has published."""
+        from megatron_policy.refit.receive.disk import receive_directory
+
+        return receive_directory(self.intake, path)

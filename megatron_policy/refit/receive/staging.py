@@ -1,0 +1,51 @@
+"""The memory in which an engine receives the streams of a refit; knows no transport."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_policy.refit.receive.assembler import Intake
+from megatron_policy.refit.transports.collective.chunks import (
+    ChunkReader,
+    Reader,
+    WholeReader,
+    views_of,
+)
+from megatron_policy.refit.transports.collective.stream_layout import Stream
+
+
+def readers_of(
+    streams: Sequence[Stream], chunk_bytes: int, where: torch.device, intake: Intake
+) -> list[Reader]:
+    """One for each stream. A staged intake is given the memory that chunks are received in, so that
+    nothing is copied; it is kept, and used again by a refit of the same streams.
+    """
+    if not intake.staged:
+        return [ChunkReader(stream, chunk_bytes, where) for stream in streams]
+    readers: list[Reader] = []
+    for stream in streams:
+        memory = _kept_memory(stream, intake.kept)
+        if memory is None:
+            memory = torch.empty(stream.nbytes, dtype=torch.uint8, device=where)
+            intake.kept.update(views_of(stream, memory))
+        readers.append(WholeReader(stream, memory, intake.kept))
+    return readers
+
+
+def _kept_memory(stream: Stream, kept: Mapping[str, Tensor]) -> Tensor | None:
+    """The memory of which the tensors of this stream are kept as views, if they are."""
+    names = [slot.name for slot in stream.slots]
+    if not names or any(name not in kept for name in names):
+        return None
+    storage = kept[names[0]].untyped_storage()
+    memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    if memory.numel() != stream.nbytes:
+        return None
+    for name, view in views_of(stream, memory).items():
+        had = kept[name]
+        if (had.data_ptr(), had.shape, had.dtype) != (view.data_ptr(), view.shape, view.dtype):
+            return None
+    return memory

@@ -1,0 +1,168 @@
+"""Tensors put into the chunks of a stream, and taken out of them; knows neither who sends a chunk
+nor how it travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_policy.coordination.process_group import PendingCollective
+from megatron_policy.refit.buffers import Buffer, Room
+from megatron_policy.refit.transports.collective.stream_layout import Slot, Stream
+
+
+class Writer:
+    """Assembles a stream in one chunk's memory and, where a tensor spans two, in one more buffer of
+    that tensor's size. A chunk that is full is sent, and waited for when its memory is needed.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        size: int,
+        device: torch.device,
+        send: Callable[[Tensor], PendingCollective],
+    ) -> None:
+        """`send` starts sending a chunk of at most `size` bytes."""
+        slots = stream.slots
+        ends = [*(slot.offset for slot in slots[1:]), stream.nbytes]
+        self._slots = {slot.name: (slot, end) for slot, end in zip(slots, ends, strict=True)}
+        self._size, self._total, self._send = size, stream.nbytes, send
+        self._chunk = Buffer.on(device, min(size, stream.nbytes))
+        aside = (slot.end - slot.offset for slot in slots if not _fits(slot, size))
+        self._aside = Buffer.on(device, max(aside, default=0))
+        self._first = 0  # where in the stream the chunk begins
+        self._pending: PendingCollective | None = None
+
+    def place(self, name: str) -> Room:
+        """Where that tensor's elements belong; tensors come in the stream's order."""
+        slot, _ = self._slots[name]
+        if not _fits(slot, self._size):
+            return Room(self._aside, 0)
+        self.settle()
+        return Room(self._chunk, slot.offset - self._first)
+
+    def filled(self, name: str, room: Room) -> None:
+        """All elements of that tensor are there."""
+        slot, upto = self._slots[name]
+        at = slot.offset
+        while room.buffer is self._aside and at < slot.end:
+            self.settle()
+            end = min(slot.end, self._first + self._size)
+            part = self._aside.memory[at - slot.offset : end - slot.offset]
+            self._chunk.memory[at - self._first : end - self._first].copy_(part)
+            self._send_full(end)
+            at = end
+        self._send_full(upto)
+
+    def settle(self) -> None:
+        """Wait until the chunk's memory may be used again."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+    def _send_full(self, upto: int) -> None:
+        """Send the chunk if it is complete: all before byte `upto` of the stream is in place."""
+        while self._first < (end := min(self._first + self._size, self._total)) <= upto:
+            self.settle()
+            self._pending = self._send(self._chunk.memory[: end - self._first])
+            self._first = end
+
+
+class Reader(Protocol):
+    """Takes the tensors of a stream out of its chunks, which come in order."""
+
+    def room(self, first: int, end: int) -> Tensor:
+        """Where to receive the chunk of these bytes of the stream."""
+
+    def complete(self, first: int, end: int) -> list[tuple[str, Tensor]]:
+        """The tensors that are complete with that chunk, now that it is there."""
+
+
+class WholeReader:
+    """Receives a stream in memory that holds all of it and of which its tensors are views."""
+
+    def __init__(self, stream: Stream, memory: Tensor, views: Mapping[str, Tensor]) -> None:
+        """`views` of `memory` by name, as `views_of` makes them."""
+        self._memory, self._views = memory, views
+        self._slots, self._next = stream.slots, 0
+
+    def room(self, first: int, end: int) -> Tensor:
+        """See `Reader`."""
+        return self._memory[first:end]
+
+    def complete(self, first: int, end: int) -> list[tuple[str, Tensor]]:
+        """See `Reader`."""
+        begin = self._next
+        while self._next < len(self._slots) and self._slots[self._next].end <= end:
+            self._next += 1
+        return [(slot.name, self._views[slot.name]) for slot in self._slots[begin : self._next]]
+
+
+class ChunkReader:
+    """Receives chunk after chunk in the same memory: tensors are views of it, or of memory of their
+    own where they span chunks. What `complete` returns is good until the next chunk is received.
+    """
+
+    def __init__(self, stream: Stream, size: int, device: torch.device) -> None:
+        self._slots, self._size, self._next = stream.slots, size, 0
+        self._chunk = Buffer.on(device, min(size, stream.nbytes)).memory
+        self._aside: Tensor | None = None
+
+    def room(self, first: int, end: int) -> Tensor:
+        """See `Reader`."""
+        return self._chunk[: end - first]
+
+    def complete(self, first: int, end: int) -> list[tuple[str, Tensor]]:
+        """See `Reader`."""
+        done: list[tuple[str, Tensor]] = []
+        while self._next < len(self._slots) and _begun(self._slots[self._next], end):
+            slot = self._slots[self._next]
+            if _fits(slot, self._size):
+                done.append((slot.name, _view_of(slot, self._chunk, first)))
+            elif (tensor := self._pieced(slot, first, end)) is not None:
+                done.append((slot.name, tensor))
+            else:
+                break
+            self._next += 1
+        return done
+
+    def _pieced(self, slot: Slot, first: int, end: int) -> Tensor | None:
+        if self._aside is None:
+            nbytes = slot.end - slot.offset
+            self._aside = torch.empty(nbytes, dtype=torch.uint8, device=self._chunk.device)
+        low, high = max(slot.offset, first), min(slot.end, end)
+        part = self._chunk[low - first : high - first]
+        self._aside[low - slot.offset : high - slot.offset].copy_(part)
+        if slot.end > end:
+            return None
+        whole, self._aside = self._aside, None
+        return _view_of(slot, whole, slot.offset)
+
+
+def views_of(stream: Stream, memory: Tensor) -> dict[str, Tensor]:
+    """The tensors of a stream that lies in `memory`."""
+    return {slot.name: _view_of(slot, memory) for slot in stream.slots}
+
+
+def _view_of(slot: Slot, memory: Tensor, first: int = 0) -> Tensor:
+    """The tensor in `memory`, which begins at byte `first` of the stream."""
+    if slot.end == slot.offset:  # it may stand where its dtype cannot be read
+        return torch.empty(slot.shape, dtype=slot.dtype, device=memory.device)
+    flat = memory[slot.offset - first : slot.end - first]
+    return flat.view(slot.dtype).view(slot.shape)
+
+
+def _fits(slot: Slot, size: int) -> bool:
+    """Whether the tensor lies in one chunk, where its dtype can be read."""
+    first, within = divmod(slot.offset, size)
+    return slot.end <= (first + 1) * size and within % slot.dtype.itemsize == 0
+
+
+def _begun(slot: Slot, end: int) -> bool:
+    """Whether any of the tensor, or all of an empty one, is before byte `end` of the stream."""
+    return slot.offset < end or slot.end <= end

@@ -1,0 +1,250 @@
+"""The trainer's side of a refit to engines that are processes of the same group; knows no engine.
+
+What an engine does is in `collective_receiving`, what both say to each other in `calls`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_policy.coordination.authenticated_connection import checked_secret, new_secret
+from megatron_policy.coordination.control_store import ControlStore
+from megatron_policy.coordination.process_group import BoundedProcessGroup, PendingCollective
+from megatron_policy.coordination.timeouts import ENGINE_SHARE, checked_timeout
+from megatron_policy.errors import ConfigError
+from megatron_policy.refit.buffers import Room
+from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.transports.collective.chunks import Writer
+from megatron_policy.refit.transports.collective.handshake import Caller, group_name, heard
+from megatron_policy.refit.transports.collective.stream_layout import Layout, Stream
+
+if TYPE_CHECKING:
+    from megatron_policy.refit.exporter import Exporter
+    from megatron_policy.refit.plan import RefitPlan, RefitTensor
+
+
+class Collective:
+    """A trainer's membership in a group with inference engines; every training rank has one.
+
+    It is kept from refit to refit; `sink` is what each of them is given.
+    """
+
+    @classmethod
+    def join(
+        cls,
+        exporter: Exporter,
+        ip: str,
+        port: int,
+        world_size: int,
+        train_world_size: int | None = None,
+        timeout_s: float | None = None,
+        *,
+        secret: str | None = None,
+    ) -> Collective:
+        """Training rank 0 listens at (ip, port), and nowhere else; engines join when they like.
+
+        Without `train_world_size` the group is rank 0 and `world_size - 1` engines, and rank 0
+        sends everything. With it, it is all training ranks and then the engines, and the first rank
+        of each pipeline stage sends that stage's tensors. ConfigError for sizes that do not fit,
+        RefitError where rank 0 cannot listen there. `timeout_s` is the exporter's if not given.
+
+        Engines need `secret`, the same on all ranks. Without one rank 0 makes it, and `secret` of
+        what is returned has it on every rank; this is collective.
+        """
+        trains = exporter.topology.world_size
+        if train_world_size not in (None, trains):
+            raise ConfigError(f"train_world_size={train_world_size}, but {trains} ranks train")
+        engines = world_size - (train_world_size or 1)
+        if engines < 1:
+            raise ConfigError(
+                f"world_size={world_size} leaves no engine beside {train_world_size or 1} training "
+                "rank(s); it counts both"
+            )
+        by_stage = train_world_size is not None
+        sender, member = _sender_of(exporter, by_stage), None
+        limit_s = exporter.timeout_s if timeout_s is None else checked_timeout(timeout_s)
+        patience_s = limit_s * ENGINE_SHARE
+        known = _shared_secret(exporter) if secret is None else secret
+        checked_secret(known)
+        if sender is not None:
+            board = ControlStore(ip, port, patience_s, known, host=sender == 0)
+            member = Member(board, sender, engines, patience_s)
+        return cls(by_stage, member, known)
+
+    def __init__(self, by_stage: bool, member: Member | None, secret: str) -> None:
+        """See `join`; `member` is None on ranks that send nothing."""
+        self.by_stage, self.member = by_stage, member
+        self.secret = secret
+
+    @property
+    def broadcasts(self) -> int:
+        """How many this rank has sent."""
+        return 0 if self.member is None else self.member.broadcasts
+
+    def sink(
+        self, bucket_bytes: int | None = None, dtype: torch.dtype | None = None
+    ) -> CollectiveSink:
+        """For refits in broadcasts of `bucket_bytes` (None: the policy's), of tensors in their own
+        dtypes or in `dtype`.
+        """
+        return CollectiveSink(self, bucket_bytes, dtype)
+
+    def close(self) -> None:
+        """Leave for good; where rank 0 leaves, engines find nobody any more."""
+        if self.member is not None:
+            self.member.close()
+
+
+def _sender_of(exporter: Exporter, by_stage: bool) -> int | None:
+    """Which sender this rank is, if it is one."""
+    at = exporter.coords
+    if by_stage:
+        return at.pp if (at.dp, at.cp, at.tp) == (0, 0, 0) else None
+    return 0 if exporter.rank == 0 else None
+
+
+def _shared_secret(exporter: Exporter) -> str:
+    """A new one, the same on all ranks."""
+    made = new_secret().encode()
+    if exporter.topology.world_size > 1:
+        letters = torch.tensor(list(made), dtype=torch.uint8, device=exporter.device)
+        dist.broadcast(letters, 0)
+        made = bytes(letters.tolist())
+    return made.decode()
+
+
+class Member:
+    """A sender's end: the board, and the group in which it sends."""
+
+    def __init__(self, board: ControlStore, sender: int, engines: int, patience_s: float) -> None:
+        self.caller = Caller(board, sender, engines, uuid.uuid4().hex, patience_s)
+        self.sender, self._engines = sender, engines
+        self._board, self._patience_s = board, patience_s
+        self._channel: BoundedProcessGroup | None = None
+        self._made_in = self._broadcasts = 0
+
+    @property
+    def broadcasts(self) -> int:
+        """How many it has sent."""
+        return self._broadcasts + (self._channel.calls if self._channel else 0)
+
+    def meet(self) -> BoundedProcessGroup:
+        """The group with all engines, once they are ready: the last one if all are still in it."""
+        ready = self.caller.ready()
+        held = {answer["groups"].get(str(self.sender)) for answer in ready}
+        if self._channel is None or held != {self._made_in}:
+            self.leave(broken=True)
+            self._made_in = self.caller.number
+        self.caller.go(self._made_in, [answer["process"] for answer in ready])
+        if self._channel is None:
+            name = group_name(self._made_in, self.sender)
+            size = self._engines + 1
+            self._channel = self._board.process_group(name, 0, size, self._patience_s)
+        return self._channel
+
+    def give_up(self, why: str) -> None:
+        """Tell the engines that this call has failed, and leave the group."""
+        try:
+            self.caller.give_up(why)
+        finally:
+            self.leave(broken=True)
+
+    def leave(self, broken: bool = False) -> None:
+        """Leave the group; the next call makes a new one."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            self._broadcasts += channel.calls
+            channel.close(broken)
+
+    def close(self) -> None:
+        """Leave for good."""
+        self.leave()
+        self._board.close()
+
+
+class CollectiveSink:
+    """Refits over a `Collective`."""
+
+    def __init__(
+        self, group: Collective, bucket_bytes: int | None, dtype: torch.dtype | None
+    ) -> None:
+        """See `Collective.sink`."""
+        self._group, self._bucket_bytes, self._dtype = group, bucket_bytes, dtype
+
+    def plan(self, exporter: Exporter) -> RefitPlan | None:
+        """All tensors, or by stage those of this rank's; on the first replica only."""
+        if (exporter.coords.dp, exporter.coords.cp) != (0, 0):
+            return None
+        return self._plan(exporter, self._group.by_stage)
+
+    def open(self, exporter: Exporter, plan: RefitPlan) -> CollectiveOutlet | None:
+        """The sender's end, once all engines are there; RefitError when one is not, or refuses."""
+        member = self._group.member
+        if member is None:
+            return None
+        member.caller.begin()
+        try:
+            if member.sender == 0:
+                layout = _layout(self._plan(exporter, False), self._group.by_stage)
+                member.caller.offer(layout, plan.bucket_bytes)
+            return CollectiveOutlet(member, member.meet(), plan, exporter)
+        except BaseException as error:
+            member.give_up(str(error))
+            raise
+
+    def _plan(self, exporter: Exporter, own_stage: bool) -> RefitPlan:
+        return exporter.plan(
+            own_stage=own_stage, bucket_bytes=self._bucket_bytes, dtype=self._dtype
+        )
+
+
+def _layout(plan: RefitPlan, by_stage: bool) -> Layout:
+    if not by_stage:
+        return Layout((Stream.of(plan.tensors),))
+    return Layout(
+        tuple(Stream.of([t for t in plan.tensors if t.stage == stage]) for stage in plan.stages)
+    )
+
+
+class CollectiveOutlet:
+    """Sends one refit's stream of this sender, chunk by chunk."""
+
+    def __init__(
+        self, member: Member, channel: BoundedProcessGroup, plan: RefitPlan, exporter: Exporter
+    ) -> None:
+        self._exporter = exporter
+        self._member, self._channel, self._accepted = member, channel, False
+        self._writer = Writer(
+            Stream.of(plan.tensors), plan.bucket_bytes, exporter.device, self._send
+        )
+
+    def place(self, tensor: RefitTensor) -> Room:
+        """See `delivery.Outlet`."""
+        with heard(self._member.caller.objections):
+            return self._writer.place(tensor.name)
+
+    def filled(self, tensor: RefitTensor, room: Room) -> None:
+        """See `delivery.Outlet`."""
+        with heard(self._member.caller.objections):
+            self._writer.filled(tensor.name, room)
+
+    def finish(self, manifest: Manifest) -> None:
+        """See `delivery.Outlet`."""
+        with self._exporter.alive():  # for ranks that wait: engines may take their time to load
+            with heard(self._member.caller.objections):
+                self._writer.settle()
+            self._member.caller.finish(manifest.encoded())
+        self._accepted = True
+
+    def close(self) -> None:
+        """See `delivery.Outlet`."""
+        if not self._accepted:
+            self._member.give_up("what failed there is in its log")
+
+    def _send(self, chunk: Tensor) -> PendingCollective:
+        return self._channel.broadcast(chunk, 0)

@@ -1,0 +1,309 @@
+"""Weights as a Hugging Face directory that all ranks write: which file each rank writes, and how
+the directory becomes complete.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_policy.converters import hf_writing, publishing
+from megatron_policy.converters.hf_files import MANIFEST, side_contents
+from megatron_policy.converters.safetensors_format import Shape, encode
+from megatron_policy.errors import ConfigError, ExportError, RefitError
+from megatron_policy.formats.digests import of_bytes
+from megatron_policy.formats.manifest import Manifest as DirectoryManifest
+from megatron_policy.formats.tensors import Info
+from megatron_policy.refit.buffers import Buffer, Room
+from megatron_policy.refit.delivery import deliver
+from megatron_policy.refit.digest import HOST, algorithm_for, digest
+from megatron_policy.refit.file_plan import ExportFile, ExportPlan, plan_export
+from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.plan import RefitPlan
+from megatron_policy.version import VERSION
+
+if TYPE_CHECKING:
+    from megatron_policy.refit.exporter import Exporter
+    from megatron_policy.refit.plan import RefitTensor
+
+
+class DirectoryOutlet:
+    """A rank's end of an `HfDirectory`: writes its files, and on rank 0 publishes those of all.
+
+    What goes wrong in a file is kept until `finish`: that is collective, and tells all ranks.
+    """
+
+    def __init__(
+        self, sink: HfDirectory, exporter: Exporter, plan: ExportPlan, partial: Path
+    ) -> None:
+        """`partial` is the directory that all ranks write in."""
+        self._sink, self._exporter, self._plan, self._partial = sink, exporter, plan, partial
+        at, tp = exporter.coords, exporter.topology.tp
+        writer = at.dp * tp + at.tp
+        own = [f for f in plan.files if at.cp == 0 and (f.stage, f.writer) == (at.pp, writer)]
+        self._file_of = {tensor.name: file for file in own for tensor in file.tensors}
+        self._written: dict[str, hf_writing.ShardFile] = {}
+        self._digests: dict[str, int] = {}
+        largest = max((tensor.nbytes for file in own for tensor in file.tensors), default=0)
+        self._failure: Exception | None = None
+        try:
+            self._buffer = Buffer.on(exporter.device, largest)
+        except RuntimeError as error:
+            self._failure = error
+
+    def place(self, tensor: RefitTensor) -> Room | None:
+        """See `delivery.Outlet`; None for what is in others' files."""
+        if self._failure is not None or tensor.name not in self._file_of:
+            return None
+        return Room(self._buffer, 0)
+
+    def filled(self, tensor: RefitTensor, room: Room) -> None:
+        """See `delivery.Outlet`."""
+        try:
+            self._write(tensor.name, room.tensor(tensor.shape, tensor.dtype))
+        except Exception as error:
+            self._failure = error
+
+    def finish(self, manifest: Manifest) -> None:
+        """See `delivery.Outlet`; collective over all ranks."""
+        if manifest.algorithm == HOST:
+            self._digests = {name: sent.digest for name, sent in manifest.tensors.items()}
+        names = list(self._plan.weight_map)
+        told = torch.zeros(len(names) + 1, dtype=torch.int64)
+        for index, name in enumerate(names):
+            if name in self._digests:
+                told[index] = _signed(self._digests[name])
+        told[-1] = self._failure is not None
+        told = told.to(self._exporter.device)
+        self._exporter.sum(told)
+        *digests, failed = told.tolist()
+        if self._failure is not None:
+            raise self._failure
+        if failed == 0 and self._exporter.rank == 0:
+            self._publish(dict(zip(names, digests, strict=True)), manifest.step)
+
+    def close(self) -> None:
+        """See `delivery.Outlet`; half a checkpoint goes."""
+        for file in self._written.values():
+            file.close()
+        self._sink.drop()
+
+    def _write(self, name: str, tensor: Tensor) -> None:
+        file, host = self._file_of[name], tensor.cpu()
+        if file.name not in self._written:
+            path = self._partial / file.name
+            self._written[file.name] = hf_writing.ShardFile(path, _forms(file))
+        self._written[file.name].put(name, host)
+        if algorithm_for(tensor) != HOST:  # else it is in the manifest that comes at the end
+            self._digests[name] = digest(host, HOST)
+        if name == file.tensors[-1].name:
+            self._written[file.name].complete()
+            del self._written[file.name]
+
+    def _publish(self, digests: Mapping[str, int], step: int) -> None:
+        found = directory_manifest(
+            self._partial,
+            self._sink.source,
+            self._exporter.table.family,
+            self._plan,
+            digests,
+            step,
+        )
+        publishing.write_file(self._partial / MANIFEST, found.encoded())
+        self._sink.publish()
+
+
+def directory_manifest(
+    root: Path,
+    source: str,
+    family: str,
+    plan: ExportPlan,
+    digests: Mapping[str, int],
+    step: int,
+) -> DirectoryManifest:
+    """What a written directory says of itself; `digests` of tensors, as signed 64-bit numbers."""
+    tensors = {
+        tensor.name: (Info(tensor.dtype, tensor.shape), f"{digests[tensor.name] % 2**64:016x}")
+        for file in plan.files
+        for tensor in file.tensors
+    }
+    files = {file.name: of_bytes(encode(_forms(file))[0]) for file in plan.files}
+    others = (path for path in sorted(root.iterdir()) if path.name not in files)
+    files |= {path.name: of_bytes(path.read_bytes()) for path in others}
+    origin = {
+        "package": f"megatron-policy {VERSION}",
+        "direction": "policy -> hf",
+        "source": {"path": source},
+        "family": family,
+        "config": json.loads((root / "config.json").read_bytes()),
+    }
+    return DirectoryManifest(tensors, files, origin, step)
+
+
+def _forms(file: ExportFile) -> dict[str, tuple[torch.dtype, Shape]]:
+    return {tensor.name: (tensor.dtype, tensor.shape) for tensor in file.tensors}
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
+# A stage's ranks share its tensors out between them, but not into files smaller than this.
+_MIN_SHARD_BYTES = 64 * 2**20
+
+
+def export_checkpoint(
+    path: str | PathLike[str],
+    exporter: Exporter,
+    source: str,
+    step: int,
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    overwrite: bool = False,
+) -> None:
+    """Write config, tokenizer and weights to `path`, as `HfDirectory` does; collective: an error of
+    one rank is raised on all.
+
+    `step` counts the optimizer steps behind the weights. ConfigError for a `path` that is taken,
+    ExportError when a rank cannot write; the policy is unharmed and nothing was published.
+    """
+    sink = HfDirectory(path, source, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
+    try:
+        exporter.begin()
+        place = sink.prepare(exporter)
+        if not place.refusal:
+            deliver(exporter, sink, step)
+            return
+        exporter.part()
+    except RefitError as error:
+        raise ExportError(str(error)) from error
+    finally:
+        sink.drop()
+    raise ConfigError(place.refusal) if place.is_config else ExportError(f"rank 0: {place.refusal}")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where rank 0 has said that an export is written, or why there is none."""
+
+    partial: str = ""
+    refusal: str = ""
+    is_config: bool = False
+    """Whether it is the path, or the model, that is not accepted."""
+
+
+class HfDirectory:
+    """A sink: a directory that transformers, `megatron-policy` and engines load.
+
+    It is written beside its final name and renamed when every file is on the disk, so `path` either
+    does not exist, is what it was, or is complete. A rank has one whole tensor of its files in
+    memory at a time. The directory's manifest has the step and a digest of every byte.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        source: str,
+        *,
+        max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+        overwrite: bool = False,
+    ) -> None:
+        """`source` is the model whose config and tokenizer are copied. A file has at most
+        `max_shard_bytes`, or one tensor. With `overwrite` a checkpoint at `path` is replaced.
+        """
+        self.path, self.source, self.overwrite = path, source, overwrite
+        self._max_shard_bytes = max_shard_bytes
+        self._files: tuple[Exporter, ExportPlan] | None = None
+        self._place: Place | None = None
+        self._staged: publishing.Staged | None = None
+
+    def files(self, exporter: Exporter) -> ExportPlan:
+        """What is in which file, and which rank of its stage writes it: the same on every rank."""
+        if self._files is None or self._files[0] is not exporter:
+            self._files = (exporter, plan_files(exporter, self._max_shard_bytes))
+        return self._files[1]
+
+    def plan(self, exporter: Exporter) -> RefitPlan:
+        """The tensors of the files that the ranks of this stage and replica write."""
+        at, tp = exporter.coords, exporter.topology.tp
+        names = tuple(
+            tensor.name
+            for file in self.files(exporter).files
+            if at.cp == 0 and (file.stage, file.writer // tp) == (at.pp, at.dp)
+            for tensor in file.tensors
+        )
+        if not names:
+            return RefitPlan((), 1, (at.pp,), exporter.bucket_bytes)
+        return exporter.plan(names=names, own_stage=True, as_stored=True)
+
+    def prepare(self, exporter: Exporter) -> Place:
+        """Make the directory to write in; collective over all ranks, which learn from rank 0 where
+        that is: no other export, of this job or of another, has it.
+        """
+        self.drop()
+        try:
+            made = self._make(exporter) if exporter.rank == 0 else None
+            told = exporter.told(None if made is None else json.dumps(asdict(made)))
+        except BaseException:
+            self.drop()
+            raise
+        self._place = Place(**json.loads(told))
+        return self._place
+
+    def open(self, exporter: Exporter, plan: RefitPlan) -> DirectoryOutlet | None:
+        """This rank's files, of which it may have none; RefitError on rank 0 alone when there is no
+        directory to write in.
+        """
+        place, self._place = self._place or self.prepare(exporter), None
+        if not place.refusal:
+            return DirectoryOutlet(self, exporter, self.files(exporter), Path(place.partial))
+        if exporter.rank == 0:
+            raise RefitError(place.refusal)
+        return None
+
+    def publish(self) -> None:
+        """Give the directory its name; on rank 0, when all have written."""
+        assert self._staged is not None
+        self._staged.publish()
+
+    def drop(self) -> None:
+        """Remove what was written, unless it was published: it may be what has filled the disk."""
+        staged, self._staged, self._place = self._staged, None, None
+        if staged is not None:
+            staged.drop()
+
+    def _make(self, exporter: Exporter) -> Place:
+        files = self.files(exporter)
+        try:
+            side = side_contents(self.source)  # before anything is written
+            self._staged = publishing.Staged([self.path], self.overwrite)
+            (partial,) = self._staged.partials
+            for name, content in side.items():
+                publishing.write_file(partial / name, content)
+            hf_writing.write_index(partial, files.weight_map, files.total_bytes)
+        except ConfigError as error:
+            self.drop()
+            return Place(refusal=str(error), is_config=True)
+        except Exception as error:
+            self.drop()
+            return Place(refusal=f"{type(error).__name__}: {error}")
+        return Place(str(partial))
+
+
+def plan_files(exporter: Exporter, max_shard_bytes: int) -> ExportPlan:
+    """Pure: files of at most `max_shard_bytes`, dealt to the ranks of each stage."""
+    tensors, topology = exporter.plan(as_stored=True).tensors, exporter.topology
+    writers = topology.tp * topology.dp
+    fair = -(-sum(tensor.nbytes for tensor in tensors) // (writers * topology.pp))
+    return plan_export(
+        tensors,
+        min(max_shard_bytes, max(fair, _MIN_SHARD_BYTES)),
+        writers,
+    )

@@ -1,0 +1,126 @@
+"""Memory that a trainer lends to an engine on the same machine: shared memory of the host, or of
+the GPU. Knows nothing of what is in it, nor how the handle travels.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_policy import device
+from megatron_policy.device import shared as on_gpu
+from megatron_policy.errors import RefitError
+from megatron_policy.refit.buffers import Buffer, aligned
+from megatron_policy.refit.transports.ipc.shared_memory import (
+    DIRECTORY,
+    Handle,
+    SharedMemory,
+    attach,
+    create,
+    rebuilt,
+)
+
+Rebuild = tuple[Callable[..., Tensor], tuple[Any, ...]]
+"""A function and its arguments that give the memory in another process; the seventh argument is
+the number of the GPU there."""
+
+GLOBALS = on_gpu.GLOBALS | {
+    (Handle.__module__, Handle.__qualname__),
+    (rebuilt.__module__, rebuilt.__qualname__),
+}
+"""What a pickled handle names, beside dtypes: (module, name)."""
+
+
+class Lent:
+    """A buffer of this process that another one may open."""
+
+    def __init__(self, nbytes: int, where: torch.device, directory: str = DIRECTORY) -> None:
+        """Allocated at once, on `where`. RefitError when there is no room for it."""
+        size = aligned(max(1, nbytes))
+        self._host: SharedMemory | None = None
+        if where.type == "cpu":
+            self._host = create(size, directory)
+            self.buffer = Buffer(self._host.tensor())
+        else:
+            self.buffer = Buffer.on(where, size)
+
+    def handle(self) -> object:
+        """What `borrow` opens, and for a GPU the host's receivers too; for one opening."""
+        if self._host is not None:
+            return self._host.handle()
+        return on_gpu.share(self.buffer.memory)[1:]
+
+    def rebuild(self, dtype: torch.dtype) -> Rebuild:
+        """The same as flat elements of `dtype`, to be called by who receives it."""
+        if self._host is None:
+            return on_gpu.share(self.buffer.typed(dtype))
+        h = self._host.handle()
+        return rebuilt, (h.pid, h.started, h.fd, h.inode, h.nbytes, dtype, 0)
+
+    def close(self) -> None:
+        """Give it back; nobody can open it any more."""
+        # Whoever filled the buffer may still hold it, in the traceback of an error for instance.
+        self.buffer.forget()
+        if self._host is not None:
+            self._host.close()
+
+
+def borrow(handle: object, consume: Callable[[Tensor], None]) -> None:
+    """Call `consume` with the trainer's memory, flat uint8, which is given back when it returns.
+
+    RefitError when it cannot be opened, or when a tensor of it is still held afterwards.
+    """
+    if isinstance(handle, Handle):
+        attached = attach(handle)
+        try:
+            consume(attached.tensor())
+        except BaseException as error:
+            _forget_locals(error)
+            attached.close()
+            raise
+        if not attached.close():
+            raise RefitError(
+                "the engine holds on to memory that it was given to load, which the trainer will "
+                "overwrite. Let `load` copy what it keeps"
+            )
+        return
+    try:
+        consume(_opened_on_gpu(handle))
+    except BaseException as error:
+        _forget_locals(error)
+        raise
+    finally:
+        device.synchronize()  # the trainer writes there again as soon as it hears of the end
+
+
+def _opened_on_gpu(handle: Any) -> Tensor:
+    try:
+        return on_gpu.opened(handle[0])
+    except (RuntimeError, TypeError, IndexError) as error:
+        raise RefitError(
+            f"the engine cannot open the trainer's GPU memory: {error}. Both must use the same "
+            "GPU of the same machine"
+        ) from error
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Of all functions that an error ended: it may be kept, and the trainer's memory must not."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def handle_of(rebuild: Any) -> object:
+    """What `borrow` opens, of a `Rebuild`; RefitError for any other function."""
+    try:
+        function, arguments = rebuild
+        known = (function.__module__, function.__qualname__) in GLOBALS
+    except (TypeError, ValueError, AttributeError) as error:
+        raise RefitError(f"this is no handle of weights: {error}") from error
+    if not known:
+        raise RefitError(f"a handle of weights wants {function} called, which is refused")
+    return Handle(*arguments[:5]) if function is rebuilt else (arguments,)

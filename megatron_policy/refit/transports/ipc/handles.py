@@ -1,0 +1,124 @@
+"""Lends weights, some names at a time, to an engine on the same machine; the caller carries the
+handles. Knows nothing of how the weights are gathered.
+
+The protocol is that of NeMo RL before 0.5, `get_weights_ipc_handles`: for each device
+
+    (True, [(dtype, (function, arguments)), ...], {name: offset})
+
+where the function and its arguments, the seventh replaced by the number of the engine's GPU, give
+a flat tensor that holds all named tensors of the dtype, each from its offset on, in elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_policy import device
+from megatron_policy.errors import RefitError
+from megatron_policy.refit.buffers import Room, aligned
+from megatron_policy.refit.digest import algorithm_for, digest
+from megatron_policy.refit.manifest import Manifest, Sent
+from megatron_policy.refit.transports.ipc.exported_buffer import Lent
+from megatron_policy.refit.transports.ipc.shared_memory import DIRECTORY
+
+if TYPE_CHECKING:
+    from megatron_policy.refit.exporter import Exporter
+    from megatron_policy.refit.plan import RefitTensor
+
+Handles = dict[str, tuple[bool, list[tuple[torch.dtype, Any]], dict[str, int]]]
+"""By device, as above."""
+
+
+class IpcHandles:
+    """Lends one policy's weights; what was lent last is held until the next call or `release`."""
+
+    def __init__(self, exporter: Exporter, directory: str = DIRECTORY) -> None:
+        """Without a GPU the memory is taken from `directory`."""
+        self._exporter, self._directory = exporter, directory
+        self._lent: dict[torch.dtype, Lent] = {}
+        self._sent: dict[str, Sent] = {}
+        self._step: int | None = None
+
+    def weights(self, names: Sequence[str], step: int | None = None) -> Handles:
+        """Lend the tensors of these names to the engine on this rank's device; `step` tells how
+        many optimizer steps are behind them.
+
+        Collective: all ranks give the same names. What the last call lent must be out of use.
+        RefitError on all of them when one has no room, when a name is unknown, or when the others
+        of this refit were of another step.
+        """
+        if self._sent:
+            self._check_step(step)
+        self._step = step
+        self._take_back()
+        exporter = self._exporter
+        exporter.begin()
+        plan = exporter.plan(names=tuple(names))
+        places = _places(plan.tensors)
+        failure: Exception | None = None
+        try:
+            self._lend(places, plan.tensors)
+        except Exception as error:  # agreed on below, after this rank's part in the gathering
+            failure = error
+            self._take_back()
+
+        def place(tensor: RefitTensor) -> Room | None:
+            lent = self._lent
+            return Room(lent[tensor.dtype].buffer, places[tensor.name]) if lent else None
+
+        for tensor, room in exporter.stream(plan, place):
+            if room is not None:
+                memory = room.bytes(tensor.nbytes)
+                value = digest(memory, algorithm_for(memory))
+                self._sent[tensor.name] = Sent(tensor.shape, tensor.dtype, value)
+        exporter.agree(failure)
+        offsets = {t.name: places[t.name] // t.dtype.itemsize for t in plan.tensors}
+        rebuilds = [(dtype, lent.rebuild(dtype)) for dtype, lent in self._lent.items()]
+        return {device.device_id(): (True, rebuilds, offsets)}
+
+    def manifest(self, step: int) -> Manifest:
+        """What was lent since the last manifest, for the engine to check; the end of a refit.
+        RefitError if that is nothing, or of another step.
+        """
+        if not self._sent:
+            raise RefitError("nothing was lent since the last refit: call `weights` first")
+        self._check_step(step)
+        sent, self._sent = self._sent, {}
+        return Manifest(step, algorithm_for(self._exporter.probe), sent)
+
+    def release(self) -> None:
+        """Take everything back, and forget an unfinished refit."""
+        self._take_back()
+        self._sent = {}
+
+    def _check_step(self, step: int | None) -> None:
+        before = self._step
+        if None not in (before, step) and before != step:
+            self._sent = {}
+            raise RefitError(
+                f"the policy was trained amid a refit: some weights were lent at step {before}, "
+                f"this is step {step}. Begin again with the first names"
+            )
+
+    def _lend(self, places: dict[str, int], tensors: Sequence[RefitTensor]) -> None:
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            nbytes = max(places[t.name] + t.nbytes for t in tensors if t.dtype == dtype)
+            self._lent[dtype] = Lent(nbytes, self._exporter.device, self._directory)
+
+    def _take_back(self) -> None:
+        for lent in self._lent.values():
+            lent.close()
+        self._lent = {}
+
+
+def _places(tensors: Sequence[RefitTensor]) -> dict[str, int]:
+    """In bytes, where each begins in the memory of its dtype."""
+    used: dict[torch.dtype, int] = {}
+    places = {}
+    for tensor in tensors:
+        places[tensor.name] = used.setdefault(tensor.dtype, 0)
+        used[tensor.dtype] += aligned(tensor.nbytes)
+    return places

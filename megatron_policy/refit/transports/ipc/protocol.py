@@ -1,0 +1,152 @@
+"""What trainer and engine say to each other in the stream over a socket; knows neither of them.
+
+The trainer asks (ZeroMQ REQ, bound at `ipc:///tmp/<device id>.sock`), the engine answers (REP). To
+our own receiver a question is one JSON object:
+
+    {"say": "announce", "version": 2, "tensors": {name: [dtype, shape]}}
+    {"say": "pack", "handle": .., "names": [..], "used_bytes": ..}
+    {"say": "complete", "manifest": ..}     the end: `Manifest.encoded()` as a string
+
+A pack is the tensors of these names, in this order, row-major, each from a multiple of 512 bytes
+on, in the memory that the handle opens; `used_bytes` is where the next would start. The answer
+`ack` means that a pack was consumed, or the end accepted; `refused: ` and a reason in UTF-8 ends
+the refit. A pack's memory is used again after the answer to it.
+
+A host's own receiver is asked in pickles, as it expects them (NeMo RL 0.5 and later,
+`stream_weights_via_ipc_zmq`): `(handle, names, used_bytes)`, and an end. We read no pickles.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
+
+import torch
+
+from megatron_policy.device import shared as on_gpu
+from megatron_policy.errors import RefitError
+from megatron_policy.refit.manifest import Form, Manifest
+from megatron_policy.refit.transports.ipc.shared_memory import Handle
+
+VERSION = 2
+ACK = b"ack"
+_ANNOUNCE, _PACK, _COMPLETE = "announce", "pack", "complete"
+_REFUSED = b"refused: "
+_HOST_MEMORY = "host memory"
+_SAME = "Use the same version of megatron_policy on both sides"
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Tensors in lent memory."""
+
+    handle: object
+    names: Sequence[str]
+    used_bytes: int
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How the engine is asked.
+
+    `end` None is our own way, with an announcement and a manifest that our receiver checks. A
+    host's own receiver knows neither: `end` is the object it takes for the end, and the checking
+    is its own.
+    """
+
+    end: object | None = None
+
+    def opening(self, announced: Mapping[str, Form]) -> bytes | None:
+        """The first question, if there is one."""
+        if self.end is not None:
+            return None
+        tensors = {name: [_word(dtype), list(shape)] for name, (shape, dtype) in announced.items()}
+        return _said(_ANNOUNCE, version=VERSION, tensors=tensors)
+
+    def question(self, pack: Pack) -> bytes:
+        """A pack as it is sent."""
+        handle, names = pack.handle, list(pack.names)
+        if self.end is None:
+            return _said(_PACK, handle=_plain(handle), names=names, used_bytes=pack.used_bytes)
+        own = (_HOST_MEMORY, *astuple(handle)) if isinstance(handle, Handle) else handle
+        return pickle.dumps((own, names, pack.used_bytes))
+
+    def closing(self, manifest: Manifest) -> bytes:
+        """The last question."""
+        if self.end is None:
+            return _said(_COMPLETE, manifest=manifest.encoded().decode())
+        return pickle.dumps(self.end)
+
+
+def understood(content: bytes) -> Pack | dict[str, Form] | Manifest:
+    """A question of our dialect. RefitError for anything else."""
+    try:
+        match json.loads(content):
+            case {"say": "announce", "version": version, "tensors": dict(tensors)}:
+                if version != VERSION:
+                    raise ValueError(f"it is of version {version!r}, this side reads {VERSION}")
+                return {name: _form(*said) for name, said in tensors.items()}
+            case {"say": "complete", "manifest": str(manifest)}:
+                return Manifest.decoded(manifest.encode())
+            case {"say": "pack", "handle": handle, "names": list(names), "used_bytes": size}:
+                if not all(isinstance(name, str) for name in names):
+                    raise ValueError("a tensor's name is a string")
+                return Pack(_handle(handle), names, _count(size))
+    except RefitError:
+        raise
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        raise RefitError(
+            f"the trainer sent what cannot be read: {content[:80]!a}: {error}. {_SAME}"
+        ) from error
+    raise RefitError(f"the trainer sent what means nothing here: {content[:80]!a}. {_SAME}")
+
+
+def refusal(error: Exception) -> bytes:
+    """The answer that ends a refit."""
+    return _REFUSED + str(error).encode(errors="replace")
+
+
+def check_answer(answer: bytes) -> None:
+    """RefitError, with the engine's reason, unless it is the acknowledgement."""
+    if answer != ACK:
+        reason = answer.removeprefix(_REFUSED).decode(errors="replace")
+        raise RefitError(f"the engine refused the weights: {reason}")
+
+
+def _said(say: str, **content: Any) -> bytes:
+    return json.dumps({"say": say, **content}, ensure_ascii=False).encode()
+
+
+def _plain(handle: Any) -> dict[str, Any]:
+    if isinstance(handle, Handle):
+        return {"host": asdict(handle)}
+    return {"device": on_gpu.plain(handle[0])}
+
+
+def _handle(said: Any) -> object:
+    match said:
+        case {"host": dict(fields)}:
+            return Handle(**{name: _count(value) for name, value in fields.items()})
+        case {"device": dict(fields)}:
+            return (on_gpu.arguments(fields),)
+    raise ValueError("it has no handle of memory")
+
+
+def _form(word: str, shape: Sequence[int]) -> Form:
+    dtype = getattr(torch, word)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{word} is no dtype")
+    return tuple(map(_count, shape)), dtype
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no size or number")
+    return value

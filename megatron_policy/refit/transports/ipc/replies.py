@@ -1,0 +1,78 @@
+"""The engine's end of a socket on this machine: it answers one trainer. Knows nothing of what is
+said.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import zmq
+
+from megatron_policy.errors import RefitError
+from megatron_policy.refit.transports.ipc.address import RETRY_S, is_own_socket, path_of
+from megatron_policy.refit.transports.ipc.link import Link, gone, nobody, silent
+
+LONGEST = 2**28  # bytes of a question: who sends more is hung up on
+
+
+class Answering:
+    """The engine's end: answers whoever waits at the address, and never a second one."""
+
+    def __init__(self, address: str, other: str, timeout_s: float) -> None:
+        """`other` says in errors who is to wait there; it is looked for when it is to be heard."""
+        self.address, self._other, self._timeout_s = address, other, timeout_s
+        self._path = path_of(address)
+        self._context = zmq.Context()
+        self._link: Link | None = None
+        self._heard = False
+
+    def receive(self) -> bytes:
+        """The next question; RefitError when none comes in time, or the other side goes. The first
+        is waited for at a socket that may come later, or be made anew meanwhile.
+
+        RefitError as well when the socket is another user's.
+        """
+        end = time.monotonic() + self._timeout_s
+        while True:
+            link = self._link or self._connected(end)
+            if link.wait(end, zmq.POLLIN):
+                question = link.receive()
+                if question is not None:
+                    self._heard = True
+                    return question
+            elif link.left:
+                if self._heard:
+                    raise RefitError(gone(self._other, self.address))
+                self._hang_up()
+                time.sleep(RETRY_S * random.uniform(0.5, 1.5))  # not when another engine does
+            elif time.monotonic() >= end:
+                words = silent if self._heard else nobody
+                raise RefitError(words(self._other, self.address, self._timeout_s))
+
+    def send(self, answer: bytes) -> None:
+        """The answer to what was received last; where the other side has gone, the next `receive`
+        says so.
+        """
+        self._link.send(answer)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Hang up; the last answer has so many seconds to leave."""
+        self._hang_up(linger_s)
+        self._context.term()
+
+    def _connected(self, end: float) -> Link:
+        """A new link to who waits at the address, as soon as a socket is there."""
+        while not is_own_socket(self._path):
+            if time.monotonic() >= end:
+                raise RefitError(nobody(self._other, self.address, self._timeout_s))
+            time.sleep(RETRY_S)
+        self._link = Link(self._context, zmq.REP)
+        self._link.socket.setsockopt(zmq.MAXMSGSIZE, LONGEST)
+        self._link.socket.connect(self.address)
+        return self._link
+
+    def _hang_up(self, linger_s: float = 0.0) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close(linger_s)

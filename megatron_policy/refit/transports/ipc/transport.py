@@ -1,0 +1,199 @@
+"""Streams weights to an engine on the same machine: packs in two shared buffers, announced over a
+socket. Knows nothing of how the weights are gathered. What is said: `ipc_protocol`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_policy import device
+from megatron_policy.coordination.timeouts import ENGINE_SHARE
+from megatron_policy.errors import ConfigError
+from megatron_policy.refit.buffers import Room
+from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.plan import Pack, RefitPlan, RefitTensor, packed
+from megatron_policy.refit.transports.ipc import protocol
+from megatron_policy.refit.transports.ipc.exported_buffer import Lent
+from megatron_policy.refit.transports.ipc.protocol import Dialect
+from megatron_policy.refit.transports.ipc.requests import Asking
+from megatron_policy.refit.transports.ipc.shared_memory import DIRECTORY
+
+if TYPE_CHECKING:
+    from megatron_policy.refit.exporter import Exporter
+
+HOST_BUFFER_BYTES = 32 * 2**20  # new pages cost more than more packs; containers have 64 MiB
+GPU_BUFFER_BYTES = 512 * 2**20
+SMALLEST_BUFFER_BYTES = 1024
+
+
+def address_of(device_id: str) -> str:
+    """Where the trainer on that device waits for the engine on it (the rule of NeMo RL)."""
+    return f"ipc:///tmp/{device_id}.sock"
+
+
+class IpcStream:
+    """A sink: every rank that has an engine on its machine streams all weights to it."""
+
+    def __init__(
+        self,
+        address: str | Mapping[int, str] | None = None,
+        buffer_bytes: int | None = None,
+        *,
+        dialect: Dialect | None = None,
+        directory: str = DIRECTORY,
+    ) -> None:
+        """`address` is where rank 0 waits for the one engine, or where ranks wait for theirs; None:
+        every rank waits at its own device's address.
+
+        `buffer_bytes` are lent to an engine at a time, in two halves (None: 512 MiB of a GPU, or 32
+        MiB of the host, taken from `directory`); a tensor larger than a half goes alone, in memory
+        of its own size. ConfigError for less than 1024 bytes. Nothing waits longer than the
+        exporter's timeout.
+        """
+        if buffer_bytes is not None and buffer_bytes < SMALLEST_BUFFER_BYTES:
+            raise ConfigError(
+                f"a refit buffer of {buffer_bytes} bytes is too small: give "
+                f"{SMALLEST_BUFFER_BYTES} or more"
+            )
+        self._addresses = {0: address} if isinstance(address, str) else address
+        self._buffer_bytes = buffer_bytes
+        self._dialect = dialect or Dialect()
+        self._directory = directory
+
+    def plan(self, exporter: Exporter) -> RefitPlan | None:
+        """Everything, on the ranks of a replica in which one has an engine; see `Sink`."""
+        grid, own = exporter.topology, exporter.coords
+        if self._addresses is None:
+            return exporter.plan()
+        if absent := [rank for rank in self._addresses if not 0 <= rank < grid.world_size]:
+            raise ConfigError(f"there are no ranks {absent} to give weights: {grid.world_size} run")
+        served = {(at.dp, at.cp) for at in map(grid.coords, self._addresses)}
+        return exporter.plan() if (own.dp, own.cp) in served else None
+
+    def open(self, exporter: Exporter, plan: RefitPlan) -> _Outlet | None:
+        """Bind this rank's socket, if it has an engine; see `Sink`. RefitError when it cannot."""
+        if self._addresses is None:
+            address = address_of(device.device_id())
+        elif exporter.rank in self._addresses:
+            address = self._addresses[exporter.rank]
+        else:
+            return None
+        on_host = exporter.device.type == "cpu"
+        half = (self._buffer_bytes or (HOST_BUFFER_BYTES if on_host else GPU_BUFFER_BYTES)) // 2
+        lender = _Lender(packed(plan.tensors, half), half, exporter.device, self._directory)
+        line = Asking(address, "engine", exporter.timeout_s * ENGINE_SHARE)
+        outlet = _Outlet(line, lender, self._dialect, exporter)
+        try:
+            outlet.begin(plan)
+        except BaseException:
+            outlet.close()
+            raise
+        return outlet
+
+
+class _Lender:
+    """Where packs are made: in two buffers by turns, and a large one in a buffer of its own."""
+
+    def __init__(
+        self, packs: tuple[Pack, ...], half: int, where: torch.device, directory: str
+    ) -> None:
+        self._packs = iter(packs)
+        self._half = half
+        self._size = max((pack.nbytes for pack in packs if pack.nbytes <= half), default=0)
+        self._where, self._directory = where, directory
+        self._halves: list[Lent] = []
+        self._count = 0
+        self.lent: Lent | None = None
+        self.pack = Pack((), (), 0)
+
+    def next(self) -> None:
+        """Begin the next pack: it is `pack`, and to be made in `lent`."""
+        self.pack = next(self._packs)
+        if self.alone:
+            self.lent = Lent(self.pack.nbytes, self._where, self._directory)
+            return
+        # The half that was used longer ago: it was answered for before the other one was sent.
+        again = self._halves.pop(0) if len(self._halves) == 2 else None
+        self.lent = again or Lent(self._size, self._where, self._directory)
+        self._halves.append(self.lent)
+
+    @property
+    def alone(self) -> bool:
+        """Whether the pack has a buffer of its own."""
+        return self.pack.nbytes > self._half
+
+    def take_back(self) -> None:
+        """The buffer of the pack, if it is its own."""
+        if self.alone and self.lent is not None:
+            self.lent.close()
+            self.lent = None
+
+    def close(self) -> None:
+        """Take everything back."""
+        self.take_back()
+        for lent in self._halves:
+            lent.close()
+        self._halves.clear()
+
+
+class _Outlet:
+    """One rank's end of one stream; see `Outlet`."""
+
+    def __init__(self, line: Asking, lender: _Lender, dialect: Dialect, exporter: Exporter) -> None:
+        self._exporter = exporter
+        self._line, self._lender, self._dialect = line, lender, dialect
+        self._at = 0  # tensors that the pack has so far
+        self._asked = False  # and not heard the answer yet
+
+    def begin(self, plan: RefitPlan) -> None:
+        """Announce what will come, where the engine wants to know."""
+        opening = self._dialect.opening(plan.info())
+        if opening is not None:
+            self._ask(lambda: opening)
+
+    def place(self, tensor: RefitTensor) -> Room | None:
+        if self._at == 0:
+            self._lender.next()
+        pack, lent = self._lender.pack, self._lender.lent
+        assert lent is not None and pack.tensors[self._at].name == tensor.name, tensor.name
+        return Room(lent.buffer, pack.offsets[self._at])
+
+    def filled(self, tensor: RefitTensor, room: Room) -> None:
+        self._at += 1
+        pack, lent = self._lender.pack, self._lender.lent
+        if self._at < len(pack.tensors):
+            return
+        assert lent is not None
+        dialect, names = self._dialect, [tensor.name for tensor in pack.tensors]
+        # A handle is for one opening: who asks again makes another.
+        self._ask(lambda: dialect.question(protocol.Pack(lent.handle(), names, pack.nbytes)))
+        self._at = 0
+        if self._lender.alone:
+            self._hear()
+            self._lender.take_back()
+
+    def finish(self, manifest: Manifest) -> None:
+        with self._exporter.alive():  # for ranks that wait: the engine may take its time to load
+            self._hear()
+            self._lender.close()  # the engine may need the room when it loads
+            self._ask(lambda: self._dialect.closing(manifest))
+            self._hear()
+
+    def close(self) -> None:
+        try:
+            self._line.close()
+        finally:
+            self._lender.close()
+
+    def _ask(self, question: Callable[[], bytes]) -> None:
+        self._hear()
+        self._line.ask(question)
+        self._asked = True
+
+    def _hear(self) -> None:
+        if self._asked:
+            protocol.check_answer(self._line.hear())
+        self._asked = False

@@ -1,0 +1,64 @@
+"""Import paths of the last release that have another name now; each still works, and warns."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+PACKAGE = "megatron_policy"
+RENAMED = {
+    "conversion": "convert",
+    "hosts.registry": "interfaces.host",
+    "layout": "config.layout",
+    "refit.collective": "refit.transports.collective.transport",
+    "refit.collective_receiving": "refit.receive.collective",
+    "refit.disk": "refit.transports.disk",
+    "refit.ipc_handles": "refit.transports.ipc.handles",
+    "refit.ipc_stream": "refit.transports.ipc.transport",
+    "refit.receiver": "refit.receive.receiver",
+    "rendezvous": "coordination.rendezvous",
+    "topology": "parallel.topology",
+    "train": "training",
+    "train.logprobs": "lm_head.logprobs",
+}
+"""From the old path, below the package, to the new one; it goes with the next release."""
+
+
+class RenamedModules(MetaPathFinder, Loader):
+    """Finds modules by the paths of `RENAMED`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """A module that stands for the one of the new path."""
+        package, _, old = fullname.partition(".")
+        if package != PACKAGE or old not in RENAMED:
+            return None
+        return ModuleSpec(fullname, self, is_package=any(n.startswith(f"{old}.") for n in RENAMED))
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fill the module with what the new one has."""
+        new = f"{PACKAGE}.{RENAMED[module.__name__.partition('.')[2]]}"
+        warnings.warn(
+            f"{module.__name__} has moved to {new}: import it from there. The old path goes with "
+            "the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        found = importlib.import_module(new)
+        for name, value in vars(found).items():
+            if not (name.startswith("__") and name.endswith("__")):
+                setattr(module, name, value)
+
+
+def install() -> None:
+    """Let the old paths be found: before all others, since an upgrade in place may leave folders of
+    the old names behind.
+    """
+    if not any(isinstance(finder, RenamedModules) for finder in sys.meta_path):
+        sys.meta_path.insert(0, RenamedModules())

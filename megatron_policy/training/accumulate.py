@@ -1,0 +1,242 @@
+"""One optimizer step over data that come in parts, their counts unknown before the last; knows no
+host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.config import PolicyConfig
+from megatron_policy.device import current_device
+from megatron_policy.errors import ConfigError
+from megatron_policy.interfaces.engine import Trainable, TrainingEngine
+from megatron_policy.interfaces.loss import LossFunction
+from megatron_policy.memory.device_memory import DeviceMemory
+from megatron_policy.memory.states import TO_GO_ON, TO_TRAIN
+from megatron_policy.training.batching import Batcher, GlobalBatch
+from megatron_policy.training.checks import check_loss_inputs, check_sizes, check_training_data
+from megatron_policy.training.faults import any_fault, raise_everywhere
+from megatron_policy.training.loss_checks import check_loss
+from megatron_policy.training.loss_normalization import Normalizing
+from megatron_policy.training.losses import Metrics, ValidCounts, own_counts
+from megatron_policy.training.optimizer_step import UNCHANGED, take_step
+from megatron_policy.training.results import completed, result_of
+from megatron_policy.training.rollback import Undo
+from megatron_policy.training.step import run, shared, sizes_of
+from megatron_policy.training.sync_microbatches import cut_in_step
+
+BEGIN, PART, FINISH, ABORT = (
+    "begin_train_step()",
+    "train_microbatch()",
+    "finish_train_step()",
+    "abort_train_step()",
+)
+
+
+@dataclass
+class OpenStep:
+    """What has been added up so far: this rank's valid sequences and tokens, and of each microbatch
+    the loss and metrics, divided by nothing. Gradients are in their buffers.
+    """
+
+    loss_fn: LossFunction
+    normalizing: Normalizing
+    gbs: int
+    mbs: int
+    counts: torch.Tensor
+    undo: Undo
+    parts: int = 0
+    loss: float = 0.0
+    metrics: list[Metrics] = field(default_factory=list)
+    failed: str = ""
+
+    def check_whole(self, operation: str) -> None:
+        """ConfigError once a part has been left half-way: what is added up is not its sum."""
+        if self.failed:
+            raise ConfigError(
+                f"{operation} would go on with gradients that are incomplete, since {self.failed}: "
+                f"call {ABORT} and begin again"
+            )
+
+
+class SplitTraining:
+    """Trains one step at a time in parts. Every method is collective.
+
+    Between the parts the policy may be read, and its weights may leave the device and come back;
+    whatever needs the step to be over is refused.
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        engine: TrainingEngine,
+        batcher: Batcher,
+        memory: DeviceMemory,
+        stepped: Callable[[], object],
+    ) -> None:
+        """`stepped` is called when a step has been taken."""
+        self._config, self._batcher, self._memory = config, batcher, memory
+        self._engine, self._trainable = engine, engine.trainable
+        self._stepped = stepped
+        self._step: OpenStep | None = None
+
+    def begin(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
+        """Open a step without gradients. The schedule will advance by `gbs` samples, however many
+        come; padded data are cut into microbatches of `mbs` rows. Both default to the config's.
+
+        ConfigError without an optimizer, while a step is open, outside the train state, and for a
+        loss that does not say what it is divided by.
+        """
+        trainable = self._can_train(BEGIN)
+        self._memory.check(BEGIN, TO_TRAIN)
+        gbs, mbs = sizes_of(self._config, gbs, mbs)
+        check_sizes(gbs, mbs)
+        check_loss(loss_fn)
+        normalizing = Normalizing.of(loss_fn)
+        trainable.zero_gradients()
+        counts = torch.zeros(2, device=current_device())
+        undo = Undo.here(self._engine)
+        self._step = OpenStep(loss_fn, normalizing, gbs, mbs, counts, undo)
+        self._memory.step_open = True
+
+    def microbatch(self, data: Mapping[str, Any]) -> None:
+        """Add the gradients of `data`: this data-parallel rank's rows, as `train` takes them, any
+        number and on each rank another, also none. They may carry a plan of one global batch.
+
+        BatchError, on all data-parallel ranks, for data that do not fit: the step is as it was, and
+        goes on with others. LossError, on all ranks, for a loss that cannot be trained on: as after
+        any other error, some of the part's gradients are among those of the parts before, and the
+        step can only be aborted. The error says so in a note.
+        """
+        step, trainable = self._opened(PART), self._can_train(PART)
+        self._memory.check(PART, TO_GO_ON)
+        batch = self._cut(step, data)
+        ones, undo = torch.ones(2, device=current_device()), Undo.here(self._engine)
+        with _marking(step, "a part of the step failed"):
+            with trainable.accumulating():
+                kept = run(
+                    self._engine,
+                    batch.microbatches,
+                    step.loss_fn,
+                    ValidCounts(*ones),
+                    forward_only=False,
+                )
+            loss, metrics, faults = shared(self._engine, batch, kept, step.loss_fn, 0)
+            if any_fault(faults, self._engine.groups):
+                undo()
+                raise_everywhere(faults, self._engine.groups, UNCHANGED)
+        step.counts += own_counts(batch.data, current_device())
+        step.parts += 1
+        step.loss += loss
+        step.metrics += metrics
+
+    def finish(self) -> dict[str, Any]:
+        """Divide by what all parts on all ranks have counted, reduce, clip and step; returns what
+        `train` does for one global batch.
+
+        ConfigError without a step or a part, and on every rank if a part has failed on any; the
+        step stays open. LossError, on every rank, for a gradient that is not finite: the step can
+        only be aborted.
+        """
+        step, trainable = self._opened(FINISH), self._can_train(FINISH)
+        self._memory.check(FINISH, TO_GO_ON)
+        if not step.parts and not step.failed:
+            raise ConfigError(
+                f"{FINISH} has nothing to step with: call {PART} before, or {ABORT} instead"
+            )
+        counts = self._total(step)
+        with _marking(step, "its end failed"):
+            divisor = step.normalizing.gradient(counts)
+            undo = Undo.here(self._engine)
+            trainable.reduce_gradients(1.0 / divisor)
+            stats = take_step(trainable, self._engine.groups, undo, ())
+            trainable.advance_schedule(step.gbs)
+        self._close()
+        self._stepped()
+        divisors = step.normalizing.divisors(counts)
+        metrics = [completed(each, divisors, counts, stats) for each in step.metrics]
+        return result_of([step.loss / divisor], stats, metrics, self._engine.groups.dp)
+
+    def abort(self) -> None:
+        """Drop the step and its gradients; weights, optimizer and schedule are as before it. Does
+        nothing where none is open. Random numbers that dropout has drawn stay drawn.
+        """
+        if self._step is None:
+            return
+        self._can_train(ABORT).zero_gradients()
+        self._step.undo.restore_buffers()
+        self._close()
+
+    def _close(self) -> None:
+        self._step, self._memory.step_open = None, False
+
+    def _can_train(self, operation: str) -> Trainable:
+        if self._trainable is None:
+            raise ConfigError(
+                f"{operation}: made with init_optimizer=False, this policy only trains in eval_mode"
+            )
+        return self._trainable
+
+    def _opened(self, operation: str) -> OpenStep:
+        if self._step is None:
+            raise ConfigError(f"{operation}: no training step is open, call {BEGIN} first")
+        return self._step
+
+    def _cut(self, step: OpenStep, data: Mapping[str, Any]) -> GlobalBatch:
+        """The part as microbatches, as many on every data-parallel rank."""
+        vocab_size = self._engine.vocab_size
+
+        def cut() -> list[GlobalBatch]:
+            step.check_whole(PART)
+            if _without_rows(data):
+                return [GlobalBatch(_nothing(), [])]
+            checked = check_training_data(data, vocab_size, self._batcher.training)
+            self._batcher.longest.check(checked)
+            check_loss_inputs(step.loss_fn, checked, vocab_size)
+            return [self._batcher.for_part(checked, step.mbs)]
+
+        (batch,) = cut_in_step(cut, self._batcher, self._engine.groups.dp)
+        return batch
+
+    def _total(self, step: OpenStep) -> ValidCounts:
+        """What all data-parallel ranks have counted; ConfigError if a part has failed on one."""
+        failed = torch.tensor([float(bool(step.failed))], device=current_device())
+        total = torch.cat([step.counts, failed])
+        dist.all_reduce(total, group=self._engine.groups.dp)
+        if total[2] and not step.failed:
+            step.failed = "a part of the step failed on another rank"
+        step.check_whole(FINISH)
+        return ValidCounts(sequences=total[0], tokens=total[1])
+
+
+def _without_rows(data: Mapping[str, Any]) -> bool:
+    if not isinstance(data, Mapping):
+        return False  # and is refused
+    tokens = data.get("input_ids")
+    plain = isinstance(tokens, torch.Tensor) and not tokens.is_nested
+    return not data or (plain and tokens.shape[:1] == (0,))
+
+
+def _nothing() -> BatchedDataDict:
+    """A rank's data where it has none."""
+    return BatchedDataDict(
+        {"input_ids": torch.zeros(0, 1, dtype=torch.long), "sample_mask": torch.zeros(0)}
+    )
+
+
+@contextmanager
+def _marking(step: OpenStep, what: str) -> Iterator[None]:
+    """What stops within this context leaves the step in pieces, and says so."""
+    try:
+        yield
+    except BaseException as error:
+        step.failed = f"{what} with {type(error).__name__}"
+        error.add_note(f"The training step is left open and incomplete: call {ABORT}.")
+        raise

@@ -1,0 +1,260 @@
+"""Turns one rank's data into microbatches: by a plan that came with them, or by its own; knows no
+model but what its sequences cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.batching import batching_of, multiples_of
+from megatron_policy.config.layout import microbatch_round
+from megatron_policy.config.layout import microbatches as count_microbatches
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.errors import BatchError
+from megatron_policy.packing.batching import Batching
+from megatron_policy.packing.cost import Cost, sequence_cost
+from megatron_policy.packing.microbatch import (
+    Microbatch,
+    empty_microbatch,
+    numbered,
+    packed_microbatch,
+    padded_microbatch,
+)
+from megatron_policy.packing.multiples import Multiples, round_up
+from megatron_policy.packing.plan import Plan, Span, plan_rows
+from megatron_policy.parallel.topology import Topology
+from megatron_policy.training.checks import check_size, checked_lengths
+from megatron_policy.training.longest import Longest
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """This data-parallel rank's rows of one global batch, which its microbatches hold once each."""
+
+    data: BatchedDataDict
+    microbatches: list[Microbatch]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Microbatches, and which of the caller's rows each that is no filler holds."""
+
+    microbatches: list[Microbatch]
+    rows: list[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Batcher:
+    """How this policy cuts batches for training and for reading.
+
+    Where batches are padded all microbatches are alike, as the pipeline then needs them.
+    """
+
+    training: Batching
+    reading: Batching
+    multiples: Multiples
+    topology: Topology
+    cost: Cost
+    longest: Longest
+
+    def for_training(
+        self, data: BatchedDataDict, global_batch_size: int, micro_batch_size: int
+    ) -> list[GlobalBatch]:
+        """The global batches that `data` hold: those of the plan they carry, or else equal shares
+        of `global_batch_size` rows each, cut into microbatches of `micro_batch_size` rows or of
+        tokens.
+        """
+        batches = self._for_training(data, global_batch_size, micro_batch_size)
+        return [_as_the_caller_counts(batch, data) for batch in batches]
+
+    def _for_training(
+        self, data: BatchedDataDict, global_batch_size: int, micro_batch_size: int
+    ) -> list[GlobalBatch]:
+        plan = _given(data, self.training)
+        if plan is not None:
+            return self._planned(data, plan)
+        if self.training.kind != "padded":
+            return [
+                batch
+                for start, share in self._shares(data, global_batch_size)
+                for batch in self._by_own_plan(share, start)
+            ]
+        count_microbatches(global_batch_size, micro_batch_size, self.topology)
+        return [
+            GlobalBatch(share, self._side_by_side(share, micro_batch_size, start))
+            for start, share in self._shares(data, global_batch_size)
+        ]
+
+    def for_part(self, data: BatchedDataDict, micro_batch_size: int) -> GlobalBatch:
+        """All rows of `data` as a part of a global batch: cut by the plan they carry, or into
+        microbatches of `micro_batch_size` rows or of tokens.
+        """
+        plan = _given(data, self.training)
+        if plan is None and self.training.kind == "padded":
+            if data.size % micro_batch_size:
+                raise BatchError(
+                    f"{data.size} rows on a data-parallel rank cannot be cut into microbatches of "
+                    f"mbs={micro_batch_size}: pass a multiple, filled up with rows whose "
+                    "sample_mask is 0, or use dynamic_batching or sequence_packing"
+                )
+            batch = GlobalBatch(data, self._side_by_side(data, micro_batch_size))
+            return _as_the_caller_counts(batch, data)
+        batches = self._by_own_plan(data) if plan is None else self._planned(data, plan)
+        return _as_the_caller_counts(self._only(batches, "a part of a global batch"), data)
+
+    def for_reading(self, data: BatchedDataDict, at_once: int) -> Reading:
+        """All rows of `data`, `at_once` of them or as many tokens as a microbatch has."""
+        check_size("micro_batch_size, rows that are read at once,", at_once)
+        plan, order = _given(data, self.reading), range(data.size)
+        if self.reading.kind == "padded":
+            size = min(at_once, data.size)
+            rows = [order[start : start + size] for start in range(0, data.size, size)]
+            # All microbatches are alike: the last row is repeated to fill the last one.
+            filled = data.select_indices([*order, *[data.size - 1] * (-data.size % size)])
+            return Reading(self.in_step(self._side_by_side(filled, size), len(rows), data), rows)
+        if plan is None:
+            data, plan, order = self._own_plan(data, self.reading)
+        batch = self._only(self._planned(data, plan), "what is only read")
+        spans = [span for span in plan.batches[0] if span.start < span.end]
+        rows = [order[span.start : span.end] for span in spans]
+        count = len(batch.microbatches)
+        return Reading(self.in_step(batch.microbatches, count, data), rows)
+
+    def in_step(
+        self, microbatches: Sequence[Microbatch], count: int, data: BatchedDataDict
+    ) -> list[Microbatch]:
+        """`count` microbatches, or as many as make whole rounds of the interleaved schedule, with
+        fillers for those that are missing.
+        """
+        count = round_up(max(count, 1), microbatch_round(self.topology))
+        missing = count - len(microbatches)
+        if not missing:
+            return list(microbatches)
+        alike = self.training.kind == "padded" and microbatches
+        filler = replace(microbatches[-1], filler=True) if alike else self._filler(data)
+        return [*microbatches, *[filler] * missing]
+
+    def _filler(self, data: BatchedDataDict) -> Microbatch:
+        return empty_microbatch(data["input_ids"].size(1), self.multiples)
+
+    def _shares(
+        self, data: BatchedDataDict, global_batch_size: int
+    ) -> list[tuple[int, BatchedDataDict]]:
+        """This rank's share of each global batch, after the number of its first row."""
+        share, left = divmod(global_batch_size, self.topology.dp)
+        if left:
+            raise BatchError(
+                f"global batch size {global_batch_size} (train_global_batch_size, or gbs) cannot "
+                f"be shared out evenly to {self.topology.dp} data-parallel ranks: make it a "
+                "multiple, or let the driver plan the batch"
+            )
+        if data.size % share or not data.size:
+            raise BatchError(
+                f"{data.size} samples on a data-parallel rank are no whole number of global "
+                f"batches, of which each rank has {share} samples: pass a multiple of "
+                f"{global_batch_size} samples"
+            )
+        return [(i * share, data.get_batch(i, share)) for i in range(data.size // share)]
+
+    def _side_by_side(self, data: BatchedDataDict, rows: int, first: int = 0) -> list[Microbatch]:
+        """`rows` rows each; the first of `data` is number `first`."""
+        width = data["input_ids"].size(1)
+        parts = enumerate(data.make_microbatch_iterator(rows))
+        return [
+            replace(
+                padded_microbatch(part, width, width, self.multiples),
+                rows=tuple(range(first + number * rows, first + (number + 1) * rows)),
+            )
+            for number, part in parts
+        ]
+
+    def _by_own_plan(self, data: BatchedDataDict, first: int = 0) -> list[GlobalBatch]:
+        """One global batch, whose row 0 is number `first`, cut by a plan of its own."""
+        ordered, plan, order = self._own_plan(data, self.training)
+        rows = [first + row for row in order]
+        return [
+            GlobalBatch(batch.data, numbered(batch.microbatches, rows))
+            for batch in self._planned(ordered, plan)
+        ]
+
+    def _own_plan(
+        self, data: BatchedDataDict, settings: Batching
+    ) -> tuple[BatchedDataDict, Plan, Sequence[int]]:
+        """One global batch in the order of a plan, the plan, and which row each was."""
+        lengths = checked_lengths(data, settings)
+        width = data["input_ids"].size(1)
+        (share,) = plan_rows(
+            lengths, settings, 1, microbatch_round(self.topology), self.cost, width
+        )
+        return data.select_indices(share.rows), share.plan, share.rows
+
+    def _planned(self, data: BatchedDataDict, plan: Plan) -> list[GlobalBatch]:
+        width = data["input_ids"].size(1)
+        found, start = [], 0
+        for spans, rows in zip(plan.batches, plan.rows, strict=True):
+            batch = data.slice(start, start + rows)
+            parts = [
+                replace(
+                    self._microbatch(batch, span, plan.packed, width),
+                    rows=tuple(range(start + span.start, start + span.end)),
+                )
+                for span in spans
+            ]
+            found.append(GlobalBatch(batch, parts))
+            start += rows
+        return found
+
+    def _only(self, batches: Sequence[GlobalBatch], what: str) -> GlobalBatch:
+        if len(batches) != 1:
+            raise BatchError(
+                f"the data come with a plan of {len(batches)} global batches; {what} is planned as "
+                "one"
+            )
+        return batches[0]
+
+    def _microbatch(
+        self, batch: BatchedDataDict, span: Span, packed: bool, width: int
+    ) -> Microbatch:
+        if span.start == span.end:
+            return self._filler(batch)
+        rows = batch.slice(span.start, span.end)
+        if not packed:
+            return padded_microbatch(rows, width, min(span.length, width), self.multiples)
+        lengths = rows["input_lengths"].tolist()
+        return packed_microbatch(rows, width, lengths, self.multiples)
+
+
+def _as_the_caller_counts(batch: GlobalBatch, data: BatchedDataDict) -> GlobalBatch:
+    """With the numbers that its rows have in the batch which `data` are a part of."""
+    if data.caller_rows is None:
+        return batch
+    return GlobalBatch(batch.data, numbered(batch.microbatches, data.caller_rows))
+
+
+def _given(data: BatchedDataDict, settings: Batching) -> Plan | None:
+    """The plan that came with the data; BatchError where the configuration wants another kind."""
+    plan = Plan.of(data)
+    if plan is not None and (
+        settings.kind == "padded" or plan.packed != (settings.kind == "packed")
+    ):
+        raise BatchError(
+            f"the data come planned for {'packed' if plan.packed else 'dynamic'} microbatches, but "
+            f"the configuration asks for {settings.kind} ones: make both agree"
+        )
+    return plan
+
+
+def batcher_of(config: PolicyConfig, topology: Topology, architecture: Architecture) -> Batcher:
+    """As the configuration wants batches cut, for this model."""
+    multiples = multiples_of(config)
+    return Batcher(
+        training=batching_of(config, training=True),
+        reading=batching_of(config, training=False),
+        multiples=multiples,
+        topology=topology,
+        cost=sequence_cost(architecture.hidden_size),
+        longest=Longest.of(config, architecture),
+    )

@@ -1,0 +1,265 @@
+"""What data must look like before any rank computes with them; knows no model but its vocabulary.
+
+Shapes: B rows, S positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Integral
+from typing import Any
+
+import torch
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.errors import BatchError
+from megatron_policy.interfaces import LossFunction, LossInputType
+from megatron_policy.packing.batching import Batching
+from megatron_policy.packing.microbatch import inside
+from megatron_policy.training.value_checks import check_kind, check_mask, holds_integers, shape_of
+
+PADDED = Batching("padded")
+
+
+def checked_batch(data: Any, vocab_size: int) -> BatchedDataDict:
+    """`data` as a batch of its own, with the plan it came with, its tokens and lengths int64;
+    BatchError naming the key that does not fit.
+    """
+    if not isinstance(data, Mapping):
+        raise BatchError(f"data is a {type(data).__name__}; pass a BatchedDataDict")
+    batch = BatchedDataDict(data)
+    odd = [key for key in batch if not isinstance(key, str)]
+    if odd:
+        raise BatchError(f"the data have the key {odd[0]!r}; keys are strings")
+    batch["input_ids"] = checked_tokens(batch, vocab_size)
+    rows = batch["input_ids"].size(0)
+    if batch.get("input_lengths") is not None:
+        batch["input_lengths"] = _lengths(batch, "which tell where rows end")
+    for key, value in batch.items():
+        shape = shape_of(key, value)
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            batch[key] = value.detach()  # whose graph one microbatch would use up for the others
+        if shape[0] != rows:
+            raise BatchError(
+                f"{key!r} has shape {shape}, but input_ids have {rows} rows, so that row "
+                f"{min(shape[0], rows)} is in one of them only: dimension 0 must be the batch"
+            )
+    return batch
+
+
+def checked_tokens(data: BatchedDataDict, vocab_size: int) -> torch.Tensor:
+    """`input_ids` int64 `[B, S]`; BatchError unless they are there and within the vocabulary.
+
+    Only data that come with a plan of their microbatches may have no rows: their rank has no share.
+    """
+    tokens_BS = data.get("input_ids")
+    if not isinstance(tokens_BS, torch.Tensor):
+        given = f" (it is a {type(tokens_BS).__name__})" if "input_ids" in data else ""
+        raise BatchError(f"the data lack a tensor 'input_ids'{given}; they have {sorted(data)}")
+    check_kind("input_ids", tokens_BS)
+    rows, width = tokens_BS.shape if tokens_BS.ndim == 2 else (0, 0)
+    empty = not width or not (rows or data.micro_batch_indices)
+    if empty or not holds_integers(tokens_BS.dtype):
+        raise BatchError(
+            f"input_ids are {tokens_BS.dtype} of shape {tuple(tokens_BS.shape)}; they must be "
+            "integers [B, S] with at least one row and one position"
+        )
+    # As int64 before they are compared: the vocabulary's size is no number of a small dtype.
+    tokens_BS = tokens_BS.long()
+    outside = (tokens_BS < 0) | (tokens_BS >= vocab_size)
+    if outside.any():
+        row, position = outside.nonzero()[0].tolist()
+        raise BatchError(
+            f"input_ids has token {tokens_BS[row, position]} in row {row} at position {position}, "
+            f"but the model's vocabulary has {vocab_size} entries: is it this model's tokenizer?"
+        )
+    return tokens_BS
+
+
+def checked_prompts(
+    data: BatchedDataDict, vocab_size: int, max_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`input_ids` int64 `[B, S]` and `input_lengths` int64 `[B]`, ready to be continued.
+
+    BatchError naming the key, or the first row whose prompt is empty or leaves no room below
+    `max_length` positions.
+    """
+    data = checked_batch(data, vocab_size)
+    tokens_BS = data["input_ids"]
+    width = tokens_BS.size(1)
+    lengths_B = _lengths(data, "which tell where prompts end")
+    longest = min(width, max_length - 1)
+    for row, length in enumerate(lengths_B.tolist()):
+        if not 1 <= length <= longest:
+            raise BatchError(
+                f"input_lengths has {length} in row {row}; a prompt's length must lie between 1 "
+                f"and {longest} (input_ids are {width} wide, and by max_total_sequence_length and "
+                f"the model's positions a text has at most {max_length} tokens)"
+            )
+    return tokens_BS, lengths_B
+
+
+def checked_lengths(data: BatchedDataDict, batching: Batching) -> list[int]:
+    """The number of tokens of each row, the width of `input_ids` where rows are padded and
+    `input_lengths` not given.
+
+    BatchError naming the row whose length is not between 1 and the width, or that does not fit into
+    a microbatch, and the key to change.
+    """
+    rows, width = data["input_ids"].shape
+    if batching.kind == "padded" and "input_lengths" not in data:
+        return [width] * rows
+    lengths: list[int] = _lengths(data, f"which {batching.kind} microbatches go by").tolist()
+    for row, length in enumerate(lengths):
+        if not 1 <= length <= width:
+            raise BatchError(
+                f"input_lengths has {length} in row {row}; it must lie between 1 and {width}, the "
+                "width of input_ids"
+            )
+    batching.check(lengths, width)
+    return lengths
+
+
+def _lengths(data: BatchedDataDict, why: str) -> torch.Tensor:
+    """`input_lengths` int64 `[B]`; BatchError unless they are integers, one for each row."""
+    lengths_B, rows = data.get("input_lengths"), data["input_ids"].size(0)
+    if lengths_B is None:
+        raise BatchError(f"the data lack a tensor 'input_lengths', {why}; they have {sorted(data)}")
+    if not isinstance(lengths_B, torch.Tensor):
+        kind = type(lengths_B).__name__
+        raise BatchError(f"input_lengths are a {kind}; they must be a tensor of integers [{rows}]")
+    check_kind("input_lengths", lengths_B)
+    if lengths_B.shape != (rows,) or not holds_integers(lengths_B.dtype):
+        raise BatchError(
+            f"input_lengths are {lengths_B.dtype} of shape {tuple(lengths_B.shape)}; they must be "
+            f"integers [{rows}], one for each row of input_ids"
+        )
+    return lengths_B.long()
+
+
+def is_count(size: object) -> bool:
+    """Whether this is a whole number, 1 or more, by which rows or entries can be counted."""
+    return isinstance(size, Integral) and not isinstance(size, bool) and size >= 1
+
+
+def check_sizes(global_batch_size: int, micro_batch_size: int) -> None:
+    """BatchError unless both are whole numbers of 1 or more."""
+    check_size("gbs", global_batch_size)
+    check_size("mbs", micro_batch_size)
+
+
+def check_size(name: str, size: Any) -> None:
+    """BatchError unless this is a whole number of 1 or more."""
+    if not is_count(size):
+        raise BatchError(f"{name} is {size!r}: pass a whole number, 1 or more")
+
+
+def check_training_data(data: Any, vocab_size: int, batching: Batching = PADDED) -> BatchedDataDict:
+    """`data` as `checked_batch` returns them; BatchError naming key and row unless they hold what
+    every loss needs, in matching shapes, and lengths and masks that microbatches can be made by.
+    """
+    data = checked_batch(data, vocab_size)
+    rows, length = data["input_ids"].shape
+    if "sample_mask" not in data:
+        raise BatchError(f"the data lack 'sample_mask' [B]; they have {sorted(data)}")
+    for key, value in data.items():
+        shape = shape_of(key, value)
+        if shape[1:2] and shape[1] != length:
+            raise BatchError(
+                f"{key!r} has shape {shape}, but input_ids are [{rows}, {length}], so that row 0 "
+                f"has {shape[1]} entries for {length} tokens: dimension 0 must be the batch and "
+                "dimension 1, if any, the sequence"
+            )
+    for key, wanted in (("sample_mask", (rows,)), ("token_mask", (rows, length))):
+        if key in data:
+            check_mask(key, data[key], wanted)
+    lengths = checked_lengths(data, batching)
+    if "token_mask" in data:
+        _check_mask_within(data, lengths)
+    return data
+
+
+def _check_mask_within(data: BatchedDataDict, lengths: list[int]) -> None:
+    """What lies beyond a row's length is not computed, so a loss cannot count it."""
+    mask_BS = data["token_mask"] != 0
+    ends_B = torch.tensor(lengths, device=mask_BS.device)
+    beyond = torch.arange(mask_BS.size(1), device=mask_BS.device) >= ends_B.unsqueeze(1)
+    counted = beyond & mask_BS & (data["sample_mask"] != 0).to(mask_BS.device).unsqueeze(1)
+    if counted.any():
+        row, position = counted.nonzero()[0].tolist()
+        raise BatchError(
+            f"token_mask counts position {position} of row {row}, whose input_lengths is "
+            f"{lengths[row]}: make the mask 0 beyond it, or the length larger"
+        )
+
+
+def loss_kind(loss_fn: LossFunction) -> str | None:
+    """What a loss of the newer generation takes, None for the older one; NotImplementedError if it
+    is nothing that is fed.
+    """
+    if not hasattr(loss_fn, "input_type"):
+        return None
+    # A host brings an enumeration of its own: compare values, not members.
+    kind = getattr(loss_fn.input_type, "value", loss_fn.input_type)
+    if kind not in [known.value for known in LossInputType]:
+        raise NotImplementedError(
+            f"{type(loss_fn).__name__}.input_type is {kind!r}; this policy feeds 'logprob' and "
+            "'logit' losses. To distil from a teacher's top-k, write a 'logprob' loss whose "
+            "attribute `candidates` names the key of the teacher's indices in the data"
+        )
+    return str(kind)
+
+
+def candidates_key(loss_fn: LossFunction) -> str | None:
+    """The key of the vocabulary entries whose log-probabilities a loss asks for, if it does."""
+    key: str | None = getattr(loss_fn, "candidates", None)
+    return key if loss_kind(loss_fn) == LossInputType.LOGPROB.value else None
+
+
+def check_loss_inputs(loss_fn: LossFunction, data: BatchedDataDict, vocab_size: int) -> None:
+    """BatchError naming key and row unless `data`, which have passed `check_training_data`, hold
+    what this loss needs besides; NotImplementedError if it takes what is not fed.
+    """
+    key = candidates_key(loss_fn)
+    if key is None:
+        return
+    name, wanted = type(loss_fn).__name__, tuple(data["input_ids"].shape)
+    if key not in data:
+        raise BatchError(
+            f"{name}.candidates is {key!r}, but the data lack it; they have {sorted(data)}"
+        )
+    entries_BSK = data[key]
+    if not isinstance(entries_BSK, torch.Tensor):
+        raise BatchError(f"{key!r} is a {type(entries_BSK).__name__}; it must be a tensor")
+    shape, dtype = tuple(entries_BSK.shape), entries_BSK.dtype
+    if len(shape) != 3 or shape[:2] != wanted or not shape[2] or not holds_integers(dtype):
+        raise BatchError(
+            f"{key!r} is {dtype} of shape {shape}; {name}.candidates must be integers "
+            f"[{wanted[0]}, {wanted[1]}, K]: K vocabulary entries for each token of input_ids"
+        )
+    entries_BSK = entries_BSK.long()  # a small integer cannot be compared with a large size
+    outside = (entries_BSK < 0) | (entries_BSK >= vocab_size)
+    outside &= inside(data).to(outside.device).unsqueeze(-1)
+    if outside.any():
+        row, position, place = outside.nonzero()[0].tolist()
+        raise BatchError(
+            f"{key!r} has entry {entries_BSK[row, position, place]} in row {row} at position "
+            f"{position}, but the model's vocabulary has {vocab_size} entries: does the teacher "
+            "have another tokenizer?"
+        )
+
+
+def wrong_metric(metrics: Mapping[Any, Any]) -> str:
+    """What is wrong with one of a loss's metrics, by name; nothing where all are numbers under
+    names, which can be added up.
+    """
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            return f"returned a metric under {name!r}: metrics have names"
+        one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
+        if not one and not isinstance(value, (bool, int, float)):
+            return (
+                f"returned the metric {name!r} as a {type(value).__name__}; metrics are numbers or "
+                "tensors of one element"
+            )
+    return ""

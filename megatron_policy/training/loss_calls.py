@@ -1,0 +1,190 @@
+"""One call of a loss: what may go wrong in it, and what the schedule differentiates then; knows no
+forms of losses.
+
+Shapes: B rows, S positions.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge as gradient_edge
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.errors import LossError
+from megatron_policy.interfaces import LossFunction
+from megatron_policy.packing.microbatch import counted
+from megatron_policy.training.checks import wrong_metric
+
+_CONTRACT = "a loss returns (scalar tensor, dict of metrics)"
+_FRAMES = 20
+_TORCH = str(Path(torch.__file__).parent)
+_CALLERS = {str(Path(__file__)), str(Path(__file__).with_name("losses.py"))}
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """What went wrong in words, and the traceback of what the loss raised, if it did."""
+
+    what: str
+    trace: str = ""
+
+    def error(self) -> LossError:
+        """For where nobody else has to hear of it."""
+        error = LossError(self.what)
+        if self.trace:
+            error.add_note(self.trace)
+        return error
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of `loss_fn` for the rows `data`, which may differentiate `given`."""
+
+    loss_fn: LossFunction
+    data: BatchedDataDict
+    given: Sequence[torch.Tensor]
+    call: Callable[[], Any]
+
+    def result(self, faults: list[Wrong] | None) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The 0-d scalar and the metrics, which have been checked.
+
+        LossError for what cannot be trained on; with `faults` it is put there, and the scalar is no
+        number and has a gradient for all of `given`.
+        """
+        name, before = name_of(self.loss_fn), _nodes(self.given)
+        try:
+            found = self.call()
+        except Exception as error:
+            cause: Exception | None = error
+            wrong = _raised(name, error)
+        else:
+            cause, what = None, self._broken(found, before | _nodes(self.given))
+            if not what:
+                return self._usable(*found)
+            wrong = Wrong(f"{name} {what}")
+        if faults is None:
+            raise wrong.error() from cause
+        faults.append(wrong)
+        nothing = torch.full((), math.nan, device=self.given[0].device)
+        return carried(nothing, self.given), {}
+
+    def _usable(
+        self, value: torch.Tensor, metrics: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        value = value.to(self.given[0].device).reshape(())
+        if not value.requires_grad:
+            value = carried(value, self.given)
+        return value, dict(metrics)
+
+    def _broken(self, found: Any, given: set[Any]) -> str:
+        """What is wrong with what the loss returned; nothing if it can be trained on, which is to
+        have one of the `given` nodes in its graph.
+        """
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            size = f" of {len(found)}" if isinstance(found, tuple | list) else ""
+            return f"returned a {type(found).__name__}{size}: {_CONTRACT}"
+        value, metrics = found
+        if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.is_complex():
+            is_tensor = isinstance(value, torch.Tensor)
+            has = f"{value.dtype} of shape {tuple(value.shape)}" if is_tensor else type(value)
+            return f"returned as its value {has}, which is no scalar: {_CONTRACT}"
+        if torch.is_grad_enabled() and not (_leads_to(value, given) or self._is_nothing(value)):
+            return (
+                f"returned a {value.dtype} that is detached from the model and has no gradient: "
+                "compute it from what the loss is given, without detach(), item() or no_grad(); "
+                "where it is 0, as a sum of that times 0"
+            )
+        if not isinstance(metrics, Mapping):
+            return f"returned as its metrics a {type(metrics).__name__}: {_CONTRACT}"
+        return wrong_metric(metrics)
+
+    def _is_nothing(self, value: torch.Tensor) -> bool:
+        """Whether this is the constant 0 of rows of which no token counts."""
+        return bool(value == 0) and not counted(self.data)[:, 1:].any()
+
+
+def _nodes(tensors: Sequence[torch.Tensor]) -> set[Any]:
+    """Of the graph, where these were made."""
+    return {gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad}
+
+
+def _leads_to(value: torch.Tensor, ends: set[Any]) -> bool:
+    """Whether the graph of a value has one of these nodes; it is not looked at behind them."""
+    if not value.requires_grad:
+        return False
+    waiting, seen = [gradient_edge(value).node], set()
+    while waiting:
+        node = waiting.pop()
+        if node in ends:
+            return True
+        if node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions if before is not None]
+    return False
+
+
+def name_of(loss_fn: LossFunction) -> str:
+    """What messages call a loss."""
+    return str(getattr(loss_fn, "__name__", None) or type(loss_fn).__name__)
+
+
+def carried(value: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`value`, which is also given a gradient for `tensors`: 0 where it is finite, and no number
+    where it is not.
+
+    So the gradient's norm, which all ranks have, tells each of them whether a loss was finite
+    anywhere, whatever its graph: a NaN may be the constant 0 / 0 of rows without tokens. And the
+    backward pass, with its collectives, goes all the way in any case.
+    """
+    if not torch.is_grad_enabled():
+        return value
+    out: torch.Tensor = _Carried.apply(value, *tensors)
+    return out
+
+
+class _Carried(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        # No host asks whether it is finite: that would wait for the device.
+        ctx.nothing = value.detach().float() * 0.0
+        ctx.shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return grad, *(ctx.nothing.to(dtype).expand(shape) for shape, dtype in ctx.shapes)
+
+
+def _raised(name: str, error: Exception) -> Wrong:
+    frames = list(_frames_of_loss(error.__traceback__))
+    text = str(error).strip() or "without a word"
+    at = f" ({_place(frames)})" if frames else ""
+    trace = "".join(
+        [
+            f"{name} raised:\n",
+            *traceback.format_list(frames[-_FRAMES:]),
+            *traceback.format_exception_only(error),
+        ]
+    )
+    return Wrong(f"{name} raised {type(error).__name__}: {text}{at}", trace.rstrip())
+
+
+def _frames_of_loss(trace: TracebackType | None) -> Iterator[traceback.FrameSummary]:
+    """Those below the frames that call the loss."""
+    for frame in traceback.extract_tb(trace):
+        if frame.filename not in _CALLERS:
+            yield frame
+
+
+def _place(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost line that is not torch's."""
+    own = [frame for frame in frames if not frame.filename.startswith(_TORCH)] or frames
+    return f"{Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name}"

@@ -1,0 +1,176 @@
+"""Calls a loss in the form it was written for; knows both generations of the host's contract and
+nothing of models.
+
+Shapes: B rows, S positions, V this rank's slice of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.interfaces import LossFunction, LossInputType
+from megatron_policy.lm_head.logprobs import gather_vocab
+from megatron_policy.lm_head.output import Output
+from megatron_policy.packing.microbatch import counted, inside
+from megatron_policy.parallel.groups import Groups
+from megatron_policy.training.checks import candidates_key, loss_kind
+from megatron_policy.training.loss_calls import Call, Wrong, carried
+
+Metrics = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ValidCounts:
+    """What a global batch is normalised by: valid sequences and valid next-token positions, 0-d
+    fp32 tensors.
+    """
+
+    sequences: torch.Tensor
+    tokens: torch.Tensor
+
+
+def count_valid(
+    batch: BatchedDataDict, group: dist.ProcessGroup, device: torch.device
+) -> ValidCounts:
+    """Valid sequences and tokens of the whole global batch, summed over the data-parallel `group`;
+    see `own_counts`.
+    """
+    counts = own_counts(batch, device)
+    dist.all_reduce(counts, group=group)
+    return ValidCounts(sequences=counts[0], tokens=counts[1])
+
+
+def own_counts(batch: BatchedDataDict, device: torch.device) -> torch.Tensor:
+    """Valid sequences and tokens of this rank's rows, fp32 `[2]`.
+
+    A token counts where `token_mask[:, 1:]` and its row's `sample_mask` are set: position 0
+    predicts nothing. Without a `token_mask` every position within `input_lengths` counts.
+    """
+    sample_mask_B = batch["sample_mask"].to(device, torch.float32)
+    if "token_mask" in batch:
+        token_mask_BS = batch["token_mask"].to(device, torch.float32)
+        tokens = (token_mask_BS[:, 1:] * sample_mask_B.unsqueeze(-1)).sum()
+    else:
+        tokens = (inside(batch).to(device, torch.float32) * sample_mask_B.unsqueeze(-1)).sum()
+    return torch.stack([sample_mask_B.sum(), tokens])
+
+
+def evaluate_loss(
+    loss_fn: LossFunction,
+    output: Output,
+    counts: ValidCounts,
+    vocab_size: int,
+    groups: Groups,
+    faults: list[Wrong] | None = None,
+) -> tuple[torch.Tensor, Metrics]:
+    """The loss's scalar and metrics for one microbatch, already divided by the global counts.
+
+    A loss without `input_type` takes this rank's logits and the groups (the host up to 0.5). One
+    with `input_type` takes what it names (the host from 0.6): `logprob` the fp32 next-token
+    log-probabilities `[B, S - 1]`, and those of its `candidates`, for which no logits are held;
+    `logit` the whole vocabulary's fp32 logits `[B, S, vocab_size]`. A loss that takes logits is
+    called for each packed sequence.
+
+    LossError, caused by what the loss raised, for one that fails or breaks the contract; with
+    `faults` it is put there in words, and the scalar is no number but has all the gradients that it
+    would have had: no other rank is left waiting.
+    """
+    # A batch without a valid sample is a step of zero gradients, not a division by zero.
+    sequences, tokens = counts.sequences.clamp(min=1), counts.tokens.clamp(min=1)
+    kind = loss_kind(loss_fn)
+    calls = []
+    for data, given, arguments in _inputs(loss_fn, kind, output, vocab_size, groups):
+        common = {"global_valid_seqs": sequences, "global_valid_toks": tokens}
+        call = Call(loss_fn, data, given, partial(_call, loss_fn, kind, data, arguments, common))
+        calls.append(call.result(faults))
+    value, metrics = _added(calls)
+    return carried(value, [output.hidden_TRD]), metrics
+
+
+def _inputs(
+    loss_fn: LossFunction, kind: str | None, output: Output, vocab_size: int, groups: Groups
+) -> Iterator[tuple[BatchedDataDict, list[torch.Tensor], dict[str, Any]]]:
+    """Of each call: the rows, what the loss is to differentiate, and the arguments besides."""
+    if kind == LossInputType.LOGPROB.value:
+        scores = _scores(loss_fn, output)
+        given = [score for score in scores.values() if score is not None]
+        yield output.microbatch.data, given, scores
+        return
+    for data, logits_BSV in output.logits():
+        if kind is None:
+            yield (
+                data,
+                [logits_BSV],
+                {
+                    "next_token_logits": logits_BSV,
+                    "vocab_parallel_rank": groups.tp.rank(),
+                    "vocab_parallel_group": groups.tp,
+                    # The logits are those of all context-parallel ranks already.
+                    "context_parallel_group": groups.cp if groups.cp.size() == 1 else None,
+                },
+            )
+        else:
+            whole_BSV = gather_vocab(logits_BSV, groups.tp)[..., :vocab_size]
+            yield data, [whole_BSV], {"logits": whole_BSV}
+
+
+def _call(
+    loss_fn: LossFunction,
+    kind: str | None,
+    data: BatchedDataDict,
+    arguments: Mapping[str, Any],
+    counts: Mapping[str, torch.Tensor],
+) -> Any:
+    if kind is not None:
+        return loss_fn(data=data, **counts, **arguments)
+    named = dict(arguments)
+    return loss_fn(named.pop("next_token_logits"), data, *counts.values(), **named)
+
+
+def _scores(loss_fn: LossFunction, output: Output) -> dict[str, torch.Tensor | None]:
+    data = output.microbatch.data
+    everywhere = getattr(loss_fn, "reads_masked_positions", False)
+    wanted_BS = inside(data) if everywhere else counted(data)
+    with_entropy = getattr(loss_fn, "needs_entropy", False)
+    found: dict[str, torch.Tensor | None] = {}
+    key = candidates_key(loss_fn)
+    if key is None:
+        logprobs, entropy = output.next_token_scores(wanted_BS, with_entropy)
+    else:
+        candidates, logprobs, entropy = output.candidate_scores(data[key], wanted_BS, with_entropy)
+        found["candidate_logprobs"] = candidates
+    found["next_token_logprobs"] = logprobs
+    return found | {"next_token_entropy": entropy} if with_entropy else found
+
+
+def _added(calls: Sequence[tuple[torch.Tensor, Metrics]]) -> tuple[torch.Tensor, Metrics]:
+    """One call's result of those for the sequences of a microbatch."""
+    if len(calls) == 1:
+        return calls[0]
+    metrics: Metrics = {}
+    for _, found in calls:
+        for name, value in found.items():
+            known = metrics.get(name)
+            metrics[name] = value if known is None else _joined(name, known, value)
+    return torch.stack([value for value, _ in calls]).sum(), metrics
+
+
+def _joined(name: str, one: Any, other: Any) -> Any:
+    if "_min" in name:
+        return min(one, other)
+    return max(one, other) if "_max" in name else one + other
+
+
+def plain_metrics(metrics: Metrics) -> Metrics:
+    """Metrics as Python numbers, so that they cross processes and pickle small."""
+    return {
+        key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        for key, value in metrics.items()
+    }

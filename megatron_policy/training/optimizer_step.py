@@ -1,0 +1,57 @@
+"""The end of a step: all ranks take it, or none does and all say why; knows no data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_policy.errors import LossError
+from megatron_policy.interfaces.engine import NotFiniteError, Trainable
+from megatron_policy.parallel.groups import Groups
+from megatron_policy.training.faults import Fault, any_fault, raise_everywhere
+from megatron_policy.training.results import OptimStats
+from megatron_policy.training.rollback import Undo
+
+UNCHANGED = (
+    "No weight, optimizer state, schedule or random number has changed, and the policy goes on."
+)
+
+
+def take_step(
+    trainable: Trainable,
+    groups: Groups,
+    undo: Undo,
+    faults: Sequence[Fault],
+    consequence: str = UNCHANGED,
+) -> OptimStats:
+    """Clip, update the parameters, and report; every rank gets the whole model's gradient norm.
+
+    LossError, on every rank, where the gradient is not finite, as a fault of any rank makes it:
+    gradients are dropped, and what the step had changed is undone.
+    """
+    lr, wd = trainable.lr, trainable.weight_decay
+    try:
+        grad_norm = trainable.step()
+    except NotFiniteError as error:
+        norm = error.norm
+    else:
+        assert not faults, "a loss that cannot be trained on leaves no finite gradient"
+        return OptimStats(grad_norm=grad_norm, lr=lr, wd=wd)
+    trainable.zero_gradients()
+    undo()
+    if any_fault(faults, groups):
+        raise_everywhere(faults, groups, consequence)
+    raise LossError(
+        f"the gradient's norm is {norm}, although the loss is finite everywhere: look for a "
+        "derivative that is not, such as that of a root or a logarithm at 0 or of an exponential "
+        f"that overflows, also where a mask multiplies it by 0 afterwards. {consequence}"
+    )
+
+
+def left_by(steps: int) -> str:
+    """What a step that fails after so many others of a call leaves, in words."""
+    if not steps:
+        return UNCHANGED
+    return (
+        f"The {steps} optimizer step(s) that the call had taken before stay, the schedule has not "
+        "moved, and the policy goes on."
+    )

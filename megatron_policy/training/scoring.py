@@ -1,0 +1,103 @@
+"""Reads log-probabilities, entropies and top-k logits of given sequences, in the caller's rows and
+order.
+
+Shapes: B rows, S positions, K candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.device import current_device
+from megatron_policy.errors import BatchError
+from megatron_policy.interfaces.engine import TrainingEngine
+from megatron_policy.lm_head.output import Output
+from megatron_policy.packing.microbatch import inside
+from megatron_policy.training.batching import Batcher
+from megatron_policy.training.checks import checked_batch, checked_lengths, is_count
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Reads with one policy's chunks; `rows` at a time where batches are padded and the caller does
+    not say. Every rank of a replica gets the whole result, on the CPU.
+    """
+
+    engine: TrainingEngine
+    batcher: Batcher
+    rows: int
+
+    def logprobs(self, data: BatchedDataDict, rows: int | None) -> torch.Tensor:
+        """fp32 `[B, S]`: position t holds `log p(token t | tokens before t)`; 0 at position 0 and
+        beyond `input_lengths`.
+        """
+
+        def read(output: Output) -> list[torch.Tensor]:
+            scores, _ = output.next_token_scores(inside(output.microbatch.data))
+            return [F.pad(scores, (1, 0))]
+
+        (found,) = self._read(data, rows, read, [((), torch.float32)])
+        return found
+
+    def entropy(self, data: BatchedDataDict, rows: int | None) -> torch.Tensor:
+        """fp32 `[B, S]`, in nats: position t holds the entropy of the distribution that token t is
+        drawn from; 0 where `logprobs` is.
+        """
+
+        def read(output: Output) -> list[torch.Tensor]:
+            wanted_BS = inside(output.microbatch.data)
+            _, entropies = output.next_token_scores(wanted_BS, entropy=True)
+            assert entropies is not None
+            return [F.pad(entropies, (1, 0))]
+
+        (found,) = self._read(data, rows, read, [((), torch.float32)])
+        return found
+
+    def topk_logits(
+        self, data: BatchedDataDict, k: int, rows: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `k` largest logits after each position and their token ids, fp32 and int64
+        `[B, S, k]`, largest first, at temperature 1; 0 beyond `input_lengths`.
+        """
+        if not is_count(k) or k > self.engine.vocab_size:
+            raise BatchError(
+                f"k is {k!r}; it must be a whole number between 1 and the vocabulary size "
+                f"{self.engine.vocab_size}"
+            )
+
+        def read(output: Output) -> list[torch.Tensor]:
+            return list(output.topk(k, inside(output.microbatch.data)))
+
+        kinds = [((k,), torch.float32), ((k,), torch.int64)]
+        values, indices = self._read(data, rows, read, kinds)
+        return values, indices
+
+    def _read(
+        self,
+        data: BatchedDataDict,
+        rows: int | None,
+        read: Callable[[Output], list[torch.Tensor]],
+        kinds: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    ) -> list[torch.Tensor]:
+        """What `read` makes of all rows, `[B, S, ...]` of each kind."""
+        engine, where = self.engine, current_device()
+        data = checked_batch(data, engine.vocab_size)
+        tokens_BS = data["input_ids"]
+        checked_lengths(data, self.batcher.reading)
+        self.batcher.longest.check(data)
+        cut = self.batcher.for_reading(data, rows or self.rows)
+        parts = engine.forward(cut.microbatches, read)
+        found: list[torch.Tensor] = []
+        for index, (rest, dtype) in enumerate(kinds):
+            whole = torch.zeros(*tokens_BS.shape, *rest, dtype=dtype, device=where)
+            for own, part in zip(cut.rows, parts, strict=bool(parts)):
+                values = part[index][: len(own)]
+                whole[torch.tensor(own, device=where), : values.size(1)] = values
+            shared = engine.share_tensor(whole if engine.is_last_stage else None, whole)
+            found.append(shared.cpu())
+        return found

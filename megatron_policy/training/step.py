@@ -1,0 +1,194 @@
+"""Training over global batches: forward-backward, one optimizer step each, complete metrics on
+every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.config import PolicyConfig
+from megatron_policy.device import current_device
+from megatron_policy.interfaces.engine import Trainable, TrainingEngine
+from megatron_policy.interfaces.loss import LossFunction
+from megatron_policy.lm_head.output import Output
+from megatron_policy.packing.microbatch import Microbatch
+from megatron_policy.training.batching import Batcher, GlobalBatch
+from megatron_policy.training.checks import check_loss_inputs, check_sizes, check_training_data
+from megatron_policy.training.faults import Fault, any_fault, raise_everywhere
+from megatron_policy.training.loss_calls import Wrong, name_of
+from megatron_policy.training.loss_checks import check_loss
+from megatron_policy.training.losses import (
+    Metrics,
+    ValidCounts,
+    count_valid,
+    evaluate_loss,
+    plain_metrics,
+)
+from megatron_policy.training.optimizer_step import UNCHANGED, left_by, take_step
+from megatron_policy.training.results import OptimStats, completed, result_of
+from megatron_policy.training.rollback import Undo
+from megatron_policy.training.sync_microbatches import cut_in_step
+
+Kept = list[tuple[torch.Tensor, Metrics, list[Wrong]]]
+"""The last stage's loss and metrics of each microbatch that is no filler, and what is wrong with
+them; nothing on other stages.
+"""
+
+
+@dataclass(frozen=True)
+class BatchLosses:
+    """One global batch on one data-parallel rank: its loss summed over microbatches, and each one's
+    metrics. A fault of any rank makes the gradients on every rank no numbers.
+    """
+
+    loss: float
+    metrics: tuple[Metrics, ...]
+    faults: tuple[Fault, ...]
+    counts: ValidCounts
+
+
+def forward_backward(
+    engine: TrainingEngine,
+    batch: GlobalBatch,
+    loss_fn: LossFunction,
+    trainable: Trainable | None,
+    number: int = 0,
+) -> BatchLosses:
+    """One global batch (this data-parallel rank's share), of this `number` among a call's, through
+    the engine.
+
+    Gradients are summed over microbatches and data-parallel ranks into `trainable`; without one
+    only the loss is computed. The loss divides by global counts, so the sum is the gradient of the
+    global batch's loss.
+    """
+    counts = count_valid(batch.data, engine.groups.dp, current_device())
+    if trainable is not None:
+        trainable.zero_gradients()
+    kept = run(engine, batch.microbatches, loss_fn, counts, forward_only=trainable is None)
+    loss, metrics, faults = shared(engine, batch, kept, loss_fn, number)
+    return BatchLosses(loss, metrics, faults, counts)
+
+
+def run(
+    engine: TrainingEngine,
+    microbatches: Sequence[Microbatch],
+    loss_fn: LossFunction,
+    counts: ValidCounts,
+    *,
+    forward_only: bool,
+) -> Kept:
+    """Microbatches through the schedule, with the loss divided by `counts`.
+
+    A loss that fails stops no rank: see `evaluate_loss`.
+    """
+
+    def loss(output: Output) -> tuple[torch.Tensor, tuple[torch.Tensor, Metrics, list[Wrong]]]:
+        wrong: list[Wrong] = []
+        value, metrics = evaluate_loss(
+            loss_fn, output, counts, engine.vocab_size, engine.groups, wrong
+        )
+        # The schedule scales the value it differentiates in place.
+        return value, (value.detach().clone(), metrics, wrong)
+
+    return engine.forward_backward(microbatches, loss, forward_only=forward_only)
+
+
+def shared(
+    engine: TrainingEngine, batch: GlobalBatch, kept: Kept, loss_fn: LossFunction, number: int
+) -> tuple[float, tuple[Metrics, ...], tuple[Fault, ...]]:
+    """The loss summed over the microbatches of `batch`, which is this `number` among a call's, each
+    one's metrics, and what is wrong with them, on every stage; `run` has kept them.
+    """
+    plain, faults = [], []
+    rows = [microbatch.rows for microbatch in batch.microbatches if not microbatch.filler]
+    for place, (value, metrics, wrong) in enumerate(kept):
+        loss = float(value)
+        if not wrong and not math.isfinite(loss):
+            wrong = [Wrong(f"{name_of(loss_fn)} returned {loss}, which is not finite,")]
+        plain.append((loss, plain_metrics(metrics)))
+        where = (number, engine.groups.dp.rank(), place, rows[place])
+        faults += [Fault(*where, each.what, each.trace) for each in wrong]
+    found, heard = engine.share_object((plain, faults) if engine.is_last_stage else None)
+    return sum(value for value, _ in found), tuple(metrics for _, metrics in found), tuple(heard)
+
+
+def sizes_of(config: PolicyConfig, gbs: int | None, mbs: int | None) -> tuple[int, int]:
+    """Samples of a global batch and of a microbatch: the caller's, or else the config's."""
+    return gbs or config.train_global_batch_size, mbs or config.train_micro_batch_size
+
+
+def train(
+    engine: TrainingEngine,
+    trainable: Trainable | None,
+    batcher: Batcher,
+    data: BatchedDataDict,
+    loss_fn: LossFunction,
+    global_batch_size: int,
+    micro_batch_size: int,
+    stepped: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """Every global batch in `data` (this data-parallel rank's shard of them, one after another).
+
+    With `trainable` each global batch is one optimizer step, and the schedule advances by
+    `global_batch_size` samples once, at the end, as the host steps it; without, losses and metrics
+    are computed and nothing changes. `stepped` is called after each step.
+
+    Returns `global_loss` (fp32 `[global batches]`, summed over data-parallel ranks), `grad_norm`
+    (fp32 `[1]`, of the last step), `all_mb_metrics` (this data-parallel rank's, a list per name:
+    they add up to the true values), `rank`. BatchError, before anything is computed, for data that
+    cannot be cut, on all data-parallel ranks if it is so on one. LossError, on all ranks, for a
+    global batch whose loss or gradient cannot be trained on: it changes nothing, and neither do
+    those after it.
+    """
+    batches = cut_in_step(
+        lambda: _cut(engine, batcher, data, loss_fn, global_batch_size, micro_batch_size),
+        batcher,
+        engine.groups.dp,
+    )
+    losses: list[float] = []
+    mb_metrics: list[Metrics] = []
+    faults: list[Fault] = []
+    stats = OptimStats(grad_norm=0.0, lr=0.0, wd=0.0)
+    undo = Undo.here(engine)
+    for number, batch in enumerate(batches):
+        result = forward_backward(engine, batch, loss_fn, trainable, number)
+        if trainable is not None:
+            left = left_by(number)
+            stats = take_step(trainable, engine.groups, undo, result.faults, left)
+            stepped()
+            undo = Undo.here(engine)
+        faults += result.faults
+        losses.append(result.loss)
+        # The host sums metrics over global batches too.
+        mb_metrics += [
+            completed(each, lambda _: len(batches), result.counts, stats) for each in result.metrics
+        ]
+    if trainable is not None:
+        trainable.advance_schedule(global_batch_size)
+    elif any_fault(faults, engine.groups):
+        undo()
+        raise_everywhere(faults, engine.groups, UNCHANGED)
+    return result_of(losses, stats, mb_metrics, engine.groups.dp)
+
+
+def _cut(
+    engine: TrainingEngine,
+    batcher: Batcher,
+    data: BatchedDataDict,
+    loss_fn: LossFunction,
+    global_batch_size: int,
+    micro_batch_size: int,
+) -> list[GlobalBatch]:
+    """What is wrong with data or loss is raised here."""
+    check_sizes(global_batch_size, micro_batch_size)
+    checked = check_training_data(data, engine.vocab_size, batcher.training)
+    batcher.longest.check(checked)
+    check_loss_inputs(loss_fn, checked, engine.vocab_size)
+    check_loss(loss_fn)
+    return batcher.for_training(checked, global_batch_size, micro_batch_size)

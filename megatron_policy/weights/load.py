@@ -1,0 +1,107 @@
+"""Fills this rank's parameters from a Hugging Face checkpoint, or marks them as not filled yet: an
+executor of the table, with no names of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from megatron_policy.converters.hf_files import HfReader
+from megatron_policy.converters.rows import fill_shard
+from megatron_policy.converters.table import Entry, Table, canonical_name
+from megatron_policy.errors import CheckpointError
+from megatron_policy.parallel.topology import Placement
+
+Held = list[tuple[Entry, torch.Tensor]]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Of parameters in training, by their name in the configuration."""
+
+# The mark is a NaN with every bit set, which no arithmetic makes: those it makes have one bit of
+# the fraction set. Of a mark that was cast from bfloat16 to float32 the upper half is left.
+_SAME_WIDTH = {2: torch.int16, 4: torch.int32}
+_HALF = 2  # bytes
+_SHOWN = 20
+_PIECE = 2**24  # elements that are looked at together, so that little memory is needed
+
+
+def held_entries(chunks: Sequence[torch.nn.Module], table: Table, place: Placement) -> Held:
+    """Each parameter and lasting buffer of `chunks` with its table entry, in table order;
+    ConversionError unless they match one to one.
+    """
+    held: Held = []
+    for index, chunk in enumerate(chunks):
+        layers = place.layers(index)
+        entries = table.entries_of(
+            layers, first=place.holds_embedding(index), last=place.holds_head(index)
+        )
+        offset = layers.start if len(layers) else 0
+        parameters = {canonical_name(name, offset): p for name, p in _weights(chunk)}
+        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        table.check_megatron(shapes, place.topology.tp, entries)
+        held += [(entry, parameters[entry.megatron]) for entry in entries]
+    return held
+
+
+def _weights(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, and the buffers that belong to the model as they do: those that a state dict
+    keeps.
+    """
+    yield from chunk.named_parameters()
+    for path, module in chunk.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}", buffer
+
+
+@torch.no_grad()
+def load_parameters(held: Held, reader: HfReader, table: Table, place: Placement) -> None:
+    """Copy this rank's slices straight from the mapped files into its parameters, casting on the
+    way.
+
+    ConversionError unless the files hold exactly the table's tensors, as plain floats; copies that
+    a tied checkpoint may ship are compared with what they copy, each rank its share.
+    """
+    topology, coords = place.topology, place.coords
+    table.check_hf(reader.shapes, reader.dtypes)
+    reader.check_copies(table.copies(), topology.rank(coords), topology.world_size)
+    for entry, parameter in held:
+        fill_shard(
+            entry.row,
+            table.architecture,
+            parameter.data,
+            [reader.part(name) for name in entry.hf],
+            coords.tp,
+            topology.tp,
+        )
+
+
+@torch.no_grad()
+def mark_unfilled(held: Held) -> None:
+    """Make sure that none of these floats can pass for a weight until something is written to it:
+    all become NaN.
+    """
+    for _, parameter in held:
+        assert parameter.is_floating_point(), "only floats have a mark"
+        parameter.data.view(_SAME_WIDTH[parameter.itemsize]).fill_(-1)
+
+
+def refuse_unfilled(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """CheckpointError, naming them, if any element of these tensors is still as `mark_unfilled`
+    left it, or was copied from one that is. NaN that was computed passes.
+    """
+    missing = [name for name, tensor in tensors if _has_mark(tensor.detach())]
+    if missing:
+        further = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        raise CheckpointError(
+            f"nothing was loaded into {', '.join(missing[:_SHOWN])}{further}, or not into all of "
+            "it: the checkpoint does not hold the whole model. Load another checkpoint"
+        )
+
+
+def _has_mark(tensor: torch.Tensor) -> bool:
+    # Of each element the two bytes with its exponent: the last, as all machines here have them.
+    step = tensor.itemsize // _HALF
+    halves = tensor.reshape(-1).view(torch.int16)[step - 1 :]
+    return any(bool((piece[::step] == -1).any()) for piece in halves.split(_PIECE * step))

@@ -1,0 +1,76 @@
+"""Amounts: what a cluster asks for, what Ray has, and which port is free; reserves nothing."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Sequence
+
+import ray
+
+from megatron_policy.coordination.rendezvous import PORTS
+from megatron_policy.errors import ConfigError, WorkerError
+
+# CPUs place a worker, they do not meter it: bundles of whole CPUs would leave more ranks than cores
+# waiting for ever, and the user's own tasks with them.
+CPU_SHARE = 0.01
+
+
+def wish(counts: Sequence[int], use_gpus: bool) -> str:
+    """What is asked for, in words."""
+    each = "1 GPU" if use_gpus else f"{CPU_SHARE} CPU"
+    return f"{sum(counts)} bundles of {each} ({list(counts)} per node)"
+
+
+def refuse_what_ray_lacks(counts: Sequence[int], use_gpus: bool, one_machine: bool) -> None:
+    """ConfigError with both amounts unless Ray's nodes, when idle, hold these bundles."""
+    if not ray.is_initialized():
+        raise WorkerError(
+            "Ray is not running in this process: call megatron_policy.init_ray() "
+            "(or ray.init) first."
+        )
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    kind, each = ("GPU", 1.0) if use_gpus else ("CPU", CPU_SHARE)
+    rooms = [int(node.get(kind, 0) / each) for node in nodes]
+    if sum(counts) > sum(rooms) or (one_machine and max(counts) > max(rooms)):
+        raise ConfigError(
+            f"the cluster asks for {wish(counts, use_gpus)}, but Ray has "
+            f"{'; '.join(amounts(node) for node in nodes)}. Ask for at most {max(rooms)} bundles "
+            f"on a node and {sum(rooms)} in all"
+            + (", or pass use_gpus=False." if use_gpus else ".")
+        )
+
+
+def check_request(counts: tuple[int, ...], use_gpus: bool, per_node: int, colocated: int) -> None:
+    """ConfigError unless this describes a cluster that can exist."""
+    if not counts or not all(isinstance(count, int) and count >= 1 for count in counts):
+        raise ConfigError(
+            f"bundle_ct_per_node_list is {list(counts)}; "
+            "give one number of workers >= 1 per node, for example [2]."
+        )
+    if use_gpus and max(counts) > per_node:
+        raise ConfigError(
+            f"bundle_ct_per_node_list is {list(counts)} with num_gpus_per_node={per_node}: "
+            f"a bundle takes one GPU, so at most {per_node} fit on a node."
+        )
+    if colocated < 1:
+        raise ConfigError(f"max_colocated_worker_groups is {colocated}; it must be 1 or more.")
+
+
+def amounts(resources: dict[str, float]) -> str:
+    """GPUs and CPUs among Ray's resources, in words."""
+    return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in ("GPU", "CPU"))
+
+
+def address_and_port(taken: set[int]) -> tuple[str, int]:
+    """This node's address in the Ray cluster and a port of `PORTS` which nobody listens on now."""
+    for port in random.sample(PORTS, len(PORTS)):
+        if port in taken:
+            continue
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:  # somebody listens there: try the next
+                continue
+        return ray.util.get_node_ip_address(), port
+    raise WorkerError(f"no free port between {PORTS.start} and {PORTS.stop - 1} on this node")

@@ -1,0 +1,46 @@
+"""Import paths of the last release work, and say where the module is now."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+from megatron_policy.renamed import PACKAGE, RENAMED
+
+SHOWN = {
+    "conversion": ("convert", "verify"),
+    "hosts.registry": ("Host", "find_host"),
+    "layout": ("check_layout", "topology_of"),
+    "refit.collective": ("Collective",),
+    "refit.collective_receiving": ("CollectiveGroup", "join_collective"),
+    "refit.disk": ("HfDirectory",),
+    "refit.ipc_handles": ("IpcHandles",),
+    "refit.ipc_stream": ("IpcStream",),
+    "refit.receiver": ("Receiver",),
+    "rendezvous": ("reserved_port",),
+    "topology": ("Placement", "Topology"),
+    "train": (),
+    "train.logprobs": ("vocab_parallel_logprobs",),
+}
+"""What the documents of that release import from each path."""
+
+
+@pytest.mark.parametrize("old", sorted(RENAMED))
+def test_an_old_path_gives_what_the_new_one_has_and_warns(old: str) -> None:
+    sys.modules.pop(f"{PACKAGE}.{old}", None)
+    with pytest.warns(DeprecationWarning, match=f"{old} has moved to .*{RENAMED[old]}"):
+        found = importlib.import_module(f"{PACKAGE}.{old}")
+    new = importlib.import_module(f"{PACKAGE}.{RENAMED[old]}")
+    for name in SHOWN[old]:
+        assert getattr(found, name) is getattr(new, name)
+
+
+def test_every_old_path_of_the_documents_is_tried() -> None:
+    assert RENAMED.keys() == SHOWN.keys()
+
+
+def test_a_path_that_never_was_is_not_found() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"megatron_policy\.train\.nothing"):
+        importlib.import_module("megatron_policy.train.nothing")
