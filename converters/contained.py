@@ -16,7 +16,7 @@ LINKS = "MEGATRON_POLICY_LINKS_INTO"
 """Names directories, as PATH does, into which links in checkpoints may lead."""
 
 
-def expanded(path: str | Path) -> Path:
+def expanded(path: str | os.PathLike[str]) -> Path:
     """The path with the home directory that a `~` stands for; ConfigError when there is none."""
     try:
         return Path(path).expanduser()

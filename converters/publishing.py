@@ -37,7 +37,9 @@ class Staged:
     lives. What a killed process left behind under such names is removed.
     """
 
-    def __init__(self, destinations: Sequence[str | Path], overwrite: bool = False) -> None:
+    def __init__(
+        self, destinations: Sequence[str | os.PathLike[str]], overwrite: bool = False
+    ) -> None:
         """ConfigError when a destination exists and may not be replaced."""
         self._finals = [_absolute(destination) for destination in destinations]
         assert len(set(self._finals)) == len(self._finals), self._finals
@@ -98,7 +100,7 @@ def new_directory(destination: str | Path, overwrite: bool = False) -> Iterator[
 
 @contextlib.contextmanager
 def new_directories(
-    destinations: Sequence[str | Path], overwrite: bool = False
+    destinations: Sequence[str | os.PathLike[str]], overwrite: bool = False
 ) -> Iterator[tuple[Path, ...]]:
     """Several as `new_directory`, that get their names one after another, or none of them does."""
     staged = Staged(destinations, overwrite)
@@ -169,7 +171,7 @@ def _flush_directories(root: Path) -> None:
         flush_directory(Path(directory))
 
 
-def _absolute(destination: str | Path) -> Path:
+def _absolute(destination: str | os.PathLike[str]) -> Path:
     """The path in full; where it is a link, what that leads to, so that the link stays one."""
     final = Path(os.path.realpath(expanded(destination)))
     if final.is_symlink():

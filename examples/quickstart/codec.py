@@ -53,7 +53,8 @@ class Codec:
         return Lengths(max(prompts), max(answers))
 
     def _prompt(self, problem: Problem) -> list[int]:
-        return self.tokenizer(problem.prompt)["input_ids"]
+        tokens: list[int] = self.tokenizer(problem.prompt)["input_ids"]
+        return tokens
 
     def _answer(self, text: str) -> list[int]:
         tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -5,8 +5,9 @@ Shapes: B rows, S positions; the G answers to one problem stand in rows next to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +89,7 @@ def group_advantages(rewards_B: Tensor, group_size: int) -> Tensor:
     return ((rewards_NG - mean_N1) / (deviation_N1 + 1e-6)).flatten()
 
 
-def sums(result: dict) -> dict[str, float]:
+def sums(result: Mapping[str, Any]) -> dict[str, float]:
     """The loss's metrics over the call: a metric's microbatches add up to its value."""
     metrics = result["all_mb_metrics"]
     totals = {name: sum(metrics[name]) for name in ("loss", "kl", "clipped")}

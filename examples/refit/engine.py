@@ -82,7 +82,9 @@ class Engine:
         """fp32: of each token but the first of its row, given those before."""
         ids = torch.tensor(tokens)
         logits = self.model(ids).logits[:, :-1].float()
-        return logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1).tolist()
+        logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        found: list[list[float]] = logprobs.tolist()
+        return found
 
     @torch.no_grad()
     def generate(self, prompt: list[int], count: int) -> list[int]:
@@ -96,7 +98,8 @@ class Engine:
             do_sample=False,
             pad_token_id=0,
         )
-        return out[0, len(prompt) :].tolist()
+        generated: list[int] = out[0, len(prompt) :].tolist()
+        return generated
 
     def modules(self) -> list[str]:
         """Top-level names of all that this process has imported."""

@@ -41,7 +41,7 @@ def main(
     with tempfile.TemporaryDirectory(prefix="refit-") as folder, reserved_port() as port:
         path = make_checkpoint(Path(folder) / "start")
         context = mp.get_context("spawn")
-        ranks = [
+        ranks: list[BaseProcess] = [
             context.Process(target=rank, args=(number, tp, pp, port, path, steps, rounds))
             for number in range(tp * pp)
         ]
@@ -53,6 +53,7 @@ def main(
 
 def rank(number: int, tp: int, pp: int, port: int, path: Path, steps: int, rounds: int) -> None:
     """One rank; the first starts the engine, and says how it went."""
+    environment: dict[str, int | str]
     environment = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": tp * pp}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
     os.environ.update({name: str(value) for name, value in environment.items()})

@@ -152,7 +152,8 @@ def session(
 
 def train_step(policy: MegatronPolicy) -> float:
     """One optimizer step; its loss."""
-    return policy.train(counting(policy.steps), NextNumberLoss())["global_loss"].item()
+    result = policy.train(counting(policy.steps), NextNumberLoss())
+    return float(result["global_loss"].item())
 
 
 def compare(policy: MegatronPolicy, engine: RemoteEngine | None) -> float:

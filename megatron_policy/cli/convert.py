@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
@@ -25,6 +25,16 @@ class Format(StrEnum):
 
     mcore = "mcore"
     hf = "hf"
+
+
+class _Settings(TypedDict):
+    """What a conversion and its plan are both told."""
+
+    to: str
+    dtype: str | None
+    max_memory: int
+    max_shard_size: int
+    config: Path | None
 
 
 def convert(
@@ -57,7 +67,7 @@ def convert(
     with one_line_errors(), arguments_as_options():
         from megatron_policy.convert import convert, plan_conversion
 
-        settings = {
+        settings: _Settings = {
             "to": to.value,
             "dtype": None if dtype is None else dtype.value,
             "max_memory": max_memory,

@@ -47,10 +47,10 @@ def _compare(a: str, b: str, max_memory: int, config: Path | None) -> None:
     from megatron_policy.convert import verify
 
     saved = [_saved_at(path) for path in (a, b)]
-    for root in filter(None, saved):
-        contains = _verify_saved(root).contains
+    for directory in filter(None, saved):
+        contains = _verify_saved(directory).contains
         if "weights" not in contains:
-            fail(f"{root} has no weights to compare, only {' + '.join(contains)}")
+            fail(f"{directory} has no weights to compare, only {' + '.join(contains)}")
     left, right = (root or path for root, path in zip(saved, (a, b), strict=True))
     with transfer("compared") as tell:
         found = verify(left, right, max_memory=max_memory, progress=tell, config=config)

@@ -11,7 +11,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -103,7 +103,8 @@ def restore(
 
 def _states(engine: EngineRandom, generators: Mapping[str, torch.Generator]) -> dict[str, Any]:
     version, words, gauss = random.getstate()
-    name, keys, *rest = np.random.get_state()
+    # numpy's annotation leaves room for a dict, which only `legacy=False` returns.
+    name, keys, *rest = cast(tuple[Any, ...], np.random.get_state())
     states = {
         "format": _FORMAT,
         "python": [version, list(words), gauss],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -64,6 +64,11 @@ class LossFunction(Protocol):
     an attribute `metric_normalizations`, names to `MetricNormalizer`, says otherwise for it.
     """
 
-    loss_type: Any
+    if TYPE_CHECKING:
+        # Only read: a variable of the class will do as well as one of the instance.
+        @property
+        def loss_type(self) -> Any: ...
+    else:  # no property, so that a loss that derives from this class can set its own
+        loss_type: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]: ...

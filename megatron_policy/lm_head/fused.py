@@ -12,6 +12,7 @@ a tile, K targets of a token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +61,8 @@ def fused_scores(
     """
     several = targets.ndim > 1
     targets_NK = targets if several else targets.unsqueeze(1)
-    logprobs_NK, entropy_N = _FusedScores.apply(
+    apply: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = _FusedScores.apply
+    logprobs_NK, entropy_N = apply(
         hidden_ND.to(weight_VD.dtype), weight_VD, targets_NK, head, group, chunk, entropy
     )
     return logprobs_NK if several else logprobs_NK.squeeze(1), entropy_N
@@ -94,7 +96,7 @@ class _FusedScores(torch.autograd.Function):
         return sums.target_NK - sums.peak_N.unsqueeze(1) - log_total_N.unsqueeze(1), entropy_N
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, grad_logprobs_NK: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         hidden_ND, weight_VD, local_NK, normaliser_N, entropy_N = ctx.saved_tensors

@@ -6,7 +6,7 @@ Shapes: B rows, S positions, V this rank's slice of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,10 +29,8 @@ def vocab_parallel_logprobs(
     gets the result. Beyond the logits, and their gradient in the backward pass, no more than
     `chunk * V` elements are held.
     """
-    result: torch.Tensor = _VocabParallelLogprob.apply(
-        logits_BSV, targets_BS, vocab_start, group, chunk
-    )
-    return result
+    apply: Callable[..., torch.Tensor] = _VocabParallelLogprob.apply
+    return apply(logits_BSV, targets_BS, vocab_start, group, chunk)
 
 
 class _VocabParallelLogprob(torch.autograd.Function):
@@ -61,9 +59,7 @@ class _VocabParallelLogprob(torch.autograd.Function):
         return target_BS - normaliser_BS
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad_BS: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_BS: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         logits_BSV, normaliser_BS, local_BS, mine_BS = ctx.saved_tensors
         grad_BSV = torch.empty_like(logits_BSV, memory_format=torch.contiguous_format)
         for part in _parts(logits_BSV, ctx.chunk):
@@ -100,8 +96,8 @@ def gather_vocab(logits_BSV: torch.Tensor, group: dist.ProcessGroup) -> torch.Te
     """
     if group.size() == 1:
         return logits_BSV
-    gathered: torch.Tensor = _GatherVocab.apply(logits_BSV, group)
-    return gathered
+    apply: Callable[..., torch.Tensor] = _GatherVocab.apply
+    return apply(logits_BSV, group)
 
 
 class _GatherVocab(torch.autograd.Function):
@@ -111,7 +107,7 @@ class _GatherVocab(torch.autograd.Function):
         return _gather_last(logits_BSV, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         # Each rank holds the whole gradient of the one loss: its slice is all it needs.
         return grad.narrow(-1, ctx.group.rank() * ctx.width, ctx.width).contiguous(), None
 

@@ -8,7 +8,7 @@ positions, K candidates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,8 +125,8 @@ def _gather_copies(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     """
     if group.size() == 1:
         return values.unsqueeze(0)
-    gathered: torch.Tensor = _GatherCopies.apply(values, group)
-    return gathered
+    apply: Callable[..., torch.Tensor] = _GatherCopies.apply
+    return apply(values, group)
 
 
 class _GatherCopies(torch.autograd.Function):
@@ -138,6 +138,6 @@ class _GatherCopies(torch.autograd.Function):
         return gathered.view(group.size(), *values.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         # Each rank holds the whole gradient of the one loss: its part is all it needs.
         return grad[ctx.rank].contiguous(), None

@@ -105,6 +105,6 @@ def inside(data: BatchedDataDict) -> torch.Tensor:
 
 def counted(data: BatchedDataDict) -> torch.Tensor:
     """Bool `[B, S]`: the tokens that count, by `sample_mask` and `token_mask`, if there is one."""
-    rows_B1 = (data["sample_mask"] != 0).unsqueeze(-1)
+    rows_B1: torch.Tensor = (data["sample_mask"] != 0).unsqueeze(-1)
     tokens_BS = data["token_mask"] != 0 if "token_mask" in data else inside(data)
     return tokens_BS & rows_B1

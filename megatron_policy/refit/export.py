@@ -220,7 +220,7 @@ def _put(room: Room, tensor: RefitTensor, region: Region, source: Tensor) -> Non
 def _elements(room: Room, tensor: RefitTensor) -> tuple[Tensor, int]:
     """The room's buffer in the tensor's dtype, and where in its storage the tensor begins."""
     typed = room.buffer.typed(tensor.dtype)
-    return typed, typed.storage_offset() + room.offset // tensor.dtype.itemsize
+    return typed, int(typed.storage_offset()) + room.offset // tensor.dtype.itemsize
 
 
 def _piece(wire: Tensor, place: int, box: Region) -> Tensor:

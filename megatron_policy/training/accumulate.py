@@ -220,8 +220,8 @@ def _without_rows(data: Mapping[str, Any]) -> bool:
     if not isinstance(data, Mapping):
         return False  # and is refused
     tokens = data.get("input_ids")
-    plain = isinstance(tokens, torch.Tensor) and not tokens.is_nested
-    return not data or (plain and tokens.shape[:1] == (0,))
+    plain = tokens if isinstance(tokens, torch.Tensor) and not tokens.is_nested else None
+    return not data or (plain is not None and plain.shape[:1] == (0,))
 
 
 def _nothing() -> BatchedDataDict:

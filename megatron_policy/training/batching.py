@@ -108,7 +108,9 @@ class Batcher:
     def for_reading(self, data: BatchedDataDict, at_once: int) -> Reading:
         """All rows of `data`, `at_once` of them or as many tokens as a microbatch has."""
         check_size("micro_batch_size, rows that are read at once,", at_once)
-        plan, order = _given(data, self.reading), range(data.size)
+        plan = _given(data, self.reading)
+        order: Sequence[int] = range(data.size)
+        rows: list[Sequence[int]]
         if self.reading.kind == "padded":
             size = min(at_once, data.size)
             rows = [order[start : start + size] for start in range(0, data.size, size)]

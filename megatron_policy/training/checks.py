@@ -139,7 +139,7 @@ def _lengths(data: BatchedDataDict, why: str) -> torch.Tensor:
 
 def is_count(size: object) -> bool:
     """Whether this is a whole number, 1 or more, by which rows or entries can be counted."""
-    return isinstance(size, Integral) and not isinstance(size, bool) and size >= 1
+    return isinstance(size, Integral) and not isinstance(size, bool) and int(size) >= 1
 
 
 def check_sizes(global_batch_size: int, micro_batch_size: int) -> None:
@@ -158,11 +158,11 @@ def check_training_data(data: Any, vocab_size: int, batching: Batching = PADDED)
     """`data` as `checked_batch` returns them; BatchError naming key and row unless they hold what
     every loss needs, in matching shapes, and lengths and masks that microbatches can be made by.
     """
-    data = checked_batch(data, vocab_size)
-    rows, length = data["input_ids"].shape
-    if "sample_mask" not in data:
-        raise BatchError(f"the data lack 'sample_mask' [B]; they have {sorted(data)}")
-    for key, value in data.items():
+    checked = checked_batch(data, vocab_size)
+    rows, length = checked["input_ids"].shape
+    if "sample_mask" not in checked:
+        raise BatchError(f"the data lack 'sample_mask' [B]; they have {sorted(checked)}")
+    for key, value in checked.items():
         shape = shape_of(key, value)
         if shape[1:2] and shape[1] != length:
             raise BatchError(
@@ -171,12 +171,12 @@ def check_training_data(data: Any, vocab_size: int, batching: Batching = PADDED)
                 "dimension 1, if any, the sequence"
             )
     for key, wanted in (("sample_mask", (rows,)), ("token_mask", (rows, length))):
-        if key in data:
-            check_mask(key, data[key], wanted)
-    lengths = checked_lengths(data, batching)
-    if "token_mask" in data:
-        _check_mask_within(data, lengths)
-    return data
+        if key in checked:
+            check_mask(key, checked[key], wanted)
+    lengths = checked_lengths(checked, batching)
+    if "token_mask" in checked:
+        _check_mask_within(checked, lengths)
+    return checked
 
 
 def _check_mask_within(data: BatchedDataDict, lengths: list[int]) -> None:

@@ -146,8 +146,8 @@ def carried(value: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tenso
     """
     if not torch.is_grad_enabled():
         return value
-    out: torch.Tensor = _Carried.apply(value, *tensors)
-    return out
+    apply: Callable[..., torch.Tensor] = _Carried.apply
+    return apply(value, *tensors)
 
 
 class _Carried(torch.autograd.Function):
@@ -159,7 +159,7 @@ class _Carried(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return grad, *(ctx.nothing.to(dtype).expand(shape) for shape, dtype in ctx.shapes)
 
 

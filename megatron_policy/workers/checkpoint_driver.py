@@ -78,7 +78,9 @@ class DriverCheckpoint:
             optimizer_path=absolute(optimizer_path),
             fresh_optimizer=fresh_optimizer,
         )
-        return merged(reports)
+        report = merged(reports)
+        assert report is not None, "there are workers"
+        return report
 
     def get_load_report(self) -> LoadReport | None:
         """What a start from a checkpoint has restored; None of a policy that did not."""

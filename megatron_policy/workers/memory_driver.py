@@ -46,4 +46,5 @@ class DriverMemory:
 
     def get_free_memory_bytes(self) -> int:
         """The fewest free bytes that any worker's device has."""
-        return min(self._workers.run_all("get_free_memory_bytes"))
+        free: list[int] = self._workers.run_all("get_free_memory_bytes")
+        return min(free)

@@ -21,11 +21,14 @@ class DriverRefit:
 
     def prepare_refit_info(self, with_numel: bool = False) -> dict[str, Any]:
         """{HF name: (shape, dtype)}, or with the number of elements, of all that is handed over."""
-        return self._workers.run_all("prepare_refit_info", with_numel=with_numel)[0]
+        infos: list[dict[str, Any]]
+        infos = self._workers.run_all("prepare_refit_info", with_numel=with_numel)
+        return infos[0]
 
     def prepare_info_for_collective(self) -> dict[str, Any]:
         """{HF name: (shape, dtype)} of what `broadcast_weights_for_collective` sends."""
-        return self._workers.run_all("prepare_info_for_collective")[0]
+        infos: list[dict[str, Any]] = self._workers.run_all("prepare_info_for_collective")
+        return infos[0]
 
     def get_refit_addresses(self) -> dict[str, str]:
         """{device id: ZeroMQ address} at which engines find `stream_weights_via_ipc_zmq`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -96,6 +96,8 @@ class MegatronEngine:
         """Megatron-Core moves each router's bias at the end of the schedule, before the gradient's
         norm is known, and counts tokens for it in every forward pass.
         """
+        model: Any
+        module: Any
         for model in self.pipeline.models:
             if not model.config.moe_router_enable_expert_bias:
                 continue

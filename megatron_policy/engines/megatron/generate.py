@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -138,6 +139,7 @@ def _relay(
         rows, -1
     )
     pp, output = pipeline.groups.pp, None
+    chunk: Any
     for chunk in pipeline.models:
         first, last = chunk.pre_process, chunk.post_process
         if not first and pp.size() > 1:

@@ -90,6 +90,7 @@ class Head:
         impossible.
         """
         weight = self.weight if self.model.share_embeddings_and_output_weights else None
+        logits_SRV: torch.Tensor
         logits_SRV, _ = self.model.output_layer(hidden_SRD, weight=weight)
         logits_SRV = logits_SRV.float()
         shape = self.shape

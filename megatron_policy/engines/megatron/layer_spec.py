@@ -88,7 +88,8 @@ def block_spec(
 
 
 def _engine_layer(architecture: Architecture, layer: int) -> ModuleSpec:
-    experts = architecture.moe.experts if architecture.has_experts(layer) else None
+    moe = architecture.moe if architecture.has_experts(layer) else None
+    experts = None if moe is None else moe.experts
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=experts,
         moe_grouped_gemm=experts is not None,

@@ -173,9 +173,10 @@ def _model(chunk: torch.nn.Module) -> torch.nn.Module:
 @contextmanager
 def hidden_states_of(model: torch.nn.Module) -> Iterator[None]:
     """Within this context a chunk returns hidden states `[T, R, D]` also if it holds the head."""
-    holds_head = model.post_process
-    model.post_process = False
+    chunk: Any = model
+    holds_head = chunk.post_process
+    chunk.post_process = False
     try:
         yield
     finally:
-        model.post_process = holds_head
+        chunk.post_process = holds_head

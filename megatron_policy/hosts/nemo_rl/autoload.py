@@ -52,7 +52,7 @@ class AfterImport:
                 if module.__name__ == self.name:  # a loader may load others, too
                     self.act()
 
-            spec.loader.exec_module = exec_module
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, MutableMapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from megatron_policy.errors import ConfigError
 
@@ -131,7 +131,7 @@ def _redirecting(
             kwargs[CLASS_NAME] = _worker_for(kwargs[CLASS_NAME], environments)
         original(self, *args, **kwargs)
 
-    __init__._megatron_policy = True
+    cast(Any, __init__)._megatron_policy = True
     return __init__
 
 

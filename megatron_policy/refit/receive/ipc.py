@@ -5,6 +5,7 @@ Knows neither megatron nor the engine.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -23,6 +24,9 @@ from megatron_policy.refit.transports.ipc.exported_buffer import borrow, handle_
 from megatron_policy.refit.transports.ipc.replies import Answering
 
 _FAREWELL_S = 2.0  # for the last answer to leave
+
+_Places = Mapping[str, tuple[tuple[int, ...], int]]
+"""Where tensors are in flat memory: shape, and offset in elements."""
 
 
 def receive_stream(intake: Intake, address: str, timeout_s: float) -> Manifest:
@@ -107,13 +111,15 @@ def receive_handles(
         raise RefitError(f"the trainer sent no tensor of {unclaimed}: it has another model")
     for dtype, rebuild in rebuilds.items():
         mine = {name: (shape, offsets[name]) for name, (shape, d) in forms.items() if d == dtype}
-        borrow(handle_of(rebuild), lambda m, f=mine, d=dtype: intake.take(_flat(m, d, f)))
+        borrow(handle_of(rebuild), functools.partial(_take_flat, intake, dtype, mine))
     return intake
 
 
-def _flat(
-    memory: Tensor, dtype: torch.dtype, where: Mapping[str, tuple[tuple[int, ...], int]]
-) -> list[tuple[str, Tensor]]:
+def _take_flat(intake: Intake, dtype: torch.dtype, where: _Places, memory: Tensor) -> None:
+    intake.take(_flat(memory, dtype, where))
+
+
+def _flat(memory: Tensor, dtype: torch.dtype, where: _Places) -> list[tuple[str, Tensor]]:
     """Tensors of one dtype in flat memory; offsets are in elements."""
     flat = memory.reshape(-1).view(dtype)
     taken = []

@@ -71,7 +71,7 @@ class TorchAttention(MegatronModule):
         that this rank holds all keys of; `S < K` means the last S positions of a cache of K.
         """
         assert attention_mask is None and attention_bias is None
-        pieces = (Piece(0, query_SBNH.size(0), 0, key_KBGH.size(0)),)
+        pieces: tuple[Piece, ...] = (Piece(0, query_SBNH.size(0), 0, key_KBGH.size(0)),)
         if packed_seq_params is not None:
             pieces = packed_seq_params.pieces
             if packed_seq_params.order is not None:
@@ -99,12 +99,16 @@ class TorchAttention(MegatronModule):
         key_KBGH: torch.Tensor,
         value_KBGH: torch.Tensor,
     ) -> torch.Tensor:
-        states = [x.permute(1, 2, 0, 3) for x in (query_SBNH, key_KBGH, value_KBGH)]
+        query_BNSH, key_BGKH, value_BGKH = (
+            x.permute(1, 2, 0, 3) for x in (query_SBNH, key_KBGH, value_KBGH)
+        )
         common = (bias, self.softmax_scale, self._dropout_now)
         if self._can_fuse:
-            context_BNSH = fused(*states, *common)
+            context_BNSH = fused(query_BNSH, key_BGKH, value_BGKH, *common)
         else:
-            context_BNSH = explicit(*states, *common, self.softcap, self.softmax_offset)
+            context_BNSH = explicit(
+                query_BNSH, key_BGKH, value_BGKH, *common, self.softcap, self.softmax_offset
+            )
         return context_BNSH.permute(2, 0, 1, 3)
 
     @property
@@ -119,7 +123,9 @@ class TorchAttention(MegatronModule):
         # Heads differ between tensor-parallel ranks, so must their dropout. Under sequence
         # parallelism the whole block runs in that state already.
         if self._dropout_now > 0 and not self.config.sequence_parallel:
-            return tensor_parallel.get_cuda_rng_tracker().fork()
+            forked: contextlib.AbstractContextManager[Any]
+            forked = tensor_parallel.get_cuda_rng_tracker().fork()
+            return forked
         return contextlib.nullcontext()
 
 

@@ -5,6 +5,7 @@ Shapes: T positions of a rank, C ranks, B rows, G key-value groups, H head dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ def gather_keys(
     keys.
     """
     both = torch.cat([key_TBGH, value_TBGH], -1)
-    gathered: torch.Tensor = _Gather.apply(both, order, group)
-    key, value = gathered.split([key_TBGH.size(-1), value_TBGH.size(-1)], -1)
+    apply: Callable[..., torch.Tensor] = _Gather.apply
+    key, value = apply(both, order, group).split([key_TBGH.size(-1), value_TBGH.size(-1)], -1)
     return key, value
 
 

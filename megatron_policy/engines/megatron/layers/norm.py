@@ -6,7 +6,7 @@ Normalization".
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ def replicated(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(
         torch.empty(*shape, device=current_device(), dtype=config.params_dtype)
     )
-    parameter.sequence_parallel = config.sequence_parallel
+    cast(Any, parameter).sequence_parallel = config.sequence_parallel
     return parameter
 
 

@@ -6,6 +6,7 @@ Shapes: S positions, B batch, N heads of this rank, H head dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ class AllHeadsRMSNorm(torch.nn.Module):
 
     def forward(self, x_SBNH: torch.Tensor) -> torch.Tensor:
         x_SBD = x_SBNH.float().flatten(2)
-        square = _SumOverRanks.apply(x_SBD.pow(2).sum(-1, keepdim=True), self.group)
+        over_ranks: Callable[..., torch.Tensor] = _SumOverRanks.apply
+        square = over_ranks(x_SBD.pow(2).sum(-1, keepdim=True), self.group)
         scale = torch.rsqrt(square / self.width + self.eps)
         return (self.weight * x_SBD.mul(scale)).to(x_SBNH.dtype).view_as(x_SBNH)
 
@@ -82,7 +84,10 @@ def _of_own_heads(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
 
 def _sharded(module: torch.nn.Module, prefix: str, offsets: Any) -> dict[str, Any]:
     state = module.state_dict(prefix="", keep_vars=True)
-    return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, offsets)
+    sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        state, prefix, {"weight": 0}, offsets
+    )
+    return sharded
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -94,7 +99,7 @@ class _SumOverRanks(torch.autograd.Function):
         return _summed(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _summed(grad, ctx.group), None
 
 

@@ -102,8 +102,8 @@ def _scale_yarn(
 
 def attention_factor(rope: Rope) -> float:
     """What cosine and sine are multiplied by."""
-    scaled = isinstance(rope.scaling, YarnScaling | LongScaling)
-    return rope.scaling.attention_factor if scaled else 1.0
+    scaling = rope.scaling
+    return scaling.attention_factor if isinstance(scaling, YarnScaling | LongScaling) else 1.0
 
 
 class Rotary(torch.nn.Module):
@@ -183,15 +183,20 @@ class Rotary(torch.nn.Module):
         if packed_seq_params is not None:
             return packed_seq_params
         assert_whole(inference_context, transformer_config)
-        received = transformer.input_tensor
-        given = (received if received is not None else transformer_input).size(0)
+        received: torch.Tensor | None = transformer.input_tensor
+        if received is None:
+            received = transformer_input
+        assert received is not None
+        given = received.size(0)
         if inference_context is None:
-            parts = transformer_config.tensor_model_parallel_size
+            parts: int = transformer_config.tensor_model_parallel_size
             return given * parts if transformer_config.sequence_parallel else given
         self.text_length = None
         if self.depends_on_length:
-            return inference_context.sequence_len_offset + given
-        return inference_context.max_sequence_length
+            before: int = inference_context.sequence_len_offset
+            return before + given
+        longest: int = inference_context.max_sequence_length
+        return longest
 
 
 def assert_whole(inference_context: Any, config: Any) -> None:
@@ -228,5 +233,6 @@ def set_text_length(models: Iterable[torch.nn.Module], length: int) -> None:
     cutting off some rows' padding make it shorter.
     """
     for model in models:
-        if isinstance(getattr(model, "rotary_pos_emb", None), Rotary):
-            model.rotary_pos_emb.text_length = length
+        rotary = getattr(model, "rotary_pos_emb", None)
+        if isinstance(rotary, Rotary):
+            rotary.text_length = length

@@ -65,7 +65,7 @@ def _of_best_groups(ranked_TE: torch.Tensor, moe: Moe) -> torch.Tensor:
     """
     if moe.groups_chosen == moe.groups:
         return ranked_TE
-    grouped = ranked_TE.unflatten(-1, (moe.groups, -1))
+    grouped: torch.Tensor = ranked_TE.unflatten(-1, (moe.groups, -1))
     goodness = grouped.topk(min(2, grouped.size(-1)), dim=-1).values.sum(-1)
     best = goodness.topk(moe.groups_chosen, dim=-1).indices
     outside = torch.ones_like(goodness, dtype=torch.bool).scatter(-1, best, False)

@@ -74,7 +74,7 @@ class EngineAttention(MegatronModule):
     def _beyond_engine(
         self, params: SequenceParams | None, query_SBNH: torch.Tensor, value_KBGH: torch.Tensor
     ) -> bool:
-        split = self.config.context_parallel_size > 1
+        split: bool = self.config.context_parallel_size > 1
         if params is None:
             # The engine would take each rank's whole sequences for its share of longer ones.
             return split
@@ -86,5 +86,6 @@ class EngineAttention(MegatronModule):
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """In checkpoints it is the engine's attention: there is nothing else to keep."""
-        kept: dict[str, Any] = self.engine.sharded_state_dict(*args, **kwargs)
+        engine: Any = self.engine
+        kept: dict[str, Any] = engine.sharded_state_dict(*args, **kwargs)
         return kept

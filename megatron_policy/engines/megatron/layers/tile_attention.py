@@ -92,6 +92,8 @@ def explicit(
     return F.dropout(weights_BNSK, dropout) @ value_BNKH
 
 
-def _repeat_groups(query_BNSH: torch.Tensor, *states_BGKH: torch.Tensor) -> tuple[Any, ...]:
+def _repeat_groups(
+    query_BNSH: torch.Tensor, *states_BGKH: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     shared = query_BNSH.size(1) // states_BGKH[0].size(1)
     return tuple(x.repeat_interleave(shared, 1) for x in states_BGKH)

@@ -6,7 +6,7 @@ Shapes: Q queries, K keys of a tile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,8 +89,8 @@ def cut(x: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> tuple[torch.Tenso
     """
     if list(ranges) == [(0, x.size(0))]:
         return (x,)
-    parts: tuple[torch.Tensor, ...] = _Cut.apply(x, tuple(ranges))
-    return parts
+    apply: Callable[..., tuple[torch.Tensor, ...]] = _Cut.apply
+    return apply(x, tuple(ranges))
 
 
 class _Cut(torch.autograd.Function):

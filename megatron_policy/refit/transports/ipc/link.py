@@ -25,7 +25,7 @@ _FAILED = zmq.EVENT_CLOSED  # an attempt to connect
 class Link:
     """A ZeroMQ socket that connects once, and who has come to it and left."""
 
-    def __init__(self, context: zmq.Context, kind: int) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], kind: int) -> None:
         self.socket = context.socket(kind)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
@@ -42,9 +42,10 @@ class Link:
         poller.register(self._events, zmq.POLLIN)
         if what:
             poller.register(self.socket, what)
-        poller.poll(max(0.0, until - time.monotonic()) * 1000)
+        poller.poll(int(max(0.0, until - time.monotonic()) * 1000))
         while self._events.poll(0):
-            self._note(parse_monitor_message(self._events.recv_multipart()))
+            event = parse_monitor_message(self._events.recv_multipart())
+            self._note(event["event"], event["value"])
         # After the events: what was said before a connection broke still counts.
         return bool(what and self.socket.poll(0, what))
 
@@ -69,8 +70,7 @@ class Link:
         self._events.close(0)
         self.socket.close(int(linger_s * 1000))
 
-    def _note(self, event: dict) -> None:
-        kind, descriptor = event["event"], event["value"]
+    def _note(self, kind: int, descriptor: int) -> None:
         if kind & _CAME:
             self.here.add(descriptor)
         elif kind & _MET:

@@ -54,6 +54,7 @@ class Answering:
         """The answer to what was received last; where the other side has gone, the next `receive`
         says so.
         """
+        assert self._link is not None, "it is closed, or nothing was received"
         self._link.send(answer)
 
     def close(self, linger_s: float = 0.0) -> None:

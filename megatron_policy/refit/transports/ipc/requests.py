@@ -109,7 +109,7 @@ class Asking:
                 self._reopen()
                 self._ask_first()
                 end = time.monotonic() + self._timeout_s
-            elif (answer := self._link.receive()) is not None:
+            elif (answer := self._linked().receive()) is not None:
                 self._heard, self._first = True, None
                 return answer
 
@@ -121,17 +121,20 @@ class Asking:
 
     def _ask_first(self) -> None:
         """Ask somebody, who may leave before the answer."""
-        while not (self._alone() and self._sent(self._first)):
+        question = self._first
+        assert question is not None, "nothing was asked"
+        while not (self._alone() and self._sent(question)):
             self._reopen()
 
     def _alone(self) -> bool:
         """Whether one engine came, after which nobody else can."""
-        link = self._link
+        link, door = self._linked(), self._door
+        assert door is not None
         while time.monotonic() < self._come_by and not link.met:
             link.wait(self._come_by)
         if time.monotonic() >= self._come_by:
             raise RefitError(nobody(self._other, self.address, self._timeout_s))
-        self._door.shut(self._come_by)
+        door.shut(self._come_by)
         link.wait(0.0)
         end = min(self._come_by, time.monotonic() + _LEAVING_S)
         while len(link.here) > 1 and time.monotonic() < end:
@@ -145,14 +148,15 @@ class Asking:
         """Whether the engine was still there to be sent it."""
         end = time.monotonic() + self._timeout_s
         while self._ready(zmq.POLLOUT, end):
-            if self._link.send(question()):
+            if self._linked().send(question()):
                 return True
         return False
 
     def _ready(self, what: int, end: float) -> bool:
         """Whether the socket is, before the engine has gone; RefitError when it is too late."""
-        while not self._link.wait(end if self._engine in self._link.here else 0.0, what):
-            if self._engine not in self._link.here:
+        link = self._linked()
+        while not link.wait(end if self._engine in link.here else 0.0, what):
+            if self._engine not in link.here:
                 return False
             if time.monotonic() >= end:
                 raise RefitError(silent(self._other, self.address, self._timeout_s))
@@ -182,6 +186,10 @@ class Asking:
         self._link.socket.setsockopt(zmq.USE_FD, os.dup(self._door.listener.fileno()))
         self._link.socket.bind(SCHEME + path)
 
+    def _linked(self) -> Link:
+        assert self._link is not None, "it is closed"
+        return self._link
+
     def _hang_up(self) -> None:
         link, self._link = self._link, None
         if link is not None:
@@ -193,12 +201,12 @@ class Asking:
 
     def _wait_for_others_to_leave(self) -> None:
         """Who came in the last moment before the door was shut would be asked in turn."""
-        end = time.monotonic() + self._timeout_s
-        self._link.wait(0.0)
-        while self._link.here - {self._engine}:
+        link, end = self._linked(), time.monotonic() + self._timeout_s
+        link.wait(0.0)
+        while link.here - {self._engine}:
             if time.monotonic() >= end:
                 raise RefitError(
                     f"more than one {self._other} came to {self.address}. Give each an address of "
                     "its own"
                 )
-            self._link.wait(end)
+            link.wait(end)

@@ -66,9 +66,10 @@ class SharedMemory:
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
+        if self._mapping is None:
+            return True
         try:
-            if self._mapping is not None:
-                self._mapping.close()
+            self._mapping.close()
         except BufferError:
             if fd is not None:
                 with contextlib.suppress(OSError):  # not every file system can
