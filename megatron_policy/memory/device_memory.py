@@ -5,25 +5,24 @@ batches and no verbs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 import torch
 
 from megatron_policy.device import is_accelerated
 from megatron_policy.device.caches import release_cached
-from megatron_policy.errors import CheckpointError, ConfigError, RefitError, TransitionError
+from megatron_policy.errors import ConfigError, RefitError, TransitionError
 from megatron_policy.memory.offloader import Resize, Shelf
 from megatron_policy.memory.pinned_pool import HostPool
+from megatron_policy.memory.policy_state import STEP_OPEN, PolicyState
 from megatron_policy.memory.states import (
     STATES,
     TO_READ,
-    TRAIN,
     Kind,
     MemoryState,
     Need,
     Storages,
-    check_permits,
     kinds_of,
     listed,
     state_of,
@@ -69,6 +68,7 @@ class DeviceMemory:
     def __init__(
         self,
         holder: Holder,
+        state: PolicyState | None = None,
         *,
         move: bool | None = None,
         pool: Callable[[], HostPool] = HostPool,
@@ -84,56 +84,34 @@ class DeviceMemory:
         if moves:
             self._shelves |= {k: Shelf(pool(), resize) for k in (Kind.OPTIMIZER, Kind.PARAMETERS)}
         self._whole = set(Kind)
-        self._holders: list[str] = []
-        self.spoiled = ""
-        """Why what is held is of no use, if so."""
-        self.step_open = False
-        """Whether gradients are being added up for a step that is not taken yet."""
-        self._state = TRAIN
+        self._policy = state or PolicyState()
 
     @property
     def state(self) -> MemoryState:
         """The state that the last call left."""
-        return self._state
+        return self._policy.memory
 
-    def check(self, operation: str, need: Need, *, mends: bool = False) -> None:
-        """ConfigError unless the state permits `operation`, as "train()", and what is at work.
+    def check(self, operation: str, need: Need, *, repairs: bool = False) -> None:
+        """See `PolicyState.check`."""
+        self._policy.check(operation, need, repairs=repairs)
 
-        CheckpointError where what is held is `spoiled`, unless the operation `mends` it.
+    def ready(self, operation: str, need: Need = TO_READ, *, repairs: bool = False) -> None:
+        """`check`, then wait until the parameters are as the last step left them, and for an
+        operation that writes, until no thread reads them.
         """
-        if self.spoiled and not mends:
-            raise CheckpointError(
-                f"{operation} would use weights that are partly old and partly new: "
-                f"{self.spoiled}. Call load_checkpoint() again"
-            )
-        if self.step_open and not need.within_step:
-            raise ConfigError(f"{operation} has to wait: {_STEP_OPEN}")
-        check_permits(self._state, operation, need)
-        if need.alone and self._holders:
-            raise ConfigError(f"{operation} has to wait until {self._holders[-1]} has ended")
-
-    def ready(self, operation: str, need: Need = TO_READ, *, mends: bool = False) -> None:
-        """`check`, and the parameters are as the last step left them; for one who writes, nobody
-        reads them beside.
-        """
-        self.check(operation, need, mends=mends)
+        self.check(operation, need, repairs=repairs)
         self._settle()
         if need.writes:
             self._still()
 
-    @contextmanager
-    def held(self, by: str) -> Iterator[None]:
-        """Within this context nothing is moved: `by`, as "the reference policy", is at work."""
-        self._holders.append(by)
-        try:
-            yield
-        finally:
-            self._holders.remove(by)
+    def in_use(self, by: str) -> AbstractContextManager[None]:
+        """See `PolicyState.in_use`."""
+        return self._policy.in_use(by)
 
     def during(self, by: str, need: Need, items: Iterable[Item]) -> Iterator[Item]:
         """`items`, and nothing is moved until they end; ConfigError if they cannot begin."""
         self.check(by, need)
-        with self.held(by):
+        with self.in_use(by):
             yield from items
 
     def enter(self, target: MemoryState) -> None:
@@ -144,14 +122,14 @@ class DeviceMemory:
         another rank that `agree` hears of: `state` then tells what is whole here, and a repeat goes
         on.
         """
-        if self._holders:
+        if self._policy.user:
             raise ConfigError(
-                f"the policy cannot go to the {target.name} state while {self._holders[-1]} is at "
-                f"work: it is {self._state} until that ends"
+                f"the policy cannot go to the {target.name} state while {self._policy.user} is at "
+                f"work: it is {self.state} until that ends"
             )
-        if self.step_open and Kind.GRADIENTS not in target.holds:
+        if self._policy.step_open and Kind.GRADIENTS not in target.holds:
             raise ConfigError(
-                f"the {target.name} state would lose gradients: {_STEP_OPEN}. To read in between, "
+                f"the {target.name} state would lose gradients: {STEP_OPEN}. To read in between, "
                 "call prepare_for_lp_inference(keep_train_buffers=True)"
             )
         failure = None
@@ -162,7 +140,7 @@ class DeviceMemory:
             self._refill([kind for kind in Kind if kind in target.holds])
         except (RuntimeError, MemoryError) as error:
             failure = error
-        self._state = target if failure is None else stopped_before(target, self._whole)
+        self._policy.enter(target if failure is None else stopped_before(target, self._whole))
         if failure is None:
             self._check_ceiling()
         self._agree_on(target, failure)
@@ -171,7 +149,7 @@ class DeviceMemory:
         """TransitionError on every rank if it failed on one: the others would go on alone, and wait
         for it in the next call.
         """
-        why = "" if failure is None else f"{failure}. The policy is {self._state}"
+        why = "" if failure is None else f"{failure}. The policy is {self.state}"
         try:
             self._agree(RuntimeError(why) if why else None)
         except RefitError as error:
@@ -245,7 +223,7 @@ class DeviceMemory:
     def _check_ceiling(self) -> None:
         here = self.resident_bytes()
         for kind in Kind:
-            stays = self._stays(kind, self._state)
+            stays = self._stays(kind, self.state)
             stray = self._bytes_away(kind) if stays else here[kind]
             where = "still in host memory" if stays else "still on the device"
-            assert not stray, f"{self._state}, with {stray} bytes of {listed([kind])} {where}"
+            assert not stray, f"{self.state}, with {stray} bytes of {listed([kind])} {where}"

@@ -173,7 +173,7 @@ class Checkpoints:
     def _before_loading(self) -> None:
         self._saver.finish()
         need = TO_SAVE if self._contents.has_optimizer else TO_REFIT
-        self._session.memory.ready("load_checkpoint()", need, mends=True)
+        self._session.memory.ready("load_checkpoint()", need, repairs=True)
 
     def _moments(self) -> tuple[str, ...]:
         """What the configured optimizer keeps of each parameter."""
@@ -185,9 +185,9 @@ class Checkpoints:
     @contextmanager
     def _changing(self, found: Found) -> Iterator[None]:
         """While the policy is between two states it is of no use, and says so if it stays there."""
-        self._session.memory.spoiled = f"the load of {found.root} was not finished"
+        self._session.state.begin_load(str(found.root))
         yield
-        self._session.memory.spoiled = ""
+        self._session.state.end_load()
 
     def _prepared(self, found: Found, files: RawFiles) -> tuple[Reading, Rest]:
         """All that will be read and set, looked up before anything is changed."""
@@ -198,9 +198,9 @@ class Checkpoints:
 
     def _fill(self, reading: Reading) -> None:
         reading.fill()
-        if self._session.unfilled:
+        if self._session.state.awaits_weights:
             refuse_unfilled((entry.megatron, parameter) for entry, parameter in self._engine.held)
-            self._session.unfilled = False
+            self._session.state.fill()
 
 
 def source_dtypes(weights_path: AnyPath | None) -> dict[str, torch.dtype] | None:

@@ -87,7 +87,12 @@ class MegatronPolicy:
         self._scorer = Scorer(self._engine, self._batcher, self.config.logprob_batch_size)
         self.exporter, self.memory = self._session.exporter, self._session.memory
         self.split = SplitTraining(
-            self.config, self._engine, self._batcher, self.memory, self._step_taken
+            self.config,
+            self._engine,
+            self._batcher,
+            self.memory,
+            self._session.state,
+            self._step_taken,
         )
         self._continue = Continuing(
             self.config, tokenizer, self._engine, self.coords.dp, self._batcher.longest.tokens
@@ -116,13 +121,13 @@ class MegatronPolicy:
         trainable = None if eval_mode else self._session.trainable
         self.memory.check("train()", TO_READ if eval_mode else TO_TRAIN)
         if not eval_mode:
-            self._session.stepped()
+            self._session.state.take_step()
         sizes = step.sizes_of(self.config, gbs, mbs)
         run = partial(step.train, self._engine, trainable, self._batcher, data, loss_fn)
         return run(*sizes, stepped=self._step_taken)
 
     def _step_taken(self) -> None:
-        self._session.stepped()
+        self._session.state.take_step()
         self.steps += 1
 
     def logprobs(
@@ -158,7 +163,7 @@ class MegatronPolicy:
         """In this context the policy has its starting weights, afterwards its own, bit for bit."""
         reference = self._session.reference
         self.memory.ready("reference_logprobs()", TO_EXCHANGE)
-        with reference.active(), self.memory.held("the reference policy"):
+        with reference.active(), self.memory.in_use("the reference policy"):
             yield
 
     def generate(self, data: BatchedDataDict, *, greedy: bool = False) -> Continuations:

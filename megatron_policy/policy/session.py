@@ -19,6 +19,7 @@ from megatron_policy.converters.table import bind
 from megatron_policy.coordination.timeouts import checked_timeout
 from megatron_policy.interfaces.engine import EngineBuilder, Trainable, TrainingEngine
 from megatron_policy.memory.device_memory import DeviceMemory
+from megatron_policy.memory.policy_state import PolicyState
 from megatron_policy.refit.exporter import Exporter
 from megatron_policy.training.reference import ReferenceWeights
 from megatron_policy.weights.load import DTYPES
@@ -48,8 +49,8 @@ class Session:
         device.place_process()
         builder.prepare()
         self._owns_process_group = device.join_process_group(timeout_s)
-        self._open, self._on_their_way = True, False
-        self.unfilled = source_dtypes is not None
+        self._open = True
+        self.state = PolicyState(awaits_weights=source_dtypes is not None)
         self._reference: ReferenceWeights | None = None
         try:
             self.rank = dist.get_rank()
@@ -74,6 +75,7 @@ class Session:
             )
             self.memory = DeviceMemory(
                 self.engine,
+                self.state,
                 agree=self._agree,
                 settle=self.settle,
                 still=self.engine.pending_reads.wait,
@@ -104,15 +106,11 @@ class Session:
             )
         return self.engine.trainable
 
-    def stepped(self) -> None:
-        """The optimizer may leave parameters on their way: their gather overlaps what follows."""
-        self._on_their_way = True
-
     def settle(self) -> None:
-        """Wait for parameters that are on their way."""
-        if self._on_their_way and self.engine.trainable is not None:
+        """Wait for parameters whose gather overlaps what follows a step."""
+        if self.state.gather_pending and self.engine.trainable is not None:
             self.engine.trainable.settle()
-        self._on_their_way = False
+        self.state.settle()
 
     def leave(self, lost_a_rank: bool) -> None:
         """Call it before `close`. Rank 0, whose process can host the store of the ranks, waits up

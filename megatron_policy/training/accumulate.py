@@ -19,6 +19,7 @@ from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces.engine import Trainable, TrainingEngine
 from megatron_policy.interfaces.loss import LossFunction
 from megatron_policy.memory.device_memory import DeviceMemory
+from megatron_policy.memory.policy_state import PolicyState
 from megatron_policy.memory.states import TO_GO_ON, TO_TRAIN
 from megatron_policy.training.batching import Batcher, GlobalBatch
 from megatron_policy.training.checks import check_loss_inputs, check_sizes, check_training_data
@@ -79,10 +80,12 @@ class SplitTraining:
         engine: TrainingEngine,
         batcher: Batcher,
         memory: DeviceMemory,
+        state: PolicyState,
         stepped: Callable[[], object],
     ) -> None:
         """`stepped` is called when a step has been taken."""
-        self._config, self._batcher, self._memory = config, batcher, memory
+        self._config, self._batcher = config, batcher
+        self._memory, self._state = memory, state
         self._engine, self._trainable = engine, engine.trainable
         self._stepped = stepped
         self._step: OpenStep | None = None
@@ -104,7 +107,7 @@ class SplitTraining:
         counts = torch.zeros(2, device=current_device())
         undo = Undo.here(self._engine)
         self._step = OpenStep(loss_fn, normalizing, gbs, mbs, counts, undo)
-        self._memory.step_open = True
+        self._state.begin_step(BEGIN)
 
     def microbatch(self, data: Mapping[str, Any]) -> None:
         """Add the gradients of `data`: this data-parallel rank's rows, as `train` takes them, any
@@ -175,7 +178,8 @@ class SplitTraining:
         self._close()
 
     def _close(self) -> None:
-        self._step, self._memory.step_open = None, False
+        self._step = None
+        self._state.end_step(FINISH)
 
     def _can_train(self, operation: str) -> Trainable:
         if self._trainable is None:

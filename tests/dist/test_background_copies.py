@@ -140,6 +140,7 @@ def save_and_change(config: dict[str, Any], root: Path, changes: list[str]) -> d
     with open_policy(config, tokenizer=TOKENIZER) as policy:
         policy.memory = policy._session.memory = DeviceMemory(
             policy._engine,
+            policy._session.state,
             move=True,
             settle=policy._session.settle,
             still=policy._engine.pending_reads.wait,

@@ -74,7 +74,9 @@ def config_of(checkpoint: Callable[..., Path]) -> Callable[[str], tuple[int, dic
 
 def memory_of(policy: MegatronPolicy, **options: Any) -> DeviceMemory:
     """The policy's memory from now on: one that really moves."""
-    policy.memory = DeviceMemory(policy._engine, **({"move": True} | options))
+    policy.memory = DeviceMemory(
+        policy._engine, policy._session.state, **({"move": True} | options)
+    )
     return policy.memory
 
 

@@ -1,0 +1,117 @@
+"""What a policy is doing and what its weights are worth at the moment; each change is a named
+transition, and one that is not legal says which call makes it so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron_policy.errors import CheckpointError, ConfigError
+from megatron_policy.memory.states import TRAIN, MemoryState, Need, check_permits
+
+STEP_OPEN = (
+    "a training step is open: call finish_train_step(), or abort_train_step() to drop its gradients"
+)
+
+
+class PolicyState:
+    """The state of one rank's policy; all ranks make the same transitions in the same order."""
+
+    def __init__(self, *, awaits_weights: bool = False) -> None:
+        """`awaits_weights` is whether no weights were read: a load has to fill all of them."""
+        self._memory = TRAIN
+        self._users: list[str] = []
+        self._step_open = False
+        self._loading = ""
+        self._gather_pending = False
+        self._awaits_weights = awaits_weights
+
+    @property
+    def memory(self) -> MemoryState:
+        """Which memory is on the device."""
+        return self._memory
+
+    @property
+    def step_open(self) -> bool:
+        """Whether gradients are being added up for a step that is not taken yet."""
+        return self._step_open
+
+    @property
+    def gather_pending(self) -> bool:
+        """Whether the last step's parameters may not have been gathered yet."""
+        return self._gather_pending
+
+    @property
+    def awaits_weights(self) -> bool:
+        """Whether no load has filled the weights yet."""
+        return self._awaits_weights
+
+    @property
+    def user(self) -> str:
+        """Who uses the weights now, as "the reference policy"; empty if nobody does."""
+        return self._users[-1] if self._users else ""
+
+    def check(self, operation: str, need: Need, *, repairs: bool = False) -> None:
+        """ConfigError unless the state permits `operation`, as "train()".
+
+        CheckpointError where a load has left the weights half changed, unless the operation
+        `repairs` them.
+        """
+        if self._loading and not repairs:
+            raise CheckpointError(
+                f"{operation} would use weights that are partly old and partly new: "
+                f"{self._loading}. Call load_checkpoint() again"
+            )
+        if self._step_open and not need.within_step:
+            raise ConfigError(f"{operation} has to wait: {STEP_OPEN}")
+        check_permits(self._memory, operation, need)
+        if need.alone and self._users:
+            raise ConfigError(f"{operation} has to wait until {self.user} has ended")
+
+    def enter(self, memory: MemoryState) -> None:
+        """Memory has been moved."""
+        self._memory = memory
+
+    @contextmanager
+    def in_use(self, by: str) -> Iterator[None]:
+        """In this context no memory is moved: `by`, as "the reference policy", uses the weights."""
+        self._users.append(by)
+        try:
+            yield
+        finally:
+            self._users.remove(by)
+
+    def begin_step(self, operation: str) -> None:
+        """Gradients are added up from now on. ConfigError while a step is open."""
+        if self._step_open:
+            raise ConfigError(f"{operation} has to wait: {STEP_OPEN}")
+        self._step_open = True
+
+    def end_step(self, operation: str) -> None:
+        """The open step has been taken or dropped. ConfigError where none is open."""
+        if not self._step_open:
+            raise ConfigError(
+                f"{operation}: no training step is open, call begin_train_step() first"
+            )
+        self._step_open = False
+
+    def take_step(self) -> None:
+        """The optimizer has changed the parameters; their gather overlaps what follows."""
+        self._gather_pending = True
+
+    def settle(self) -> None:
+        """The parameters are complete."""
+        self._gather_pending = False
+
+    def begin_load(self, what: str) -> None:
+        """The weights are being replaced: until `end_load` they are of no use."""
+        self._loading = f"the load of {what} was not finished"
+
+    def fill(self) -> None:
+        """All weights have been read."""
+        self._awaits_weights = False
+
+    def end_load(self) -> None:
+        """The load is complete."""
+        self._loading = ""

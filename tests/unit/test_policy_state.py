@@ -1,0 +1,73 @@
+"""Every transition of a policy's state, and what those that are not legal say."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_policy.errors import CheckpointError, ConfigError
+from megatron_policy.memory.policy_state import PolicyState
+from megatron_policy.memory.states import IDLE, TO_EXCHANGE, TO_GO_ON, TO_READ, TO_TRAIN, TRAIN
+
+
+def test_a_new_policy_permits_everything_and_needs_no_weights() -> None:
+    state = PolicyState()
+    assert (state.memory, state.user, state.awaits_weights) == (TRAIN, "", False)
+    for need in (TO_TRAIN, TO_READ, TO_EXCHANGE):
+        state.check("train()", need)
+
+
+def test_an_open_step_refuses_what_is_not_part_of_it_and_says_how_to_end_it() -> None:
+    state = PolicyState()
+    state.begin_step("begin_train_step()")
+    assert state.step_open
+    state.check("train_microbatch()", TO_GO_ON)
+    state.check("logprobs()", TO_READ)
+    for attempt in (
+        lambda: state.check("train()", TO_TRAIN),
+        lambda: state.begin_step("begin_train_step()"),
+    ):
+        with pytest.raises(ConfigError, match=r"call finish_train_step\(\), or abort_train_step"):
+            attempt()
+    state.end_step("finish_train_step()")
+    state.check("train()", TO_TRAIN)
+    with pytest.raises(ConfigError, match=r"call begin_train_step\(\) first"):
+        state.end_step("finish_train_step()")
+
+
+def test_a_load_that_was_not_finished_is_named_until_another_is() -> None:
+    state = PolicyState(awaits_weights=True)
+    state.begin_load("/checkpoints/iter_0000007")
+    with pytest.raises(CheckpointError, match=r"iter_0000007 was not finished.*load_checkpoint"):
+        state.check("train()", TO_TRAIN)
+    state.check("load_checkpoint()", TO_READ, repairs=True)
+    state.fill()
+    state.end_load()
+    state.check("train()", TO_TRAIN)
+    assert not state.awaits_weights
+
+
+def test_weights_in_use_are_not_taken_away() -> None:
+    state = PolicyState()
+    with state.in_use("the reference policy"), state.in_use("export()"):
+        assert state.user == "export()"
+        state.check("logprobs()", TO_READ)
+        with pytest.raises(ConfigError, match=r"has to wait until export\(\) has ended"):
+            state.check("train()", TO_TRAIN)
+    assert state.user == ""
+    state.check("train()", TO_TRAIN)
+
+
+def test_memory_that_is_away_names_the_call_that_brings_it_back() -> None:
+    state = PolicyState()
+    state.enter(IDLE)
+    with pytest.raises(ConfigError, match=r"call prepare_for_training\(\) first"):
+        state.check("train()", TO_TRAIN)
+
+
+def test_a_step_leaves_a_gather_until_it_is_settled() -> None:
+    state = PolicyState()
+    assert not state.gather_pending
+    state.take_step()
+    assert state.gather_pending
+    state.settle()
+    assert not state.gather_pending
