@@ -17,8 +17,7 @@ class WorkerCheckpoint:
     refuse, and what fails, leaves this rank and the checkpoints on disk as they were.
     """
 
-    def __init__(self, policy: MegatronPolicy) -> None:
-        self._policy = policy
+    policy: MegatronPolicy
 
     def save_checkpoint(
         self,
@@ -39,7 +38,7 @@ class WorkerCheckpoint:
         stays there.
         """
         refuse_unknown("save_checkpoint", options)
-        self._policy.save_checkpoint(
+        self.policy.save_checkpoint(
             weights_path,
             optimizer_path,
             tokenizer_path,
@@ -60,17 +59,17 @@ class WorkerCheckpoint:
         CheckpointError on every rank, before anything is changed, if any of it is damaged, missing
         or another model's.
         """
-        return self._policy.load_checkpoint(
+        return self.policy.load_checkpoint(
             weights_path, optimizer_path, fresh_optimizer=fresh_optimizer
         )
 
     def get_load_report(self) -> LoadReport | None:
         """What a start from a checkpoint has restored; None of a policy that did not."""
-        return self._policy.loaded
+        return self.policy.loaded
 
     def finalize_async_save(self) -> None:
         """Wait until a save under way in the background is complete; CheckpointError if it failed.
 
         It waits for this rank's writer only, so ranks may be asked at different times.
         """
-        self._policy.finalize_async_save()
+        self.policy.finalize_async_save()

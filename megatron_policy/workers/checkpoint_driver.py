@@ -11,6 +11,7 @@ from megatron_policy.workers.checks import refuse_unknown
 
 if TYPE_CHECKING:
     from megatron_policy.checkpoint.report import LoadReport
+    from megatron_policy.config import PolicyConfig
     from megatron_policy.workers.group import WorkerGroup
 
 PathLike = str | os.PathLike[str]
@@ -23,10 +24,9 @@ class DriverCheckpoint:
     CheckpointError the policy goes on.
     """
 
-    def __init__(self, workers: WorkerGroup, asynchronous: bool) -> None:
-        """`asynchronous` is whether the workers write in the background."""
-        self._workers, self._asynchronous = workers, asynchronous
-        self._under_way = False
+    config: PolicyConfig
+    _workers: WorkerGroup
+    _save_under_way = False
 
     def save_checkpoint(
         self,
@@ -48,7 +48,7 @@ class DriverCheckpoint:
         class or by `shutdown`. CheckpointError names the file, what is wrong and the remedy.
         """
         refuse_unknown("save_checkpoint", options)
-        self._under_way = self._asynchronous
+        self._save_under_way = self.config.megatron_cfg.checkpoint.async_save
         self._workers.run_all(
             "save_checkpoint",
             weights_path=absolute(weights_path),
@@ -92,12 +92,12 @@ class DriverCheckpoint:
 
         Needless before the next save and `shutdown`, which wait by themselves.
         """
-        self._under_way = False
+        self._save_under_way = False
         self._workers.run_all("finalize_async_save")
 
-    def _drain(self) -> None:
+    def _drain_saves(self) -> None:
         """`finalize_async_save` if there may be something to wait for, and somebody to ask."""
-        if self._under_way and self._workers.usable:
+        if self._save_under_way and self._workers.usable:
             self.finalize_async_save()
 
 

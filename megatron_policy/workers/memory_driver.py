@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 class DriverMemory:
     """Brings onto the workers' devices what comes next needs; see `WorkerMemory`."""
 
-    def __init__(self, workers: WorkerGroup) -> None:
-        self._workers = workers
+    _workers: WorkerGroup
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         """Everything on the devices: parameters, gradient buffers, optimizer state."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
-
-from megatron_policy.workers.delegates import placed
 
 Class = TypeVar("Class", bound=type)
 
@@ -15,16 +14,19 @@ def refuses(methods: Mapping[str, str]) -> Callable[[Class], Class]:
 
     def add(cls: Class) -> Class:
         for name, reason in methods.items():
-            setattr(cls, name, placed(cls, name, _refusing(name, reason)))
+            setattr(cls, name, _refusing(cls, name, reason))
         return cls
 
     return add
 
 
-def _refusing(name: str, reason: str) -> Callable[..., NoReturn]:
+def _refusing(cls: type, name: str, reason: str) -> Callable[..., NoReturn]:
     def method(self: object, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"{name} is not built: {reason}.")
 
+    # As if `cls` defined it: then it pickles as a reference.
+    method.__module__, method.__qualname__ = cls.__module__, f"{cls.__qualname__}.{name}"
     method.__name__ = name
-    method.__doc__ = f"Not built: {reason}."
+    # One string for all methods of a reason: Ray sends docstrings along with an actor class.
+    method.__doc__ = sys.intern(f"Not built: {reason}.")
     return method

@@ -1,4 +1,7 @@
-"""The driver's policy: deals batches to the workers and joins their answers; computes nothing."""
+"""The driver's policy: deals batches to the workers and joins their answers; computes nothing.
+
+Each base class `Driver...` has the methods of one subject, in a module of its own.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import check_layout, topology_of
 from megatron_policy.converters.hf_files import read_config
 from megatron_policy.converters.table import bind
+from megatron_policy.coordination.authenticated_connection import new_secret
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces import ColocatablePolicyInterface, GenerationInterface
 from megatron_policy.interfaces.host import find_host
 from megatron_policy.workers.checkpoint_driver import DriverCheckpoint, absolute
 from megatron_policy.workers.checks import check_device
 from megatron_policy.workers.cluster import RayVirtualCluster
-from megatron_policy.workers.delegates import delegates
 from megatron_policy.workers.group import WorkerGroup
 from megatron_policy.workers.memory_driver import DriverMemory
 from megatron_policy.workers.profiling import DriverProfiling
@@ -32,12 +35,15 @@ if TYPE_CHECKING:
 PathLike = str | os.PathLike[str]
 
 
-@delegates("_profiling", DriverProfiling)
-@delegates("_checkpoint", DriverCheckpoint)
-@delegates("_refit", DriverRefit)
-@delegates("_memory", DriverMemory)
-@delegates("_split", DriverSplitTraining)
-class Policy(ColocatablePolicyInterface, GenerationInterface):
+class Policy(
+    DriverProfiling,
+    DriverCheckpoint,
+    DriverRefit,
+    DriverMemory,
+    DriverSplitTraining,
+    ColocatablePolicyInterface,
+    GenerationInterface,
+):
     """A Hugging Face checkpoint as a policy on the workers of a cluster, one rank per bundle.
 
     The constructor returns when every worker has loaded its part. What cannot work is refused with
@@ -100,12 +106,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             workers_per_node=workers_per_node,
             timeout_s=self.config.worker_timeout_s,
         )
-        asynchronous = self.config.megatron_cfg.checkpoint.async_save
-        self._checkpoint = DriverCheckpoint(self._workers, asynchronous)
-        self._refit, self._memory = DriverRefit(self._workers), DriverMemory(self._workers)
-        mbs = self.config.train_micro_batch_size
-        self._split = DriverSplitTraining(self._workers, self._dealer, mbs)
-        self._profiling = DriverProfiling(self._workers)
+        self._refit_secret = new_secret()
 
     @property
     def worker_group(self) -> WorkerGroup:
@@ -196,7 +197,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         or WorkerError is raised, the workers ended all the same.
         """
         try:
-            self._checkpoint._drain()
+            self._drain_saves()
         finally:
             gone = self._workers.shutdown()
         return gone

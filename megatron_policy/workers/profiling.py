@@ -27,8 +27,7 @@ class WorkerProfiling:
 class DriverProfiling:
     """The same on all workers."""
 
-    def __init__(self, workers: WorkerGroup) -> None:
-        self._workers = workers
+    _workers: WorkerGroup
 
     def start_gpu_profiling(self) -> None:
         """Profilers that wait for a range record the workers from here; without GPUs nothing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from megatron_policy import device
@@ -11,6 +12,7 @@ from megatron_policy.refit.plan import RefitTensor
 from megatron_policy.workers.checks import refuse_unknown
 
 if TYPE_CHECKING:
+    from megatron_policy.config import PolicyConfig
     from megatron_policy.policy import MegatronPolicy
     from megatron_policy.refit.transports.collective.transport import Collective
     from megatron_policy.refit.transports.ipc.handles import IpcHandles
@@ -23,24 +25,20 @@ class WorkerRefit:
     over a group that they joined. Every method is collective.
     """
 
-    def __init__(self, policy: MegatronPolicy) -> None:
-        self._policy = policy
-        self._group: Collective | None = None
-        self._handles: IpcHandles | None = None
+    policy: MegatronPolicy
+    _collective: Collective | None = None
+    _handles: IpcHandles | None = None
 
     def prepare_refit_info(self, with_numel: bool = False) -> dict[str, tuple[Any, ...]]:
         """{HF name: (shape, dtype)} of what will be handed over, in that order, on every rank.
 
         `with_numel` gives (shape, dtype, elements), as hosts before 0.4 expect.
         """
-        return {
-            tensor.name: (tensor.shape, tensor.dtype, *([_elements(tensor)] if with_numel else []))
-            for tensor in self._policy.exporter.plan().tensors
-        }
+        return _announced(self.policy.exporter.plan().tensors, with_numel)
 
     def prepare_info_for_collective(self) -> dict[str, tuple[Any, ...]]:
         """{HF name: (shape, dtype)} of what `broadcast_weights_for_collective` sends."""
-        return self.prepare_refit_info()
+        return _announced(self.policy.exporter.plan().tensors)
 
     def get_refit_address(self) -> str:
         """The ZeroMQ address that `stream_weights_via_ipc_zmq` of this rank binds."""
@@ -59,13 +57,16 @@ class WorkerRefit:
         from megatron_policy.refit.transports.ipc.transport import IpcStream
 
         refuse_scales(kv_scales)
-        self._policy.refit(IpcStream(buffer_bytes=buffer_size_bytes or self._configured_bytes()))
+        size = buffer_size_bytes or _configured_bytes(self.policy.config)
+        self.policy.refit(IpcStream(buffer_bytes=size))
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
         """[(HF name, bytes)] in order, for the caller to group, and the bytes a group may have."""
-        tensors = self._policy.exporter.plan().tensors
+        tensors = self.policy.exporter.plan().tensors
         free = device.shareable_bytes() * _SHARE_OF_FREE_MEMORY
-        return [(t.name, t.nbytes) for t in tensors], float(self._configured_bytes() or free)
+        return [(t.name, t.nbytes) for t in tensors], float(
+            _configured_bytes(self.policy.config) or free
+        )
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
         """{device id: (True, [(dtype, handle)], {HF name: offset in elements})} of these tensors,
@@ -73,10 +74,10 @@ class WorkerRefit:
         """
         from megatron_policy.refit.transports.ipc.handles import IpcHandles
 
-        self._policy.memory.ready("get_weights_ipc_handles()", TO_REFIT)
+        self.policy.memory.ready("get_weights_ipc_handles()", TO_REFIT)
         if self._handles is None:
-            self._handles = IpcHandles(self._policy.exporter)
-        return self._handles.weights(tuple(keys), self._policy.steps)
+            self._handles = IpcHandles(self.policy.exporter)
+        return self._handles.weights(tuple(keys), self.policy.steps)
 
     def get_refit_manifest(self) -> dict[str, Any]:
         """{device id: Manifest} of what `get_weights_ipc_handles` has handed out since the last
@@ -84,7 +85,7 @@ class WorkerRefit:
         """
         if self._handles is None:
             raise RefitError("nothing was handed out: call get_weights_ipc_handles first")
-        return {device.device_id(): self._handles.manifest(self._policy.steps)}
+        return {device.device_id(): self._handles.manifest(self.policy.steps)}
 
     def init_collective(
         self,
@@ -104,16 +105,16 @@ class WorkerRefit:
         from megatron_policy.refit.transports.collective.transport import Collective
 
         refuse_unknown("init_collective", options)
-        self._leave_group()
-        self._group = Collective.join(
-            self._policy.exporter, ip, port, world_size, train_world_size, secret=secret
+        self._leave_collective()
+        self._collective = Collective.join(
+            self.policy.exporter, ip, port, world_size, train_world_size, secret=secret
         )
 
     def get_refit_secret(self) -> str:
         """What an engine needs to join the group of `init_collective`."""
-        if self._group is None:
+        if self._collective is None:
             raise RefitError("there is no group to join: call init_collective first")
-        return self._group.secret
+        return self._collective.secret
 
     def broadcast_weights_for_collective(
         self,
@@ -126,28 +127,34 @@ class WorkerRefit:
         effect: the next chunk is gathered while one is on its way.
         """
         refuse_scales(kv_scales)
-        if self._group is None:
+        if self._collective is None:
             raise RefitError("no engine has joined: call init_collective first")
-        self._policy.refit(self._group.sink(buffer_size_bytes))
+        self.policy.refit(self._collective.sink(buffer_size_bytes))
 
-    def _release(self) -> None:
+    def _release_handles(self) -> None:
         """Give back the memory of `get_weights_ipc_handles`."""
         if self._handles is not None:
             self._handles.release()
 
-    def _leave_group(self) -> None:
-        if self._group is not None:
-            self._group.close()
-        self._group = None
+    def _leave_collective(self) -> None:
+        """Leave the group of `init_collective`, if there is one."""
+        if self._collective is not None:
+            self._collective.close()
+        self._collective = None
 
-    def _close(self) -> None:
-        """Give back everything."""
-        self._release()
-        self._leave_group()
 
-    def _configured_bytes(self) -> int | None:
-        size = self._policy.config.refit_buffer_size_gb
-        return None if size is None else int(size * 2**30)
+def _configured_bytes(config: PolicyConfig) -> int | None:
+    size = config.refit_buffer_size_gb
+    return None if size is None else int(size * 2**30)
+
+
+def _announced(
+    tensors: Iterable[RefitTensor], with_numel: bool = False
+) -> dict[str, tuple[Any, ...]]:
+    return {
+        tensor.name: (tensor.shape, tensor.dtype, *([_elements(tensor)] if with_numel else []))
+        for tensor in tensors
+    }
 
 
 def _elements(tensor: RefitTensor) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from megatron_policy.coordination.authenticated_connection import new_secret
 from megatron_policy.errors import RefitError
 
 if TYPE_CHECKING:
@@ -15,9 +14,8 @@ if TYPE_CHECKING:
 class DriverRefit:
     """Refits of the engines, from the driver of the workers."""
 
-    def __init__(self, workers: WorkerGroup) -> None:
-        self._workers = workers
-        self._secret = new_secret()
+    _workers: WorkerGroup
+    _refit_secret: str
 
     def prepare_refit_info(self, with_numel: bool = False) -> dict[str, Any]:
         """{HF name: (shape, dtype)}, or with the number of elements, of all that is handed over."""
@@ -77,14 +75,14 @@ class DriverRefit:
         """Begin to meet the engines' ranks, which need `secret` (None: that of
         `get_refit_secret`); Ray's futures. See `WorkerRefit.init_collective`.
         """
-        self._secret = secret or self._secret
+        self._refit_secret = secret or self._refit_secret
         return self._workers.futures(
             "init_collective",
             ip=ip,
             port=port,
             world_size=world_size,
             train_world_size=train_world_size,
-            secret=self._secret,
+            secret=self._refit_secret,
             **options,
         )
 
@@ -92,7 +90,7 @@ class DriverRefit:
         """What an engine needs to join the group of `init_collective`: made for this policy, and
         the same before and after that call.
         """
-        return self._secret
+        return self._refit_secret
 
     def broadcast_weights_for_collective(
         self,

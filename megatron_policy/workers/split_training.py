@@ -16,8 +16,7 @@ class WorkerSplitTraining:
     All ranks are asked, in the same order.
     """
 
-    def __init__(self, policy: MegatronPolicy) -> None:
-        self._policy = policy
+    policy: MegatronPolicy
 
     def begin_train_step(
         self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None
@@ -25,18 +24,18 @@ class WorkerSplitTraining:
         """Open a step, by which the schedule will advance by `gbs` samples; padded data are cut
         into microbatches of `mbs` rows. ConfigError while one is open.
         """
-        self._policy.split.begin(loss_fn, gbs, mbs)
+        self.policy.split.begin(loss_fn, gbs, mbs)
 
     def train_microbatch(self, data: Mapping[str, Any]) -> None:
         """Add the gradients of this data-parallel rank's rows, any number of them. A BatchError
         leaves the step as it was; after any other error it can only be aborted.
         """
-        self._policy.split.microbatch(data)
+        self.policy.split.microbatch(data)
 
     def finish_train_step(self) -> dict[str, Any]:
         """Take the step; returns what `train` does for one global batch."""
-        return self._policy.split.finish()
+        return self.policy.split.finish()
 
     def abort_train_step(self) -> None:
         """Drop the open step, if there is one, and its gradients."""
-        self._policy.split.abort()
+        self.policy.split.abort()

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import ConfigError
 from megatron_policy.training.loss_checks import check_loss
-from megatron_policy.workers.sharding import Dealer, merged_training
+from megatron_policy.workers.sharding import merged_training
 
 if TYPE_CHECKING:
+    from megatron_policy.config import PolicyConfig
     from megatron_policy.interfaces import LossFunction
     from megatron_policy.workers.group import WorkerGroup
+    from megatron_policy.workers.sharding import Dealer
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,10 @@ class DriverSplitTraining:
     and loading, a refit, giving back gradient buffers) is refused with a ConfigError.
     """
 
-    def __init__(self, workers: WorkerGroup, dealer: Dealer, mbs: int) -> None:
-        """`mbs` is that of the configuration."""
-        self._workers, self._dealer, self._mbs = workers, dealer, mbs
-        self._begun: _Begun | None = None
+    config: PolicyConfig
+    _workers: WorkerGroup
+    _dealer: Dealer
+    _begun_step: _Begun | None = None
 
     def begin_train_step(
         self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None
@@ -47,7 +49,7 @@ class DriverSplitTraining:
         """
         check_loss(loss_fn)
         self._workers.run_all("begin_train_step", loss_fn=loss_fn, gbs=gbs, mbs=mbs)
-        self._begun = _Begun(loss_fn, mbs or self._mbs)
+        self._begun_step = _Begun(loss_fn, mbs or self.config.train_micro_batch_size)
 
     def train_microbatch(self, data: Mapping[str, Any]) -> None:
         """Add the gradients of all rows of `data`, which are dealt to the data-parallel ranks.
@@ -55,7 +57,7 @@ class DriverSplitTraining:
         Any number of rows that are whole microbatches, evenly dealt or not. After a BatchError or
         ConfigError the step goes on with other data.
         """
-        begun = self._begun
+        begun = self._begun_step
         if begun is None:
             raise ConfigError(
                 "train_microbatch(): no training step is open, call begin_train_step() first"
@@ -73,10 +75,10 @@ class DriverSplitTraining:
         refs = self._workers.submit_all("finish_train_step")
         reporters = self._workers.topology.reporters()
         result = merged_training(self._workers.collect("finish_train_step", refs, reporters))
-        self._begun = None
+        self._begun_step = None
         return result
 
     def abort_train_step(self) -> None:
         """Drop the open step, if there is one, and its gradients: the policy is as before it."""
         self._workers.run_all("abort_train_step")
-        self._begun = None
+        self._begun_step = None

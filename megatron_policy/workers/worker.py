@@ -1,4 +1,7 @@
-"""The actor of one rank: the host's names around a MegatronPolicy; knows no other rank."""
+"""The actor of one rank: the host's names around a MegatronPolicy; knows no other rank.
+
+Each base class `Worker...` has the methods of one subject, in a module of its own.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,6 @@ from megatron_policy.errors import ConfigError
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.workers.checkpoint import WorkerCheckpoint
 from megatron_policy.workers.checks import refuse_unknown
-from megatron_policy.workers.delegates import delegates
 from megatron_policy.workers.memory import WorkerMemory
 from megatron_policy.workers.profiling import WorkerProfiling
 from megatron_policy.workers.refit import WorkerRefit
@@ -30,12 +32,9 @@ if TYPE_CHECKING:
 NOISE_STD = 0.01
 
 
-@delegates("_profiling", WorkerProfiling)
-@delegates("_checkpoint", WorkerCheckpoint)
-@delegates("_refit", WorkerRefit)
-@delegates("_memory", WorkerMemory)
-@delegates("_split", WorkerSplitTraining)
-class MegatronPolicyWorkerImpl:
+class MegatronPolicyWorkerImpl(
+    WorkerProfiling, WorkerCheckpoint, WorkerRefit, WorkerMemory, WorkerSplitTraining
+):
     """One rank's policy under the host's names.
 
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set when it is constructed. Arguments are
@@ -75,10 +74,6 @@ class MegatronPolicyWorkerImpl:
             weights_path=weights_path,
             optimizer_path=optimizer_path,
         )
-        self._checkpoint, self._profiling = WorkerCheckpoint(self.policy), WorkerProfiling()
-        self._refit = WorkerRefit(self.policy)
-        self._memory = WorkerMemory(self.policy, on_idle=self._refit._release)
-        self._split = WorkerSplitTraining(self.policy)
         caller = worker_sharding_annotations
         if isinstance(caller, Topology) and caller != self.policy.topology:
             raise ConfigError(f"the driver laid out {caller}, the config {self.policy.topology}")
@@ -199,7 +194,8 @@ class MegatronPolicyWorkerImpl:
         """Complete a save under way and leave the process groups; the process itself ends with its
         actor.
         """
-        self._refit._close()
+        self._release_handles()
+        self._leave_collective()
         self.policy.shutdown()
         return True
 

@@ -23,6 +23,7 @@ from megatron_policy.checkpoint import tracker as finding
 from megatron_policy.checkpoint.common_state import source_dtypes
 from megatron_policy.convert import convert, verify
 from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
+from megatron_policy.policy import MegatronPolicy
 from megatron_policy.workers.checkpoint import WorkerCheckpoint
 from tests.dist.cases import open_policy
 from tests.dist.layouts import SIZES, VOCAB, layout
@@ -284,13 +285,20 @@ def test_a_link_that_leads_out_of_the_model_is_refused_by_every_rank(
         assert "notes.txt is a link to" in said and "MEGATRON_POLICY_LINKS_INTO" in said
 
 
+def worker_of(policy: MegatronPolicy) -> WorkerCheckpoint:
+    """A worker that only saves and loads."""
+    worker = WorkerCheckpoint()
+    worker.policy = policy
+    return worker
+
+
 def save_alone(config: dict[str, Any], root: Path) -> str:
     """What rank 0 hears of a worker's save that rank 1 does not come to."""
     with open_policy(config, init_reference_model=False) as policy:
         said, over = "", root / "over"
         if policy.rank == 0:
             with pytest.raises(CheckpointError) as error:
-                WorkerCheckpoint(policy).save_checkpoint(str(root / "run"), str(root / "run"))
+                worker_of(policy).save_checkpoint(str(root / "run"), str(root / "run"))
             said = str(error.value)
             over.touch()
         for _ in range(6000):
@@ -313,7 +321,7 @@ def save_from_the_host(config: dict[str, Any], root: Path) -> tuple[str, str]:
     with open_policy(config, init_reference_model=False) as policy:
         policy.memory.offload(("parameters", "optimizer", "gradients"))
         before = policy.memory.state.name
-        WorkerCheckpoint(policy).save_checkpoint(str(root), str(root))
+        worker_of(policy).save_checkpoint(str(root), str(root))
         return before, ", ".join(sorted(policy.memory.state.holds))
 
 

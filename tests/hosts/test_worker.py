@@ -265,7 +265,7 @@ def check_refit(worker: NemoRLWorker) -> None:
         worker.init_collective(
             ip="127.0.0.1", port=1, world_size=3, train_world_size=2, nccl_peer="vllm"
         )
-        group = worker._host_refit._group
+        group = worker._engines
         assert group.made == ("127.0.0.1", 1, worker.policy.rank, 3) and group.peer == "vllm"
         worker.broadcast_weights_for_collective(kv_scales=None, buffer_size_bytes=7, num_buffers=2)
         patch.setattr(worker.policy, "refit", sinks.append)
@@ -286,7 +286,7 @@ def check_refit_of_one_rank(worker: NemoRLWorker, announced: dict[str, Any]) -> 
     with host_with(without):
         worker.init_collective(ip="127.0.0.1", port=1, world_size=2)
         worker.broadcast_weights_for_collective()
-    group = worker._host_refit._group
+    group = worker._engines
     assert (group is not None) == (worker.policy.rank == 0)
     if group is not None:
         assert [tensor.shape for _, tensor in group.sent] == [s for s, *_ in announced.values()]

@@ -14,7 +14,7 @@ from megatron_policy.hosts.nemo_rl.host_imports import part
 from megatron_policy.parallel.topology import Coords, Topology
 
 if TYPE_CHECKING:
-    from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
+    from megatron_policy.policy import MegatronPolicy
 
 _MODULE, _MIXIN = "nemo_rl.data_plane.worker_mixin", "TQWorkerMixin"
 _LENT = (
@@ -36,18 +36,11 @@ class DataPlane:
     this worker's methods. NotImplementedError where the host has none.
     """
 
-    def __init__(
-        self,
-        worker: MegatronPolicyWorkerImpl,
-        config: Mapping[str, Any],
-        tokenizer: Any,
-        topology: Topology,
-        coords: Coords,
-    ) -> None:
-        """`config` is the host's own mapping, which the mixin reads."""
-        self._worker, self._config, self._tokenizer = worker, config, tokenizer
-        self._topology, self._coords = topology, coords
-        self._made: Any = None
+    policy: MegatronPolicy
+    _host_config: Mapping[str, Any]
+    """The host's own mapping, which its mixin reads."""
+    _tokenizer: Any
+    _made_seat: Any = None
 
     def setup_data_plane(self, cfg: Any) -> None:
         """Connect to the data plane that the driver has started."""
@@ -83,34 +76,36 @@ class DataPlane:
         return self._seat("abort_train_step_presharded").abort_train_step_presharded(**call)
 
     def _seat(self, method: str) -> Any:
-        if self._made is None:
-            self._made = self._make(method)
-        if not hasattr(self._made, method):
+        if self._made_seat is None:
+            self._made_seat = _make_seat(self, method)
+        if not hasattr(self._made_seat, method):
             raise NotImplementedError(f"{method} is not built: this NeMo RL's {_MIXIN} has none")
-        return self._made
+        return self._made_seat
 
-    def _make(self, method: str) -> Any:
-        try:
-            mixin = part(_MODULE, _MIXIN)
-        except ImportError as error:
-            raise NotImplementedError(
-                f"{method} is not built: rows come from NeMo RL's data plane, whose {_MODULE} "
-                f"cannot be imported here: {error}"
-            ) from error
-        seat = type("DataPlaneSeat", (mixin,), {})()
-        seat.cfg, seat.tokenizer = self._config, self._tokenizer
-        for name in _LENT:
-            if hasattr(self._worker, name):
-                setattr(seat, name, getattr(self._worker, name))
-        timeout_s = self._worker.policy.config.collective_timeout_s
-        replica = _replica_group(self._topology, self._coords, timeout_s)
-        seat._get_replica_group = lambda: replica
-        seat._local_coords = lambda: {
-            "pipeline_parallel": self._coords.pp,
-            "context_parallel": self._coords.cp,
-            "tensor_parallel": self._coords.tp,
-        }
-        return seat
+
+def _make_seat(worker: DataPlane, method: str) -> Any:
+    """An instance of the host's mixin with the methods of `worker`."""
+    try:
+        mixin = part(_MODULE, _MIXIN)
+    except ImportError as error:
+        raise NotImplementedError(
+            f"{method} is not built: rows come from NeMo RL's data plane, whose {_MODULE} "
+            f"cannot be imported here: {error}"
+        ) from error
+    seat = type("DataPlaneSeat", (mixin,), {})()
+    seat.cfg, seat.tokenizer = worker._host_config, worker._tokenizer
+    for name in _LENT:
+        if hasattr(worker, name):
+            setattr(seat, name, getattr(worker, name))
+    coords, timeout_s = worker.policy.coords, worker.policy.config.collective_timeout_s
+    replica = _replica_group(worker.policy.topology, coords, timeout_s)
+    seat._get_replica_group = lambda: replica
+    seat._local_coords = lambda: {
+        "pipeline_parallel": coords.pp,
+        "context_parallel": coords.cp,
+        "tensor_parallel": coords.tp,
+    }
+    return seat
 
 
 def _replica_group(topology: Topology, own: Coords, timeout_s: float) -> dist.ProcessGroup | None:

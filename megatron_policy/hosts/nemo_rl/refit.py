@@ -5,7 +5,7 @@ engine.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,14 +14,10 @@ from megatron_policy.errors import RefitError
 from megatron_policy.hosts.nemo_rl.groups import join_engines
 from megatron_policy.hosts.nemo_rl.host_imports import accepted, part_or_none
 from megatron_policy.refit.transports.ipc.protocol import Dialect
-from megatron_policy.workers.refit import refuse_scales
-
-if TYPE_CHECKING:
-    from megatron_policy.policy import MegatronPolicy
-    from megatron_policy.workers.refit import WorkerRefit
+from megatron_policy.workers.refit import WorkerRefit, refuse_scales
 
 
-class HostRefit:
+class HostRefit(WorkerRefit):
     """Hands weights to the engines that NeMo RL has started.
 
     On GPUs they are the host's unmodified vLLM workers. Over a socket they get our stream in the
@@ -31,25 +27,27 @@ class HostRefit:
     both ways are those of our own `Receiver`. Every method is collective.
     """
 
-    def __init__(self, policy: MegatronPolicy, own: WorkerRefit, shared: bool) -> None:
-        """`shared` is whether engines compute on the training ranks' devices."""
-        self._policy, self._own, self._shared = policy, own, shared
-        self._joined, self._group = False, None
+    _shares_devices: bool
+    """Whether engines compute on the training ranks' devices."""
+    _joined = False
+    _engines: Any = None
+    """The host's own group, on a rank that has joined one."""
 
-    def prepare_refit_info(self) -> dict[str, tuple[Any, ...]]:
+    # The host gives no `with_numel`: its version decides.
+    def prepare_refit_info(self) -> dict[str, tuple[Any, ...]]:  # type: ignore[override]
         """{HF name: (shape, dtype)} of what will be handed over, in that order; with the number of
         elements as a third where the host's policy groups tensors itself for engines on the same
         devices (0.3).
         """
         policy = part_or_none("nemo_rl.models.policy.interfaces", "ColocatablePolicyInterface")
         groups = policy is not None and hasattr(policy, "prepare_weights_for_ipc")
-        info = self._own.prepare_refit_info(with_numel=groups and self._shared)
+        info = super().prepare_refit_info(with_numel=groups and self._shares_devices)
         # The host's engines ask the shape for its number of elements.
         return {name: (torch.Size(shape), *rest) for name, (shape, *rest) in info.items()}
 
     def get_zmq_address(self) -> str:
         """The address that `stream_weights_via_ipc_zmq` of this rank binds."""
-        return self._own.get_refit_address()
+        return self.get_refit_address()
 
     def maybe_init_zmq(self) -> None:
         """Nothing: the socket is there while a refit goes on. Engines may connect before."""
@@ -67,12 +65,13 @@ class HostRefit:
         refuse_scales(kv_scales)
         protocol = part_or_none("nemo_rl.models.policy.utils", "IPCProtocol")
         if not serves_host_engines() or protocol is None:
-            self._own.stream_weights_via_ipc_zmq(buffer_size_bytes)
+            super().stream_weights_via_ipc_zmq(buffer_size_bytes)
             return
         dialect = Dialect(end=protocol.COMPLETE)
-        self._policy.refit(IpcStream(buffer_bytes=buffer_size_bytes or None, dialect=dialect))
+        self.policy.refit(IpcStream(buffer_bytes=buffer_size_bytes or None, dialect=dialect))
 
-    def init_collective(
+    # The host gives no `secret`: its own groups need none.
+    def init_collective(  # type: ignore[override]
         self,
         ip: str,
         port: int,
@@ -86,11 +85,11 @@ class HostRefit:
         """
         if not serves_host_engines():
             # How the host's engines join bears on GPUs only.
-            self._own.init_collective(ip, port, world_size, train_world_size)
+            super().init_collective(ip, port, world_size, train_world_size)
             return
-        self._joined, self._group = True, None
-        if train_world_size is not None or self._policy.rank == 0:
-            self._group = join_engines(ip, port, self._policy.rank, world_size, options)
+        self._joined, self._engines = True, None
+        if train_world_size is not None or self.policy.rank == 0:
+            self._engines = join_engines(ip, port, self.policy.rank, world_size, options)
 
     def broadcast_weights_for_collective(
         self,
@@ -104,31 +103,33 @@ class HostRefit:
         """
         refuse_scales(kv_scales)
         if not serves_host_engines():
-            self._own.broadcast_weights_for_collective(buffer_size_bytes=buffer_size_bytes)
+            super().broadcast_weights_for_collective(buffer_size_bytes=buffer_size_bytes)
             return
         if not self._joined:
             raise RefitError("no engine has joined: call init_collective first")
         sizes = {"buffer_size_bytes": buffer_size_bytes, "num_buffers": num_buffers}
-        self._broadcast(self._policy.export(), sizes)
+        _broadcast(self.policy.export(), self._engines, sizes)
         # The weights may change again only when all of them have left.
         device.synchronize()
 
-    def _broadcast(
-        self, tensors: Iterator[tuple[str, torch.Tensor]], sizes: Mapping[str, int | None]
-    ) -> None:
-        produce = part_or_none("nemo_rl.utils.packed_tensor", "packed_broadcast_producer")
-        if self._group is not None and produce is not None:
-            produce(
-                iterator=tensors,
-                group=self._group,
-                src=0,
-                post_iter_func=lambda named: named[1],
-                **accepted(produce, sizes),
-            )
-            return
-        for _, tensor in tensors:  # gathered by all ranks, also those that send nothing
-            if self._group is not None:
-                self._group.broadcast(tensor, src=0)
+
+def _broadcast(
+    tensors: Iterator[tuple[str, torch.Tensor]], group: Any, sizes: Mapping[str, int | None]
+) -> None:
+    """By the host's producer where there is one; no `group` on a rank that sends nothing."""
+    produce = part_or_none("nemo_rl.utils.packed_tensor", "packed_broadcast_producer")
+    if group is not None and produce is not None:
+        produce(
+            iterator=tensors,
+            group=group,
+            src=0,
+            post_iter_func=lambda named: named[1],
+            **accepted(produce, sizes),
+        )
+        return
+    for _, tensor in tensors:  # gathered by all ranks, also those that send nothing
+        if group is not None:
+            group.broadcast(tensor, src=0)
 
 
 def serves_host_engines() -> bool:

@@ -32,15 +32,12 @@ from megatron_policy.hosts.nemo_rl.worker_info import (
     node_and_device,
     tensor_parallel_attributes,
 )
-from megatron_policy.workers.delegates import delegates
 from megatron_policy.workers.not_implemented import refuses
 from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
 
 
 @refuses(NOT_BUILT)
-@delegates("_data_plane", DataPlane)
-@delegates("_host_refit", HostRefit)
-class NemoRLWorker(MegatronPolicyWorkerImpl):
+class NemoRLWorker(DataPlane, HostRefit, MegatronPolicyWorkerImpl):
     """One rank under NeMo RL's driver, of 0.3 or later.
 
     Versions are told apart by what can be imported and what a call brings along, never by number.
@@ -81,8 +78,9 @@ class NemoRLWorker(MegatronPolicyWorkerImpl):
         parsed = as_host_means(PolicyConfig.parse(config), weights_path, optimizer_path)
         check_layout_of_host(worker_sharding_annotations, parsed)
         refuse_filters(parsed)
-        shared = shares_devices(config)
-        if not shared:
+        self._host_config, self._tokenizer = config, tokenizer
+        self._shares_devices = shares_devices(config)
+        if not self._shares_devices:
             device.prepare_for_other_engines()
         super().__init__(
             parsed,
@@ -93,12 +91,8 @@ class NemoRLWorker(MegatronPolicyWorkerImpl):
             init_reference_model,
             **kwargs,
         )
-        self._host_refit = HostRefit(self.policy, self._refit, shared)
-        self._data_plane = DataPlane(
-            self, config, tokenizer, self.policy.topology, self.policy.coords
-        )
 
-    def train(  # type: ignore[override]
+    def train(
         self,
         data: Mapping[str, Any],
         loss_fn: Any,
@@ -121,12 +115,11 @@ class NemoRLWorker(MegatronPolicyWorkerImpl):
         self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None
     ) -> None:
         """Open a step that is trained in parts; see `train.split`."""
-        super().begin_train_step(adapted(loss_fn), gbs=gbs, mbs=mbs)  # type: ignore[misc]
+        super().begin_train_step(adapted(loss_fn), gbs=gbs, mbs=mbs)
 
     def finish_train_step(self) -> dict[str, Any]:
         """Take that step; returns what `train` does."""
-        result: dict[str, Any] = super().finish_train_step()  # type: ignore[misc]
-        return result | self._about_model()
+        return super().finish_train_step() | self._about_model()
 
     def get_logprobs(self, data: Mapping[str, Any], micro_batch_size: int | None = None) -> Any:
         """`logprobs`, fp32 [B, S]."""
@@ -157,7 +150,7 @@ class NemoRLWorker(MegatronPolicyWorkerImpl):
 
         Parameters that have left the device come back: hosts up to 0.5 ask for no more than this.
         """
-        super().prepare_for_generation()  # type: ignore[misc]
+        super().prepare_for_generation()
         return in_host_types(super().generate(data, greedy))
 
     def prepare_for_generation(self, **kwargs: Any) -> None:
@@ -166,7 +159,7 @@ class NemoRLWorker(MegatronPolicyWorkerImpl):
         NotImplementedError where the host would ask one of several workers only.
         """
         refuse_lone_generation(self.policy.topology.world_size)
-        super().prepare_for_generation()  # type: ignore[misc]
+        super().prepare_for_generation()
 
     def finish_generation(self, release_gpu: bool = True) -> None:
         """Nothing: generating leaves nothing behind."""
