@@ -20,11 +20,11 @@ from safetensors import safe_open
 from benchmarks.floor import hf_views
 from megatron_policy.converters.hf_files import SINGLE
 from megatron_policy.policy import MegatronPolicy
-from megatron_policy.refit.buffers import Buffer, Room, aligned
+from megatron_policy.refit.buffers import Buffer, BufferSlice, aligned
 from megatron_policy.refit.exporter import Exporter
 from megatron_policy.refit.plan import RefitTensor
 
-Placed = list[tuple[RefitTensor, Room]]
+Placed = list[tuple[RefitTensor, BufferSlice]]
 
 
 def over_memcpy(path: Path, turns: int) -> dict[str, Any]:
@@ -71,10 +71,10 @@ def export(exporter: Exporter, target: Buffer) -> Placed:
     """All tensors, one after another in `target`."""
     end = 0
 
-    def place(tensor: RefitTensor) -> Room:
+    def place(tensor: RefitTensor) -> BufferSlice:
         nonlocal end
         start, end = end, end + aligned(tensor.nbytes)
-        return Room(target, start)
+        return BufferSlice(target, start)
 
     return list(exporter.stream(exporter.plan(), place))
 

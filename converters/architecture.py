@@ -110,7 +110,7 @@ class Architecture:
     """Which layers have experts; empty means every layer when `moe` is set."""
     mla: Mla | None = None
     """Heads of queries and keys then have `kv_channels` = both parts of a head in `mla`."""
-    further_layers: int = 0
+    mtp_layers: int = 0
     """Layers after the last one that checkpoints may hold and this model does not have."""
 
     def __post_init__(self) -> None:

@@ -92,7 +92,7 @@ def shared(name: str) -> tuple[Row, ...]:
     )
 
 
-def further_layers(rows: Iterable[Row | Ignore]) -> tuple[Ignore, ...]:
+def mtp_layers(rows: Iterable[Row | Ignore]) -> tuple[Ignore, ...]:
     """The tensors of layers after the last one, which published checkpoints keep for speculative
     decoding: those of an ordinary layer of `rows`, an embedding, norms and a head.
     """

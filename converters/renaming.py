@@ -37,7 +37,7 @@ def put(partial: Path, final: Path, aside: Path) -> Path | None:
 
 
 def take_back(partial: Path, final: Path, old: Path | None) -> None:
-    """Undo a `put` that returned `old`."""
+    """Rollback a `put` that returned `old`."""
     if old == partial:
         exchanged(partial, final)
         return

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_policy.errors import RefitError
 from megatron_policy.parallel.topology import Topology
-from megatron_policy.refit.buffers import Room
+from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.plan import RefitTensor
 from megatron_policy.refit.transports.ipc.transport import IpcStream
@@ -87,8 +87,8 @@ class StandIn:
         )
 
     def stream(
-        self, plan: Plan, place: Callable[[RefitTensor], Room | None]
-    ) -> Iterator[tuple[RefitTensor, Room | None]]:
+        self, plan: Plan, place: Callable[[RefitTensor], BufferSlice | None]
+    ) -> Iterator[tuple[RefitTensor, BufferSlice | None]]:
         """As the real one's."""
         for tensor in plan.tensors:
             room = place(tensor)

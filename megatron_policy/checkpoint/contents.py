@@ -14,7 +14,7 @@ import torch
 from megatron_policy.checkpoint import local_shards as holdings
 from megatron_policy.checkpoint import manifest
 from megatron_policy.checkpoint.common_state import OURS, read_ours
-from megatron_policy.checkpoint.loading import Found, Reading
+from megatron_policy.checkpoint.loading import Found, LoadPlan
 from megatron_policy.checkpoint.report import LoadReport
 from megatron_policy.checkpoint.saving import Part, layout_of
 from megatron_policy.converters.dist_keys import extra_states
@@ -46,7 +46,7 @@ class Contents:
         self._topology, self._rank = place.topology, place.topology.rank(place.coords)
         trainable = engine.trainable
         self._training = None if trainable is None else trainable.state
-        self._found: dict[tuple[object, ...], list[holdings.Item]] = {}
+        self._found: dict[tuple[object, ...], list[holdings.WriteItem]] = {}
 
     @property
     def has_optimizer(self) -> bool:
@@ -64,7 +64,7 @@ class Contents:
         sharers = 1 if self._training.distributed else place.topology.dp * place.topology.cp
         return nbytes + self._training.nbytes // sharers
 
-    def held(self, *, with_states: bool) -> list[holdings.Holding]:
+    def held(self, *, with_states: bool) -> list[holdings.LocalShard]:
         """Weights, and the optimizer's state, which is made where there is none yet."""
         held, place = self._engine.held, self._engine.place
         found = holdings.weights(held, place)
@@ -103,7 +103,7 @@ class Contents:
             parts.insert(0, Part(optimizer, (manifest.OPTIMIZER,), items, {}, common))
         return parts
 
-    def _items(self, held: Sequence[holdings.Holding]) -> list[holdings.Item]:
+    def _items(self, held: Sequence[holdings.LocalShard]) -> list[holdings.WriteItem]:
         """What this rank writes of them; found once for tensors that stay where they are."""
         key = tuple((each.kind, each.tensor.data_ptr(), each.tensor.numel()) for each in held)
         if key not in self._found:
@@ -139,7 +139,7 @@ class Contents:
             OURS: ours,
         }
 
-    def examined(self, found: Found, reading: Reading) -> Rest:
+    def examined(self, found: Found, reading: LoadPlan) -> Rest:
         """What the checkpoint has beside tensors; CheckpointError if any of it cannot be used."""
         ours = read_ours(found.root)
         if found.optimizer is not None and not {"schedule", "optimizer_step"} <= ours.keys():

@@ -16,7 +16,7 @@ import torch
 from megatron_policy.checkpoint import fingerprint as identity
 from megatron_policy.checkpoint import manifest
 from megatron_policy.checkpoint import tracker as finding
-from megatron_policy.checkpoint.local_shards import WEIGHTS, Holding, located, state_prefix
+from megatron_policy.checkpoint.local_shards import WEIGHTS, LocalShard, located, state_prefix
 from megatron_policy.checkpoint.manifest import Manifest
 from megatron_policy.checkpoint.reading import Filler
 from megatron_policy.checkpoint.verifying import check_files, records_share, verify_records
@@ -180,7 +180,7 @@ def _check_moments(root: Path, stated: Manifest, moments: tuple[str, ...]) -> No
         )
 
 
-class Reading:
+class LoadPlan:
     """Where each of a rank's holdings lies in the files."""
 
     def __init__(
@@ -189,7 +189,7 @@ class Reading:
         files: RawFiles,
         table: Table,
         place: Placement,
-        holdings: Sequence[Holding],
+        holdings: Sequence[LocalShard],
     ) -> None:
         self._architecture, self._place = table.architecture, place
         self._owners = {entry.hf: entry for entry in table.exported()}
@@ -205,10 +205,10 @@ class Reading:
         threads = spare_cores()
         order = sorted(self._sources, key=lambda source: -source[0].tensor.nbytes)
         with ThreadPoolExecutor(threads) as pool:
-            # Dealt like cards, largest first: as many bytes to each.
+            # ShardedBatch like cards, largest first: as many bytes to each.
             list(pool.map(self._fill, [order[n::threads] for n in range(threads)]))
 
-    def _fill(self, sources: Sequence[tuple[Holding, Stored]]) -> None:
+    def _fill(self, sources: Sequence[tuple[LocalShard, Stored]]) -> None:
         with RawFiles() as files, torch.no_grad():
             filler = Filler(files)
             for holding, stored in sources:
@@ -217,7 +217,7 @@ class Reading:
                     holding.tensor.zero_()
                 filler.fill(stored, places)
 
-    def _source(self, holding: Holding) -> Stored:
+    def _source(self, holding: LocalShard) -> Stored:
         """The tensor of the files that a holding is filled from.
 
         What a policy keeps in fp32 comes from the main parameters, whatever the precision of the

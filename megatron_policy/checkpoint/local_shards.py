@@ -27,7 +27,7 @@ WEIGHTS = ""
 
 
 @dataclass(frozen=True)
-class Holding:
+class LocalShard:
     """Elements `first` to `last` (exclusive) of a flat parameter, or of a state beside it."""
 
     entry: Entry
@@ -41,7 +41,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Item:
+class WriteItem:
     """One record to be: a box of a tensor of the checkpoint, and the memory that holds it."""
 
     key: str
@@ -52,10 +52,10 @@ class Item:
     """Flat, of as many elements as `sizes` has."""
 
 
-def weights(held: Held, place: Placement) -> list[Holding]:
+def weights(held: Held, place: Placement) -> list[LocalShard]:
     """This rank's parameters and lasting buffers."""
     return [
-        Holding(
+        LocalShard(
             entry,
             WEIGHTS,
             parameter.detach().view(-1),
@@ -67,18 +67,20 @@ def weights(held: Held, place: Placement) -> list[Holding]:
     ]
 
 
-def states(held: Held, place: Placement, training: OptimizerState) -> list[Holding]:
+def states(held: Held, place: Placement, training: OptimizerState) -> list[LocalShard]:
     """This rank's part of the optimizer's state, as far as there is any yet."""
     entries = {id(parameter): entry for entry, parameter in held}
     found = []
     for state in training.tensors():
         entry = entries[id(state.parameter)]
         alike = _alike(entry, place, training.distributed)
-        found.append(Holding(entry, state.kind, state.tensor, state.first, state.last, alike))
+        found.append(LocalShard(entry, state.kind, state.tensor, state.first, state.last, alike))
     return found
 
 
-def items(holdings: Iterable[Holding], architecture: Architecture, place: Placement) -> list[Item]:
+def items(
+    holdings: Iterable[LocalShard], architecture: Architecture, place: Placement
+) -> list[WriteItem]:
     """What this rank writes of them; all ranks together write each element once.
 
     A copy of another stage's parameter is never written; norms that layer specs name in two ways
@@ -93,7 +95,7 @@ def items(holdings: Iterable[Holding], architecture: Architecture, place: Placem
 
 
 def located(
-    holding: Holding, architecture: Architecture, place: Placement
+    holding: LocalShard, architecture: Architecture, place: Placement
 ) -> Iterator[tuple[Slice, Tensor]]:
     """Where the holding lies in the unsharded parameter, with its memory, box by box."""
     tp, size = place.coords.tp, place.topology.tp
@@ -125,9 +127,9 @@ def _alike(entry: Entry, place: Placement, distributed: bool) -> tuple[int, int]
     return index * size.tp + at.tp, data * size.tp
 
 
-def _own_share(holdings: Sequence[Holding]) -> Iterator[tuple[Holding, int, int]]:
+def _own_share(holdings: Sequence[LocalShard]) -> Iterator[tuple[LocalShard, int, int]]:
     """Each holding with the elements of it, counted in its parameter, that this rank writes."""
-    together: defaultdict[tuple[int, int], list[Holding]] = defaultdict(list)
+    together: defaultdict[tuple[int, int], list[LocalShard]] = defaultdict(list)
     for holding in holdings:
         together[holding.alike].append(holding)
     for (index, count), group in together.items():
@@ -137,8 +139,8 @@ def _own_share(holdings: Sequence[Holding]) -> Iterator[tuple[Holding, int, int]
 
 
 def _items(
-    holding: Holding, first: int, last: int, architecture: Architecture, place: Placement
-) -> Iterator[Item]:
+    holding: LocalShard, first: int, last: int, architecture: Architecture, place: Placement
+) -> Iterator[WriteItem]:
     row, at = holding.entry.row, place.coords.tp
     places = written(holding.entry, architecture)
     whole = whole_shape(row, architecture)
@@ -150,8 +152,8 @@ def _items(
                 yield _item(holding, part, where, whole)
 
 
-def _item(holding: Holding, piece: Slice, where: Place, whole: Shape) -> Item:
-    return Item(
+def _item(holding: LocalShard, piece: Slice, where: Place, whole: Shape) -> WriteItem:
+    return WriteItem(
         state_key(holding.kind, where.key),
         (*where.axes, *whole),
         (*where.lead, *piece.origin),
@@ -160,6 +162,6 @@ def _item(holding: Holding, piece: Slice, where: Place, whole: Shape) -> Item:
     )
 
 
-def _memory(holding: Holding, piece: Slice) -> Tensor:
+def _memory(holding: LocalShard, piece: Slice) -> Tensor:
     start = piece.own - holding.first
     return holding.tensor[start : start + math.prod(piece.sizes)]

@@ -17,7 +17,7 @@ from typing import Any
 from megatron_policy.checkpoint import fingerprint as identity
 from megatron_policy.checkpoint import manifest
 from megatron_policy.checkpoint import tracker as finding
-from megatron_policy.checkpoint.local_shards import Item
+from megatron_policy.checkpoint.local_shards import WriteItem
 from megatron_policy.checkpoint.manifest import Manifest
 from megatron_policy.checkpoint.staging import Ready, Staging, written_from
 from megatron_policy.checkpoint.writing import merge, write_records, write_small_files
@@ -35,7 +35,7 @@ from megatron_policy.coordination.barrier import (
 )
 from megatron_policy.errors import CheckpointError
 from megatron_policy.formats.digests import of_bytes
-from megatron_policy.memory.pinned_pool import HostPool
+from megatron_policy.memory.pinned_pool import PinnedMemoryPool
 from megatron_policy.parallel.topology import Topology
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Part:
     root: Path
     """In which the directory of the step is made; absolute."""
     contains: tuple[str, ...]
-    items: Sequence[Item]
+    items: Sequence[WriteItem]
     objects: Mapping[str, bytes]
     common: Mapping[str, Any]
     """What no rank has alone, plain; rank 0 writes it."""
@@ -84,7 +84,7 @@ class Saver:
 
     def __init__(self, model: Model, coordinator: Coordinator) -> None:
         self._model, self._coordinator = model, coordinator
-        self._pool = HostPool()
+        self._pool = PinnedMemoryPool()
         self._reserving: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._copies: tuple[Staging, ...] = ()
@@ -165,7 +165,7 @@ class Saver:
         )
         self._reserving.start()
 
-    def _host_memory(self) -> HostPool:
+    def _host_memory(self) -> PinnedMemoryPool:
         if self._reserving is not None:
             self._reserving.join()
         return self._pool
@@ -236,7 +236,7 @@ class Saver:
         write_file(partial / manifest.NAME, stated.encoded())
 
 
-def _reserve(pool: HostPool, nbytes: int) -> None:
+def _reserve(pool: PinnedMemoryPool, nbytes: int) -> None:
     for piece in pool.take(nbytes):
         piece.zero_()  # the system gives memory to who touches it
     pool.reset()

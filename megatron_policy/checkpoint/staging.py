@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_policy.checkpoint.local_shards import Item
+from megatron_policy.checkpoint.local_shards import WriteItem
 from megatron_policy.device import beside, is_accelerated, queued, spare_cores
 from megatron_policy.formats.tensors import flat_bytes
-from megatron_policy.memory.pinned_pool import HostPool, Region
+from megatron_policy.memory.pinned_pool import PinnedMemoryPool, PoolSlice
 
 WINDOW_BYTES = 256 << 20
 """Of device memory that is brought to the host at a time, in a save that blocks."""
 
-Ready = tuple[Item, list[memoryview]]
+Ready = tuple[WriteItem, list[memoryview]]
 """An item and its bytes, in host memory."""
 
 
-def in_place(items: Iterable[Item]) -> Iterator[Ready]:
+def in_place(items: Iterable[WriteItem]) -> Iterator[Ready]:
     """The items' own memory, which must not change while it is used."""
     for item in items:
         yield item, [flat_bytes(item.tensor)]
@@ -37,12 +37,12 @@ class Staging:
     they must neither change nor move before `wait` has returned.
     """
 
-    def __init__(self, items: Sequence[Item], pool: HostPool) -> None:
+    def __init__(self, items: Sequence[WriteItem], pool: PinnedMemoryPool) -> None:
         """MemoryError, or what the pool raises, if there is no room for all of them."""
         self._items = items
         self._regions = [pool.take(item.tensor.nbytes) for item in items]
         threads = 1 if is_accelerated() else spare_cores()
-        # Dealt like cards, largest first: as many bytes to each.
+        # ShardedBatch like cards, largest first: as many bytes to each.
         pairs = [(i.tensor.view(torch.uint8), r) for i, r in zip(items, self._regions, strict=True)]
         order = sorted(pairs, key=lambda pair: -pair[0].nbytes)
         point, workers = queued(), ThreadPoolExecutor(threads, "checkpoint-staging")
@@ -69,9 +69,9 @@ class Staging:
             yield item, [flat_bytes(piece) for piece in region]
 
 
-def in_windows(items: Iterable[Item], pool: HostPool) -> Iterator[Ready]:
+def in_windows(items: Iterable[WriteItem], pool: PinnedMemoryPool) -> Iterator[Ready]:
     """Copies of a few items at a time; each is to be used before the next is asked for."""
-    window: list[Item] = []
+    window: list[WriteItem] = []
     held = 0
     for item in items:
         if held and held + item.tensor.nbytes > WINDOW_BYTES:
@@ -82,19 +82,21 @@ def in_windows(items: Iterable[Item], pool: HostPool) -> Iterator[Ready]:
     yield from _emptied(window, pool)
 
 
-def written_from(items: Sequence[Item], pool: Callable[[], HostPool]) -> Iterator[Ready]:
+def written_from(
+    items: Sequence[WriteItem], pool: Callable[[], PinnedMemoryPool]
+) -> Iterator[Ready]:
     """How a save that blocks gets at the items, wherever they are."""
     if all(item.tensor.device.type == "cpu" for item in items):
         return in_place(items)
     return in_windows(items, pool())
 
 
-def _emptied(window: Sequence[Item], pool: HostPool) -> Iterator[Ready]:
+def _emptied(window: Sequence[WriteItem], pool: PinnedMemoryPool) -> Iterator[Ready]:
     pool.reset()
     yield from Staging(window, pool)
 
 
-def _copy(pairs: Sequence[tuple[Tensor, Region]], point: Any) -> None:
+def _copy(pairs: Sequence[tuple[Tensor, PoolSlice]], point: Any) -> None:
     with beside(point):
         for source, region in pairs:
             start = 0

@@ -13,15 +13,15 @@ import torch
 from megatron_policy.device import is_accelerated
 from megatron_policy.device.caches import release_cached
 from megatron_policy.errors import ConfigError, RefitError, TransitionError
-from megatron_policy.memory.offloader import Resize, Shelf
-from megatron_policy.memory.pinned_pool import HostPool
+from megatron_policy.memory.offloader import Resize, StorageOffloader
+from megatron_policy.memory.pinned_pool import PinnedMemoryPool
 from megatron_policy.memory.policy_state import STEP_OPEN, PolicyState
 from megatron_policy.memory.states import (
+    FORWARD,
     STATES,
-    TO_READ,
     Kind,
     MemoryState,
-    Need,
+    Requirement,
     Storages,
     kinds_of,
     listed,
@@ -71,7 +71,7 @@ class DeviceMemory:
         state: PolicyState | None = None,
         *,
         move: bool | None = None,
-        pool: Callable[[], HostPool] = HostPool,
+        pool: Callable[[], PinnedMemoryPool] = PinnedMemoryPool,
         resize: Resize = torch.UntypedStorage.resize_,
         agree: Callable[[Exception | None], object] = lambda failure: None,
         settle: Callable[[], object] = lambda: None,
@@ -80,9 +80,11 @@ class DeviceMemory:
         self._holder = holder
         self._agree, self._settle, self._still = agree, settle, still
         moves = is_accelerated() if move is None else move
-        self._shelves = {Kind.GRADIENTS: Shelf(None, resize)}
+        self._offloaders = {Kind.GRADIENTS: StorageOffloader(None, resize)}
         if moves:
-            self._shelves |= {k: Shelf(pool(), resize) for k in (Kind.OPTIMIZER, Kind.PARAMETERS)}
+            self._offloaders |= {
+                k: StorageOffloader(pool(), resize) for k in (Kind.OPTIMIZER, Kind.PARAMETERS)
+            }
         self._whole = set(Kind)
         self._policy = state or PolicyState()
 
@@ -91,11 +93,11 @@ class DeviceMemory:
         """The state that the last call left."""
         return self._policy.memory
 
-    def check(self, operation: str, need: Need, *, repairs: bool = False) -> None:
+    def check(self, operation: str, need: Requirement, *, repairs: bool = False) -> None:
         """See `PolicyState.check`."""
         self._policy.check(operation, need, repairs=repairs)
 
-    def ready(self, operation: str, need: Need = TO_READ, *, repairs: bool = False) -> None:
+    def ready(self, operation: str, need: Requirement = FORWARD, *, repairs: bool = False) -> None:
         """`check`, then wait until the parameters are as the last step left them, and for an
         operation that writes, until no thread reads them.
         """
@@ -108,7 +110,7 @@ class DeviceMemory:
         """See `PolicyState.in_use`."""
         return self._policy.in_use(by)
 
-    def during(self, by: str, need: Need, items: Iterable[Item]) -> Iterator[Item]:
+    def during(self, by: str, need: Requirement, items: Iterable[Item]) -> Iterator[Item]:
         """`items`, and nothing is moved until they end; ConfigError if they cannot begin."""
         self.check(by, need)
         with self.in_use(by):
@@ -194,31 +196,31 @@ class DeviceMemory:
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that are kept for the copies, now or the next time."""
-        return sum(shelf.host_bytes for shelf in self._shelves.values())
+        return sum(offloader.host_bytes for offloader in self._offloaders.values())
 
     def _empty(self, leaving: Sequence[Kind]) -> None:
         if Kind.GRADIENTS in leaving:
             self._holder.forget_gradients()
         here = self._holder.storages()
-        moving = [kind for kind in leaving if here[kind] and kind in self._shelves]
+        moving = [kind for kind in leaving if here[kind] and kind in self._offloaders]
         for kind in leaving:
             self._whole.discard(kind)
             if kind in moving:
-                self._shelves[kind].empty(here[kind])
+                self._offloaders[kind].empty(here[kind])
         if moving:
             release_cached()
 
     def _refill(self, arriving: Sequence[Kind]) -> None:
         for kind in arriving:
             if self._bytes_away(kind):
-                self._shelves[kind].refill()
+                self._offloaders[kind].refill()
             self._whole.add(kind)
 
     def _stays(self, kind: Kind, state: MemoryState) -> bool:
-        return kind in state.holds or kind not in self._shelves
+        return kind in state.holds or kind not in self._offloaders
 
     def _bytes_away(self, kind: Kind) -> int:
-        return self._shelves[kind].nbytes if kind in self._shelves else 0
+        return self._offloaders[kind].nbytes if kind in self._offloaders else 0
 
     def _check_ceiling(self) -> None:
         here = self.resident_bytes()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_policy.device import synchronize
-from megatron_policy.memory.pinned_pool import HostPool, Region
+from megatron_policy.memory.pinned_pool import PinnedMemoryPool, PoolSlice
 
 Resize = Callable[[torch.UntypedStorage, int], object]
 """Gives a storage its bytes; RuntimeError if there is no room."""
@@ -24,10 +24,10 @@ class _Emptied:
 
     storage: torch.UntypedStorage
     nbytes: int
-    copy: Region | None
+    copy: PoolSlice | None
 
 
-class Shelf:
+class StorageOffloader:
     """The emptied storages of one kind. Their copies lie in `pool`; without one what comes back is
     zeros.
 
@@ -36,7 +36,7 @@ class Shelf:
     """
 
     def __init__(
-        self, pool: HostPool | None, resize: Resize = torch.UntypedStorage.resize_
+        self, pool: PinnedMemoryPool | None, resize: Resize = torch.UntypedStorage.resize_
     ) -> None:
         self._pool, self._resize = pool, resize
         self._emptied: deque[_Emptied] = deque()
@@ -101,7 +101,7 @@ class Shelf:
 
 
 def _pairs(
-    region: Region, storage: torch.UntypedStorage
+    region: PoolSlice, storage: torch.UntypedStorage
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Each piece of the region with the part of the storage that it holds."""
     content, start = _bytes_of(storage), 0

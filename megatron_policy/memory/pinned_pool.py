@@ -16,7 +16,7 @@ from megatron_policy.device import host_buffer
 BLOCK_BYTES = 64 << 20
 ALIGNMENT = 512
 
-Region = tuple[torch.Tensor, ...]
+PoolSlice = tuple[torch.Tensor, ...]
 """uint8 pieces of blocks, in order."""
 
 
@@ -25,7 +25,7 @@ def page_locked(nbytes: int) -> torch.Tensor:
     return host_buffer(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
 
 
-class HostPool:
+class PinnedMemoryPool:
     """Blocks of host memory, and the regions of them that are lent.
 
     `reset` takes all regions back; who then asks for the same sizes in the same order gets the same
@@ -40,14 +40,14 @@ class HostPool:
         self._allocate, self._block_bytes = allocate, block_bytes
         self._blocks: list[torch.Tensor] = []
         self._used = 0  # bytes from the start of the first block
-        self._returned: defaultdict[int, deque[Region]] = defaultdict(deque)
+        self._returned: defaultdict[int, deque[PoolSlice]] = defaultdict(deque)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks, lent or not."""
         return len(self._blocks) * self._block_bytes
 
-    def take(self, nbytes: int) -> Region:
+    def take(self, nbytes: int) -> PoolSlice:
         """A region of `nbytes` bytes; what the allocator raises if a block is missing and cannot
         be had, and then nothing is lent.
         """
@@ -65,7 +65,7 @@ class HostPool:
         self._used = -(-end // ALIGNMENT) * ALIGNMENT
         return tuple(pieces)
 
-    def give_back(self, region: Region) -> None:
+    def give_back(self, region: PoolSlice) -> None:
         """Take a region back, to be lent for the same size."""
         self._returned[sum(piece.numel() for piece in region)].append(region)
 

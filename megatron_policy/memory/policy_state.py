@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_policy.errors import CheckpointError, ConfigError
-from megatron_policy.memory.states import TRAIN, MemoryState, Need, check_permits
+from megatron_policy.memory.states import TRAIN, MemoryState, Requirement, check_permits
 
 STEP_OPEN = (
     "a training step is open: call finish_train_step(), or abort_train_step() to drop its gradients"
@@ -52,7 +52,7 @@ class PolicyState:
         """Who uses the weights now, as "the reference policy"; empty if nobody does."""
         return self._users[-1] if self._users else ""
 
-    def check(self, operation: str, need: Need, *, repairs: bool = False) -> None:
+    def check(self, operation: str, need: Requirement, *, repairs: bool = False) -> None:
         """ConfigError unless the state permits `operation`, as "train()".
 
         CheckpointError where a load has left the weights half changed, unless the operation

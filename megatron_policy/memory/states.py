@@ -50,7 +50,7 @@ STATES = (TRAIN, LOGPROB, REFIT, IDLE)
 
 
 @dataclass(frozen=True)
-class Need:
+class Requirement:
     """What an operation must find on the device, and the call that brings it there.
 
     `alone` is whether nothing else may be at work on the weights meanwhile, `within_step` whether
@@ -65,26 +65,26 @@ class Need:
     writes: bool = False
 
 
-TO_TRAIN = Need(ALL, "the train state", "prepare_for_training()")
-TO_GO_ON = replace(TO_TRAIN, within_step=True)
-TO_READ = Need(
+TRAIN_STEP = Requirement(ALL, "the train state", "prepare_for_training()")
+CONTINUE_STEP = replace(TRAIN_STEP, within_step=True)
+FORWARD = Requirement(
     WEIGHTS,
     "the weights on the device",
     "prepare_for_lp_inference()",
     alone=False,
     within_step=True,
 )
-TO_WRITE = replace(TO_READ, writes=True)
-TO_EXCHANGE = replace(TO_WRITE, alone=True)
-TO_SAVE = Need(
+CHANGE_WEIGHTS = replace(FORWARD, writes=True)
+EXCHANGE_WEIGHTS = replace(CHANGE_WEIGHTS, alone=True)
+SAVE = Requirement(
     frozenset({Kind.PARAMETERS, Kind.OPTIMIZER}),
     "weights and optimizer state on the device",
     "prepare_for_training()",
 )
-TO_REFIT = Need(WEIGHTS, "the weights on the device", "offload_before_refit()")
+SEND_WEIGHTS = Requirement(WEIGHTS, "the weights on the device", "offload_before_refit()")
 
 
-def check_permits(state: MemoryState, operation: str, need: Need) -> None:
+def check_permits(state: MemoryState, operation: str, need: Requirement) -> None:
     """ConfigError unless `state` holds what `operation` needs; it names the state, the operation
     and the call that mends it.
     """

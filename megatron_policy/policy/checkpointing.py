@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron_policy.checkpoint import common_state as common
 from megatron_policy.checkpoint import tracker as finding
 from megatron_policy.checkpoint.contents import Contents, Rest
-from megatron_policy.checkpoint.loading import Found, Loader, Reading
+from megatron_policy.checkpoint.loading import Found, Loader, LoadPlan
 from megatron_policy.checkpoint.report import LoadReport, check_host_data
 from megatron_policy.checkpoint.saving import Model, Part, Saver, write_tokenizer
 from megatron_policy.config import PolicyConfig
@@ -30,7 +30,7 @@ from megatron_policy.converters.publishing import check_replaceable
 from megatron_policy.converters.raw_files import RawFiles
 from megatron_policy.coordination.barrier import Coordinator
 from megatron_policy.errors import ConfigError
-from megatron_policy.memory.states import TO_REFIT, TO_SAVE
+from megatron_policy.memory.states import SAVE, SEND_WEIGHTS
 from megatron_policy.policy.session import Session
 from megatron_policy.weights.load import refuse_unfilled
 
@@ -88,7 +88,7 @@ class Checkpoints:
         """
         weights, optimizer = _absolute(weights_path), _absolute(optimizer_path)
         assert weights is not None
-        need = TO_REFIT if optimizer is None else TO_SAVE
+        need = SEND_WEIGHTS if optimizer is None else SAVE
         memory = self._session.memory
 
         def check() -> None:
@@ -172,7 +172,7 @@ class Checkpoints:
 
     def _before_loading(self) -> None:
         self._saver.finish()
-        need = TO_SAVE if self._contents.has_optimizer else TO_REFIT
+        need = SAVE if self._contents.has_optimizer else SEND_WEIGHTS
         self._session.memory.ready("load_checkpoint()", need, repairs=True)
 
     def _moments(self) -> tuple[str, ...]:
@@ -189,14 +189,14 @@ class Checkpoints:
         yield
         self._session.state.end_load()
 
-    def _prepared(self, found: Found, files: RawFiles) -> tuple[Reading, Rest]:
+    def _prepared(self, found: Found, files: RawFiles) -> tuple[LoadPlan, Rest]:
         """All that will be read and set, looked up before anything is changed."""
         engine = self._engine
         held = self._contents.held(with_states=found.optimizer is not None)
-        reading = Reading(found, files, engine.table, engine.place, held)
+        reading = LoadPlan(found, files, engine.table, engine.place, held)
         return reading, self._contents.examined(found, reading)
 
-    def _fill(self, reading: Reading) -> None:
+    def _fill(self, reading: LoadPlan) -> None:
         reading.fill()
         if self._session.state.awaits_weights:
             refuse_unfilled((entry.megatron, parameter) for entry, parameter in self._engine.held)

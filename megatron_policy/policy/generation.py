@@ -17,7 +17,7 @@ from megatron_policy.lm_head.sampling import Continuations, Sampling
 from megatron_policy.training.checks import checked_prompts
 
 
-class Continuing:
+class TextGenerator:
     """One replica's sampling: its settings and its random numbers."""
 
     def __init__(

@@ -20,16 +20,16 @@ from megatron_policy.interfaces.engine import EngineBuilder
 from megatron_policy.interfaces.loss import LossFunction
 from megatron_policy.lm_head.sampling import Continuations
 from megatron_policy.memory.states import (
-    TO_EXCHANGE,
-    TO_READ,
-    TO_REFIT,
-    TO_TRAIN,
-    TO_WRITE,
+    CHANGE_WEIGHTS,
+    EXCHANGE_WEIGHTS,
+    FORWARD,
+    SEND_WEIGHTS,
+    TRAIN_STEP,
 )
 from megatron_policy.policy.checkpointing import AnyPath, Checkpoints, source_dtypes
-from megatron_policy.policy.generation import Continuing
+from megatron_policy.policy.generation import TextGenerator
 from megatron_policy.policy.session import Session
-from megatron_policy.refit.delivery import Sink, deliver
+from megatron_policy.refit.delivery import Transport, deliver
 from megatron_policy.refit.iterate import tensors
 from megatron_policy.refit.manifest import Manifest
 from megatron_policy.refit.transports.disk import (
@@ -37,7 +37,7 @@ from megatron_policy.refit.transports.disk import (
     export_checkpoint,
 )
 from megatron_policy.training import step
-from megatron_policy.training.accumulate import SplitTraining
+from megatron_policy.training.accumulate import GradientAccumulator
 from megatron_policy.training.batching import batcher_of
 from megatron_policy.training.scoring import Scorer
 
@@ -86,7 +86,7 @@ class MegatronPolicy:
         self._batcher = batcher_of(self.config, self.topology, self._engine.table.architecture)
         self._scorer = Scorer(self._engine, self._batcher, self.config.logprob_batch_size)
         self.exporter, self.memory = self._session.exporter, self._session.memory
-        self.split = SplitTraining(
+        self.split = GradientAccumulator(
             self.config,
             self._engine,
             self._batcher,
@@ -94,7 +94,7 @@ class MegatronPolicy:
             self._session.state,
             self._step_taken,
         )
-        self._continue = Continuing(
+        self._continue = TextGenerator(
             self.config, tokenizer, self._engine, self.coords.dp, self._batcher.longest.tokens
         )
         draws = {"sampling": self._continue.generator}
@@ -119,7 +119,7 @@ class MegatronPolicy:
         cannot be trained on, on every rank; the policy is unharmed.
         """
         trainable = None if eval_mode else self._session.trainable
-        self.memory.check("train()", TO_READ if eval_mode else TO_TRAIN)
+        self.memory.check("train()", FORWARD if eval_mode else TRAIN_STEP)
         if not eval_mode:
             self._session.state.take_step()
         sizes = step.sizes_of(self.config, gbs, mbs)
@@ -162,7 +162,7 @@ class MegatronPolicy:
     def reference(self) -> Iterator[None]:
         """In this context the policy has its starting weights, afterwards its own, bit for bit."""
         reference = self._session.reference
-        self.memory.ready("reference_logprobs()", TO_EXCHANGE)
+        self.memory.ready("reference_logprobs()", EXCHANGE_WEIGHTS)
         with reference.active(), self.memory.in_use("the reference policy"):
             yield
 
@@ -173,7 +173,7 @@ class MegatronPolicy:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's parameters and lasting buffers by their global Megatron-Core names."""
-        self.memory.ready("named_parameters()", TO_WRITE)
+        self.memory.ready("named_parameters()", CHANGE_WEIGHTS)
         return ((entry.megatron, parameter) for entry, parameter in self._engine.held)
 
     def decoder_layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
@@ -192,7 +192,7 @@ class MegatronPolicy:
         """Write a Hugging Face checkpoint, in the dtypes of `config.model_name`. The directory
         appears when it is complete; one that exists is refused unless `overwrite`.
         """
-        self.memory.ready("export_hf()", TO_REFIT)
+        self.memory.ready("export_hf()", SEND_WEIGHTS)
         source = self.config.model_name
         export_checkpoint(path, self.exporter, source, self.steps, max_shard_bytes, overwrite)
 
@@ -201,15 +201,15 @@ class MegatronPolicy:
         device; in the checkpoint's dtypes unless `dtype` is given. Iterate to the end: the other
         ranks do.
         """
-        self.memory.ready("export()", TO_REFIT)
+        self.memory.ready("export()", SEND_WEIGHTS)
         stream = tensors(self.exporter, self.exporter.plan(dtype=dtype))
-        return self.memory.during("export()", TO_REFIT, stream)
+        return self.memory.during("export()", SEND_WEIGHTS, stream)
 
-    def refit(self, sink: Sink) -> Manifest:
+    def refit(self, sink: Transport) -> Manifest:
         """Hand the weights to an engine; returns what this rank has sent. RefitError, on every
         rank, when any rank's engine refused or did not answer in time; the policy goes on.
         """
-        self.memory.ready("refit()", TO_REFIT)
+        self.memory.ready("refit()", SEND_WEIGHTS)
         return deliver(self.exporter, sink, self.steps)
 
     def save_checkpoint(

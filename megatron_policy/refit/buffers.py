@@ -43,7 +43,7 @@ class Buffer:
         self._typed.clear()
 
 
-class Room(NamedTuple):
+class BufferSlice(NamedTuple):
     """Where one tensor's elements belong: from byte `offset` of `buffer` on, row-major."""
 
     buffer: Buffer

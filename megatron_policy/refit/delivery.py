@@ -9,7 +9,7 @@ import traceback
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from megatron_policy.refit.buffers import Room
+from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.digest import algorithm_for, digest
 from megatron_policy.refit.manifest import Manifest, Sent
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from megatron_policy.refit.plan import RefitPlan, RefitTensor
 
 
-class Outlet(Protocol):
+class TransportSession(Protocol):
     """One rank's end of a transport during one refit.
 
     Tensors are placed in the plan's order and filled in that order, each before the next is placed.
     Any method may raise: this rank then sends nothing more, and all ranks raise in the end.
     """
 
-    def place(self, tensor: RefitTensor) -> Room | None:
+    def place(self, tensor: RefitTensor) -> BufferSlice | None:
         """Where its elements are to be written; None when this rank has no use for it. May wait for
         the other side to be done with memory that is used again.
         """
 
-    def filled(self, tensor: RefitTensor, room: Room) -> None:
+    def filled(self, tensor: RefitTensor, room: BufferSlice) -> None:
         """All its elements are there."""
 
     def finish(self, manifest: Manifest) -> None:
@@ -43,7 +43,7 @@ class Outlet(Protocol):
         """Give back memory, files and sockets; called once, however it went."""
 
 
-class Sink(Protocol):
+class Transport(Protocol):
     """A transport, from the side of the trainer."""
 
     def plan(self, exporter: Exporter) -> RefitPlan | None:
@@ -52,11 +52,11 @@ class Sink(Protocol):
         Pure, and the same on all ranks that gather together.
         """
 
-    def open(self, exporter: Exporter, plan: RefitPlan) -> Outlet | None:
+    def open(self, exporter: Exporter, plan: RefitPlan) -> TransportSession | None:
         """This rank's end; None where it only helps to gather. May raise."""
 
 
-def deliver(exporter: Exporter, sink: Sink, step: int) -> Manifest:
+def deliver(exporter: Exporter, sink: Transport, step: int) -> Manifest:
     """Send all weights, as they are after `step` optimizer steps; what this rank has sent.
 
     Collective over all ranks. RefitError on all of them when any failed; the policy is unharmed.
@@ -76,43 +76,43 @@ def deliver(exporter: Exporter, sink: Sink, step: int) -> Manifest:
 
 
 class _Delivery:
-    """Calls an outlet until it fails for the first time, and remembers that failure."""
+    """Calls an session until it fails for the first time, and remembers that failure."""
 
-    def __init__(self, sink: Sink, exporter: Exporter, plan: RefitPlan | None) -> None:
+    def __init__(self, sink: Transport, exporter: Exporter, plan: RefitPlan | None) -> None:
         self.failure: Exception | None = None
-        self._outlet: Outlet | None = None
+        self._session: TransportSession | None = None
         self._sent: dict[str, Sent] = {}
         self._algorithm = algorithm_for(exporter.probe)
         if plan is not None:
             with self._attempt():
-                self._outlet = sink.open(exporter, plan)
+                self._session = sink.open(exporter, plan)
 
-    def place(self, tensor: RefitTensor) -> Room | None:
-        room: Room | None = None
-        if self._outlet is not None and self.failure is None:
+    def place(self, tensor: RefitTensor) -> BufferSlice | None:
+        room: BufferSlice | None = None
+        if self._session is not None and self.failure is None:
             with self._attempt():
-                room = self._outlet.place(tensor)
+                room = self._session.place(tensor)
         return room
 
-    def filled(self, tensor: RefitTensor, room: Room | None) -> None:
-        if room is None or self._outlet is None or self.failure is not None:
+    def filled(self, tensor: RefitTensor, room: BufferSlice | None) -> None:
+        if room is None or self._session is None or self.failure is not None:
             return
         with self._attempt():
             memory = room.bytes(tensor.nbytes)
             self._sent[tensor.name] = Sent(
                 tensor.shape, tensor.dtype, digest(memory, self._algorithm)
             )
-            self._outlet.filled(tensor, room)
+            self._session.filled(tensor, room)
 
     def finish(self, step: int) -> None:
-        if self._outlet is not None and self.failure is None:
+        if self._session is not None and self.failure is None:
             with self._attempt():
-                self._outlet.finish(self.manifest(step))
+                self._session.finish(self.manifest(step))
 
     def close(self) -> None:
-        if self._outlet is not None:
+        if self._session is not None:
             with self._attempt():
-                self._outlet.close()
+                self._session.close()
 
     def manifest(self, step: int) -> Manifest:
         return Manifest(step, self._algorithm, self._sent)

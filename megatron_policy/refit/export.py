@@ -16,11 +16,11 @@ from torch import Tensor
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.table import Entry
 from megatron_policy.coordination.process_group import BoundedProcessGroup, PendingCollective
-from megatron_policy.refit.buffers import Buffer, Room
+from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.plan import Item, RefitPlan, RefitTensor
 from megatron_policy.weights.geometry import Region, Run, overlaps, runs, segments
 
-Place = Callable[[RefitTensor], Room | None]
+Place = Callable[[RefitTensor], BufferSlice | None]
 """Where a tensor's elements are wanted, if at all; may wait for memory to be free."""
 
 Moves = tuple[Tensor, Sequence[tuple[int, int, int]]]
@@ -32,7 +32,7 @@ Copies = tuple[Item, Moves | None, Sequence[tuple[Region, Tensor]]]
 _LONGEST_MOVE = 1 << 18  # bytes: torch copies more of them quicker, and with all its threads
 _MOST_MOVES = 4  # for one tensor: beyond, one call for the whole region is quicker
 
-Filled = Iterator[tuple[RefitTensor, Room | None]]
+Filled = Iterator[tuple[RefitTensor, BufferSlice | None]]
 
 
 class Sources:
@@ -91,7 +91,7 @@ class Sources:
 
 def stream_alone(plan: RefitPlan, sources: Sources, place: Place) -> Filled:
     """For a rank that holds all of the plan: straight from the parameters to where they belong."""
-    room: Room | None = None
+    room: BufferSlice | None = None
     for item, moves, regions in sources.copies(plan):
         if item.first:
             room = place(item.tensor)
@@ -121,7 +121,7 @@ def stream_together(
         return
     rounds = _Rounds(plan, sources, tp, pp)
     under_way = rounds.start(0)
-    room: Room | None = None
+    room: BufferSlice | None = None
     for number in range(plan.rounds):
         rounds.complete(under_way)
         for item, begin, end in plan.in_round(number):
@@ -169,7 +169,7 @@ class _Rounds:
         if len(self._plan.stages) > 1 and self._plan.slots > 1:
             self._tp.all_gather(self._whole()).wait()
 
-    def unpack(self, item: Item, begin: int, end: int, room: Room) -> None:
+    def unpack(self, item: Item, begin: int, end: int, room: BufferSlice) -> None:
         """Copy elements `begin` to `end` of every slot's run from the buffer to their place."""
         architecture = self._sources.architecture
         for slot in range(self._plan.slots):
@@ -211,13 +211,13 @@ def _line(first: int, length: int) -> Region:
     return Region((length,), (1,), first)
 
 
-def _put(room: Room, tensor: RefitTensor, region: Region, source: Tensor) -> None:
+def _put(room: BufferSlice, tensor: RefitTensor, region: Region, source: Tensor) -> None:
     """Copy to the region of the tensor that stands in the room, casting."""
     typed, first = _elements(room, tensor)
     typed.as_strided(region.size, region.stride, first + region.offset).copy_(source)
 
 
-def _elements(room: Room, tensor: RefitTensor) -> tuple[Tensor, int]:
+def _elements(room: BufferSlice, tensor: RefitTensor) -> tuple[Tensor, int]:
     """The room's buffer in the tensor's dtype, and where in its storage the tensor begins."""
     typed = room.buffer.typed(tensor.dtype)
     return typed, int(typed.storage_offset()) + room.offset // tensor.dtype.itemsize

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_policy.refit.buffers import Buffer, Room
+from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.exporter import Exporter
 from megatron_policy.refit.plan import RefitPlan, RefitTensor
 
@@ -17,8 +17,8 @@ def tensors(exporter: Exporter, plan: RefitPlan) -> Iterator[tuple[str, torch.Te
     It ends when every rank has come to its end; RefitError if one of them has not.
     """
 
-    def place(tensor: RefitTensor) -> Room:
-        return Room(Buffer.on(exporter.device, tensor.nbytes), 0)
+    def place(tensor: RefitTensor) -> BufferSlice:
+        return BufferSlice(Buffer.on(exporter.device, tensor.nbytes), 0)
 
     exporter.begin()
     for tensor, room in exporter.stream(plan, place):

@@ -20,16 +20,16 @@ from megatron_policy.interfaces.engine import Trainable, TrainingEngine
 from megatron_policy.interfaces.loss import LossFunction
 from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.memory.policy_state import PolicyState
-from megatron_policy.memory.states import TO_GO_ON, TO_TRAIN
+from megatron_policy.memory.states import CONTINUE_STEP, TRAIN_STEP
 from megatron_policy.training.batching import Batcher, GlobalBatch
 from megatron_policy.training.checks import check_loss_inputs, check_sizes, check_training_data
 from megatron_policy.training.faults import any_fault, raise_everywhere
 from megatron_policy.training.loss_checks import check_loss
-from megatron_policy.training.loss_normalization import Normalizing
+from megatron_policy.training.loss_normalization import LossNormalization
 from megatron_policy.training.losses import Metrics, ValidCounts, own_counts
 from megatron_policy.training.optimizer_step import UNCHANGED, take_step
 from megatron_policy.training.results import completed, result_of
-from megatron_policy.training.rollback import Undo
+from megatron_policy.training.rollback import Rollback
 from megatron_policy.training.step import run, shared, sizes_of
 from megatron_policy.training.sync_microbatches import cut_in_step
 
@@ -48,11 +48,11 @@ class OpenStep:
     """
 
     loss_fn: LossFunction
-    normalizing: Normalizing
+    normalizing: LossNormalization
     gbs: int
     mbs: int
     counts: torch.Tensor
-    undo: Undo
+    undo: Rollback
     parts: int = 0
     loss: float = 0.0
     metrics: list[Metrics] = field(default_factory=list)
@@ -67,7 +67,7 @@ class OpenStep:
             )
 
 
-class SplitTraining:
+class GradientAccumulator:
     """Trains one step at a time in parts. Every method is collective.
 
     Between the parts the policy may be read, and its weights may leave the device and come back;
@@ -98,14 +98,14 @@ class SplitTraining:
         loss that does not say what it is divided by.
         """
         trainable = self._can_train(BEGIN)
-        self._memory.check(BEGIN, TO_TRAIN)
+        self._memory.check(BEGIN, TRAIN_STEP)
         gbs, mbs = sizes_of(self._config, gbs, mbs)
         check_sizes(gbs, mbs)
         check_loss(loss_fn)
-        normalizing = Normalizing.of(loss_fn)
+        normalizing = LossNormalization.of(loss_fn)
         trainable.zero_gradients()
         counts = torch.zeros(2, device=current_device())
-        undo = Undo.here(self._engine)
+        undo = Rollback.here(self._engine)
         self._step = OpenStep(loss_fn, normalizing, gbs, mbs, counts, undo)
         self._state.begin_step(BEGIN)
 
@@ -119,9 +119,9 @@ class SplitTraining:
         step can only be aborted. The error says so in a note.
         """
         step, trainable = self._opened(PART), self._can_train(PART)
-        self._memory.check(PART, TO_GO_ON)
+        self._memory.check(PART, CONTINUE_STEP)
         batch = self._cut(step, data)
-        ones, undo = torch.ones(2, device=current_device()), Undo.here(self._engine)
+        ones, undo = torch.ones(2, device=current_device()), Rollback.here(self._engine)
         with _marking(step, "a part of the step failed"):
             with trainable.accumulating():
                 kept = run(
@@ -149,7 +149,7 @@ class SplitTraining:
         only be aborted.
         """
         step, trainable = self._opened(FINISH), self._can_train(FINISH)
-        self._memory.check(FINISH, TO_GO_ON)
+        self._memory.check(FINISH, CONTINUE_STEP)
         if not step.parts and not step.failed:
             raise ConfigError(
                 f"{FINISH} has nothing to step with: call {PART} before, or {ABORT} instead"
@@ -157,7 +157,7 @@ class SplitTraining:
         counts = self._total(step)
         with _marking(step, "its end failed"):
             divisor = step.normalizing.gradient(counts)
-            undo = Undo.here(self._engine)
+            undo = Rollback.here(self._engine)
             trainable.reduce_gradients(1.0 / divisor)
             stats = take_step(trainable, self._engine.groups, undo, ())
             trainable.advance_schedule(step.gbs)

@@ -19,7 +19,7 @@ _KINDS = tuple(kind.value for kind in MetricNormalizer)
 
 
 @dataclass(frozen=True)
-class Normalizing:
+class LossNormalization:
     """What a loss says it is divided by, and which of its metrics are divided by something else: a
     value of `MetricNormalizer` each.
     """
@@ -28,7 +28,7 @@ class Normalizing:
     metrics: Mapping[str, str]
 
     @classmethod
-    def of(cls, loss_fn: LossFunction) -> Normalizing:
+    def of(cls, loss_fn: LossFunction) -> LossNormalization:
         """By its `loss_type` and `metric_normalizations`; ConfigError where they say nothing that
         is known.
         """

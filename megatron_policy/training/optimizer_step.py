@@ -9,7 +9,7 @@ from megatron_policy.interfaces.engine import NotFiniteError, Trainable
 from megatron_policy.parallel.groups import Groups
 from megatron_policy.training.faults import Fault, any_fault, raise_everywhere
 from megatron_policy.training.results import OptimStats
-from megatron_policy.training.rollback import Undo
+from megatron_policy.training.rollback import Rollback
 
 UNCHANGED = (
     "No weight, optimizer state, schedule or random number has changed, and the policy goes on."
@@ -19,7 +19,7 @@ UNCHANGED = (
 def take_step(
     trainable: Trainable,
     groups: Groups,
-    undo: Undo,
+    undo: Rollback,
     faults: Sequence[Fault],
     consequence: str = UNCHANGED,
 ) -> OptimStats:

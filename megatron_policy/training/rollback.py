@@ -14,7 +14,7 @@ from megatron_policy.interfaces.engine import TrainingEngine
 
 
 @dataclass(frozen=True)
-class Undo:
+class Rollback:
     """Random numbers and the engine's volatile buffers as they were when this was made.
 
     Dropout and losses draw random numbers, on some ranks perhaps more than on others. Routers
@@ -25,7 +25,7 @@ class Undo:
     buffers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
     @classmethod
-    def here(cls, engine: TrainingEngine) -> Undo:
+    def here(cls, engine: TrainingEngine) -> Rollback:
         """As they are now."""
         buffers = tuple((live, live.clone()) for live in engine.volatile_buffers())
         return cls(kept(engine), buffers)

@@ -32,7 +32,7 @@ from megatron_policy.training.losses import (
 )
 from megatron_policy.training.optimizer_step import UNCHANGED, left_by, take_step
 from megatron_policy.training.results import OptimStats, completed, result_of
-from megatron_policy.training.rollback import Undo
+from megatron_policy.training.rollback import Rollback
 from megatron_policy.training.sync_microbatches import cut_in_step
 
 Kept = list[tuple[torch.Tensor, Metrics, list[Wrong]]]
@@ -155,14 +155,14 @@ def train(
     mb_metrics: list[Metrics] = []
     faults: list[Fault] = []
     stats = OptimStats(grad_norm=0.0, lr=0.0, wd=0.0)
-    undo = Undo.here(engine)
+    undo = Rollback.here(engine)
     for number, batch in enumerate(batches):
         result = forward_backward(engine, batch, loss_fn, trainable, number)
         if trainable is not None:
             left = left_by(number)
             stats = take_step(trainable, engine.groups, undo, result.faults, left)
             stepped()
-            undo = Undo.here(engine)
+            undo = Rollback.here(engine)
         faults += result.faults
         losses.append(result.loss)
         # The host sums metrics over global batches too.

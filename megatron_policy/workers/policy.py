@@ -26,8 +26,8 @@ from megatron_policy.workers.group import WorkerGroup
 from megatron_policy.workers.memory_driver import DriverMemory
 from megatron_policy.workers.profiling import DriverProfiling
 from megatron_policy.workers.refit_driver import DriverRefit
-from megatron_policy.workers.sharding import Dealer, merged_training
-from megatron_policy.workers.split_training_driver import DriverSplitTraining
+from megatron_policy.workers.sharding import BatchDispatcher, merged_training
+from megatron_policy.workers.split_training_driver import DriverAccumulation
 
 if TYPE_CHECKING:
     from megatron_policy.interfaces import LossFunction
@@ -40,7 +40,7 @@ class Policy(
     DriverCheckpoint,
     DriverRefit,
     DriverMemory,
-    DriverSplitTraining,
+    DriverAccumulation,
     ColocatablePolicyInterface,
     GenerationInterface,
 ):
@@ -86,7 +86,7 @@ class Policy(
         architecture = bind(read_config(self.config.model_name)).architecture
         self.topology = topology_of(self.config, cluster.size_of(workers_per_node))
         check_layout(self.config, architecture, self.topology)
-        self._dealer = Dealer.of(self.config, self.topology, architecture)
+        self._dispatcher = BatchDispatcher.of(self.config, self.topology, architecture)
         check_device(self.config, cluster.use_gpus)
         self._workers = WorkerGroup(
             cluster,
@@ -134,7 +134,7 @@ class Policy(
             )
         gbs = gbs or self.config.train_global_batch_size
         mbs = mbs or self.config.train_micro_batch_size
-        shards = self._dealer.to_train(_batch(data), loss_fn, gbs, mbs)
+        shards = self._dispatcher.to_train(_batch(data), loss_fn, gbs, mbs)
         options = {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs}
         return merged_training(self._workers.run_sharded("train", data=shards, **options))
 
@@ -166,7 +166,7 @@ class Policy(
         """Continue right-padded prompts `input_ids` [B, S], `input_lengths` [B]; see
         `GenerationOutputSpec` for what comes back.
         """
-        dealt = self._dealer.to_continue(_batch(data))
+        dealt = self._dispatcher.to_continue(_batch(data))
         answers = self._workers.run_sharded("generate", data=dealt.shards, greedy=greedy)
         pad_id = getattr(self._tokenizer, "pad_token_id", None) or 0
         return dealt.restored(answers, {"output_ids": pad_id})
@@ -208,7 +208,7 @@ class Policy(
             group.kill()
 
     def _ask(self, method: str, data: Mapping[str, Any], **kwargs: Any) -> BatchedDataDict:
-        dealt = self._dealer.to_read(_batch(data))
+        dealt = self._dispatcher.to_read(_batch(data))
         return dealt.restored(self._workers.run_sharded(method, data=dealt.shards, **kwargs))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_policy import device
 from megatron_policy.errors import ConfigError, RefitError
-from megatron_policy.memory.states import TO_REFIT
+from megatron_policy.memory.states import SEND_WEIGHTS
 from megatron_policy.refit.plan import RefitTensor
 from megatron_policy.workers.checks import refuse_unknown
 
@@ -74,7 +74,7 @@ class WorkerRefit:
         """
         from megatron_policy.refit.transports.ipc.handles import IpcHandles
 
-        self.policy.memory.ready("get_weights_ipc_handles()", TO_REFIT)
+        self.policy.memory.ready("get_weights_ipc_handles()", SEND_WEIGHTS)
         if self._handles is None:
             self._handles = IpcHandles(self.policy.exporter)
         return self._handles.weights(tuple(keys), self.policy.steps)

@@ -33,7 +33,7 @@ from megatron_policy.training.loss_checks import check_loss
 
 
 @dataclass(frozen=True)
-class Dealt:
+class ShardedBatch:
     """Each data-parallel rank's part of a caller's `size` rows.
 
     `rows` are which of them these are, rank after rank; None where they are in the caller's order,
@@ -55,7 +55,7 @@ class Dealt:
 
 
 @dataclass(frozen=True)
-class Dealer:
+class BatchDispatcher:
     """Checks data and deals them to data-parallel ranks, to train on and to read, by rows or, by
     `cost`, by tokens.
     """
@@ -68,7 +68,9 @@ class Dealer:
     longest: Longest
 
     @classmethod
-    def of(cls, config: PolicyConfig, topology: Topology, architecture: Architecture) -> Dealer:
+    def of(
+        cls, config: PolicyConfig, topology: Topology, architecture: Architecture
+    ) -> BatchDispatcher:
         """As `config` asks for, for this model."""
         training, reading = (batching_of(config, training=each) for each in (True, False))
         return cls(
@@ -110,21 +112,21 @@ class Dealer:
         lengths = checked_lengths(data, self.training)
         return planned_shards(data, lengths, self.training, self.topology, self.cost).shards
 
-    def to_read(self, data: BatchedDataDict) -> Dealt:
+    def to_read(self, data: BatchedDataDict) -> ShardedBatch:
         """Each rank's rows of all; BatchError naming what does not fit."""
         _refuse_plan(data)
         data = checked_batch(data, self.vocab_size)
         lengths = checked_lengths(data, self.reading)
         self.longest.check(data)
         if self.reading.kind == "padded":
-            return Dealt(even_shards(data, self.topology.dp), data.size)
+            return ShardedBatch(even_shards(data, self.topology.dp), data.size)
         return planned_shards(data, lengths, self.reading, self.topology, self.cost)
 
-    def to_continue(self, prompts: BatchedDataDict) -> Dealt:
+    def to_continue(self, prompts: BatchedDataDict) -> ShardedBatch:
         """Each rank's prompts; BatchError naming one that cannot be continued."""
         prompts = checked_batch(prompts, self.vocab_size)
         checked_prompts(prompts, self.vocab_size, self.longest.tokens)
-        return Dealt(even_shards(prompts, self.topology.dp), prompts.size)
+        return ShardedBatch(even_shards(prompts, self.topology.dp), prompts.size)
 
 
 def _refuse_plan(data: BatchedDataDict) -> None:
@@ -142,7 +144,7 @@ def planned_shards(
     topology: Topology,
     cost: Cost,
     global_batch_size: int | None = None,
-) -> Dealt:
+) -> ShardedBatch:
     """Each rank's rows of every global batch (by default of all rows), dealt by what they cost, in
     the order of the plan that comes with them.
 
@@ -168,7 +170,7 @@ def planned_shards(
         consecutive([share.plan for share in own]).attach(shard)
         shards.append(shard)
         order.extend(rows)
-    return Dealt(shards, data.size, order)
+    return ShardedBatch(shards, data.size, order)
 
 
 def training_shards(

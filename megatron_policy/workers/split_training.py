@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from megatron_policy.policy import MegatronPolicy
 
 
-class WorkerSplitTraining:
-    """Trains one step at a time in parts; see `MegatronPolicy.split`, `train.split.SplitTraining`.
+class WorkerAccumulation:
+    """Trains one step at a time in parts; see `GradientAccumulator`.
 
     All ranks are asked, in the same order.
     """

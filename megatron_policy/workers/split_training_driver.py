@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron_policy.config import PolicyConfig
     from megatron_policy.interfaces import LossFunction
     from megatron_policy.workers.group import WorkerGroup
-    from megatron_policy.workers.sharding import Dealer
+    from megatron_policy.workers.sharding import BatchDispatcher
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class _Begun:
     mbs: int
 
 
-class DriverSplitTraining:
+class DriverAccumulation:
     """Trains one step at a time in parts, from the driver of the workers.
 
     Between the parts log-probabilities may be read. What needs the step to be over (`train`, saving
@@ -35,7 +35,7 @@ class DriverSplitTraining:
 
     config: PolicyConfig
     _workers: WorkerGroup
-    _dealer: Dealer
+    _dispatcher: BatchDispatcher
     _begun_step: _Begun | None = None
 
     def begin_train_step(
@@ -65,7 +65,7 @@ class DriverSplitTraining:
         if not isinstance(data, Mapping):
             raise ConfigError(f"data is a {type(data).__name__}; pass a BatchedDataDict")
         batch = data if isinstance(data, BatchedDataDict) else BatchedDataDict(data)
-        shards = self._dealer.to_train_part(batch, begun.loss_fn, begun.mbs)
+        shards = self._dispatcher.to_train_part(batch, begun.loss_fn, begun.mbs)
         self._workers.run_sharded("train_microbatch", data=shards)
 
     def finish_train_step(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from megatron_policy.workers.checks import refuse_unknown
 from megatron_policy.workers.memory import WorkerMemory
 from megatron_policy.workers.profiling import WorkerProfiling
 from megatron_policy.workers.refit import WorkerRefit
-from megatron_policy.workers.split_training import WorkerSplitTraining
+from megatron_policy.workers.split_training import WorkerAccumulation
 
 if TYPE_CHECKING:
     from megatron_policy.interfaces import LossFunction
@@ -33,7 +33,7 @@ NOISE_STD = 0.01
 
 
 class MegatronPolicyWorkerImpl(
-    WorkerProfiling, WorkerCheckpoint, WorkerRefit, WorkerMemory, WorkerSplitTraining
+    WorkerProfiling, WorkerCheckpoint, WorkerRefit, WorkerMemory, WorkerAccumulation
 ):
     """One rank's policy under the host's names.
 

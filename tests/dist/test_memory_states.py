@@ -17,14 +17,14 @@ import torch
 from megatron_policy.errors import ConfigError, TransitionError
 from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.memory.move_model import move_buffers, move_to_device, move_to_own_device
-from megatron_policy.memory.pinned_pool import HostPool
+from megatron_policy.memory.pinned_pool import PinnedMemoryPool
 from megatron_policy.memory.states import (
     ALL,
     IDLE,
     LOGPROB,
     NOTHING,
     REFIT,
-    TO_REFIT,
+    SEND_WEIGHTS,
     TRAIN,
     Kind,
     MemoryState,
@@ -229,7 +229,7 @@ def addresses(policy: MegatronPolicy) -> list[int]:
 def again_and_again(config: dict[str, Any]) -> None:
     with open_policy(config) as policy:
         blocks = Counted()
-        memory = memory_of(policy, pool=lambda: HostPool(blocks, 1 << 16))
+        memory = memory_of(policy, pool=lambda: PinnedMemoryPool(blocks, 1 << 16))
         step(policy)
         policy.memory.enter(IDLE)
         made, kept = list(blocks.addresses), memory.host_bytes
@@ -345,7 +345,7 @@ def no_host_memory(config: dict[str, Any]) -> None:
             blocks.pop()
             return torch.empty(nbytes, dtype=torch.uint8)
 
-        memory = memory_of(policy, pool=lambda: HostPool(allocate, 1 << 16))
+        memory = memory_of(policy, pool=lambda: PinnedMemoryPool(allocate, 1 << 16))
         with pytest.raises(TransitionError, match="no way to the idle state: no host memory"):
             policy.memory.enter(IDLE)
         assert memory.state.holds == {Kind.PARAMETERS}
@@ -476,14 +476,14 @@ def test_a_chunk_moved_by_the_name_of_a_device_takes_its_parameters_along(ranks,
 def half_read(config: dict[str, Any]) -> None:
     with open_policy(config) as policy:
         memory = memory_of(policy)
-        weights = memory.during("export()", TO_REFIT, policy.named_parameters())
+        weights = memory.during("export()", SEND_WEIGHTS, policy.named_parameters())
         policy.memory.enter(TRAIN)
         name, _ = next(weights)
         with pytest.raises(ConfigError, match=r"while export\(\) is at work"):
             policy.memory.enter(IDLE)
         rest = [name, *(name for name, _ in weights)]
         assert rest == [name for name, _ in policy.named_parameters()]
-        late = memory.during("export()", TO_REFIT, policy.named_parameters())
+        late = memory.during("export()", SEND_WEIGHTS, policy.named_parameters())
         policy.memory.enter(IDLE)
         with pytest.raises(ConfigError, match=r"export\(\) needs the weights.*idle"):
             next(late)

@@ -158,7 +158,7 @@ def test_a_worker_of_vllm_gets_the_weights_through_its_load_weights(
 def test_a_worker_that_has_another_model_refuses(path: Path) -> None:
     worker = Worker()
     worker.refit_prepare({"weight": ([2, 3], "bfloat16")})
-    intake = worker.refit_receiver.intake()
+    intake = worker.refit_receiver.assembler()
     with pytest.raises(RefitError, match="not the weights of the engine's model"):
         intake.announce({"weight": ((3, 2), torch.bfloat16)})
     assert worker.refit_state() == (None, False)

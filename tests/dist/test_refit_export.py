@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_policy.policy import MegatronPolicy
-from megatron_policy.refit.buffers import Buffer, Room
+from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.plan import RefitTensor
 from tests.dist.test_export import tensors_of
 from tests.ranks import RankPool
@@ -55,10 +55,10 @@ def streamed(path: Path, cfg: dict[str, int], bucket: int, **options: Any) -> di
         found: list[tuple[str, torch.Tensor]] = []
         placed: list[str] = []
 
-        def place(tensor: RefitTensor) -> Room:
+        def place(tensor: RefitTensor) -> BufferSlice:
             assert len(placed) == len(found), "placed before the last one was complete"
             placed.append(tensor.name)
-            return Room(Buffer.on(exporter.device, tensor.nbytes), 0)
+            return BufferSlice(Buffer.on(exporter.device, tensor.nbytes), 0)
 
         before = exporter.calls
         for tensor, room in exporter.stream(plan, place):

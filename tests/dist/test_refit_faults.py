@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_policy.errors import RefitError
 from megatron_policy.policy import MegatronPolicy
-from megatron_policy.refit.buffers import Buffer, Room
+from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.manifest import Manifest
 from megatron_policy.refit.plan import RefitPlan, RefitTensor
 from tests.dist.test_export import tensors_of
@@ -23,7 +23,7 @@ from tests.ranks import RankPool
 TIMEOUT_S = 2.0
 
 
-class Outlet:
+class TransportSession:
     """Keeps what comes; does `act` at the tensor number `at`, or when it is finished or opened."""
 
     def __init__(self, device: torch.device, at: Any, act: Any) -> None:
@@ -31,12 +31,12 @@ class Outlet:
         self.closed = 0
         self._device, self._at, self._act = device, at, act
 
-    def place(self, tensor: RefitTensor) -> Room:
+    def place(self, tensor: RefitTensor) -> BufferSlice:
         if len(self.found) == self._at:
             self._act()
-        return Room(Buffer.on(self._device, tensor.nbytes), 0)
+        return BufferSlice(Buffer.on(self._device, tensor.nbytes), 0)
 
-    def filled(self, tensor: RefitTensor, room: Room) -> None:
+    def filled(self, tensor: RefitTensor, room: BufferSlice) -> None:
         self.found[tensor.name] = room.tensor(tensor.shape, tensor.dtype)
 
     def finish(self, manifest: Manifest) -> None:
@@ -50,15 +50,15 @@ class Outlet:
 class KeepingSink:
     def __init__(self, at: Any = None, act: Any = None) -> None:
         self._at, self._act = at, act
-        self.outlet: Outlet | None = None
+        self.outlet: TransportSession | None = None
 
     def plan(self, exporter: Any) -> RefitPlan:
         return exporter.plan(bucket_bytes=16384)
 
-    def open(self, exporter: Any, plan: RefitPlan) -> Outlet:
+    def open(self, exporter: Any, plan: RefitPlan) -> TransportSession:
         if self._at == "open":
             self._act()
-        self.outlet = Outlet(exporter.device, self._at, self._act)
+        self.outlet = TransportSession(exporter.device, self._at, self._act)
         return self.outlet
 
 
@@ -164,11 +164,11 @@ class SlowSink(KeepingSink):
         super().__init__()
         self._seconds = seconds
 
-    def open(self, exporter: Any, plan: RefitPlan) -> Outlet:
+    def open(self, exporter: Any, plan: RefitPlan) -> TransportSession:
         outlet = super().open(exporter, plan)
         place = outlet.place
 
-        def slow(tensor: RefitTensor) -> Room:
+        def slow(tensor: RefitTensor) -> BufferSlice:
             time.sleep(self._seconds)
             return place(tensor)
 

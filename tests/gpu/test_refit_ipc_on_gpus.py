@@ -10,7 +10,7 @@ import pytest
 from megatron_policy import device
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.delivery import deliver
-from megatron_policy.refit.transports.ipc.exported_buffer import borrow, handle_of
+from megatron_policy.refit.transports.ipc.exported_buffer import handle_of, open_exported
 from megatron_policy.refit.transports.ipc.handles import IpcHandles
 from megatron_policy.refit.transports.ipc.transport import IpcStream, address_of
 from tests import refit_engine as engine
@@ -65,4 +65,4 @@ def test_what_is_no_memory_of_this_gpu_is_refused() -> None:
     with pytest.raises(RefitError, match="handle"):
         handle_of((os.system, ("true",)))
     with pytest.raises(RefitError, match="same GPU"):
-        borrow(((1, 2, 3),), print)
+        open_exported(((1, 2, 3),), print)

@@ -29,7 +29,7 @@ from megatron_policy.refit.buffers import aligned
 from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.receive import ipc as ipc_receiving
 from megatron_policy.refit.receive.receiver import Receiver
-from megatron_policy.refit.transports.ipc.exported_buffer import borrow
+from megatron_policy.refit.transports.ipc.exported_buffer import open_exported
 from megatron_policy.refit.transports.ipc.handles import IpcHandles
 from megatron_policy.refit.transports.ipc.protocol import Dialect
 from megatron_policy.refit.transports.ipc.shared_memory import Handle
@@ -152,7 +152,7 @@ def receive(address: str, last: int, pause_s: float) -> list[str]:
         return _Paused(line, pause_s if ends % 2 else 0.0)
 
     receiver = Receiver(load, expected=FORMS, timeout_s=TIMEOUT_S)
-    answering, ipc_receiving.Answering = ipc_receiving.Answering, paused
+    answering, ipc_receiving.ReplySocket = ipc_receiving.ReplySocket, paused
     try:
         while receiver.step != last:
             with contextlib.suppress(RefitError):
@@ -160,7 +160,7 @@ def receive(address: str, last: int, pause_s: float) -> list[str]:
                 assert step == _value_of(held)
         return []
     finally:
-        ipc_receiving.Answering = answering
+        ipc_receiving.ReplySocket = answering
 
 
 class _Paused:
@@ -208,7 +208,9 @@ def _answered(socket: zmq.Socket[Any], deadline: float) -> int:
         assert socket.poll(max(0.0, deadline - time.monotonic()) * 1000), "the trainer is silent"
         said = pickle.loads(socket.recv())
         if said != END:
-            borrow(Handle(*said[0][1:]), lambda memory, said=said: _unpack(held, said, memory))
+            open_exported(
+                Handle(*said[0][1:]), lambda memory, said=said: _unpack(held, said, memory)
+            )
         else:
             value = _value_of(held)
         socket.send(b"ack")

@@ -221,7 +221,7 @@ def test_an_export_that_lacks_a_tensor_or_changes_one_is_an_error(tmp_path: Path
     from benchmarks.checkpoints import Size, write_checkpoint
     from benchmarks.export_once import flat_buffer, verify
     from megatron_policy.converters.hf_files import HfReader
-    from megatron_policy.refit.buffers import Room, aligned
+    from megatron_policy.refit.buffers import BufferSlice, aligned
     from megatron_policy.refit.plan import RefitTensor
 
     size = Size(hidden=32, ffn=48, layers=1, heads=4, groups=2, vocab=128)
@@ -229,7 +229,7 @@ def test_an_export_that_lacks_a_tensor_or_changes_one_is_an_error(tmp_path: Path
     target, end, placed = flat_buffer(path), 0, []
     with HfReader(path) as reader:
         for name, shape in reader.shapes.items():
-            tensor, room = RefitTensor(name, shape, torch.bfloat16, 0), Room(target, end)
+            tensor, room = RefitTensor(name, shape, torch.bfloat16, 0), BufferSlice(target, end)
             room.tensor(shape, torch.bfloat16).copy_(reader.tensor(name))
             placed.append((tensor, room))
             end += aligned(tensor.nbytes)

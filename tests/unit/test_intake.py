@@ -35,7 +35,7 @@ def make(**options: Any) -> tuple[SmallEngine, Receiver]:
 
 def give(receiver: Receiver, tensors: dict[str, torch.Tensor], step: int = 1) -> None:
     """A whole refit, tensor by tensor."""
-    intake = receiver.intake()
+    intake = receiver.assembler()
     for item in tensors.items():
         intake.take([item])
     intake.finish(manifest_of(tensors, step))
@@ -55,7 +55,7 @@ def test_a_complete_set_is_loaded_in_whatever_pieces_and_order_it_comes(
     for step, tensors in ((1, OLD), (2, NEW)):
         rest = list(tensors.items())
         random.shuffle(rest)
-        intake = receiver.intake()
+        intake = receiver.assembler()
         for size in [*sizes, len(rest)]:
             piece, rest = rest[:size], rest[size:]
             intake.take([(name, tensor.clone()) for name, tensor in piece])
@@ -90,7 +90,7 @@ def test_what_is_not_the_set_is_refused_and_the_engine_keeps_the_last(
     engine, receiver = make(expected=expected)
     give(receiver, OLD, 1)
     with pytest.raises(RefitError, match="more" if what == "extra" else "norm"):
-        intake = receiver.intake()
+        intake = receiver.assembler()
         intake.take(list(wrong(what).items()))
         intake.finish(manifest_of(NEW, 2))
     assert bits(engine.weights) == bits(OLD) and receiver.step == 1 and not receiver.mixed
@@ -103,7 +103,7 @@ def test_what_is_not_the_set_is_refused_and_the_engine_keeps_the_last(
 def test_without_staging_a_refused_set_leaves_the_engine_mixed_until_the_next(what: str) -> None:
     engine, receiver = make(staged=False)
     with pytest.raises(RefitError, match="weights are mixed"):
-        intake = receiver.intake()
+        intake = receiver.assembler()
         intake.take(list(wrong(what).items()))
         intake.finish(manifest_of(NEW))
     assert receiver.mixed and receiver.step is None
@@ -113,7 +113,7 @@ def test_without_staging_a_refused_set_leaves_the_engine_mixed_until_the_next(wh
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_tensor_that_comes_twice_is_refused(together: bool) -> None:
-    intake = make()[1].intake()
+    intake = make()[1].assembler()
     twice = [("norm", NEW["norm"]), ("norm", NEW["norm"])]
     with pytest.raises(RefitError, match="norm twice"):
         for piece in [twice] if together else [[item] for item in twice]:
@@ -121,7 +121,7 @@ def test_a_tensor_that_comes_twice_is_refused(together: bool) -> None:
 
 
 def test_a_tensor_of_another_model_is_refused_when_it_comes() -> None:
-    intake = make()[1].intake()
+    intake = make()[1].assembler()
     with pytest.raises(RefitError, match="other, which this model has not"):
         intake.take([("other", NEW["norm"])])
     with pytest.raises(RefitError, match=r"norm is .*should be"):
@@ -158,7 +158,7 @@ def test_digests_of_another_algorithm_are_refused_and_can_be_asked_for() -> None
     same = {
         name: replace(s, digest=digest(NEW[name], other)) for name, s in manifest.tensors.items()
     }
-    intake = receiver.intake()
+    intake = receiver.assembler()
     intake.take(list(NEW.items()))
     with pytest.raises(RefitError, match="same kind of device"):
         intake.finish(Manifest(1, other, same))
@@ -177,7 +177,7 @@ def test_a_load_that_raises_is_a_refusal_with_its_reason() -> None:
 
 def test_an_empty_refit_is_no_refit_of_a_model() -> None:
     with pytest.raises(RefitError, match="10 missing"):
-        make()[1].intake().finish(Manifest(1, "xxh3_64", {}))
+        make()[1].assembler().finish(Manifest(1, "xxh3_64", {}))
 
 
 def test_the_memory_kept_between_refits_is_used_again_and_can_be_released() -> None:
@@ -198,7 +198,7 @@ def test_the_memory_kept_between_refits_is_used_again_and_can_be_released() -> N
 def test_what_was_taken_is_not_changed_by_what_is_written_there_later() -> None:
     engine, receiver = make()
     memory = {name: tensor.clone() for name, tensor in NEW.items()}
-    intake = receiver.intake()
+    intake = receiver.assembler()
     for name, tensor in memory.items():
         intake.take([(name, tensor)])
         tensor.zero_()

@@ -24,14 +24,14 @@ import torch
 import zmq
 
 from megatron_policy.errors import ConfigError, RefitError
-from megatron_policy.refit.buffers import Room
+from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.manifest import Manifest
 from megatron_policy.refit.transports.ipc.address import path_of
-from megatron_policy.refit.transports.ipc.exported_buffer import Lent
+from megatron_policy.refit.transports.ipc.exported_buffer import ExportedBuffer
 from megatron_policy.refit.transports.ipc.protocol import Dialect, Pack, understood
-from megatron_policy.refit.transports.ipc.replies import Answering
-from megatron_policy.refit.transports.ipc.requests import Asking
+from megatron_policy.refit.transports.ipc.replies import ReplySocket
+from megatron_policy.refit.transports.ipc.requests import RequestSocket
 from megatron_policy.refit.transports.ipc.transport import IpcStream, address_of
 from tests import refit_engine as engine
 from tests.other_process import OtherProcess, shared_memory_of
@@ -193,7 +193,7 @@ class Meddling:
         return outlet
 
 
-def flipped(filled: Any, tensor: Any, room: Room) -> None:
+def flipped(filled: Any, tensor: Any, room: BufferSlice) -> None:
     """One bit of one tensor, after its digest was taken."""
     if tensor.name == "layers.2.weight":
         room.bytes(tensor.nbytes)[17] ^= 4
@@ -365,14 +365,14 @@ def test_the_socket_of_a_killed_trainer_does_not_keep_the_next_one_away(
 
 
 def test_an_engine_leaves_with_the_trainer_it_has_answered(address: str) -> None:
-    trainer, engine = Asking(address, "engine", 20.0), Answering(address, "trainer", 20.0)
+    trainer, engine = RequestSocket(address, "engine", 20.0), ReplySocket(address, "trainer", 20.0)
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(lambda: (trainer.ask(lambda: b"the last"), trainer.hear()))
         assert engine.receive() == b"the last"
         engine.send(b"ack")
         assert asked.result(20)[1] == b"ack"
     trainer.close()
-    following = Asking(address, "engine", 0.5)
+    following = RequestSocket(address, "engine", 0.5)
     with pytest.raises(RefitError, match="no engine came"):
         following.ask(lambda: b"the first of the next refit")
     engine.close()
@@ -467,7 +467,7 @@ def test_only_sockets_of_this_user_are_taken_weights_from(
 
 
 def test_the_socket_is_open_to_its_user_only(address: str) -> None:
-    line = Asking(address, "engine", 1.0)
+    line = RequestSocket(address, "engine", 1.0)
     assert os.stat(path_of(address)).st_mode & 0o777 == 0o600
     line.close()
 
@@ -548,7 +548,7 @@ def test_a_message_that_means_nothing_is_answered_with_a_refusal(
     start: Callable[..., OtherProcess], address: str
 ) -> None:
     process = start()
-    line = Asking(address, "engine", 5.0)
+    line = RequestSocket(address, "engine", 5.0)
     line.ask(lambda: pickle.dumps(os.system))
     assert line.hear().startswith(b"refused: ")
     line.close()
@@ -560,8 +560,8 @@ def test_a_pack_larger_than_its_memory_is_refused_by_name(
     start: Callable[..., OtherProcess], address: str
 ) -> None:
     process = start()
-    line = Asking(address, "engine", 20.0)
-    lent = Lent(512, torch.device("cpu"))
+    line = RequestSocket(address, "engine", 20.0)
+    lent = ExportedBuffer(512, torch.device("cpu"))
 
     def said(content: bytes) -> bytes:
         line.ask(lambda: content)

@@ -6,13 +6,20 @@ import pytest
 
 from megatron_policy.errors import CheckpointError, ConfigError
 from megatron_policy.memory.policy_state import PolicyState
-from megatron_policy.memory.states import IDLE, TO_EXCHANGE, TO_GO_ON, TO_READ, TO_TRAIN, TRAIN
+from megatron_policy.memory.states import (
+    CONTINUE_STEP,
+    EXCHANGE_WEIGHTS,
+    FORWARD,
+    IDLE,
+    TRAIN,
+    TRAIN_STEP,
+)
 
 
 def test_a_new_policy_permits_everything_and_needs_no_weights() -> None:
     state = PolicyState()
     assert (state.memory, state.user, state.awaits_weights) == (TRAIN, "", False)
-    for need in (TO_TRAIN, TO_READ, TO_EXCHANGE):
+    for need in (TRAIN_STEP, FORWARD, EXCHANGE_WEIGHTS):
         state.check("train()", need)
 
 
@@ -20,16 +27,16 @@ def test_an_open_step_refuses_what_is_not_part_of_it_and_says_how_to_end_it() ->
     state = PolicyState()
     state.begin_step("begin_train_step()")
     assert state.step_open
-    state.check("train_microbatch()", TO_GO_ON)
-    state.check("logprobs()", TO_READ)
+    state.check("train_microbatch()", CONTINUE_STEP)
+    state.check("logprobs()", FORWARD)
     for attempt in (
-        lambda: state.check("train()", TO_TRAIN),
+        lambda: state.check("train()", TRAIN_STEP),
         lambda: state.begin_step("begin_train_step()"),
     ):
         with pytest.raises(ConfigError, match=r"call finish_train_step\(\), or abort_train_step"):
             attempt()
     state.end_step("finish_train_step()")
-    state.check("train()", TO_TRAIN)
+    state.check("train()", TRAIN_STEP)
     with pytest.raises(ConfigError, match=r"call begin_train_step\(\) first"):
         state.end_step("finish_train_step()")
 
@@ -38,11 +45,11 @@ def test_a_load_that_was_not_finished_is_named_until_another_is() -> None:
     state = PolicyState(awaits_weights=True)
     state.begin_load("/checkpoints/iter_0000007")
     with pytest.raises(CheckpointError, match=r"iter_0000007 was not finished.*load_checkpoint"):
-        state.check("train()", TO_TRAIN)
-    state.check("load_checkpoint()", TO_READ, repairs=True)
+        state.check("train()", TRAIN_STEP)
+    state.check("load_checkpoint()", FORWARD, repairs=True)
     state.fill()
     state.end_load()
-    state.check("train()", TO_TRAIN)
+    state.check("train()", TRAIN_STEP)
     assert not state.awaits_weights
 
 
@@ -50,18 +57,18 @@ def test_weights_in_use_are_not_taken_away() -> None:
     state = PolicyState()
     with state.in_use("the reference policy"), state.in_use("export()"):
         assert state.user == "export()"
-        state.check("logprobs()", TO_READ)
+        state.check("logprobs()", FORWARD)
         with pytest.raises(ConfigError, match=r"has to wait until export\(\) has ended"):
-            state.check("train()", TO_TRAIN)
+            state.check("train()", TRAIN_STEP)
     assert state.user == ""
-    state.check("train()", TO_TRAIN)
+    state.check("train()", TRAIN_STEP)
 
 
 def test_memory_that_is_away_names_the_call_that_brings_it_back() -> None:
     state = PolicyState()
     state.enter(IDLE)
     with pytest.raises(ConfigError, match=r"call prepare_for_training\(\) first"):
-        state.check("train()", TO_TRAIN)
+        state.check("train()", TRAIN_STEP)
 
 
 def test_a_step_leaves_a_gather_until_it_is_settled() -> None:

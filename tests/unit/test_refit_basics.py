@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.buffers import Buffer, Room
+from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.digest import DEVICE, HOST, algorithm_for, digest
 from megatron_policy.refit.manifest import Manifest, Sent
 
@@ -121,7 +121,7 @@ def test_a_room_shows_a_tensor_in_its_buffer() -> None:
     buffer = Buffer.on(torch.device("cpu"), 1000)
     assert buffer.memory.numel() == 1024
     buffer.memory.zero_()
-    room = Room(buffer, 512)
+    room = BufferSlice(buffer, 512)
     room.tensor((2, 3), torch.float32).fill_(1.0)
     assert room.bytes(24).view(torch.float32).tolist() == [1.0] * 6
     assert not buffer.memory[:512].any()

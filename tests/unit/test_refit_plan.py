@@ -20,7 +20,7 @@ from megatron_policy.converters.table import Table, bind
 from megatron_policy.coordination.process_group import PendingCollective
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.parallel.topology import LayerSplit
-from megatron_policy.refit.buffers import Buffer, Room
+from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.export import Sources, _Rounds, stream_alone
 from megatron_policy.refit.plan import (
     Model,
@@ -74,7 +74,7 @@ class Alone:
 def together(plan: RefitPlan, sources: list[Sources]) -> dict[str, torch.Tensor]:
     """All slots' exchanges in one process."""
     everyone: Any = [_Rounds(plan, s, Alone(slot), Alone(0)) for slot, s in enumerate(sources)]
-    rooms: dict[str, Room] = {}
+    rooms: dict[str, BufferSlice] = {}
     for number in range(plan.rounds):
         for rounds in everyone:
             rounds.start(number)
@@ -83,7 +83,7 @@ def together(plan: RefitPlan, sources: list[Sources]) -> dict[str, torch.Tensor]
         for item, begin, end in plan.in_round(number):
             tensor = item.tensor
             if tensor.name not in rooms:
-                rooms[tensor.name] = Room(Buffer.on(torch.device("cpu"), tensor.nbytes), 0)
+                rooms[tensor.name] = BufferSlice(Buffer.on(torch.device("cpu"), tensor.nbytes), 0)
             everyone[0].unpack(item, begin, end, rooms[tensor.name])
     return {t.name: rooms[t.name].tensor(t.shape, t.dtype) for t in plan.tensors}
 
@@ -116,8 +116,8 @@ def test_one_rank_alone_streams_every_tensor_bit_equal(checkpoint: Any, family: 
     expected, model = files(path), model_of(path)
     plan = plan_refit(model)
 
-    def place(tensor: RefitTensor) -> Room:
-        return Room(Buffer.on(torch.device("cpu"), tensor.nbytes + 512), 512)
+    def place(tensor: RefitTensor) -> BufferSlice:
+        return BufferSlice(Buffer.on(torch.device("cpu"), tensor.nbytes + 512), 512)
 
     seen = []
     for tensor, room in stream_alone(plan, shards(model.table, expected, 0, 1), place):

@@ -10,15 +10,15 @@ import pytest
 from megatron_policy.errors import ConfigError, TransitionError
 from megatron_policy.memory.states import (
     ALL,
+    FORWARD,
     IDLE,
     LOGPROB,
     NOTHING,
     REFIT,
+    SEND_WEIGHTS,
     STATES,
-    TO_READ,
-    TO_REFIT,
-    TO_TRAIN,
     TRAIN,
+    TRAIN_STEP,
     Kind,
     MemoryState,
     check_permits,
@@ -28,16 +28,16 @@ from megatron_policy.memory.states import (
 )
 
 PERMITTED = {
-    TRAIN: {TO_TRAIN, TO_READ, TO_REFIT},
-    LOGPROB: {TO_READ, TO_REFIT},
-    REFIT: {TO_READ, TO_REFIT},
+    TRAIN: {TRAIN_STEP, FORWARD, SEND_WEIGHTS},
+    LOGPROB: {FORWARD, SEND_WEIGHTS},
+    REFIT: {FORWARD, SEND_WEIGHTS},
     IDLE: set(),
 }
 SUBSETS = [frozenset(some) for size in range(4) for some in itertools.combinations(Kind, size)]
 
 
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.name)
-@pytest.mark.parametrize("need", [TO_TRAIN, TO_READ, TO_REFIT], ids=lambda need: need.call)
+@pytest.mark.parametrize("need", [TRAIN_STEP, FORWARD, SEND_WEIGHTS], ids=lambda need: need.call)
 def test_a_state_permits_what_it_holds_and_refuses_the_rest_by_name(state, need) -> None:
     if need in PERMITTED[state]:
         check_permits(state, "probe()", need)
@@ -50,7 +50,7 @@ def test_a_state_permits_what_it_holds_and_refuses_the_rest_by_name(state, need)
 
 def test_the_refusal_of_training_while_idle_reads_as_a_sentence() -> None:
     with pytest.raises(ConfigError) as refusal:
-        check_permits(IDLE, "train()", TO_TRAIN)
+        check_permits(IDLE, "train()", TRAIN_STEP)
     assert str(refusal.value) == (
         "train() needs the train state; the policy is idle (its weights are in host memory): "
         "call prepare_for_training() first"

@@ -16,7 +16,11 @@ import torch
 
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.transports.ipc import shared_memory
-from megatron_policy.refit.transports.ipc.exported_buffer import Lent, borrow, handle_of
+from megatron_policy.refit.transports.ipc.exported_buffer import (
+    ExportedBuffer,
+    handle_of,
+    open_exported,
+)
 from megatron_policy.refit.transports.ipc.shared_memory import (
     DIRECTORY,
     SharedMemory,
@@ -227,13 +231,15 @@ def test_a_directory_that_is_not_there_is_named() -> None:
 
 
 def test_a_lent_buffer_is_gone_when_it_is_closed_although_somebody_holds_it() -> None:
-    lent = Lent(1000, HOST)
+    lent = ExportedBuffer(1000, HOST)
     held = lent.buffer
     held.typed(torch.float32).fill_(2)
     handle, rebuild = lent.handle(), lent.rebuild(torch.float32)
     sums: list[float] = []
-    borrow(handle, lambda memory: sums.append(float(memory.view(torch.float32).sum())))
-    borrow(handle_of(rebuild), lambda memory: sums.append(float(memory.view(torch.float32).sum())))
+    open_exported(handle, lambda memory: sums.append(float(memory.view(torch.float32).sum())))
+    open_exported(
+        handle_of(rebuild), lambda memory: sums.append(float(memory.view(torch.float32).sum()))
+    )
     function, arguments = rebuild
     changed = list(arguments)
     changed[6] = 3  # as the host's receivers do
@@ -242,20 +248,20 @@ def test_a_lent_buffer_is_gone_when_it_is_closed_although_somebody_holds_it() ->
     lent.close()
     assert held.memory.numel() == 0 and shared_memory_of("self") == []
     with pytest.raises(RefitError):
-        borrow(handle, print)
+        open_exported(handle, print)
 
 
 def test_an_engine_that_keeps_a_borrowed_tensor_is_told() -> None:
-    lent = Lent(1000, HOST)
+    lent = ExportedBuffer(1000, HOST)
     kept: list[torch.Tensor] = []
     with pytest.raises(RefitError, match="copy what it keeps"):
-        borrow(lent.handle(), kept.append)
+        open_exported(lent.handle(), kept.append)
     kept.clear()
     lent.close()
 
 
 def test_an_error_that_is_kept_does_not_keep_the_memory() -> None:
-    lent = Lent(1000, HOST)
+    lent = ExportedBuffer(1000, HOST)
 
     def fail(memory: torch.Tensor) -> None:
         part = memory[5:]
@@ -265,7 +271,7 @@ def test_an_error_that_is_kept_does_not_keep_the_memory() -> None:
             raise RefitError("no") from error
 
     with pytest.raises(RefitError) as raised:
-        borrow(lent.handle(), fail)
+        open_exported(lent.handle(), fail)
     lent.close()
     assert shared_memory_of("self") == [] and str(raised.value) == "no"
 

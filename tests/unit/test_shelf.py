@@ -10,15 +10,15 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from megatron_policy.memory.offloader import Shelf
-from megatron_policy.memory.pinned_pool import ALIGNMENT, HostPool
+from megatron_policy.memory.offloader import StorageOffloader
+from megatron_policy.memory.pinned_pool import ALIGNMENT, PinnedMemoryPool
 
 BLOCK = 4 * ALIGNMENT
 SIZES = (100, 3 * ALIGNMENT, BLOCK, 2 * BLOCK + 7, 1)
 
 
-def small_pool() -> HostPool:
-    return HostPool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), BLOCK)
+def small_pool() -> PinnedMemoryPool:
+    return PinnedMemoryPool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), BLOCK)
 
 
 def spans(region: tuple[torch.Tensor, ...]) -> list[tuple[int, int]]:
@@ -60,7 +60,7 @@ def test_a_block_that_cannot_be_had_leaves_the_pool_as_it_was() -> None:
             raise RuntimeError("no host memory")
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    pool = HostPool(allocate, BLOCK)
+    pool = PinnedMemoryPool(allocate, BLOCK)
     kept = spans(pool.take(100))
     refuse = True
     with pytest.raises(RuntimeError, match="no host memory"):
@@ -78,7 +78,7 @@ def test_views_of_an_emptied_storage_hold_their_content_again_after_the_refill()
     whole = torch.randn(1000)
     views = [whole[10:20], whole.view(10, 100).t(), whole.view(torch.uint8)]
     expected = [view.clone() for view in (whole, *views)]
-    shelf = Shelf(small_pool())
+    shelf = StorageOffloader(small_pool())
     shelf.empty(storages([whole]))
     assert whole.untyped_storage().nbytes() == 0 and shelf.nbytes == 4000
     shelf.refill()
@@ -87,7 +87,7 @@ def test_views_of_an_emptied_storage_hold_their_content_again_after_the_refill()
 
 
 def test_without_a_pool_zeros_come_back() -> None:
-    gradients, shelf = torch.ones(100), Shelf(None)
+    gradients, shelf = torch.ones(100), StorageOffloader(None)
     shelf.empty(storages([gradients]))
     assert gradients.untyped_storage().nbytes() == 0
     shelf.refill()
@@ -112,7 +112,7 @@ def test_a_refill_that_runs_out_of_room_goes_on_where_it_stopped(room_for: int) 
     tensors = [torch.randn(size) for size in (700, 300, 900)]
     expected = [tensor.clone() for tensor in tensors]
     resize = Limited()
-    shelf = Shelf(small_pool(), resize)
+    shelf = StorageOffloader(small_pool(), resize)
     shelf.empty(storages(tensors))
     made = shelf.host_bytes
     for _ in range(4):  # what has come back may go again meanwhile, and takes no new memory
@@ -132,7 +132,7 @@ def test_a_refill_that_runs_out_of_room_goes_on_where_it_stopped(room_for: int) 
 def fill_up(pipe: Connection) -> None:
     """Empty 3 x 64 MiB, take the room for two of them away, refill, give the room back, refill."""
     tensors = [torch.full((16 << 20,), float(value)) for value in range(3)]
-    shelf = Shelf(HostPool())
+    shelf = StorageOffloader(PinnedMemoryPool())
     shelf.empty(storages(tensors))
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()

@@ -18,7 +18,7 @@ from megatron_policy.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Trained:
+class OptimizerShard:
     """Elements `first` to `last` of a flattened parameter, and what `inner` has of them."""
 
     parameter: torch.Tensor
@@ -83,13 +83,13 @@ class Trained:
         return "betas" in self.group
 
 
-def trained(optimizer: Any) -> Iterator[Trained]:
+def optimizer_shards(optimizer: Any) -> Iterator[OptimizerShard]:
     """All that `optimizer`, as Megatron-Core's `get_megatron_optimizer` makes it, trains here."""
     for leaf in _leaves(optimizer):
         inner = leaf.optimizer
         groups = {id(main): group for group in inner.param_groups for main in group["params"]}
         for parameter, main, first, last in _ranges(leaf):
-            yield Trained(parameter, main, first, last, inner, groups.pop(id(main)))
+            yield OptimizerShard(parameter, main, first, last, inner, groups.pop(id(main)))
         assert not groups, "the optimizer trains what belongs to no parameter of the model"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from megatron_policy.engines.megatron.optimizer import WrappedModel
-from megatron_policy.engines.megatron.optimizer_shards import Trained, trained
+from megatron_policy.engines.megatron.optimizer_shards import OptimizerShard, optimizer_shards
 from megatron_policy.errors import CheckpointError
 from megatron_policy.interfaces.engine import MAIN, StateTensor
 
@@ -38,7 +38,7 @@ class MegatronOptimizerState:
         """Of all that `tensors` returns once there is all of it."""
         return sum(
             (each.last - each.first) * torch.float32.itemsize * (each.separate + len(each.moments))
-            for each in self._trained()
+            for each in self._shards()
         )
 
     def tensors(self) -> list[StateTensor]:
@@ -46,7 +46,7 @@ class MegatronOptimizerState:
         where the model's own are fp32. A parameter of which this rank has no range is left out.
         """
         found = []
-        for each in self._trained():
+        for each in self._shards():
             parts = {MAIN: each.main} if each.separate else {}
             parts |= {kind: each.state[kind] for kind in each.moments if kind in each.state}
             for kind, tensor in parts.items():
@@ -61,7 +61,7 @@ class MegatronOptimizerState:
 
         What exists already stays as it is.
         """
-        for each in self._trained():
+        for each in self._shards():
             state = each.inner.state[each.main]
             if each.counts_alone and "step" not in state:
                 on_device = each.group["capturable"] or each.group["fused"]
@@ -80,7 +80,7 @@ class MegatronOptimizerState:
 
         CheckpointError if it is not the same for all parameters.
         """
-        counts = {each.steps for each in self._trained()}
+        counts = {each.steps for each in self._shards()}
         if len(counts) > 1:
             raise CheckpointError(
                 "the optimizer has not taken equally many steps for all parameters of this rank: "
@@ -92,7 +92,7 @@ class MegatronOptimizerState:
     @torch.no_grad()
     def set_step(self, step: int) -> None:
         """Go on counting from here; after `materialize`. Nothing where nothing is counted."""
-        for each in self._trained():
+        for each in self._shards():
             if each.counts_alone:
                 each.state["step"].fill_(step)
             elif each.counts_in_group:
@@ -103,12 +103,12 @@ class MegatronOptimizerState:
         """Be as new over the model's parameters as they are now: main parameters taken from them,
         no moments, no steps.
         """
-        for each in self._trained():
+        for each in self._shards():
             each.inner.state.pop(each.main, None)
             if each.counts_in_group:
                 each.group.pop("step", None)
             if each.separate:
                 each.main.view(-1).copy_(each.own)
 
-    def _trained(self) -> list[Trained]:
-        return list(trained(self._model.optimizer))
+    def _shards(self) -> list[OptimizerShard]:
+        return list(optimizer_shards(self._model.optimizer))

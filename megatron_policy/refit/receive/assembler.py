@@ -34,7 +34,7 @@ class Engine:
     kept: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Intake:
+class WeightAssembler:
     """Takes one refit in. Any method may raise RefitError: the set is refused, and this is over."""
 
     def __init__(self, engine: Engine, algorithm: str | None = None) -> None:

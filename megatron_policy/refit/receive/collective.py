@@ -16,7 +16,7 @@ from megatron_policy.coordination.process_group import BoundedProcessGroup, Pend
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S, checked_timeout
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.refit.manifest import Manifest
-from megatron_policy.refit.receive.assembler import Intake
+from megatron_policy.refit.receive.assembler import WeightAssembler
 from megatron_policy.refit.receive.staging import readers_of
 from megatron_policy.refit.transports.collective.handshake import (
     ACCEPTED,
@@ -69,9 +69,11 @@ def join_collective(
     return CollectiveGroup(board, rank - trainers, world_size - trainers, timeout_s)
 
 
-def receive_collective(intake: Intake, group: CollectiveGroup, timeout_s: float) -> Manifest:
+def receive_collective(
+    assembler: WeightAssembler, group: CollectiveGroup, timeout_s: float
+) -> Manifest:
     """One refit, as `CollectiveGroup.receive`."""
-    return group.receive(intake, timeout_s)
+    return group.receive(assembler, timeout_s)
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class CollectiveGroup:
             int, tuple[int, BoundedProcessGroup]
         ] = {}  # by sender; in which call it was made
 
-    def receive(self, intake: Intake, timeout_s: float | None = None) -> Manifest:
+    def receive(self, assembler: WeightAssembler, timeout_s: float | None = None) -> Manifest:
         """One refit: the next that the trainer begins, or one that waits for this engine.
 
         Returns when the engine has loaded all weights. RefitError when the trainer does not begin,
@@ -108,11 +110,11 @@ class CollectiveGroup:
         trainer raises too, and the next refit begins anew on both sides.
         """
         limit = timeout_s or self._timeout_s
-        call = self._next_call(intake, limit)
+        call = self._next_call(assembler, limit)
         try:
             self._join(call, limit)
-            self._take(call, intake)
-            manifest = intake.finish(self._manifest(call, limit))
+            self._take(call, assembler)
+            manifest = assembler.finish(self._manifest(call, limit))
         except BaseException as error:
             self._refuse(call, error)
             raise
@@ -124,11 +126,11 @@ class CollectiveGroup:
         self._leave()
         self._board.close()
 
-    def _next_call(self, intake: Intake, limit: float) -> _Call:
+    def _next_call(self, assembler: WeightAssembler, limit: float) -> _Call:
         deadline = time.monotonic() + limit
         while True:
             number = self._wait_for_call(deadline, limit)
-            call = self._answer(number, intake, deadline, limit)
+            call = self._answer(number, assembler, deadline, limit)
             if call is not None:
                 return call
 
@@ -149,7 +151,9 @@ class CollectiveGroup:
         content = self._board.get(CALL, _left(deadline), missing)
         return understood(CALL, content, session=str, number=int, over=int)
 
-    def _answer(self, number: int, intake: Intake, deadline: float, limit: float) -> _Call | None:
+    def _answer(
+        self, number: int, assembler: WeightAssembler, deadline: float, limit: float
+    ) -> _Call | None:
         """Say that this engine is there; None when the call began with another process in its
         place.
         """
@@ -161,7 +165,7 @@ class CollectiveGroup:
             raise RefitError(f"the trainer's offer contradicts itself: {offer}")
         ready = note(number, "ready", self._engine)
         try:
-            intake.announce(
+            assembler.announce(
                 {slot.name: (slot.shape, slot.dtype) for s in layout.streams for slot in s.slots}
             )
         except RefitError as error:
@@ -205,11 +209,11 @@ class CollectiveGroup:
             channel = self._board.process_group(name, self._engine + 1, size, limit)
             self._joined[sender] = (made_in, channel)
 
-    def _take(self, call: _Call, intake: Intake) -> None:
+    def _take(self, call: _Call, assembler: WeightAssembler) -> None:
         """Receive all chunks, one of each sender in turn: in an order that all engines keep."""
         chunks = [list(stream.chunks(call.bucket_bytes)) for stream in call.layout.streams]
         where = device.current_device()
-        readers = readers_of(call.layout.streams, call.bucket_bytes, where, intake)
+        readers = readers_of(call.layout.streams, call.bucket_bytes, where, assembler)
         pending: dict[int, PendingCollective] = {}
 
         def start(sender: int, number: int) -> None:
@@ -224,10 +228,10 @@ class CollectiveGroup:
             with heard(lambda: self._trainers_words(call)):
                 pending[sender].wait()
             # Where each chunk has memory of its own, the next comes while this one is read.
-            if intake.staged:
+            if assembler.staged:
                 start(sender, number + 1)
-            intake.take(readers[sender].complete(*chunks[sender][number]))
-            if not intake.staged:
+            assembler.take(readers[sender].complete(*chunks[sender][number]))
+            if not assembler.staged:
                 start(sender, number + 1)
 
     def _manifest(self, call: _Call, limit: float) -> Manifest:

@@ -15,26 +15,28 @@ from megatron_policy.errors import ConversionError, RefitError
 from megatron_policy.formats.manifest import read_manifest
 from megatron_policy.refit.digest import HOST
 from megatron_policy.refit.manifest import Manifest, Sent
-from megatron_policy.refit.receive.assembler import Intake
+from megatron_policy.refit.receive.assembler import WeightAssembler
 
 _PORTION = 256 * 2**20  # bytes that an engine is given at a time
 
 
-def receive_directory(intake_of: Callable[[str], Intake], path: str | os.PathLike[str]) -> Manifest:
+def receive_directory(
+    assembler_of: Callable[[str], WeightAssembler], path: str | os.PathLike[str]
+) -> Manifest:
     """One refit: the weights that `path` has now; does not wait for any.
 
-    `intake_of` takes the name of the digests' algorithm. RefitError where there is no complete
+    `assembler_of` takes the name of the digests' algorithm. RefitError where there is no complete
     directory of a policy, one that is older than what the engine has, damaged, or of another model.
     """
     root = expanded(path)
     try:
         manifest = _manifest_of(root)
         with HfReader(root) as reader:
-            intake = intake_of(manifest.algorithm)
-            intake.announce({name: (s.shape, s.dtype) for name, s in manifest.tensors.items()})
+            assembler = assembler_of(manifest.algorithm)
+            assembler.announce({name: (s.shape, s.dtype) for name, s in manifest.tensors.items()})
             for names in _portions(reader):
-                intake.take([(name, reader.tensor(name)) for name in names])
-            return intake.finish(manifest)
+                assembler.take([(name, reader.tensor(name)) for name in names])
+            return assembler.finish(manifest)
     except (ConversionError, OSError) as error:
         raise RefitError(f"the weights in {root} are refused: {error}") from error
 

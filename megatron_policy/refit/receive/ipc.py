@@ -17,11 +17,11 @@ from megatron_policy import device
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.buffers import aligned
 from megatron_policy.refit.manifest import Manifest
-from megatron_policy.refit.receive.assembler import Intake
+from megatron_policy.refit.receive.assembler import WeightAssembler
 from megatron_policy.refit.transports.ipc import protocol
 from megatron_policy.refit.transports.ipc.address import remove_if_dead
-from megatron_policy.refit.transports.ipc.exported_buffer import borrow, handle_of
-from megatron_policy.refit.transports.ipc.replies import Answering
+from megatron_policy.refit.transports.ipc.exported_buffer import handle_of, open_exported
+from megatron_policy.refit.transports.ipc.replies import ReplySocket
 
 _FAREWELL_S = 2.0  # for the last answer to leave
 
@@ -29,12 +29,12 @@ _Places = Mapping[str, tuple[tuple[int, ...], int]]
 """Where tensors are in flat memory: shape, and offset in elements."""
 
 
-def receive_stream(intake: Intake, address: str, timeout_s: float) -> Manifest:
+def receive_stream(assembler: WeightAssembler, address: str, timeout_s: float) -> Manifest:
     """Take one refit from the trainer that waits at the address; see `Receiver`."""
     try:
-        line = Answering(address, "trainer", timeout_s)
+        line = ReplySocket(address, "trainer", timeout_s)
         try:
-            return _answered(intake, line)
+            return _answered(assembler, line)
         finally:
             line.close(min(timeout_s, _FAREWELL_S))
     except BaseException:
@@ -42,12 +42,12 @@ def receive_stream(intake: Intake, address: str, timeout_s: float) -> Manifest:
         raise
 
 
-def _answered(intake: Intake, line: Answering) -> Manifest:
+def _answered(assembler: WeightAssembler, line: ReplySocket) -> Manifest:
     """Answer the trainer's questions until its last."""
     while True:
         content = line.receive()
         try:
-            accepted = _taken(intake, protocol.understood(content))
+            accepted = _taken(assembler, protocol.understood(content))
         except Exception as error:
             line.send(protocol.refusal(error))
             raise
@@ -56,22 +56,28 @@ def _answered(intake: Intake, line: Answering) -> Manifest:
             return accepted
 
 
-def _taken(intake: Intake, said: protocol.Pack | dict[str, Any] | Manifest) -> Manifest | None:
+def _taken(
+    assembler: WeightAssembler, said: protocol.Pack | dict[str, Any] | Manifest
+) -> Manifest | None:
     """Do what a question asks for; the manifest when it was the last."""
     if isinstance(said, Manifest):
-        return intake.finish(said)
+        return assembler.finish(said)
     if isinstance(said, dict):
-        intake.announce(said)
+        assembler.announce(said)
     else:
-        borrow(said.handle, lambda memory: intake.take(list(_packed(intake, said, memory))))
+        open_exported(
+            said.handle, lambda memory: assembler.take(list(_packed(assembler, said, memory)))
+        )
     return None
 
 
-def _packed(intake: Intake, pack: protocol.Pack, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _packed(
+    assembler: WeightAssembler, pack: protocol.Pack, memory: Tensor
+) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a pack, where they lie."""
     offset = 0
     for name in pack.names:
-        shape, dtype = intake.form(name)
+        shape, dtype = assembler.form(name)
         size = math.prod(shape) * dtype.itemsize
         if offset + size > memory.numel():
             raise RefitError(f"{name} does not fit in what the trainer sent: it has another model")
@@ -85,11 +91,11 @@ def _packed(intake: Intake, pack: protocol.Pack, memory: Tensor) -> Iterator[tup
 
 
 def receive_handles(
-    unfinished: Intake | None,
-    begin: Callable[[], Intake],
+    unfinished: WeightAssembler | None,
+    begin: Callable[[], WeightAssembler],
     handles: Mapping[str, Any],
     device_id: str | None,
-) -> Intake:
+) -> WeightAssembler:
     """Take some weights of a refit in, and what is unfinished after it; see `Receiver`.
 
     Nothing says where a refit begins: it does where its first tensor comes again.
@@ -105,18 +111,20 @@ def receive_handles(
     if not packed:
         raise RefitError("handles of single tensors are not understood, only packed ones")
     first = next(iter(unfinished.arrived), None) if unfinished else None
-    intake = begin() if unfinished is None or first in offsets else unfinished
-    forms = {name: intake.form(name) for name in offsets}
+    assembler = begin() if unfinished is None or first in offsets else unfinished
+    forms = {name: assembler.form(name) for name in offsets}
     if unclaimed := {form[1] for form in forms.values()} - rebuilds.keys():
         raise RefitError(f"the trainer sent no tensor of {unclaimed}: it has another model")
     for dtype, rebuild in rebuilds.items():
         mine = {name: (shape, offsets[name]) for name, (shape, d) in forms.items() if d == dtype}
-        borrow(handle_of(rebuild), functools.partial(_take_flat, intake, dtype, mine))
-    return intake
+        open_exported(handle_of(rebuild), functools.partial(_take_flat, assembler, dtype, mine))
+    return assembler
 
 
-def _take_flat(intake: Intake, dtype: torch.dtype, where: _Places, memory: Tensor) -> None:
-    intake.take(_flat(memory, dtype, where))
+def _take_flat(
+    assembler: WeightAssembler, dtype: torch.dtype, where: _Places, memory: Tensor
+) -> None:
+    assembler.take(_flat(memory, dtype, where))
 
 
 def _flat(memory: Tensor, dtype: torch.dtype, where: _Places) -> list[tuple[str, Tensor]]:

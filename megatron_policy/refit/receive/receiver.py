@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S, checked_timeout
 from megatron_policy.refit.manifest import Manifest, forms
-from megatron_policy.refit.receive.assembler import Engine, Intake, Load
+from megatron_policy.refit.receive.assembler import Engine, Load, WeightAssembler
 
 
 class Receiver:
@@ -39,7 +39,7 @@ class Receiver:
         """
         self.timeout_s = checked_timeout(timeout_s)
         self._engine = Engine(load, None if expected is None else forms(expected), staged)
-        self._unfinished: Intake | None = None
+        self._unfinished: WeightAssembler | None = None
 
     @property
     def step(self) -> int | None:
@@ -60,9 +60,9 @@ class Receiver:
         """
         return self._engine.mixed
 
-    def intake(self, algorithm: str | None = None) -> Intake:
+    def assembler(self, algorithm: str | None = None) -> WeightAssembler:
         """For a transport: what takes one refit in; see there for `algorithm`."""
-        return Intake(self._engine, algorithm)
+        return WeightAssembler(self._engine, algorithm)
 
     def release(self) -> None:
         """Give back what is kept between refits; the next one allocates it anew."""
@@ -75,7 +75,7 @@ class Receiver:
         """One refit from a trainer on this machine, which binds `ipc://<path>` (`IpcStream`)."""
         from megatron_policy.refit.receive.ipc import receive_stream
 
-        return receive_stream(self.intake(), address, self.timeout_s)
+        return receive_stream(self.assembler(), address, self.timeout_s)
 
     def receive_ipc_handles(self, handles: Mapping[str, Any], device_id: str | None = None) -> None:
         """Some weights of a refit: what `IpcHandles.weights` returned on this machine, by device.
@@ -85,21 +85,21 @@ class Receiver:
         from megatron_policy.refit.receive.ipc import receive_handles
 
         unfinished, self._unfinished = self._unfinished, None  # an error ends it
-        self._unfinished = receive_handles(unfinished, self.intake, handles, device_id)
+        self._unfinished = receive_handles(unfinished, self.assembler, handles, device_id)
 
     def finish_ipc(self, manifest: Manifest) -> Manifest:
         """The end of a refit by `receive_ipc_handles`: check all that came, and load it."""
         unfinished, self._unfinished = self._unfinished, None
-        return (unfinished or self.intake()).finish(manifest)
+        return (unfinished or self.assembler()).finish(manifest)
 
     def receive_collective(self, group: Any) -> Manifest:
         """One refit from a trainer in the same group of processes."""
         from megatron_policy.refit.receive.collective import receive_collective
 
-        return receive_collective(self.intake(), group, self.timeout_s)
+        return receive_collective(self.assembler(), group, self.timeout_s)
 
     def receive_directory(self, path: str | os.PathLike[str]) -> Manifest:
         """One refit from a directory that a trainer has published."""
         from megatron_policy.refit.receive.disk import receive_directory
 
-        return receive_directory(self.intake, path)
+        return receive_directory(self.assembler, path)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron_policy.refit.receive.assembler import Intake
+from megatron_policy.refit.receive.assembler import WeightAssembler
 from megatron_policy.refit.transports.collective.chunks import (
     ChunkReader,
     Reader,
@@ -18,20 +18,20 @@ from megatron_policy.refit.transports.collective.stream_layout import Stream
 
 
 def readers_of(
-    streams: Sequence[Stream], chunk_bytes: int, where: torch.device, intake: Intake
+    streams: Sequence[Stream], chunk_bytes: int, where: torch.device, assembler: WeightAssembler
 ) -> list[Reader]:
-    """One for each stream. A staged intake is given the memory that chunks are received in, so that
-    nothing is copied; it is kept, and used again by a refit of the same streams.
+    """One for each stream. A staged assembler is given the memory that chunks are received in, so
+    nothing is copied; a refit of the same streams uses that memory again.
     """
-    if not intake.staged:
+    if not assembler.staged:
         return [ChunkReader(stream, chunk_bytes, where) for stream in streams]
     readers: list[Reader] = []
     for stream in streams:
-        memory = _kept_memory(stream, intake.kept)
+        memory = _kept_memory(stream, assembler.kept)
         if memory is None:
             memory = torch.empty(stream.nbytes, dtype=torch.uint8, device=where)
-            intake.kept.update(views_of(stream, memory))
-        readers.append(WholeReader(stream, memory, intake.kept))
+            assembler.kept.update(views_of(stream, memory))
+        readers.append(WholeReader(stream, memory, assembler.kept))
     return readers
 
 

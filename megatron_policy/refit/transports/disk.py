@@ -21,7 +21,7 @@ from megatron_policy.errors import ConfigError, ExportError, RefitError
 from megatron_policy.formats.digests import of_bytes
 from megatron_policy.formats.manifest import Manifest as DirectoryManifest
 from megatron_policy.formats.tensors import Info
-from megatron_policy.refit.buffers import Buffer, Room
+from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.digest import HOST, algorithm_for, digest
 from megatron_policy.refit.file_plan import ExportFile, ExportPlan, plan_export
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megatron_policy.refit.plan import RefitTensor
 
 
-class DirectoryOutlet:
+class DirectorySession:
     """A rank's end of an `HfDirectory`: writes its files, and on rank 0 publishes those of all.
 
     What goes wrong in a file is kept until `finish`: that is collective, and tells all ranks.
@@ -58,21 +58,21 @@ class DirectoryOutlet:
         except RuntimeError as error:
             self._failure = error
 
-    def place(self, tensor: RefitTensor) -> Room | None:
-        """See `delivery.Outlet`; None for what is in others' files."""
+    def place(self, tensor: RefitTensor) -> BufferSlice | None:
+        """See `delivery.TransportSession`; None for what is in others' files."""
         if self._failure is not None or tensor.name not in self._file_of:
             return None
-        return Room(self._buffer, 0)
+        return BufferSlice(self._buffer, 0)
 
-    def filled(self, tensor: RefitTensor, room: Room) -> None:
-        """See `delivery.Outlet`."""
+    def filled(self, tensor: RefitTensor, room: BufferSlice) -> None:
+        """See `delivery.TransportSession`."""
         try:
             self._write(tensor.name, room.tensor(tensor.shape, tensor.dtype))
         except Exception as error:
             self._failure = error
 
     def finish(self, manifest: Manifest) -> None:
-        """See `delivery.Outlet`; collective over all ranks."""
+        """See `delivery.TransportSession`; collective over all ranks."""
         if manifest.algorithm == HOST:
             self._digests = {name: sent.digest for name, sent in manifest.tensors.items()}
         names = list(self._plan.weight_map)
@@ -90,7 +90,7 @@ class DirectoryOutlet:
             self._publish(dict(zip(names, digests, strict=True)), manifest.step)
 
     def close(self) -> None:
-        """See `delivery.Outlet`; half a checkpoint goes."""
+        """See `delivery.TransportSession`; half a checkpoint goes."""
         for file in self._written.values():
             file.close()
         self._sink.drop()
@@ -257,13 +257,13 @@ class HfDirectory:
         self._place = Place(**json.loads(told))
         return self._place
 
-    def open(self, exporter: Exporter, plan: RefitPlan) -> DirectoryOutlet | None:
+    def open(self, exporter: Exporter, plan: RefitPlan) -> DirectorySession | None:
         """This rank's files, of which it may have none; RefitError on rank 0 alone when there is no
         directory to write in.
         """
         place, self._place = self._place or self.prepare(exporter), None
         if not place.refusal:
-            return DirectoryOutlet(self, exporter, self.files(exporter), Path(place.partial))
+            return DirectorySession(self, exporter, self.files(exporter), Path(place.partial))
         if exporter.rank == 0:
             raise RefitError(place.refusal)
         return None

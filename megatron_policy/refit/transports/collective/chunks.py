@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_policy.coordination.process_group import PendingCollective
-from megatron_policy.refit.buffers import Buffer, Room
+from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.transports.collective.stream_layout import Slot, Stream
 
 
@@ -38,15 +38,15 @@ class Writer:
         self._first = 0  # where in the stream the chunk begins
         self._pending: PendingCollective | None = None
 
-    def place(self, name: str) -> Room:
+    def place(self, name: str) -> BufferSlice:
         """Where that tensor's elements belong; tensors come in the stream's order."""
         slot, _ = self._slots[name]
         if not _fits(slot, self._size):
-            return Room(self._aside, 0)
+            return BufferSlice(self._aside, 0)
         self.settle()
-        return Room(self._chunk, slot.offset - self._first)
+        return BufferSlice(self._chunk, slot.offset - self._first)
 
-    def filled(self, name: str, room: Room) -> None:
+    def filled(self, name: str, room: BufferSlice) -> None:
         """All elements of that tensor are there."""
         slot, upto = self._slots[name]
         at = slot.offset

@@ -108,7 +108,7 @@ def gave_up(content: bytes | None) -> str | None:
     return f"the trainer gave up: {content.removeprefix(_GAVE_UP).decode(errors='replace')}"
 
 
-class Caller:
+class SenderHandshake:
     """A sender's part in the calls of its group."""
 
     def __init__(

@@ -17,10 +17,10 @@ from megatron_policy.coordination.control_store import ControlStore
 from megatron_policy.coordination.process_group import BoundedProcessGroup, PendingCollective
 from megatron_policy.coordination.timeouts import ENGINE_SHARE, checked_timeout
 from megatron_policy.errors import ConfigError
-from megatron_policy.refit.buffers import Room
+from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.manifest import Manifest
 from megatron_policy.refit.transports.collective.chunks import Writer
-from megatron_policy.refit.transports.collective.handshake import Caller, group_name, heard
+from megatron_policy.refit.transports.collective.handshake import SenderHandshake, group_name, heard
 from megatron_policy.refit.transports.collective.stream_layout import Layout, Stream
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Member:
     """A sender's end: the board, and the group in which it sends."""
 
     def __init__(self, board: ControlStore, sender: int, engines: int, patience_s: float) -> None:
-        self.caller = Caller(board, sender, engines, uuid.uuid4().hex, patience_s)
+        self.caller = SenderHandshake(board, sender, engines, uuid.uuid4().hex, patience_s)
         self.sender, self._engines = sender, engines
         self._board, self._patience_s = board, patience_s
         self._channel: BoundedProcessGroup | None = None
@@ -223,18 +223,18 @@ class CollectiveOutlet:
             Stream.of(plan.tensors), plan.bucket_bytes, exporter.device, self._send
         )
 
-    def place(self, tensor: RefitTensor) -> Room:
-        """See `delivery.Outlet`."""
+    def place(self, tensor: RefitTensor) -> BufferSlice:
+        """See `delivery.TransportSession`."""
         with heard(self._member.caller.objections):
             return self._writer.place(tensor.name)
 
-    def filled(self, tensor: RefitTensor, room: Room) -> None:
-        """See `delivery.Outlet`."""
+    def filled(self, tensor: RefitTensor, room: BufferSlice) -> None:
+        """See `delivery.TransportSession`."""
         with heard(self._member.caller.objections):
             self._writer.filled(tensor.name, room)
 
     def finish(self, manifest: Manifest) -> None:
-        """See `delivery.Outlet`."""
+        """See `delivery.TransportSession`."""
         with self._exporter.alive():  # for ranks that wait: engines may take their time to load
             with heard(self._member.caller.objections):
                 self._writer.settle()
@@ -242,7 +242,7 @@ class CollectiveOutlet:
         self._accepted = True
 
     def close(self) -> None:
-        """See `delivery.Outlet`."""
+        """See `delivery.TransportSession`."""
         if not self._accepted:
             self._member.give_up("what failed there is in its log")
 

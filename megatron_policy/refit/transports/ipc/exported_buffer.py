@@ -35,7 +35,7 @@ GLOBALS = on_gpu.GLOBALS | {
 """What a pickled handle names, beside dtypes: (module, name)."""
 
 
-class Lent:
+class ExportedBuffer:
     """A buffer of this process that another one may open."""
 
     def __init__(self, nbytes: int, where: torch.device, directory: str = DIRECTORY) -> None:
@@ -49,7 +49,7 @@ class Lent:
             self.buffer = Buffer.on(where, size)
 
     def handle(self) -> object:
-        """What `borrow` opens, and for a GPU the host's receivers too; for one opening."""
+        """What `open_exported` opens, and for a GPU the host's receivers too; for one opening."""
         if self._host is not None:
             return self._host.handle()
         return on_gpu.share(self.buffer.memory)[1:]
@@ -69,7 +69,7 @@ class Lent:
             self._host.close()
 
 
-def borrow(handle: object, consume: Callable[[Tensor], None]) -> None:
+def open_exported(handle: object, consume: Callable[[Tensor], None]) -> None:
     """Call `consume` with the trainer's memory, flat uint8, which is given back when it returns.
 
     RefitError when it cannot be opened, or when a tensor of it is still held afterwards.
@@ -115,7 +115,7 @@ def _forget_locals(error: BaseException | None) -> None:
 
 
 def handle_of(rebuild: Any) -> object:
-    """What `borrow` opens, of a `Rebuild`; RefitError for any other function."""
+    """What `open_exported` opens, of a `Rebuild`; RefitError for any other function."""
     try:
         function, arguments = rebuild
         known = (function.__module__, function.__qualname__) in GLOBALS

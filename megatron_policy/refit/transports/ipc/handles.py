@@ -18,10 +18,10 @@ import torch
 
 from megatron_policy import device
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.buffers import Room, aligned
+from megatron_policy.refit.buffers import BufferSlice, aligned
 from megatron_policy.refit.digest import algorithm_for, digest
 from megatron_policy.refit.manifest import Manifest, Sent
-from megatron_policy.refit.transports.ipc.exported_buffer import Lent
+from megatron_policy.refit.transports.ipc.exported_buffer import ExportedBuffer
 from megatron_policy.refit.transports.ipc.shared_memory import DIRECTORY
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class IpcHandles:
     def __init__(self, exporter: Exporter, directory: str = DIRECTORY) -> None:
         """Without a GPU the memory is taken from `directory`."""
         self._exporter, self._directory = exporter, directory
-        self._lent: dict[torch.dtype, Lent] = {}
+        self._lent: dict[torch.dtype, ExportedBuffer] = {}
         self._sent: dict[str, Sent] = {}
         self._step: int | None = None
 
@@ -65,9 +65,9 @@ class IpcHandles:
             failure = error
             self._take_back()
 
-        def place(tensor: RefitTensor) -> Room | None:
+        def place(tensor: RefitTensor) -> BufferSlice | None:
             lent = self._lent
-            return Room(lent[tensor.dtype].buffer, places[tensor.name]) if lent else None
+            return BufferSlice(lent[tensor.dtype].buffer, places[tensor.name]) if lent else None
 
         for tensor, room in exporter.stream(plan, place):
             if room is not None:
@@ -106,7 +106,7 @@ class IpcHandles:
     def _lend(self, places: dict[str, int], tensors: Sequence[RefitTensor]) -> None:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             nbytes = max(places[t.name] + t.nbytes for t in tensors if t.dtype == dtype)
-            self._lent[dtype] = Lent(nbytes, self._exporter.device, self._directory)
+            self._lent[dtype] = ExportedBuffer(nbytes, self._exporter.device, self._directory)
 
     def _take_back(self) -> None:
         for lent in self._lent.values():

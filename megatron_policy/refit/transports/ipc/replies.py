@@ -16,7 +16,7 @@ from megatron_policy.refit.transports.ipc.link import Link, gone, nobody, silent
 LONGEST = 2**28  # bytes of a question: who sends more is hung up on
 
 
-class Answering:
+class ReplySocket:
     """The engine's end: answers whoever waits at the address, and never a second one."""
 
     def __init__(self, address: str, other: str, timeout_s: float) -> None:

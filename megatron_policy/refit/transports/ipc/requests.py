@@ -62,7 +62,7 @@ class _Door:
                 os.unlink(self._path)
 
 
-class Asking:
+class RequestSocket:
     """The trainer's end: one engine is asked all questions."""
 
     def __init__(self, address: str, other: str, timeout_s: float) -> None:

@@ -12,13 +12,13 @@ import torch
 from megatron_policy import device
 from megatron_policy.coordination.timeouts import ENGINE_SHARE
 from megatron_policy.errors import ConfigError
-from megatron_policy.refit.buffers import Room
+from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.manifest import Manifest
 from megatron_policy.refit.plan import Pack, RefitPlan, RefitTensor, packed
 from megatron_policy.refit.transports.ipc import protocol
-from megatron_policy.refit.transports.ipc.exported_buffer import Lent
+from megatron_policy.refit.transports.ipc.exported_buffer import ExportedBuffer
 from megatron_policy.refit.transports.ipc.protocol import Dialect
-from megatron_policy.refit.transports.ipc.requests import Asking
+from megatron_policy.refit.transports.ipc.requests import RequestSocket
 from megatron_policy.refit.transports.ipc.shared_memory import DIRECTORY
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class IpcStream:
         self._directory = directory
 
     def plan(self, exporter: Exporter) -> RefitPlan | None:
-        """Everything, on the ranks of a replica in which one has an engine; see `Sink`."""
+        """Everything, on the ranks of a replica in which one has an engine; see `Transport`."""
         grid, own = exporter.topology, exporter.coords
         if self._addresses is None:
             return exporter.plan()
@@ -73,8 +73,8 @@ class IpcStream:
         served = {(at.dp, at.cp) for at in map(grid.coords, self._addresses)}
         return exporter.plan() if (own.dp, own.cp) in served else None
 
-    def open(self, exporter: Exporter, plan: RefitPlan) -> _Outlet | None:
-        """Bind this rank's socket, if it has an engine; see `Sink`. RefitError when it cannot."""
+    def open(self, exporter: Exporter, plan: RefitPlan) -> _Session | None:
+        """Bind this rank's socket, if it has an engine. RefitError when it cannot."""
         if self._addresses is None:
             address = address_of(device.device_id())
         elif exporter.rank in self._addresses:
@@ -84,8 +84,8 @@ class IpcStream:
         on_host = exporter.device.type == "cpu"
         half = (self._buffer_bytes or (HOST_BUFFER_BYTES if on_host else GPU_BUFFER_BYTES)) // 2
         lender = _Lender(packed(plan.tensors, half), half, exporter.device, self._directory)
-        line = Asking(address, "engine", exporter.timeout_s * ENGINE_SHARE)
-        outlet = _Outlet(line, lender, self._dialect, exporter)
+        line = RequestSocket(address, "engine", exporter.timeout_s * ENGINE_SHARE)
+        outlet = _Session(line, lender, self._dialect, exporter)
         try:
             outlet.begin(plan)
         except BaseException:
@@ -104,20 +104,20 @@ class _Lender:
         self._half = half
         self._size = max((pack.nbytes for pack in packs if pack.nbytes <= half), default=0)
         self._where, self._directory = where, directory
-        self._halves: list[Lent] = []
+        self._halves: list[ExportedBuffer] = []
         self._count = 0
-        self.lent: Lent | None = None
+        self.lent: ExportedBuffer | None = None
         self.pack = Pack((), (), 0)
 
     def next(self) -> None:
         """Begin the next pack: it is `pack`, and to be made in `lent`."""
         self.pack = next(self._packs)
         if self.alone:
-            self.lent = Lent(self.pack.nbytes, self._where, self._directory)
+            self.lent = ExportedBuffer(self.pack.nbytes, self._where, self._directory)
             return
         # The half that was used longer ago: it was answered for before the other one was sent.
         again = self._halves.pop(0) if len(self._halves) == 2 else None
-        self.lent = again or Lent(self._size, self._where, self._directory)
+        self.lent = again or ExportedBuffer(self._size, self._where, self._directory)
         self._halves.append(self.lent)
 
     @property
@@ -139,10 +139,12 @@ class _Lender:
         self._halves.clear()
 
 
-class _Outlet:
-    """One rank's end of one stream; see `Outlet`."""
+class _Session:
+    """One rank's end of one stream; see `TransportSession`."""
 
-    def __init__(self, line: Asking, lender: _Lender, dialect: Dialect, exporter: Exporter) -> None:
+    def __init__(
+        self, line: RequestSocket, lender: _Lender, dialect: Dialect, exporter: Exporter
+    ) -> None:
         self._exporter = exporter
         self._line, self._lender, self._dialect = line, lender, dialect
         self._at = 0  # tensors that the pack has so far
@@ -154,14 +156,14 @@ class _Outlet:
         if opening is not None:
             self._ask(lambda: opening)
 
-    def place(self, tensor: RefitTensor) -> Room | None:
+    def place(self, tensor: RefitTensor) -> BufferSlice | None:
         if self._at == 0:
             self._lender.next()
         pack, lent = self._lender.pack, self._lender.lent
         assert lent is not None and pack.tensors[self._at].name == tensor.name, tensor.name
-        return Room(lent.buffer, pack.offsets[self._at])
+        return BufferSlice(lent.buffer, pack.offsets[self._at])
 
-    def filled(self, tensor: RefitTensor, room: Room) -> None:
+    def filled(self, tensor: RefitTensor, room: BufferSlice) -> None:
         self._at += 1
         pack, lent = self._lender.pack, self._lender.lent
         if self._at < len(pack.tensors):
