@@ -1,4 +1,4 @@
-# Every target makes the environment it needs: .venv (python3, pinned) or .venv-latest (Python 3.12, newest releases).
+# Every target makes the environment it needs: .venv (python3, pinned) or .venv-latest (Python 3.13 or 3.12, newest releases).
 PYTHON ?= python3
 PYTHON_LATEST ?=
 PYTEST_ARGS ?=
@@ -29,7 +29,7 @@ demo: $(VENV)/.installed ## train a small model by SFT and GRPO on 2 CPU workers
 test: $(VENV)/.installed ## run the tests; those that need GPUs skip where there are none
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
-test-latest: $(LATEST)/.installed ## run the tests on Python 3.12 with the newest megatron-core
+test-latest: $(LATEST)/.installed ## run the tests on Python 3.13 (or 3.12) with the newest megatron-core
 	$(LATEST)/bin/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 sweep-cpus: $(VENV)/.installed ## compare numbers under every instruction set that this machine has (an hour)
@@ -52,7 +52,7 @@ lint: $(VENV)/.installed ## ruff, formatting, and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(VENV)/.installed ## mend what ruff can mend
+format: $(VENV)/.installed ## fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

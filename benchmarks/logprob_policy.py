@@ -41,6 +41,7 @@ def measure(path: str, chunk: int, ranks: int) -> dict[str, Any]:
         raise RuntimeError("not every token but the first of each sequence has a log-probability")
     sample = found_BS[0, : LENGTHS[0]].tolist()
     peak = memory("VmHWM") - before
+    policy.shutdown()
     return {"cpu_s": seconds, "peak_bytes": peak, "samples": {"logprobs": sample}}
 
 

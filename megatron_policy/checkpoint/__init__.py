@@ -1,1 +1,3 @@
-"""Training checkpoints: a policy's weights and optimizer on the disk, for any layout to load."""
+"""Training checkpoints: a policy's weights and optimizer on disk, for any layout to load. Read
+`contents.py` first, then `saving.py` and `loading.py`.
+"""

@@ -1,0 +1,106 @@
+"""The public interface as text: names, signatures, entry points, options of the commands.
+
+`python -m tests.public_api` writes tests/public_api.txt anew; a change of it is a change on purpose.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any
+
+import megatron_policy
+from megatron_policy.renamed import RENAMED
+
+FILE = Path(__file__).with_name("public_api.txt")
+MODULES = {
+    "megatron_policy": None,
+    "megatron_policy.convert": None,
+    "megatron_policy.converters.architecture": ("Architecture",),
+    "megatron_policy.converters.config_fields": ("Fields",),
+    "megatron_policy.converters.registry": ("Family",),
+    "megatron_policy.converters.rows": ("GateUp", "Qkv", "Role", "Rows", "Vocab", "Whole"),
+    "megatron_policy.interfaces.engine": ("EngineBuilder", "Trainable", "TrainingEngine"),
+    "megatron_policy.interfaces.host": ("Host", "find_host"),
+    "megatron_policy.lm_head.logprobs": ("vocab_parallel_logprobs",),
+    "megatron_policy.refit.delivery": ("Transport", "TransportSession"),
+    "megatron_policy.refit.receive.collective": ("CollectiveGroup", "join_collective"),
+    "megatron_policy.refit.receive.receiver": ("Receiver",),
+    "megatron_policy.refit.transports.collective.transport": ("Collective",),
+    "megatron_policy.refit.transports.disk": ("HfDirectory",),
+    "megatron_policy.refit.transports.ipc.handles": ("IpcHandles",),
+    "megatron_policy.refit.transports.ipc.transport": ("IpcStream",),
+}
+"""What the documents import, by module; None is all that a module exports."""
+
+
+def lines() -> Iterator[str]:
+    """The interface, a line for each name."""
+    for name, wanted in MODULES.items():
+        module = importlib.import_module(name)
+        yield f"module {name}"
+        for member in sorted(wanted or module.__all__):
+            yield from _described(member, getattr(module, member))
+    yield "import paths that go with the next release"
+    yield from (f"  megatron_policy.{old} -> {new}" for old, new in sorted(RENAMED.items()))
+    yield "entry points"
+    found = distribution("megatron-policy").entry_points
+    yield from sorted(f"  {each.group}: {each.name} = {each.value}" for each in found)
+    yield "commands"
+    yield from _commands()
+
+
+def _described(name: str, value: Any) -> Iterator[str]:
+    if not inspect.isclass(value):
+        called = _signature(value) if callable(value) else ""
+        yield f"  {name}{called}"
+        return
+    bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
+    yield f"  class {name}({bases}){_signature(value) if is_dataclass(value) else ''}"
+    for member, found in inspect.getmembers(value):
+        own = not member.startswith("_") or member == "__init__"
+        if not own or any(member in vars(base) for base in (object, dict, Exception)):
+            continue
+        if _of_this_package(value, member):
+            raw = inspect.getattr_static(value, member)
+            if isinstance(raw, property):
+                yield f"    {member}: property"
+            elif callable(found):
+                yield f"    {member}{_signature(found)}"
+
+
+def _of_this_package(owner: type, member: str) -> bool:
+    """Whether the class that defines the member is this project's."""
+    definer = next((base for base in owner.__mro__ if member in vars(base)), owner)
+    return definer.__module__.split(".")[0] == megatron_policy.__name__
+
+
+def _signature(value: Any) -> str:
+    try:
+        return str(inspect.signature(value)).replace("'", "")
+    except (TypeError, ValueError):
+        return "(...)"
+
+
+def _commands() -> Iterator[str]:
+    from typer.main import get_command
+
+    from megatron_policy.cli import app
+
+    group = get_command(app)
+    for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
+        options = [" ".join(each.opts) for each in command.params]
+        yield f"  {name}: {', '.join(options)}"
+
+
+def text() -> str:
+    """The whole interface."""
+    return "\n".join(lines()) + "\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(text(), encoding="utf-8")
