@@ -86,7 +86,7 @@ def _plain_step(plain: PlainLoop, batch: BatchedDataDict) -> tuple[float, float]
 
 def _policy_step(policy: MegatronPolicy, batch: BatchedDataDict) -> tuple[float, float]:
     result = policy.train(batch, NextTokenLoss())
-    return result["global_loss"].item(), result["grad_norm"].item()
+    return result["loss"].item(), result["grad_norm"].item()
 
 
 def _config(path: Path) -> dict[str, Any]:

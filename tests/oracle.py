@@ -225,7 +225,7 @@ class Learned:
         allows; so are those of its first steps if these are fewer.
         """
         for index, step in enumerate(steps):
-            self.assert_same_loss(step["global_loss"], index, context)
+            self.assert_same_loss(step["loss"], index, context)
             self.assert_same_norm(step["grad_norm"], index, context)
 
     def assert_same_loss(self, found: torch.Tensor, index: int, context: object = "") -> None:

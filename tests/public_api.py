@@ -1,6 +1,6 @@
 """The public interface as text: names, signatures, entry points, options of the commands.
 
-`python -m tests.public_api` writes tests/public_api.txt anew; a change of it is a change on purpose.
+`python -m tests.public_api` writes tests/public_api.txt anew; change it on purpose only.
 """
 
 from __future__ import annotations

@@ -91,6 +91,6 @@ def group_advantages(rewards_B: Tensor, group_size: int) -> Tensor:
 
 def sums(result: Mapping[str, Any]) -> dict[str, float]:
     """The loss's metrics over the call: a metric's microbatches add up to its value."""
-    metrics = result["all_mb_metrics"]
+    metrics = result["microbatch_metrics"]
     totals = {name: sum(metrics[name]) for name in ("loss", "kl", "clipped")}
     return {**totals, "grad_norm": result["grad_norm"].item()}

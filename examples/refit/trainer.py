@@ -153,7 +153,7 @@ def session(
 def train_step(policy: MegatronPolicy) -> float:
     """One optimizer step; its loss."""
     result = policy.train(counting(policy.steps), NextNumberLoss())
-    return float(result["global_loss"].item())
+    return float(result["loss"].item())
 
 
 def compare(policy: MegatronPolicy, engine: RemoteEngine | None) -> float:

@@ -114,9 +114,9 @@ class MegatronPolicy:
         """One optimizer step for each `gbs` samples (of all replicas), in microbatches of `mbs`.
 
         `data` is this replica's share: `input_ids` int64 `[B, S]` right padded, `sample_mask`
-        `[B]`, `token_mask` `[B, S]` and whatever the loss reads. Returns what `train.step.train`
-        does. `eval_mode` computes the loss only. BatchError for data, LossError for a loss that
-        cannot be trained on, on every rank; the policy is unharmed.
+        `[B]`, `token_mask` `[B, S]` and whatever the loss reads. Returns a `TrainResult`.
+        `eval_mode` computes the loss only. BatchError for data, LossError for a loss that cannot be
+        trained on, on every rank; the policy is unharmed.
         """
         trainable = None if eval_mode else self._session.trainable
         self.memory.check("train()", FORWARD if eval_mode else TRAIN_STEP)

@@ -165,7 +165,7 @@ class GradientAccumulator:
         self._stepped()
         divisors = step.normalizing.divisors(counts)
         metrics = [completed(each, divisors, counts, stats) for each in step.metrics]
-        return result_of([step.loss / divisor], stats, metrics, self._engine.groups.dp)
+        return result_of([step.loss / divisor], stats, [counts], metrics, self._engine.groups.dp)
 
     def abort(self) -> None:
         """Drop the step and its gradients; weights, optimizer and schedule are as before it. Does

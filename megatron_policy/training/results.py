@@ -1,10 +1,11 @@
-"""What a training step tells its caller: losses and metrics in the host's form; computes none."""
+"""What a training step reports to its caller."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -40,21 +41,54 @@ def completed(
     }
 
 
+class TrainResult(dict[str, Any]):
+    """What training reports, on every rank:
+
+    - `loss`: fp32 `[global batches]`, summed over data-parallel ranks,
+    - `grad_norm`: fp32 `[1]`, the L2 norm before clipping, of the last step,
+    - `lr`, `weight_decay`: of the last step,
+    - `valid_sequences`, `valid_tokens`: how many counted, of each global batch,
+    - `microbatch_metrics`: the loss's metrics, a list per name, of this data-parallel rank's
+      microbatches, or of all ranks' where a driver has merged them; they add up to the true values.
+
+    `global_loss` and `all_mb_metrics`, the names of the last release, still work and warn.
+    """
+
+    RENAMED: ClassVar = {"global_loss": "loss", "all_mb_metrics": "microbatch_metrics"}
+
+    def __missing__(self, key: str) -> Any:
+        if key not in self.RENAMED:
+            raise KeyError(key)
+        new = self.RENAMED[key]
+        warnings.warn(
+            f"{key!r} of a training result is called {new!r} now; the old name goes with the next "
+            "release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self[new]
+
+
 def result_of(
     losses: Sequence[float],
     stats: OptimStats,
+    counts: Sequence[ValidCounts],
     metrics: Sequence[Metrics],
     group: dist.ProcessGroup,
-) -> dict[str, Any]:
-    """`global_loss` (fp32 `[global batches]`: `losses` summed over the data-parallel `group`),
-    `grad_norm` (fp32 `[1]`), `all_mb_metrics` (this data-parallel rank's, a list per name), `rank`.
+) -> TrainResult:
+    """The result of a call from this rank's `losses`, which are summed over the data-parallel
+    `group`, and the metrics of its microbatches.
     """
     total = torch.tensor(losses, dtype=torch.float32, device=current_device())
     dist.all_reduce(total, group=group)
     names = dict.fromkeys(name for each in metrics for name in each)
-    return {
-        "global_loss": total.cpu(),
-        "grad_norm": torch.tensor([stats.grad_norm]),
-        "all_mb_metrics": {name: [m[name] for m in metrics if name in m] for name in names},
-        "rank": dist.get_rank(),
-    }
+    return TrainResult(
+        loss=total.cpu(),
+        grad_norm=torch.tensor([stats.grad_norm]),
+        lr=stats.lr,
+        weight_decay=stats.wd,
+        valid_sequences=[each.sequences.item() for each in counts],
+        valid_tokens=[each.tokens.item() for each in counts],
+        microbatch_metrics={name: [m[name] for m in metrics if name in m] for name in names},
+        rank=dist.get_rank(),
+    )

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -31,7 +30,7 @@ from megatron_policy.training.losses import (
     plain_metrics,
 )
 from megatron_policy.training.optimizer_step import UNCHANGED, left_by, take_step
-from megatron_policy.training.results import OptimStats, completed, result_of
+from megatron_policy.training.results import OptimStats, TrainResult, completed, result_of
 from megatron_policy.training.rollback import Rollback
 from megatron_policy.training.sync_microbatches import cut_in_step
 
@@ -132,16 +131,14 @@ def train(
     global_batch_size: int,
     micro_batch_size: int,
     stepped: Callable[[], object] = lambda: None,
-) -> dict[str, Any]:
+) -> TrainResult:
     """Every global batch in `data` (this data-parallel rank's shard of them, one after another).
 
     With `trainable` each global batch is one optimizer step, and the schedule advances by
     `global_batch_size` samples once, at the end, as the host steps it; without, losses and metrics
     are computed and nothing changes. `stepped` is called after each step.
 
-    Returns `global_loss` (fp32 `[global batches]`, summed over data-parallel ranks), `grad_norm`
-    (fp32 `[1]`, of the last step), `all_mb_metrics` (this data-parallel rank's, a list per name:
-    they add up to the true values), `rank`. BatchError, before anything is computed, for data that
+    Returns a `TrainResult`. BatchError, before anything is computed, for data that
     cannot be cut, on all data-parallel ranks if it is so on one. LossError, on all ranks, for a
     global batch whose loss or gradient cannot be trained on: it changes nothing, and neither do
     those after it.
@@ -152,6 +149,7 @@ def train(
         engine.groups.dp,
     )
     losses: list[float] = []
+    counts: list[ValidCounts] = []
     mb_metrics: list[Metrics] = []
     faults: list[Fault] = []
     stats = OptimStats(grad_norm=0.0, lr=0.0, wd=0.0)
@@ -165,6 +163,7 @@ def train(
             undo = Rollback.here(engine)
         faults += result.faults
         losses.append(result.loss)
+        counts.append(result.counts)
         # The host sums metrics over global batches too.
         mb_metrics += [
             completed(each, lambda _: len(batches), result.counts, stats) for each in result.metrics
@@ -174,7 +173,7 @@ def train(
     elif any_fault(faults, engine.groups):
         undo()
         raise_everywhere(faults, engine.groups, UNCHANGED)
-    return result_of(losses, stats, mb_metrics, engine.groups.dp)
+    return result_of(losses, stats, counts, mb_metrics, engine.groups.dp)
 
 
 def _cut(

@@ -123,10 +123,8 @@ class Policy(
     ) -> dict[str, Any]:
         """One optimizer step per global batch of `gbs` rows of `data`, in microbatches of `mbs`.
 
-        Both default to the config's; microbatches of tokens need no `mbs`. Returns `loss` fp32
-        [global batches], `grad_norm` fp32 [1] of the last step, and `all_mb_metrics`: per name a
-        list over all ranks' microbatches that adds up to the metric's value over the call.
-        `eval_mode` computes the loss only.
+        Both default to the config's; microbatches of tokens need no `mbs`. Returns a
+        `TrainResult`, with the microbatches of all ranks. `eval_mode` computes the loss only.
         """
         if not (eval_mode or self._can_train):
             raise ConfigError(

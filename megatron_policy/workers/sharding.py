@@ -30,6 +30,7 @@ from megatron_policy.training.checks import (
 )
 from megatron_policy.training.longest import Longest
 from megatron_policy.training.loss_checks import check_loss
+from megatron_policy.training.results import TrainResult
 
 
 @dataclass(frozen=True)
@@ -228,19 +229,16 @@ def joined(
     return BatchedDataDict.from_batches(parts, pad).slice(0, rows)
 
 
-def merged_training(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What `train` returns to the driver: `loss` [global batches] and `grad_norm` [1], which every
-    rank has in full, and `all_mb_metrics` with every data-parallel rank's microbatches one after
-    another."""
+def merged_training(results: Sequence[Mapping[str, Any]]) -> TrainResult:
+    """What `train` returns to the driver: the result of the first rank, with every data-parallel
+    rank's microbatches in `microbatch_metrics`, one rank after another.
+    """
     metrics: dict[str, list[Any]] = {}
     for result in results:
-        for name, values in result["all_mb_metrics"].items():
+        for name, values in result["microbatch_metrics"].items():
             metrics.setdefault(name, []).extend(values)
-    return {
-        "loss": results[0]["global_loss"],
-        "grad_norm": results[0]["grad_norm"],
-        "all_mb_metrics": metrics,
-    }
+    first = {key: value for key, value in results[0].items() if key != "rank"}
+    return TrainResult(first | {"microbatch_metrics": metrics})
 
 
 def _check_whole(data: BatchedDataDict, global_batch_size: int) -> None:

@@ -62,10 +62,10 @@ def train(policy: MegatronPolicy, numbers: list[int] | range) -> list[dict[str, 
     for number in numbers:
         data = own_share(policy, oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB, seed=number))
         result = policy.train(data, LOSSES["token"](), mbs=2)
-        metrics = result["all_mb_metrics"]
+        metrics = result["microbatch_metrics"]
         results.append(
             {
-                "loss": result["global_loss"].clone(),
+                "loss": result["loss"].clone(),
                 "grad_norm": torch.as_tensor(result["grad_norm"]).clone(),
                 "lr": metrics["lr"][0],
                 "wd": metrics["wd"][0],

@@ -81,7 +81,7 @@ def study(config: dict[str, Any], data: BatchedDataDict) -> dict[str, Any]:
         steps = [policy.train(step, loss, mbs=2) for step in own_steps(policy, data)]
         return {
             "tp": policy.coords.tp,
-            "evaluated": evaluated["global_loss"],
+            "evaluated": evaluated["loss"],
             "steps": steps,
             "weights": {name: p.detach().clone() for name, p in policy.named_parameters()},
         }

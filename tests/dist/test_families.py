@@ -230,6 +230,6 @@ def train_once(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     with open_policy(config, init_reference_model=False) as policy:
         result = policy.train(data, LOSSES["token"](), mbs=micro)
-        return result["global_loss"].item(), {
+        return result["loss"].item(), {
             name: p.detach().clone() for name, p in policy.named_parameters()
         }

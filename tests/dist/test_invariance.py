@@ -72,7 +72,7 @@ def assert_microbatches_are_what_the_cell_says(cell: Cell, results: Results) -> 
     """A replica runs several, by tokens not all alike; of few rows there are too few for all."""
     for step in range(cases.STEPS):
         by_replica = {
-            seen["coords"].dp: seen["steps"][step]["all_mb_metrics"].get("lengths", [])
+            seen["coords"].dp: seen["steps"][step]["microbatch_metrics"].get("lengths", [])
             for seen in results
         }
         sizes = [size for each in by_replica.values() for size in each]

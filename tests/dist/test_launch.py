@@ -35,7 +35,7 @@ policy = MegatronPolicy(policy_config(path, {"tensor_model_parallel_size": tp}))
 result = policy.train(own_share(policy, data), TokenNLL())
 if policy.rank == 0:
     with open(out, "w") as file:
-        json.dump([result["global_loss"].item(), result["grad_norm"].item()], file)
+        json.dump([result["loss"].item(), result["grad_norm"].item()], file)
 policy.shutdown()
 """
 LAUNCHERS = {

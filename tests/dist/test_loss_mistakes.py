@@ -123,7 +123,7 @@ def make_mistakes(config: dict[str, Any], kind: str, world: int) -> dict[str, An
         return {
             "said": said,
             "replica": policy.topology.dp - 1,
-            "losses": [evaluated["global_loss"], trained["global_loss"]],
+            "losses": [evaluated["loss"], trained["loss"]],
             "norm": trained["grad_norm"],
             "weights": weights,
         }
@@ -234,7 +234,7 @@ def fail_in_a_part(config: dict[str, Any]) -> dict[str, list[str]]:
             said[mistake] = heard
         policy.split.begin(LOSSES["sequence"](), **micro(policy))
         policy.split.microbatch(share)
-        said["loss"] = policy.split.finish()["global_loss"].tolist()
+        said["loss"] = policy.split.finish()["loss"].tolist()
         return said
 
 
@@ -263,7 +263,7 @@ def without_tokens(config: dict[str, Any]) -> list[float]:
     with open_policy(config) as policy:
         share = own_share(policy, with_masked_rows())
         result = policy.train(share, Constant(), **micro(policy))
-        return [result["global_loss"].item(), result["grad_norm"].item()]
+        return [result["loss"].item(), result["grad_norm"].item()]
 
 
 @pytest.mark.parametrize("name", ["DP2, both overlaps", "PP2"])

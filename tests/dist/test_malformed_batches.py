@@ -50,7 +50,7 @@ def outcome(call: Any, data: Any) -> str:
 def evaluate(policy: MegatronPolicy, data: Any) -> float:
     sizes = {"gbs": ROWS * policy.topology.dp, "mbs": 1}
     result = policy.train(data, LOSSES["sequence"](), eval_mode=True, **sizes)
-    return float(result["global_loss"].sum())
+    return float(result["loss"].sum())
 
 
 def part(policy: MegatronPolicy, data: Any) -> None:

@@ -146,7 +146,7 @@ def travelled(config: dict[str, Any], routes: tuple[str, ...]) -> dict[str, Any]
 
 def assert_bit_equal(moved: dict[str, Any], still: dict[str, Any]) -> None:
     for a, b in zip(moved["losses"], still["losses"], strict=True):
-        assert torch.equal(a["global_loss"], b["global_loss"])
+        assert torch.equal(a["loss"], b["loss"])
         assert torch.equal(a["grad_norm"], b["grad_norm"])
     pairs = [*zip(moved["logprobs"], still["logprobs"], strict=True)]
     pairs += zip(moved["tensors"], still["tensors"], strict=True)
@@ -162,7 +162,7 @@ def test_training_after_every_route_through_the_states_is_bit_equal_to_staying(
     routes = ("everything from everywhere", "as a colocated engine asks", "backwards")
     routes += ("everything from everywhere",)
     stayed = ranks.run(world, travelled, config, ("none",) * len(routes))
-    losses = [each["global_loss"].item() for each in stayed[0]["losses"]]
+    losses = [each["loss"].item() for each in stayed[0]["losses"]]
     assert len(set(losses)) == len(losses), "the steps change nothing: there is nothing to lose"
     for moved, still in zip(ranks.run(world, travelled, config, routes), stayed, strict=True):
         assert_bit_equal(moved, still)

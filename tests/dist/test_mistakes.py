@@ -176,7 +176,7 @@ def train_on_masked(config: dict[str, Any], loss: str) -> tuple[float, float]:
     data["sample_mask"] = torch.zeros(GLOBAL_BATCH)
     with open_policy(config, init_reference_model=False) as policy:
         result = policy.train(data, LOSSES[loss](), mbs=1)
-        return result["global_loss"].item(), result["grad_norm"].item()
+        return result["loss"].item(), result["grad_norm"].item()
 
 
 @pytest.mark.parametrize("loss", ["token", "sequence"])

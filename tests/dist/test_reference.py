@@ -65,7 +65,7 @@ def train_around_reference(config: dict[str, Any], read_reference: bool) -> list
             if read_reference:
                 policy.reference_logprobs(own_share(policy, data))
             result = policy.train(own_share(policy, data), LOSSES["token"](), mbs=1)
-            losses.append(result["global_loss"].item())
+            losses.append(result["loss"].item())
         return losses
 
 

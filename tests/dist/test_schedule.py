@@ -24,7 +24,7 @@ def rates(config: dict[str, Any], calls: int, evaluate_between: bool) -> list[tu
             if evaluate_between:
                 policy.train(own_share(policy, data), LOSSES["token"](), eval_mode=True, mbs=1)
             result = policy.train(own_share(policy, data), LOSSES["token"](), mbs=1)
-            metrics = result["all_mb_metrics"]
+            metrics = result["microbatch_metrics"]
             assert len({*metrics["lr"]}) == len({*metrics["wd"]}) == 1
             used.append((metrics["lr"][0], metrics["wd"][0]))
         return used

@@ -262,7 +262,7 @@ def test_a_step_in_parts_is_the_step_that_train_takes(
 def assert_same_step(one: dict[str, Any], other: dict[str, Any], rel: float) -> None:
     assert one.keys() == other.keys()
     assert one["rank"] == other["rank"]
-    for key in ("global_loss", "grad_norm"):
+    for key in ("loss", "grad_norm"):
         assert one[key].dtype == other[key].dtype and one[key].shape == other[key].shape
         for found, value in zip(other[key].tolist(), one[key].tolist(), strict=True):
             assert_near(key, abs(found - value), rel * abs(value))
@@ -283,7 +283,7 @@ def merged(results: Sequence[dict[str, Any]]) -> dict[str, float]:
     """
     lists: dict[str, list[float]] = {}
     for result in results:
-        for name, values in result["all_mb_metrics"].items():
+        for name, values in result["microbatch_metrics"].items():
             lists.setdefault(name, []).extend(values)
     found = {}
     for name, values in lists.items():
@@ -338,12 +338,12 @@ def mistakes(config: dict[str, Any], directory: Path) -> dict[str, Any]:
             narrow(split, bad)
         policy.memory.offload(Kind.PARAMETERS)
         policy.memory.onload(Kind)
-        evaluated = policy.train(share, TokenNLL(), mbs=1, eval_mode=True)["global_loss"]
+        evaluated = policy.train(share, TokenNLL(), mbs=1, eval_mode=True)["loss"]
         after = policy.logprobs(tokens), policy.reference_logprobs(tokens)
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
         split.microbatch(share.slice(1, share.size))
         result = split.finish()
-        assert evaluated.item() == result["global_loss"].item()
+        assert evaluated.item() == result["loss"].item()
         return result
 
 

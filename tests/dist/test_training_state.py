@@ -74,7 +74,7 @@ def step(policy: MegatronPolicy, seed: int) -> dict[str, Any]:
     result = policy.train(data, LOSSES["token"](), mbs=1)
     state, trainable = state_of(policy), policy._engine.trainable
     return {
-        "numbers": [result["global_loss"], result["grad_norm"]],
+        "numbers": [result["loss"], result["grad_norm"]],
         "tensors": [each.tensor.clone() for each in state.tensors()],
         "ranges": [(each.kind, each.first, each.last) for each in state.tensors()],
         "weights": {name: p.detach().clone() for name, p in policy.named_parameters()},

@@ -87,8 +87,8 @@ def assert_complete(cell: Cell, data: BatchedDataDict, results: Results) -> None
         first = by_replica.setdefault(seen["coords"].dp, seen)
         for name in ("row", "before", "after", "reference", "entropy", "values", "indices"):
             assert torch.equal(seen[name], first[name]), (cell.name, name)
-        metrics = [step["all_mb_metrics"] for step in seen["steps"]]
-        assert metrics == [step["all_mb_metrics"] for step in first["steps"]], cell.name
+        metrics = [step["microbatch_metrics"] for step in seen["steps"]]
+        assert metrics == [step["microbatch_metrics"] for step in first["steps"]], cell.name
         assert seen["unchanged"], "the policy's weights changed while the reference was active"
     read = torch.cat([seen["row"] for seen in by_replica.values()])
     assert sorted(read.tolist()) == sorted(data["row"].tolist()), cell.name
@@ -101,8 +101,8 @@ def _replicas(results: Results) -> list[Mapping[str, Any]]:
 def _losses(truth: Truth, results: Results) -> Iterator[float]:
     for seen in results:
         for step, loss in zip(seen["steps"], truth.losses, strict=True):
-            yield relative(step["global_loss"].item(), loss)
-        evaluated = seen["evaluated"]["global_loss"].tolist()
+            yield relative(step["loss"].item(), loss)
+        evaluated = seen["evaluated"]["loss"].tolist()
         for value, loss in zip(evaluated, truth.evaluated, strict=True):
             yield relative(value, loss)
 
@@ -111,7 +111,7 @@ def _metrics(cell: Cell, data: BatchedDataDict, truth: Truth, results: Results) 
     """Of the loss's own, added up, and of the counts that every microbatch is told."""
     for index, expected in enumerate(truth.metrics):
         valid = counts(data.get_batch(index, cell.rows))
-        lists = [seen["steps"][index]["all_mb_metrics"] for seen in _replicas(results)]
+        lists = [seen["steps"][index]["microbatch_metrics"] for seen in _replicas(results)]
         for name, value in expected.items():
             # A replica whose microbatches all are without rows reports nothing.
             found = reduced(name, [entry for each in lists for entry in each.get(name, [])])

@@ -112,4 +112,6 @@ def test_training_is_that_of_the_whole_global_batch(
     for index, loss in enumerate(results["loss"]):
         hf.assert_same_loss(loss, index)
     hf.assert_same_norm(results["grad_norm"], len(hf.exact.grad_norms) - 1)
-    hf.assert_same_total(sum(results["all_mb_metrics"]["loss"]) * 2, *range(len(hf.exact.losses)))
+    hf.assert_same_total(
+        sum(results["microbatch_metrics"]["loss"]) * 2, *range(len(hf.exact.losses))
+    )

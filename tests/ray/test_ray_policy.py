@@ -67,12 +67,12 @@ def test_two_workers_do_what_one_process_of_transformers_does(
     for index, loss in enumerate(results["loss"]):
         hf.assert_same_loss(loss, index)
     hf.assert_same_norm(results["grad_norm"], 1)
-    metrics = results["all_mb_metrics"]
+    metrics = results["microbatch_metrics"]
     assert len(metrics["loss"]) == ROWS, "microbatches of one row, of all data-parallel ranks"
     hf.assert_same_total(sum(metrics["loss"]) * 2, 0, 1)
     hf.assert_same_loss(in_parts["loss"], 2)
     hf.assert_same_norm(in_parts["grad_norm"], 2)
-    hf.assert_same_total(sum(in_parts["all_mb_metrics"]["loss"]), 2)
+    hf.assert_same_total(sum(in_parts["microbatch_metrics"]["loss"]), 2)
 
     reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
     assert_logprobs(reference, path, data)

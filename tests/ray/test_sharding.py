@@ -105,10 +105,10 @@ def test_an_empty_batch_is_refused() -> None:
 
 def test_metrics_of_all_ranks_follow_one_another() -> None:
     results = [
-        {"global_loss": 1, "grad_norm": 2, "all_mb_metrics": {"a": [1, 2], "b": [3]}},
-        {"global_loss": 1, "grad_norm": 2, "all_mb_metrics": {"a": [4]}},
+        {"loss": 1, "grad_norm": 2, "microbatch_metrics": {"a": [1, 2], "b": [3]}},
+        {"loss": 1, "grad_norm": 2, "microbatch_metrics": {"a": [4]}},
     ]
-    merged = {"loss": 1, "grad_norm": 2, "all_mb_metrics": {"a": [1, 2, 4], "b": [3]}}
+    merged = {"loss": 1, "grad_norm": 2, "microbatch_metrics": {"a": [1, 2, 4], "b": [3]}}
     assert merged_training(results) == merged
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_policy.batch import BatchedDataDict
@@ -14,6 +15,12 @@ def host_batch(data: Any) -> Any:
     """
     kind = part_or_none("nemo_rl.distributed.batched_data_dict", "BatchedDataDict")
     return data if kind is None else kind(dict(data))
+
+
+def training_result(found: Mapping[str, Any]) -> dict[str, Any]:
+    """A `TrainResult` under the host's names."""
+    names = {"loss": "global_loss", "microbatch_metrics": "all_mb_metrics"}
+    return {names.get(key, key): value for key, value in found.items()}
 
 
 def in_host_types(answer: Any) -> Any:

@@ -20,7 +20,7 @@ from megatron_policy.hosts.nemo_rl.logging_setup import make_audible
 from megatron_policy.hosts.nemo_rl.losses import adapted, set_aside
 from megatron_policy.hosts.nemo_rl.not_built import NOT_BUILT
 from megatron_policy.hosts.nemo_rl.refit import HostRefit
-from megatron_policy.hosts.nemo_rl.result_types import in_host_types
+from megatron_policy.hosts.nemo_rl.result_types import in_host_types, training_result
 from megatron_policy.hosts.nemo_rl.sampling import (
     refuse_filters,
     refuse_lone_generation,
@@ -101,15 +101,15 @@ class NemoRLWorker(DataPlane, HostRefit, MegatronPolicyWorkerImpl):
         mbs: int | None = None,
         check_dim_skip_keys: Iterable[str] | None = None,
     ) -> dict[str, Any]:
-        """Train (or evaluate) on this rank's shard; see `MegatronPolicy.train` for the result, to
-        which the device's name and the model's dtype are added. Dimension 1 of what stands under
+        """Train (or evaluate) on this rank's shard; see `TrainResult`. It has the host's
+        names here, and the device's name and the model's dtype. Dimension 1 of what stands under
         `check_dim_skip_keys` is not the sequence.
         """
         aside = tuple(check_dim_skip_keys or ())
         result = super().train(
             set_aside(data, aside), adapted(loss_fn, aside), eval_mode=eval_mode, gbs=gbs, mbs=mbs
         )
-        return result | self._about_model()
+        return training_result(result) | self._about_model()
 
     def begin_train_step(
         self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None
@@ -119,7 +119,7 @@ class NemoRLWorker(DataPlane, HostRefit, MegatronPolicyWorkerImpl):
 
     def finish_train_step(self) -> dict[str, Any]:
         """Take that step; returns what `train` does."""
-        return super().finish_train_step() | self._about_model()
+        return training_result(super().finish_train_step()) | self._about_model()
 
     def get_logprobs(self, data: Mapping[str, Any], micro_batch_size: int | None = None) -> Any:
         """`logprobs`, fp32 [B, S]."""

@@ -1,0 +1,43 @@
+"""A training result under its names, under those of the last release, and under the host's."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from megatron_policy.hosts.nemo_rl.result_types import training_result
+from megatron_policy.training.results import TrainResult
+
+RESULT = TrainResult(
+    loss=torch.tensor([2.0]),
+    grad_norm=torch.tensor([1.0]),
+    lr=0.1,
+    microbatch_metrics={"loss": [1.5, 0.5]},
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("global_loss", "loss"), ("all_mb_metrics", "microbatch_metrics")]
+)
+def test_an_old_name_gives_the_same_and_warns(old: str, new: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"{old}.* is called .*{new}"):
+        assert RESULT[old] is RESULT[new]
+
+
+def test_a_name_that_never_was_is_a_key_error() -> None:
+    with pytest.raises(KeyError, match="nothing"):
+        RESULT["nothing"]
+
+
+def test_it_crosses_processes() -> None:
+    again = pickle.loads(pickle.dumps(RESULT))
+    assert isinstance(again, TrainResult) and again.keys() == RESULT.keys()
+
+
+def test_the_host_finds_its_own_names() -> None:
+    found = training_result(RESULT)
+    assert type(found) is dict
+    assert found["global_loss"] is RESULT["loss"]
+    assert found["all_mb_metrics"] == {"loss": [1.5, 0.5]}
