@@ -1,1 +1,1 @@
-"""Measures the policy against physical limits and plain Megatron-Core; no part of the package."""
+"""Measures the policy against physical limits and plain Megatron-Core; not part of the package."""

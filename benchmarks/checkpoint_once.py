@@ -1,8 +1,8 @@
-"""Saves and loads of one policy beside plain writing and reading of the same bytes, by turns:
+"""Saves and loads of one policy, alternating with plain writing and reading of the same bytes:
 `python -m benchmarks.checkpoint_once PROGRAM CHECKPOINT FOLDER TURNS`.
 
-Prints wall seconds of every turn: a save waits for the disk, on both sides. What a program wrote in
-an earlier turn is removed, and what it left to write is written, before the clock starts.
+Prints the wall seconds of every turn; on both sides a save waits for the disk. Before the clock
+starts, a program's output of an earlier turn is removed and pending writes are flushed.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ ROWS, LENGTH = 2, 16
 
 
 def sync(path: Path, folder: Path, turns: int) -> dict[str, Any]:
-    """Saves that block and plain writes; then loads and plain reads, warm and cold."""
+    """Blocking saves and plain writes; then loads and plain reads, warm and cold."""
     policy = trained_policy(path, asynchronous=False)
     before = digests(policy)
     seconds: dict[str, list[float]] = {}
     writers = {"write": (write_plainly, folder / "plain"), "save": (save, folder / "saved")}
     for turn in range(turns):
-        # Either is first in turn: memory that one gives up is what the other is given.
+        # The order alternates: memory freed by one program is reused by the next.
         for name in sorted(writers, reverse=turn % 2 == 0):
             program, place = writers[name]
             fresh(place)
@@ -61,8 +61,9 @@ def sync(path: Path, folder: Path, turns: int) -> dict[str, Any]:
 
 
 def background(path: Path, folder: Path, turns: int) -> dict[str, Any]:
-    """For how long saves in the background block, in their call and in the step of training that
-    follows, and until they are done; the first apart. Steps with and without a save beside them.
+    """How long background saves block, in their call and in the next training step, and how long
+    they take; the first is reported separately. Also times steps with and without a concurrent
+    save.
     """
     policy = trained_policy(path, asynchronous=True)
     seconds: dict[str, list[float]] = {}
@@ -110,7 +111,7 @@ def trained_policy(path: Path, *, asynchronous: bool) -> MegatronPolicy:
 
 
 def step(policy: MegatronPolicy) -> None:
-    """One, of a few tokens."""
+    """One training step on a few tokens."""
     tokens = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH)
     data = {"input_ids": tokens, "input_lengths": torch.full((ROWS,), LENGTH)}
     data |= {"token_mask": torch.ones(ROWS, LENGTH), "sample_mask": torch.ones(ROWS)}
@@ -118,26 +119,26 @@ def step(policy: MegatronPolicy) -> None:
 
 
 def live(policy: MegatronPolicy) -> Iterator[tuple[str, torch.Tensor]]:
-    """All that a checkpoint has of the policy, flat and in place, by what is in which directory."""
+    """Everything of the policy that a checkpoint holds, flat and in place, with its directory."""
     for each in policy._checkpoints._contents.held(with_states=True):
         yield DIRECTORIES[bool(each.kind)], each.tensor
 
 
 def save(policy: MegatronPolicy, folder: Path) -> None:
-    """Both directories."""
+    """Save both directories."""
     policy.save_checkpoint(*(folder / name for name in DIRECTORIES))
 
 
 def load(policy: MegatronPolicy, folder: Path) -> None:
-    """Both directories; RuntimeError if anything is missing."""
+    """Load both directories; RuntimeError if anything is missing."""
     report = policy.load_checkpoint(*(folder / name for name in DIRECTORIES))
     if report.not_restored:
         raise RuntimeError(str(report))
 
 
 def write_plainly(policy: MegatronPolicy, folder: Path) -> None:
-    """The same elements from the same memory into one new file a directory, on the disk at the
-    end.
+    """Write the same elements from the same memory into one new file per directory, and flush them
+    to the disk.
     """
     for name in DIRECTORIES:
         with (folder / name).open("wb", buffering=0) as file:
@@ -151,7 +152,7 @@ def write_plainly(policy: MegatronPolicy, folder: Path) -> None:
 def read_plainly(
     written: list[tuple[Path, int]], buffer: memoryview, room: list[memoryview]
 ) -> None:
-    """Each file through the buffer into memory of its own."""
+    """Read each file through the buffer into its own memory."""
     for (path, _), target in zip(written, room, strict=True):
         with path.open("rb", buffering=0) as file:
             start = 0
@@ -161,13 +162,13 @@ def read_plainly(
 
 
 def files(folder: Path) -> list[tuple[Path, int]]:
-    """Every file below the folder, with its bytes."""
+    """Every file below the folder, with its size in bytes."""
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     return [(path, path.stat().st_size) for path in found]
 
 
 def warm(written: list[tuple[Path, int]], buffer: memoryview) -> None:
-    """Have the files in the page cache."""
+    """Load the files into the page cache."""
     for path, _ in written:
         with path.open("rb", buffering=0) as file:
             while file.readinto(buffer):
@@ -175,7 +176,7 @@ def warm(written: list[tuple[Path, int]], buffer: memoryview) -> None:
 
 
 def cold(written: list[tuple[Path, int]], buffer: memoryview) -> None:
-    """Have the files on the disk only."""
+    """Drop the files from the page cache."""
     for path, _ in written:
         handle = os.open(path, os.O_RDONLY)
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -183,20 +184,20 @@ def cold(written: list[tuple[Path, int]], buffer: memoryview) -> None:
 
 
 def fresh(folder: Path) -> None:
-    """An empty folder, and a disk with nothing left to do."""
+    """Make the folder empty, and flush all pending writes to the disk."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     os.sync()
 
 
 def spoil(policy: MegatronPolicy) -> None:
-    """Leave nothing of what is to be loaded."""
+    """Overwrite everything that is to be loaded."""
     for _, tensor in live(policy):
         tensor.fill_(7)
 
 
 def digests(policy: MegatronPolicy) -> list[str]:
-    """Of all that a checkpoint has, tensor by tensor."""
+    """Digests of everything that a checkpoint holds, tensor by tensor."""
     found = []
     for _, tensor in live(policy):
         digest = Digest()
@@ -206,7 +207,7 @@ def digests(policy: MegatronPolicy) -> list[str]:
 
 
 def timed(seconds: dict[str, list[float]], name: str, program: Callable[[], None]) -> None:
-    """Add the wall seconds of the program to those of that name."""
+    """Run the program, and record its wall seconds under that name."""
     started = time.monotonic()
     program()
     seconds.setdefault(name, []).append(time.monotonic() - started)

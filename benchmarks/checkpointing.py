@@ -1,7 +1,7 @@
-"""Training checkpoints: time over plain writing and reading of the same bytes, and how long a save
-in the background blocks (row 12).
+"""Training checkpoints: time relative to plain writing and reading of the same bytes, and how long
+a background save blocks (row 12).
 
-Knows which programs of checkpoint_once.py to run in which order; each run is a process of its own.
+Runs the programs of checkpoint_once.py, each in a new process.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from benchmarks.results import Measurement, ratio_of_minima
 
 PROGRAMS = "benchmarks.checkpoint_once"
 TURNS = 4
-"""Of each program for a repetition: disks are less steady than processors."""
+"""Of each program per repetition: disks vary more than processors."""
 # 0.18 billion parameters: 2.5 GB with fp32 main parameters and moments.
 SIZE = Size(hidden=896, ffn=4864, layers=8, heads=14, groups=2, vocab=65536)
 MOST_BLOCKED = 0.1
-"""Of a save that blocks: for longer, one in the background is an error."""
+"""As a share of a blocking save: a background save that blocks for longer is an error."""
 PAIRS = {"save": "write", "load, warm": "read, warm", "load, cold": "read, cold"}
 
 
 def over_plain_files(folder: Path, repetitions: int) -> Measurement:
-    """Wall seconds of saves and loads over those of plain files of the same bytes, the worse.
+    """Wall seconds of saves and loads relative to plain files of the same bytes; the worst ratio.
 
-    RuntimeError if a load does not bring back every bit, or a save in the background blocks for
-    longer than it may.
+    RuntimeError if a load does not restore every bit, or a background save blocks for too long.
     """
     path = write_checkpoint(folder / "0.18B", SIZE)
     box = folder / "checkpoints"

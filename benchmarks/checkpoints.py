@@ -1,4 +1,4 @@
-"""Writes random Qwen2 checkpoints of any size, quickly: tensors only, no model is ever built."""
+"""Writes random Qwen2 checkpoints of any size, quickly: only tensors, without building a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_policy.converters.table import bind
 
 @dataclass(frozen=True)
 class Size:
-    """What makes a Qwen2 model large; all are bf16, in one file."""
+    """The dimensions that make a Qwen2 model large; all are bf16, in one file."""
 
     hidden: int
     ffn: int
@@ -33,12 +33,12 @@ SIZES = {"0.5B": HALF_BILLION, "1.5B": ONE_AND_A_HALF_BILLION}
 
 
 def narrow(layers: int) -> Size:
-    """Little weight in many tensors: time goes by tensors, not by bytes."""
+    """Few weights in many tensors: time depends on the number of tensors, not on bytes."""
     return Size(hidden=128, ffn=256, layers=layers, heads=4, groups=2, vocab=1024)
 
 
 def write_checkpoint(path: Path, size: Size) -> Path:
-    """Write config.json and model.safetensors into the new folder `path`, and return it."""
+    """Write config.json and model.safetensors into the new folder `path`; return `path`."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(_config(size)), encoding="utf-8")
     shapes = bind(read_config(path)).hf_shapes()

@@ -1,7 +1,7 @@
 """One rank that exports and counts: `python -m benchmarks.collectives_once CHECKPOINT TP PP`.
 
-Counted is every call of a collective of a process group, whoever makes it and however: through
-torch.distributed or past it.
+Counts every collective call of a process group, whoever makes it, through torch.distributed or
+directly.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _COLLECTIVES = (
     "recv",
     "recv_anysource",
 )
-# A group of torch.distributed hands on to a backend; private groups are backends themselves.
+# A torch.distributed group delegates to a backend; private groups are backends themselves.
 _GROUPS = {"torch.distributed": dist.ProcessGroup, "private groups": Backend}
 
 
 def main(path: Path, tp: int, pp: int) -> dict[str, Any]:
-    """Calls of a first and of a second export, and of the agreement that ends a refit."""
+    """Calls of a first and a second export, and of the agreement that ends a refit."""
     sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
     policy = policy_on(path, sizes)
     try:
@@ -72,9 +72,9 @@ def _count(exporter: Exporter, path: Path) -> dict[str, Any]:
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Calls of collectives within this context, by whose groups they are of."""
+    """Collective calls within this context, by kind of group."""
     calls: Counter[str] = Counter()
-    # As the class holds them: a method that is looked up has lost what binds it to an instance.
+    # From the class dict: looking a method up would lose its descriptor.
     found = [
         (whose, group, name, vars(group)[name])
         for whose, group in _GROUPS.items()

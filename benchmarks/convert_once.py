@@ -1,8 +1,8 @@
 """One pass over a checkpoint: `python -m benchmarks.convert_once PROGRAM SOURCE DESTINATION`.
 
-Prints CPU seconds, and bytes of memory at the peak beyond what Python's imports take. The imports
-are no part of the seconds. What lies at the destination is removed just before, so that each
-program writes to pages of memory that were in use a moment ago: virtual machines make others dear.
+Prints CPU seconds, and peak memory in bytes beyond what Python's imports take. The imports are not
+part of the time. The destination is removed just before, so that each program writes to recently
+used pages of memory: on virtual machines others are expensive.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BUFFER = 64 * 2**20
 
 
 def floor(source: Path, destination: Path) -> None:
-    """Read the source's file of weights and write it, through one buffer."""
+    """Read the source's weights file and write it, through one buffer."""
     content = memoryview(torch.empty(BUFFER, dtype=torch.uint8).numpy())
     destination.mkdir()
     with (
@@ -45,7 +45,7 @@ def to_hf(source: Path, destination: Path) -> None:
 
 
 def check(source: Path, destination: Path) -> None:
-    """RuntimeError unless both hold the same, bit by bit; `destination` may also be a copy."""
+    """RuntimeError unless both are equal bit by bit; `destination` can also be a copy."""
     if not (found := verify(source, destination)).equal:
         raise RuntimeError(f"{destination} is not {source}: {found.differences}")
 
@@ -60,7 +60,7 @@ def main(name: str, source: Path, destination: Path) -> dict[str, float]:
         read_config(source / "hf" if (source / "hf").is_dir() else source)
     if name != "check":
         shutil.rmtree(destination, ignore_errors=True)
-        os.sync()  # what earlier runs have left to write is not this one's work
+        os.sync()  # pending writes of earlier runs must not count here
     started = time.process_time()
     PROGRAMS[name](source, destination)
     seconds = time.process_time() - started

@@ -1,6 +1,6 @@
-"""Conversion of checkpoints: time over reading and writing the same bytes (row 13), and memory.
+"""Checkpoint conversion: time relative to reading and writing the same bytes (row 13), and memory.
 
-Knows which programs of convert_once.py to run in which order; each run is a process of its own.
+Runs the programs of convert_once.py, each in a new process.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ MOST_MEMORY = 100 * 2**20
 
 
 def over_copying(folder: Path, repetitions: int) -> Measurement:
-    """CPU seconds of a conversion at the 1.5B shape over those of the floor, the worse direction.
+    """CPU seconds of a conversion at the 1.5B shape relative to the floor, in the worse direction.
 
-    RuntimeError for a conversion that is not exact, or takes more memory than it may.
+    RuntimeError if a conversion is not exact, or takes too much memory.
     """
     hf, mcore = sized(folder, "1.5B"), folder / "1.5B-mcore"
     back, copy = folder / "1.5B-back", folder / "1.5B-copy"

@@ -1,7 +1,8 @@
 """Exports of one policy: `python -m benchmarks.export_once PROGRAM CHECKPOINT TURNS`.
 
-Prints CPU seconds of every turn. Whole tensors go one after another into a buffer whose pages are
-in use, along the path of every transport. Python's imports and loading are no part of it.
+Prints the CPU seconds of every turn. Whole tensors go one after another into a buffer whose pages
+are in use, along the path that every transport takes. Python's imports and loading are not part of
+the time.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Placed = list[tuple[RefitTensor, BufferSlice]]
 
 
 def over_memcpy(path: Path, turns: int) -> dict[str, Any]:
-    """Exports, and copies of as many bytes in one piece, by turns."""
+    """Alternate exports with copies of as many bytes in one piece."""
     exporter = policy_on(path, {}).exporter
     target = flat_buffer(path)
     seconds: dict[str, list[float]] = {"copy_": [], "memmove": [], "first": [], "ours": []}
@@ -47,7 +48,7 @@ def over_memcpy(path: Path, turns: int) -> dict[str, Any]:
 
 
 def over_copies(path: Path, turns: int) -> dict[str, Any]:
-    """Exports, and the same copies from views to views that lie ready, by turns."""
+    """Alternate exports with the same copies between prepared views."""
     policy = policy_on(path, {})
     target = flat_buffer(path)
     seconds: dict[str, list[float]] = {"a loop": [], "one call": [], "first": [], "ours": []}
@@ -68,7 +69,7 @@ def over_copies(path: Path, turns: int) -> dict[str, Any]:
 
 
 def export(exporter: Exporter, target: Buffer) -> Placed:
-    """All tensors, one after another in `target`."""
+    """Export all tensors, one after another, into `target`."""
     end = 0
 
     def place(tensor: RefitTensor) -> BufferSlice:
@@ -80,14 +81,14 @@ def export(exporter: Exporter, target: Buffer) -> Placed:
 
 
 def flat_buffer(path: Path) -> Buffer:
-    """Room for the checkpoint, aligned, in pages that are in use."""
+    """Aligned room for the checkpoint, in pages that are in use."""
     with safe_open(path / SINGLE, framework="pt") as file:
         sizes = [aligned(file.get_tensor(name).nbytes) for name in file.keys()]  # noqa: SIM118
     return Buffer(torch.empty(sum(sizes), dtype=torch.uint8).fill_(1))
 
 
 def verify(path: Path, placed: Placed) -> None:
-    """RuntimeError unless the rooms hold the checkpoint: each tensor once, bit for bit."""
+    """RuntimeError unless the slices hold the checkpoint: each tensor once, bit for bit."""
     with safe_open(path / SINGLE, framework="pt") as file:
         unseen = set(file.keys())
         for tensor, room in placed:
@@ -100,7 +101,7 @@ def verify(path: Path, placed: Placed) -> None:
 
 
 def timed(seconds: list[float], step: Callable[[], Any]) -> Any:
-    """What `step` returns; its CPU seconds are added to `seconds`."""
+    """Return the result of `step`, and add its CPU seconds to `seconds`."""
     started = time.process_time()
     result = step()
     seconds.append(time.process_time() - started)
@@ -108,7 +109,7 @@ def timed(seconds: list[float], step: Callable[[], Any]) -> Any:
 
 
 def policy_on(path: Path, megatron: Mapping[str, int]) -> MegatronPolicy:
-    """A policy that only reads, in bf16."""
+    """A policy for inference only, in bf16."""
     config = {
         "model_name": str(path),
         "precision": "bfloat16",

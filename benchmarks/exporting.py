@@ -1,7 +1,7 @@
-"""Export of HF weights: time over one copy of the bytes, time per tensor, collectives per tensor
-(rows 4 to 6).
+"""Export of HF weights: time relative to one copy of the bytes, time per tensor, collectives per
+tensor (rows 4 to 6).
 
-Knows which programs to run in which order; each run is a process, or a rank, of its own.
+Runs each program in a new process, or one process per rank.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ OF_99_TENSORS = Size(hidden=128, ffn=256, layers=8, heads=4, groups=2, vocab=102
 
 
 def over_memcpy(folder: Path, repetitions: int) -> Measurement:
-    """CPU seconds of an export over those of one copy of its bytes, of the size where it is worse.
+    """CPU seconds of an export relative to one copy of its bytes, for the worse size.
 
-    The copy is torch's, as this project's are. Beside: memmove, which streams a piece of that size
-    past the cache, unlike any copy of single tensors; the first export, which makes its plan.
+    The copy is torch's, as the export uses it. Also reports memmove, which streams a piece of
+    that size past the cache, unlike any copy of single tensors, and the first export, which
+    makes the plan.
     """
     seconds: dict[str, tuple[float, ...]] = {}
     ratios: dict[str, float] = {}
@@ -42,9 +43,9 @@ def over_memcpy(folder: Path, repetitions: int) -> Measurement:
 
 
 def per_tensor(folder: Path, repetitions: int) -> Measurement:
-    """Microseconds of an export per tensor, beyond the same copies from views that lie ready.
+    """Microseconds of an export per tensor, beyond the same copies between prepared views.
 
-    Beside it those of all that an export takes, copies included.
+    Also reports the full time of an export, copies included.
     """
     path = folder / "many"
     if not path.exists():
@@ -66,7 +67,7 @@ def per_tensor(folder: Path, repetitions: int) -> Measurement:
 
 
 def collectives(folder: Path, repetitions: int) -> Measurement:
-    """Collective calls of a rank per exported tensor, of the layout that has more."""
+    """Collective calls of a rank per exported tensor, for the layout with more."""
     path = write_checkpoint(folder / "of-99", OF_99_TENSORS)
     ratios: dict[str, float] = {}
     beside: dict[str, float] = {}

@@ -1,5 +1,5 @@
-"""What no import and no export can beat: each weight copied once, between Megatron-Core's layout
-and that of Hugging Face.
+"""The floor for imports and exports: each weight copied once, between Megatron-Core's layout and
+that of Hugging Face.
 
 Straight-line code for Qwen2 on one rank: no modules, no checks, nothing of the package.
 """
@@ -22,10 +22,10 @@ _COPIED = {
 
 
 def copy_weights(file: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The weights by Megatron-Core's names and in its layout, in memory never touched before.
+    """The weights with Megatron-Core's names and layout, in memory never touched before.
 
-    Shapes are a view away from those of its parameters: of a fused attention input
-    `[G, N / G + 2, H, ...]` (groups, heads of a group, head dim), of a fused MLP input `[2, F, D]`.
+    Shapes are a view away from those of its parameters: for a fused attention input `[G, N / G +
+    2, H, ...]` (groups, heads of a group, head dim), for a fused MLP input `[2, F, D]`.
     """
     made: dict[str, torch.Tensor] = {}
     with safe_open(file, framework="pt") as source:
@@ -50,9 +50,9 @@ def copy_weights(file: Path, config: Mapping[str, Any]) -> dict[str, torch.Tenso
 def hf_views(
     weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The HF tensors as views of weights that have Megatron-Core's names and layout.
+    """The HF tensors as views of weights with Megatron-Core's names and layout.
 
-    Each has the elements of its HF tensor in their order, in a shape that is a view away from its.
+    Each has the elements of its HF tensor in their order, in a shape that is a view away.
     """
     groups = config["num_key_value_heads"]
     per_group = config["num_attention_heads"] // groups

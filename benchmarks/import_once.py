@@ -1,6 +1,6 @@
 """One import: `python -m benchmarks.import_once PROGRAM CHECKPOINT` prints its cost.
 
-Python's imports, the config file and the process group are no part of it; building modules is.
+Python's imports, the config file and the process group are not part of it; building modules is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_policy.engines.megatron.platform import prepare_platform
 
 
 def floor(path: Path) -> dict[str, float]:
-    """One import by the shortest program there is."""
+    """One import by the shortest possible program."""
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     started = time.process_time()
     weights = copy_weights(path / SINGLE, config)
@@ -40,7 +40,9 @@ def floor(path: Path) -> dict[str, float]:
 
 
 def ours(path: Path) -> dict[str, float]:
-    """One import as the policy does it: modules built and filled; no optimizer, no reference."""
+    """One import as the policy does it: modules built and filled, without optimizer or
+    reference.
+    """
     run = _prepared(path)
     started = time.process_time()
     assembly = run()
@@ -50,7 +52,7 @@ def ours(path: Path) -> dict[str, float]:
 
 
 def memory(path: Path) -> dict[str, float]:
-    """The same import, its anonymous memory sampled every millisecond."""
+    """The same import, with its anonymous memory sampled every millisecond."""
     run = _prepared(path)
     started = time.process_time()
     with _watching_memory() as samples:
@@ -66,7 +68,7 @@ def memory(path: Path) -> dict[str, float]:
 
 
 def _prepared(path: Path) -> Callable[[], MegatronEngine]:
-    """What is left to do when Python has imported, the config is read and the group is there."""
+    """What remains after Python's imports, reading the config and creating the process group."""
     config = PolicyConfig.parse(
         {
             "model_name": str(path),
@@ -107,7 +109,7 @@ def _verify(path: Path, weights: Mapping[str, torch.Tensor]) -> None:
 
 @contextmanager
 def _watching_memory() -> Iterator[list[int]]:
-    """Bytes of this process's anonymous memory: before the body, all through it, and after it."""
+    """Bytes of this process's anonymous memory, sampled before, during and after the body."""
     samples = [_anonymous_bytes()]
     done = threading.Event()
 

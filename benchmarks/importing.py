@@ -1,6 +1,6 @@
-"""Import of HF weights: time over its floor, memory, growth with the tensors (rows 1 to 3).
+"""Import of HF weights: time relative to the floor, memory, growth with the tensors (rows 1 to 3).
 
-Knows which programs of import_once.py to run in which order; each run is a process of its own.
+Runs the programs of import_once.py, each in a new process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SAME_BITS = (
 
 
 def over_floor(folder: Path, repetitions: int) -> Measurement:
-    """CPU seconds of an import over those of the floor, of the size where it is the greater."""
+    """CPU seconds of an import relative to the floor, for the worse size."""
     programs = {
         f"{name}, {size}": (name, sized(folder, size))
         for name in ("floor", "ours")
@@ -33,12 +33,14 @@ def over_floor(folder: Path, repetitions: int) -> Measurement:
 
 
 def peak_memory(folder: Path, repetitions: int) -> Measurement:
-    """Highest anonymous memory during the import, less that before it, over bytes of weights."""
+    """Peak anonymous memory of the import, minus that before it, relative to the bytes of
+    weights.
+    """
     results = {
         size: [run_fresh(PROGRAMS, "memory", sized(folder, size)) for _ in range(repetitions)]
         for size in SIZES
     }
-    # What was sampled can only be too low.
+    # Sampling can only underestimate the peak.
     ratio = max(
         run["peak_bytes"] / run["weight_bytes"] for runs in results.values() for run in runs
     )
@@ -50,7 +52,7 @@ def peak_memory(folder: Path, repetitions: int) -> Measurement:
 
 
 def growth(folder: Path, repetitions: int) -> Measurement:
-    """CPU seconds of an import of 400 layers over those of 50: eight times the tensors."""
+    """CPU seconds of an import of 400 layers relative to 50: eight times the tensors."""
     few = write_checkpoint(folder / "few", narrow(FEW_LAYERS))
     many = write_checkpoint(folder / "many", narrow(MANY_LAYERS))
     programs = {
@@ -74,7 +76,7 @@ def sized(folder: Path, size: str) -> Path:
 def _alternate(
     repetitions: int, programs: Mapping[str, tuple[str, Path]]
 ) -> dict[str, tuple[float, ...]]:
-    """CPU seconds of each program, run by turns; a floor, which is first, is run last as well."""
+    """CPU seconds of each program, run alternately; a floor, which is first, also runs last."""
     order = list(programs) * repetitions
     order += [label for label, (program, _) in programs.items() if program == "floor"]
     seconds: dict[str, tuple[float, ...]] = dict.fromkeys(programs, ())

@@ -1,9 +1,7 @@
-"""Log-probabilities from hidden states a chunk of tokens at a time, written plainly: what ours are
-compared with.
+"""The baseline for ours: log-probabilities from hidden states, one chunk of tokens at a time.
 
-It stands for the fused paths there are: fp32 softmax of each chunk, and in the backward pass a
-one-hot matrix of int64, several fp32 matrices of a chunk's logits, and matrix products in fp32.
-
+It stands for existing fused paths: fp32 softmax of each chunk, and in the backward pass a one-hot
+matrix of int64, several fp32 matrices of a chunk's logits, and matrix products in fp32.
 Shapes: N tokens, C of a chunk, V vocabulary, D model.
 """
 
@@ -18,7 +16,7 @@ import torch.nn.functional as F
 def plain_chunks(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, chunk: int
 ) -> torch.Tensor:
-    """fp32 `[N]`, differentiable in hidden states and weights."""
+    """fp32 `[N]`, differentiable with respect to hidden states and weights."""
     logprobs_N: torch.Tensor = _PlainChunks.apply(hidden_ND, weight_VD, targets_N, chunk)
     return logprobs_N
 

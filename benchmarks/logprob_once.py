@@ -1,8 +1,7 @@
 """One pass over a language-model head: `python -m benchmarks.logprob_once PROGRAM CHUNK`.
 
-Prints CPU seconds, bytes of memory at the peak beyond the inputs, and samples of the results, by
-which programs can be compared. The head is that of Qwen2.5-0.5B in bf16.
-
+Prints CPU seconds, peak memory in bytes beyond the inputs, and samples of the results, by which
+programs can be compared. The head is that of Qwen2.5-0.5B in bf16.
 Shapes: N tokens, V vocabulary, D model.
 """
 
@@ -32,7 +31,7 @@ Program = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Results]
 def logits(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, chunk: int
 ) -> Results:
-    """The matrix product that makes all logits, and nothing else."""
+    """Only the matrix product that makes all logits."""
     logits_NV = hidden_ND @ weight_VD.T
     return {"picked": logits_NV[torch.arange(len(targets_N)), targets_N]}
 
@@ -40,7 +39,7 @@ def logits(
 def reading(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, chunk: int
 ) -> Results:
-    """Log-probabilities as the policy reads them."""
+    """Log-probabilities as the policy computes them for inference."""
     return {"logprobs": _ours(hidden_ND, weight_VD, targets_N, chunk)}
 
 
@@ -54,7 +53,7 @@ def reading_plain(
 def training(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, chunk: int
 ) -> Results:
-    """Log-probabilities and both gradients as the policy trains."""
+    """Log-probabilities and both gradients as the policy computes them in training."""
     return _trained(_ours, hidden_ND, weight_VD, targets_N, chunk)
 
 
@@ -68,7 +67,7 @@ def training_plain(
 def _ours(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, chunk: int
 ) -> torch.Tensor:
-    # A group without a backend: one rank has nobody to talk to.
+    # A group without a backend: a single rank does not communicate.
     alone, head = dist.ProcessGroup(0, 1), HeadShape(vocab_start=0, real=weight_VD.size(0))
     logprobs_N, _ = fused_scores(hidden_ND, weight_VD, targets_N, head, alone, chunk)
     return logprobs_N
@@ -106,7 +105,7 @@ def main(name: str, chunk: int) -> dict[str, Any]:
     """Run a program and measure it."""
     program = PROGRAMS[name]
     tokens = TRAINED if name.startswith("training") else READ
-    program(*inputs(8, 512), 2)  # so that code is loaded and its pages are there
+    program(*inputs(8, 512), 2)  # warm-up: loads the code and touches its pages
     given = inputs(tokens, VOCAB)
     before = start_of_peak()
     started = time.process_time()
@@ -121,7 +120,7 @@ def main(name: str, chunk: int) -> dict[str, Any]:
 
 
 def inputs(tokens: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, weights and targets, always the same ones."""
+    """Hidden states, weights and targets, always the same."""
     random = torch.Generator().manual_seed(0)
     hidden_ND = torch.empty(tokens, MODEL, dtype=torch.bfloat16).normal_(generator=random)
     weight_VD = torch.empty(vocab, MODEL, dtype=torch.bfloat16)
@@ -136,7 +135,7 @@ def _sample(values: torch.Tensor) -> list[float]:
 
 
 def start_of_peak() -> int:
-    """Bytes of memory now, which become the peak so far."""
+    """Reset the peak to the current memory, and return that in bytes."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     return memory("VmRSS")
 

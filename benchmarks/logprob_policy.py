@@ -1,8 +1,8 @@
-"""Peak memory of log-probabilities read by a packed policy: `python -m benchmarks.logprob_policy
+"""Peak memory of log-probabilities of a packed policy: `python -m benchmarks.logprob_policy
 CHECKPOINT CHUNK RANKS`.
 
-Each of RANKS context-parallel ranks, which it starts, computes as many tokens as logprob_once.py
-reads. Prints the most CPU seconds of a rank, and the most bytes beyond the loaded policy.
+Starts RANKS context-parallel ranks, each of which computes as many tokens as logprob_once.py.
+Prints the most CPU seconds of a rank, and the most bytes beyond the loaded policy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.policy import MegatronPolicy
 
-# Of a rank; uneven, and multiples of 4, so that two ranks pad none of them.
+# Per rank; uneven, and multiples of 4, so that two ranks need no padding.
 LENGTHS = (1500, 1000, 800, 500, 248, 48)
 assert sum(LENGTHS) == READ
 
@@ -31,7 +31,7 @@ def measure(path: str, chunk: int, ranks: int) -> dict[str, Any]:
     policy = MegatronPolicy(
         _config(path, chunk, ranks), init_optimizer=False, init_reference_model=False
     )
-    policy.logprobs(_batch((4 * ranks,)))  # so that code is loaded and its pages are there
+    policy.logprobs(_batch((4 * ranks,)))  # warm-up: loads the code and touches its pages
     data = _batch(LENGTHS * ranks)
     before = start_of_peak()
     started = time.process_time()

@@ -1,8 +1,7 @@
-"""Log-probabilities from hidden states: memory over that of all logits, time over their matrix
-product (rows 7 and 8).
+"""Log-probabilities from hidden states: memory relative to that of all logits, time relative to
+their matrix product (rows 7 and 8).
 
-Knows which programs of logprob_once.py and logprob_policy.py to run in which order; each run is a
-process of its own.
+Runs the programs of logprob_once.py and logprob_policy.py, each in a new process.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ Results = dict[Run, list[dict[str, Any]]]
 
 LOGITS_BYTES = 4096 * 151936 * 2
 MOST_MEMORY, MOST_TRAINING = 0.65, 0.6
-# Relative, of all samples of a result together: bf16 has 8 bits.
+# Relative, over all samples of a result: bf16 has 8 bits.
 TOLERANCE = 2**-7
 
 
 def peak_memory(folder: Path, repetitions: int) -> Measurement:
-    """Highest memory of a pass in small chunks over bytes of bf16 logits: of the head alone beyond
-    its inputs, and of packed policies, one of them context-parallel, beyond all they hold.
+    """Peak memory of a pass in small chunks relative to the bytes of bf16 logits: of the head alone
+    beyond its inputs, and of packed policies, one of them context-parallel, beyond all they hold.
 
-    RuntimeError if larger chunks take more than they may.
+    RuntimeError if larger chunks take too much.
     """
     results = _alternate([FEW, MANY], repetitions, PLAIN) | _of_policies(folder)
     for run in (FEW, MANY):
@@ -53,7 +52,7 @@ def peak_memory(folder: Path, repetitions: int) -> Measurement:
 
 
 def _of_policies(folder: Path) -> Results:
-    """One pass of packed policies of one layer, by number of context-parallel ranks and chunk."""
+    """One pass of packed policies with one layer, by number of context-parallel ranks and chunk."""
     size = Size(hidden=896, ffn=896, layers=1, heads=14, groups=2, vocab=151936)
     path = write_checkpoint(folder / "one layer", size)
     return {
@@ -64,9 +63,10 @@ def _of_policies(folder: Path) -> Results:
 
 
 def over_product(folder: Path, repetitions: int) -> Measurement:
-    """CPU seconds of a pass over those of the logits' matrix product, the slower size of chunk.
+    """CPU seconds of a pass relative to the matrix product of the logits, for the slower chunk
+    size.
 
-    RuntimeError if a pass with gradients takes more than its part of one by plain chunks.
+    RuntimeError if a pass with gradients takes too large a share of one by plain chunks.
     """
     results = _alternate([LOGITS, FEW, MANY, TRAINING, TRAINING_PLAIN], repetitions, PLAIN)
     seconds = _seconds(results)
@@ -93,7 +93,7 @@ def over_product(folder: Path, repetitions: int) -> Measurement:
 
 
 def _alternate(runs: Sequence[Run], repetitions: int, once: Run) -> Results:
-    """Results of each program, run by turns, and of one that is run once."""
+    """Results of each program, run alternately, and of one that runs once."""
     results: Results = {run: [] for run in [*runs, once]}
     for program, chunk in [*runs * repetitions, once]:
         results[program, chunk].append(run_fresh(PROGRAMS, program, str(chunk)))
@@ -114,7 +114,7 @@ def _name(run: Run) -> str:
 
 
 def _compare(results: Results, run: Run, expected: Run) -> None:
-    """RuntimeError unless every result of every run is near what the other program found."""
+    """RuntimeError unless every result of every run is close to that of the other program."""
     theirs = results[expected][0]["samples"]
     for result in results[run]:
         for name, ours in result["samples"].items():

@@ -1,5 +1,6 @@
-"""Scorecard row 9: how much of a step computes tokens that count, while no rank waits for another;
-a model of cost over real plans, not a timing.
+"""Scorecard row 9: the share of a step spent on valid tokens, while no rank waits for another.
+
+A cost model over real plans, not a timing.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from megatron_policy.packing.tokens import packed_layout
 RANKS, ROWS, CAPACITY, HIDDEN = 32, 512, 8192, 3584
 MEDIAN, SIGMA, DRAWS = 600, 1.0, 5
 ROUND = 64
-"""What the host's dynamic batches and packed sequences are rounded up to."""
+"""The multiple to which the host rounds dynamic batches and packed sequences."""
 
 COST = sequence_cost(HIDDEN)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one data-parallel rank computes: tokens, with padding, and their cost."""
+    """What one data-parallel rank computes: tokens, including padding, and their cost."""
 
     tokens: int
     cost: float
 
 
 def step_efficiency(folder: Path, repetitions: int) -> Measurement:
-    """The mean over draws of token efficiency x balance of `balanced`, the worse of one and of two
-    context-parallel ranks; beside it the other algorithms and ways.
+    """The mean over draws of token efficiency x balance of `balanced`, the worse of one and two
+    context-parallel ranks; also reports the other algorithms and methods.
     """
     draws = [lengths(seed) for seed in range(DRAWS)]
     ways = _ways()
@@ -57,14 +58,14 @@ def step_efficiency(folder: Path, repetitions: int) -> Measurement:
 
 
 def lengths(seed: int) -> list[int]:
-    """A draw of ROWS log-normal lengths, cut to the capacity."""
+    """A draw of ROWS log-normal lengths, limited to the capacity."""
     source = random.Random(seed)
     drawn = (source.lognormvariate(math.log(MEDIAN), SIGMA) for _ in range(ROWS))
     return [min(max(round(length), 1), CAPACITY) for length in drawn]
 
 
 def efficiency(ranks: Sequence[Work], draw: Sequence[int]) -> float:
-    """Tokens that count of those computed, times the mean of the ranks' costs over the largest."""
+    """Valid tokens over computed tokens, times the mean of the ranks' costs over the largest."""
     costs = [work.cost for work in ranks]
     return sum(draw) / sum(work.tokens for work in ranks) * mean(costs) / max(costs)
 
@@ -110,8 +111,9 @@ def _dynamic(draw: Sequence[int]) -> list[Work]:
 
 
 def dealt_in_turn(draw: Sequence[int]) -> list[Work]:
-    """As hosts do it: lengths rounded up, packed modified first fit decreasing, a bin more for the
-    fullest one's last sequence until the ranks divide them, and every 32nd bin to the same rank.
+    """What hosts do: lengths rounded up and packed by modified first fit decreasing; then, until
+    the ranks divide the bins, the fullest bin's last sequence moves to a new bin; every 32nd bin
+    goes to the same rank.
     """
     sizes = [-(-length // ROUND) * ROUND for length in draw]
     bins: Bins = modified_first_fit_decreasing(sizes, CAPACITY)

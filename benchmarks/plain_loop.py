@@ -1,4 +1,4 @@
-"""A training step written with Megatron-Core alone, its loss included; knows nothing of policies.
+"""A training step written with Megatron-Core alone, including its loss.
 
 Shapes: B rows of a global batch, S positions.
 """
@@ -20,7 +20,7 @@ Microbatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class PlainLoop:
-    """One pipeline stage, one chunk: what it needs is what Megatron-Core's schedule takes."""
+    """One pipeline stage, one chunk: its fields are what Megatron-Core's schedule takes."""
 
     model: DistributedDataParallel
     optimizer: MegatronOptimizer
@@ -29,7 +29,9 @@ class PlainLoop:
     def step(
         self, tokens_BS: torch.Tensor, mask_BS: torch.Tensor, rows: int
     ) -> tuple[float, float]:
-        """Train on microbatches of `rows`; return mean next-token loss and the gradient's norm."""
+        """Train on microbatches of `rows`; return the mean next-token loss and the
+        gradient norm.
+        """
         labels_BS, counted_BS = tokens_BS.roll(-1, 1), mask_BS.roll(-1, 1)
         counted_BS[:, -1] = 0  # the last token has nothing to predict
         total = counted_BS.sum()

@@ -1,4 +1,4 @@
-"""Runs a measuring program in fresh Python processes; knows nothing of what it measures."""
+"""Runs a measuring program in new Python processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_policy.coordination.rendezvous import reserved_port
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# One thread: CPU seconds are then work, not waiting. No GPU: these rows are of the CPU.
+# One thread, so that CPU seconds are work, not waiting. No GPU: these rows are for the CPU.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
@@ -28,7 +28,7 @@ ENVIRONMENT = {
 def run_fresh(module: str, *arguments: str | Path) -> dict[str, Any]:
     """Run `python -m module arguments` and return the JSON object on its last line of output.
 
-    RuntimeError with what it wrote to stderr if it failed.
+    RuntimeError with its stderr if it failed.
     """
     command = [sys.executable, "-m", module, *map(str, arguments)]
     done = subprocess.run(
@@ -45,10 +45,10 @@ def run_fresh(module: str, *arguments: str | Path) -> dict[str, Any]:
 def run_ranks(
     world: int, module: str, *arguments: str | Path, limit_s: float = 300.0
 ) -> list[dict[str, Any]]:
-    """Run the module in `world` processes that can meet, and return the JSON object of each.
+    """Run the module in `world` processes that can communicate; return the JSON object of each.
 
-    RuntimeError with what a process wrote to stderr if it failed, or if one takes longer than
-    `limit_s` seconds; none is left running.
+    RuntimeError with a process's stderr if it failed or takes longer than `limit_s` seconds; none
+    is left running.
     """
     command = [sys.executable, "-m", module, *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
@@ -67,7 +67,8 @@ def run_ranks(
             for process in processes:
                 process.kill()
                 process.wait()
-        # Whoever failed first, not those that were ended for it; or whoever was not done in time.
+        # Blame the rank that failed first, not those killed because of it, or the one that timed
+        # out.
         failed = [rank for rank, code in enumerate(codes) if code]
         for rank in failed or [rank for rank, code in enumerate(codes) if code is None]:
             how = f"ended with status {codes[rank]}" if failed else f"took over {limit_s:g} s"
@@ -84,12 +85,12 @@ def _rendezvous(rank: int, world: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",  # the name of a container need not resolve
+        "GLOO_SOCKET_IFNAME": "lo",  # a container's host name need not resolve
     }
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], limit_s: float) -> list[int | None]:
-    """Until all have ended, or one has failed, or the time is over; what each has ended with."""
+    """Wait until all have ended, one has failed, or time is up; return the exit statuses."""
     deadline = time.monotonic() + limit_s
     while True:
         codes = [process.poll() for process in processes]

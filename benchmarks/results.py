@@ -1,4 +1,4 @@
-"""One measured row as one line of JSON, and as a line to read; measures nothing itself."""
+"""Formats one measured row as a line of JSON, and as a readable line."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Measurement:
     """What a row measured: its `ratio`, and the CPU seconds of every run of each program, in order.
 
-    `verified` says what was compared, in these same runs, to know that the same work was done;
-    `beside` are the ratios of other ways to do it, by name.
+    `verified` says what was compared, in these same runs, to check that the same work was done;
+    `beside` has the ratios of other methods, by name.
     """
 
     ratio: float
@@ -28,7 +28,9 @@ class Measurement:
 
 
 def ratio_of_minima(numerator: tuple[float, ...], denominator: tuple[float, ...]) -> float:
-    """The least of one over the least of the other: neighbours on the machine only ever add."""
+    """The minimum of one over the minimum of the other: other load on the machine only
+    adds time.
+    """
     return min(numerator) / min(denominator)
 
 
@@ -56,12 +58,12 @@ def line_of(
 
 
 def meets(row: Row, ratio: float) -> bool:
-    """Whether a ratio reaches the row's goal."""
+    """Whether a ratio meets the row's goal."""
     return ratio <= row.goal if row.better == "lower" else ratio >= row.goal
 
 
 def summary(line: str) -> str:
-    """A line of the results for people."""
+    """A line of the results in readable form."""
     row = json.loads(line)
     head = f"{row['row']:>2}  {row['what']}"
     if row["ratio"] is None:
@@ -77,6 +79,6 @@ def summary(line: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What the measurement was made with."""
+    """The versions the measurement was made with."""
     packages = {name: metadata.version(name) for name in ("torch", "megatron-core", "transformers")}
     return {"python": platform.python_version(), **packages}

@@ -1,6 +1,6 @@
 """Runs the scorecard: `python benchmarks/run.py [--rows 1 3] [--repetitions 5] [--results FILE]`.
 
-Knows how rows are chosen, shown and written; what they measure stands in scorecard.py.
+What the rows measure is in scorecard.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RESULTS = Path(__file__).resolve().parent / "results.jsonl"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what `arguments` (the command line by default) ask for."""
+    """Measure what `arguments` (by default the command line) ask for."""
     options = _options(arguments)
     rows = chosen(SCORECARD, options.rows)
     with (

@@ -1,4 +1,4 @@
-"""The scorecard: what is measured, its limit and our goal; how it is measured stands elsewhere."""
+"""The scorecard: what is measured, its limit and our goal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks import (
 from benchmarks.results import Measurement
 
 Measure = Callable[[Path, int], Measurement]
-"""Given a folder to work in and a number of repetitions."""
+"""Takes a working folder and a number of repetitions."""
 
 LOWER, HIGHER = "lower", "higher"
 
@@ -134,7 +134,9 @@ SCORECARD: tuple[Row, ...] = (
 
 
 def chosen(scorecard: Sequence[Row], numbers: Sequence[int] | None) -> list[Row]:
-    """The rows of these numbers, or all, in the scorecard's order; ValueError for one it lacks."""
+    """The rows with these numbers, or all, in the scorecard's order; ValueError for unknown
+    numbers.
+    """
     known = {row.number for row in scorecard}
     if unknown := set(numbers or ()) - known:
         raise ValueError(f"no row {sorted(unknown)} in the scorecard; it has {sorted(known)}")

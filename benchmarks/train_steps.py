@@ -1,7 +1,7 @@
-"""Steps of policy and plain loop by turns: `python -m benchmarks.train_steps CHECKPOINT STEPS`.
+"""Alternating steps of policy and plain loop: `python -m benchmarks.train_steps CHECKPOINT STEPS`.
 
 Prints the CPU seconds of each. Both have equal models, optimizers, schedules, starting weights and
-batches: losses, gradient norms and final weights have to be equal too.
+batches, so losses, gradient norms and final weights must be equal as well.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_policy.weights.load import Held, held_entries, load_parameters
 
 ROWS, MICROBATCH_ROWS, LENGTH = 8, 2, 128
 LEARNING_RATE = 1e-4
-# The two losses sum in another order, and Adam makes full steps of the smallest gradients.
+# The two losses sum in different orders, and Adam takes full steps for the smallest gradients.
 RELATIVE, WEIGHTS = 1e-5, 0.1 * LEARNING_RATE
 
 
@@ -105,7 +105,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _plain_loop(policy: MegatronPolicy, table: Table) -> tuple[PlainLoop, Held]:
-    """A second model with its own optimizer, in the process groups that the policy has made."""
+    """A second model with its own optimizer, in the process groups that the policy created."""
     config, architecture, topology = policy.config, table.architecture, policy.topology
     settings = config.megatron_cfg
     place = Placement(topology, policy.coords, layer_split(config, architecture, topology))
@@ -132,7 +132,7 @@ def _batches(count: int, vocab_size: int) -> Iterator[BatchedDataDict]:
 
 
 def _compare_weights(policy: MegatronPolicy, held: Held, before: dict[str, torch.Tensor]) -> float:
-    """The largest difference; RuntimeError if it is too large, or if nothing was trained at all."""
+    """The largest difference; RuntimeError if it is too large, or if nothing was trained."""
     weights = dict(policy.named_parameters())
     difference = max((weights[e.megatron] - p).abs().max().item() for e, p in held)
     if difference > WEIGHTS:

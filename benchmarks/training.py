@@ -1,4 +1,6 @@
-"""A training step of the policy over the same step as a plain Megatron-Core loop (row 10)."""
+"""A training step of the policy relative to the same step as a plain Megatron-Core loop
+(row 10).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from benchmarks.results import Measurement, ratio_of_minima
 
 
 def over_plain_loop(folder: Path, repetitions: int) -> Measurement:
-    """CPU seconds of `MegatronPolicy.train` over the loop's, by turns in one process."""
+    """CPU seconds of `MegatronPolicy.train` relative to the loop's, alternating in one process."""
     from benchmarks.checkpoints import Size, write_checkpoint
 
     size = Size(hidden=512, ffn=1408, layers=4, heads=8, groups=4, vocab=8192)

@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints <-> Megatron-Core parameters: one table per family, for both ways."""
+"""Hugging Face checkpoints <-> Megatron-Core parameters: one table per family for both ways."""

@@ -1,7 +1,4 @@
-"""What a decoder-only model is, in numbers: the values every layout and every builder derives from.
-
-Knows neither Hugging Face nor Megatron-Core names of files, tensors or config fields.
-"""
+"""A decoder-only model in numbers: the values from which every layout and every builder derives."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ from .rotary import Rope
 from .traits import Activation, Mla, Moe, Norm, QkNorm
 
 VOCAB_MULTIPLE = 128
-"""Rows of a rank's embedding shard come in multiples of this, which is Megatron's own default."""
+"""A rank's embedding shard has a multiple of this many rows (Megatron's own default)."""
 
 MOST_LAYERS = 10_000
-"""More are a mistake in the config, and would take for ever to list."""
+"""More are a mistake in the config, and listing them would take forever."""
 
 MOST_EXPERTS = 1_000_000
-"""In all layers together."""
+"""Over all layers together."""
 
 _FACTORS = (
     "layernorm_epsilon",
@@ -47,7 +44,7 @@ _COUNTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One decoder. ConversionError when the numbers contradict each other."""
+    """One decoder. Raises ConversionError when the numbers contradict each other."""
 
     num_layers: int
     hidden_size: int
@@ -55,7 +52,7 @@ class Architecture:
     num_query_groups: int
     kv_channels: int
     ffn_hidden_size: int
-    """Of the dense layers; of no meaning when every layer is a mixture of experts."""
+    """Of the dense layers; unused when every layer is a mixture of experts."""
     vocab_size: int
     max_position_embeddings: int
     layernorm_epsilon: float
@@ -65,33 +62,33 @@ class Architecture:
     norm: Norm = Norm.RMS
     norm_bias: bool = False
     pre_norm: bool = True
-    """Attention and MLP are given normalised inputs."""
+    """The inputs of attention and MLP are normalised."""
     post_norm: bool = False
     """The outputs of attention and MLP are normalised before the residual sum."""
     parallel: bool = False
-    """Attention and MLP are given the same input, of one norm, and add to it together."""
+    """Attention and MLP take the same normalised input, and their outputs are added together."""
     activation: Activation = Activation.SILU
     gated: bool = True
     """The MLP multiplies its activation by a second projection."""
     qkv_bias: bool = False
     proj_bias: bool = False
-    """Of the attention output."""
+    """On the attention output."""
     mlp_bias: bool = False
-    """Of both matrices of an MLP, and of every expert."""
+    """On both matrices of an MLP, and of every expert."""
     qk_norm: QkNorm = QkNorm.NONE
     window: int | None = None
-    """Keys a query sees, itself included, on windowed layers; None: all."""
+    """Keys that a query sees on windowed layers, itself included; None: all."""
     # Per-layer values are left out of the hash, which keys the cache of layouts once per parameter
-    # and must not cost a walk over all layers.
+    # and must not walk over all layers.
     windowed: tuple[bool, ...] = field(default=(), hash=False)
-    """Which layers have the window; empty means every layer when `window` is set."""
+    """Which layers have the window; empty means every layer if `window` is set."""
     window_rope: Rope | None = None
     """Rotary embedding of windowed layers where it differs from `rope`."""
     without_rope: tuple[bool, ...] = field(default=(), hash=False)
-    """Which layers do without rotary embedding; empty means none."""
+    """Which layers have no rotary embedding; empty means all layers have it."""
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
-    """Of what attention and MLP add to the residual stream."""
+    """Applied to what attention and MLP add to the residual stream."""
     embedding_dropout: float = 0.0
     attention_scale: float | None = None
     """Factor on query-key products; None: 1 / sqrt(head size)."""
@@ -107,11 +104,11 @@ class Architecture:
     """Applied after `logit_scale`."""
     moe: Moe | None = None
     moe_layers: tuple[bool, ...] = field(default=(), hash=False)
-    """Which layers have experts; empty means every layer when `moe` is set."""
+    """Which layers have experts; empty means every layer if `moe` is set."""
     mla: Mla | None = None
-    """Heads of queries and keys then have `kv_channels` = both parts of a head in `mla`."""
+    """If set, `kv_channels` of query and key heads is the sum of both parts of a head in `mla`."""
     mtp_layers: int = 0
-    """Layers after the last one that checkpoints may hold and this model does not have."""
+    """Multi-token-prediction layers that checkpoints can hold; this model leaves them out."""
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -174,7 +171,7 @@ class Architecture:
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
-        """Inner channels of every kind of MLP that the model has."""
+        """Inner channels of every kind of MLP in the model."""
         moe = self.moe
         dense = (self.ffn_hidden_size,) if moe is None or self.moe_layers else ()
         if moe is None:
@@ -191,24 +188,24 @@ class Architecture:
         return self.moe is not None and (not self.moe_layers or self.moe_layers[layer])
 
     def has_window(self, layer: int) -> bool:
-        """Whether this layer's queries see a window of keys only."""
+        """Whether this layer's queries see only a window of keys."""
         return self.window is not None and (not self.windowed or self.windowed[layer])
 
     def rope_of(self, layer: int) -> Rope | None:
-        """This layer's rotary embedding; None where it does without."""
+        """This layer's rotary embedding; None where it has none."""
         if self.without_rope and self.without_rope[layer]:
             return None
         return self.window_rope if self.window_rope and self.has_window(layer) else self.rope
 
     def shape(self, dims: tuple[str, ...]) -> tuple[int, ...]:
-        """The sizes that dimension names such as ("moe.experts", "hidden_size") stand for."""
+        """The sizes of named dimensions such as ("moe.experts", "hidden_size")."""
         return tuple(attrgetter(dim)(self) for dim in dims)
 
     def holds(self, condition: str, layer: int | None = None) -> bool:
-        """Whether all words of a row's condition are met; "" always is.
+        """Whether all words of a row's condition hold; "" always does.
 
-        A word is a value that must be true, "tied" or "moe.shared_gate", or after "!" one that
-        must not; "experts" asks whether `layer` has experts.
+        A word names a value that must be true, such as "tied" or "moe.shared_gate"; with "!" in
+        front it must be false. "experts" asks whether `layer` has experts.
         """
         return all(
             self._holds(word.removeprefix("!"), layer) == (word[0] != "!")

@@ -1,7 +1,4 @@
-"""Moving a parameter between its HF tensors and a rank's shard, along the blocks its row describes.
-
-Knows no layout of its own, no files, no process groups and no names.
-"""
+"""Moves a parameter between its HF tensors and a rank's shard, along the blocks of its row."""
 
 from __future__ import annotations
 
@@ -23,7 +20,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Block:
-    """`hf[part].view(hf_view)[hf_index]` holds what `shard.view(shard_view)[shard_index]` does."""
+    """`hf[part].view(hf_view)[hf_index]` holds the elements of
+    `shard.view(shard_view)[shard_index]`.
+    """
 
     part: int
     hf_view: Shape
@@ -31,12 +30,12 @@ class Block:
     shard_view: Shape
     shard_index: tuple[slice, ...]
     transposed: bool = False
-    """The last two dimensions of the HF elements are exchanged first."""
+    """The last two dimensions of the HF elements are swapped first."""
 
 
 class Role(Enum):
-    """What a parameter is to its module. Whoever treats some of them in another way, as weight
-    decay does, goes by this: the number of dimensions does not tell.
+    """What a parameter is to its module. Code that treats some of them differently, such as weight
+    decay, goes by this: the number of dimensions does not tell.
     """
 
     MATRIX = "matrix"
@@ -44,20 +43,20 @@ class Role(Enum):
     BIAS = "bias"
     """Added to what a linear layer, a norm, a router or an expert computes."""
     NORM = "norm"
-    """The weight of a norm, also where every head has one of its own."""
+    """The weight of a norm, also where every head has its own."""
     SINK = "sink"
     """A logit that takes part in a head's softmax and stands for no token."""
 
 
 class Taken(Protocol):
-    """A viewed HF tensor, of which a block takes its elements."""
+    """A viewed HF tensor from which a block takes its elements."""
 
     def __getitem__(self, index: tuple[slice, ...], /) -> Tensor:
         """The elements as a tensor view."""
 
 
 class Part(Protocol):
-    """An HF tensor to read from: a tensor, or a stand-in that fetches what is taken out of it."""
+    """An HF tensor to read from: a tensor, or a stand-in that fetches only the elements taken."""
 
     def view(self, shape: Shape, /) -> Taken:
         """The same elements in another shape."""
@@ -88,32 +87,32 @@ class Row(Hashable, Protocol):
 
     @property
     def keeps_dtype(self) -> bool:
-        """Whether the parameter stays in its own dtype, whatever that of the model is."""
+        """Whether the parameter keeps its own dtype, whatever the model's is."""
 
     @property
     def shard_dim(self) -> int | None:
-        """Dimension that tensor-parallel ranks share out; None: each holds the whole parameter."""
+        """Dimension split over the tensor-parallel ranks; None: each holds the whole parameter."""
 
     @property
     def stripes(self) -> int:
-        """Runs of equal length along `shard_dim`, of each of which every rank holds its part."""
+        """Number of equal sections along `shard_dim`; every rank holds its part of each."""
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         """Shapes of the HF tensors."""
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        """Shape of one shard of `size`; ConversionError naming the legal sizes if uneven."""
+        """Shape of one shard of `size`; ConversionError naming legal sizes if it is uneven."""
 
     def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
         """Rows at the end of this shard that no HF element fills: vocabulary padding, zeros."""
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        """Shard `rank` of `size`: disjoint blocks, together all of it but its padding."""
+        """Shard `rank` of `size` as disjoint blocks that cover all of it except its padding."""
 
 
 @lru_cache(maxsize=4096)
 def blocks_of(row: Row, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-    """`row.blocks`, computed once for all the layers that share the row."""
+    """`row.blocks`, computed once for all layers that share the row."""
     return row.blocks(arch, rank, size)
 
 
@@ -153,7 +152,7 @@ def unshard(row: Row, arch: Architecture, shards: Sequence[Tensor]) -> Tensor:
 
 
 def pack(row: Row, arch: Architecture, parts: Sequence[Tensor]) -> Tensor:
-    """The unsharded parameter (as one rank alone would hold it) from its HF tensors."""
+    """The unsharded parameter (as a single rank would hold it) from its HF tensors."""
     whole = parts[0].new_empty(row.local_shape(arch, 1))
     fill_shard(row, arch, whole, parts, 0, 1)
     return whole
@@ -167,17 +166,17 @@ def unpack(row: Row, arch: Architecture, whole: Tensor) -> list[Tensor]:
 
 
 def _region(shard: Tensor, block: Block) -> Tensor:
-    """The block's elements of a shard: a view, written to past autograd when it is a parameter."""
+    """A view of the block's elements in a shard, detached so that parameters can be written to."""
     return shard.detach().view(block.shard_view)[block.shard_index]
 
 
 def nth(index: int, length: int) -> slice:
-    """Run `index` of those of `length` elements."""
+    """Section `index` of those with `length` elements."""
     return slice(index * length, (index + 1) * length)
 
 
 def even(total: int, size: int, row: Row) -> int:
-    """A rank's share of `total`; ConversionError naming the legal sizes where it is uneven."""
+    """A rank's share of `total`; ConversionError naming the legal sizes if it is uneven."""
     if total % size:
         legal = [n for n in range(1, min(total, 128) + 1) if total % n == 0]
         raise ConversionError(

@@ -1,4 +1,4 @@
-"""Cohere's Command R and R+: attention and MLP side by side, layer norms without bias."""
+"""Cohere's Command R and R+: parallel attention and MLP, layer norms without bias."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A Hugging Face config read field by field, so that no field is overlooked.
 
-Every field is translated, found harmless for a stated reason, or refused, and what became of each
-can be listed. Knows no model family.
+Every field is translated, ignored for a stated reason, or refused; what became of each can be
+listed.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ IGNORED: Mapping[str, str] = {
         _GENERATION, "a default for sampling, which takes its settings from the request"
     ),
 }
-"""Fields of any model without bearing on its weights or its forward pass, and why."""
+"""Fields of any model that affect neither its weights nor its forward pass, and why."""
 
-# What a field that no family takes stands for, said of its value.
+# Explains a field that no family takes, given its value.
 _HINTS: Mapping[str, Callable[[Any], str]] = {"quantization_config": quantisation.refusal}
 _UNKNOWN = "unknown field; remove it if it has no bearing on the model"
 SHOWN_CHARACTERS = 120
@@ -67,7 +67,7 @@ SHOWN_CHARACTERS = 120
 
 @dataclass(frozen=True)
 class FieldUse:
-    """What became of one field: its dotted name, its value, the outcome and the words for it."""
+    """What became of one field: its dotted name, its value, the outcome and the reason."""
 
     name: str
     value: Any
@@ -76,7 +76,7 @@ class FieldUse:
 
 
 class Fields:
-    """The fields of a config, or of a nested section of it; `finish` refuses what nobody took."""
+    """The fields of a config, or of a nested section; `finish` refuses those that nobody took."""
 
     def __init__(self, raw: Mapping[str, Any], prefix: str = "") -> None:
         self._raw = raw
@@ -87,7 +87,7 @@ class Fields:
         self._notes: dict[str, tuple[str, str]] = {}
 
     def take(self, name: str, default: Any = REQUIRED) -> Any:
-        """The field's value, or `default` where absent or null; without one, ConversionError."""
+        """The field, or `default` if absent or null; ConversionError if there is no default."""
         self._left.pop(name, None)
         value = self._raw.get(name)
         if value is not None:
@@ -102,7 +102,7 @@ class Fields:
         return default
 
     def section(self, name: str) -> Fields | None:
-        """A nested mapping as fields of its own, finished with these; None where absent or null."""
+        """A nested mapping as Fields, finished together with these; None if absent or null."""
         value = self.take(name, None)
         if value is None:
             return None
@@ -121,18 +121,20 @@ class Fields:
             self._note(name, TRANSLATED, why)
 
     def refuse(self, name: str, value: Any, why: str) -> None:
-        """Note that the field's value cannot be honoured, for `finish` to report."""
+        """Record that the field's value cannot be honoured; `finish` reports it."""
         self._problems.append(f"{self._prefix}{name} = {shown(value)}: {why}")
         self._note(name, REFUSED, why)
 
     def ignore(self, name: str, why: str) -> None:
-        """Pass over a field that has no bearing on the result, for the stated reason."""
+        """Skip a field that does not affect the result, for the stated reason."""
         assert why
         self._left.pop(name, None)
         self._note(name, IGNORED_FIELD, why)
 
     def finish(self, ignored: Mapping[str, str] = IGNORED) -> None:
-        """ConversionError naming every field that was refused, or neither taken nor ignored."""
+        """Raise ConversionError naming every field that was refused or neither taken nor
+        ignored.
+        """
         problems = self._collect(ignored)
         if problems:
             raise ConversionError(
@@ -140,9 +142,9 @@ class Fields:
             )
 
     def uses(self, ended: str = "", ignored: Mapping[str, str] = IGNORED) -> Iterator[FieldUse]:
-        """What became of every field so far, in the config's order, a section's fields one by one.
+        """What became of every field so far, in the config's order, sections field by field.
 
-        `ended` says what stopped the translation early: fields not come to by then are unread.
+        `ended` says what stopped the translation early; fields not reached by then are unread.
         """
         for name in dict.fromkeys((*self._raw, *self._notes)):
             section = self._sections.get(name)
@@ -166,7 +168,7 @@ class Fields:
         return "its section is refused" if self._problems else ""
 
     def _note(self, name: str, outcome: str, why: str) -> None:
-        """Remember what became of a field; once refused it stays so, with all reasons."""
+        """Record what became of a field; once refused it stays refused, with all reasons."""
         before, reasons = self._notes.get(name, ("", ""))
         if before != REFUSED:
             self._notes[name] = (outcome, why or reasons)
@@ -179,14 +181,14 @@ class Fields:
             for name in self._left
             if name not in ignored and self._raw[name] is not None
         ]
-        # A section with a refused field is refused whole: what else it says no longer matters.
+        # A section with a refused field is refused as a whole: its other fields no longer matter.
         sections = self._sections.values()
         nested = [problem for s in sections for problem in s._problems or s._collect({})]
         return self._problems + nested + unknown
 
 
 def shown(value: object) -> str:
-    """A field's value in a message: as Python writes it, cut where it is long."""
+    """A field's value in a message: its repr, cut if long."""
     text = repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 

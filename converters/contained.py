@@ -1,5 +1,5 @@
-"""Files of a checkpoint that somebody else may have made: read only if they are regular files of a
-size to expect, and in its directory; knows no formats.
+"""Safe access to the files of an untrusted checkpoint: only regular files of an expected size,
+inside its directory.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from megatron_policy.errors import ConfigError, ConversionError
 
 LINKS = "MEGATRON_POLICY_LINKS_INTO"
-"""Names directories, as PATH does, into which links in checkpoints may lead."""
+"""Directories, separated as in PATH, into which links in checkpoints may lead."""
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """The path with the home directory that a `~` stands for; ConfigError when there is none."""
+    """The path with `~` expanded; ConfigError if there is no such home directory."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -25,11 +25,11 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def inside(root: Path, name: str) -> Path:
-    """The path of what has that name in a checkpoint's directory, or below it.
+    """The path of a named file in or below a checkpoint's directory.
 
-    ConversionError when the name leads out of the directory, or a link there does. Links may lead
-    from a snapshot in a hub's cache to the blobs of the same repository, and into the directories
-    that the environment variable LINKS lists.
+    ConversionError when the name, or a link, leads out of the directory. Links may lead from a
+    snapshot in a hub's cache to the blobs of the same repository, and into the directories listed
+    in the environment variable LINKS.
     """
     parts = Path(name).parts
     if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name:
@@ -46,7 +46,7 @@ def inside(root: Path, name: str) -> Path:
 
 
 def _blobs(base: Path) -> Iterator[Path]:
-    """Where the files of a snapshot in a hub's cache are, of the same repository."""
+    """Where the hub's cache keeps the files of a snapshot of the same repository."""
     for snapshots in (base, *base.parents):
         repository = snapshots.parent
         if snapshots.name == "snapshots" and repository.name.startswith("models--"):
@@ -63,10 +63,9 @@ def _real(path: Path) -> Path:
 
 
 def read(path: Path, most: int) -> bytes:
-    """What a regular file of at most `most` bytes holds.
+    """The content of a regular file of at most `most` bytes.
 
-    OSError for one that is larger, is no regular file, or cannot be read; it never waits for the
-    other end of a pipe.
+    OSError if it is larger, is not a regular file, or cannot be read. Never blocks on a pipe.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         content = file.read(most + 1)
@@ -76,7 +75,7 @@ def read(path: Path, most: int) -> bytes:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of a regular file; OSError for anything else, without waiting for it."""
+    """A descriptor of a regular file; OSError for anything else, without blocking on it."""
     handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     mode = os.fstat(handle).st_mode
     if stat.S_ISREG(mode):

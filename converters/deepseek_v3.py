@@ -1,4 +1,6 @@
-"""DeepSeek-V3 and R1: latent attention, and experts chosen from groups by corrected scores."""
+"""DeepSeek-V3 and R1: multi-latent attention (MLA), and experts chosen from groups by corrected
+scores.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the dense decoder families share: rows, config fields, rotary embedding, windows.
-
-Knows no single family: each picks its rows and says which fields it has.
-"""
+"""What the dense decoder families share: rows, config fields, rotary embedding, windows."""
 
 from __future__ import annotations
 
@@ -163,8 +160,8 @@ def architecture(
 ) -> Architecture:
     """The architecture from the fields every dense decoder has and the family's own traits.
 
-    `rope` and `activation` are given by families that keep them in fields of other names or kinds,
-    `epsilon` is the name of a field; `traits` are further arguments of `Architecture`.
+    Families whose fields have other names or kinds pass `rope` and `activation`; `epsilon` is the
+    name of a field; `traits` are further arguments of `Architecture`.
     """
     hidden, heads = fields.take("hidden_size"), fields.take("num_attention_heads")
     return Architecture(
@@ -186,7 +183,7 @@ def architecture(
 
 
 def take_activation(fields: Fields, name: str) -> Activation:
-    """The MLP's nonlinearity from the field of that name."""
+    """The MLP's activation function from the field of that name."""
     value = fields.take(name)
     if value not in ACTIVATIONS:
         fields.refuse(name, value, f"the MLP can have {', '.join(ACTIVATIONS)}")
@@ -194,7 +191,9 @@ def take_activation(fields: Fields, name: str) -> Activation:
 
 
 def take_windows(fields: Fields) -> tuple[int | None, tuple[bool, ...]]:
-    """The architecture's `window` and `windowed`, where each layer slides or sees everything."""
+    """The architecture's `window` and `windowed`, if each layer either slides or sees
+    everything.
+    """
     fields.ignore("max_window_layers", "layer_types says it layer by layer")
     window = fields.take("sliding_window", None)
     if not fields.take("use_sliding_window", True):

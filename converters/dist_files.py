@@ -1,8 +1,7 @@
-"""Megatron-Core's sharded checkpoint format `torch_dist`, read: keys, and where their bytes are.
+"""Reads Megatron-Core's sharded checkpoint format `torch_dist`: keys, and where their bytes are.
 
-The one place, with dist_metadata.py and dist_writing.py, that knows how
-`torch.distributed.checkpoint` keeps tensors in files. Runs no process group and imports no
-Megatron-Core; knows no model family.
+Only this module, dist_metadata.py and dist_writing.py know how `torch.distributed.checkpoint`
+keeps tensors in files. Needs no process group and does not import Megatron-Core.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ _MAX_BYTES = 2**20
 """Of the files that say what a directory is."""
 _LATEST = "latest_checkpointed_iteration.txt"
 
-# A gated MLP's two halves are keys of their own where Megatron-Core was told to write them so.
+# The two halves of a gated MLP have their own keys if Megatron-Core was told to write them so.
 _HALVES = ("_w", "_v")
 
 
 def find(path: str | Path) -> Path | None:
-    """The directory of the sharded checkpoint: `path`, or what a training run saved last in it.
+    """The directory of the sharded checkpoint: `path`, or the latest that a run saved in it.
 
-    None when it is none; ConfigError when it looks like one and is not complete.
+    None if there is none; ConfigError if it looks like one but is incomplete.
     """
     root = expanded(path)
     if (root / METADATA).is_file() or b"sharded_backend" in _content(root / FORMAT):
@@ -74,8 +73,8 @@ class DistReader:
     ) -> tuple[str, Stored] | None:
         """The first key of the entry's parameter that the checkpoint has, and the parameter there.
 
-        A vocabulary may have more rows in the file: padding, which is left out. None when the
-        checkpoint has no such key. `prefix` stands before the keys of an optimizer's state.
+        A vocabulary can have more rows in the file: padding, which is left out. None when the
+        checkpoint has no such key. `prefix` precedes the keys of an optimizer's state.
         """
         rows, *tail = entry.row.local_shape(arch, 1)
         shape = (rows - entry.row.pad_rows(arch, 0, 1), *tail)
@@ -83,7 +82,7 @@ class DistReader:
         return self._find(places, shape, padded=isinstance(entry.row, Vocab))
 
     def object_bytes(self, name: str) -> bytes | None:
-        """The record of an object, as it stands in its file; None if there is none."""
+        """The record of an object, as stored in its file; None if there is none."""
         where = self.objects.get(name)
         return None if where is None else self._files.read_bytes(*where)
 
@@ -94,7 +93,7 @@ class DistReader:
         return [key for key in self.weights() if key not in used]
 
     def weights(self) -> list[str]:
-        """All keys that are of weights, not of an optimizer or of counters."""
+        """All keys of weights, without those of an optimizer or of counters."""
         return sorted(set(self.keys) - not_weights(self.keys))
 
     def _find(
@@ -139,7 +138,7 @@ class DistReader:
         return shape[len(place.axes) :]
 
     def _chunks_by_lead(self, key: str, depth: int) -> dict[Shape, list[Chunk]]:
-        """Of a key, the chunks of each parameter: those with its `depth` leading indices."""
+        """The chunks of each parameter of a key, by its `depth` leading indices."""
         held = self.keys[key]
         made: dict[Shape, list[Chunk]] = {}
         for (origin, sizes), (path, offset, length) in zip(held.chunks, held.records, strict=True):
@@ -157,7 +156,7 @@ class DistReader:
 
 
 def _content(path: Path) -> bytes:
-    """What the file holds, nothing if there is none, or one that is too large for what it is."""
+    """The file's content; empty if there is no such file or it is too large for what it is."""
     try:
         return read(path, _MAX_BYTES)
     except OSError:

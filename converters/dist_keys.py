@@ -1,6 +1,6 @@
 """Where Megatron-Core's sharded checkpoints (`torch_dist`) keep each parameter: keys and axes.
 
-Follows `sharded_state_dict` of Megatron-Core's models. Knows no files.
+Follows `sharded_state_dict` of Megatron-Core's models.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .architecture import Architecture
 from .blocks import Shape
 from .table import Entry, Table
 
-# Transformer Engine fuses a norm into the linear layer after it; the checkpoint has its name then.
+# Transformer Engine fuses a norm into the linear layer after it, which names it in the checkpoint.
 _FUSED = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -23,12 +23,12 @@ _FUSED = {
 _LAYER = re.compile(r"decoder\.layers\.\d+\.")
 _EXPERT = re.compile(r"(?<=mlp\.experts\.)local_experts\.\d+\.")
 _OTHERS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine")
-"""Keys of a training checkpoint that are no weights."""
+"""Keys of a training checkpoint that are not weights."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter in a tensor of the checkpoint: `tensor[lead]`, of leading dimensions `axes`."""
+    """A parameter in a tensor of the checkpoint: `tensor[lead]`, with leading dimensions `axes`."""
 
     key: str
     lead: Shape = ()
@@ -36,16 +36,16 @@ class Place:
 
 
 def written(entry: Entry, arch: Architecture) -> tuple[Place, ...]:
-    """Where to write an entry's parameter: more than once where layer specs ask for other names.
+    """Where to write an entry's parameter: more than one place if layer specs use different names.
 
-    Megatron-Core's local spec and that of Transformer Engine agree on most; a norm whose linear
-    layer is fused in one of them only is written under both names.
+    Megatron-Core's local spec and its Transformer Engine spec agree on most names; a norm that
+    only one of them fuses into the linear layer is written under both.
     """
     return tuple(_place(entry, name, arch, arch.uniform_layers) for name in _spellings(entry, arch))
 
 
 def readable(entry: Entry, arch: Architecture) -> Iterator[Place]:
-    """Where an entry's parameter may be: layers or experts stacked or not, norms fused or not."""
+    """Where an entry's parameter can be: layers or experts stacked or not, norms fused or not."""
     name = _within_layer(entry)
     for spelling in dict.fromkeys((*_spellings(entry, arch), name, _fused(name))):
         yield _place(entry, spelling, arch, stacked=True)
@@ -58,8 +58,9 @@ def readable(entry: Entry, arch: Architecture) -> Iterator[Place]:
 
 
 def extra_states(table: Table) -> tuple[str, ...]:
-    """Names of the objects that layer specs ask for beside the parameters: of every module of a
-    layer, those that do not ask included, since one that is missing fails the load.
+    """Names of the objects that layer specs ask for in addition to the parameters.
+
+    Covers every module of a layer, even those that do not ask: a missing one fails the load.
     """
     arch = table.architecture
     names: dict[str, None] = {}
@@ -75,7 +76,7 @@ def extra_states(table: Table) -> tuple[str, ...]:
 
 
 def not_weights(keys: Iterable[str]) -> set[str]:
-    """Those keys of a training checkpoint that belong to the optimizer or to counters."""
+    """The keys of a training checkpoint that belong to the optimizer or to counters."""
     return {key for key in keys if _OTHERS.match(key)}
 
 
@@ -84,7 +85,7 @@ def _spellings(entry: Entry, arch: Architecture) -> tuple[str, ...]:
     fused = _fused(name)
     if entry.layer is None or fused == name:
         return (name,)
-    if name.startswith("self_attention."):  # norms of queries and keys, fused in latent attention
+    if name.startswith("self_attention."):  # norms of queries and keys, fused in MLA
         return (name, fused) if arch.mla else (name,)
     experts = name.startswith("pre_mlp") and arch.has_experts(entry.layer)
     return (fused, name) if arch.mla or experts else (fused,)
@@ -112,6 +113,6 @@ def _place(entry: Entry, name: str, arch: Architecture, stacked: bool) -> Place:
 
 
 def _state(module: str, place: Place) -> str:
-    """The name of a module's object: which shard it is of how many, as Megatron-Core writes it."""
+    """The name of a module's object, with its shard index and count, as in Megatron-Core."""
     index, total = (".".join(map(str, shape)) for shape in (place.lead or (0,), place.axes or (1,)))
     return f"{module}._extra_state/shard_{index}_{total}"

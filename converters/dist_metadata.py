@@ -1,6 +1,7 @@
 """The `.metadata` of a `torch_dist` checkpoint: which tensors there are, and where their bytes are.
 
-It is a pickle, and somebody else may have made it: nothing of it is taken for what it calls itself.
+It is a pickle that can come from an untrusted source: nothing in it is trusted to be what it
+claims.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from .unpickled import Made, Name, unpickled
 
 METADATA = ".metadata"
 MAX_BYTES = 2**30
-"""Of the file. One of a hundred thousand tensors in a million chunks has a tenth of that."""
+"""Of the file. With a hundred thousand tensors in a million chunks it is a tenth of that."""
 MAX_DIMENSIONS = 64
-"""What torch's tensors have at most."""
+"""The maximum for torch tensors."""
 
 _TORCH = {
     name: value
@@ -57,17 +58,16 @@ _KNOWN = {Name(_CHECKPOINT + module, each) for module, all_ in _CLASSES.items() 
 _KNOWN |= {Name("torch", name) for name in ("Size", *_TORCH)}
 _KNOWN |= {
     Name("torch.serialization", "_get_layout"),
-    Name("builtins", "getattr"),  # how some Pythons pickle members of enums
+    Name("builtins", "getattr"),  # some Python versions pickle enum members this way
     Name("collections", "OrderedDict"),
 }
 _PACKAGES = ("pathlib", "megatron")
-"""Of whose names any may stand there: paths, and what older versions note of what they flattened.
-"""
+"""Packages of which any name is allowed: paths, and what older versions record about flattening."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """A tensor of the checkpoint: where the records of its chunks, (origin, sizes) each, are."""
+    """A tensor of the checkpoint: its chunks, (origin, sizes) each, and where their records are."""
 
     dtype: torch.dtype
     shape: Shape
@@ -77,7 +77,7 @@ class Key:
 
 
 class Place(NamedTuple):
-    """Where a record is, and whether it stands there as it is."""
+    """Where a record is, and whether it is encoded."""
 
     file: str
     offset: int
@@ -91,7 +91,7 @@ _Where = tuple[Path, int, int]
 def read_metadata(root: Path) -> tuple[dict[str, Key], dict[str, _Where]]:
     """Tensors by key, and (file, offset, length) of objects by name.
 
-    ConversionError when the file is damaged, or what it says of the files beside it is not so.
+    ConversionError when the file is damaged, or what it says of the files next to it is wrong.
     """
     path = root / METADATA
     try:
@@ -117,7 +117,7 @@ def _belongs(name: Name) -> bool:
 
 
 def _state(value: Any, module: str, name: str) -> dict[str, Any]:
-    """The fields of an object of that class of torch's."""
+    """The state of an object of that torch class."""
     if not _is(value, module, name) or type(value.state) is not dict:
         raise ValueError(f"it has something else where a {name} belongs")
     return value.state
@@ -144,7 +144,7 @@ def _places(stored: dict[Made, Made]) -> Iterator[tuple[tuple[str, Shape], Place
 
 
 def _all_chunks(held: dict[str, Made]) -> Iterator[list[Made]]:
-    """Of each tensor; one list of chunks may stand for several."""
+    """Of each tensor; several tensors can share one list of chunks."""
     for described in held.values():
         if _is(described, "metadata", "TensorStorageMetadata"):
             chunks = _state(described, "metadata", "TensorStorageMetadata")["chunks"]
@@ -169,7 +169,7 @@ def _described(
 
 
 def _check_files(root: Path, places: Iterable[Place]) -> None:
-    """ConversionError if a file is missing or ends before its last record, whatever that holds."""
+    """Raise ConversionError if a file is missing or ends before its last record of any kind."""
     ends: dict[str, int] = {}
     for place in places:
         ends[place.file] = max(ends.get(place.file, 0), place.offset + place.length)
@@ -212,7 +212,7 @@ def _key(
 
 
 def _dtype(properties: Any) -> torch.dtype:
-    """The first of the properties' state, or its field of that name."""
+    """The first item of the properties' state, or its `dtype` field."""
     if _is(properties, "metadata", "TensorProperties"):
         state = properties.state
         dtype = state["dtype"] if type(state) is dict else state[0]
@@ -232,7 +232,7 @@ def _size(value: Any) -> Shape:
 
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
-        # Not the value: what a tuple of shared tuples looks like has no bound.
+        # Not the value: the repr of a tuple of shared tuples has no bound.
         said = value if type(value) is int else f"a {type(value).__name__}"
         raise ValueError(f"it has {said} where a size or an offset belongs")
     return value

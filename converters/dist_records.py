@@ -1,7 +1,4 @@
-"""One tensor's record in a `.distcp` file: torch's zip archive around the bytes of the tensor.
-
-Knows no checkpoint: which records there are and what they stand for is said elsewhere.
-"""
+"""One tensor's record in a `.distcp` file: torch's zip archive around the bytes of the tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from .raw_files import RawFiles
 
 
 class Framing(NamedTuple):
-    """What stands before and after a tensor's bytes in its record."""
+    """The bytes before and after a tensor's own bytes in its record."""
 
     prefix: bytes
     suffix: bytes
@@ -106,7 +103,7 @@ def _data_offset(record: Any) -> int:
 
 
 class _Holes(io.RawIOBase):
-    """Takes what is written to it, wherever, and keeps no bytes of what was skipped."""
+    """A writable sink that keeps what is written, at any offset, and nothing for skipped ranges."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[int, bytes]] = []
@@ -137,7 +134,7 @@ class _Holes(io.RawIOBase):
 
 
 class _Window(io.RawIOBase):
-    """Part of a file, as a file of its own to read."""
+    """Part of a file as a readable file of its own."""
 
     def __init__(self, files: RawFiles, path: Path, offset: int, length: int) -> None:
         self._files, self._path = files, path

@@ -1,7 +1,7 @@
-"""Megatron-Core's sharded checkpoint format `torch_dist`, written: where everything goes, and what
-stands around the tensors' bytes.
+"""Writes Megatron-Core's sharded checkpoint format `torch_dist`: where everything goes, and the
+framing around the tensors' bytes.
 
-Runs no process group and imports no Megatron-Core; knows no model family.
+Needs no process group and does not import Megatron-Core.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .dist_records import empty_object, framing
 from .stored import Chunk, Stored
 
 CHUNK_BYTES = 16 * 2**20
-"""Of a record's tensor at most: a loading rank holds a whole record to take its own rows of it."""
+"""Limit for the tensor in a record: a loading rank reads a whole record to take its own rows."""
 
 COMMON = "common.pt"
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter to write: where to, its dtype there, its shape."""
+    """A parameter to write: its place, its dtype there, its shape."""
 
     place: Place
     dtype: torch.dtype
@@ -42,7 +42,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Record:
-    """One record: `sizes` elements of `key` at `origin`, or an object when it has no dtype."""
+    """One record: `sizes` elements of `key` at `origin`, or an object if it has no dtype."""
 
     key: str
     dtype: torch.dtype | None
@@ -55,13 +55,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Layout:
-    """All records of a checkpoint to be, and where each parameter's elements lie in them."""
+    """All records of a planned checkpoint, and where each parameter's elements lie in them."""
 
     records: tuple[Record, ...]
     shapes: dict[str, Shape]
     """Of each key."""
     stored: tuple[Stored, ...]
-    """Of each parameter, in the order they were given in."""
+    """Of each parameter, in the order given."""
 
     @property
     def sizes(self) -> dict[Path, int]:
@@ -93,7 +93,7 @@ def lay_out(parameters: Sequence[Parameter], objects: Iterable[str], max_file_by
 
 
 def framing_of(layout: Layout) -> Iterator[tuple[Path, int, bytes]]:
-    """(file, offset, bytes) of all that is no tensor's own."""
+    """(file, offset, bytes) of everything except the tensors' own bytes."""
     for record in layout.records:
         if record.dtype is None:
             yield record.path, record.offset, empty_object()
@@ -104,9 +104,9 @@ def framing_of(layout: Layout) -> Iterator[tuple[Path, int, bytes]]:
 
 
 def small_files(layout: Layout, common: dict[str, Any]) -> dict[str, bytes]:
-    """Contents of the files beside the records, by name: `common` is state that no rank shares out.
+    """Contents of the files next to the records, by name; `common` is unsharded state.
 
-    FORMAT is last: the others make no checkpoint without it.
+    FORMAT comes last: without it the others are not a checkpoint.
     """
     state = io.BytesIO()
     torch.save(common, state)
@@ -142,7 +142,7 @@ def _metadata(layout: Layout) -> metadata.Metadata:
 
 
 def _rows(shape: Shape, itemsize: int) -> list[tuple[Shape, Shape]]:
-    """(origin, sizes) of the chunks of a parameter: whole rows, at most CHUNK_BYTES of them."""
+    """(origin, sizes) of the chunks of a parameter: whole rows, at most CHUNK_BYTES per chunk."""
     if not shape:
         return [((), ())]
     total, *tail = shape
@@ -154,7 +154,7 @@ def _rows(shape: Shape, itemsize: int) -> list[tuple[Shape, Shape]]:
 
 
 class _Filler:
-    """Deals records to files, one after another."""
+    """Assigns records to files, one after another."""
 
     def __init__(self, max_file_bytes: int) -> None:
         self._limit = max_file_bytes
@@ -164,7 +164,7 @@ class _Filler:
     def add(
         self, key: str, dtype: torch.dtype | None, origin: Shape, sizes: Shape, length: int
     ) -> Record:
-        """The next record, in a new file if the last one has no room for it."""
+        """Add the next record, in a new file if the last one has no room for it."""
         if self._end and self._end + length > self._limit:
             self._number, self._end = self._number + 1, 0
         path = Path(f"__0_{self._number}.distcp")

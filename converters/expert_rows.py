@@ -1,7 +1,4 @@
-"""Rows of experts that HF keeps stacked in one tensor.
-
-Knows no files, groups or model families.
-"""
+"""Rows of experts that HF keeps stacked in one tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from .rows import ALL
 
 @dataclass(frozen=True)
 class StackedGateUp:
-    """A gated MLP's input of one expert; HF stacks all experts, gate and up rows alternating.
+    """Input projection of one expert's gated MLP; HF stacks all, gate and up rows interleaved.
 
     HF keeps weights transposed: [experts, hidden, 2 x ffn]; biases are [experts, 2 x ffn].
     """
@@ -58,12 +55,14 @@ class StackedGateUp:
 
 @dataclass(frozen=True)
 class StackedRows:
-    """A gated MLP's output of one expert; HF stacks all, transposed: [experts, ffn, out]."""
+    """Output projection of one expert's gated MLP; HF stacks all: [experts, ffn, out],
+    transposed.
+    """
 
     megatron: str
     hf: tuple[str]
     dims: tuple[str, str]
-    """Output and input dimension."""
+    """Output and input dimensions."""
     when: str = ""
     expert: int = 0
     role: ClassVar[Role] = Role.MATRIX
@@ -119,4 +118,4 @@ class StackedWhole:
 
 
 Stacked = StackedGateUp | StackedRows | StackedWhole
-"""Rows whose HF tensor holds all experts of a layer; `expert` says which one is the row's."""
+"""Rows whose HF tensor holds all experts of a layer; `expert` says which one the row takes."""

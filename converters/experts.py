@@ -1,7 +1,4 @@
-"""What families with mixtures of experts share: rows of routers and experts, and their fields.
-
-Knows no single family: each picks its rows and says which fields it has.
-"""
+"""What families with mixtures of experts share: rows of routers and experts, and their fields."""
 
 from __future__ import annotations
 
@@ -40,9 +37,9 @@ _ENDS_OF_FURTHER_LAYERS = (
 def routed(
     block: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> tuple[Row, ...]:
-    """Rows of a router and its experts, whose tensors HF keeps one by one.
+    """Rows of a router and its experts, which HF keeps as separate tensors.
 
-    `block` is what HF calls a layer's mixture, `names` an expert's gate, up and down projections.
+    `block` is HF's name of a layer's mixture, `names` an expert's gate, up and down projections.
     """
     gate, up, down = (f"{H}{block}.experts.{{expert}}.{name}.weight" for name in names)
     return (
@@ -68,7 +65,7 @@ def routed(
 
 
 def shared(name: str) -> tuple[Row, ...]:
-    """Rows of the MLP that every token passes through besides, which HF calls `name`."""
+    """Rows of the shared MLP that every token also passes through, which HF calls `name`."""
     present = "experts moe.shared_ffn_hidden_size"
     return (
         GateUp(
@@ -93,8 +90,8 @@ def shared(name: str) -> tuple[Row, ...]:
 
 
 def mtp_layers(rows: Iterable[Row | Ignore]) -> tuple[Ignore, ...]:
-    """The tensors of layers after the last one, which published checkpoints keep for speculative
-    decoding: those of an ordinary layer of `rows`, an embedding, norms and a head.
+    """The tensors of multi-token-prediction layers, which published checkpoints keep after the last
+    layer for speculative decoding: an ordinary layer of `rows`, an embedding, norms and a head.
     """
     ordinary = [name for row in rows if not isinstance(row, Ignore) for name in row.hf]
     names = [name for name in ordinary if name.startswith(H)]
@@ -103,7 +100,7 @@ def mtp_layers(rows: Iterable[Row | Ignore]) -> tuple[Ignore, ...]:
 
 
 def with_experts(architecture: Architecture, moe: Moe, layers: Iterable[bool]) -> Architecture:
-    """The architecture with `moe` in the MLP's place on the named layers."""
+    """The architecture with `moe` in place of the MLP on the marked layers."""
     placed = tuple(layers)
     if not any(placed):
         return architecture
@@ -111,13 +108,13 @@ def with_experts(architecture: Architecture, moe: Moe, layers: Iterable[bool]) -
 
 
 def ignore_balancing(fields: Fields) -> None:
-    """Pass over what only Hugging Face's own training loss has to do with."""
+    """Ignore the fields that only affect Hugging Face's own training loss."""
     for name in ("output_router_logits", "router_aux_loss_coef"):
         fields.ignore(name, "part of Hugging Face's own loss, which is not used here")
 
 
 def take_experts(fields: Fields, *names: str) -> int:
-    """The number of experts, which releases of transformers write under different names."""
+    """The number of experts, whose field name differs between releases of transformers."""
     found = {name: value for name in names if (value := fields.take(name, None)) is not None}
     for name, value in found.items():
         if value != next(iter(found.values())):
@@ -126,7 +123,7 @@ def take_experts(fields: Fields, *names: str) -> int:
 
 
 def take_softmax_moe(fields: Fields, *, shared_ffn_hidden_size: int = 0) -> Moe:
-    """The mixture of the qwen families: softmax scores, renormalised or not."""
+    """The mixture of the Qwen families: softmax scores, renormalised or not."""
     renormalized = fields.take("norm_topk_prob", False)
     return Moe(
         experts=take_experts(fields, "num_experts", "num_local_experts"),
@@ -139,7 +136,7 @@ def take_softmax_moe(fields: Fields, *, shared_ffn_hidden_size: int = 0) -> Moe:
 
 
 def take_sparse_layers(fields: Fields) -> tuple[bool, ...]:
-    """Which layers of a qwen model have experts: every so many, less those named."""
+    """Which layers of a Qwen model have experts: every n-th, without those listed as dense."""
     step, dense = fields.take("decoder_sparse_step", 1), fields.take("mlp_only_layers", ())
     if step < 1:
         fields.refuse("decoder_sparse_step", step, "every 1st, 2nd, ... layer has experts")
@@ -167,14 +164,14 @@ def take_sigmoid_moe(fields: Fields) -> Moe:
 
 
 def take_later_layers(fields: Fields) -> tuple[bool, ...]:
-    """Which layers have experts when the first `first_k_dense_replace` do without."""
+    """Which layers have experts when the first `first_k_dense_replace` are dense."""
     fields.expect("moe_layer_freq", (1,), "every layer after the first dense ones has experts")
     first = fields.take("first_k_dense_replace", 0)
     return tuple(layer >= first for layer in range(fields.take("num_hidden_layers")))
 
 
 def take_further_layers(fields: Fields) -> int:
-    """How many layers for speculative decoding the checkpoint may have after the last one."""
+    """How many multi-token-prediction layers the checkpoint can have after the last layer."""
     count = int(fields.take("num_nextn_predict_layers", 0))
     fields.ignore("num_nextn_predict_layers", "counts layers that the model's logits do not need")
     return count

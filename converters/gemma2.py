@@ -1,4 +1,4 @@
-"""Gemma 2: softcaps, norms around attention and MLP, a window on every other layer."""
+"""Gemma 2: softcaps, norms before and after attention and MLP, a window on every other layer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def architecture(fields: Fields) -> Architecture:
 
 
 def take_activation(fields: Fields) -> Activation:
-    """The MLP's nonlinearity, which Gemma's configs name twice."""
+    """The MLP's activation function, which Gemma's configs name twice."""
     fields.ignore("hidden_act", "hidden_activation has the last word")
     return dense.take_activation(fields, "hidden_activation")
 

@@ -1,4 +1,4 @@
-"""Gemma 3 (text): Gemma 2 with norms of queries and keys, and a rotary base of windowed layers."""
+"""Gemma 3 (text): Gemma 2 with QK norm, and a separate rotary base for windowed layers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The config.json of a Hugging Face checkpoint, with the defaults of its transformers class.
-
-Knows no weights and no Megatron-Core.
-"""
+"""The config.json of a Hugging Face checkpoint, with the defaults of its transformers class."""
 
 from __future__ import annotations
 
@@ -23,8 +20,9 @@ from .registry import FAMILIES, family_of
 CONFIG = "config.json"
 MAX_BYTES = 16 * 2**20
 
-# What transformers takes from a config.json beside the model: code to run, kernels and files to
-# fetch, and how many labels to make up. Nobody who reads a checkpoint has asked for these.
+# Fields of a config.json that do not describe the model but that transformers acts on: code to
+# run, kernels and files to fetch, the number of labels to make up. Reading a checkpoint must not
+# trigger these.
 _NOT_THE_MODEL = re.compile(
     r"_?(attn|experts)_implementation.*|auto_map|configuration_files|transformers_weights"
     r"|gguf_file|use_kernels?|kernel_config|_?name_or_path|_commit_hash|num_labels|distributed_config"
@@ -34,28 +32,28 @@ _NOT_THE_MODEL = re.compile(
 def read_config(model: str | Path) -> dict[str, Any]:
     """Every field of the model's HF config, class defaults included.
 
-    Fields that any transformers model has are left out where they stand at their common default.
-    The config of an added family that transformers does not know is taken as it stands in the file.
+    Fields common to all transformers models are left out where they have their common default. The
+    config of an added family that transformers does not know is taken from the file unchanged.
     ConfigError when there is no such model, or transformers cannot read its config; ConversionError
-    for a model_type without a family, and for a config.json that is a link to somewhere else.
+    for a model_type without a family, and for a config.json that links to somewhere else.
     """
     config = written_config(model)
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise _unreadable(model, f"its model_type is {kind!r:.100}, which names no family")
     if kind not in FAMILIES:
-        family_of(kind)  # importing a package that adds it may tell transformers of it
+        family_of(kind)  # importing the package that adds it may register it with transformers
     from transformers import CONFIG_MAPPING, PretrainedConfig
 
     if kind in CONFIG_MAPPING:
         config = _completed(model, config)
     common = PretrainedConfig().to_dict()
-    common.pop("tie_word_embeddings", None)  # says what the model is, so it always counts
+    common.pop("tie_word_embeddings", None)  # describes the model, so it always counts
     return {name: v for name, v in config.items() if name not in common or v != common[name]}
 
 
 def written_config(model: str | Path) -> dict[str, Any]:
-    """The fields as config.json has them; ConfigError when it is not there or unreadable."""
+    """The fields as written in config.json; ConfigError if it is missing or unreadable."""
     path = _file_of(model)
     if not path.exists():
         raise ConfigError(f"{path.parent} has no {CONFIG}: it is not a Hugging Face checkpoint")
@@ -73,8 +71,10 @@ def written_config(model: str | Path) -> dict[str, Any]:
 
 @contextmanager
 def for_transformers(config: Mapping[str, Any]) -> Iterator[Path]:
-    """A directory with that config and nothing else, for transformers to read: without fields that
-    would have it run code, fetch kernels or open files of the checkpoint's choice.
+    """A directory with only that config, for transformers to read.
+
+    Leaves out fields that would make it run code, fetch kernels or open files of the checkpoint's
+    choice.
     """
     with TemporaryDirectory(prefix="config-") as name:
         (Path(name) / CONFIG).write_bytes(strict_json.encoded(_model_alone(config)))
@@ -82,7 +82,7 @@ def for_transformers(config: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _completed(model: str | Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with their class's defaults."""
+    """The fields, completed with their class's defaults."""
     from transformers import AutoConfig
 
     with for_transformers(config) as folder:
@@ -90,9 +90,9 @@ def _completed(model: str | Path, config: Mapping[str, Any]) -> dict[str, Any]:
             found = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
         except MemoryError:
             raise
-        except Exception as error:  # whatever a field of another kind leads to in there
+        except Exception as error:  # fields of unexpected types can raise anything in there
             raise _unreadable(model, str(error).replace(str(folder), str(model))) from error
-    if "auto_map" in config:  # families say why they do without the code it names
+    if "auto_map" in config:  # families state why they do not need the code it names
         found["auto_map"] = config["auto_map"]
     return {**found, "_name_or_path": str(model)}
 
@@ -110,7 +110,7 @@ def _model_alone(value: Any) -> Any:
 
 
 def _check_layers(config: Mapping[str, Any]) -> None:
-    """ValueError for more layers than any model has: transformers would make a list of them."""
+    """ValueError for more layers than any model has: transformers would build a list of them."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             _check_layers(value)

@@ -1,7 +1,4 @@
-"""Hugging Face checkpoint directories, read: which files there are, and their tensors, mapped.
-
-Knows no model family, no Megatron-Core and no process group.
-"""
+"""Reads Hugging Face checkpoint directories: which files there are, and their tensors, mapped."""
 
 from __future__ import annotations
 
@@ -26,17 +23,17 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 MAX_INDEX_BYTES = 100_000_000
-"""What the header of a safetensors file can have at most too."""
+"""Also the limit for the header of a safetensors file."""
 
 MANIFEST = "megatron_policy.json"
-"""What a converted checkpoint says of its origin and of each of its bytes; true of no copy."""
+"""A converted checkpoint's origin and digests; not copied, since it holds for this one alone."""
 
-# How files of weights end, and of what lists them; all others belong to config or tokenizer.
+# Names of files with weights, and of their indices; all others belong to config or tokenizer.
 _WEIGHTS = re.compile(r".+\.(safetensors|index\.json|bin|pt|pth|gguf|h5|msgpack|onnx)")
 
 
 class Part:
-    """A mapped tensor, with an element's bytes as last dimension, that counts what is taken."""
+    """A mapped tensor, with an element's bytes as last dimension, that counts the bytes taken."""
 
     def __init__(self, raw: Tensor, dtype: torch.dtype, reader: HfReader) -> None:
         self._raw = raw
@@ -54,23 +51,23 @@ class Part:
 
 
 def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """The elements whose bytes are the last dimension of `raw`, as a view where torch allows it."""
-    if raw.storage_offset() % dtype.itemsize:  # legal in the format, but not as a view in torch
+    """The elements whose bytes are the last dimension of `raw`; a view where torch allows it."""
+    if raw.storage_offset() % dtype.itemsize:  # legal in the format, but torch cannot make a view
         raw = raw.clone(memory_format=torch.contiguous_format)
     return raw.view(dtype).squeeze(-1)
 
 
 class HfReader:
-    """The tensors of a checkpoint: each file opened and mapped once, nothing read before its use.
+    """The tensors of a checkpoint: each file is opened and mapped once, and read only on use.
 
     `shapes` and `dtypes` are by tensor name; `bytes_read` counts what was taken through `part`.
-    ConversionError when files are missing, truncated, or do not hold what the index says.
+    ConversionError when files are missing, truncated, or contradict the index.
     """
 
     def __init__(self, model: str | Path) -> None:
         root = locate(model)
         self.bytes_read = 0
-        self._mapped: dict[str, Tensor] = {}  # bytes, those of an element as last dimension
+        self._mapped: dict[str, Tensor] = {}  # bytes, with those of an element as last dimension
         self.shapes: dict[str, Shape] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         for path, extents in inventory(root).items():
@@ -80,17 +77,19 @@ class HfReader:
                 self.shapes[name], self.dtypes[name] = shape, dtype
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor, a view of the mapped file if aligned; writing to it leaves the file alone."""
+        """The tensor, a view of the mapped file if aligned; writing to it leaves the file
+        unchanged.
+        """
         return _typed(self._mapped[name], self.dtypes[name])
 
     def part(self, name: str) -> Part:
-        """The tensor for `fill_shard` to take its elements from, counted in `bytes_read`."""
+        """The tensor for `fill_shard` to take elements from, counted in `bytes_read`."""
         return Part(self._mapped[name], self.dtypes[name], self)
 
     def check_copies(self, copies: Mapping[str, str], rank: int = 0, size: int = 1) -> None:
-        """ConversionError if a tensor that must repeat another one differs from it.
+        """Raise ConversionError if a tied copy differs from its original.
 
-        Compared are those of `copies` (name -> original) that are there; of each, slice `rank` of
+        Compares those of `copies` (name -> original) that are present; of each only slice `rank` of
         `size`, so that ranks can share the work.
         """
         for name, original in copies.items():
@@ -98,7 +97,7 @@ class HfReader:
                 rows = self.shapes[name][0]
                 mine = (slice(rows * rank // size, rows * (rank + 1) // size),)
                 copy, first = self.part(name)[mine], self.part(original)[mine]
-                if copy.dtype != first.dtype:  # which torch compares for some pairs only
+                if copy.dtype != first.dtype:  # torch compares only some pairs of dtypes
                     copy, first = copy.double(), first.double()
                 if not torch.equal(copy, first):
                     raise ConversionError(
@@ -107,7 +106,7 @@ class HfReader:
                     )
 
     def close(self) -> None:
-        """Forget the files; they stay mapped as long as a tensor of theirs lives."""
+        """Release the files; they stay mapped as long as one of their tensors is alive."""
         self._mapped.clear()
 
     def __enter__(self) -> Self:
@@ -120,7 +119,7 @@ class HfReader:
 def inventory(root: Path) -> dict[Path, dict[str, Extent]]:
     """The files that hold a checkpoint's tensors, and where each tensor lies in its file.
 
-    ConversionError when files are missing, truncated, or do not hold what the index says.
+    ConversionError when files are missing, truncated, or contradict the index.
     """
     files: dict[Path, dict[str, Extent]] = {}
     for path, placed in _files(root).items():
@@ -131,9 +130,9 @@ def inventory(root: Path) -> dict[Path, dict[str, Extent]]:
 
 
 def side_files(root: Path) -> list[Path]:
-    """The config, tokenizer and generation settings of a checkpoint: all that is no weight.
+    """The config, tokenizer and generation settings of a checkpoint: every file without weights.
 
-    ConversionError for a link that leads out of its directory: what it leads to would be copied.
+    ConversionError for a link that leads out of its directory: its target would be copied.
     """
     return [
         inside(root, path.name)
@@ -146,8 +145,9 @@ def side_files(root: Path) -> list[Path]:
 
 
 def side_contents(model: str | Path) -> dict[str, bytes]:
-    """Config and tokenizer by file name, of a directory or hub repository as `locate` takes it: for
-    who writes them later, when the directory may be gone.
+    """Config and tokenizer by file name, from a directory or hub repository as `locate` takes it.
+
+    For callers that write them later, when the directory may be gone.
     """
     return {path.name: path.read_bytes() for path in side_files(locate(model))}
 
@@ -185,7 +185,7 @@ def _files(root: Path) -> dict[Path, set[str]]:
 
 
 def _check_index(path: Path, placed: set[str], held: set[str]) -> None:
-    """ConversionError unless the file holds just the tensors that the index places in it."""
+    """Raise ConversionError unless the file holds just the tensors that the index places there."""
     lies = [f"lacks {name}, which the index places there" for name in sorted(placed - held)]
     lies += [f"holds {name}, which the index does not" for name in sorted(held - placed)]
     if lies:

@@ -1,7 +1,4 @@
-"""Which directory a model's name stands for: one here, or a repository of the Hugging Face hub.
-
-Knows nothing of what is in it.
-"""
+"""Resolves a model's name to a directory: a local one, or a Hugging Face hub repository."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tikto
 
 
 def locate(model: str | Path, files: list[str] | None = None) -> Path:
-    """The checkpoint's directory: `model` itself, or that hub repository, fetched if need be.
+    """The checkpoint's directory: `model` itself, or that hub repository, fetched if needed.
 
-    Of a repository, `files` alone are fetched, patterns of names; without them all that are read.
-    A name whose first part is a directory here is likelier a slip in a path: the hub is not asked,
-    but a repository in its cache is taken. ConfigError when there is neither: at once for what can
-    only be a path, and where the hub cannot be reached.
+    `files` are patterns of the file names to fetch from a repository; by default all that are read.
+    A name whose first part is a local directory is more likely a typo in a path: the hub is not
+    asked, but a cached repository is used. ConfigError when there is neither: immediately for what
+    can only be a path, and where the hub cannot be reached.
     """
     path = expanded(model)
     if path.is_dir():
@@ -55,7 +52,7 @@ def locate(model: str | Path, files: list[str] | None = None) -> Path:
 
 
 def no_such_model(model: str | Path, error: Exception) -> ConfigError:
-    """The error for a name that is neither a directory nor a repository that can be had."""
+    """The error for a name that is neither a directory nor an available repository."""
     return ConfigError(f"model {str(model)!r} is no directory here, nor on the hub: {error}")
 
 

@@ -1,7 +1,4 @@
-"""Hugging Face checkpoint directories, written: safetensors, their index, and what else is copied.
-
-Knows no model family, no Megatron-Core and no process group.
-"""
+"""Writes Hugging Face checkpoint directories: safetensors, their index, and copied side files."""
 
 from __future__ import annotations
 
@@ -19,17 +16,17 @@ from .safetensors_format import Shape, encode
 
 
 class ShardFile:
-    """A safetensors file that is being written: its tensors may come in any order, one by one."""
+    """A safetensors file that is being written: its tensors can come in any order, one by one."""
 
     def __init__(self, path: Path, inventory: Mapping[str, tuple[torch.dtype, Shape]]) -> None:
-        """`inventory` is all that will come."""
+        """`inventory` is all tensors that will come."""
         header, extents = encode(inventory)
         self._awaited = dict(extents)
         self._file = path.open("wb")
         self._file.write(header)
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Write one of them."""
+        """Write one of the tensors."""
         extent = self._awaited.pop(name)
         assert (tensor.dtype, tuple(tensor.shape)) == (extent.dtype, extent.shape), name
         self._file.seek(extent.start)
@@ -37,14 +34,14 @@ class ShardFile:
         self._file.write(flat.view(torch.uint8).numpy().data)
 
     def complete(self) -> None:
-        """All have come: wait until they are on the disk, and close."""
+        """Wait until the file is on the disk, and close it; all tensors must have come."""
         assert not self._awaited, f"never came: {', '.join(self._awaited)}"
         flush(self._file)
         self._file.close()
 
     def close(self) -> None:
-        """Close, complete or not."""
-        # A disk without room fails once more here, with what is still in memory.
+        """Close the file, complete or not."""
+        # On a full disk this fails once more, with what is still buffered.
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -55,7 +52,7 @@ def write_shard(
     inventory: Mapping[str, tuple[torch.dtype, Shape]],
     tensors: Iterable[tuple[str, Tensor]],
 ) -> None:
-    """Write a safetensors file of `inventory`; its tensors may come in any order, one by one."""
+    """Write a safetensors file of `inventory`; its tensors can come in any order, one by one."""
     file = ShardFile(directory / filename, inventory)
     try:
         for name, tensor in tensors:
@@ -74,12 +71,12 @@ def index_of(weight_map: Mapping[str, str], total_bytes: int) -> bytes | None:
 
 
 def write_index(directory: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
-    """Write the index, where the checkpoint needs one."""
+    """Write the index if the checkpoint needs one."""
     if (content := index_of(weight_map, total_bytes)) is not None:
         write_file(directory / INDEX, content)
 
 
 def copy_side_files(source: str | Path, directory: Path) -> None:
-    """Copy the config, tokenizer and generation settings of the model `source`, byte for byte."""
+    """Copy the config, tokenizer and generation settings of the model `source` byte for byte."""
     for path in side_files(locate(source)):
         write_file(directory / path.name, path.read_bytes())

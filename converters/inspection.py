@@ -1,6 +1,6 @@
-"""What a checkpoint comes to under its family's table: every weight and every config field.
+"""How a family's table reads a checkpoint: every weight and every config field.
 
-Works on inventories of names, shapes and dtypes; knows no files and reads no weights.
+Works on inventories of names, shapes and dtypes; opens no files and reads no weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .config_fields import IGNORED, IGNORED_FIELD, TRANSLATED, Fields, FieldUse,
 from .registry import family_of
 from .table import WEIGHT_DTYPES, Entry, Table, draft
 
-# The architecture's name for a config field, where it is another one.
+# The architecture's name for a config field, where it differs.
 _STANDS_FOR = {
     "attention_bias": "qkv_bias",
     "attention_multiplier": "attention_scale",
@@ -56,11 +56,11 @@ _PARTS = ("", "mla.", "moe.", "rope.scaling.")
 
 @dataclass(frozen=True)
 class Weight:
-    """A Megatron parameter, or several alike of one row: their names are templates in {layer} and
-    {expert}, `layers` and `experts` the numbers these stand for.
+    """A Megatron parameter, or several alike of one row, whose names are templates in {layer} and
+    {expert}; `layers` and `experts` are the numbers these stand for.
 
     `shape` is that of the whole parameter without its `padding` rows, `split` how tensor-parallel
-    ranks share it. Of each HF tensor: name, shape, the dtype `found`, and what is `wrong` or "".
+    ranks share it. For each HF tensor: name, shape, the dtype `found`, and what is `wrong` or "".
     """
 
     megatron: str
@@ -78,7 +78,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Loose:
-    """An HF tensor of the checkpoint that feeds no parameter, and why that may or may not be."""
+    """An HF tensor of the checkpoint that feeds no parameter, and why that is or is not allowed."""
 
     name: str
     shape: Shape
@@ -88,7 +88,7 @@ class Loose:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint under its table; `problems` has a text for each way in which they differ."""
+    """A checkpoint as its table reads it; `problems` has a text for each mismatch."""
 
     family: str
     weights: tuple[Weight, ...]
@@ -104,10 +104,10 @@ def inspect(
     shapes: Mapping[str, Shape],
     dtypes: Mapping[str, torch.dtype],
 ) -> Inspection:
-    """Bind the table to `config` and hold it against the checkpoint's tensors.
+    """Bind the table to `config` and compare it with the checkpoint's tensors.
 
-    `config` has the defaults of its class, `written` what the file says. ConversionError only
-    where no family can be told; whatever else does not match is in the result.
+    `config` has the defaults of its class, `written` is what the file says. ConversionError only
+    if the family cannot be determined; all other mismatches are in the result.
     """
     family = family_of(config.get("model_type", ""))
     fields = Fields(config)
@@ -130,7 +130,7 @@ def inspect(
 
 
 def folded(weights: Iterable[Weight]) -> list[Weight]:
-    """The weights, those as one that differ in nothing but the numbers of layer and expert."""
+    """The weights, merged where they differ only in the numbers of layer and expert."""
     alike: dict[Weight, list[Weight]] = {}
     for weight in weights:
         alike.setdefault(replace(weight, layers=(), experts=()), []).append(weight)
@@ -209,8 +209,9 @@ def _problems(
 
 
 def _meanings(fields: Fields, written: Mapping[str, Any], arch: Architecture) -> Iterator[FieldUse]:
-    """The fields' uses, with the architecture's name for what was translated, and those of the file
-    that its class has under another name or that stand at the default of every model.
+    """The fields' uses, with the architecture's name for translated ones.
+
+    Includes fields of the file that its class renames or that have the default of every model.
     """
     told = set()
     for use in fields.uses():
@@ -225,15 +226,16 @@ def _meanings(fields: Fields, written: Mapping[str, Any], arch: Architecture) ->
 
 
 def _meaning(use: FieldUse, arch: Architecture) -> str:
-    """The attribute of the architecture that the field became, with its value if that is another;
-    "" where it has the same name and value, or is not one attribute.
+    """The attribute of the architecture that the field became, with its value if that differs.
+
+    "" if name and value are the same, or if the field is not a single attribute.
     """
     last = use.name.rpartition(".")[2]
     for path in (_STANDS_FOR.get(use.name, ""), *(part + last for part in _PARTS)):
         value: Any = arch
         for step in path.split("."):
             value = getattr(value, step, None)
-        value = getattr(value, "value", value)  # of an enumeration, its word
+        value = getattr(value, "value", value)  # for an enum, its value
         if value not in (None, ()):
             if value == use.value:
                 return "" if path == use.name else path

@@ -1,4 +1,4 @@
-"""Rows whose HF tensors stand below each other in a single HF tensor; knows no model families."""
+"""Rows whose HF tensors are stacked along their rows in a single HF tensor."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .rows import GateUp, Qkv
 
 @dataclass(frozen=True)
 class Joined:
-    """Another row's Megatron parameter, its HF tensors joined along their rows."""
+    """Another row's Megatron parameter, with its HF tensors joined along their rows."""
 
     hf: tuple[str]
     of: Qkv | GateUp
-    """What the parts would be called in `of.hf` is of no meaning."""
+    """The names of the parts in `of.hf` are not used."""
     owns: ClassVar[bool] = True
     keeps_dtype: ClassVar[bool] = False
     shard_dim: ClassVar[int | None] = 0
@@ -52,7 +52,7 @@ class Joined:
         parts, (whole,) = self.of.hf_shapes(arch), self.hf_shapes(arch)
         starts = [sum(rows for rows, *_ in parts[:part]) for part in range(len(parts))]
         cut = self.of.cuts if isinstance(self.of, Qkv) else self.of.blocks
-        # Views by group do not fit the joined tensor, runs of rows do.
+        # Views by group do not fit the joined tensor, ranges of rows do.
         return tuple(
             replace(
                 block,

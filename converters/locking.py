@@ -1,8 +1,7 @@
-"""Who uses a directory: locks that end with the process that holds them. Knows nothing of what is
-in it.
+"""Tracks who uses a directory, with locks that end with the process that holds them.
 
-A lock on a directory is seen by all processes of one machine. Between machines that share a file
-system it is not, so a directory's name says on which machine it was made.
+All processes of one machine see a lock on a directory. Machines that share a file system do not
+see each other's, so a directory's name says on which machine it was made.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from pathlib import Path
 _log = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 60.0
-"""The longest wait for another process that makes, publishes or removes something beside."""
+"""The longest wait for another process that makes, publishes or removes something there."""
 _LOOK_S = 0.01
 
 LEFT_AFTER_S = 24 * 3600.0
-"""A directory for which no lock can tell is taken for left when it has not changed for so long."""
+"""A directory whose lock tells nothing is considered abandoned if unchanged for this long."""
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
-"""What file systems answer that know no locks."""
+"""Errors of file systems without locks."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _MADE_ON = re.compile(r"\.partial-([0-9a-f]{8})-[0-9a-f]{12}$")
@@ -39,21 +38,25 @@ _MADE_ON = re.compile(r"\.partial-([0-9a-f]{8})-[0-9a-f]{12}$")
 
 @contextlib.contextmanager
 def locked(directory: Path, wait: bool = True) -> Iterator[bool]:
-    """Hold the directory's lock; False where the file system knows none. BlockingIOError, naming
-    it, if another process has it and we do not `wait`, or have waited long.
+    """Hold the directory's lock; False where the file system has none.
+
+    BlockingIOError, naming the directory, if another process holds the lock and `wait` is false or
+    the wait was too long.
     """
     with opened(directory) as handle:
         yield _lock(handle, directory, wait)
 
 
 def new_name(final: Path) -> Path:
-    """A name beside `final` that nobody else has been given, for what will replace it."""
+    """A unique name next to `final`, for what will replace it."""
     return final.with_name(f".{final.name}.partial-{_machine()}-{uuid.uuid4().hex[:12]}")
 
 
 def remove_left(partial: Path) -> None:
-    """Remove a directory named by `new_name` if nobody writes in it any more. One in use stays; one
-    of which that cannot be known stays until it has been unchanged for long, and is named.
+    """Remove a directory named by `new_name` if nobody writes in it any more.
+
+    One in use stays; one of which that cannot be known stays, with a warning, until it has been
+    unchanged for long.
     """
     with contextlib.suppress(OSError), locked(partial, wait=False) as held:
         if _is_left(partial, held):
@@ -71,7 +74,7 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def _is_left(partial: Path, held: bool) -> bool:
-    """Whether its writer is gone; `held` is whether we have its lock."""
+    """Whether its writer is gone; `held` is whether this process has its lock."""
     made_on = _MADE_ON.search(partial.name)
     if held and (made_on is None or made_on[1] == _machine()):
         return True
@@ -93,7 +96,7 @@ def _last_change(directory: Path) -> float:
 
 @cache
 def _machine() -> str:
-    """Eight digits for the machine, as long as it runs: containers on it share its locks."""
+    """Eight hex digits for this boot of the machine: containers on it share its locks."""
     try:
         name = _BOOT.read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Two inventories of tensors compared in words; knows nothing of what the names stand for."""
+"""Compares two inventories of tensors and describes the differences."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from torch import dtype
 
 SHOWN = 20
-"""Differences of each kind that are spelled out; the rest is counted."""
+"""Differences of each kind that are spelled out; the rest are counted."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A tensor that must be there: its shape, and its counterpart on the other side in words."""
+    """A tensor that must be present: its shape, and a description of its counterpart."""
 
     shape: Shape
     use: str
 
 
 def compare(expected: Mapping[str, Expected], found: Mapping[str, Shape], unused: str) -> str:
-    """The tensors that are missing, unexpected or misshapen, a line each; "" when there are none.
+    """The tensors that are missing, unexpected or misshapen, one per line; "" if there are none.
 
     `unused` says why an unexpected one is an error.
     """
@@ -62,7 +62,7 @@ def compare(expected: Mapping[str, Expected], found: Mapping[str, Shape], unused
 def other_dtypes(
     expected: Mapping[str, Expected], found: Mapping[str, dtype], legal: Collection[dtype]
 ) -> str:
-    """The expected tensors whose dtype is none of `legal`, a line each; "" when there are none."""
+    """The expected tensors whose dtype is not in `legal`, one per line; "" if there are none."""
     wrong = [name for name in expected if name in found and found[name] not in legal]
 
     def line(name: str) -> str:

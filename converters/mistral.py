@@ -1,4 +1,4 @@
-"""Mistral (dense): no biases; every layer has the window, or none."""
+"""Mistral (dense): no biases; either every layer has the window or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtral: every layer has experts, of which the chosen ones' scores are renormalised."""
+"""Mixtral: every layer has experts, and the chosen experts' scores are renormalised."""
 
 from __future__ import annotations
 

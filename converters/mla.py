@@ -1,7 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024): its rows, and what a config says of it.
-
-Knows no single family.
-"""
+"""Multi-head latent attention (MLA; DeepSeek-V2, 2024): its rows and its config fields."""
 
 from __future__ import annotations
 
@@ -70,7 +67,7 @@ ATTENTION = (
 
 
 def with_latent_attention(architecture: Architecture, fields: Fields) -> Architecture:
-    """The architecture with latent attention, whose heads `architecture` only has the number of."""
+    """The architecture with MLA; of its attention, `architecture` only has the number of heads."""
     heads = architecture.num_attention_heads
     fields.expect("num_key_value_heads", (heads,), "every head has keys and values of its own")
     fields.expect("rope_interleave", (True,), "neighbouring dimensions are rotated together")

@@ -1,7 +1,4 @@
-"""Rows of the norms that some dense families have instead of, or besides, the usual two of a layer.
-
-Knows no single family.
-"""
+"""Rows of the norms that some dense families have instead of, or in addition to, the usual two."""
 
 from __future__ import annotations
 
@@ -27,17 +24,17 @@ AROUND = (
     _norm(M + "pre_mlp_layernorm.weight", H + "pre_feedforward_layernorm.weight"),
     *AFTER,
 )
-"""Both are."""
+"""Both inputs and outputs are normalised."""
 
 BIASES = (
     _norm(M + "input_layernorm.bias", H + "input_layernorm.bias", Role.BIAS),
     _norm(M + "pre_mlp_layernorm.bias", H + "post_attention_layernorm.bias", Role.BIAS),
     _norm("decoder.final_layernorm.bias", "model.norm.bias", Role.BIAS),
 )
-"""Of the usual norms."""
+"""Biases of the usual norms."""
 
 ONE = (_norm(M + "input_layernorm.weight", H + "input_layernorm.weight"),)
-"""One norm for attention and MLP, which work side by side."""
+"""One norm for attention and MLP, which run in parallel."""
 
 
 def _of_heads(query: tuple[str, ...], key: tuple[str, ...]) -> tuple[Columns, Columns]:
@@ -50,7 +47,7 @@ def _of_heads(query: tuple[str, ...], key: tuple[str, ...]) -> tuple[Columns, Co
 
 
 ALL_HEADS = _of_heads(("query_size",), ("kv_size",))
-"""Queries and keys are normalised over all heads; a rank has the weights of its own."""
+"""Queries and keys are normalised over all heads; each rank has the weights of its heads."""
 
 EACH_HEAD = _of_heads(("num_attention_heads", "kv_channels"), ("num_query_groups", "kv_channels"))
-"""Head by head, with weights of each head's own."""
+"""Queries and keys are normalised head by head, with separate weights for each head."""

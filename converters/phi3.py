@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini (dense, text): joined projections, partly rotated heads."""
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini (dense, text): joined projections, partial rotation."""
 
 from __future__ import annotations
 

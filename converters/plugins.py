@@ -1,7 +1,4 @@
-"""Objects that installed packages add through an entry point group, with errors that name them.
-
-Knows nothing of what the objects are.
-"""
+"""Loads objects that installed packages add through an entry point group; errors name them."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ def names(group: str) -> set[str]:
 
 
 def find(group: str, name: str, builtin: Collection[str]) -> EntryPoint | None:
-    """The entry point of that name, None if no package has it.
+    """The entry point of that name; None if no package has it.
 
-    ConversionError when several packages do, or one does and the name is `builtin`: which of them
-    counts would depend on the order of the path.
+    ConversionError if several packages have it, or if one does and the name is in `builtin`: which
+    one counts would depend on the order of the path.
     """
     found = [entry for entry in entry_points(group=group) if entry.name == name]
     if found and name in builtin:
@@ -42,7 +39,7 @@ def load(entry: EntryPoint, kind: type[T]) -> T:
     """The object of an entry point; ConversionError unless it imports and is a `kind`."""
     try:
         value = entry.load()
-    except Exception as error:  # whatever a foreign package does when imported
+    except Exception as error:  # importing a third-party package can raise anything
         raise ConversionError(
             f"{described(entry)} cannot be imported: {type(error).__name__}: {error}"
         ) from error
@@ -54,7 +51,7 @@ def load(entry: EntryPoint, kind: type[T]) -> T:
 
 
 def described(entry: EntryPoint) -> str:
-    """Which entry point of which package, in words."""
+    """Which entry point of which package, for messages."""
     return f"entry point {entry.name} = {entry.value} ({entry.group}) in {_package(entry)}"
 
 

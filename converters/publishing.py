@@ -1,7 +1,4 @@
-"""Directories that appear whole or not at all: written beside their final name, then renamed.
-
-Knows nothing of what is in them but the file by which a checkpoint is told from other things.
-"""
+"""Directories that appear whole or not at all: written next to their final name, then renamed."""
 
 from __future__ import annotations
 
@@ -25,22 +22,22 @@ _MARKS = (
     ("*.distcp",),
     ("checkpoint.json",),
 )
-"""What a checkpoint has, of Hugging Face, of Megatron-Core, or one of those that was damaged since;
-others' directories have none of them.
+"""Files by which a checkpoint is recognised: of Hugging Face, of Megatron-Core, or what is left of
+a damaged one. Other directories have none of them.
 """
 
 
 class Staged:
-    """Empty directories beside their final names, which they get when all are written, or never.
+    """Empty directories next to their final names, which they get when all are written, or never.
 
-    Their names are their own: no other process writes in them, or removes them, while this one
-    lives. What a killed process left behind under such names is removed.
+    Their names are unique: no other process writes in them, or removes them, while this one lives.
+    What a killed process left behind under such names is removed.
     """
 
     def __init__(
         self, destinations: Sequence[str | os.PathLike[str]], overwrite: bool = False
     ) -> None:
-        """ConfigError when a destination exists and may not be replaced."""
+        """ConfigError when a destination exists and must not be replaced."""
         self._finals = [_absolute(destination) for destination in destinations]
         assert len(set(self._finals)) == len(self._finals), self._finals
         self._overwrite, self._over = overwrite, False
@@ -56,18 +53,18 @@ class Staged:
                     _clean_up(final)
                     check_replaceable(final, overwrite)
                     partial.mkdir()
-                    self._locks.enter_context(locked(partial))  # until this process ends, too
+                    self._locks.enter_context(locked(partial))  # or until this process ends
         except BaseException:
             self.drop()
             raise
 
     def publish(self) -> None:
-        """Give all of them their names, one after another; if one cannot have it, none has.
+        """Give all of them their names, one after another; if one fails, none keeps its name.
 
-        What they replace is removed when all have their names, so that what belongs together is on
-        the disk at any moment: of those that a process was killed before, the old ones; of the
-        others the new ones under their names, and the old ones beside them as `.NAME.*`.
-        ConfigError if a destination came to exist meanwhile, and may not be replaced.
+        What they replace is removed only after all have their names. If the process is killed,
+        what belongs together is still on the disk: of those not yet renamed, the old ones; of
+        the others, the new ones under their names and the old ones next to them as `.NAME.*`.
+        ConfigError if a destination has come to exist in the meantime and must not be replaced.
         """
         try:
             _publish_all(self.partials, self._finals, self._overwrite)
@@ -78,7 +75,7 @@ class Staged:
         self._locks.close()
 
     def drop(self) -> None:
-        """Remove what was written; nothing after `publish`, or a second time."""
+        """Remove what was written; does nothing after `publish` or a first `drop`."""
         if self._over:
             return
         self._over = True
@@ -91,8 +88,9 @@ class Staged:
 
 @contextlib.contextmanager
 def new_directory(destination: str | Path, overwrite: bool = False) -> Iterator[Path]:
-    """An empty directory that gets the name `destination` if the body succeeds, and goes if not;
-    see `Staged`. Of several at once, the last to finish needs `overwrite`.
+    """An empty directory that is renamed to `destination` if the body succeeds, and removed if not.
+
+    See `Staged`. If several run at once, the last to finish needs `overwrite`.
     """
     with new_directories([destination], overwrite) as (partial,):
         yield partial
@@ -102,7 +100,7 @@ def new_directory(destination: str | Path, overwrite: bool = False) -> Iterator[
 def new_directories(
     destinations: Sequence[str | os.PathLike[str]], overwrite: bool = False
 ) -> Iterator[tuple[Path, ...]]:
-    """Several as `new_directory`, that get their names one after another, or none of them does."""
+    """Like `new_directory` for several; they get their names one after another, or none does."""
     staged = Staged(destinations, overwrite)
     try:
         yield staged.partials
@@ -116,7 +114,7 @@ def clean_leftovers(parent: str | Path, names: str = "iter_*", unless: str = "")
     """Remove what killed processes left in `parent` of directories with such names, except those
     that have a file `unless`.
 
-    A directory that one of them was replacing comes back.
+    A directory that was being replaced gets its name back.
     """
     folder = _absolute(parent)
     if not folder.is_dir():
@@ -130,7 +128,7 @@ def clean_leftovers(parent: str | Path, names: str = "iter_*", unless: str = "")
 
 
 def check_replaceable(destination: str | Path, overwrite: bool) -> Path:
-    """The absolute destination, if it is free, empty, or a checkpoint that may be replaced."""
+    """The absolute destination if it is free, empty, or a checkpoint that may be replaced."""
     final = _absolute(destination)
     if not final.exists() or (final.is_dir() and not any(final.iterdir())):
         return final
@@ -144,7 +142,7 @@ def check_replaceable(destination: str | Path, overwrite: bool) -> Path:
 
 
 def write_file(path: Path, content: bytes, *, wait: bool = True) -> None:
-    """Write a file, and `wait` until it is on the disk; OSError with its name if that fails."""
+    """Write a file and, if `wait`, wait until it is on the disk; OSError names it on failure."""
     try:
         with path.open("wb") as file:
             file.write(content)
@@ -155,7 +153,7 @@ def write_file(path: Path, content: bytes, *, wait: bool = True) -> None:
 
 
 def flush(file: IO[bytes]) -> None:
-    """Wait until what was written is on the disk."""
+    """Wait until the file's content is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -172,7 +170,7 @@ def _flush_directories(root: Path) -> None:
 
 
 def _absolute(destination: str | os.PathLike[str]) -> Path:
-    """The path in full; where it is a link, what that leads to, so that the link stays one."""
+    """The absolute path with links resolved, so that the target is replaced and not the link."""
     final = Path(os.path.realpath(expanded(destination)))
     if final.is_symlink():
         raise ConfigError(f"{final} is a link that leads back to itself; choose another path")
@@ -184,7 +182,7 @@ def _replaced(final: Path) -> Path:
 
 
 def _make_parents(finals: Iterable[Path]) -> list[Path]:
-    """Make the missing parents of `finals`, and return them, innermost first."""
+    """Make the missing parents of `finals` and return them, innermost first."""
     parents = {parent for final in finals for parent in final.parents}
     missing = sorted((p for p in parents if not p.exists()), key=lambda p: len(p.parts))
     for parent in missing:
@@ -193,7 +191,7 @@ def _make_parents(finals: Iterable[Path]) -> list[Path]:
 
 
 def _publish_all(partials: Iterable[Path], finals: Iterable[Path], overwrite: bool) -> None:
-    """Give all directories their names; if one cannot have it, the others lose theirs again."""
+    """Give all directories their names; if one fails, undo the others."""
     done: list[tuple[Path, Path, Path | None]] = []
     try:
         for partial, final in zip(partials, finals, strict=True):
@@ -213,7 +211,7 @@ def _publish_all(partials: Iterable[Path], finals: Iterable[Path], overwrite: bo
 
 def _remove_replaced(old: Path, partial: Path, final: Path) -> None:
     """Remove what `final` was until now; `partial` is a name of our own again."""
-    if old != partial:  # a name that others use too, for the same purpose
+    if old != partial:  # other processes use this name for the same purpose
         with locked(final.parent):
             if not (final.exists() and old.exists()):
                 return
@@ -227,14 +225,14 @@ def _remove(*directories: Path) -> None:
 
 
 def _clean_up(final: Path) -> None:
-    """Remove what killed processes left behind; a directory they were replacing comes back."""
+    """Remove what killed processes left behind; a directory being replaced gets its name back."""
     _bring_back(_replaced(final))
     for partial in final.parent.glob(f".{glob.escape(final.name)}.partial-*"):
         remove_left(partial)
 
 
 def _bring_back(replaced: Path) -> None:
-    """Give what was moved aside its name again, unless what replaces it has that by now."""
+    """Give what was moved aside its name back, unless its replacement already has that name."""
     final = replaced.with_name(replaced.name.removeprefix(".").removesuffix(".replaced"))
     if final.exists():
         _remove(replaced)

@@ -1,7 +1,4 @@
-"""Recognises quantised checkpoints, to say what they are and how to get plain weights from them.
-
-Knows no model family and no files.
-"""
+"""Recognises quantised checkpoints, to say what they are and how to get plain weights."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ _FP8 = {
     torch.float8_e5m2: "fp8 (e5m2)",
 }
 
-# How companions of quantised weights are named, and by which method.
+# Suffixes of tensors that accompany quantised weights, and the method that uses them.
 _COMPANIONS = {
     ".weight_scale_inv": "fp8 with block scales (weight_scale_inv)",
     "_scale_inv": "fp8 with block scales (scale_inv)",
@@ -27,7 +24,7 @@ _COMPANIONS = {
     ".weight_scale": "scaled weights (weight_scale)",
 }
 
-# The transformers config that dequantises while loading, where there is one.
+# The transformers config that dequantises while loading, if there is one.
 _DEQUANTISERS = {
     "fp8": "FineGrainedFP8Config(dequantize=True)",
     "mxfp4": "Mxfp4Config(dequantize=True)",
@@ -58,7 +55,7 @@ def advice(method: str) -> str:
 
 
 def refusal(section: Any) -> str:
-    """Why a config with this `quantization_config` is refused, and what helps."""
+    """Why a config with this `quantization_config` is refused, and what to do."""
     method = section.get("quant_method", "") if isinstance(section, Mapping) else ""
     return f"the checkpoint is quantised to {named(section)}; {advice(str(method))}"
 
@@ -72,7 +69,7 @@ class Found:
 
 
 def found_in(unknown: Collection[str], dtypes: Mapping[str, torch.dtype]) -> Found | None:
-    """The quantisation that a checkpoint's tensors show, if they do.
+    """The quantisation that a checkpoint's tensors show, if any.
 
     `unknown` are the names that no row uses, `dtypes` those of all tensors.
     """

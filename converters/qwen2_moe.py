@@ -1,4 +1,4 @@
-"""Qwen2-MoE and Qwen1.5-MoE: Qwen2 with experts and a gated MLP that every token passes through."""
+"""Qwen2-MoE and Qwen1.5-MoE: Qwen2 with experts and a gated shared MLP for every token."""
 
 from __future__ import annotations
 

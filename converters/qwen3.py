@@ -1,4 +1,4 @@
-"""Qwen3 (dense): queries and keys normalised per head; some layers may have a window."""
+"""Qwen3 (dense): QK norm per head; some layers may have a window."""
 
 from __future__ import annotations
 

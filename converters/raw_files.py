@@ -1,4 +1,4 @@
-"""Files read and written at byte offsets, few of them open at a time; knows no format."""
+"""Reads and writes files at byte offsets, with few of them open at a time."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from megatron_policy.errors import ConversionError, ExportError
 from .contained import open_regular
 
 MAX_OPEN = 64
-"""A checkpoint may be in more files than a process can have open."""
+"""A checkpoint can have more files than a process can have open."""
 MAX_VIEWS = 1024
-"""Buffers that one system call takes: IOV_MAX of Linux."""
+"""Buffers per system call: IOV_MAX of Linux."""
 
 
 class RawFiles:
-    """Files by path, absolute or below `root`; also made and written if `writable`.
+    """Files by path, absolute or below `root`; also created and written if `writable`.
 
-    `root` may be set later, before the first file is used.
-
+    `root` can be set later, before the first file is used.
     ConversionError when a file cannot be read or ends too early, ExportError when one cannot be
     written; both name the file.
     """
@@ -34,7 +33,7 @@ class RawFiles:
         self._open: OrderedDict[Path, int] = OrderedDict()
 
     def read(self, path: Path, offset: int, views: Sequence[memoryview]) -> None:
-        """Fill the byte views one after another with what stands at `offset`."""
+        """Fill the byte views one after another from `offset` on."""
         try:
             for part in _batches(views):
                 wanted = sum(map(len, part))
@@ -53,14 +52,14 @@ class RawFiles:
             raise ConversionError(f"{path} cannot be read: {error.strerror}") from error
 
     def read_bytes(self, path: Path, offset: int, length: int) -> bytes:
-        """What stands at `offset`, `length` bytes or all there are up to the end of the file."""
+        """The `length` bytes at `offset`, or fewer up to the end of the file."""
         try:
             return os.pread(self._handle(path), length, offset)
         except OSError as error:
             raise ConversionError(f"{path} cannot be read: {error.strerror}") from error
 
     def write(self, path: Path, offset: int, views: Sequence[memoryview]) -> None:
-        """Put the byte views one after another at `offset`."""
+        """Write the byte views one after another from `offset` on."""
         try:
             for part in _batches(views):
                 wanted, done = sum(map(len, part)), 0
@@ -80,7 +79,7 @@ class RawFiles:
                 raise not_written(path, error) from error
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close all open files."""
         while self._open:
             os.close(self._open.popitem()[1])
 
@@ -116,7 +115,7 @@ def _batches(views: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:
 
 
 def _after(views: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of the views after their first `done` bytes."""
+    """The rest of the views after their first `done` bytes."""
     rest = []
     for view in views:
         if done < len(view):

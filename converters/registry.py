@@ -1,4 +1,4 @@
-"""Which model families there are: the built-in ones and those of installed packages.
+"""The model families: the built-in ones and those of installed packages.
 
 An installed package adds one by an entry point of the group `megatron_policy.models`: its name is
 the model_type, its object a `Family`.
@@ -42,7 +42,7 @@ GROUP = "megatron_policy.models"
 
 @dataclass(frozen=True)
 class Family:
-    """Its rows, how its config reads, and the HF classes whose checkpoints it converts."""
+    """Its rows, how to read its config, and the HF classes whose checkpoints it converts."""
 
     name: str
     table: tuple[Row | Ignore, ...]
@@ -80,11 +80,11 @@ REFUSED = {
     "gemma3": "it also reads images; its text part alone is of model_type gemma3_text",
     "phi4_multimodal": "it also reads images and sound; text-only Phi-4 is of model_type phi3",
 }
-"""Relatives of families that are here, and why they are not."""
+"""Relatives of supported families, and why they are not supported."""
 
 
 def family_of(model_type: str) -> Family:
-    """The family of a config's model_type; ConversionError naming those there are."""
+    """The family of a config's model_type; ConversionError listing the known ones."""
     family = added_family(model_type) or FAMILIES.get(model_type)
     if family is not None:
         return family
@@ -100,10 +100,10 @@ def family_of(model_type: str) -> Family:
 
 
 def added_family(model_type: str) -> Family | None:
-    """The family that an installed package adds under this name, None if there is none.
+    """The family that an installed package adds under this name; None if there is none.
 
-    ConversionError naming package and entry point when it cannot be imported, is no Family, or
-    another package or this one has the name already.
+    ConversionError naming package and entry point if it cannot be imported, is not a Family, or
+    its name is already taken by another package or this one.
     """
     entry = plugins.find(GROUP, model_type, FAMILIES)
     return None if entry is None else plugins.load(entry, Family)

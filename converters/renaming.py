@@ -1,7 +1,4 @@
-"""Gives a directory the name of another one, at once where the system can exchange two names.
-
-Knows nothing of what is in them, and nothing of other processes.
-"""
+"""Gives a directory the name of another one, atomically where the system can exchange two names."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _UNABLE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV)
-"""What kernels and file systems answer that cannot exchange two directories."""
+"""Errors of kernels and file systems that cannot exchange two directories."""
 
 _RENAME_EXCHANGE, _AT_FDCWD = 2, -100  # Linux: linux/fs.h and fcntl.h
 
@@ -22,8 +19,8 @@ _RENAME_EXCHANGE, _AT_FDCWD = 2, -100  # Linux: linux/fs.h and fcntl.h
 def put(partial: Path, final: Path, aside: Path) -> Path | None:
     """Give `partial` its final name, and return the name that what it replaces has now.
 
-    That is `partial`, or `aside` where names cannot be exchanged: then there is nothing under the
-    final name for a moment.
+    That is `partial`, or `aside` where names cannot be exchanged: then nothing has the final name
+    for a moment.
     """
     if not final.exists():
         partial.rename(final)
@@ -37,7 +34,7 @@ def put(partial: Path, final: Path, aside: Path) -> Path | None:
 
 
 def take_back(partial: Path, final: Path, old: Path | None) -> None:
-    """Rollback a `put` that returned `old`."""
+    """Undo a `put` that returned `old`."""
     if old == partial:
         exchanged(partial, final)
         return
@@ -47,7 +44,7 @@ def take_back(partial: Path, final: Path, old: Path | None) -> None:
 
 
 def exchanged(one: Path, other: Path) -> bool:
-    """Exchange two names at once; False where the system cannot, OSError if it will not."""
+    """Exchange two names atomically; False if the system cannot, OSError if it fails."""
     exchange = _renameat2()
     if exchange is None:
         return False
@@ -61,7 +58,7 @@ def exchanged(one: Path, other: Path) -> bool:
 
 @cache
 def _renameat2() -> Any:
-    """The C library's function of that name, None if it has none."""
+    """The C library's function of that name; None if it has none."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is not None:
         folder, name = ctypes.c_int, ctypes.c_char_p

@@ -1,7 +1,6 @@
 """The rotary embedding that a Hugging Face config describes, whichever release wrote it.
 
-Knows no single family. Where the config leaves something open, it is what transformers takes
-(modeling_rope_utils.py).
+What the config leaves open is filled in as transformers does (modeling_rope_utils.py).
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ _ORIGINAL = "original_max_position_embeddings"
 
 
 def take_rope(fields: Fields, *, partial: bool = False, interleaved: bool = False) -> Rope:
-    """Rotary embedding in both spellings: `rope_parameters`, or `rope_theta` and `rope_scaling`.
+    """The rotary embedding in either spelling: `rope_parameters`, or `rope_theta` and
+    `rope_scaling`.
 
-    `partial` says that the family may leave part of a head unrotated.
+    `partial` says that the family can leave part of a head unrotated.
     """
     section = fields.section("rope_parameters") or fields.section("rope_scaling")
     return _rope(fields, section, "rope_theta", partial, interleaved)
@@ -36,7 +36,7 @@ def take_rope(fields: Fields, *, partial: bool = False, interleaved: bool = Fals
 def take_ropes_by_window(fields: Fields) -> tuple[Rope, Rope]:
     """Rotary embeddings of layers that see everything and of those that have the window.
 
-    Gemma 3 has them, as two mappings in `rope_parameters` or as fields with names of their own.
+    Gemma 3 has both, as two mappings in `rope_parameters` or as separate fields.
     """
     both = fields.section("rope_parameters")
     whole = both.section("full_attention") if both else fields.section("rope_scaling")
@@ -66,11 +66,11 @@ def _rope(
 def _either(
     fields: Fields, outer: str, section: Fields, inner: str, default: Any = REQUIRED
 ) -> Any:
-    """The section's field, or the one of the whole config where it has none."""
+    """The section's field, or the one of the whole config if the section has none."""
     value = section.take(inner, None)
     if value is None:
         return fields.take(outer, default)
-    # A release that only knows the outer one adds its default for it to a config without.
+    # A release that only knows the outer field adds its default to a config without it.
     fields.ignore(outer, "rope_parameters has the last word")
     return value
 
@@ -104,7 +104,7 @@ def _scaling(fields: Fields, section: Fields) -> Scaling | None:
 
 
 def _original(fields: Fields, section: Fields) -> int:
-    """The length of texts before scaling; a field of the whole config goes before the section's."""
+    """The context length before scaling; a field of the whole config overrides the section's."""
     longest = fields.take("max_position_embeddings")
     inner = _number(section, _ORIGINAL, longest)
     original = int(_number(fields, _ORIGINAL, inner))
@@ -145,7 +145,7 @@ def _long(section: Fields, original: int, longest: int) -> LongScaling:
 
 
 def _number(section: Fields, name: str, default: Any = REQUIRED) -> float:
-    """A positive number; 2 stands for what is refused."""
+    """A positive number; returns 2 in place of a refused value."""
     value = section.take(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         section.refuse(name, value, "must be a positive number")

@@ -1,7 +1,4 @@
-"""Rotary position embedding in numbers (Su et al. 2021, "RoFormer") and the ways to scale it.
-
-Knows neither Hugging Face nor Megatron-Core.
-"""
+"""Rotary position embedding in numbers (Su et al. 2021, "RoFormer") and the ways to scale it."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class DynamicScaling:
-    """The base grows with sequences longer than `max_position` ("dynamic NTK")."""
+    """The base grows for sequences longer than `max_position` ("dynamic NTK")."""
 
     factor: float
     max_position: int
@@ -44,14 +41,14 @@ class YarnScaling:
     beta_fast: float
     beta_slow: float
     truncate: bool
-    """The correction range is rounded to whole dimensions."""
+    """Whether the correction range is rounded to whole dimensions."""
     attention_factor: float
-    """What cosine and sine are multiplied by."""
+    """Factor on cosine and sine."""
 
 
 @dataclass(frozen=True)
 class LongScaling:
-    """LongRoPE (Ding et al. 2024): a factor per frequency, other ones for long texts."""
+    """LongRoPE (Ding et al. 2024): a factor per frequency, with separate factors for long texts."""
 
     # Left out of the hash, which keys the cache of layouts once per parameter.
     short: tuple[float, ...] = field(hash=False)
@@ -66,21 +63,22 @@ Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongSca
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding over the first `fraction` of a head; frequencies may be scaled."""
+    """Rotary position embedding over the first `fraction` of a head; frequencies can be scaled."""
 
     base: float
     scaling: Scaling | None = None
     fraction: float = 1.0
     interleaved: bool = False
-    """A pair is of neighbouring channels; else of one of the first half and one of the second."""
+    """Pairs are neighbouring channels; otherwise one channel of each half."""
 
     def size(self, head_dim: int) -> int:
-        """Channels of a head that are rotated."""
+        """Number of rotated channels per head."""
         return int(head_dim * self.fraction)
 
     def positions(self, max_position: int) -> int:
-        """Tokens of the longest text that the frequencies are made for, of a model whose config
-        names `max_position`: scaling may extend that.
+        """The longest text, in tokens, for which the frequencies are made.
+
+        `max_position` is the config's limit, which scaling can extend.
         """
         match self.scaling:
             case LinearScaling(factor) | DynamicScaling(factor):
@@ -90,7 +88,7 @@ class Rope:
         return max_position
 
     def check(self, head_dim: int) -> None:
-        """ConversionError unless heads of that size can be rotated like this."""
+        """Raise ConversionError unless heads of that size can be rotated like this."""
         size, pairs = self.size(head_dim), (self.size(head_dim) + 1) // 2
         if self.base <= 1 or not 2 <= size <= head_dim or head_dim % 2:
             raise ConversionError(

@@ -1,7 +1,7 @@
-"""The layout algebra: which elements of an HF tensor are which of a rank's Megatron shard.
+"""The layout algebra: maps elements of HF tensors to elements of a rank's Megatron shard.
 
 A row names both sides and describes their correspondence once, as blocks; loading, exporting,
-packing and sharding (blocks.py) all follow those. Knows no files, groups or model families.
+packing and sharding (blocks.py) all follow those.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Whole:
     when: str = ""
     role: Role = Role.MATRIX
     keeps_dtype: bool = False
-    """It stays in its own dtype whatever the precision of the model: nobody casts it."""
+    """The parameter keeps its own dtype, whatever the model's precision; nothing casts it."""
     owns: ClassVar[bool] = True
     shard_dim: ClassVar[int | None] = None
     stripes: ClassVar[int] = 1
@@ -141,7 +141,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Qkv:
-    """Fused attention input: group by group, the query heads, then key and value head."""
+    """Fused attention input: for each group, the query heads, then the key and value heads."""
 
     megatron: str
     hf: tuple[str, str, str]
@@ -176,12 +176,14 @@ class Qkv:
         )
 
     def _heads(self, arch: Architecture) -> tuple[tuple[int, slice], ...]:
-        """Of q, k and v: heads per group, and where they stand among the heads of a fused group."""
+        """For q, k and v: heads per group, and their range among the heads of a fused group."""
         per = arch.heads_per_group
         return (per, slice(0, per)), (1, slice(per, per + 1)), (1, slice(per + 1, per + 2))
 
     def cuts(self, arch: Architecture, rank: int, size: int) -> Iterator[Block]:
-        """As runs of rows: more ranks than groups share them out plainly, even inside a head."""
+        """The blocks as ranges of rows: more ranks than groups split them evenly, even inside a
+        head.
+        """
         head, local, shapes = arch.kv_channels, self.local_shape(arch, size), self.hf_shapes(arch)
         low, high = rank * local[0], (rank + 1) * local[0]
         for group in range(arch.num_query_groups):
@@ -228,7 +230,7 @@ class GateUp:
 
 @dataclass(frozen=True)
 class Vocab:
-    """Split over the vocabulary, padded with zero rows so that every rank holds equally many."""
+    """Split over the vocabulary, padded with zero rows so that every rank holds the same number."""
 
     megatron: str
     hf: tuple[str]
@@ -261,7 +263,7 @@ class Vocab:
 
 @dataclass(frozen=True)
 class Tied:
-    """Another row's parameter again, on the stage that needs a copy: filled, never exported."""
+    """A tied copy of another row's parameter, on the stage that needs it: filled, not exported."""
 
     megatron: str
     of: Vocab
@@ -291,7 +293,9 @@ class Tied:
 
 @dataclass(frozen=True)
 class Ignore:
-    """An HF tensor that may be there and feeds nothing, and why; it must equal `equals`."""
+    """An HF tensor that can be present but feeds nothing, and why; if `equals` is set, it must
+    equal it.
+    """
 
     hf: str
     why: str

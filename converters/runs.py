@@ -1,6 +1,6 @@
 """Ranges of a flat HF tensor as strided pieces of parameters, along the blocks of their rows.
 
-Pure arithmetic in elements: knows no files, no dtypes and no names.
+Pure arithmetic in elements.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple
 from .blocks import Block, Shape
 
 Box = tuple[tuple[int, int], ...]
-"""Per dimension, the first index and the one after the last."""
+"""For each dimension, the first index and the one after the last."""
 
 
 class Piece(NamedTuple):
-    """Elements that a range of an HF tensor and a flat parameter share: a strided box of both.
+    """Elements shared by a range of an HF tensor and a flat parameter: a strided box of both.
 
     Offsets and strides are in elements; `hf_offset` counts from the start of the range.
     """
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many there are."""
+        """The number of elements."""
         return math.prod(self.sizes)
 
     @property
@@ -62,10 +62,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Correspondence:
-    """A block, prepared for asking about many ranges.
+    """A block, prepared for queries about many ranges.
 
-    Of each dimension of the block: where it starts and how far it steps in the viewed HF tensor,
-    and strides in elements on both sides. `order` are these dimensions as the parameter has them.
+    For each dimension of the block: its start and step in the viewed HF tensor, and strides in
+    elements on both sides. `order` lists these dimensions in the parameter's order.
     """
 
     hf_view: Shape
@@ -79,7 +79,7 @@ class Correspondence:
 
     @classmethod
     def of(cls, block: Block) -> Correspondence:
-        """That of a block, whose indices may have positive steps."""
+        """The correspondence of a block, whose indices can have positive steps."""
         dims = max(len(block.hf_view), len(block.shard_view))
         hf_view, hf_index = _deepened(block.hf_view, block.hf_index, dims)
         view, index = _deepened(block.shard_view, block.shard_index, dims)
@@ -96,19 +96,19 @@ class Correspondence:
             counts=tuple(count for _, _, count in hf),
             hf_strides=tuple(_strides(hf_view)),
             offset=sum(own[i][0] * stride for i, stride in enumerate(_strides(view))),
-            # An exchange is its own inverse, so `order` also leads back.
+            # A swap is its own inverse, so `order` also maps back.
             strides=tuple(strides[i] for i in order),
             order=tuple(order),
         )
 
     @property
     def elements(self) -> int:
-        """How many the whole block has."""
+        """The number of elements of the whole block."""
         return math.prod(self.counts)
 
     @property
     def is_plain(self) -> bool:
-        """Whether each of its pieces is, whatever range is asked for."""
+        """Whether every piece of the block is plain, whatever the range."""
         whole = self._piece((0,) * len(self.counts), self.counts, 0)
         return whole.is_plain
 
@@ -170,7 +170,7 @@ def boxes(shape: Shape, first: int, last: int) -> Iterator[Box]:
 
 
 def _merged(dims: Sequence[tuple[int, int, int]]) -> tuple[Shape, Shape, Shape]:
-    """(size, stride, stride) of each dimension with those merged that are one run on both sides."""
+    """(size, stride, stride) of each dimension, merging those that form one run on both sides."""
     kept: list[tuple[int, int, int]] = []
     for size, hf, own in dims:
         if size == 1:
@@ -184,7 +184,7 @@ def _merged(dims: Sequence[tuple[int, int, int]]) -> tuple[Shape, Shape, Shape]:
 
 
 def _deepened(view: Shape, index: tuple[slice, ...], dims: int) -> tuple[Shape, tuple[slice, ...]]:
-    """The same elements in `dims` dimensions, new ones of size 1 in front."""
+    """The same elements in `dims` dimensions, with new ones of size 1 in front."""
     new = dims - len(view)
     return (1,) * new + view, (slice(None),) * new + index
 
@@ -202,5 +202,5 @@ def _strides(shape: Shape) -> list[int]:
 
 
 def _dot(index: Sequence[int], strides: Sequence[int]) -> int:
-    # Not strict: an index of the outer dimensions meets the strides of all.
+    # Not strict: an index over the outer dimensions is paired with the strides of all.
     return sum(i * s for i, s in zip(index, strides, strict=False))

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, decoded and encoded; knows no paths.
+"""Decodes and encodes the header of a safetensors file.
 
 A file is 8 bytes of header length, the header in JSON, then the bytes of the tensors.
 """
@@ -32,10 +32,10 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 MAX_HEADER_BYTES = 100_000_000
-"""What the safetensors library reads at most."""
+"""The limit of the safetensors library."""
 
 MAX_DIMENSIONS = 64
-"""What torch's tensors have at most."""
+"""The maximum for torch tensors."""
 
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -49,7 +49,7 @@ class Extent(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The byte after its last."""
+        """The byte after the tensor's last."""
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -97,7 +97,9 @@ def _extent(name: str, entry: Mapping[str, Any], data: int, size: int) -> Extent
 
 
 def encode(inventory: Mapping[str, tuple[torch.dtype, Shape]]) -> tuple[bytes, dict[str, Extent]]:
-    """The bytes before the tensors, and the place of each in the file: widest first, so aligned."""
+    """The bytes before the tensors, and each tensor's place in the file (widest first, so
+    aligned).
+    """
     order = sorted(inventory, key=lambda name: (-inventory[name][0].itemsize, name))
     extents: dict[str, Extent] = {}
     end = 0

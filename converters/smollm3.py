@@ -1,4 +1,4 @@
-"""SmolLM3: some layers do without rotary embedding, and may have a window instead."""
+"""SmolLM3: some layers have no rotary embedding, and some may have a window."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def architecture(fields: Fields) -> Architecture:
     """The architecture a SmolLM3Config describes."""
     fields.ignore("no_rope_layer_interval", "no_rope_layers says it layer by layer")
     fields.ignore("pretraining_tp", "only the order of summation in pretraining")
-    # Despite its name the field has a 1 for layers with rotary embedding.
+    # Despite its name, the field has a 1 for layers with rotary embedding.
     rotated = fields.take("no_rope_layers")[: fields.take("num_hidden_layers")]
     if len(rotated) < fields.take("num_hidden_layers"):
         fields.refuse("no_rope_layers", rotated, "must name every layer")

@@ -1,6 +1,6 @@
-"""A tensor that lies in chunks in files: which bytes of which file are a range of its elements.
+"""A tensor stored in chunks in files: maps ranges of its elements to bytes of files.
 
-Knows no formats of files and opens none.
+Opens no files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from .blocks import Block, Shape
 from .runs import Correspondence
 
 MAX_CORNERS = 10_000_000
-"""Of chunks that are cut in no regular way: it bounds the time to tell whether they fill a tensor.
+"""Limit for chunks that are cut irregularly: it bounds the time to check whether they fill a
+tensor.
 """
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor, row by row in a file from byte `start` on."""
+    """A box of a tensor, stored row by row in a file from byte `start` on."""
 
     path: Path
     start: int
@@ -35,7 +36,7 @@ class Chunk(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Bytes that follow each other in a file and lie in `spans`, (first, end), of a range."""
+    """Contiguous bytes of a file, and the `spans`, (first, end), of a range that they fill."""
 
     path: Path
     offset: int
@@ -53,11 +54,11 @@ class Stored:
 
     @classmethod
     def in_one_piece(cls, shape: Shape, dtype: dtype, path: Path, start: int) -> Stored:
-        """A tensor whose bytes follow each other in a file from `start` on."""
+        """A tensor whose bytes are contiguous in a file from `start` on."""
         return cls(shape, dtype, [Chunk(path, start, (0,) * len(shape), shape)])
 
     def transfers(self, first: int, count: int) -> Iterator[Transfer]:
-        """Where elements `first` to `first + count` lie, flat, in `spans` of a buffer for them."""
+        """Where elements `first` to `first + count` lie, as `spans` of a flat buffer for them."""
         if not self._in_rows:
             yield from self._scattered(first, first + count)
             return
@@ -90,14 +91,14 @@ class Stored:
             index = tuple(
                 slice(at, at + n) for at, n in zip(chunk.origin, chunk.sizes, strict=True)
             )
-            # Rows that the files have beyond the tensor's shape are never asked for.
+            # Rows that the files have beyond the tensor's shape are never read.
             view = (max(self.shape[0], chunk.origin[0] + chunk.sizes[0]), *self.shape[1:])
             block = Block(0, view, index, chunk.sizes, (slice(None),))
             boxes.append((chunk, Correspondence.of(block)))
         return boxes
 
     def _scattered(self, first: int, last: int) -> Iterator[Transfer]:
-        """The same for chunks of any form: what a chunk has of the range comes in one go."""
+        """The same for chunks of any shape, chunk by chunk, merging contiguous reads."""
         item = self.dtype.itemsize
         for chunk, box in self._boxes:
             spans: list[tuple[int, int]] = []
@@ -129,8 +130,10 @@ def tiled(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
 
 
 def _is_cut(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
-    """Whether the boxes are what cuts through the first dimension leave of the tensor, cuts through
-    the second of each of those slabs, and so on: told in as many steps as there are boxes.
+    """Whether the boxes come from cutting the first dimension, then the second of each slab, and so
+    on.
+
+    Takes as many steps as there are boxes.
     """
     if not shape:
         return len(boxes) == 1
@@ -146,7 +149,7 @@ def _is_cut(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
 
 
 def _is_grid(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
-    """Whether the boxes are what straight cuts through the whole tensor leave."""
+    """Whether the boxes come from straight cuts through the whole tensor."""
     cuts = []
     for dim, size in enumerate(shape):
         starts = sorted({origin[dim] for origin, _ in boxes})
@@ -160,10 +163,10 @@ def _is_grid(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
 
 
 def _adds_up(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
-    """Whether every element is in just one box, however these are cut.
+    """Whether every element is in exactly one box, however they are cut.
 
     The corners of a box count with alternating signs. Those of all boxes add up to the corners of
-    the whole tensor if the boxes fill it without overlap, and only then.
+    the whole tensor if and only if the boxes fill it without overlap.
     """
     cut = [dim for dim, size in enumerate(shape) if any(n[dim] != size for _, n in boxes)]
     if len(boxes) << len(cut) > MAX_CORNERS:

@@ -1,6 +1,4 @@
-"""JSON, read in bounded depth and in time that its length sets, since somebody else may have
-written it, and written; knows no files.
-"""
+"""Writes JSON, and reads untrusted JSON with bounded depth and in time bounded by its length."""
 
 from __future__ import annotations
 
@@ -10,15 +8,15 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 MAX_DEPTH = 64
-"""Of lists and objects in each other: more than configs, indices and headers have."""
+"""Nesting of lists and objects: more than configs, indices and headers have."""
 _SHOWN, _SHOWN_CHARACTERS = 20, 200
 
 
 def parse(text: bytes, finite: bool = True) -> Any:
-    """The value that stands in `text`; ValueError saying what is wrong with it.
+    """The value of `text`; ValueError saying what is wrong with it.
 
-    That is what JSON does not allow, a key that stands twice in an object, and values that lie too
-    deep in each other. With `finite` it is NaN and infinity too, which Python writes in JSON.
+    Refuses invalid JSON, duplicate keys in an object, and values nested too deeply. With `finite`
+    also NaN and infinity, which Python writes in JSON.
     """
     constant, number = (_refuse, _finite) if finite else (None, None)
     try:
@@ -32,7 +30,7 @@ def parse(text: bytes, finite: bool = True) -> Any:
 
 
 def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as a dict; ValueError for a key that stands in it twice."""
+    """A JSON object as a dict; ValueError for duplicate keys."""
     made = dict(pairs)
     if len(made) == len(pairs):
         return made
@@ -47,8 +45,10 @@ def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def encoded(value: Any, indent: int | None = None) -> bytes:
-    """The value as JSON in UTF-8. Where a text in it has none, since it is the name of a file that
-    is none either, all that is not ASCII is escaped.
+    """The value as JSON in UTF-8.
+
+    If a string has no UTF-8 form, such as the name of a file that has none, everything outside
+    ASCII is escaped.
     """
     try:
         return json.dumps(value, indent=indent, ensure_ascii=False).encode()

@@ -1,7 +1,7 @@
 """A family's rows bound to one config: the inventory of both sides, known before a byte is read.
 
 Closed world: every Megatron parameter is filled once, every HF tensor is used once or ignored for
-a stated reason, and anything else is an error that names both sides. Knows no files, no groups.
+a stated reason, and anything else is an error that names both sides.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .rows import Ignore, Role, Row, Shape
 EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of HF weights. Others are quantised (a cast would lose their scales) or would be cut short."""
+"""Of HF weights. Others are quantised (a cast would lose their scales) or would be truncated."""
 
 # Transformer Engine fuses a norm into the linear layer after it, and names its weight there.
 _FUSED_NORMS = {
@@ -35,7 +35,7 @@ _FUSED_NORMS = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
     "mlp.linear_fc1.layer_norm_bias": "pre_mlp_layernorm.bias",
 }
-# Its grouped experts have their parameters side by side.
+# Its grouped experts hold their parameters side by side.
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 _LAYER_NAME = re.compile(r"(?:module\.)*decoder\.layers\.(\d+)\.(.+)")
 
@@ -44,7 +44,7 @@ _LAYER_NAME = re.compile(r"(?:module\.)*decoder\.layers\.(\d+)\.(.+)")
 class Entry:
     """A row for one layer: the Megatron parameter's canonical name and its HF tensors.
 
-    Entries of experts that HF stacks share an HF tensor; each has elements of its own in it.
+    Entries of experts that HF stacks share an HF tensor; each has its own elements in it.
     """
 
     megatron: str
@@ -73,11 +73,13 @@ class Table:
         return {name: e.shape for name, e in self._hf(self.exported()).items()}
 
     def copies(self) -> dict[str, str]:
-        """Ignored HF tensors that must repeat another one, with that one's name."""
+        """Tied copies among the ignored HF tensors, with the names of their originals."""
         return {name: row.equals for name, row in self.ignored.items() if row.equals}
 
     def entries_of(self, layers: Iterable[int], first: bool, last: bool) -> tuple[Entry, ...]:
-        """What a chunk of these global layers holds; `first` has the embedding, `last` the head."""
+        """The entries of a model chunk of these global layers; `first` has the embedding, `last`
+        the head.
+        """
         wanted = set(layers)
 
         def held(entry: Entry) -> bool:
@@ -85,18 +87,18 @@ class Table:
                 return entry.layer in wanted
             if entry.where == EMBEDDING:
                 return first
-            # A chunk that has the embedding itself needs no second copy of it.
+            # A chunk that has the embedding itself needs no tied copy of it.
             return last and (entry.row.owns or not first)
 
         return tuple(filter(held, self.entries))
 
     def check_hf(self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> None:
-        """ConversionError unless a checkpoint holds just the tensors of this model.
+        """Raise ConversionError unless a checkpoint holds exactly the tensors of this model.
 
-        Each must have its shape and one of `WEIGHT_DTYPES`; those to ignore are not looked at.
+        Each must have its shape and one of `WEIGHT_DTYPES`; ignored tensors are not checked.
         """
         expected = self._hf(self.exported())
-        # Quantised weights come with tensors that no row knows, so what they are is said first.
+        # Quantised weights come with tensors that no row uses, so quantisation is reported first.
         quantised = found_in([name for name in shapes if name not in expected], dtypes)
         problems = other_dtypes(expected, dtypes, WEIGHT_DTYPES)
         if quantised or problems:
@@ -113,7 +115,9 @@ class Table:
             )
 
     def check_megatron(self, found: Mapping[str, Shape], tp: int, entries: Sequence[Entry]) -> None:
-        """ConversionError unless a built chunk's parameters (canonical names) are `entries`."""
+        """Raise ConversionError unless a built chunk's parameters (canonical names) match
+        `entries`.
+        """
         expected = {
             entry.megatron: Expected(
                 entry.row.local_shape(self.architecture, tp),
@@ -154,9 +158,9 @@ def bind(raw: Mapping[str, Any], family: Family | None = None) -> Table:
 
 
 def draft(fields: Fields, family: Family | None = None) -> Table:
-    """The table as far as `fields` tell, before anybody asks whether all of them were understood.
+    """The table from `fields`, without checking that all of them were understood.
 
-    For showing what a config comes to; a model is built from what `bind` returns.
+    For showing how a config is read; models are built from the result of `bind`.
     """
     family = family or family_of(fields.take("model_type"))
     names = fields.take("architectures", ())
@@ -190,7 +194,7 @@ def draft(fields: Fields, family: Family | None = None) -> Table:
 
 
 def canonical_name(name: str, layer_offset: int) -> str:
-    """The table's name for a built model's parameter; the chunk's first layer is `layer_offset`."""
+    """The table's name for a built model's parameter; `layer_offset` is the chunk's first layer."""
     match = _LAYER_NAME.fullmatch(name)
     if match is None:
         return re.sub(r"^(module\.)+", "", name)
@@ -252,7 +256,7 @@ def _entry(row: Row, numbers: Mapping[str, int], layer: int, expert: int | None 
 
 
 def _refuse_duplicates(family: str, entries: Sequence[Entry]) -> None:
-    # The experts that one HF tensor stacks have its elements between them.
+    # Experts stacked in one HF tensor share it, so only the first one counts.
     whole = [e for e in entries if e.row.owns and not (isinstance(e.row, Stacked) and e.expert)]
     for side, names in (
         ("Megatron parameter", [entry.megatron for entry in entries]),
@@ -268,7 +272,7 @@ def _refuse_duplicates(family: str, entries: Sequence[Entry]) -> None:
 def _refuse_vectors_as_matrices(
     family: str, entries: Sequence[Entry], architecture: Architecture
 ) -> None:
-    """A row that does not say what its parameter is says that it is a matrix."""
+    """Refuse one-dimensional parameters whose row has the default role, a matrix."""
     for name, row in {entry.row.megatron: entry.row for entry in entries}.items():
         if row.role is Role.MATRIX and len(row.local_shape(architecture, 1)) < 2:
             raise ConversionError(

@@ -1,7 +1,4 @@
-"""The kinds of parts a decoder is made of: norms, activations, experts, latent attention.
-
-Knows neither Hugging Face nor Megatron-Core.
-"""
+"""The kinds of parts that a decoder is made of: norms, activations, experts, MLA."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from megatron_policy.errors import ConversionError
 
 
 class Norm(Enum):
-    """How activations are normalised; the weight of `RMS_PLUS_ONE` is stored less 1."""
+    """How activations are normalised; the weight of `RMS_PLUS_ONE` is stored minus 1."""
 
     RMS = "rms"
     RMS_PLUS_ONE = "rms_plus_one"
@@ -20,7 +17,7 @@ class Norm(Enum):
 
 
 class Activation(Enum):
-    """The MLP's nonlinearity; `GELU_TANH` is the usual approximation of `GELU`."""
+    """The MLP's activation function; `GELU_TANH` is the usual approximation of `GELU`."""
 
     SILU = "silu"
     GELU = "gelu"
@@ -36,12 +33,12 @@ class QkNorm(Enum):
     PER_HEAD = "per_head"
     """Head by head, with the same weights for every head."""
     EACH_HEAD = "each_head"
-    """Head by head, with weights of each head's own."""
+    """Head by head, with separate weights for each head."""
     ALL_HEADS = "all_heads"
-    """Over all of a token's heads together."""
+    """Over all heads of a token together."""
 
     def __bool__(self) -> bool:
-        """Whether there is such a norm, for conditions of rows."""
+        """Whether there is such a norm, for the conditions of rows."""
         return self is not QkNorm.NONE
 
 
@@ -49,15 +46,15 @@ class Scoring(Enum):
     """How router logits become the weights of the chosen experts."""
 
     SOFTMAX = "softmax"
-    """Softmax over all experts, then the best are chosen."""
+    """Softmax over all experts, then the top ones are chosen."""
     SOFTMAX_OF_CHOSEN = "softmax_of_chosen"
-    """The best are chosen, then softmax over them: also what renormalising SOFTMAX gives."""
+    """The top ones are chosen, then softmax over them: the same as renormalising SOFTMAX."""
     SIGMOID = "sigmoid"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moe:
-    """Mixture-of-experts MLPs: `experts` gated MLPs, of which each token takes `chosen`."""
+    """Mixture-of-experts MLPs: `experts` gated MLPs, of which each token uses `chosen`."""
 
     experts: int
     chosen: int
@@ -69,14 +66,14 @@ class Moe:
     """Factor on the chosen experts' weights."""
     groups: int = 1
     groups_chosen: int = 1
-    """Experts stand in `groups`; a token takes experts of its best `groups_chosen` groups only."""
+    """Experts are in `groups`; a token only uses experts of its best `groups_chosen` groups."""
     correction_bias: bool = False
-    """A bias, kept in fp32, that takes part in choosing experts but not in weighing them."""
+    """A bias, kept in fp32, that affects which experts are chosen but not their weights."""
     router_bias: bool = False
     shared_ffn_hidden_size: int = 0
-    """Width of the MLP that every token passes through besides; 0: there is none."""
+    """Width of the shared MLP that every token also passes through; 0: there is none."""
     shared_gate: bool = False
-    """The shared MLP's output is multiplied by a sigmoid gate of the token."""
+    """The shared MLP's output is multiplied by a sigmoid gate computed from the token."""
 
     def __post_init__(self) -> None:
         for name in ("experts", "chosen", "ffn_hidden_size", "groups", "groups_chosen"):
@@ -107,16 +104,18 @@ class Moe:
 
 @dataclass(frozen=True, kw_only=True)
 class Mla:
-    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values from a compressed vector."""
+    """Multi-head latent attention (MLA; DeepSeek-V2, 2024): keys and values from a compressed
+    vector.
+    """
 
     q_lora_rank: int | None
     """Width of the compressed query; None: queries are projected directly."""
     kv_lora_rank: int
     """Width of the compressed keys and values."""
     qk_nope_head_dim: int
-    """Of a query or key head, the part without rotary embedding."""
+    """The part of a query or key head without rotary embedding."""
     qk_rope_head_dim: int
-    """Of a query or key head, the rotated part; all key heads share it."""
+    """The rotated part of a query or key head; all key heads share it."""
     v_head_dim: int
     layernorm_epsilon: float = 1e-6
     """Of the norms of compressed vectors."""

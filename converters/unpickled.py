@@ -1,7 +1,7 @@
-"""A pickle read without running it: whatever it names stays a name, whatever it makes stays inert.
+"""Reads a pickle without running it: names stay names, and made objects stay inert.
 
-Nothing is imported, looked up or called on a pickle's behalf, so that it can reach no object of
-this process. Time and memory grow with its length alone. Knows of no file and of no format.
+Nothing is imported, looked up or called on a pickle's behalf, so it cannot reach any object of
+this process. Time and memory are bounded by its length alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_INTEGER_BYTES = 8
-"""Longer integers stand for no size, offset or count."""
+"""No size, offset or count needs a longer integer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Name:
 
 @dataclass(slots=True, eq=False)
 class Made:
-    """An object as a pickle describes it: `by` whom it is made, of what, and the state it gets."""
+    """An object as a pickle describes it: its maker `by`, the arguments, and the state it gets."""
 
     by: Name
     arguments: tuple[Any, ...]
@@ -37,11 +37,11 @@ class Made:
 
 
 def unpickled(content: bytes, belongs: Callable[[Name], bool]) -> Any:
-    """What a pickle of protocol 2 or later holds: None, bool, int, float, str, bytes, tuple, list,
-    dict, `Name` and `Made`. A dict's keys are of type str or `Made`; `Made` compares by identity.
+    """The value of a pickle of protocol 2 or later: None, bool, int, float, str, bytes, tuple,
+    list, dict, `Name` and `Made`. A dict's keys are str or `Made`; `Made` compares by identity.
 
-    ValueError for a damaged pickle, for what picklers do not write, and for a name of which
-    `belongs` says no.
+    ValueError for a damaged pickle, for instructions that picklers do not write, and for names
+    that `belongs` refuses.
     """
     reader = _Reader(content, belongs)
     try:
@@ -51,7 +51,7 @@ def unpickled(content: bytes, belongs: Callable[[Name], bool]) -> Any:
 
 
 class _Reader:
-    """The machine that a pickle is a program for, without the instructions that reach outside."""
+    """The virtual machine of a pickle, without the instructions that reach outside."""
 
     def __init__(self, content: bytes, belongs: Callable[[Name], bool]) -> None:
         self._content, self._belongs = content, belongs
@@ -62,11 +62,11 @@ class _Reader:
         self._names: dict[tuple[str, str], Name] = {}
 
     def read(self) -> Any:
-        """What is on the stack at the end."""
+        """Run the pickle and return the top of the stack at the end."""
         content, stack, memo, steps = self._content, self._stack, self._memo, _STEPS
         while (code := content[self.at]) != _STOP:
             self.at += 1
-            if code == _MEMOIZE:  # it follows almost every value
+            if code == _MEMOIZE:  # follows almost every value
                 memo[len(memo)] = stack[-1]
                 continue
             step = steps.get(code)
@@ -78,7 +78,7 @@ class _Reader:
         return stack.pop()
 
     def taken(self, size: int) -> bytes:
-        """The next bytes of the pickle."""
+        """The next `size` bytes of the pickle."""
         start = self.at
         self.at = end = start + size
         if end > len(self._content):
@@ -86,7 +86,7 @@ class _Reader:
         return self._content[start:end]
 
     def number(self, size: int) -> int:
-        """The unsigned number that comes next."""
+        """The next unsigned number."""
         return int.from_bytes(self.taken(size), "little")
 
     def text(self, size: int) -> None:
@@ -114,7 +114,7 @@ class _Reader:
         self._marks.append(len(self._stack))
 
     def since_mark(self) -> list[Any]:
-        """What was put on the stack since the last mark, taken off it."""
+        """Pop what was pushed since the last mark."""
         start = self._marks.pop()
         items = self._stack[start:]
         del self._stack[start:]
@@ -144,7 +144,7 @@ class _Reader:
     def set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
         keys = items[::2]
-        # No other kind of key has a hash that was computed before, or that a pickle cannot choose.
+        # Other types of keys would hash anew, or let the pickle choose the hash.
         if type(target) is not dict or not {*map(type, keys)} <= {str, Made}:
             raise TypeError
         target.update(zip(keys, items[1::2], strict=True))

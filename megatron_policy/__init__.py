@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _install_renamed()
 
-# Which module a name is fetched from when somebody asks for it.
+# The module from which a name is imported on first use.
 _HOME = {
     "BatchError": "errors",
     "BatchedDataDict": "batch",

@@ -1,5 +1,4 @@
-"""Rows of tensors and lists that travel together, and which of them make a microbatch; knows what a
-row is, not what the keys mean.
+"""Rows of tensors and lists that travel together, and the plan of their microbatches.
 
 Shapes: B rows, S positions.
 """
@@ -17,17 +16,18 @@ _PLAN = ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb")
 
 
 class BatchedDataDict(UserDict[str, Any]):
-    """A dict of tensors (dimension 0 is the row) and lists (one item a row), all equally long.
+    """A dict of tensors (dimension 0 is the row) and lists (one item per row), all of equal length.
 
-    Methods that cut or choose rows return a new batch; slices share memory with this one.
+    Methods that cut or select rows return a new batch; slices share memory with this one.
     ValueError names the key and both sizes when something does not fit.
 
-    A batch can carry a plan of its microbatches in three attributes, under the host's names and of
-    its form (`packing.plan.Plan` reads and writes them): `micro_batch_indices`, per global batch a
-    list of [start, end] rows; `micro_batch_lengths`, the positions of each; `elem_counts_per_gb`,
-    the rows of each global batch, where sequences are packed. They come along when a batch is made
-    from another, copied or pickled, and are None where rows were cut, chosen or moved. So does
-    `caller_rows`: which rows of another batch these are, as messages name them.
+    A batch can carry a plan of its microbatches in three attributes, with the host's names and
+    format (`packing.plan.Plan` reads and writes them): `micro_batch_indices`, per global batch a
+    list of [start, end] rows; `micro_batch_lengths`, the positions of each;
+    `elem_counts_per_gb`, the rows of each global batch if sequences are packed. They are kept
+    when a batch is made from another, copied or pickled, and are None after rows were cut,
+    selected or moved. The same goes for `caller_rows`: which rows of another batch these are,
+    for messages.
     """
 
     micro_batch_indices: list[list[list[int]]] | None
@@ -42,7 +42,7 @@ class BatchedDataDict(UserDict[str, Any]):
 
     @property
     def size(self) -> int:
-        """Number of rows B, 0 without keys. ValueError when the keys disagree."""
+        """Number of rows B, 0 without keys. ValueError if the keys disagree."""
         first: tuple[str, int] | None = None
         for key, value in self.data.items():
             rows = _rows(value)
@@ -53,11 +53,11 @@ class BatchedDataDict(UserDict[str, Any]):
         return 0 if first is None else first[1]
 
     def get_dict(self) -> dict[str, Any]:
-        """The underlying dict itself."""
+        """The underlying dict itself, not a copy."""
         return self.data
 
     def slice(self, start: int, end: int) -> BatchedDataDict:
-        """Rows `start` to `end`, the latter not included; both lie within the batch."""
+        """Rows `start` to `end` (exclusive); both must lie within the batch."""
         if not 0 <= start <= end <= self.size:
             raise ValueError(f"rows {start} to {end} are not within the {self.size} rows there are")
         return self._each(lambda value: value[start:end])
@@ -65,7 +65,7 @@ class BatchedDataDict(UserDict[str, Any]):
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> BatchedDataDict:
         """The `batch_idx`-th global batch, with its part of the plan as a plan of one global batch.
 
-        Without `elem_counts_per_gb` it has `batch_size` rows, like all the others.
+        Without `elem_counts_per_gb` all global batches have `batch_size` rows.
         """
         counts = self.elem_counts_per_gb
         if counts is not None:
@@ -91,7 +91,7 @@ class BatchedDataDict(UserDict[str, Any]):
     def make_microbatch_iterator_with_dynamic_shapes(
         self, sequence_dim: int = 1
     ) -> Iterator[BatchedDataDict]:
-        """The planned microbatches of this global batch, tensors cut to each one's length in
+        """The planned microbatches of this global batch, with tensors cut to each one's length in
         dimension `sequence_dim`.
         """
         for start, end, length in _spans(self):
@@ -100,15 +100,15 @@ class BatchedDataDict(UserDict[str, Any]):
             yield part
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
-        """How many microbatches that iterator gives."""
+        """The number of microbatches of that iterator."""
         return len(_spans(self))
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[BatchedDataDict]:
-        """The planned microbatches of this global batch, rows as they are: not yet packed."""
+        """The planned microbatches of this global batch, with rows unchanged: not yet packed."""
         return (self.slice(start, end) for start, end, _ in _spans(self))
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
-        """How many microbatches that iterator gives, and the longest one's positions."""
+        """The number of microbatches of that iterator, and the positions of the longest one."""
         spans = _spans(self)
         return len(spans), max((length for _, _, length in spans), default=0)
 
@@ -122,10 +122,10 @@ class BatchedDataDict(UserDict[str, Any]):
     def shard_by_batch_size(
         self, shards: int, batch_size: int | None = None
     ) -> list[BatchedDataDict]:
-        """Deal rows to `shards`: each group of `batch_size` rows (default all) evenly, in order.
+        """Split each group of `batch_size` rows (default all) evenly over `shards`, in order.
 
-        A shard holds its part of every group, one after another, so that each group, a global
-        batch, is what the shards' n-th parts make together.
+        A shard holds its part of every group, one after another, so that the n-th parts of all
+        shards form the n-th group, a global batch.
         """
         batch_size = self.size if batch_size is None else batch_size
         if batch_size < 1 or self.size % batch_size or batch_size % shards:
@@ -143,7 +143,7 @@ class BatchedDataDict(UserDict[str, Any]):
         return [part(shard) for shard in range(shards)]
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> BatchedDataDict:
-        """The rows at `indices`, in that order; a row may be chosen more than once."""
+        """The rows at `indices`, in that order; a row can be selected more than once."""
         chosen = torch.as_tensor(indices, dtype=torch.long)
         rows = chosen.tolist()
         bad = [row for row in rows if not -self.size <= row < self.size]
@@ -163,7 +163,9 @@ class BatchedDataDict(UserDict[str, Any]):
             setattr(self, name, None)
 
     def repeat_interleave(self, num_repeats: int) -> BatchedDataDict:
-        """Every row `num_repeats` times over; items of lists are copied, so they can diverge."""
+        """Every row repeated `num_repeats` times; items of lists are copied, so they can
+        diverge.
+        """
 
         def repeat(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -184,7 +186,7 @@ class BatchedDataDict(UserDict[str, Any]):
                 self.data[key] = value.narrow(dim, 0, truncated_len)
 
     def to(self, device: str | torch.device) -> BatchedDataDict:
-        """Move the tensors to `device`, in place; returns this batch."""
+        """Move the tensors to `device`, in place; return this batch."""
         for key, value in self.data.items():
             if isinstance(value, torch.Tensor):
                 self.data[key] = value.to(device)
@@ -199,7 +201,7 @@ class BatchedDataDict(UserDict[str, Any]):
         """All rows of `batches` in order.
 
         Tensors of two or more dimensions are padded on the right of dimension 1 to the longest,
-        with 0 or with `pad_value_dict[key]`. All batches have the same keys, or none at all.
+        with 0 or with `pad_value_dict[key]`. All batches must have the same keys, or none at all.
         """
         filled = [batch for batch in batches if len(batch)]
         joined: BatchedDataDict = cls()
@@ -245,7 +247,7 @@ def _concatenate(key: str, values: list[Any], pad: float) -> Any:
         raise ValueError(f"{key!r} has shapes that cannot be joined: {shapes}")
     if len(shapes[0]) < 2:
         return torch.cat(values)
-    # One allocation: rows, the longest sequence, and the rest as it is.
+    # One allocation: all rows, the longest sequence, and the remaining dimensions.
     longest = max(shape[1] for shape in shapes)
     whole = values[0].new_full((sum(s[0] for s in shapes), longest, *shapes[0][2:]), pad)
     start = 0

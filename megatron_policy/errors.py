@@ -1,4 +1,4 @@
-"""The errors a user can meet; they survive pickling and know nothing of where they are raised."""
+"""The errors that users can see; they can be pickled."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class BatchError(ValueError):
 
 
 class LossError(BatchError):
-    """A loss cannot be trained on, or has led to gradients that cannot: it raised, returned what
-    breaks the contract, or is not finite.
+    """A loss cannot be trained on, or has led to gradients that cannot: it raised, broke the
+    contract with its return value, or is not finite.
 
-    Raised on every rank. No weight has changed, and neither have optimizer, schedule and random
-    numbers; a step that is trained in parts can only be aborted.
+    Raised on every rank. No weight has changed, nor have optimizer, schedule and random state; a
+    step that is trained in parts can only be aborted.
     """
 
 
@@ -27,7 +27,7 @@ class ConversionError(ValueError):
 class ExportError(RuntimeError):
     """An export could not be written; the message names the rank and what failed.
 
-    Raised on every rank; the policy is unharmed and nothing was published.
+    Raised on every rank; the policy is intact and nothing was published.
     """
 
 
@@ -42,7 +42,7 @@ class RefitError(RuntimeError):
 class TransitionError(RuntimeError):
     """Memory could not be moved between device and host, on this rank or another.
 
-    The message says what stopped it and which state is left; the same call, repeated, goes on from
+    The message says what stopped it and which state is left; repeating the call continues from
     there.
     """
 
@@ -50,8 +50,8 @@ class TransitionError(RuntimeError):
 class WorkerError(RuntimeError):
     """A rank failed or died.
 
-    `rank` is the global rank that failed (None when no single rank can be named) and `cause` its
-    own error text, traceback included.
+    `rank` is the global rank that failed (None if no single rank can be named) and `cause` is its
+    own error text, including the traceback.
     """
 
     def __init__(self, message: str, rank: int | None = None, cause: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Import paths of the last release that have another name now; each still works, and warns."""
+"""Import paths of the last release that have changed; each still works, with a warning."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RENAMED = {
     "train": "training",
     "train.logprobs": "lm_head.logprobs",
 }
-"""From the old path, below the package, to the new one; it goes with the next release."""
+"""From the old path, below the package, to the new one; will be removed in the next release."""
 
 
 class RenamedModules(MetaPathFinder, Loader):
@@ -35,14 +35,14 @@ class RenamedModules(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """A module that stands for the one of the new path."""
+        """The spec of a module that stands in for the one at the new path."""
         package, _, old = fullname.partition(".")
         if package != PACKAGE or old not in RENAMED:
             return None
         return ModuleSpec(fullname, self, is_package=any(n.startswith(f"{old}.") for n in RENAMED))
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill the module with what the new one has."""
+        """Fill the module with the contents of the new one."""
         new = f"{PACKAGE}.{RENAMED[module.__name__.partition('.')[2]]}"
         warnings.warn(
             f"{module.__name__} has moved to {new}: import it from there. The old path goes with "
@@ -57,8 +57,9 @@ class RenamedModules(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Let the old paths be found: before all others, since an upgrade in place may leave folders of
-    the old names behind.
+    """Make the old paths importable.
+
+    Comes before all other finders, since an upgrade in place can leave folders with the old names.
     """
     if not any(isinstance(finder, RenamedModules) for finder in sys.meta_path):
         sys.meta_path.insert(0, RenamedModules())

@@ -1,3 +1,3 @@
-"""The package's version; knows nothing else."""
+"""The package's version."""
 
 VERSION = "0.1.0"

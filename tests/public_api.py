@@ -80,10 +80,20 @@ def _of_this_package(owner: type, member: str) -> bool:
 
 
 def _signature(value: Any) -> str:
+    """As it is written, but defaults that are no plain values are `...`."""
     try:
-        return str(inspect.signature(value)).replace("'", "")
+        signature = inspect.signature(value)
     except (TypeError, ValueError):
         return "(...)"
+    parameters = [
+        each
+        if each.default is inspect.Parameter.empty
+        or isinstance(each.default, bool | int | float | str | None)
+        else each.replace(default=...)
+        for each in signature.parameters.values()
+    ]
+    text = str(signature.replace(parameters=parameters))
+    return text.replace("'", "").replace("Ellipsis", "...")
 
 
 def _commands() -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Makes what the examples train on a laptop: a tiny checkpoint, its tokenizer, and sums as data.
 
-`python -m examples.nemo_rl.prepare FOLDER`, without a network. It knows nothing of NeMo RL.
+`python -m examples.nemo_rl.prepare FOLDER`, without a network.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-"""Each message follows the one before, and an answer ends with the token that ends a text."""
+"""Concatenates the messages, and ends an answer with the end-of-text token."""
 
 LARGEST, HELD_BACK = 9, 20
 ROWS, LEARNING_RATE = 32, 3e-3
 
 
 def sums() -> Iterator[tuple[str, str, str]]:
-    """Every sum of two digits as a question, its answer, and a wrong one."""
+    """Every sum of two digits as a question, its answer, and a wrong answer."""
     for first in range(LARGEST + 1):
         for second in range(LARGEST + 1):
             right = first + second
@@ -35,13 +35,13 @@ def sums() -> Iterator[tuple[str, str, str]]:
 
 
 def boxed(number: int) -> str:
-    """An answer as NeMo RL's mathematics environment looks for it."""
+    """An answer in the form that NeMo RL's mathematics environment expects."""
     return rf"\boxed{{{number}}}"
 
 
 def write_data(folder: Path, seed: int) -> None:
-    """`sums.jsonl` (input, output) and `pairs.jsonl` (prompt, chosen, rejected), and of both a
-    `val_` file of the sums that were held back.
+    """Write `sums.jsonl` (input, output) and `pairs.jsonl` (prompt, chosen, rejected), and for both
+    a `val_` file with the held-out sums.
     """
     found = list(sums())
     random.Random(seed).shuffle(found)
@@ -56,8 +56,8 @@ def _write(path: Path, rows: Iterator[Mapping[str, str]]) -> None:
 
 
 def write_model(folder: Path, steps: int, seed: int) -> Path:
-    """A Qwen2 of two layers that has seen `steps` batches of the sums: enough to answer in the
-    right form and to be right now and then.
+    """A Qwen2 of two layers, trained on `steps` batches of the sums: enough to answer in the right
+    form and to be right now and then.
     """
     path = make_checkpoint(folder, [question + answer for question, answer, _ in sums()], seed)
     tokenizer = AutoTokenizer.from_pretrained(path)

@@ -1,1 +1,1 @@
-"""GRPO on CPU, from an empty model to a policy that does its task; `run.py` starts it."""
+"""GRPO on CPU, from a random model to a policy that does its task; `run.py` starts it."""

@@ -1,4 +1,4 @@
-"""Makes the checkpoint that a run starts from, for texts whose meaning it does not know."""
+"""Makes the checkpoint that a run starts from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HIDDEN, LAYERS, HEADS, GROUPS, FFN = 128, 2, 4, 2, 256
 
 
 def make_checkpoint(path: Path, texts: Iterable[str], seed: int) -> Path:
-    """Write a Qwen2 of random weights with a tokenizer for `texts`; returns `path`."""
+    """Write a Qwen2 with random weights and a tokenizer for `texts`; return `path`."""
     tokenizer = train_tokenizer(texts)
     torch.manual_seed(seed)
     config = Qwen2Config(

@@ -1,4 +1,4 @@
-"""Between the task's words and the policy's tensors; knows the tokenizer and no model.
+"""Converts between the task's words and the policy's tensors.
 
 Shapes: B rows, S positions.
 """
@@ -24,13 +24,13 @@ class Codec:
         self.tokenizer = tokenizer
 
     def prompts(self, problems: Sequence[Problem]) -> BatchedDataDict:
-        """What `generate` takes: `input_ids` `[B, S]` and `input_lengths` `[B]`."""
+        """The input of `generate`: `input_ids` `[B, S]` and `input_lengths` `[B]`."""
         return self._padded([self._prompt(problem) for problem in problems])
 
     def demonstrations(
         self, problems: Sequence[Problem], answers: Sequence[str]
     ) -> BatchedDataDict:
-        """What `train` takes to learn the answers (and their end), not the prompts."""
+        """The input of `train` to learn the answers (and their end), not the prompts."""
         heads = [self._prompt(problem) for problem in problems]
         tails = [self._answer(answer) for answer in answers]
         batch = self._padded([head + tail for head, tail in zip(heads, tails, strict=True)])
@@ -47,7 +47,7 @@ class Codec:
         ]
 
     def lengths(self, problems: Sequence[Problem]) -> Lengths:
-        """The most tokens that a prompt and an answer have."""
+        """The most tokens of a prompt and of an answer."""
         prompts = [len(self._prompt(problem)) for problem in problems]
         answers = [len(self._answer(problem.answer)) for problem in problems]
         return Lengths(max(prompts), max(answers))

@@ -1,4 +1,4 @@
-"""One run, from an empty model to a checked export; how to train is for sft.py and grpo.py."""
+"""One run, from a random model to a checked export; training itself is in sft.py and grpo.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OBJECT_STORE_BYTES = 200 * 2**20
 
 @dataclass(frozen=True)
 class Options:
-    """One run: what it starts from (None: a new model), how it trains, where it runs and writes."""
+    """One run: the model to start from (None: a new one), how to train, where to run and write."""
 
     model: str | None
     seed: int
@@ -41,7 +41,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to: answers to the held-out problems, and how the export compares."""
+    """The result of a run: answers to the held-out problems, and how the export compares."""
 
     before: Answers
     after: Answers
@@ -49,13 +49,13 @@ class Outcome:
 
     @property
     def factor(self) -> float:
-        """What GRPO has multiplied the reward by."""
+        """The factor by which GRPO has multiplied the reward."""
         return self.after.reward / max(self.before.reward, 1e-9)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What both phases work with."""
+    """What both phases need."""
 
     options: Options
     problems: Problems
@@ -66,7 +66,7 @@ class Stage:
 
 
 def run(options: Options, problems: Problems, display: Display, journal: Journal) -> Outcome:
-    """Make a model, imitate, improve, export, check; checkpoints are left in `options.output`."""
+    """Make a model, imitate, improve, export, check; leaves checkpoints in `options.output`."""
     transformers_logging.disable_progress_bar()
     model = options.model or new_model(options, problems, display)
     codec = Codec(tokenizer_of(model))
@@ -78,7 +78,7 @@ def run(options: Options, problems: Problems, display: Display, journal: Journal
 
 
 def imitation(stage: Stage, model: str) -> Answers:
-    """SFT, and a checkpoint of what it has led to."""
+    """Run SFT, and write a checkpoint of the result."""
     settings = stage.options.imitation
     calls = -(-settings.steps // settings.steps_per_call)
     with policy_on(stage, model, settings, calls, reference=False) as policy:
@@ -88,7 +88,9 @@ def imitation(stage: Stage, model: str) -> Answers:
 
 
 def improvement(stage: Stage) -> tuple[Answers, Comparison]:
-    """GRPO from the SFT checkpoint, which is also its reference, and the export that is checked."""
+    """Run GRPO from the SFT checkpoint, which is also the reference; export the result and check
+    it.
+    """
     settings, output = stage.options.grpo, stage.options.output
     start = str(output / "sft")
     with policy_on(stage, start, settings, settings.steps, reference=True) as policy:
@@ -110,7 +112,7 @@ def finished(stage: Stage, policy: Policy, path: Path) -> Answers:
 def reporting(
     stage: Stage, phase: str, steps: int, curve: str
 ) -> Iterator[Callable[[dict[str, float]], None]]:
-    """What takes the metrics of each step of a phase: to be seen at once, and to be kept."""
+    """Yield a callback for the metrics of each step of a phase: it shows and records them."""
     with stage.display.phase(phase.upper(), steps, curve) as show:
 
         def report(metrics: dict[str, float]) -> None:
@@ -124,7 +126,7 @@ def reporting(
 def policy_on(
     stage: Stage, model: str, settings: Imitation | GRPO, calls: int, *, reference: bool
 ) -> Iterator[Policy]:
-    """A policy on the cluster's workers that makes `calls` calls of `train`; ended afterwards."""
+    """A policy on the cluster's workers, for `calls` calls of `train`; shut down afterwards."""
     options, codec = stage.options, stage.codec
     section = policy_section(
         model,
@@ -146,7 +148,7 @@ def policy_on(
 
 @contextmanager
 def cluster_of(layout: Layout, display: Display) -> Iterator[RayVirtualCluster]:
-    """Room for the workers, on the CPU of this machine; Ray is ended afterwards."""
+    """Room for the workers, on the CPU of this machine; Ray is shut down afterwards."""
     with display.waiting("starting Ray"):
         init_ray(object_store_bytes=OBJECT_STORE_BYTES, log_to_driver=False)
     cluster = RayVirtualCluster([layout.workers], use_gpus=False)
@@ -166,7 +168,7 @@ def new_model(options: Options, problems: Problems, display: Display) -> str:
 
 
 def tokenizer_of(model: str) -> PreTrainedTokenizerBase:
-    """The model's own tokenizer; ConfigError when it has no token for the end of an answer."""
+    """The model's own tokenizer; ConfigError if it has no end-of-sequence token."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {model} has no eos_token: set one in its files")

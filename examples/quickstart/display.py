@@ -1,4 +1,4 @@
-"""Progress in the terminal, or plain lines where there is none; knows no policy."""
+"""Shows progress in the terminal, or as plain lines if there is none."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sparkline(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
 
 
 class Display:
-    """What a reader of the terminal sees of a run."""
+    """The terminal output of a run."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -52,17 +52,17 @@ class Display:
 
     @property
     def seconds(self) -> float:
-        """Since this display was made."""
+        """Seconds since this display was made."""
         return time.monotonic() - self._started
 
     def say(self, text: str) -> None:
-        """One line."""
+        """Print one line."""
         line = Text.assemble((f"{self.seconds:5.0f} s  ", "dim"), text)
         self._console.print(line, soft_wrap=True)
 
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:
-        """Something takes a while, with no steps to count."""
+        """Show that something takes a while, with no steps to count."""
         if not self._live:
             self.say(text)
             yield
@@ -73,7 +73,9 @@ class Display:
 
     @contextmanager
     def phase(self, title: str, steps: int, curve: str) -> Iterator[Callable[[Metrics], None]]:
-        """Steps to be counted: yields what takes each step's metrics, one of which is drawn."""
+        """Count steps: yields a callback for each step's metrics, one of which is drawn as
+        a curve.
+        """
         board = _Board(title, steps, curve)
         if not self._live:
             yield lambda metrics: self._plain(title, steps, metrics)
@@ -87,7 +89,7 @@ class Display:
                 yield show
 
     def samples(self, problems: Sequence[Problem], columns: dict[str, Sequence[str]]) -> None:
-        """Problems with the answers of several policies, right ones and wrong ones told apart."""
+        """Show problems with the answers of several policies, marking right and wrong ones."""
         table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
         for name in ("prompt", *columns):
             table.add_column(name)
@@ -97,7 +99,7 @@ class Display:
         self._console.print(table)
 
     def summary(self, title: str, rows: Sequence[tuple[str, str]], good: bool) -> None:
-        """The last word: names and values in a frame."""
+        """Show the final names and values in a frame."""
         table = Table.grid(padding=(0, 3, 0, 0))
         for name, value in rows:
             table.add_row(Text(name, style="dim"), Text(value))
@@ -111,7 +113,7 @@ class Display:
 
 
 class _Board:
-    """The live picture of one phase: a bar, the latest metrics, and a curve of one of them."""
+    """The live view of one phase: a bar, the latest metrics, and a curve of one of them."""
 
     def __init__(self, title: str, steps: int, curve: str) -> None:
         self._progress = Progress(

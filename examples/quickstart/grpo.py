@@ -1,6 +1,6 @@
 """The second phase, GRPO (Shao et al. 2024, "DeepSeekMath"): better answers than were ever shown.
 
-Shapes: B rows, S positions; the G answers to one problem stand in rows next to each other.
+Shapes: B rows, S positions; the G answers to one problem are in adjacent rows.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Answers:
 
     @property
     def reward(self) -> float:
-        """The mean of the rewards."""
+        """The mean reward."""
         return self.rewards_B.mean().item()
 
 
 def answer(policy: Policy, codec: Codec, problems: Sequence[Problem]) -> Answers:
-    """Draw an answer to each problem from the policy and check it."""
+    """Sample an answer to each problem from the policy and check it."""
     prompts = codec.prompts(problems)
     generated = policy.generate(prompts)
     texts = codec.answers(generated, prompts["input_lengths"])
@@ -74,14 +74,14 @@ def answer(policy: Policy, codec: Codec, problems: Sequence[Problem]) -> Answers
 
 
 def measure(policy: Policy, codec: Codec, held_out: Sequence[Problem], times: int = 2) -> Answers:
-    """Answers to problems that are never trained on, each drawn `times` times."""
+    """Answers to problems that are never trained on, each sampled `times` times."""
     return answer(policy, codec, list(held_out) * times)
 
 
 def group_advantages(rewards_B: Tensor, group_size: int) -> Tensor:
     """How much better each answer is than its group, in standard deviations of the group, `[B]`.
 
-    A group whose answers are all as good as each other teaches nothing: 0.
+    A group whose answers are all equally good teaches nothing: 0.
     """
     rewards_NG = rewards_B.view(-1, group_size)
     mean_N1 = rewards_NG.mean(dim=1, keepdim=True)
@@ -90,7 +90,7 @@ def group_advantages(rewards_B: Tensor, group_size: int) -> Tensor:
 
 
 def sums(result: Mapping[str, Any]) -> dict[str, float]:
-    """The loss's metrics over the call: a metric's microbatches add up to its value."""
+    """The loss's metrics over the call: each is the sum over microbatches."""
     metrics = result["microbatch_metrics"]
     totals = {name: sum(metrics[name]) for name in ("loss", "kl", "clipped")}
     return {**totals, "grad_norm": result["grad_norm"].item()}

@@ -1,4 +1,4 @@
-"""What a run has measured, kept in memory and in a file of JSON lines; shows nothing."""
+"""The measurements of a run, kept in memory and in a JSON lines file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Self
 
 
 class Journal:
-    """Records in order, each with the name of its phase; the file is complete after every one."""
+    """Records in order, each with the name of its phase; the file is complete after each record."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -23,7 +23,7 @@ class Journal:
         self._file.flush()
 
     def series(self, phase: str, name: str) -> tuple[list[float], list[float]]:
-        """Steps and values of one metric of a phase, where it was measured."""
+        """Steps and values of one metric of a phase, for the steps that measured it."""
         found = [r for r in self.records if r["phase"] == phase and name in r]
         return [r["step"] for r in found], [r[name] for r in found]
 

@@ -1,8 +1,8 @@
-"""The two losses, as the policy's workers call them; they know no model and no parallelism.
+"""The two losses, as the policy's workers call them.
 
-Each is called once a microbatch with the log-probabilities of its tokens, and divides by the valid
-tokens of the whole global batch, so that the policy may add the results up over microbatches and
-ranks. Shapes: B rows, S positions; position t of `next_token_logprobs` is about token t + 1.
+Each is called once per microbatch with the log-probabilities of its tokens, and divides by the
+valid tokens of the whole global batch, so that the policy can sum the results over microbatches and
+ranks. Shapes: B rows, S positions; position t of `next_token_logprobs` is for token t + 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Result = tuple[Tensor, dict[str, float]]
 
 
 def valid_tokens(data: Batch) -> Tensor:
-    """1 where a token counts, `[B, S - 1]`; the first token is predicted by nothing."""
+    """1 where a token counts, `[B, S - 1]`; nothing predicts the first token."""
     return data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
 
 
@@ -47,10 +47,10 @@ class ImitationLoss:
 class GRPOLoss:
     """Clipped policy gradient with a penalty for leaving the reference (Shao et al. 2024).
 
-    Reads `[B, S]` tensors of `data`: `advantages`; `prev_logprobs`, by the policy that drew the
-    tokens; `reference_policy_logprobs`. The penalty is Schulman's estimator k3 of the KL divergence
-    (2020), which is never negative and has little variance: exp(d) - d - 1, where d is the
-    reference's log-probability less the policy's.
+    Reads `[B, S]` tensors of `data`: `advantages`; `prev_logprobs`, of the policy that sampled the
+    tokens; `reference_policy_logprobs`. The penalty is Schulman's k3 estimator of the KL divergence
+    (2020), which is never negative and has low variance: exp(d) - d - 1, where d is the reference's
+    log-probability minus the policy's.
     """
 
     clip: float = 0.2
@@ -67,7 +67,7 @@ class GRPOLoss:
     ) -> Result:
         mask = valid_tokens(data)
         advantages = data["advantages"][:, 1:]
-        # Positions that do not count hold anything; made equal, they cannot overflow in exp.
+        # Masked positions can hold anything; made equal, they cannot overflow in exp.
         prev = torch.where(mask > 0, data["prev_logprobs"][:, 1:], next_token_logprobs.detach())
         reference = torch.where(
             mask > 0, data["reference_policy_logprobs"][:, 1:], next_token_logprobs.detach()
@@ -83,7 +83,7 @@ class GRPOLoss:
             return (values * mask).sum() / global_valid_toks
 
         loss = mean(self.kl_weight * kl - gain)
-        # A token is clipped where the limit holds its gradient back.
+        # A token is clipped if the limit stops its gradient.
         held_back = (clipped * advantages < ratio * advantages).to(ratio.dtype)
         return loss, {
             "loss": loss.item(),

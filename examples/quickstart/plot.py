@@ -1,4 +1,4 @@
-"""Draws the curves of a run into a picture; knows only the journal."""
+"""Draws the curves of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLUE, ORANGE, GREEN = "#1f6fb4", "#d9662b", "#2f8f5b"
 
 
 def draw_curves(journal: Journal, path: Path, reward_after_sft: float) -> None:
-    """Write a PNG: the reward of GRPO above; below the losses, and how far GRPO has moved."""
+    """Write a PNG: GRPO's reward above; below, the losses and how far GRPO has moved."""
     figure, axes = plt.subplot_mosaic(
         [["reward"] * 3, ["sft", "grpo", "kl"]],
         figsize=(11, 7.2),
@@ -75,7 +75,7 @@ def _draw_smoothed(axes: Axes, journal: Journal, phase: str, name: str, color: s
 
 
 def smoothed(values: list[float], weight: float = 0.9) -> list[float]:
-    """Each value's exponential mean with those before it, which is not drawn towards zero."""
+    """The exponential moving average of the values, without bias towards zero."""
     result: list[float] = []
     total = norm = 0.0
     for value in values:

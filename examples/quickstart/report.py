@@ -1,4 +1,4 @@
-"""Sums a finished run up: samples, a picture, a file of numbers and the last words."""
+"""Summarises a finished run: samples, a picture, a file of numbers and a final summary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAMPLES = 6
 def conclude(
     options: Options, problems: Problems, outcome: Outcome, display: Display, journal: Journal
 ) -> None:
-    """Show what the run came to, and write `curves.png` and `summary.json`."""
+    """Show the result of the run, and write `curves.png` and `summary.json`."""
     before, after, check = outcome.before, outcome.after, outcome.check
     display.samples(
         problems.held_out[:SAMPLES],

@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def make_importable() -> None:
-    """Let this folder be the package `quickstart`, here and in the workers, which get this path."""
+    """Make this folder the package `quickstart`, here and in the workers, which get this path."""
     sys.path[0] = str(HERE.parent)
     if (HERE.parents[1] / "megatron_policy").is_dir():  # a checkout, which needs no installation
         sys.path.append(str(HERE.parents[1]))

@@ -1,11 +1,11 @@
-"""All the numbers of the demo, and the policy's configuration made of them; runs nothing."""
+"""All the numbers of the demo, and the policy's configuration made from them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-# Learning rates below are for a model of this width; wider models want smaller steps.
+# Learning rates below are for a model of this width; wider models need smaller steps.
 REFERENCE_WIDTH = 128
 
 
@@ -21,7 +21,9 @@ class Imitation:
 
 @dataclass(frozen=True)
 class GRPO:
-    """Each step: `group_size` answers to each of `problems`, then optimizer steps over them all."""
+    """Each step: `group_size` answers to each of `problems`, then optimizer steps over all
+    of them.
+    """
 
     steps: int = 120
     problems: int = 32
@@ -43,7 +45,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the longest prompt and of the longest answer, its end included."""
+    """Tokens of the longest prompt and of the longest answer, including its end."""
 
     prompt: int
     answer: int
@@ -58,7 +60,7 @@ def policy_section(
     width: int,
     seed: int,
 ) -> dict[str, Any]:
-    """The `policy` section, in the host's shape, for one phase of `calls` calls of `train`."""
+    """The `policy` section, in the host's format, for one phase of `calls` calls of `train`."""
     rate = phase.learning_rate * min(1.0, REFERENCE_WIDTH / width) ** 2
     replicas = max(1, layout.workers // layout.tensor_parallel)
     micro = max(1, min(64, phase.batch_size // replicas))

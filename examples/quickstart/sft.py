@@ -1,4 +1,4 @@
-"""The first phase: learn from demonstrations, the careless ones included."""
+"""The first phase: learn from demonstrations, including the careless ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The task: sort letters, as shown by careless demonstrators; knows text, no tokens, no model."""
+"""The task, as text: sort letters, as shown by careless demonstrators."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ LENGTH = 5
 HELD_OUT = 256
 
 # The demonstrators are careless on purpose: about one demonstration in four is right, so a model
-# that imitates them perfectly is right one time in four. The reward knows better than they do.
+# that imitates them perfectly is right one time in four. The reward is always right.
 CARE = 0.27
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Letters to be put in alphabetical order."""
+    """Letters to put in alphabetical order."""
 
     letters: tuple[str, ...]
 
     @property
     def prompt(self) -> str:
-        """What the policy is given."""
+        """The input of the policy."""
         return f"sort{_spelled(self.letters)} ="
 
     @property
     def answer(self) -> str:
-        """What it should go on with."""
+        """The expected continuation."""
         return _spelled(sorted(self.letters))
 
 
 def reward(problem: Problem, text: str) -> float:
-    """1 if `text` is the answer and nothing else, 0 otherwise; white space does not count."""
+    """1 if `text` is the answer and nothing else, 0 otherwise; ignores white space."""
     return float(text.split() == problem.answer.split())
 
 
 class Problems:
-    """Random problems to train on, `HELD_OUT` others to measure by, and demonstrations."""
+    """Random problems to train on, `HELD_OUT` others for measuring, and demonstrations."""
 
     def __init__(self, seed: int) -> None:
-        # Not by the seed: all runs are measured by the same problems.
+        # Independent of the seed: all runs are measured on the same problems.
         fixed = random.Random(0)
         held_out: dict[Problem, None] = {}
         while len(held_out) < HELD_OUT:
@@ -60,7 +60,7 @@ class Problems:
         return drawn
 
     def demonstrate(self, problem: Problem) -> str:
-        """How a demonstrator answers: rightly with probability `CARE`, else with a mistake."""
+        """A demonstrator's answer: right with probability `CARE`, otherwise with a mistake."""
         if self._random.random() < CARE:
             return problem.answer
         return self._random.choice(MISTAKES)(problem, self._random)
@@ -76,12 +76,12 @@ def leave_as_is(problem: Problem, source: random.Random) -> str:
 
 
 def last_first(problem: Problem, source: random.Random) -> str:
-    """Sorts the wrong way round."""
+    """Sorts in reverse order."""
     return _spelled(sorted(problem.letters, reverse=True))
 
 
 def misread(problem: Problem, source: random.Random) -> str:
-    """Takes one of the letters for another one."""
+    """Mistakes one of the letters for another."""
     letters = list(problem.letters)
     letters[source.randrange(len(letters))] = source.choice(LETTERS)
     return _spelled(sorted(letters))

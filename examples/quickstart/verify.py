@@ -1,4 +1,4 @@
-"""Checks an exported policy against transformers, which knows nothing of how it was trained.
+"""Checks an exported policy against transformers, which is independent of how it was trained.
 
 Shapes: B rows, S positions, V vocabulary.
 """
@@ -19,20 +19,22 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 3e-1}
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest absolute difference of two log-probabilities of a token, and what is allowed."""
+    """The largest absolute difference between two log-probabilities of a token, and the
+    tolerance.
+    """
 
     difference: float
     tolerance: float
 
     @property
     def passed(self) -> bool:
-        """Whether the two agree; nothing agrees with a NaN."""
+        """Whether the two agree; NaN never agrees."""
         return self.difference <= self.tolerance
 
 
 @torch.no_grad()
 def compare(policy: Policy, exported: Path, batch: BatchedDataDict) -> Comparison:
-    """The policy's log-probabilities of `batch` beside those of the checkpoint it has exported."""
+    """Compare the policy's log-probabilities of `batch` with those of its exported checkpoint."""
     model = AutoModelForCausalLM.from_pretrained(exported, dtype="auto")
     tolerance = TOLERANCES[model.dtype]
     tokens_BS, lengths_B = batch["input_ids"], batch["input_lengths"]

@@ -1,8 +1,8 @@
-"""The engine: a transformers model in a process of its own, which takes weights in and generates.
+"""The engine: a transformers model in its own process, which receives weights and generates.
 
-Of this project it imports the receiver, and nothing of training, Megatron-Core or Ray. What it does
-is what an adapter for any inference engine does: copy named tensors into a model, and say which
-method of the receiver is to wait for them.
+From this project it imports only the receiver, nothing of training, Megatron-Core or Ray. It does
+what an adapter for any inference engine does: copy named tensors into a model, and say which
+method of the receiver should wait for them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_policy.refit.receive.receiver import Receiver
 
 
 class Engine:
-    """Answers questions about tokens with the weights that it was handed last."""
+    """Answers queries about tokens with the weights it received last."""
 
     def __init__(self, path: str, timeout_s: float) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
@@ -33,7 +33,7 @@ class Engine:
         self.group: CollectiveGroup | None = None
 
     def load(self, weights: list[tuple[str, Tensor]]) -> None:
-        """Copy what the receiver has checked; the tensors are only lent to us."""
+        """Copy the tensors that the receiver has checked; they are only valid during the call."""
         for name, tensor in weights:
             self.weights[name].copy_(tensor)
 
@@ -42,7 +42,7 @@ class Engine:
     def expect(self, info: Mapping[str, Any]) -> None:
         """Refuse weights of any other model from now on; `info` is the trainer's list of its own.
 
-        ValueError, before a weight is on its way, for shapes that are not those of this model.
+        ValueError, before any weight is sent, if the shapes differ from this model's.
         """
         for name, (shape, *_) in info.items():
             if name not in self.weights or tuple(self.weights[name].shape) != tuple(shape):
@@ -50,19 +50,21 @@ class Engine:
         self.receiver = Receiver(self.load, expected=info, timeout_s=self.timeout_s)
 
     def stream(self, address: str) -> int:
-        """One refit over a socket and shared memory; returns the trainer's step, as all do."""
+        """One refit over a socket and shared memory; returns the trainer's step, as all
+        refits do.
+        """
         return self.receiver.receive_ipc_stream(address).step
 
     def handles(self, handles: Mapping[str, Any]) -> None:
-        """Some weights of a refit by handles."""
+        """Receive some weights of a refit by handles."""
         self.receiver.receive_ipc_handles(handles)
 
     def finish(self, manifest: Any) -> int:
-        """The end of a refit by handles."""
+        """End a refit by handles."""
         return self.receiver.finish_ipc(manifest).step
 
     def join(self, port: int, rank: int, world_size: int, secret: str) -> None:
-        """Be that rank of a group with the trainer, which has told the secret."""
+        """Join a group with the trainer as that rank, using the trainer's secret."""
         self.group = join_collective(
             "127.0.0.1", port, rank, world_size, timeout_s=self.timeout_s, secret=secret
         )
@@ -79,7 +81,7 @@ class Engine:
 
     @torch.no_grad()
     def logprobs(self, tokens: list[list[int]]) -> list[list[float]]:
-        """fp32: of each token but the first of its row, given those before."""
+        """In fp32, of each token but the first of its row, given those before."""
         ids = torch.tensor(tokens)
         logits = self.model(ids).logits[:, :-1].float()
         logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
@@ -88,7 +90,7 @@ class Engine:
 
     @torch.no_grad()
     def generate(self, prompt: list[int], count: int) -> list[int]:
-        """The `count` tokens that follow, each the most likely one."""
+        """The next `count` tokens by greedy decoding."""
         ids = torch.tensor([prompt])
         out = self.model.generate(
             ids,
@@ -102,12 +104,12 @@ class Engine:
         return generated
 
     def modules(self) -> list[str]:
-        """Top-level names of all that this process has imported."""
+        """Top-level names of all modules that this process has imported."""
         return sorted({name.partition(".")[0] for name in sys.modules})
 
 
 def serve(pipe: Connection, path: str, timeout_s: float) -> None:
-    """Call the methods that the pipe names until it closes: this process ends with its owner."""
+    """Call the methods named on the pipe until it closes: this process ends with its owner."""
     engine = Engine(path, timeout_s)
     pipe.send((True, None))
     while True:
@@ -123,6 +125,6 @@ def serve(pipe: Connection, path: str, timeout_s: float) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the name of a container need not resolve
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a container's host name need not resolve
     transformers_logging.disable_progress_bar()
     serve(Connection(int(sys.argv[1])), sys.argv[2], float(sys.argv[3]))

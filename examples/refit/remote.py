@@ -1,4 +1,4 @@
-"""Starts the engine's process and calls it, without waiting where the caller has other work."""
+"""Starts the engine's process and calls it, without blocking if the caller has other work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RemoteEngine:
     """An engine in another process; one call at a time."""
 
     def __init__(self, path: str, timeout_s: float = 120.0) -> None:
-        """Start it with the checkpoint at `path`. No answer takes longer than `timeout_s`."""
+        """Start it with the checkpoint at `path`. No answer takes longer than twice `timeout_s`."""
         self._timeout_s = timeout_s
         self._pipe, theirs = Pipe()
         environment = os.environ | {"PYTHONPATH": _with(CHECKOUT, os.environ.get("PYTHONPATH"))}
@@ -36,12 +36,12 @@ class RemoteEngine:
         self.result()
 
     def begin(self, method: str, *arguments: Any) -> None:
-        """Let it call that method; `result` is to follow."""
+        """Start a call of that method; `result` must follow."""
         self._pipe.send((method, arguments))
 
     def result(self) -> Any:
-        """What the method that was begun returned; EngineError with its reason if it failed."""
-        # A refit may take its timeout on both sides; the engine knows best why it did.
+        """The result of the method that was begun; EngineError with the reason if it failed."""
+        # A refit can take its timeout on both sides; the engine knows best why it did.
         if not self._pipe.poll(2 * self._timeout_s):
             raise EngineError(f"the engine has not answered within {2 * self._timeout_s:g} s")
         try:
@@ -53,12 +53,12 @@ class RemoteEngine:
         return value
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """`begin` and `result`."""
+        """Call `begin` and `result`."""
         self.begin(method, *arguments)
         return self.result()
 
     def close(self) -> None:
-        """Let it end, by force if it does not."""
+        """Let the process end, and kill it if it does not."""
         self._pipe.close()
         try:
             self._process.wait(10)

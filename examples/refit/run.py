@@ -1,4 +1,4 @@
-"""`python examples/refit/run.py`: a policy that trains on CPU ranks, and an engine beside it."""
+"""`python examples/refit/run.py`: a policy that trains on CPU ranks, and an engine next to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def make_importable() -> None:
-    """Let this folder be the package `refit`, here and in the ranks, which get this path."""
+    """Make this folder the package `refit`, here and in the ranks, which get this path."""
     sys.path[0] = str(HERE.parent)
     if (HERE.parents[1] / "megatron_policy").is_dir():  # a checkout, which needs no installation
         sys.path.append(str(HERE.parents[1]))
@@ -52,12 +52,12 @@ def main(
 
 
 def rank(number: int, tp: int, pp: int, port: int, path: Path, steps: int, rounds: int) -> None:
-    """One rank; the first starts the engine, and says how it went."""
+    """Run one rank; the first starts the engine and reports."""
     environment: dict[str, int | str]
     environment = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": tp * pp}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
     os.environ.update({name: str(value) for name, value in environment.items()})
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the name of a container need not resolve
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a container's host name need not resolve
 
     from megatron_policy import MegatronPolicy
     from refit.remote import RemoteEngine
@@ -80,7 +80,7 @@ def rank(number: int, tp: int, pp: int, port: int, path: Path, steps: int, round
 
 
 def line(report: Report) -> str:
-    """A refit in a line."""
+    """A refit as one line."""
     return (
         f"step {report.step:>3}  loss {report.loss:.3f}  {report.transport:<11}  "
         f"{report.seconds:.2f} s  log-probabilities within {report.difference:.0e}  "
@@ -89,7 +89,7 @@ def line(report: Report) -> str:
 
 
 def wait(ranks: list[BaseProcess]) -> bool:
-    """Whether all ended well; the first that did not ends the others."""
+    """Wait for all ranks; False if one failed, in which case the others are killed."""
     try:
         while any(process.is_alive() for process in ranks):
             if any(process.exitcode for process in ranks):

@@ -20,7 +20,7 @@ LEARNING_RATE = 1e-3
 
 
 def make_checkpoint(path: Path, seed: int = 0) -> Path:
-    """Write a Qwen2 of random weights, in fp32; returns `path`."""
+    """Write a Qwen2 with random weights, in fp32; return `path`."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         hidden_size=64,
@@ -59,7 +59,7 @@ def policy_section(path: Path, tp: int = 1, pp: int = 1) -> dict[str, Any]:
 
 
 def counting(seed: int) -> BatchedDataDict:
-    """Rows that count up from anywhere, beginning again after the last number."""
+    """Rows that count up from a random number, wrapping around after the last."""
     generator = torch.Generator().manual_seed(seed)
     first_B1 = torch.randint(VOCAB, (ROWS, 1), generator=generator)
     tokens_BS = (first_B1 + torch.arange(LENGTH)) % VOCAB

@@ -23,33 +23,35 @@ TRANSPORTS = ("ipc stream", "ipc handles", "collective", "directory")
 CONTINUATION = 10
 
 TOLERANCE = 1e-4
-"""Of a log-probability, in fp32. The weights are equal bit for bit, which the manifest's digests
-show. Megatron-Core and transformers compute with other kernels and add in other orders, and so do
-tensor-parallel ranks: that makes some 1e-6 here. A wrong weight makes more than 1e-2.
+"""For a log-probability, in fp32. The weights are equal bit for bit, as the manifest's digests
+show. Megatron-Core and transformers use different kernels and summation orders, and so do
+tensor-parallel ranks, which causes about 1e-6 here. A wrong weight causes more than 1e-2.
 """
 
 
 @dataclass(frozen=True)
 class Report:
-    """One refit, as training rank 0 and its engine see it."""
+    """One refit, as seen by training rank 0 and its engine."""
 
     step: int
     transport: str
     loss: float
     seconds: float
     difference: float
-    """The largest of the engine's log-probabilities from the trainer's."""
+    """The largest difference between the engine's log-probabilities and the trainer's."""
     continuation: list[int]
 
     @property
     def right(self) -> int:
-        """How many tokens count on from the prompt."""
+        """How many tokens continue the count of the prompt."""
         expected = [(PROMPT[-1] + n) % VOCAB for n in range(1, len(self.continuation) + 1)]
         return sum(a == b for a, b in zip(self.continuation, expected, strict=True))
 
 
 class Refits:
-    """All ways from a policy to its engine. Every rank has one; the engine is rank 0's."""
+    """All transports from a policy to its engine. Every rank has one; the engine belongs
+    to rank 0.
+    """
 
     def __init__(self, policy: MegatronPolicy, engine: RemoteEngine | None, folder: Path) -> None:
         self._policy, self._engine, self._folder = policy, engine, folder
@@ -60,7 +62,7 @@ class Refits:
             engine.call("expect", info)
 
     def by(self, transport: str) -> None:
-        """One refit; collective. RefitError on every rank if the engine refuses."""
+        """Run one refit; collective. RefitError on every rank if the engine refuses."""
         {
             "ipc stream": self._by_stream,
             "ipc handles": self._by_handles,
@@ -69,7 +71,7 @@ class Refits:
         }[transport]()
 
     def close(self) -> None:
-        """Give back what is kept from refit to refit."""
+        """Release what is kept between refits."""
         self._handles.release()
         if self._group is not None:
             self._group.close()
@@ -104,15 +106,17 @@ class Refits:
             self._engine.call("directory", str(path))
 
     def _join(self) -> None:
-        """A group of rank 0 and the engine; the other ranks have no part in it."""
+        """Create a group of rank 0 and the engine; the other ranks are not part of it."""
         world_size = 2
-        with reserved_port() as port:  # which only rank 0 uses
+        with reserved_port() as port:  # only used by rank 0
             self._group = Collective.join(self._policy.exporter, "127.0.0.1", port, world_size)
         if self._engine is not None:
             self._engine.call("join", port, 1, world_size, self._group.secret)
 
     def _while_it(self, method: str, argument: str | None, send: Callable[[], object]) -> None:
-        """Send while the engine receives; its error, where both fail, is in the sender's."""
+        """Send while the engine receives; if both fail, the sender's error contains the
+        engine's.
+        """
         if self._engine is not None:
             self._engine.begin(method, *([] if argument is None else [argument]))
         try:
@@ -127,7 +131,7 @@ def session(
 ) -> Iterator[Report]:
     """`steps` optimizer steps and a refit, over every transport in turn, `rounds` times.
 
-    Collective: every rank iterates to the end. The engine is rank 0's, and so are the reports;
+    Collective: every rank must iterate to the end. The engine and the reports belong to rank 0;
     `folder` is the same for all.
     """
     told: Report | None = None
@@ -151,13 +155,13 @@ def session(
 
 
 def train_step(policy: MegatronPolicy) -> float:
-    """One optimizer step; its loss."""
+    """Run one optimizer step and return its loss."""
     result = policy.train(counting(policy.steps), NextNumberLoss())
     return float(result["loss"].item())
 
 
 def compare(policy: MegatronPolicy, engine: RemoteEngine | None) -> float:
-    """The largest difference of a log-probability between trainer and engine; 0 where there is no
+    """The largest difference of a log-probability between trainer and engine; 0 without an
     engine.
     """
     batch = counting(seed=-1)

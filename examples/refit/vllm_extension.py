@@ -1,10 +1,10 @@
-"""For vLLM: methods that its workers get, with which they receive weights. It knows no trainer.
+"""Methods for vLLM's workers, with which they receive weights.
 
     vllm serve MODEL --worker-extension-cls vllm_extension.RefitExtension
 
 or `LLM(MODEL, worker_extension_cls=...)`, with this folder on PYTHONPATH. vLLM makes its worker
 class inherit from the named one, and `collective_rpc(METHOD, args=...)` calls a method of every
-worker. This file imports nothing of vLLM. It has been run with a stand-in for a worker, and not
+worker. This file imports nothing from vLLM. It has been run with a stand-in for a worker, but not
 yet inside vLLM.
 """
 
@@ -23,8 +23,8 @@ PlainInfo = dict[str, tuple[list[int], str]]
 
 
 def plain(info: Mapping[str, Sequence[Any]]) -> PlainInfo:
-    """What the trainer's `prepare_refit_info` returned, as vLLM can carry it to its workers: its
-    messages hold no dtypes.
+    """The trainer's `prepare_refit_info` in a form that vLLM can send to its workers: its messages
+    cannot hold dtypes.
     """
     return {
         name: (list(shape), str(dtype).removeprefix("torch."))
@@ -33,17 +33,18 @@ def plain(info: Mapping[str, Sequence[Any]]) -> PlainInfo:
 
 
 class RefitExtension:
-    """Added to vLLM's worker, whose own names it avoids: all of these begin with `refit`."""
+    """Mixed into vLLM's worker; all names begin with `refit` to avoid the worker's own."""
 
     model_runner: Any  # vLLM's
 
     def refit_prepare(
         self, info: PlainInfo, timeout_s: float = 120.0, staged: bool = False
     ) -> None:
-        """Once, before the first refit: what will be sent, `plain(prepare_refit_info())`.
+        """Prepare for what will be sent, `plain(prepare_refit_info())`, once before the first
+        refit.
 
-        `staged` keeps all weights aside until they are checked, so that a refit that fails leaves
-        the engine as it was; that takes memory for the whole model, unsharded, on every worker.
+        `staged` keeps all weights aside until they are checked, so that a failed refit leaves
+        the engine unchanged; that takes memory for the whole model, unsharded, on every worker.
         """
         model = self.model_runner.model
         self.refit_receiver = Receiver(
@@ -58,7 +59,7 @@ class RefitExtension:
     def refit_from_stream(self, addresses: Mapping[str, str]) -> int:
         """One refit from the training rank on this worker's GPU; returns its step.
 
-        `addresses` are those of the driver's `get_refit_addresses`, by device. Begin it before the
+        `addresses` come from the driver's `get_refit_addresses`, by device. Start it before the
         trainer's `stream_weights_via_ipc_zmq`, or at the same time.
         """
         address = addresses[device.device_id()]
@@ -73,8 +74,10 @@ class RefitExtension:
         train_world_size: int | None = None,
         secret: str | None = None,
     ) -> None:
-        """Join a group with the trainer, as its `init_collective` was told; `rank` is that of the
-        first worker, the others follow. `secret` is the driver's `get_refit_secret()`.
+        """Join a group with the trainer, with the arguments of its `init_collective`.
+
+        `rank` is that of the first worker, the others follow. `secret` is the driver's
+        `get_refit_secret()`.
         """
         own = rank + torch.distributed.get_rank()
         self.refit_group: CollectiveGroup = join_collective(
@@ -86,8 +89,8 @@ class RefitExtension:
         return self._refit_done(self.refit_receiver.receive_collective(self.refit_group).step)
 
     def refit_state(self) -> tuple[int | None, bool]:
-        """The step of the weights, and whether they are mixed: after a refit that was not staged
-        has failed, do not generate before the next one.
+        """The step of the weights, and whether they are mixed: after a refit without `staged` has
+        failed, do not generate before the next one.
         """
         return self.refit_receiver.step, self.refit_receiver.mixed
 

@@ -1,8 +1,8 @@
-"""A thread that computes one thing after another beside its owner; knows not what.
+"""A background thread that processes work one item at a time.
 
-A save in the background may outlive the script: those of `concurrent.futures` take no work any more
-while the interpreter waits for its last threads. It starts none then either; what would be computed
-beside is computed in place.
+A background save may outlive the script. The executors of `concurrent.futures` accept no work while
+the interpreter waits for its last threads. No thread can be started then either; the work is then
+done in place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Out = TypeVar("Out")
 
 
 class Beside(Generic[In, Out]):
-    """`give` it one thing at a time, then `take` what came of it."""
+    """`give` it one thing at a time, then `take` the result."""
 
     def __init__(self, work: Callable[[In], Out]) -> None:
         """`work` must not raise."""
@@ -31,14 +31,14 @@ class Beside(Generic[In, Out]):
         self._works = start_thread(self._thread)
 
     def give(self, thing: In) -> None:
-        """Start on this."""
+        """Start work on `thing`."""
         if self._works:
             self._given.put(thing)
         else:
             self._done.put(self._work(thing))
 
     def take(self) -> Out:
-        """What came of the thing given first of those not taken yet; waits for it."""
+        """The result of the oldest thing given whose result was not taken yet; waits for it."""
         return self._done.get()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The common state of a training checkpoint: what no rank has alone; knows no tensors."""
+"""The common state of a training checkpoint: what does not belong to any single rank."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_policy.converters.dist_writing import COMMON
 from megatron_policy.errors import CheckpointError
 
 OURS = "megatron_policy"
-"""Key of what this package keeps there, beside Megatron-Core's."""
+"""Key of this package's own entry there, next to Megatron-Core's."""
 
 
 def read_ours(root: Path) -> dict[str, Any]:
-    """This package's part of the common state; CheckpointError when it cannot be read."""
+    """This package's part of the common state; CheckpointError if it cannot be read."""
     try:
         content = torch.load(inside(root, COMMON), map_location="cpu", weights_only=True)[OURS]
         return {**content, **{key: content[key] for key in ("host_data", "source_dtypes")}}
@@ -26,7 +26,7 @@ def read_ours(root: Path) -> dict[str, Any]:
 
 
 def source_dtypes(root: Path) -> dict[str, torch.dtype]:
-    """The dtypes that the weights had in Hugging Face format, and go back to."""
+    """The dtypes that the weights had in Hugging Face format, and are exported with."""
     found = {name: getattr(torch, each) for name, each in read_ours(root)["source_dtypes"].items()}
     assert all(isinstance(dtype, torch.dtype) for dtype in found.values()), found
     return found

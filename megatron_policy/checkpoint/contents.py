@@ -1,6 +1,4 @@
-"""What of a policy a checkpoint has, as parts to write, and what becomes of the policy when one has
-been read; knows neither paths nor how ranks meet.
-"""
+"""What a checkpoint contains of a policy, as parts to write, and how a policy is restored."""
 
 from __future__ import annotations
 
@@ -28,19 +26,19 @@ _KEPT = 4  # kinds of saves: with and without the optimizer, in one directory or
 
 @dataclass(frozen=True)
 class Rest:
-    """What a checkpoint has beside tensors, as far as this rank wants it."""
+    """What a checkpoint has besides tensors, as far as this rank needs it."""
 
     ours: Mapping[str, Any]
     random: bytes | None
     no_random: str
-    """Why there are no random numbers to go on with, if there are none."""
+    """Why there are no random states to restore, if there are none."""
 
 
 class Contents:
-    """One rank's policy, as far as checkpoints know it."""
+    """One rank's policy, as checkpoints see it."""
 
     def __init__(self, engine: TrainingEngine, generators: Mapping[str, torch.Generator]) -> None:
-        """`generators` draw the random numbers that are the policy's own, by name."""
+        """`generators` are the policy's own random generators, by name."""
         self._engine, self._generators = engine, generators
         place = engine.place
         self._topology, self._rank = place.topology, place.topology.rank(place.coords)
@@ -50,12 +48,12 @@ class Contents:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether there is any state to save or load beside weights."""
+        """Whether there is any state to save or load besides weights."""
         return self._training is not None
 
     @property
     def nbytes(self) -> int:
-        """Of this rank's share of everything that can be saved, about."""
+        """Approximate bytes of this rank's share of everything that can be saved."""
         place = self._engine.place
         own = self._items(self.held(with_states=False))
         nbytes = sum(item.tensor.nbytes for item in own)
@@ -65,7 +63,7 @@ class Contents:
         return nbytes + self._training.nbytes // sharers
 
     def held(self, *, with_states: bool) -> list[holdings.LocalShard]:
-        """Weights, and the optimizer's state, which is made where there is none yet."""
+        """Weights and the optimizer's state, which is created if there is none yet."""
         held, place = self._engine.held, self._engine.place
         found = holdings.weights(held, place)
         if with_states and self._training is not None:
@@ -76,7 +74,7 @@ class Contents:
     def parts(
         self, step: int, weights: Path, optimizer: Path | None, host_data: Mapping[str, Any]
     ) -> list[Part]:
-        """The directories of a save; the weights', which is what is looked for, comes last."""
+        """The directories of a save; that of the weights, which loads look for, comes last."""
         table = self._engine.table
         together = optimizer == weights
         objects = {self._random_key: random_states.capture(self._engine, self._generators)}
@@ -104,11 +102,11 @@ class Contents:
         return parts
 
     def _items(self, held: Sequence[holdings.LocalShard]) -> list[holdings.WriteItem]:
-        """What this rank writes of them; found once for tensors that stay where they are."""
+        """What this rank writes of them; cached for tensors that have not moved."""
         key = tuple((each.kind, each.tensor.data_ptr(), each.tensor.numel()) for each in held)
         if key not in self._found:
             if len(self._found) >= _KEPT:
-                self._found.clear()  # memory has been moved, and moved again
+                self._found.clear()  # memory has moved several times
             place = self._engine.place
             found = holdings.items(held, self._engine.table.architecture, place)
             self._found[key] = found
@@ -140,7 +138,7 @@ class Contents:
         }
 
     def examined(self, found: Found, reading: LoadPlan) -> Rest:
-        """What the checkpoint has beside tensors; CheckpointError if any of it cannot be used."""
+        """What the checkpoint has besides tensors; CheckpointError if any of it is unusable."""
         ours = read_ours(found.root)
         if found.optimizer is not None and not {"schedule", "optimizer_step"} <= ours.keys():
             raise CheckpointError(
@@ -156,7 +154,7 @@ class Contents:
         return Rest(ours, content, "the checkpoint has none of this rank")
 
     def restored(self, found: Found, rest: Rest) -> LoadReport:
-        """Counters, schedule and random numbers as they were."""
+        """Restore counters, schedule and random states, and report on the load."""
         restored = ["weights"]
         missing: dict[str, str] = {}
         if found.optimizer is not None:
@@ -180,7 +178,7 @@ class Contents:
     def _start_anew(self) -> None:
         assert self._training is not None and self._engine.trainable is not None
         self._training.restart()
-        self._found.clear()  # it would keep the old state alive
+        self._found.clear()  # the cache would keep the old state alive
         self._engine.trainable.restore_schedule({"num_steps": 0})
 
     def _restored_training(self, found: Found, ours: Mapping[str, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What tells one model and one writer of checkpoints from another; knows no files."""
+"""Fingerprints of a model and of the versions that write a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from megatron_policy.version import VERSION
 
 
 def digest_of(architecture: Any) -> str:
-    """A digest of a model's numbers: a (nested) dataclass, without fields that have their default.
+    """A digest of a model's architecture, a (nested) dataclass, without fields at their default.
 
-    A field that a later version adds with a default leaves it as it is.
+    So a field that a later version adds with a default does not change the digest.
     """
     return of_bytes(json.dumps(_plain(architecture), sort_keys=True).encode())
 
 
 def current_versions() -> dict[str, str]:
-    """Of this package and of what it writes checkpoints with."""
+    """Versions of this package and of what it writes checkpoints with."""
     return {
         "megatron_policy": VERSION,
         "megatron_core": version("megatron-core"),
@@ -35,7 +35,7 @@ def current_versions() -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """Values that JSON has, the same for all processes and versions of Python."""
+    """`value` as JSON values, the same in all processes and versions of Python."""
     if dataclasses.is_dataclass(value):
         return {
             part.name: _plain(getattr(value, part.name))

@@ -1,5 +1,5 @@
-"""A load, from a path to what this rank holds: everything is found, read through and agreed on
-before anything is changed. Knows no verbs of the policy.
+"""Loads a checkpoint from a path into this rank's local shards: everything is found, verified and
+agreed on before anything is changed.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ FRESH = "fresh_optimizer=True (or megatron_cfg.checkpoint.fresh_optimizer) start
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that can be loaded, as far as its manifests tell."""
+    """A checkpoint that can be loaded, according to its manifests."""
 
     root: Path
     weights: Manifest
     optimizer_root: Path | None
-    """None: there is no optimizer's state to load."""
+    """None: there is no optimizer state to load."""
     optimizer: Manifest | None
     no_optimizer: str
     """Why there is none."""
 
     @property
     def directories(self) -> dict[Path, Manifest]:
-        """Each directory to read from."""
+        """Each directory to read from, with its manifest."""
         found = {self.root: self.weights}
         if self.optimizer_root is not None and self.optimizer is not None:
             found[self.optimizer_root] = self.optimizer
@@ -57,7 +57,7 @@ class Found:
 
 
 class Loader:
-    """One rank's end of a load of a checkpoint."""
+    """One rank's end of a checkpoint load."""
 
     def __init__(
         self, table: Table, place: Placement, coordinator: Coordinator, purpose: str
@@ -66,14 +66,14 @@ class Loader:
         self._under: CollectiveOperation = coordinator.begin(purpose)
 
     def together(self, name: str, step: Callable[[], T]) -> T:
-        """What `step` returns on this rank; its failure is every rank's."""
+        """What `step` returns on this rank; a failure on one rank fails all."""
         with self._under.critical_section(name):
             outcome = step()
         self._under.wait_for_all(name)
         return outcome
 
     def part(self) -> None:
-        """The load is done, on all ranks; see `CollectiveOperation.part`."""
+        """End the load on all ranks; see `CollectiveOperation.leave_together`."""
         self._under.leave_together()
 
     def find(
@@ -86,9 +86,9 @@ class Loader:
     ) -> Found:
         """The checkpoint that rank 0 finds, checked on all ranks.
 
-        `moments` are the kinds of state that the policy's optimizer keeps, None where there is no
-        optimizer; `fresh` is whether it may start anew. CheckpointError for what is missing,
-        damaged, of another model or of a newer version, and where ranks do not find the same.
+        `moments` are the kinds of state that the policy's optimizer keeps, None without an
+        optimizer; `fresh` allows a new optimizer. CheckpointError for anything missing, damaged,
+        of another model or of a newer version, and if ranks find different checkpoints.
         """
         if self._coordinator.rank == 0:
             with self._under.critical_section():
@@ -104,7 +104,7 @@ class Loader:
         return self.together("found", step)
 
     def verify(self, found: Found) -> None:
-        """Compare all records with their digests, each rank its share of them."""
+        """Compare all records with their digests; each rank checks its share."""
         rank, size = self._coordinator.rank, self._coordinator.size
 
         def step() -> None:
@@ -116,7 +116,7 @@ class Loader:
 
     @contextmanager
     def opened(self, prepare: Callable[[RawFiles], T]) -> Iterator[T]:
-        """What `prepare` makes of the open files; CheckpointError, on every rank, if it fails."""
+        """Yield what `prepare` makes of the open files; CheckpointError on all ranks on failure."""
         with RawFiles() as files:
             yield self.together("mapped", lambda: prepare(files))
 
@@ -169,7 +169,7 @@ class Loader:
 
 
 def _check_moments(root: Path, stated: Manifest, moments: tuple[str, ...]) -> None:
-    """NoOptimizer unless there is state of every kind that the optimizer keeps."""
+    """NoOptimizer unless the checkpoint has every kind of state that the optimizer keeps."""
     before = len("optimizer.state.")
     keys = (key for key in stated.tensors if key.startswith("optimizer.state."))
     there = {key[before:].partition(".")[0] for key in keys}
@@ -181,7 +181,7 @@ def _check_moments(root: Path, stated: Manifest, moments: tuple[str, ...]) -> No
 
 
 class LoadPlan:
-    """Where each of a rank's holdings lies in the files."""
+    """Where each of a rank's local shards is in the files."""
 
     def __init__(
         self,
@@ -201,11 +201,11 @@ class LoadPlan:
         self._sources = [(holding, self._source(holding)) for holding in holdings]
 
     def fill(self) -> None:
-        """Read every holding's elements; padding of a vocabulary becomes 0."""
+        """Read the elements of every local shard; vocabulary padding becomes 0."""
         threads = spare_cores()
         order = sorted(self._sources, key=lambda source: -source[0].tensor.nbytes)
         with ThreadPoolExecutor(threads) as pool:
-            # ShardedBatch like cards, largest first: as many bytes to each.
+            # Dealt round-robin, largest first: about as many bytes to each thread.
             list(pool.map(self._fill, [order[n::threads] for n in range(threads)]))
 
     def _fill(self, sources: Sequence[tuple[LocalShard, Stored]]) -> None:
@@ -218,10 +218,10 @@ class LoadPlan:
                 filler.fill(stored, places)
 
     def _source(self, holding: LocalShard) -> Stored:
-        """The tensor of the files that a holding is filled from.
+        """The tensor in the files that a local shard is filled from.
 
         What a policy keeps in fp32 comes from the main parameters, whatever the precision of the
-        policy that wrote them; if that had no others, they are its weights.
+        policy that wrote them; if that one had none, its weights are its main parameters.
         """
         owner, kind = self._owner(holding.entry), holding.kind
         if kind in (WEIGHTS, MAIN):
@@ -245,7 +245,7 @@ class LoadPlan:
         )
 
     def _owner(self, entry: Entry) -> Entry:
-        """Whose place in the files it is: another entry's, of which this is a copy."""
+        """The entry that is stored in the files: this one, or the one of which it is a copy."""
         return entry if entry.row.owns else self._owners[entry.hf]
 
     def _stored(self, reader: DistReader | None, entry: Entry, kind: str) -> Stored | None:

@@ -1,7 +1,4 @@
-"""What of a training checkpoint this rank has in memory, and which part of it this rank writes.
-
-Knows neither files nor how ranks meet.
-"""
+"""The local shards of a training checkpoint on this rank, and which part of them it writes."""
 
 from __future__ import annotations
 
@@ -23,12 +20,12 @@ from megatron_policy.parallel.topology import Coords, Placement
 from megatron_policy.weights.load import Held
 
 WEIGHTS = ""
-"""The kind of the parameters themselves, beside those of the optimizer's state."""
+"""The kind of the parameters themselves; other kinds are optimizer state."""
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """Elements `first` to `last` (exclusive) of a flat parameter, or of a state beside it."""
+    """Elements `first` to `last` (exclusive) of a flat parameter, or of its optimizer state."""
 
     entry: Entry
     kind: str
@@ -37,23 +34,23 @@ class LocalShard:
     first: int
     last: int
     alike: tuple[int, int]
-    """Which of how many ranks this one is that hold just the same."""
+    """(index, count) of this rank among the ranks that hold the same elements."""
 
 
 @dataclass(frozen=True)
 class WriteItem:
-    """One record to be: a box of a tensor of the checkpoint, and the memory that holds it."""
+    """One record to write: a box of a checkpoint tensor, and the memory that holds it."""
 
     key: str
     shape: Shape
     origin: Shape
     sizes: Shape
     tensor: Tensor
-    """Flat, of as many elements as `sizes` has."""
+    """Flat, with as many elements as the box of `sizes`."""
 
 
 def weights(held: Held, place: Placement) -> list[LocalShard]:
-    """This rank's parameters and lasting buffers."""
+    """This rank's parameters and persistent buffers."""
     return [
         LocalShard(
             entry,
@@ -68,7 +65,7 @@ def weights(held: Held, place: Placement) -> list[LocalShard]:
 
 
 def states(held: Held, place: Placement, training: OptimizerState) -> list[LocalShard]:
-    """This rank's part of the optimizer's state, as far as there is any yet."""
+    """This rank's part of the optimizer's state, if there is any yet."""
     entries = {id(parameter): entry for entry, parameter in held}
     found = []
     for state in training.tensors():
@@ -81,7 +78,7 @@ def states(held: Held, place: Placement, training: OptimizerState) -> list[Local
 def items(
     holdings: Iterable[LocalShard], architecture: Architecture, place: Placement
 ) -> list[WriteItem]:
-    """What this rank writes of them; all ranks together write each element once.
+    """What this rank writes of its local shards; together, all ranks write each element once.
 
     A copy of another stage's parameter is never written; norms that layer specs name in two ways
     are written under both names.
@@ -97,27 +94,27 @@ def items(
 def located(
     holding: LocalShard, architecture: Architecture, place: Placement
 ) -> Iterator[tuple[Slice, Tensor]]:
-    """Where the holding lies in the unsharded parameter, with its memory, box by box."""
+    """Yield the local shard box by box: its place in the unsharded parameter, and its memory."""
     tp, size = place.coords.tp, place.topology.tp
     for piece in slices(holding.entry.row, architecture, tp, size, holding.first, holding.last):
         yield piece, _memory(holding, piece)
 
 
 def state_key(kind: str, key: str) -> str:
-    """The checkpoint's key of that state of the parameter with that key, as Megatron-Core has it
-    in its reshardable format.
+    """The checkpoint key of that kind of state of the parameter `key`, as in Megatron-Core's
+    reshardable format.
     """
     return key if kind == WEIGHTS else f"{state_prefix(kind)}{key}"
 
 
 def state_prefix(kind: str) -> str:
-    """What stands before a parameter's key in that of its state."""
+    """The prefix that turns a parameter's key into the key of its state."""
     return "" if kind == WEIGHTS else f"optimizer.state.{kind}."
 
 
 def _alike(entry: Entry, place: Placement, distributed: bool) -> tuple[int, int]:
-    """Among which ranks a parameter, or a state that a distributed optimizer splits over data- and
-    context-parallel ranks, is shared out.
+    """(index, count) of this rank among those that share the writing of a parameter, or of a state
+    that a distributed optimizer splits over data- and context-parallel ranks.
     """
     at: Coords = place.coords
     size = place.topology
@@ -128,7 +125,7 @@ def _alike(entry: Entry, place: Placement, distributed: bool) -> tuple[int, int]
 
 
 def _own_share(holdings: Sequence[LocalShard]) -> Iterator[tuple[LocalShard, int, int]]:
-    """Each holding with the elements of it, counted in its parameter, that this rank writes."""
+    """Each local shard with the range of its parameter's elements that this rank writes."""
     together: defaultdict[tuple[int, int], list[LocalShard]] = defaultdict(list)
     for holding in holdings:
         together[holding.alike].append(holding)
@@ -147,7 +144,7 @@ def _items(
     most = CHUNK_BYTES // holding.tensor.element_size()
     for piece in slices(row, architecture, at, place.topology.tp, first, last):
         for part in in_pieces(piece, most):
-            # Where layer specs name a norm in two ways, its states are read under either name.
+            # If layer specs name a norm in two ways, its states are read under either name.
             for where in places if holding.kind == WEIGHTS else places[:1]:
                 yield _item(holding, part, where, whole)
 

@@ -1,7 +1,4 @@
-"""What a training checkpoint says of itself: what it holds, of which model, and its digests.
-
-Knows neither how checkpoints are written nor what a rank needs of one.
-"""
+"""The manifest of a training checkpoint: its contents, its model, and its digests."""
 
 from __future__ import annotations
 
@@ -22,10 +19,10 @@ FORMAT = 1
 """Counts changes that older versions of this package cannot read."""
 
 WEIGHTS, OPTIMIZER, RANDOM = "weights", "optimizer", "random"
-"""What a checkpoint may hold."""
+"""What a checkpoint can contain."""
 
 MAX_BYTES = 2**30
-"""Of the file: more than one has for a million records."""
+"""Size limit of the file: more than a manifest with a million records needs."""
 
 MEND = "Restore it from a copy, or load another checkpoint."
 
@@ -33,7 +30,7 @@ Shape = tuple[int, ...]
 
 
 class Record(NamedTuple):
-    """A run of bytes of a file, and the xxh3 digest of them."""
+    """A run of bytes of a file, and their xxh3 digest."""
 
     offset: int
     length: int
@@ -42,33 +39,33 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """One directory of one save; the weights' and the optimizer's share their `id`."""
+    """One directory of one save; those of the weights and the optimizer have the same `id`."""
 
     id: str
     step: int
-    """Optimizer steps behind what is saved."""
+    """Optimizer steps taken before the save."""
     contains: tuple[str, ...]
-    """Of WEIGHTS, OPTIMIZER and RANDOM."""
+    """Some of WEIGHTS, OPTIMIZER and RANDOM."""
     optimizer_elsewhere: bool
     """Whether the optimizer's state is in another directory."""
     versions: Mapping[str, str]
-    """Of what wrote it."""
+    """Versions of the software that wrote it."""
     layout: Mapping[str, int | None]
     """tp, cp, ep, dp, pp, vpp."""
     family: str
     config: str
-    """What `identity.digest_of` says of the model's architecture."""
+    """`fingerprint.digest_of` of the model's architecture."""
     tensors: Mapping[str, tuple[torch.dtype, Shape]]
     """(dtype, unsharded shape) of each key."""
     records: Mapping[str, tuple[Record, ...]]
-    """Of each file with tensors, in the order of their offsets."""
+    """Records of each file with tensors, in the order of their offsets."""
     files: Mapping[str, str]
-    """Digests of all other files, by their relative names."""
+    """Digests of all other files, by relative name."""
     root: Path | None = field(default=None, compare=False)
     """Where it was read from; not written."""
 
     def encoded(self) -> bytes:
-        """The file; its first value is a digest of the rest of it."""
+        """The content of the file; its first value is a digest of the rest."""
         content = {
             "digest": UNSEALED,
             "format": FORMAT,
@@ -89,20 +86,20 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Of all records."""
+        """Total bytes of all records."""
         return sum(record.length for records in self.records.values() for record in records)
 
 
 class NoOptimizer(CheckpointError):
-    """There is no state for this policy's optimizer, which may start anew. What is damaged, or
-    cannot be read, is a plain CheckpointError.
+    """There is no state for this policy's optimizer, which may start afresh. Damaged or unreadable
+    state is a plain CheckpointError.
     """
 
 
 def read(directory: str | Path) -> Manifest:
     """The manifest of a checkpoint's directory.
 
-    CheckpointError when it is missing, unreadable, damaged, or of a newer version of this package.
+    CheckpointError if it is missing, unreadable, damaged, or of a newer version of this package.
     """
     root = Path(directory)
     path = root / NAME
@@ -127,7 +124,7 @@ def read(directory: str | Path) -> Manifest:
 
 
 def check_model(manifest: Manifest, family: str, config: str) -> None:
-    """CheckpointError unless it is of that family and of an architecture with that digest."""
+    """CheckpointError unless it is of that family and its architecture has that digest."""
     where = manifest.root or "the checkpoint"
     if manifest.family != family:
         raise CheckpointError(
@@ -219,18 +216,18 @@ def _count(value: Any) -> int:
 
 
 def _inside(root: Path, name: str) -> str:
-    """The name, if it is of a file in the directory or below, and no link leads out of it."""
+    """Return the name, if the file is in or below the directory, and no link leads out of it."""
     contained.inside(root, name)
     return name
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As "bfloat16"."""
+    """The dtype's name, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def _lines(content: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each value, and for each entry of one that is a mapping."""
+    """One line for each value, and one for each entry of a value that is a mapping."""
     for key, value in content.items():
         if isinstance(value, dict) and value:
             entries = (f"  {_json(name)}: {_json(entry)}" for name, entry in value.items())

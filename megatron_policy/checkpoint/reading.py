@@ -1,7 +1,7 @@
-"""Boxes of a checkpoint's tensors into memory that is in use; knows neither keys nor ranks.
+"""Reads boxes of a checkpoint's tensors into live memory.
 
-What lies alike in file and memory is read straight to its place; everything else, and all that a
-GPU holds, comes through a buffer of a bounded size.
+If file and memory have the same layout, data is read straight into place; everything else, and all
+GPU memory, goes through a buffer of bounded size.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ BUFFER_BYTES = 32 << 20
 
 
 class Filler:
-    """Fills memory from files, through one buffer of its own."""
+    """Fills memory from files, through its own buffer."""
 
     def __init__(self, files: RawFiles) -> None:
         self._files = files
         self._buffer: Tensor | None = None
 
     def fill(self, stored: Stored, places: Iterable[tuple[Slice, Tensor]]) -> None:
-        """Copy each slice of the stored tensor to its flat memory, casting. ConversionError for
-        files that cannot be read.
+        """Copy each slice of the stored tensor to its flat memory, casting. ConversionError if a
+        file cannot be read.
         """
         for piece, memory in places:
             for chunk in stored.chunks:
@@ -69,7 +69,7 @@ class Filler:
         source = buffer.view(dtype).as_strided(file.size, file.stride)
         target = memory.as_strided(own.size, own.stride, memory.storage_offset() + own.offset)
         target.copy_(source, non_blocking=True)
-        synchronize()  # the buffer is used again
+        synchronize()  # the buffer is reused
 
     def _memory(self, nbytes: int) -> Tensor:
         if self._buffer is None or self._buffer.numel() < nbytes:
@@ -79,7 +79,7 @@ class Filler:
 
 
 def _common(piece: Slice, chunk: Chunk) -> Box | None:
-    """The elements that both have, by their indices in the whole tensor."""
+    """The elements that both contain, as indices in the whole tensor; None if there are none."""
     box = []
     for a, n, b, m in zip(piece.origin, piece.sizes, chunk.origin, chunk.sizes, strict=True):
         low, high = max(a, b), min(a + n, b + m)
@@ -90,7 +90,7 @@ def _common(piece: Slice, chunk: Chunk) -> Box | None:
 
 
 def _region(box: Box, origin: Shape, sizes: Shape) -> Region:
-    """Where the box lies in a flat one of that origin and those sizes."""
+    """Where the box is in a flat box with that origin and those sizes."""
     stride = tuple(math.prod(sizes[n + 1 :]) for n in range(len(sizes)))
     offset = sum(
         (low - first) * step for (low, _), first, step in zip(box, origin, stride, strict=True)
@@ -109,7 +109,7 @@ def _extent(region: Region) -> int:
 
 
 def _parts(box: Box, chunk: Chunk, most: int) -> Iterator[Box]:
-    """The box in parts whose extent in the chunk is at most `most` elements."""
+    """Split the box into parts whose extent in the chunk is at most `most` elements."""
     if _extent(_region(box, chunk.origin, chunk.sizes)) <= most:
         yield box
         return

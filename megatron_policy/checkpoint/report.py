@@ -1,4 +1,4 @@
-"""What a load tells its caller, and what a caller may give to a save; knows no checkpoint."""
+"""What a load reports to its caller, and what host data a caller can give to a save."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ class LoadReport:
     path: str
     """The directory of the checkpoint that was loaded."""
     step: int
-    """Optimizer steps behind it."""
+    """Optimizer steps taken before the save."""
     restored: tuple[str, ...]
     not_restored: Mapping[str, str]
-    """What was not, and why."""
+    """What was not restored, and why."""
     host_data: Mapping[str, Any]
-    """What the caller had given to the save."""
+    """What the caller gave to the save."""
 
     def __str__(self) -> str:
-        """In a line for each part."""
+        """The report, one line for each part."""
         lines = [f"{self.path}, step {self.step}: restored {', '.join(self.restored)}"]
         lines += [f"  not restored: {what} ({why})" for what, why in self.not_restored.items()]
         return "\n".join(lines)
 
 
 def check_host_data(value: Any, name: str = "host_data") -> None:
-    """ConfigError, naming the place, for what could not be read back as it is without running
-    anything: all but numbers, strings, tensors, and lists, tuples and dicts of such.
+    """ConfigError, naming the place, for values that cannot be read back unchanged without running
+    code: all but numbers, strings, tensors, and lists, tuples and dicts of such.
     """
     if type(value) in _PLAIN:
         return

@@ -1,5 +1,5 @@
-"""A save, from what each rank holds to a directory that is there whole or not at all, before the
-caller goes on or beside its training. Knows no verbs of the policy.
+"""Saves a checkpoint from each rank's local shards to a directory that appears complete or not at
+all, blocking or in the background of training.
 """
 
 from __future__ import annotations
@@ -51,26 +51,26 @@ class Model:
     table: Table
     topology: Topology
     side: Mapping[str, bytes]
-    """What rank 0 writes beside the tensors: `hf_files.side_contents`."""
+    """What rank 0 writes besides the tensors: `hf_files.side_contents`."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One directory of a save, as far as this rank fills it."""
+    """This rank's part of one directory of a save."""
 
     root: Path
-    """In which the directory of the step is made; absolute."""
+    """The absolute path in which the directory of the step is made."""
     contains: tuple[str, ...]
     items: Sequence[WriteItem]
     objects: Mapping[str, bytes]
     common: Mapping[str, Any]
-    """What no rank has alone, plain; rank 0 writes it."""
+    """The common state as plain values; rank 0 writes it."""
     optimizer_elsewhere: bool = False
 
 
 @dataclass(frozen=True)
 class _Job:
-    """A save under way on this rank: parts in the order in which they appear."""
+    """A running save on this rank; its parts are published in order."""
 
     under: CollectiveOperation
     step: int
@@ -80,7 +80,7 @@ class _Job:
 
 
 class Saver:
-    """One rank's end of every save; one is under way at most."""
+    """One rank's end of every save; at most one runs at a time."""
 
     def __init__(self, model: Model, coordinator: Coordinator) -> None:
         self._model, self._coordinator = model, coordinator
@@ -99,17 +99,17 @@ class Saver:
         *,
         wait: bool,
     ) -> None:
-        """Write what `parts` returns; the last of them makes the checkpoint the one to load.
+        """Write what `parts` returns; the last part makes the checkpoint the one to load.
 
-        Collective, with one `purpose`. `check` refuses what cannot be; only where no rank has
-        refused does `parts` go to work, which may meet the others. Unless it is to `wait`, returns
-        while everything is being copied to host memory, which is kept for the next save: until
-        `copied` returns, no item may change or move. CheckpointError if this save fails, or one
-        before it did that has not been told of; nothing of it is left then, and the checkpoints
-        before are as they were.
+        Collective, with the same `purpose` on all ranks. `check` refuses an impossible save;
+        `parts`, which may be collective, runs only if no rank has refused. Without `wait` it
+        returns while everything is being copied to host memory, which is kept for the next save:
+        until `copied` returns, no write item may change or move. CheckpointError if this save
+        fails, or an earlier one whose failure was not reported yet; nothing of the failed save is
+        left, and earlier checkpoints are unchanged.
         """
         under = self._coordinator.begin(purpose)
-        with under.critical_section("checked"):  # whatever fails on this rank, all hear of it
+        with under.critical_section("checked"):  # a failure on this rank reaches all
             self.finish()
             check()
         under.wait_for_all("checked")
@@ -125,14 +125,14 @@ class Saver:
         self._thread.start()
 
     def copied(self) -> None:
-        """Wait until the save under way has copied what it writes, or has failed to."""
+        """Wait until the running save has copied what it writes, or has failed to."""
         for each in self._copies:
             each.wait()
-        # Only now: who interrupts the wait goes on to a step that has to wait, too.
+        # Only now: if the wait is interrupted, the next step still has to wait.
         self._copies = ()
 
     def finish(self) -> None:
-        """Wait for the save under way; CheckpointError if it has failed."""
+        """Wait for the running save; CheckpointError if it has failed."""
         self.copied()
         if self._thread is not None:
             self._thread.join()
@@ -157,8 +157,8 @@ class Saver:
         return _Job(under, step, tuple(replace(part, items=()) for part in parts), self._copies)
 
     def reserve(self, nbytes: int) -> None:
-        """Get the host memory for saves in the background now, beside what the caller goes on to
-        do: the first save would have to wait for it.
+        """Allocate the host memory for background saves now, in a thread; otherwise the first save
+        would have to wait for it.
         """
         self._reserving = threading.Thread(
             target=_reserve, args=(self._pool, nbytes), name="checkpoint-memory", daemon=True
@@ -175,7 +175,7 @@ class Saver:
             self._carry_out(job)
         except Exception as error:
             self._failure = as_checkpoint_error(error)
-            # The process may end before anybody asks.
+            # Logged too, as the process may end before anyone asks.
             _log.error("the save of step %d in the background has failed: %s", job.step, error)
 
     def _carry_out(self, job: _Job) -> None:
@@ -191,7 +191,7 @@ class Saver:
             with job.under.critical_section():
                 roots = [part.root for part in job.parts]
                 finding.reunite(roots[-1], roots[0])
-                for root in roots:  # what is whole may be all there is, until this save is
+                for root in roots:  # keep what is complete until this save is
                     clean_leftovers(root, unless=manifest.NAME)
                 names = [finding.directory(root, job.step) for root in roots]
                 partials = held.enter_context(new_directories(names, overwrite=True))
@@ -214,7 +214,7 @@ class Saver:
         job.under.wait_for_all("written")
 
     def _complete(self, job: _Job, part: Part, partial: Path) -> None:
-        """Rank 0's last part of the work: everything beside the records."""
+        """Rank 0's final work: write everything besides the records."""
         merged = merge(partial, self._coordinator.size)
         files = write_small_files(partial, merged, part.common)
         if manifest.WEIGHTS in part.contains:
@@ -238,18 +238,18 @@ class Saver:
 
 def _reserve(pool: PinnedMemoryPool, nbytes: int) -> None:
     for piece in pool.take(nbytes):
-        piece.zero_()  # the system gives memory to who touches it
+        piece.zero_()  # the system allocates pages when they are touched
     pool.reset()
 
 
 def layout_of(topology: Topology) -> dict[str, int]:
-    """The sizes of its axes by name."""
+    """The sizes of the topology's axes by name."""
     names = ("tp", "cp", "ep", "dp", "pp", "vpp")
     return {name: getattr(topology, name) for name in names}
 
 
 def _write_side_files(partial: Path, side: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Config and tokenizer, beside the tensors; returns the files' contents by relative name."""
+    """Write config and tokenizer; return the files' contents by relative name."""
     (partial / SIDE).mkdir()
     for name, content in side.items():
         write_file(partial / SIDE / name, content)
@@ -258,8 +258,8 @@ def _write_side_files(partial: Path, side: Mapping[str, bytes]) -> dict[str, byt
 
 
 def write_tokenizer(side: Mapping[str, bytes], tokenizer: Any, path: Path) -> None:
-    """The tokenizer's files in a directory of their own, as the host asks for: what it saves of
-    itself, or what there was in the model's directory.
+    """Write the tokenizer's files to their own directory, as the host requests: what it saves
+    itself, or the files in the model's directory.
     """
     path.mkdir(parents=True, exist_ok=True)
     if hasattr(tokenizer, "save_pretrained"):

@@ -1,6 +1,6 @@
-"""Where ranges of a rank's flat parameter lie in the unsharded one, as boxes; knows no files.
+"""Maps ranges of a rank's flat parameter to boxes of the unsharded parameter.
 
-Pure arithmetic, in elements, along the stripes that a row says its ranks share out.
+Pure arithmetic, in elements, along the stripes that a row splits over ranks.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from megatron_policy.converters.runs import Box, boxes
 
 
 class Slice(NamedTuple):
-    """A box of the unsharded parameter, whose elements follow each other in the flat shard."""
+    """A box of the unsharded parameter whose elements are contiguous in the flat shard."""
 
     own: int
-    """The first one's place in the flat shard."""
+    """The first element's index in the flat shard."""
     origin: Shape
     sizes: Shape
 
     @property
     def elements(self) -> int:
-        """How many there are."""
+        """Number of elements."""
         return math.prod(self.sizes)
 
 
 class Span(NamedTuple):
-    """Indices along the dimension that ranks share out: of the shard, and of the whole."""
+    """Indices along the sharded dimension: in the shard, and in the whole."""
 
     own: int
     whole: int
@@ -44,7 +44,7 @@ def whole_shape(row: Row, architecture: Architecture) -> Shape:
 
 
 def spans(row: Row, architecture: Architecture, rank: int, size: int) -> tuple[Span, ...]:
-    """Where shard `rank` of `size` lies in the whole; padding lies nowhere."""
+    """Where shard `rank` of `size` is in the whole; padding is left out."""
     dim = 0 if row.shard_dim is None else row.shard_dim
     local = row.local_shape(architecture, size)[dim]
     real = local - row.pad_rows(architecture, rank, size)
@@ -61,7 +61,7 @@ def spans(row: Row, architecture: Architecture, rank: int, size: int) -> tuple[S
 def slices(
     row: Row, architecture: Architecture, rank: int, size: int, first: int, last: int
 ) -> Iterator[Slice]:
-    """Elements `first` to `last` (exclusive) of the flat shard, but padding, in order."""
+    """Elements `first` to `last` (exclusive) of the flat shard, without padding, in order."""
     dim = 0 if row.shard_dim is None else row.shard_dim
     shape = row.local_shape(architecture, size)
     strides = [math.prod(shape[n + 1 :]) for n in range(len(shape))]
@@ -79,7 +79,7 @@ def slices(
 
 
 def in_pieces(piece: Slice, most: int) -> Iterator[Slice]:
-    """The slice in pieces of at most `most` elements, as far as whole rows go."""
+    """Split the slice into pieces of at most `most` elements along whole rows."""
     dim = next((n for n, size in enumerate(piece.sizes) if size > 1), None)
     if piece.elements <= most or dim is None:
         yield piece
@@ -97,8 +97,9 @@ def in_pieces(piece: Slice, most: int) -> Iterator[Slice]:
 
 
 def shares(lengths: Iterable[tuple[int, int]], index: int, count: int) -> list[tuple[int, int]]:
-    """Of things that `count` ranks hold alike, (elements, bytes of each) given, the elements from
-    first to last (exclusive) that rank `index` answers for: equal runs of all bytes in order.
+    """Divide tensors that `count` ranks all hold, given as (elements, bytes of each): for each
+    tensor the elements, first to last (exclusive), of rank `index`. Ranks get equal runs of bytes
+    in order.
     """
     held = list(lengths)
     ends = list(accumulate(elements * size for elements, size in held))

@@ -1,6 +1,6 @@
-"""Brings what is to be written into host memory; knows neither files nor what it is.
+"""Stages write items in host memory.
 
-On the CPU a save that blocks writes straight from where the policy computes.
+On the CPU a blocking save writes straight from the policy's memory.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from megatron_policy.formats.tensors import flat_bytes
 from megatron_policy.memory.pinned_pool import PinnedMemoryPool, PoolSlice
 
 WINDOW_BYTES = 256 << 20
-"""Of device memory that is brought to the host at a time, in a save that blocks."""
+"""Device memory copied to the host at a time in a blocking save."""
 
 Ready = tuple[WriteItem, list[memoryview]]
-"""An item and its bytes, in host memory."""
+"""A write item and its bytes, in host memory."""
 
 
 def in_place(items: Iterable[WriteItem]) -> Iterator[Ready]:
-    """The items' own memory, which must not change while it is used."""
+    """The items' own memory, which must not change while it is in use."""
     for item in items:
         yield item, [flat_bytes(item.tensor)]
 
 
 class Staging:
-    """Copies of all items on their way to memory of the pool: iterating waits until all are there.
+    """Copies of all items to pool memory, in background threads; iterating waits for all of them.
 
-    They are made beside what the caller goes on to do, of what the items are when this is made:
-    they must neither change nor move before `wait` has returned.
+    The copies are of the items at construction: these must neither change nor move before `wait`
+    has returned.
     """
 
     def __init__(self, items: Sequence[WriteItem], pool: PinnedMemoryPool) -> None:
-        """MemoryError, or what the pool raises, if there is no room for all of them."""
+        """MemoryError, or what the pool raises, if there is not enough memory for all of them."""
         self._items = items
         self._regions = [pool.take(item.tensor.nbytes) for item in items]
         threads = 1 if is_accelerated() else spare_cores()
-        # ShardedBatch like cards, largest first: as many bytes to each.
+        # Dealt round-robin, largest first: about as many bytes to each thread.
         pairs = [(i.tensor.view(torch.uint8), r) for i, r in zip(items, self._regions, strict=True)]
         order = sorted(pairs, key=lambda pair: -pair[0].nbytes)
         point, workers = queued(), ThreadPoolExecutor(threads, "checkpoint-staging")
-        # All is given to them here: later, the interpreter may be ending and take nothing any more.
+        # Submit everything here: later the interpreter may be ending and accept no more work.
         self._copies: list[Future[None]] = []
         try:
             for n in range(threads):
@@ -58,11 +58,11 @@ class Staging:
             workers.shutdown(wait=False)
 
     def wait(self) -> None:
-        """Return when the items are read no more, whether or not all could be copied."""
+        """Return when the items are no longer being read, whether or not all were copied."""
         wait(self._copies)
 
     def __iter__(self) -> Iterator[Ready]:
-        """What made a copy fail is raised before the first."""
+        """Iterate over the copies; if one failed, its error is raised before the first."""
         for copy in self._copies:
             copy.result()
         for item, region in zip(self._items, self._regions, strict=True):
@@ -70,7 +70,7 @@ class Staging:
 
 
 def in_windows(items: Iterable[WriteItem], pool: PinnedMemoryPool) -> Iterator[Ready]:
-    """Copies of a few items at a time; each is to be used before the next is asked for."""
+    """Copies of a few items at a time; each must be used before the next is requested."""
     window: list[WriteItem] = []
     held = 0
     for item in items:
@@ -85,7 +85,7 @@ def in_windows(items: Iterable[WriteItem], pool: PinnedMemoryPool) -> Iterator[R
 def written_from(
     items: Sequence[WriteItem], pool: Callable[[], PinnedMemoryPool]
 ) -> Iterator[Ready]:
-    """How a save that blocks gets at the items, wherever they are."""
+    """The items in host memory for a blocking save, wherever they are."""
     if all(item.tensor.device.type == "cpu" for item in items):
         return in_place(items)
     return in_windows(items, pool())

@@ -1,7 +1,4 @@
-"""Which directory of a training run is its checkpoint: the tracker, and the names of directories.
-
-Knows nothing of what is in them but their manifests.
-"""
+"""Finds a training run's checkpoints: the tracker of the last one, and the names of directories."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from megatron_policy.converters.locking import locked
 from megatron_policy.errors import CheckpointError, ConversionError
 
 TRACKER = "latest_checkpointed_iteration.txt"
-"""Holds the step of the checkpoint that was committed last; Megatron-LM's name for it."""
+"""Holds the step of the checkpoint committed last; the name is Megatron-LM's."""
 
 MAX_TRACKER_BYTES = 2**16
 PATTERN = "iter_*"
@@ -32,7 +29,7 @@ def directory(root: str | Path, step: int) -> Path:
 def find(path: str | Path) -> Path:
     """The directory of a checkpoint: `path`, or the one in it that was committed last.
 
-    Without a tracker it is the highest step that is complete. CheckpointError when there is none.
+    Without a tracker it is the highest complete step. CheckpointError if there is none.
     """
     root = contained.expanded(path)
     if not root.is_dir():
@@ -51,7 +48,7 @@ def find(path: str | Path) -> Path:
 
 
 def is_saved(path: str | Path) -> bool:
-    """Whether there is, in `path` or in one of its directories, something that a save left."""
+    """Whether a save has left anything in `path` or in one of its directories."""
     root = contained.expanded(path)
     if not root.is_dir():
         return False
@@ -61,7 +58,7 @@ def is_saved(path: str | Path) -> bool:
 
 
 def complete(root: str | Path) -> list[Path]:
-    """The directories in `root` that were written to their end, in the order of their steps."""
+    """The complete checkpoint directories in `root`, ordered by step."""
     return sorted(
         (path for path in Path(root).glob(PATTERN) if _is_complete(path)),
         key=lambda path: _of(path),
@@ -69,9 +66,9 @@ def complete(root: str | Path) -> list[Path]:
 
 
 def commit(root: str | Path, step: int) -> None:
-    """Make that step's checkpoint the one to load, at once; it has to be on the disk by now.
+    """Make that step's checkpoint the one to load, atomically; it must already be on disk.
 
-    CheckpointError when the tracker cannot be written: the one before stays the one to load.
+    CheckpointError if the tracker cannot be written: the previous one stays the one to load.
     """
     tracker = Path(root) / TRACKER
     beside = tracker.with_name(f".{TRACKER}.partial")
@@ -91,8 +88,8 @@ def commit(root: str | Path, step: int) -> None:
 def companion(weights: Manifest, optimizer_path: str | Path) -> Path:
     """The directory with the optimizer's state of the same save.
 
-    `optimizer_path` is that directory or the one it was saved to. NoOptimizer when it has none, or
-    that of another save.
+    `optimizer_path` is that directory or the one it was saved to. NoOptimizer if it has none, or
+    only that of another save.
     """
     root = contained.expanded(optimizer_path)
     if not root.is_dir():
@@ -116,8 +113,8 @@ def companion(weights: Manifest, optimizer_path: str | Path) -> Path:
 
 
 def reunite(weights_root: Path, optimizer_root: Path) -> None:
-    """Give the optimizer's state of the checkpoint to load its name again, if a save that was
-    killed has put its own in that place.
+    """Rename the optimizer's state of the checkpoint to load back to its name, if a killed save has
+    put its own there.
     """
     if weights_root == optimizer_root or not weights_root.is_dir():
         return
@@ -127,7 +124,7 @@ def reunite(weights_root: Path, optimizer_root: Path) -> None:
             return
         held = companion(weights, optimizer_root)
     except CheckpointError:
-        return  # there is nothing whole to look after
+        return  # there is nothing complete to preserve
     place = directory(optimizer_root, weights.step)
     if held != place and held.name.startswith("."):
         renaming.put(held, place, held.with_name(f"{held.name}-aside"))
@@ -135,10 +132,10 @@ def reunite(weights_root: Path, optimizer_root: Path) -> None:
 
 
 def _candidates(root: Path, step: int) -> Iterator[Path]:
-    """Where the state of that step may be.
+    """Where the state of that step can be.
 
-    Of a save of the same step again, which was killed before it came to the weights, the state
-    that belongs to them stands beside the new one, under a hidden name.
+    If a second save of the same step was killed before it reached the weights, the state that
+    belongs to them is next to the new one, under a hidden name.
     """
     place = directory(root, step)
     for path in (place, root, *sorted(root.glob(f".{place.name}.*"))):

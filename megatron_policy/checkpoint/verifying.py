@@ -1,7 +1,4 @@
-"""Compares the files of a training checkpoint with the digests in its manifest.
-
-Knows nothing of processes: a rank is given its share of the records.
-"""
+"""Compares the files of a training checkpoint with the digests in its manifest."""
 
 from __future__ import annotations
 
@@ -24,14 +21,14 @@ Share = tuple[str, int, int, str]
 """(file, offset, length, digest) of a record."""
 
 SHOWN = 5
-"""Problems that are named; after so many, no more are looked for."""
+"""Problems that are named; the search stops after this many."""
 
 _STEP = 2**20
-"""Bytes read at a time: they are still in the processor's cache when they are digested."""
+"""Bytes read at a time: few enough to be still in the CPU's cache when they are digested."""
 
 
 def verify(root: Path, tell: Callable[[int, int], None] | None = None) -> Manifest:
-    """Its manifest, when every byte of the checkpoint is what that says; else CheckpointError."""
+    """The checkpoint's manifest if every byte matches it; otherwise CheckpointError."""
     manifest = read(root)
     check_files(root, manifest)
     verify_records(root, records_share(manifest, 0, 1), tell)
@@ -39,7 +36,7 @@ def verify(root: Path, tell: Callable[[int, int], None] | None = None) -> Manife
 
 
 def check_files(root: Path, manifest: Manifest) -> None:
-    """CheckpointError if a file is missing or too short, or one without records is damaged."""
+    """CheckpointError if a file is missing or too short, or a file without records is damaged."""
     problems = []
     for name, records in manifest.records.items():
         path = root / name
@@ -65,9 +62,9 @@ def check_files(root: Path, manifest: Manifest) -> None:
 
 
 def records_share(manifest: Manifest, part: int, parts: int) -> list[Share]:
-    """The records that are `part`'s of `parts` to check: as many bytes each, file after file.
+    """The records that `part` of `parts` checks: equally many bytes each, file after file.
 
-    Each record is in one part: that in which its middle falls.
+    Each record is in exactly one part: the one that contains its middle.
     """
     total, at = manifest.nbytes, 0
     share = []
@@ -88,7 +85,7 @@ def verify_records(
 ) -> None:
     """CheckpointError naming the records whose bytes are not those that were written.
 
-    `tell` is told bytes done and bytes in all after each record.
+    `tell` is called with bytes done and total bytes after each record.
     """
     count = _Count(sum(length for _, _, length, _ in records), tell)
     with ThreadPoolExecutor(threads) as pool:
@@ -97,7 +94,7 @@ def verify_records(
 
 
 def _dealt(records: Sequence[Share], count: int) -> list[list[Share]]:
-    """The records dealt out to `count` readers, about as many bytes to each."""
+    """The records divided among `count` readers, about as many to each."""
     shares: list[list[Share]] = [[] for _ in range(count)]
     for number, record in enumerate(records):
         shares[number * count // len(records)].append(record)
@@ -105,7 +102,7 @@ def _dealt(records: Sequence[Share], count: int) -> list[list[Share]]:
 
 
 class _Count:
-    """Bytes done by all threads, told as they come."""
+    """Counts the bytes done by all threads, and reports them."""
 
     def __init__(self, total: int, tell: Callable[[int, int], None] | None) -> None:
         self._total, self._tell, self._done, self._lock = total, tell, 0, Lock()
@@ -118,7 +115,7 @@ class _Count:
 
 
 def _verified(root: Path, records: Sequence[Share], count: _Count) -> list[str]:
-    """What is wrong with the first few of these records that are damaged."""
+    """Describe the first few of these records that are damaged."""
     buffer = memoryview(bytearray(_STEP))
     problems: list[str] = []
     for name, group in groupby(records, key=lambda record: record[0]):
@@ -137,7 +134,7 @@ def _verified(root: Path, records: Sequence[Share], count: _Count) -> list[str]:
 
 
 def _digest(handle: int, offset: int, length: int, buffer: memoryview) -> str | None:
-    """Of these bytes of an open file; None if it ends before they do."""
+    """The digest of these bytes of an open file; None if the file is too short."""
     digest, end = Digest(), offset + length
     while offset < end:
         got = os.preadv(handle, [buffer[: end - offset]], offset)
@@ -161,7 +158,7 @@ def _wrong(root: Path, name: str, offset: int, length: int, ended: bool) -> str:
 
 
 def _keys(root: Path) -> Mapping[tuple[str, int], str]:
-    """The key of the tensor in each record, as far as the checkpoint can still be asked for it."""
+    """The key of the tensor in each record, as far as the checkpoint is still readable."""
     found = {}
     with suppress(ConversionError, ConfigError), RawFiles() as files:
         for key, held in DistReader(root, files).keys.items():

@@ -1,5 +1,5 @@
-"""A rank's file of a sharded checkpoint, written record by record, and all ranks' files made one
-checkpoint; knows neither policies nor how ranks meet.
+"""Writes a rank's file of a sharded checkpoint record by record, and merges all ranks' files into
+one checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOTE = ".rank-{}.json"
 
 
 class Written(NamedTuple):
-    """A record that stands in a rank's file; `dtype` is empty for an object."""
+    """A record in a rank's file; `dtype` is empty for an object."""
 
     key: str
     dtype: str
@@ -43,8 +43,8 @@ class Written(NamedTuple):
 def write_records(
     directory: Path, rank: int, ready: Iterable[Ready], objects: Mapping[str, bytes]
 ) -> None:
-    """Write this rank's file, which is on the disk when this returns, and a note of its records
-    beside it. ExportError, naming the file, if it cannot be.
+    """Write this rank's file, which is on disk when this returns, and a list of its records next
+    to it. ExportError, naming the file, on failure.
     """
     path = directory / f"__{rank}_0.distcp"
     done: list[Written] = []
@@ -64,7 +64,7 @@ def write_records(
 def _records(
     ready: Iterable[Ready], objects: Mapping[str, bytes]
 ) -> Iterator[tuple[Written, list[memoryview]]]:
-    """Each record, not placed yet, and its bytes."""
+    """Each record, without its offset yet, and its bytes."""
     for item, views in ready:
         prefix, suffix = framing(item.tensor.dtype, item.sizes)
         shapes = (item.shape, item.origin, item.sizes)
@@ -83,7 +83,7 @@ def _digest(parts: list[memoryview]) -> str:
 
 @dataclass(frozen=True)
 class Merged:
-    """All ranks' records: what a checkpoint's metadata and its manifest say of them."""
+    """All ranks' records, as the checkpoint's metadata and its manifest list them."""
 
     layout: Layout
     tensors: Mapping[str, tuple[torch.dtype, Shape]]
@@ -91,9 +91,9 @@ class Merged:
 
 
 def merge(directory: Path, ranks: int) -> Merged:
-    """The records that all ranks' notes tell of; the notes are gone afterwards.
+    """The records in all ranks' lists; the lists are deleted.
 
-    CheckpointError if a rank has left none: the directory is not on storage that all share.
+    CheckpointError if a rank has left no list: the directory is not on shared storage.
     """
     records: list[Record] = []
     tensors: dict[str, tuple[torch.dtype, Shape]] = {}
@@ -116,7 +116,7 @@ def merge(directory: Path, ranks: int) -> Merged:
 def write_small_files(
     directory: Path, merged: Merged, common: Mapping[str, Any]
 ) -> dict[str, bytes]:
-    """Write metadata and common state; returns the files' contents by name."""
+    """Write metadata and common state; return the files' contents by name."""
     contents = small_files(merged.layout, dict(common))
     for name, content in contents.items():
         write_file(directory / name, content)

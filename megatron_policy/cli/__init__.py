@@ -1,4 +1,6 @@
-"""The command line; heavy imports stay inside the commands, so that asking for help is quick."""
+"""The command line; heavy imports stay inside the commands, so that help is fast. Read
+`convert.py` first: the other commands have the same form.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    # Plain text: an error stays one line that can be searched for, and help needs no import.
+    # Plain text: an error stays one searchable line, and help needs no extra import.
     rich_markup_mode=None,
 )
 

@@ -28,7 +28,7 @@ class Format(StrEnum):
 
 
 class _Settings(TypedDict):
-    """What a conversion and its plan are both told."""
+    """Arguments shared by a conversion and its plan."""
 
     to: str
     dtype: str | None

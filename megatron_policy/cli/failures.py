@@ -1,4 +1,4 @@
-"""What a command leaves the shell with when it cannot finish: one line, and a code."""
+"""How a command that cannot finish exits: one line on stderr, and a code."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from megatron_policy.cli.output import say
 
 FAILED, MISUNDERSTOOD, INTERRUPTED = 1, 2, 130
 SHOWN_ITEMS = 5
-"""Of a message that lists what is off, so that it stays a line."""
+"""Items shown of a message that lists problems, so that it stays one line."""
 SHOWN_CHARACTERS = 4000
-"""Of a line: names in it are as long as whoever made them liked."""
+"""Limit for a line: the names in it can have any length."""
 
 
 @contextmanager
 def one_line_errors(code: int = FAILED) -> Iterator[None]:
-    """End the command with `error: ...` on stderr, and `code`, for every error that a user can
-    cause.
+    """End the command with `error: ...` on stderr, and `code`, for every error a user can cause.
 
-    Other errors are mistakes of this package and keep their traceback.
+    Other errors are bugs in this package and keep their traceback.
     """
     from megatron_policy import errors
 
@@ -44,7 +43,7 @@ def one_line_errors(code: int = FAILED) -> Iterator[None]:
         typer.echo("error: interrupted", err=True)
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
-        raise  # whoever read our output has seen enough
+        raise  # the reader of our output closed it
     except MemoryError as error:
         fail(f"out of memory {error}".strip(), code)
     except (*ours, OSError) as error:
@@ -52,20 +51,22 @@ def one_line_errors(code: int = FAILED) -> Iterator[None]:
 
 
 def _quiet_libraries() -> None:
-    """What a user has to know is told by this package: others' advice would hide it."""
+    """Silence libraries: this package reports what a user has to know, and their advice would hide
+    it.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # for when it is imported
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
 def fail(message: str, code: int = FAILED) -> NoReturn:
-    """Say what is wrong and leave."""
+    """Print the error and exit."""
     say(f"error: {one_line(message)}", err=True)
     raise typer.Exit(code)
 
 
 def one_line(message: str) -> str:
-    """A message of several lines as one: of the indented ones, which are a list, the first few."""
+    """A multi-line message as one line; of its indented lines, which form a list, the first few."""
     kept: list[str] = []
     items = hidden = 0
     for line in [*filter(str.strip, message.splitlines()), ""]:

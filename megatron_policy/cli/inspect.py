@@ -103,7 +103,7 @@ def _where(weight: Weight) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in short: "0-3, 7"."""
+    """Ascending numbers in short form: "0-3, 7"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

@@ -1,4 +1,6 @@
-"""`inspect-config`: does a configuration fit its model and ranks, and which rank holds what."""
+"""`inspect-config`: checks that a configuration fits its model and ranks, and shows who
+holds what.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,7 @@ def _train_step(config: PolicyConfig, topology: Topology) -> str:
 
 
 def _legal_world_sizes(config: PolicyConfig) -> Iterator[int]:
-    """Ranks over which the global batch divides, if it has to, in increasing order."""
+    """Numbers of ranks over which the global batch divides, if it must, in increasing order."""
     from megatron_policy.config.layout import microbatches, pads, topology_of
     from megatron_policy.errors import ConfigError
 
@@ -109,7 +111,7 @@ def _legal_world_sizes(config: PolicyConfig) -> Iterator[int]:
 
 
 def _listed(sizes: Iterator[int]) -> str:
-    """The first few sizes; of the others no more are asked for than tells whether there are any."""
+    """The first few sizes, and whether there are more; the rest is not computed."""
     shown = ", ".join(str(size) for size in islice(sizes, SHOWN_SIZES))
     return shown if next(sizes, None) is None else f"{shown}, ..."
 

@@ -1,4 +1,4 @@
-"""Options that several commands have, declared once."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Precision(StrEnum):
 
 
 def parse_memory(text: str) -> int:
-    """A size that is enough to work with."""
+    """Parse a size that is large enough to work with."""
     size = parse_size(text)
     if size < LEAST_MEMORY:
         raise typer.BadParameter(f"{text} is too little; it must be at least 1MiB")
@@ -73,7 +73,7 @@ _OPTION_OF_ARGUMENT = (
 
 @contextmanager
 def arguments_as_options() -> Iterator[None]:
-    """Name the options of a command in errors that name the arguments of functions."""
+    """Replace the arguments of functions in errors by the command's options."""
     from megatron_policy.errors import ConfigError
 
     try:
@@ -86,8 +86,8 @@ def arguments_as_options() -> Iterator[None]:
 
 
 def in_options(message: str) -> str:
-    """The message with the options of a command where a policy's config has keys, and without the
-    advice to set a key for which no command has an option.
+    """The message with a command's options in place of configuration keys, and without the advice
+    to set a key for which no command has an option.
     """
     for key, option in _OPTION_OF_KEY:
         for written, said in ((f"{key}=", f"{option} "), (key, option)):

@@ -1,4 +1,4 @@
-"""Lines on the terminal: names in them are others', and print as text whatever they hold."""
+"""Prints lines on the terminal; names in them can be untrusted, and always print as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def say(line: str, err: bool = False) -> None:
 
 
 def printable(text: str) -> str:
-    """The text with escapes for what would steer a terminal, or has no form in UTF-8."""
+    """The text with escapes for what would control a terminal, or has no form in UTF-8."""
     if text.isprintable():
         return text
     return "".join(

@@ -1,4 +1,4 @@
-"""`parity`: the Hugging Face model against the Megatron-Core model, on the same tokens."""
+"""`parity`: compares the Hugging Face model with the Megatron-Core model on the same tokens."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def parity(
 
 
 def _be_quiet() -> None:
-    """Keep the progress of loading, and torch's advice, off the terminal."""
+    """Keep loading progress and torch's warnings off the terminal."""
     import logging
 
     import torch  # noqa: F401 - it sets its loggers' levels when it is imported

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def lines(planned: Planned) -> Iterator[str]:
-    """Totals, what each stage owns, what is exchanged, and what that takes."""
+    """Totals, what each stage owns, what is exchanged, and the cost."""
     plan, table, topology = planned.plan, planned.table, planned.topology
     axes = " x ".join(f"{axis} {getattr(topology, axis)}" for axis in ("pp", "dp", "cp", "tp"))
     yield (
@@ -38,7 +38,7 @@ def lines(planned: Planned) -> Iterator[str]:
 
 
 def tensor_lines(planned: Planned) -> Iterator[str]:
-    """A line for each tensor, in the order in which they come."""
+    """One line per tensor, in the order in which they are sent."""
     split = {name: _split(entry) for entry in planned.table.exported() for name in entry.hf}
     number = _bucket_numbers(planned.plan)
     yield "tensors, in the order in which they come"
@@ -104,7 +104,7 @@ def _buckets(plan: RefitPlan) -> Iterator[str]:
 
 
 def _bucket_numbers(plan: RefitPlan) -> dict[str, str]:
-    """By tensor: "3", or "3-5" for one that several rounds carry."""
+    """By tensor: "3", or "3-5" for one that is spread over several rounds."""
     numbers: dict[str, list[int]] = {}
     for number, tensors in enumerate(_in_buckets(plan)):
         for tensor in tensors:
@@ -115,7 +115,7 @@ def _bucket_numbers(plan: RefitPlan) -> dict[str, str]:
 
 
 def _in_buckets(plan: RefitPlan) -> list[list[RefitTensor]]:
-    """The tensors of which each round, or without an exchange each pack, has elements."""
+    """The tensors with elements in each round, or in each pack if there is no exchange."""
     from megatron_policy.refit.plan import packed
 
     if not plan.gathers:
@@ -219,8 +219,10 @@ def _check(seen: Headers, table: Table) -> None:
 
 
 def _config(source: str, sizes: dict[str, int], precision: Precision) -> PolicyConfig:
-    """Of a policy that has these sizes. Nothing else of it matters here, but some models are split
-    under sequence parallelism only.
+    """The configuration of a policy with these sizes.
+
+    Nothing else of it matters here, except that some models are only split with sequence
+    parallelism.
     """
     from megatron_policy.config import PolicyConfig
 

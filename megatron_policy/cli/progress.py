@@ -1,4 +1,4 @@
-"""How far a transfer has come: a bar where somebody watches, and a line at its end."""
+"""Progress of a transfer: a bar on a terminal, and a summary line at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ Tell = Callable[[int, int], None]
 
 @contextmanager
 def transfer(what: str) -> Iterator[Tell]:
-    """What to tell bytes done and in total; all is shown on stderr, the bar on a terminal only."""
+    """Yield a callback for bytes done and in total; reports on stderr, the bar only on a
+    terminal.
+    """
     started, last = time.monotonic(), 0
 
     def remember(done: int, total: int) -> None:

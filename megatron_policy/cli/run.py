@@ -1,4 +1,4 @@
-"""`megatron-policy run`: a program in a framework that starts this package's workers."""
+"""`megatron-policy run`: runs a framework's program that starts this package's workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from megatron_policy.cli.failures import INTERRUPTED, fail
 
-# What stands behind the program is the program's: also what looks like an option of ours.
+# Everything after the program belongs to the program, even if it looks like our option.
 AS_PYTHON = {"allow_interspersed_args": False}
 
 
@@ -52,7 +52,7 @@ def run(
 
 @contextmanager
 def _ended_by_python() -> Iterator[None]:
-    """Report what the program leaves uncaught as Python does, and not as a mistake in a command."""
+    """Report what the program leaves uncaught as Python does, not as a bug in a command."""
     try:
         yield
     except SystemExit:

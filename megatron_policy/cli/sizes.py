@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them, both ways; knows no commands."""
+"""Parses and formats numbers of bytes as people write them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Bytes from "64MiB", "5GB" or "1048576"; a usage error naming the forms for anything else."""
+    """Bytes from "64MiB", "5GB" or "1048576"; a usage error listing the forms for anything else."""
     match = _SIZE.fullmatch(text.strip())
     prefix = match[2].lower() if match else "?"
     if match is None or prefix == "i":

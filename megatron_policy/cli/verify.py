@@ -1,4 +1,4 @@
-"""`verify`: is a checkpoint what it says it is? And are two of them the same, bit by bit?"""
+"""`verify`: checks a checkpoint against its digests, or compares two bit by bit."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _compare(a: str, b: str, max_memory: int, config: Path | None) -> None:
 
 
 def _saved_at(path: str) -> Path | None:
-    """The directory of a training checkpoint that is, or is in, `path`; None if it is no such."""
+    """The directory of a training checkpoint at or in `path`; None if there is none."""
     from megatron_policy.checkpoint import tracker as finding
 
     return finding.find(path) if finding.is_saved(path) else None

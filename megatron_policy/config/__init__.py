@@ -1,5 +1,5 @@
-"""The configuration: its sections as typed values, what becomes of every key, how a mapping or a
-YAML file is read. Read `policy_config.py` first; `keys.py` says what each key does.
+"""The configuration: its sections as typed values, what becomes of every key, and how a mapping or
+a YAML file is read. Read `policy_config.py` first; `keys.py` says what each key does.
 """
 
 from megatron_policy.config.policy_config import PolicyConfig, ignored_keys

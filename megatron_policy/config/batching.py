@@ -1,4 +1,4 @@
-"""How a configuration wants its microbatches made."""
+"""How a configuration asks for its microbatches."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron_policy.packing.multiples import Multiples
 
 
 def batching_of(config: PolicyConfig, training: bool) -> Batching:
-    """What `config` asks for, in training or where log-probabilities and the like are read.
+    """The batching of `config`, for training or for inference such as log-probabilities.
 
-    ConfigError where a microbatch's tokens are fewer than the layout can split.
+    ConfigError when a microbatch has fewer tokens than the layout can split.
     """
     name = "train_mb_tokens" if training else "logprob_mb_tokens"
     dynamic, packing = config.dynamic_batching, config.sequence_packing
@@ -42,7 +42,7 @@ def batching_of(config: PolicyConfig, training: bool) -> Batching:
 
 
 def multiples_of(config: PolicyConfig) -> Multiples:
-    """What lengths are rounded up to under the configuration's layout."""
+    """The multiples to which lengths are rounded up under the configuration's layout."""
     megatron = config.megatron_cfg
     return Multiples.of(
         config.make_sequence_length_divisible_by,

@@ -1,5 +1,6 @@
-"""Sorts the keys of a raw mapping by the table of keys; checks no types, and looks at one only
-to tell whether two keys say the same.
+"""Sorts the keys of a raw mapping by the table of keys.
+
+Checks no types, and uses them only to tell whether two keys mean the same.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _NULL_IS_A_VALUE = ("max_grad_norm", "megatron_cfg.optimizer.clip_grad")
 
 @dataclass
 class Classified:
-    """`kept` is what the typed sections take, `ignored` path and reason of keys without effect."""
+    """`kept` is for the typed sections, `ignored` has path and reason of keys without effect."""
 
     kept: dict[str, Any] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
@@ -34,7 +35,7 @@ def classify(raw: Mapping[str, Any], root: type[Section]) -> Classified:
     """Split a policy's mapping by what becomes of its keys.
 
     ConfigError lists every unknown key that `ignore_unknown_keys` does not name, with the nearest
-    valid one, and every key set to a value that would change results but is not built.
+    valid one, and every key set to a value that would change results but is not supported.
     """
     result = Classified()
     whole = _Whole(raw, root)
@@ -46,19 +47,19 @@ def classify(raw: Mapping[str, Any], root: type[Section]) -> Classified:
 
 @dataclass(frozen=True)
 class _Whole:
-    """A policy's whole mapping and the type of its top section."""
+    """A policy's whole mapping, and the type of its top section."""
 
     raw: Mapping[str, Any]
     root: type[Section]
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Paths that may be unknown."""
+        """Paths that are allowed to be unknown."""
         given = self.raw.get("ignore_unknown_keys")
         return tuple(map(str, given)) if isinstance(given, list | tuple) else ()
 
     def means(self, path: str, value: Any) -> bool:
-        """Whether `value` would mean for the key `path` what it is set to, or its default."""
+        """Whether `value` equals the value of the key `path`, given or default."""
         *sections, name = path.split(".")
         given: Any = self.raw
         cls = self.root
@@ -73,11 +74,11 @@ class _Whole:
 
 
 def _typed(info: FieldInfo, value: Any) -> Any:
-    """The value as the field holds it, an alias replaced by what it stands for."""
+    """The value as the field holds it, with aliases resolved."""
     try:
         return TypeAdapter(info.rebuild_annotation()).validate_python(value)
     except ValidationError:
-        return value  # equal to no legal one; whoever validates the section says what is wrong
+        return value  # equals no legal value; validating the section reports what is wrong
 
 
 def _walk(
@@ -87,7 +88,7 @@ def _walk(
     prefix: str,
     result: Classified,
 ) -> Iterator[str]:
-    """Sort the keys of one section into the result; yield what is wrong with it."""
+    """Sort the keys of one section into the result; yield its problems."""
     kept = _at(result.kept, prefix) if cls else {}
     fields = cls.model_fields if cls else {}
     for name, value in section.items():
@@ -117,7 +118,7 @@ def _walk(
 
 
 def _at(kept: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """The place for the keys of a section, made where it is not there yet."""
+    """The mapping for the keys of a section, created if missing."""
     for section in filter(None, prefix.split(".")):
         kept = kept.setdefault(section, {})
     return kept
@@ -128,7 +129,7 @@ def _harmless(rule: Rejected, path: str, value: Any, whole: _Whole) -> bool:
         path.startswith("generation.")
         and whole.raw["generation"].get("backend") not in _OWN_ENGINES
     ):
-        return True  # speaks to another engine
+        return True  # is meant for another engine
     if rule.only:
         return value in rule.only
     if not rule.same_as:
@@ -154,8 +155,8 @@ def _rejection(rule: Rejected, path: str, value: Any) -> str:
 
 
 def _unknown(prefix: str, name: str) -> str:
-    """Name the same key elsewhere, or the nearest of the section, or all that have an effect; and
-    what to do with a key that a newer host brought.
+    """Suggest the same key elsewhere, the nearest of the section, or all that have an effect; and
+    say what to do with a key from a newer host.
     """
     siblings = [path.removeprefix(prefix) for path in KEYS if _section(path) == prefix]
     elsewhere = [path for path in KEYS if path.rsplit(".", 1)[-1] == name]
@@ -174,7 +175,7 @@ def _unknown(prefix: str, name: str) -> str:
 
 
 def _misnamed(unknown: tuple[str, ...]) -> Iterator[str]:
-    """Keys that nobody may ask to ignore: what becomes of them is settled."""
+    """Keys that cannot be ignored on request: what becomes of them is already decided."""
     for path in unknown:
         if path in KEYS:
             yield (

@@ -1,4 +1,4 @@
-"""What becomes of every key of a configuration: applied, ignored or rejected; data only."""
+"""What becomes of every key of a configuration: applied, ignored or rejected. Only data."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ SECTIONS: dict[str, Rules] = {
     "tokenizer.": _TOKENIZER,
     "dtensor_cfg.": _DTENSOR,
     "hf_config_overrides.": {
-        # 0 of it is what recipes for models with experts say, and what is computed here anyhow.
+        # Recipes for models with experts set it to 0, which is what is computed here anyway.
         "router_aux_loss_coef": Rejected("losses that balance experts are not built"),
         "*": Rejected("write the change into the model's config.json"),
     },
@@ -165,7 +165,7 @@ SECTIONS: dict[str, Rules] = {
         **each(Ignored("bears on path only"), "format *"),
     },
 }
-"""Rules by the path of a section, with its last dot; a `*` stands for any other key of it."""
+"""Rules by the path of a section, with its trailing dot; `*` stands for any other key of it."""
 
 KEYS: dict[str, Rule] = {
     prefix + name: rule for prefix, rules in SECTIONS.items() for name, rule in rules.items()
@@ -175,4 +175,4 @@ KEYS: dict[str, Rule] = {
 IGNORED: dict[str, str] = {
     path: rule.why for path, rule in KEYS.items() if isinstance(rule, Ignored)
 }
-"""Keys without effect here and why."""
+"""Keys without effect here, and why."""

@@ -1,4 +1,4 @@
-"""Whether a configuration fits ranks and model, told before any process starts; builds nothing."""
+"""Checks that a configuration fits ranks and model before any process starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Shape(Protocol):
-    """What a layout has to fit: the counts of a model that parallel ranks share."""
+    """What a layout has to fit: the counts of a model that are split over parallel ranks."""
 
     @property
     def num_layers(self) -> int: ...
@@ -64,7 +64,9 @@ def topology_of(config: PolicyConfig, world_size: int) -> Topology:
 
 
 def check_layout(config: PolicyConfig, architecture: Shape, topology: Topology) -> None:
-    """ConfigError listing, with legal values, where configuration, model and ranks do not fit."""
+    """Raise ConfigError listing, with legal values, where configuration, model and ranks do not
+    fit.
+    """
     problems = [
         *_not_built(config),
         *_tensor_parallel(config, architecture, topology),
@@ -88,14 +90,14 @@ def check_layout(config: PolicyConfig, architecture: Shape, topology: Topology) 
 
 
 def pads(config: PolicyConfig) -> bool:
-    """Whether microbatches have a number of rows, which then has to divide global batches, and not
-    a number of tokens.
+    """Whether microbatches have a number of rows, which must then divide global batches, rather
+    than a number of tokens.
     """
     return not (config.dynamic_batching.enabled or config.sequence_packing.enabled)
 
 
 def microbatches(global_batch_size: int, micro_batch_size: int, topology: Topology) -> int:
-    """Microbatches of `micro_batch_size` rows of one data-parallel rank per optimizer step.
+    """Microbatches of `micro_batch_size` rows per data-parallel rank and optimizer step.
 
     Raises ConfigError, naming the nearest legal global batch sizes, unless everything divides.
     """
@@ -115,14 +117,14 @@ def microbatches(global_batch_size: int, micro_batch_size: int, topology: Topolo
 
 
 def microbatch_round(topology: Topology) -> int:
-    """What a rank's microbatches are a multiple of: the interleaved schedule runs whole rounds of
-    one microbatch per stage.
+    """What a rank's number of microbatches must be a multiple of: the interleaved schedule runs
+    whole rounds of one microbatch per stage.
     """
     return topology.pp if topology.vpp > 1 else 1
 
 
 def layer_split(config: PolicyConfig, architecture: Shape, topology: Topology) -> LayerSplit:
-    """Which layers each stage and chunk holds; ConfigError when there is no such split."""
+    """Which layers each stage and chunk holds; ConfigError if there is no such split."""
     megatron = config.megatron_cfg
     return LayerSplit.of(
         architecture.num_layers,
@@ -134,7 +136,7 @@ def layer_split(config: PolicyConfig, architecture: Shape, topology: Topology) -
 
 
 def _recomputed(config: PolicyConfig, split: LayerSplit) -> Iterator[str]:
-    """Numbers of layers to recompute that a model chunk does not have, or cannot be cut into."""
+    """Report numbers of layers to recompute that exceed a model chunk or do not divide it."""
     number, method = config.megatron_cfg.recompute_num_layers, config.megatron_cfg.recompute_method
     counts = sorted({len(chunk) for stage in split.stages for chunk in stage})
     if number is None:
@@ -191,7 +193,9 @@ def _tensor_parallel(
 
 
 def _experts(config: PolicyConfig, architecture: Shape, topology: Topology) -> Iterator[str]:
-    """What Megatron-Core splits over tensor-parallel ranks on conditions only, or not at all."""
+    """Report what Megatron-Core splits over tensor-parallel ranks only conditionally, or not at
+    all.
+    """
     if topology.tp == 1:
         return
     tp = f"policy.megatron_cfg.tensor_model_parallel_size={topology.tp}"
@@ -204,7 +208,7 @@ def _experts(config: PolicyConfig, architecture: Shape, topology: Topology) -> I
 
 
 def _budgets(config: PolicyConfig) -> Iterator[str]:
-    """Microbatches of fewer tokens than the layout can split."""
+    """Report microbatches with fewer tokens than the layout can split."""
     for training in (True, False):
         try:
             batching_of(config, training)
@@ -213,7 +217,7 @@ def _budgets(config: PolicyConfig) -> Iterator[str]:
 
 
 def _balancing(config: PolicyConfig, architecture: Shape) -> Iterator[str]:
-    """Wishes about a router of experts that are not built."""
+    """Report settings of an expert router that are not built."""
     megatron, moe = config.megatron_cfg, architecture.moe
     if moe is None:
         return

@@ -1,4 +1,4 @@
-"""What becomes of every key of `megatron_cfg` and its sections; data only."""
+"""What becomes of every key of `megatron_cfg` and its sections. Only data."""
 
 from __future__ import annotations
 
@@ -250,4 +250,4 @@ MEGATRON_SECTIONS: dict[str, Rules] = {
         **each(Rejected("freezing parts of the model is not built"), "freeze_language_model *"),
     },
 }
-"""Rules by the path of a section, with its last dot; a `*` stands for any other key of it."""
+"""Rules by the path of a section, with its trailing dot; `*` stands for any other key of it."""

@@ -1,7 +1,7 @@
-"""The kinds of numbers in a configuration, each with its range; knows no key.
+"""The kinds of numbers in a configuration, each with its range.
 
-A range ends where what the number is for would overflow, or a little before. Booleans are no
-numbers, whatever Python says, and neither infinity nor "not a number" is within any range.
+A range ends where the number's use would overflow, or a little before. Booleans are not numbers
+here, although Python says so, and neither infinity nor NaN is within any range.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from megatron_policy.coordination.timeouts import LONGEST_TIMEOUT_S, SHORTEST_TIMEOUT_S
 
 DEFAULT_BUCKET_BYTES = 512 * 2**20
-"""The most that one collective of a refit moves, unless the configuration says otherwise."""
+"""The most bytes that one collective of a refit moves, unless the configuration says otherwise."""
 MAX_COUNT = 2**31 - 1
-"""Sizes and counts are 32-bit integers somewhere on their way: in collectives, in kernels."""
+"""Somewhere sizes and counts become 32-bit integers: in collectives, in kernels."""
 MAX_BYTES = 2**63 - 1
 MAX_SEED = 2**32 - 1
-"""The largest that all generators of random numbers take."""
+"""The largest seed that all random number generators accept."""
 LEAST_FP32, MAX_FP32 = 1.2e-38, 3.4e38
-"""The ends of what float32 holds at full precision."""
+"""The range of float32 at full precision."""
 MAX_RATE = 1e6
-"""Far above every learning rate and weight decay, and far enough below what float32 holds to be
-divided by what Adam divides by."""
+"""Far above every learning rate and weight decay, and far enough below the limit of float32 for
+Adam's division.
+"""
 COLDEST, HOTTEST = 1e-6, 1e6
-"""Logits divided by a temperature in between, and their gradients, stay within float32."""
+"""Logits divided by a temperature in this range, and their gradients, stay within float32."""
 LEAST_GIB, MAX_GIB = 2.0**-30, 2.0**20
 
 
 def _no_boolean(value: Any) -> Any:
-    if type(value).__name__ in ("bool", "bool_"):  # Python's, and NumPy's by either of its names
+    if type(value).__name__ in ("bool", "bool_"):  # Python's, and NumPy's under either name
         raise ValueError("Input should be a number, not a boolean")
     return value
 
@@ -47,7 +48,7 @@ def _none_for_unlimited(value: Any) -> Any:
 
 
 def _between(least: float, most: float, besides: str = "") -> AfterValidator:
-    """A range whose ends a message gives shortly; 0 is legal where `besides` says what it means."""
+    """A range, with its ends shown in short form; 0 is legal if `besides` says what it means."""
 
     def check(value: float) -> float:
         if not least <= value <= most and not (besides and value == 0):
@@ -63,19 +64,19 @@ _FINITE = Field(allow_inf_nan=False)
 Count = Annotated[int, Field(gt=0, le=MAX_COUNT), _NUMBER]
 CountOrZero = Annotated[int, Field(ge=0, le=MAX_COUNT), _NUMBER]
 Limit = Annotated[Count | None, BeforeValidator(_none_for_unlimited)]
-"""A count; 0 and -1 mean that there is none."""
+"""A count; 0 and -1 mean no limit."""
 Bytes = Annotated[int, Field(gt=0, le=MAX_BYTES), _NUMBER]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED), _NUMBER]
 
 Rate = Annotated[float, _FINITE, _between(0.0, MAX_RATE), _NUMBER]
 """A learning rate or a weight decay."""
 Epsilon = Annotated[float, _FINITE, _between(LEAST_FP32, MAX_RATE), _NUMBER]
-"""Added to a denominator, which must not be 0 in float32."""
+"""Added to a denominator; must not be 0 in float32."""
 Momentum = Annotated[float, _FINITE, Field(ge=0.0, lt=1.0), _NUMBER]
 Fraction = Annotated[float, _FINITE, Field(ge=0.0, le=1.0), _NUMBER]
 Probability = Annotated[float, _FINITE, Field(gt=0.0, le=1.0), _NUMBER]
 Norm = Annotated[float, _FINITE, _between(0.0, MAX_FP32), _NUMBER, BeforeValidator(_zero_for_none)]
-"""A limit of a gradient's L2 norm; 0, and null in a file, mean none."""
+"""A limit on a gradient's L2 norm; 0, and null in a file, mean none."""
 Temperature = Annotated[
     float, _FINITE, _between(COLDEST, HOTTEST, "be 0, the likeliest token, or "), _NUMBER
 ]
@@ -83,4 +84,4 @@ Seconds = Annotated[
     float, _FINITE, Field(gt=0.0), _between(SHORTEST_TIMEOUT_S, LONGEST_TIMEOUT_S), _NUMBER
 ]
 Gib = Annotated[float, _FINITE, _between(LEAST_GIB, MAX_GIB), _NUMBER]
-"""Memory, one byte at least."""
+"""Memory in GiB, at least one byte."""

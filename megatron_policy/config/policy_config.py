@@ -1,6 +1,7 @@
-"""The one door for configuration: a mapping or YAML in, a complete, consistent PolicyConfig out.
+"""Entry point of the configuration: turns a mapping or YAML into a complete, consistent
+PolicyConfig.
 
-Knows neither models nor ranks; whether a layout fits them is for layout.py to say.
+Whether a layout fits model and ranks is checked in layout.py.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _SHORT.maxstring = _SHORT.maxother = 200
 class PolicyConfig(PolicySection):
     """A policy: model, batch sizes in samples, and one section per concern.
 
-    Make it with `parse` or `from_yaml`. It pickles, and `PolicyConfig.parse(config.model_dump())`
-    gives it back.
+    Create it with `parse` or `from_yaml`. It can be pickled, and
+    `PolicyConfig.parse(config.model_dump())` restores it.
     """
 
     @classmethod
@@ -96,7 +97,7 @@ def _shown(value: Any) -> str:
     """A value for a message, of bounded length."""
     try:
         return _SHORT.repr(value)
-    except ValueError:  # an integer of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python converts
         return f"a {type(value).__name__} too long to write"
 
 

@@ -1,4 +1,4 @@
-"""Fills in keys that follow from others and refuses contradictions; knows no ranks and no model."""
+"""Fills in keys that follow from others, and refuses contradictions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ B = TypeVar("B", DynamicBatchingConfig, SequencePackingConfig)
 
 
 def complete(config: P) -> P:
-    """Give keys that were not given what follows from others; doing it twice changes nothing."""
+    """Fill in missing keys from others; idempotent."""
     megatron = config.megatron_cfg
     optimizer = _where_absent(megatron.optimizer, clip_grad=config.max_grad_norm)
     if config.learning_rate is not None:
@@ -34,7 +34,7 @@ def complete(config: P) -> P:
     )
     scheduler = _set(scheduler, lr_decay_iters=_decay_iters(megatron))
     ddp = megatron.distributed_data_parallel_config
-    # Without the distributed optimizer every rank has all parameters: there is nothing to gather.
+    # Without the distributed optimizer every rank has all parameters, so nothing is gathered.
     gather = ddp.overlap_param_gather and optimizer.use_distributed_optimizer
     megatron = _set(
         megatron,
@@ -58,7 +58,7 @@ def complete(config: P) -> P:
 
 
 def check(config: PolicySection) -> None:
-    """ConfigError listing every pair of keys that contradict each other, with the legal values."""
+    """Raise ConfigError listing every pair of contradictory keys, with the legal values."""
     problems = [*_backend(config), *_dtypes(config), *_schedule(config.megatron_cfg)]
     problems += [*_recompute_keys(config.megatron_cfg), *_batching(config)]
     problems += _decay(config.megatron_cfg.optimizer)
@@ -76,7 +76,7 @@ def _where_absent(section: S, **values: Any) -> S:
 
 
 def _mb_tokens(section: B) -> B:
-    """Training and reading share a number of tokens where only one has its own."""
+    """Training and inference share a number of tokens if only one of them is given."""
     train, read = section.train_mb_tokens, section.logprob_mb_tokens
     return _set(section, train_mb_tokens=train or read, logprob_mb_tokens=read or train)
 
@@ -90,7 +90,7 @@ def _decay_iters(megatron: MegatronConfig) -> int:
 
 
 def _recompute(megatron: MegatronConfig) -> dict[str, Any]:
-    """The recompute keys mean something only under `activation_checkpointing`."""
+    """The recompute keys only have a meaning with `activation_checkpointing`."""
     if not megatron.activation_checkpointing:
         names = ("granularity", "method", "num_layers", "modules")
         return {f"recompute_{name}": None for name in names}

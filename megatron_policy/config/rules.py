@@ -1,4 +1,4 @@
-"""What may become of a key of a configuration; knows no key."""
+"""The possible rules for a key of a configuration."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from megatron_policy.config.sections import Section
 
 @dataclass(frozen=True)
 class Applied:
-    """Has the effect its name says; `note` adds what its name does not."""
+    """Has the effect that its name says; `note` adds the rest."""
 
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Nested:
-    """A section whose keys have rules of their own, and a type if any of them is applied."""
+    """A section whose keys have their own rules, and a type if any of them is applied."""
 
     section: type[Section] | None = None
 
 
 @dataclass(frozen=True)
 class Ignored:
-    """Changes no result here; `why` says what happens instead."""
+    """Does not change results here; `why` says what happens instead."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """Would change results. Passes only when it asks for nothing (null, false, 0, an empty
-    section), is one of the values `only`, where there are such, or means the same as the key
-    `same_as`, given or by default."""
+    """Would change results. Accepted only if it asks for nothing (null, false, 0, an empty
+    section), is one of the values `only`, if any, or means the same as the key `same_as`, given
+    or by default.
+    """
 
     why: str
     same_as: str = ""
@@ -45,13 +46,14 @@ Rules = dict[str, Rule]
 
 
 def each(rule: Rule, names: str) -> Rules:
-    """The same rule for every one of `names`, which blanks part."""
+    """The same rule for each of the whitespace-separated `names`."""
     return dict.fromkeys(names.split(), rule)
 
 
 def switched_off(why: str, what: str, names: str) -> Rules:
-    """A section that asks for `what` when its `enabled` is true, which is rejected for `why`; else
-    none of its keys count, neither `names` nor those of another release of the host.
+    """A section that asks for `what` if its `enabled` is true, which is rejected for `why`.
+
+    Otherwise none of its keys count, neither `names` nor those of another release of the host.
     """
     return {
         "enabled": Rejected(why),

@@ -1,4 +1,4 @@
-"""The sections of a configuration as typed, frozen values; each knows nothing of the others."""
+"""The sections of a configuration as typed, frozen values."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Dtype = Annotated[Precision, BeforeValidator(_full_dtype_name)]
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, closed, and without pydantic's own reserved prefixes."""
+    """Base of every section: frozen, without extra keys or pydantic's own reserved prefixes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -69,7 +69,7 @@ class GenerationConfig(Section):
     top_p: Probability = 1.0
     top_k: Limit = None
     stop_token_ids: tuple[CountOrZero, ...] = ()
-    """Tokens that end a row besides the tokenizer's end of sequence."""
+    """Tokens that end a row, in addition to the tokenizer's end of sequence."""
     stop_strings: tuple[str, ...] | None = None
 
 
@@ -86,16 +86,17 @@ class DTensorConfig(Section):
 
 
 class DynamicBatchingConfig(Section):
-    """Microbatches of a number of tokens instead of a number of rows: of rows of similar length."""
+    """Microbatches by number of tokens instead of rows, with rows of similar length."""
 
     enabled: bool = False
     train_mb_tokens: Count | None = None
-    """Tokens of a microbatch, padding included; `logprob_mb_tokens` when not given."""
+    """Tokens of a microbatch, including padding; `logprob_mb_tokens` if not given."""
     logprob_mb_tokens: Count | None = None
-    """The same where nothing is trained; `train_mb_tokens` when not given."""
+    """The same for passes without training; `train_mb_tokens` if not given."""
     sequence_length_round: Count | None = None
-    """A microbatch is as wide as its longest row, rounded up to this;
-    `make_sequence_length_divisible_by` when not given."""
+    """A microbatch is as wide as its longest row, rounded up to a multiple of this;
+    `make_sequence_length_divisible_by` if not given.
+    """
 
 
 class SequencePackingConfig(Section):
@@ -103,11 +104,11 @@ class SequencePackingConfig(Section):
 
     enabled: bool = False
     train_mb_tokens: Count | None = None
-    """Tokens of a microbatch; `logprob_mb_tokens` when not given."""
+    """Tokens of a microbatch; `logprob_mb_tokens` if not given."""
     logprob_mb_tokens: Count | None = None
-    """The same where nothing is trained; `train_mb_tokens` when not given."""
+    """The same for passes without training; `train_mb_tokens` if not given."""
     algorithm: str | None = None
-    """Which sequences share a row: one of `packing.bins`, by default its `balanced`."""
+    """How sequences are assigned to rows: one of `packing.bins`, by default `balanced`."""
 
 
 class PytorchOptimizerConfig(Section):
@@ -126,7 +127,8 @@ class SinglePytorchSchedulerConfig(Section):
 
 class MegatronOptimizerConfig(Section):
     """Adam with decoupled weight decay, or SGD, which adds weight decay to the clipped gradient.
-    `lr` and `min_lr` are the schedule's ends.
+
+    `lr` and `min_lr` are the ends of the schedule.
     """
 
     optimizer: Literal["adam", "sgd"] = "adam"
@@ -167,7 +169,7 @@ class MegatronSchedulerConfig(Section):
 
 
 class MegatronDDPConfig(Section):
-    """How gradients, always summed, and parameters travel between data-parallel ranks."""
+    """How gradients, which are always summed, and parameters travel between data-parallel ranks."""
 
     grad_reduce_in_fp32: bool = False
     overlap_grad_reduce: bool = False
@@ -181,11 +183,11 @@ class CheckpointConfig(Section):
     """How training checkpoints are written and read back."""
 
     async_save: bool = False
-    """A save returns when all ranks have begun to copy, and is copied and written in the
-    background; whatever changes the policy waits for the copies.
+    """A save returns when all ranks have begun to copy; copying and writing go on in the
+    background, and anything that changes the policy waits for the copies.
     """
     fresh_optimizer: bool = False
-    """Loading goes on with a new optimizer where a checkpoint has no state of one."""
+    """If a checkpoint has no optimizer state, loading continues with a new optimizer."""
 
 
 class MegatronConfig(Section):
@@ -238,44 +240,49 @@ class PolicySection(Section):
     train_global_batch_size: Count
     train_micro_batch_size: Count
     logprob_batch_size: Count = 1
-    """Rows of one forward pass; `train_micro_batch_size` when not given."""
+    """Rows of one forward pass; `train_micro_batch_size` if not given."""
     logprob_chunk_size: Count = 1024
-    """Tokens whose logits, over the vocabulary, exist at one time where log-probabilities are all
-    that is asked for; changes memory, not results."""
+    """Tokens whose logits over the vocabulary exist at the same time if only log-probabilities are
+    needed; changes memory, not results.
+    """
     generation_batch_size: Count = 1
-    """Rows generated at once; `logprob_batch_size` when not given."""
+    """Rows generated at once; `logprob_batch_size` if not given."""
     generation: GenerationConfig | None = None
     max_total_sequence_length: Count = 4096
-    """The most tokens of a row, and of a prompt and its continuation together: longer rows are
-    refused, and `generate` ends here at the latest. So do the model's positions."""
+    """The most tokens of a row, and of a prompt with its continuation: longer rows are refused, and
+    `generate` stops here at the latest. The model's positions are a limit as well.
+    """
     make_sequence_length_divisible_by: Count = 1
     max_grad_norm: Norm = 1.0
-    """Counts where `megatron_cfg.optimizer.clip_grad` is not given."""
+    """Used if `megatron_cfg.optimizer.clip_grad` is not given."""
     learning_rate: Rate | None = None
-    """Counts where `megatron_cfg.optimizer.lr` is not given."""
+    """Used if `megatron_cfg.optimizer.lr` is not given."""
     seed: Seed = 1234
-    """Of sampling and dropout."""
+    """For sampling and dropout."""
     megatron_cfg: MegatronConfig = MegatronConfig()
     dtensor_cfg: DTensorConfig = DTensorConfig()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     refit_buffer_size_gb: Gib | None = None
-    """GiB, on each rank, of the buffers that weights travel in to an engine on the same device;
-    a fifth of the free memory when not given."""
+    """GiB, on each rank, of the buffers in which weights travel to an engine on the same device; a
+    fifth of the free memory if not given.
+    """
     refit_bucket_bytes: Bytes = DEFAULT_BUCKET_BYTES
-    """The most that one collective of a refit moves."""
+    """The most bytes that one collective of a refit moves."""
     refit_dtype: Dtype | None = None
-    """Of the weights that engines are handed; the checkpoint's when not given."""
+    """Dtype of the weights handed to engines; the checkpoint's if not given."""
     refit_timeout_s: Seconds = DEFAULT_TIMEOUT_S
-    """The longest wait of a refit for another rank or an engine."""
+    """The longest time that a refit waits for another rank or an engine."""
     checkpoint_timeout_s: Seconds = DEFAULT_TIMEOUT_S
-    """The longest wait of a save or a load for another rank that gives no sign of life."""
+    """The longest time that a save or a load waits for another rank that gives no sign of life."""
     collective_timeout_s: Seconds = COLLECTIVE_TIMEOUT_S
-    """The longest that any other collective waits for another rank, however busy that is."""
+    """The longest time that any other collective waits for another rank, however busy it is."""
     worker_timeout_s: Annotated[Seconds, Field(ge=1.0)] = WORKER_TIMEOUT_S
-    """How long a Ray worker may be stopped, or out of reach, before the driver's call fails."""
+    """How long a Ray worker can be stopped or out of reach before the driver's call fails."""
     ignore_unknown_keys: tuple[str, ...] = ()
-    """Paths below `policy` that may be unknown, and then have no effect: keys of a newer host."""
+    """Paths below `policy` that are allowed to be unknown and then have no effect: keys of a newer
+    host.
+    """
     fsdp_offload_enabled: bool = False
     activation_checkpointing_enabled: bool = False
     optimizer: PytorchOptimizerConfig | None = None

@@ -1,6 +1,5 @@
-"""A YAML file read in bounded time: its size, its depth and what its aliases stand for have limits.
-
-Knows no configuration.
+"""Reads a YAML file in bounded time: its size, its depth and the expansion of aliases have
+limits.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import yaml
 from megatron_policy.errors import ConfigError
 
 MAX_BYTES = 2**18
-"""Of a file; a configuration has some thousands."""
+"""Limit for a file; a configuration has a few thousand."""
 MAX_DEPTH = 50
 MAX_VALUES = 100_000
-"""Of a document, with every alias replaced by what it stands for."""
+"""Limit for a document, with all aliases expanded."""
 
 
 def load(path: Path) -> Any:
@@ -42,12 +41,12 @@ def load(path: Path) -> Any:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, ArithmeticError, LookupError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    except (AttributeError, TypeError) as error:  # of PyYAML, for values that belie their tags
+    except (AttributeError, TypeError) as error:  # from PyYAML: values that do not fit their tags
         raise ConfigError(f"{path} is not valid YAML: a value is not what its tag says") from error
 
 
 def _check(root: yaml.Node) -> None:
-    """ValueError for nodes in themselves, too deep or too many, and for keys that stand twice."""
+    """ValueError for recursive nodes, for too deep or too many nodes, and for duplicate keys."""
     sizes: dict[yaml.Node, int] = {}
     _measure(root, sizes, set(), 0)
     for node in sizes:
@@ -58,7 +57,7 @@ def _check(root: yaml.Node) -> None:
 def _measure(
     node: yaml.Node, sizes: dict[yaml.Node, int], above: set[yaml.Node], depth: int
 ) -> int:
-    """How many values the node stands for."""
+    """The number of values that the node expands to."""
     if node in above:
         raise ValueError(f"what stands in line {_line(node)} contains itself")
     if depth > MAX_DEPTH:

@@ -1,6 +1,7 @@
-"""Whole checkpoints from one format to another, and compared: streamed, verified, never half there.
+"""Converts whole checkpoints between formats, and compares them: streamed, verified, atomic.
 
-Hugging Face directories and Megatron-Core's `torch_dist`; needs no GPU and no process group.
+Formats are Hugging Face directories and Megatron-Core's `torch_dist`; needs no GPU and no process
+group. Read `plan.py` first, then `convert.py`.
 """
 
 from megatron_policy.convert.check import Check, check

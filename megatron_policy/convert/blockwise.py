@@ -1,4 +1,4 @@
-"""Goes through tensors block by block in one buffer; knows nothing of what is done with a block."""
+"""Goes through tensors block by block in one buffer."""
 
 from __future__ import annotations
 
@@ -13,42 +13,44 @@ from megatron_policy.errors import ConfigError
 from megatron_policy.formats.tensors import Info
 
 PLAIN_BYTES = 4 * 2**20
-"""Of a block whose bytes need no rearranging: they stay in the processor's cache that way."""
+"""Size of a block that needs no rearranging: small enough to stay in the processor's cache."""
 MOST_BYTES = 128 * 2**20
-"""Of everything in memory for a block that needs it: enough for a matrix of any expert."""
+"""Limit for everything in memory for a block that needs rearranging: a matrix of any
+expert fits.
+"""
 LEAST_BYTES = 2**20
-"""Of the buffer, below which time goes by blocks and not by bytes."""
+"""Smallest buffer: below it, the cost per block outweighs the cost per byte."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a tensor is cut: `elements` at a time, each with bytes for copies and for scratch."""
+    """How a tensor is cut: `elements` at a time, with bytes for its copies and for scratch."""
 
     info: Info
     elements: int
     copies: tuple[torch.dtype, ...]
-    """What is held of a block at the same time."""
+    """Dtypes in which a block is held at the same time."""
     scratch: int
-    """Bytes for each element."""
+    """Bytes per element."""
 
     @property
     def nbytes(self) -> int:
-        """Of buffer needed."""
+        """Buffer size needed, in bytes."""
         return sum(map(self.room, self.copies)) + self.elements * self.scratch
 
     def room(self, dtype: torch.dtype) -> int:
-        """Bytes for a copy of a block, up to where the next one may start."""
+        """Bytes for a copy of a block, up to where the next one can start."""
         return -(-self.elements * dtype.itemsize // 8) * 8
 
 
 def cut(info: Info, copies: tuple[torch.dtype, ...], scratch: int, max_memory: int) -> Blocks:
-    """Blocks of a tensor within `max_memory` bytes, of whole rows where these are small enough."""
+    """Blocks of a tensor within `max_memory` bytes, of whole rows if these are small enough."""
     each = sum(dtype.itemsize for dtype in copies) + scratch
-    # The rest is for what Python and torch hold besides.
+    # The rest is for the other memory of Python and torch.
     most = min(max_memory, MOST_BYTES) * 3 // 4 // each
     if not scratch:
         most = min(most, PLAIN_BYTES // copies[0].itemsize)
-    # Parts of rows are many small pieces where a tensor is transposed on the way.
+    # If a tensor is transposed on the way, parts of rows become many small pieces.
     units = (math.prod(info.shape[dim:]) for dim in range(1, len(info.shape)))
     whole = next((unit for unit in units if 0 < unit <= most), 1)
     elements = most // whole * whole
@@ -56,7 +58,7 @@ def cut(info: Info, copies: tuple[torch.dtype, ...], scratch: int, max_memory: i
 
 
 class Buffer:
-    """The one piece of memory for blocks; the system gives what of it is used."""
+    """The one buffer for all blocks; the system only allocates the pages that are used."""
 
     def __init__(self, max_memory: int) -> None:
         self._bytes = torch.empty(min(max_memory, MOST_BYTES), dtype=torch.uint8)
@@ -75,7 +77,7 @@ class Buffer:
 
 
 def check_memory(max_memory: int) -> int:
-    """The number; ConfigError when it is too small to work with."""
+    """Return the number; ConfigError if it is too small to work with."""
     if max_memory < LEAST_BYTES:
         raise ConfigError(f"max_memory is {max_memory} bytes; it must be at least {LEAST_BYTES}")
     return max_memory

@@ -1,4 +1,4 @@
-"""Is a checkpoint, in whatever format, what it says it is? Knows only of digests in MANIFEST."""
+"""Checks a checkpoint of either format against the digests in its MANIFEST."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_policy.formats.manifest import Manifest, read_manifest
 
 @dataclass(frozen=True)
 class Check:
-    """What a checkpoint is, and the words for everything in it that contradicts its digests."""
+    """What a checkpoint is, and a message for everything in it that contradicts its digests."""
 
     root: Path
     kind: str
@@ -36,9 +36,9 @@ def check(
     progress: Callable[[int, int], None] | None = None,
     config: str | Path | None = None,
 ) -> Check:
-    """Compare a checkpoint with its own digests; ConversionError when it has none.
+    """Compare a checkpoint with its own digests; ConversionError if it has none.
 
-    ConfigError and ConversionError as for `convert`; `progress` is told bytes done and in all.
+    ConfigError and ConversionError as for `convert`; `progress` gets bytes done and in total.
     """
     check_memory(max_memory)
     if (root := find(path)) is not None and read_manifest(root) is None:

@@ -1,4 +1,4 @@
-"""Are two checkpoints, in whatever formats, equal bit by bit? And is each what it says it is?"""
+"""Compares two checkpoints of any format bit by bit, and each with its own digests."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from megatron_policy.converters.raw_files import RawFiles
 from megatron_policy.formats.digests import Digest
 
 SHOWN = 20
-"""Differences that are spelled out; the others are counted."""
+"""Differences that are spelled out; the others are only counted."""
 
 MISSING, SHAPE, DTYPE, VALUES, DIGEST = "missing", "shape", "dtype", "values", "digest"
 
 _PART = 2**18
-"""Elements compared at a time where blocks differ, which takes memory of its own."""
+"""Elements compared at a time where blocks differ, which needs extra memory."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -51,15 +51,15 @@ class Comparison:
     summary: Mapping[str, int]
     tensors: int
     nbytes: int
-    """Of the tensors compared, once."""
+    """Bytes of the compared tensors, counted once."""
     has_digests: tuple[bool, bool]
-    """Whether each checkpoint says what its bytes have to be."""
+    """Whether each checkpoint has digests of its bytes."""
     passed_over: tuple[str, ...]
-    """Tensors that only one checkpoint has, and that feed nothing."""
+    """Tensors that only one checkpoint has and that feed nothing."""
 
     @property
     def equal(self) -> bool:
-        """Whether there is no difference at all."""
+        """Whether there is no difference."""
         return not self.summary
 
 
@@ -72,9 +72,9 @@ def verify(
 ) -> Comparison:
     """Compare two checkpoints tensor by tensor under their HF names, and each with its digests.
 
-    Tensors that feed nothing are passed over where one side lacks them; a copy of a tied weight
-    must equal it. A Megatron-Core checkpoint that does not have its own config takes `config`, or
-    that of the HF checkpoint it is compared with. ConfigError and ConversionError as for `convert`.
+    Tensors that feed nothing are skipped if one side lacks them; a tied copy must equal its
+    original. A Megatron-Core checkpoint without its own config takes `config`, or that of the HF
+    checkpoint it is compared with. ConfigError and ConversionError as for `convert`.
     """
     check_memory(max_memory)
     with RawFiles() as files:
@@ -84,7 +84,7 @@ def verify(
 
 
 def _config_for(path: str | Path, other: str | Path, config: str | Path | None) -> Path | None:
-    """The config for what is at `path`, where it has to be said."""
+    """The config for the checkpoint at `path`, if it has to be given."""
     if config is not None:
         return Path(config)
     if find(path) is not None and find(other) is None and (Path(other) / "config.json").is_file():
@@ -93,7 +93,7 @@ def _config_for(path: str | Path, other: str | Path, config: str | Path | None) 
 
 
 class _Comparing:
-    """Two opened checkpoints on the way to their `Comparison`."""
+    """Two open checkpoints while they are compared."""
 
     def __init__(
         self, left: Opened, right: Opened, max_memory: int, progress: Callable[[int, int], None]
@@ -109,7 +109,7 @@ class _Comparing:
         self._total = sum(info.nbytes for side in self._sides for info in side.infos.values())
 
     def all(self) -> Comparison:
-        """Go through everything."""
+        """Compare everything."""
         left, right = self._sides
         for side in self._sides:
             for name, words in side.problems.items():
@@ -136,7 +136,7 @@ class _Comparing:
             self._found.append(Difference(kind, name, words))
 
     def _alone(self, name: str, side: Opened, other: Opened) -> None:
-        """A tensor that only one side has: it may feed nothing, or repeat another one."""
+        """Handle a tensor that only one side has: it can feed nothing, or be a tied copy."""
         original = next((t.copies()[name] for t in self._tables if name in t.copies()), None)
         if original in side.infos and original in other.infos:
             self._compare(name, (side, name), (side, str(original)))
@@ -169,7 +169,9 @@ class _Comparing:
             self._add(VALUES, name, f"{words} ({_words(left)} and {_words(right)})")
 
     def _blocks(self, *tensors: _Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """(first element, values of each tensor) of each block; and their digests at the end."""
+        """Yield (first element, values of each tensor) of each block; check the digests at
+        the end.
+        """
         infos = [side.infos[name] for side, name in tensors]
         dtype = infos[0].dtype
         scratch = max(side.tensors.scratch(name, dtype) for side, name in tensors)
@@ -190,7 +192,7 @@ class _Comparing:
 
 
 def _differing(x: Tensor, y: Tensor) -> Iterator[Any]:
-    """The indices of elements whose bits differ, a part of them at a time."""
+    """The indices of elements whose bits differ, one part at a time."""
     bits = _BITS[x.element_size()]
     x, y = x.view(bits), y.view(bits)
     if torch.equal(x, y):

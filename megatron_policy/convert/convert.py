@@ -1,4 +1,4 @@
-"""Carries a conversion out: blocks go from file to file through one buffer, digested on the way."""
+"""Carries a conversion out: blocks go from file to file through one buffer, with digests."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Report:
 
     plan: ConversionPlan
     digest: str
-    """Of all tensors: equal for checkpoints that hold the same."""
+    """Of all tensors: equal for checkpoints with the same content."""
 
     @property
     def had_digests(self) -> bool:
-        """Whether the source's bytes were compared with digests it came with."""
+        """Whether the source came with digests, with which its bytes were compared."""
         return self.plan.has_digests
 
 
@@ -65,14 +65,13 @@ def convert(
 ) -> Report:
     """Convert an HF checkpoint to Megatron-Core's `torch_dist` (to="mcore"), or back (to="hf").
 
-    At most `max_memory` bytes of tensors are held. `dtype` casts all but what stays as it is.
-    `destination` appears when it is complete and on the disk, or not at all; one that exists is
-    replaced only on `overwrite`, and then only when the new one is complete. `config` is the
-    config.json, or its directory, for a Megatron-Core checkpoint that does not have its own.
-    `progress` is told bytes done and bytes in all.
-
-    ConfigError for a wish that cannot be met, ConversionError for a source that is damaged or no
-    model as its config says, ExportError when the destination cannot be written.
+    At most `max_memory` bytes of tensors are held. `dtype` casts all tensors except those that
+    keep their own. `destination` appears when it is complete and on the disk, or not at all; an
+    existing one is replaced only if `overwrite`, and only once the new one is complete. `config`
+    is the config.json, or its directory, for a Megatron-Core checkpoint that does not have its
+    own. `progress` gets bytes done and in total. ConfigError for a request that cannot be met,
+    ConversionError for a source that is damaged or not a model as its config says, ExportError
+    when the destination cannot be written.
     """
     with prepared(source, destination, to, dtype, max_memory, max_shard_size, config) as ready:
         final = check_replaceable(destination, overwrite)
@@ -93,7 +92,7 @@ def convert(
 
 
 def content_digest(manifest: Manifest) -> str:
-    """One digest for all tensors, whatever the format they are in."""
+    """One digest for all tensors, independent of the format."""
     lines = (
         f"{name} {info.dtype} {list(info.shape)} {digest}\n"
         for name, (info, digest) in sorted(manifest.tensors.items())
@@ -102,7 +101,7 @@ def content_digest(manifest: Manifest) -> str:
 
 
 def _write(ready: Prepared, progress: Progress) -> Manifest:
-    """Write all files into the writer's root, the manifest last, and wait for the disk."""
+    """Write all files into the writer's root, the manifest last, and flush them to the disk."""
     target, writer = ready.target, ready.writer
     check_copies(ready.source, ready.table)
     for path, offset, content in target.framing:
@@ -125,7 +124,7 @@ def _write(ready: Prepared, progress: Progress) -> Manifest:
 
 
 def _write_tensors(ready: Prepared, progress: Progress) -> tuple[dict[str, str], dict[str, str]]:
-    """The digests of all tensors, as read and as written, after both."""
+    """Convert all tensors and return their digests, as read and as written."""
     buffer, total, done = Buffer(ready.max_memory), ready.plan.bytes_read, 0
     stated = ready.source.manifest.tensors if ready.source.manifest else {}
     read: dict[str, str] = {}
@@ -158,13 +157,13 @@ def damaged_tensor(root: Path, name: str) -> ConversionError:
 
 def _cast(name: str, values: Tensor, copy: Tensor) -> None:
     copy.copy_(values)
-    # Of these dtypes only float16 is so narrow that weights leave its range.
+    # Of these dtypes only float16 is narrow enough for weights to leave its range.
     if copy.dtype == torch.float16 and torch.isinf(copy).sum() > torch.isinf(values).sum():
         raise ConversionError(f"{name} has values beyond the range of float16; cast to bfloat16")
 
 
 def _copy_side_files(ready: Prepared) -> dict[str, str]:
-    """Write what only Hugging Face knows, byte for byte, and return the files' digests."""
+    """Copy the files that only Hugging Face has, byte for byte, and return their digests."""
     files = {}
     for name, path in ready.source.side_files.items():
         inside = side_path(name, ready.plan.to)
@@ -197,7 +196,7 @@ def _is_cast(ready: Prepared) -> bool:
 
 
 def _main_dtype(ready: Prepared) -> torch.dtype:
-    """The dtype that most bytes of weights are written in."""
+    """The dtype in which most bytes of weights are written."""
     sizes: dict[torch.dtype, int] = {}
     for info in ready.infos.values():
         sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
@@ -205,7 +204,7 @@ def _main_dtype(ready: Prepared) -> torch.dtype:
 
 
 def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
-    """A config.json that states this dtype, under the name it has for it, and is the same else."""
+    """The config.json with this dtype, under the name it uses for it, and otherwise unchanged."""
     fields = strict_json.parse(config, finite=False)
     named = [name for name in ("dtype", "torch_dtype") if name in fields] or ["torch_dtype"]
     for name in named:

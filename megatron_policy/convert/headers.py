@@ -1,6 +1,6 @@
-"""What a checkpoint of either format says it holds: names, shapes, dtypes and config; no weights.
+"""What the headers of a checkpoint of either format say: names, shapes, dtypes and config.
 
-Knows nothing of whether these fit together.
+Reads no weights, and does not check that these fit together.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megatron_policy.errors import ConfigError, ConversionError
 
 @dataclass(frozen=True)
 class Headers:
-    """`config` with the defaults of its class, `written` as its file has it; the tensors under
-    their HF names, and what feeds none of these under the key it has.
+    """`config` has the defaults of its class, `written` is as in its file; tensors have their HF
+    names, and those that feed none of these their keys.
     """
 
     config: Mapping[str, Any]
@@ -34,14 +34,14 @@ class Headers:
     shapes: Mapping[str, Shape]
     dtypes: Mapping[str, torch.dtype]
     problems: tuple[str, ...] = ()
-    """What is wrong with keys that were meant for a parameter."""
+    """What is wrong with keys that belong to a parameter."""
 
 
 def read_headers(source: str | Path, config: str | Path | None = None) -> Headers:
-    """Of a checkpoint here, or an HF one on the hub; a Megatron-Core one without config takes
-    `config`.
+    """Read the headers of a local checkpoint, or of an HF one on the hub.
 
-    ConfigError when there is none, ConversionError when its headers are damaged.
+    `config` is for a Megatron-Core checkpoint without one. ConfigError when there is no checkpoint,
+    ConversionError when its headers are damaged.
     """
     root = dist_files.find(source)
     if root is not None:
@@ -68,7 +68,7 @@ def _dist_headers(root: Path, config: str | Path | None) -> Headers:
         reader = dist_files.DistReader(root, files)
         try:
             table = draft(Fields(fields))
-        except ConversionError:  # whoever looks at the config says why
+        except ConversionError:  # whoever uses the config reports why
             keys = reader.weights()
             return Headers(
                 fields,

@@ -1,6 +1,6 @@
 """Opens a checkpoint of either format: its tensors under HF names, its config, its digests.
 
-Reads headers and indices; of the tensors themselves nothing yet.
+Reads headers and indices, but no tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from megatron_policy.formats.tensors import (
 HF, MCORE = "hf", "mcore"
 
 SIDE = "hf"
-"""Directory inside a Megatron-Core checkpoint for what only Hugging Face knows: config, tokenizer.
+"""Directory inside a Megatron-Core checkpoint for the files that only Hugging Face has: config,
+tokenizer.
 """
 
 Extents = Mapping[Path, Sequence[tuple[int, int]]]
@@ -39,35 +40,35 @@ Extents = Mapping[Path, Sequence[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint to read from; `table` is None where nothing has to know the model."""
+    """An open checkpoint to read from; `table` is None if its model is not needed."""
 
     root: Path
     kind: str
     infos: Mapping[str, Info]
-    """Of each tensor, in the order in which they are best read."""
+    """Of each tensor, in the best order for reading."""
     tensors: Tensors
     table: Table | None
     side_files: Mapping[str, Path]
-    """Config, tokenizer and generation settings, by the names they have in HF format."""
+    """Config, tokenizer and generation settings, by their names in HF format."""
     manifest: Manifest | None
     extents: Extents
-    """Of each file that holds tensors, the bytes that are theirs: (first, end) each."""
+    """For each file with tensors, the bytes of these: (first, end) each."""
     keys: Mapping[str, str]
-    """Of a Megatron-Core checkpoint, what holds each parameter: canonical name -> key."""
+    """For a Megatron-Core checkpoint, where each parameter is: canonical name -> key."""
     problems: Mapping[str, str]
-    """Files whose bytes contradict the manifest, by relative path, and the words for each."""
+    """Files whose bytes contradict the manifest, by relative path, with a message for each."""
 
     def check(self) -> None:
-        """ConversionError if a file is damaged."""
+        """Raise ConversionError if a file is damaged."""
         if self.problems:
             raise ConversionError("\n".join(self.problems.values()))
 
 
 def open_checkpoint(path: str | Path, files: RawFiles, config: Path | None = None) -> Opened:
-    """The checkpoint at `path`, or of that name on the HF hub.
+    """Open the checkpoint at `path`, or of that name on the HF hub.
 
-    ConfigError when there is none, ConversionError when it is damaged beyond reading. `config` is
-    the config.json, or its directory, of a Megatron-Core checkpoint that does not have its own.
+    ConfigError when there is none, ConversionError when it is too damaged to read. `config` is the
+    config.json, or its directory, of a Megatron-Core checkpoint that does not have its own.
     """
     if (root := dist_files.find(path)) is None:
         _refuse_others(path)
@@ -87,7 +88,7 @@ def _opened(root: Path, files: RawFiles, read: Callable[[Manifest | None], Opene
 
 
 def _refuse_others(path: str | Path) -> None:
-    """ConfigError for a directory that is no checkpoint."""
+    """Raise ConfigError for a directory that is not a checkpoint."""
     root = expanded(path)
     if root.is_file():
         raise ConfigError(f"{root} is a file; a checkpoint is a directory")
@@ -99,7 +100,7 @@ def _refuse_others(path: str | Path) -> None:
 
 
 _READ = ("config.json", hf_files.INDEX, dist_metadata.METADATA, dist_files.FORMAT)
-"""Files without which a checkpoint cannot be made sense of: damaged, they are not looked into."""
+"""Files without which a checkpoint cannot be read: if damaged, they are not parsed."""
 _WITH_TENSORS = (".safetensors", ".distcp")
 _HF_MARKS = ("config.json", hf_files.SINGLE, hf_files.INDEX)
 
@@ -191,7 +192,9 @@ def _parameters(
 
 
 def _as_stated(infos: Mapping[str, Info], manifest: Manifest, root: Path) -> dict[str, Info]:
-    """The tensors in the dtypes they had in HF format: what shares a key there shares its dtype."""
+    """The tensors in the dtypes they had in HF format: tensors that share a key share its dtype
+    there.
+    """
     stated = {name: info for name, (info, _) in manifest.tensors.items()}
     for name in {*infos, *stated}:
         if name not in stated or name not in infos or stated[name].shape != infos[name].shape:
@@ -204,9 +207,9 @@ def _as_stated(infos: Mapping[str, Info], manifest: Manifest, root: Path) -> dic
 def _damaged(
     root: Path, manifest: Manifest | None, files: RawFiles, extents: Extents | None
 ) -> dict[str, str]:
-    """The files whose bytes are not what the manifest says, of those bytes that are no tensor's.
+    """The files whose bytes, other than those of tensors, contradict the manifest.
 
-    With `extents` of the files that hold tensors, without them of the others.
+    With `extents`, of the files that hold tensors; without, of the others.
     """
     problems = {}
     for name, stated in (manifest.files if manifest else {}).items():
@@ -232,7 +235,7 @@ def _side_files(root: Path, config: Path | None) -> dict[str, Path]:
 
 
 def _config_of(root: Path, config: Path | None) -> Path:
-    """What `read_config` has to be given."""
+    """The argument for `read_config`."""
     if config is not None:
         given = expanded(config)
         if not given.exists():

@@ -1,4 +1,4 @@
-"""What a conversion will do, settled before a byte of a tensor is read, and fit to be printed."""
+"""The plan of a conversion, made before any tensor is read; it can be printed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One HF tensor, the dtype it is written in, and the keys that hold it in Megatron-Core."""
+    """One HF tensor, the dtype in which it is written, and its keys in Megatron-Core."""
 
     name: str
     shape: tuple[int, ...]
@@ -56,10 +56,10 @@ class ConversionPlan:
     bytes_written: int
     buffer_bytes: int
     has_digests: bool
-    """Whether the source says what its bytes have to be."""
+    """Whether the source has digests of its bytes."""
 
     def describe(self) -> Iterator[str]:
-        """The plan in lines of text, a tensor a line at the end."""
+        """The plan as lines of text, ending with one line per tensor."""
         formats = {HF: "Hugging Face", MCORE: "Megatron-Core (torch_dist)"}
         cast = [tensor for tensor in self.tensors if tensor.dtype != tensor.source_dtype]
         yield f"{self.family}: {self.source} -> {self.destination} ({formats[self.to]})"
@@ -86,7 +86,7 @@ class ConversionPlan:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A plan with what carries it out; `reader` and `writer` open files when first used."""
+    """A plan with what is needed to carry it out; `reader` and `writer` open files on first use."""
 
     plan: ConversionPlan
     source: Opened
@@ -110,10 +110,10 @@ def prepared(
     max_shard_size: int,
     config: str | Path | None,
 ) -> Iterator[Prepared]:
-    """Open the source, check it and settle what to do; closes files at the end.
+    """Open the source, check it and plan the conversion; closes files at the end.
 
-    ConfigError for a wish that cannot be met, ConversionError for a source that is damaged or no
-    model as its config says.
+    ConfigError for a request that cannot be met, ConversionError for a source that is damaged or
+    not a model as its config says.
     """
     cast_to = parse_dtype(dtype)
     check_memory(max_memory)
@@ -165,13 +165,13 @@ def plan_conversion(
     max_shard_size: int = DEFAULT_MAX_SHARD_SIZE,
     config: str | Path | None = None,
 ) -> ConversionPlan:
-    """What `convert` would do with these arguments; errors as there, and nothing is written."""
+    """What `convert` would do with these arguments; same errors, but writes nothing."""
     with prepared(source, destination, to, dtype, max_memory, max_shard_size, config) as ready:
         return ready.plan
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype of that name; ConfigError for one that weights cannot have."""
+    """The dtype of that name; ConfigError if weights cannot have it."""
     found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if dtype is not None and found not in WEIGHT_DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; it can be {', '.join(_DTYPES)}")
@@ -193,7 +193,7 @@ def _bound(opened: Opened) -> Table:
     """The source's table; ConversionError unless the source is a model of it."""
     table = opened.table
     if opened.kind == HF:
-        table = bind(read_config(opened.root))  # again, for the error if there is one
+        table = bind(read_config(opened.root))  # again, to raise the error if there is one
     assert table is not None
     shapes = {name: info.shape for name, info in opened.infos.items()}
     table.check_hf(shapes, {name: info.dtype for name, info in opened.infos.items()})
@@ -247,7 +247,7 @@ def _keys_by_tensor(table: Table, keys: Mapping[str, str]) -> dict[str, tuple[st
 
 
 def side_path(name: str, to: str) -> str:
-    """Where a file that only Hugging Face knows stands in a checkpoint of format `to`."""
+    """The path of a file that only Hugging Face has, in a checkpoint of format `to`."""
     return name if to == HF else f"{SIDE}/{name}"
 
 

@@ -1,6 +1,6 @@
-"""The checkpoint to be: its files, and where in them each tensor goes; writes nothing yet.
+"""The planned checkpoint: its files, and where in them each tensor goes.
 
-Paths are relative to the directory it will be written in.
+Paths are relative to the directory it will be written in; nothing is written yet.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from megatron_policy.refit.plan import RefitTensor
 
 @dataclass(frozen=True)
 class Target:
-    """All that will be written but side files and manifest."""
+    """Everything that will be written, except side files and manifest."""
 
     tensors: Tensors
     sizes: Mapping[Path, int]
     """Bytes of each file that holds tensors."""
     extents: Extents
     framing: Iterable[tuple[Path, int, bytes]]
-    """(file, offset, bytes) of all in those files that is no tensor's."""
+    """(file, offset, bytes) of everything in those files that is not a tensor."""
     small: Mapping[str, bytes]
-    """The other files, in the order in which to write them."""
+    """The other files, in the order to write them."""
     keys: Mapping[str, str]
-    """Of a Megatron-Core checkpoint, what holds each parameter: canonical name -> key."""
+    """For a Megatron-Core checkpoint, where each parameter is: canonical name -> key."""
 
 
 def hf_target(infos: Mapping[str, Info], files: RawFiles, max_file_bytes: int) -> Target:
-    """Safetensors of these tensors, in this order, with an index where it takes several files."""
+    """Safetensors of these tensors, in this order, with an index if there are several files."""
     plan = plan_export(
         [RefitTensor(name, info.shape, info.dtype) for name, info in infos.items()],
         max_file_bytes,
@@ -73,7 +73,7 @@ def hf_target(infos: Mapping[str, Info], files: RawFiles, max_file_bytes: int) -
 def mcore_target(
     table: Table, infos: Mapping[str, Info], files: RawFiles, max_file_bytes: int
 ) -> Target:
-    """A sharded checkpoint of these HF tensors, and of the objects that Megatron-Core asks for."""
+    """A sharded checkpoint of these HF tensors, with the objects that Megatron-Core asks for."""
     arch, entries = table.architecture, table.exported()
     dtypes = _dtypes(table, infos)
     parameters: list[Parameter] = []
@@ -110,7 +110,7 @@ def mcore_target(
 
 
 def _dtypes(table: Table, infos: Mapping[str, Info]) -> dict[str, torch.dtype]:
-    """The dtype of each key: one that loses nothing of any tensor in it."""
+    """The dtype of each key: one that represents all its tensors without loss."""
     held: dict[str, list[Entry]] = {}
     for entry in table.exported():
         for place in written(entry, table.architecture):

@@ -1,4 +1,4 @@
-"""Copies that a tied checkpoint may ship: are they the tensors that they have to repeat?"""
+"""Checks that tied copies in a checkpoint equal their originals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_policy.errors import ConversionError
 
 
 def check_copies(opened: Opened, table: Table) -> None:
-    """ConversionError naming a copy that differs from its original."""
+    """Raise ConversionError naming a tied copy that differs from its original."""
     for name, original in table.copies().items():
         if name in opened.infos and original in opened.infos and not _equal(opened, name, original):
             raise ConversionError(

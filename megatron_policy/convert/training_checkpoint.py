@@ -1,6 +1,6 @@
-"""What conversion asks of a training checkpoint; knows no other format.
+"""What conversion needs to know of a training checkpoint.
 
-The package of checkpoints digests with this one's functions: it is imported when it is asked.
+The checkpoint package uses this package's digest functions, so it is imported lazily.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron_policy.errors import CheckpointError, ConversionError
 
 
 def is_saved(root: Path) -> bool:
-    """Whether a policy saved it, with digests of its own kind."""
+    """Whether it is a training checkpoint that a policy saved, with its own kind of digests."""
     from megatron_policy.checkpoint.tracker import is_saved
 
     return is_saved(root)
@@ -30,7 +30,7 @@ def source_dtypes(root: Path) -> dict[str, torch.dtype]:
 
 
 def check_bytes(root: Path) -> None:
-    """ConversionError, naming the first of them, if any bytes are not those that were saved."""
+    """Raise ConversionError, naming the first, if any bytes differ from those that were saved."""
     from megatron_policy.checkpoint.verifying import verify
 
     try:

@@ -1,5 +1,5 @@
-"""The machine: the one place that names a device type or a communication backend; knows nothing of
-models.
+"""The machine: the only place that names a device type or a communication backend. Read `shared.py`
+for memory that two processes share, `random_states.py` for random numbers.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ def is_accelerated() -> bool:
 
 
 def prepare_for_other_engines() -> None:
-    """Let communicators be made that hold engines' GPUs too; call it before the first is made.
+    """Allow communicators that also include engines' GPUs; call it before the first is made.
 
-    Without it those of vLLM's kind fail to reach their peers (NeMo RL, issue 564).
+    Without it vLLM's communicators fail to reach their peers (NeMo RL, issue 564).
     """
     os.environ["NCCL_CUMEM_ENABLE"] = "1"
 
 
 def place_process() -> torch.device:
-    """Bind this process to its GPU (LOCAL_RANK, modulo those visible) and return its device."""
+    """Bind this process to its GPU (LOCAL_RANK modulo the visible GPUs) and return its device."""
     if is_accelerated():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return current_device()
@@ -86,8 +86,8 @@ def join_process_group(timeout_s: float) -> bool:
     created it.
 
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read as torchrun and our Ray workers set them;
-    without RANK the process becomes a world of one. A group that exists already is used as it is;
-    in one made here a collective fails after `timeout_s` seconds instead of hanging.
+    without RANK the process becomes a world of one. An existing group is used as it is; in one made
+    here, a collective fails after `timeout_s` seconds instead of hanging.
     """
     if dist.is_initialized():
         return False
@@ -103,8 +103,8 @@ def join_process_group(timeout_s: float) -> bool:
 
 
 def private_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
-    """A group of `size` processes that meet in `store`, known to nobody else: NCCL between GPUs,
-    gloo elsewhere. It ends when the last reference to it goes.
+    """A private group of `size` processes that meet in `store`: NCCL between GPUs, gloo elsewhere.
+    It ends with the last reference to it.
     """
     timeout = timedelta(seconds=timeout_s)
     if not is_accelerated():
@@ -121,15 +121,15 @@ def leave_process_group() -> None:
 
 
 def device_id() -> str:
-    """An identifier of the physical device: the GPU's UUID, or the host name and process on CPU."""
+    """An identifier of the physical device: the GPU's UUID, or host name and process id on CPU."""
     if is_accelerated():
         return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
     return f"CPU-{os.uname().nodename}-{os.getpid()}"
 
 
 def memory_info() -> MemoryInfo:
-    """Free, total and peak bytes of the current device (of the host's memory and this process on
-    CPU).
+    """Free, total and peak bytes of the current device (on CPU, of the host's memory and this
+    process).
     """
     if is_accelerated():
         free, total = torch.cuda.mem_get_info()
@@ -145,8 +145,8 @@ def memory_info() -> MemoryInfo:
 
 
 def shareable_bytes() -> int:
-    """Free bytes of what this process can share with another: the device's memory, or on the CPU
-    what /dev/shm has left of the host's.
+    """Free bytes that this process can share with another: the device's memory, or on the CPU the
+    host memory left in /dev/shm.
     """
     free = memory_info().free
     if is_accelerated() or not os.path.isdir("/dev/shm"):
@@ -156,50 +156,50 @@ def shareable_bytes() -> int:
 
 
 def reset_peak_memory() -> None:
-    """Forget the peak so far; on CPU nothing: that peak is the operating system's."""
+    """Reset the peak so far; on CPU do nothing: that peak is the operating system's."""
     if is_accelerated():
         torch.cuda.reset_peak_memory_stats()
 
 
 def random_state() -> torch.Tensor | None:
-    """The state of the device's default generator, in host memory; None where there is none but the
-    CPU's, which torch gives itself.
+    """The state of the device's default generator, in host memory; None if there is only the CPU's,
+    which torch itself returns.
     """
     return torch.cuda.get_rng_state() if is_accelerated() else None
 
 
 def set_random_state(state: torch.Tensor) -> None:
-    """Set the device's default generator to what `random_state` gave."""
+    """Set the device's default generator to what `random_state` returned."""
     torch.cuda.set_rng_state(state)
 
 
 def host_buffer(like: torch.Tensor) -> torch.Tensor:
-    """An uninitialised host tensor of the same shape and dtype, page-locked when a GPU will copy to
-    and from it.
+    """An uninitialised host tensor of the same shape and dtype, pinned if a GPU will copy to and
+    from it.
     """
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=is_accelerated())
 
 
 def spare_cores(most: int = 4) -> int:
-    """How many threads of this rank may work on files: its share of the machine's cores."""
+    """How many threads this rank may use for files: its share of the machine's cores."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(most, len(os.sched_getaffinity(0)) // ranks_here))
 
 
 def queued() -> Any:
-    """A point behind all that this thread has given the device to do, for `beside`."""
+    """An event after all work that this thread has queued on the device, for `beside`."""
     return torch.cuda.current_stream().record_event() if is_accelerated() else None
 
 
 @contextmanager
 def beside(point: Any) -> Iterator[None]:
-    """Within this context the thread gives the device work that begins after `point` and goes on
-    beside what other threads give it; all of it is done at the end.
+    """Within this context the thread's device work starts after `point` and runs in parallel to
+    that of other threads; all of it is done at the end.
     """
     if point is None:
         yield
         return
-    # A thread that was just started is on the first device, whatever the others are on.
+    # A new thread is on the first device, whatever the others are on.
     stream = torch.cuda.Stream(point.device)
     stream.wait_event(point)
     try:

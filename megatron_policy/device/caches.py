@@ -1,4 +1,4 @@
-"""What the machine's allocators keep for later; knows nothing of what it was allocated for."""
+"""The caches of the machine's allocators."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megatron_policy.device import is_accelerated
 
 
 def release_cached() -> None:
-    """Give the driver the device memory that is cached and unused, so that other processes find it;
-    on the CPU nothing: freed memory goes back by itself.
+    """Return cached, unused device memory to the driver, so that other processes can use it; on the
+    CPU do nothing: freed memory is returned by itself.
     """
     if is_accelerated():
         gc.collect()

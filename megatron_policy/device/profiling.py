@@ -1,6 +1,4 @@
-"""Marks the range that a profiler outside this process records, and names the device; knows no
-work.
-"""
+"""Marks the range that an external profiler records, and names the device."""
 
 from __future__ import annotations
 
@@ -12,21 +10,19 @@ from megatron_policy.device import is_accelerated
 
 
 def start_profiling() -> None:
-    """A profiler that waits for it (`nsys profile --capture-range=cudaProfilerApi`) records from
-    here; nothing on the CPU, where profilers attach from outside.
+    """Start the range that a waiting profiler (`nsys profile --capture-range=cudaProfilerApi`)
+    records; do nothing on the CPU, where profilers attach from outside.
     """
     if is_accelerated():
         torch.cuda.profiler.start()
 
 
 def stop_profiling() -> None:
-    """It records no longer; nothing on the CPU."""
+    """End that range; do nothing on the CPU."""
     if is_accelerated():
         torch.cuda.profiler.stop()
 
 
 def device_name() -> str:
-    """The model of the device that this process computes on, as its maker calls it; on the CPU the
-    architecture.
-    """
+    """The vendor's name of the device this process computes on; on the CPU, the architecture."""
     return torch.cuda.get_device_name() if is_accelerated() else f"CPU {platform.machine()}"

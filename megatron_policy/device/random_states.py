@@ -1,7 +1,7 @@
-"""Every source of random numbers of this process as bytes, and back: Python's, numpy's, torch's,
+"""Saves and restores every source of random numbers of this process: Python's, numpy's, torch's,
 the device's, and those of a training engine.
 
-Plain values and tensors of torch alone, so that reading them runs nothing.
+The bytes contain only plain values and torch tensors, so that reading them runs no code.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from megatron_policy.errors import CheckpointError
 
 _FORMAT = 1
 _DIGEST_BYTES = 16
-_ENGINE = "megatron."  # the name of the first engine, which files have
+_ENGINE = "megatron."  # the first engine's name, fixed by existing files
 _UNREADABLE = (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError)
-"""What torch raises over bytes that it has not written."""
+"""What torch raises for bytes that it has not written."""
 
 
 class EngineRandom(Protocol):
@@ -38,9 +38,9 @@ class EngineRandom(Protocol):
 
 def capture(engine: EngineRandom, generators: Mapping[str, torch.Generator]) -> bytes:
     """The states of Python's, numpy's and torch's global generators, the device's, the engine's,
-    and of `generators` by name; drawing goes on as if nobody had looked.
+    and of `generators` by name; the generators are not advanced.
 
-    A digest of the rest comes first.
+    The bytes begin with a digest of the rest.
     """
     buffer = io.BytesIO()
     torch.save(_states(engine, generators), buffer)
@@ -49,8 +49,8 @@ def capture(engine: EngineRandom, generators: Mapping[str, torch.Generator]) -> 
 
 
 def kept(engine: EngineRandom) -> Callable[[], None]:
-    """A function that sets every source of this process to where it is now; cheap enough for every
-    step.
+    """A function that resets every source of this process to its current state; cheap enough for
+    every step.
     """
     python, arrays, host, device = (
         random.getstate(),
@@ -79,9 +79,9 @@ def check(content: bytes) -> None:
 def restore(
     content: bytes, engine: EngineRandom, generators: Mapping[str, torch.Generator]
 ) -> str | None:
-    """Set every source to what `capture` saw; the numbers drawn next are those drawn after it.
+    """Set every source to what `capture` saved; the next numbers are those drawn after it.
 
-    Returns None, or in words why they cannot go on in this process, whose sources are not the same
+    Returns None, or the reason why this process cannot continue them, if its sources differ
     (another device, other names): then nothing is changed. CheckpointError for bytes that are
     damaged or of a newer format.
     """
@@ -103,7 +103,7 @@ def restore(
 
 def _states(engine: EngineRandom, generators: Mapping[str, torch.Generator]) -> dict[str, Any]:
     version, words, gauss = random.getstate()
-    # numpy's annotation leaves room for a dict, which only `legacy=False` returns.
+    # numpy's annotation allows a dict, which only `legacy=False` returns.
     name, keys, *rest = cast(tuple[Any, ...], np.random.get_state())
     states = {
         "format": _FORMAT,
@@ -146,7 +146,7 @@ def _parsed(content: bytes) -> dict[str, Any]:
 
 
 def _mismatch(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
-    """Why `saved` cannot take the place of `own`, if so."""
+    """Why `saved` cannot replace `own`, or None if it can."""
     if missing := own.keys() - saved.keys():
         return f"the checkpoint has no random numbers of {_listed(missing)}, drawn from here"
     if unknown := saved.keys() - own.keys():

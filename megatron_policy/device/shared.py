@@ -1,4 +1,4 @@
-"""Memory of a GPU, lent to another process on the same machine; knows nothing of what is in it."""
+"""GPU memory exported to another process on the same machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GLOBALS = frozenset(
         ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"),
     }
 )
-"""What a pickled handle names, beside dtypes: (module, name)."""
+"""What a pickled handle names besides dtypes: (module, name)."""
 
 _FIELDS = (
     "type",
@@ -38,7 +38,7 @@ _FIELDS = (
     "event_handle",
     "event_sync",
 )
-"""The arguments of torch's function, in its order."""
+"""The arguments of torch's function, in order."""
 
 _CLASSES: dict[str, Any] = {"type": torch.Tensor, "storage_type": torch.storage.TypedStorage}
 _BYTES = ("handle", "counter_handle", "event_handle")
@@ -55,10 +55,10 @@ _DEVICE = _FIELDS.index("device")
 
 
 def share(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-    """A function and its arguments, which in another process give that tensor on the same GPU.
+    """A function and its arguments that open the tensor in another process on the same GPU.
 
-    What was queued for it is done first. Its memory stays the caller's, to keep until the other
-    process has dropped what it opened. (torch.multiprocessing's CUDA IPC.)
+    Queued device work is finished first. The caller must keep the memory until the other process
+    has dropped what it opened. (torch.multiprocessing's CUDA IPC.)
     """
     from torch.multiprocessing.reductions import reduce_tensor
 
@@ -68,7 +68,7 @@ def share(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
 
 
 def plain(arguments: Sequence[Any]) -> dict[str, Any]:
-    """The arguments of `share` for a message of plain values."""
+    """The arguments from `share` as plain values, for a message."""
     told: dict[str, Any] = dict(zip(_FIELDS, arguments, strict=True))
     size, dtype = list(told["size"]), str(told["dtype"]).removeprefix("torch.")
     told |= {"size": size, "stride": list(told["stride"]), "dtype": dtype}
@@ -91,8 +91,8 @@ def arguments(told: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def opened(arguments: Sequence[Any]) -> Tensor:
-    """The tensor that another process has shared, on this process's GPU: by their UUID the same
-    one, whatever its number in either.
+    """The tensor that another process has shared, on this process's GPU: the same GPU by UUID,
+    whatever its number in either process.
     """
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 

@@ -1,3 +1,3 @@
-"""The training engines: what a policy is computed with. Each implements `interfaces.engine`, and is
-the only package that imports its foreign library. Read `megatron/assemble.py` first.
+"""The training engines, which compute a policy. Each implements `interfaces.engine` and is the only
+package that imports its third-party library. Read `megatron/assemble.py` first.
 """

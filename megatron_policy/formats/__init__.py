@@ -1,3 +1,3 @@
-"""What files of weights have in common, whatever the format: tensors as bytes, digests, and the
-manifest of a directory. Read `manifest.py` first.
+"""What all formats of weight files have in common: tensors as bytes, digests, and the manifest of a
+directory. Read `manifest.py` first.
 """

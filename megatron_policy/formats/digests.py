@@ -1,7 +1,7 @@
-"""64-bit digests (xxh3) of tensors and of what stands around them in files; knows no formats.
+"""64-bit digests (xxh3) of tensors and of the other bytes of their files.
 
-Every byte of a file is covered once: a tensor's own by the tensor's digest, which is over its
-elements in HF order and the same in every format, all others by the file's.
+Every byte of a file is covered once: a tensor's bytes by the tensor's digest, which covers its
+elements in HF order and is the same in every format, all other bytes by the file's digest.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from megatron_policy.formats.tensors import flat_bytes
 STEP = 2**20
 
 UNSEALED = "0" * 16
-"""What stands for a text's own digest while that is computed."""
+"""Placeholder for a text's own digest while that is computed."""
 
 
 class Digest:
-    """Takes bytes one after another."""
+    """An incremental digest."""
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_64()
 
     def update(self, content: bytes | memoryview | Tensor) -> None:
-        """Take the next bytes, or those of a contiguous tensor."""
+        """Add the next bytes, or those of a contiguous tensor."""
         self._state.update(flat_bytes(content) if isinstance(content, Tensor) else content)
 
     def text(self) -> str:
-        """The digest of all that was taken, in 16 hexadecimal digits."""
+        """The digest of all bytes so far, as 16 hexadecimal digits."""
         return self._state.hexdigest()
 
 
@@ -44,17 +44,17 @@ def of_bytes(content: bytes) -> str:
 
 
 def sealed(text: bytes) -> bytes:
-    """The text with a digest of all of it where its first `UNSEALED` stands."""
+    """The text with its first `UNSEALED` replaced by a digest of the whole text."""
     return text.replace(UNSEALED.encode(), of_bytes(text).encode(), 1)
 
 
 def is_sealed(text: bytes, stated: str) -> bool:
-    """Whether `stated`, the digest that stands in the text, is the one that `sealed` put there."""
+    """Whether `stated`, the digest in the text, is the one that `sealed` put there."""
     return of_bytes(text.replace(stated.encode(), UNSEALED.encode(), 1)) == stated
 
 
 def of_file(files: RawFiles, path: Path, size: int, extents: Iterable[tuple[int, int]] = ()) -> str:
-    """The digest of a file's bytes outside of `extents`, (first, end) each, that are tensors'."""
+    """The digest of a file's bytes outside the tensors' `extents`, (first, end) each."""
     digest = Digest()
     for begin, end in _gaps(size, sorted(extents)):
         for offset in range(begin, end, STEP):
@@ -63,7 +63,7 @@ def of_file(files: RawFiles, path: Path, size: int, extents: Iterable[tuple[int,
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file; ConversionError when there is none."""
+    """Size of a file in bytes; ConversionError if it cannot be read."""
     try:
         return os.stat(path).st_size
     except OSError as error:

@@ -1,7 +1,4 @@
-"""What a converted checkpoint says of itself: where it comes from, and a digest of each byte.
-
-Knows nothing of how checkpoints are converted.
-"""
+"""The manifest of a converted checkpoint: its origin, and digests that cover every byte."""
 
 from __future__ import annotations
 
@@ -20,25 +17,25 @@ from megatron_policy.formats.tensors import Info
 
 FORMAT = 1
 MAX_BYTES = 2**30
-"""Of the file: more than one has for a million tensors."""
+"""Size limit of the file: more than a manifest with a million tensors needs."""
 MAPPING = 1
-"""Counts changes after which the same HF tensors would lie elsewhere in Megatron-Core's."""
+"""Counts changes that map HF tensors to other places in Megatron-Core's parameters."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Digests of tensors under their HF names and of files, and the origin as plain values."""
+    """Digests of tensors by HF name and of files, and the origin as plain values."""
 
     tensors: Mapping[str, tuple[Info, str]]
     files: Mapping[str, str]
-    """Relative path -> digest of the bytes that are no tensor's own."""
+    """Relative path -> digest of the bytes that belong to no tensor."""
     origin: Mapping[str, Any]
     """package, direction, source, family, config."""
     step: int | None = None
-    """Optimizer steps behind the weights, where a policy wrote them."""
+    """Optimizer steps taken so far, if a policy wrote the weights."""
 
     def encoded(self) -> bytes:
-        """The file; its first value is a digest of the rest of it."""
+        """The content of the file; its first value is a digest of the rest."""
         content = {
             "digest": UNSEALED,
             "format": FORMAT,

@@ -1,7 +1,6 @@
-"""A checkpoint's tensors under their Hugging Face names, range by range, whatever format they are
-in; knows files and layouts, but neither digests nor configs.
+"""Access to a checkpoint's tensors by Hugging Face name, range by range, in any format.
 
-A range is `count` elements of a tensor, flat in HF order, from element `first` on.
+A range is `count` elements of a tensor, flat in HF order, starting at element `first`.
 """
 
 from __future__ import annotations
@@ -25,37 +24,37 @@ from megatron_policy.converters.table import Entry
 
 @dataclass(frozen=True)
 class Info:
-    """What a tensor is."""
+    """Dtype and shape of a tensor."""
 
     dtype: torch.dtype
     shape: Shape
 
     @property
     def elements(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """How many bytes they take."""
+        """Size in bytes."""
         return self.elements * self.dtype.itemsize
 
 
 class Tensors(Protocol):
-    """Where ranges of tensors are read from, or written to."""
+    """A source or target of ranges of tensors."""
 
     def read(self, name: str, first: int, values: Tensor, scratch: Tensor) -> None:
-        """Fill flat `values` with the range of as many elements; `scratch` is bytes to use."""
+        """Fill flat `values` with the range of that many elements; `scratch` is scratch memory."""
 
     def write(self, name: str, first: int, values: Tensor, scratch: Tensor) -> None:
-        """Put flat `values` where that range belongs."""
+        """Write flat `values` to that range."""
 
     def scratch(self, name: str, dtype: torch.dtype) -> int:
-        """Bytes of scratch needed for each element of a range in that dtype."""
+        """Bytes of scratch memory needed per element of a range in that dtype."""
 
 
 class FileTensors:
-    """Tensors that lie whole in their files, as in safetensors."""
+    """Tensors stored whole in their files, as in safetensors."""
 
     def __init__(self, stored: Mapping[str, Stored], files: RawFiles) -> None:
         self.stored, self._files = stored, files
@@ -69,12 +68,14 @@ class FileTensors:
         _move(self._files.write, self.stored[name], first, values)
 
     def scratch(self, name: str, dtype: torch.dtype) -> int:
-        """None."""
+        """No scratch memory is needed."""
         return 0
 
 
 class Share(NamedTuple):
-    """What of an HF tensor is in one parameter, and where that is: more than once when written."""
+    """The part of an HF tensor in one parameter, and where it is stored; a write can have several
+    places.
+    """
 
     stored: tuple[Stored, ...]
     block: Correspondence
@@ -82,7 +83,7 @@ class Share(NamedTuple):
 
 
 class ParameterTensors:
-    """Tensors whose elements lie in Megatron-Core's parameters, along the blocks of their rows."""
+    """Tensors whose elements are in Megatron-Core's parameters, along the blocks of their rows."""
 
     def __init__(self, shares: Mapping[str, Sequence[Share]], files: RawFiles) -> None:
         self._shares, self._files = shares, files
@@ -139,7 +140,7 @@ class ParameterTensors:
 def shares_of(
     entries: Sequence[Entry], arch: Architecture, stored: Mapping[str, tuple[Stored, ...]]
 ) -> dict[str, list[Share]]:
-    """For each HF tensor its shares in the parameters, which `stored` has by their names."""
+    """The shares of each HF tensor in the parameters, which `stored` has by name."""
     known: dict[Row, list[tuple[int, Correspondence]]] = {}
     shares: dict[str, list[Share]] = {}
     for entry in entries:

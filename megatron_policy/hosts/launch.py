@@ -1,4 +1,4 @@
-"""Runs a program as Python would, from within another program; knows no host."""
+"""Runs a program as Python would, from within another program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_policy.errors import ConfigError
 
 @dataclass(frozen=True)
 class Program:
-    """What stands after `python` on a command line: `[-m] target arguments...`."""
+    """The part after `python` of a command line: `[-m] target arguments...`."""
 
     target: str
     arguments: tuple[str, ...]
@@ -26,7 +26,7 @@ class Program:
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Program:
-        """ConfigError when `words` name no program."""
+        """Parse a command line; ConfigError if `words` name no program."""
         is_module = words[:1] == ["-m"]
         rest = words[1:] if is_module else words
         if not rest or (rest[0].startswith("-") and not is_module):
@@ -35,7 +35,7 @@ class Program:
 
 
 def find(program: Program) -> None:
-    """Make this process's import path and arguments the program's; ConfigError if it is nowhere."""
+    """Set this process's import path and arguments for the program; ConfigError if not found."""
     if not program.is_module and not os.path.exists(program.target):
         raise ConfigError(f"there is no script {program.target!r} in {os.getcwd()}")
     sys.argv[:] = [program.target, *program.arguments]
@@ -48,9 +48,9 @@ def find(program: Program) -> None:
 
 
 def run(program: Program) -> None:
-    """Run a program that was found as `__main__`; what it raises, SystemExit too, is raised."""
+    """Run a program that was found, as `__main__`; its exceptions propagate, even SystemExit."""
     if not sys.flags.safe_path:
-        # What was imported since may have put itself before it.
+        # Modules imported since may have put entries before it.
         sys.path.remove(_path_entry(program))
         sys.path.insert(0, _path_entry(program))
     if program.is_module:
@@ -77,7 +77,7 @@ def _has_module(name: str) -> bool:
 
 
 def _run_script(target: str) -> None:
-    """`__main__` stays in place afterwards, for what runs at exit: other than with `runpy`."""
+    """Run a script. Unlike with `runpy`, `__main__` stays in place for exit handlers."""
     path = os.path.abspath(target)
     loader = SourceFileLoader("__main__", path)
     main = ModuleType("__main__")

@@ -6,5 +6,5 @@ from megatron_policy.interfaces.host import Host
 
 
 def backend() -> Host:
-    """The host that `Policy` finds its worker by."""
+    """The host through which `Policy` finds its worker."""
     return Host("ray", "megatron_policy.workers.worker.MegatronPolicyWorker", lambda: None)

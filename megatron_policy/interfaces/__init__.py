@@ -1,5 +1,5 @@
-"""How policies, losses, hosts and training engines meet their callers: protocols, and no
-implementation of any. Read `loss.py` first, then `engine.py`.
+"""Protocols between policies, losses, hosts and training engines. Read `loss.py` first, then
+`engine.py`.
 """
 
 from megatron_policy.interfaces.loss import (

@@ -1,9 +1,9 @@
-"""What a policy asks of a training engine, on one rank: its part of the model, microbatches through
-it, gradients, optimizer, and its state as ranges of tensors.
+"""What a policy needs from a training engine on one rank: its part of the model, microbatches
+through it, gradients, optimizer, and state as ranges of tensors.
 
-Policy, training, checkpoint, refit and memory are written against these protocols and know no
-engine; `engines/` has the implementations. Every method that says "collective" is called by all
-ranks of the policy in the same order.
+Policy, training, checkpoint, refit and memory use these protocols only; `engines/` has the
+implementations. Every method marked "collective" is called by all ranks of the policy in the same
+order.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from megatron_policy.weights.load import Held
 
 T = TypeVar("T")
 Loss = Callable[[Output], tuple[torch.Tensor, T]]
-"""Of one microbatch: a scalar to differentiate, and what to keep."""
+"""For one microbatch: a scalar to differentiate, and a value to keep."""
 
 MAIN = "fp32_param"
 KINDS = (MAIN, "exp_avg", "exp_avg_sq", "momentum_buffer")
-"""Kinds of optimizer state, in the order in which a parameter's come."""
+"""Kinds of optimizer state, in the order in which a parameter's are returned."""
 
 
 class NotFiniteError(ArithmeticError):
-    """The gradient's norm, on every rank, is no number or too large for one: `norm`."""
+    """The gradient norm, the same on every rank, is NaN or infinite: `norm`."""
 
     def __init__(self, norm: float) -> None:
         super().__init__(f"the gradient's norm is {norm}")
@@ -48,14 +48,14 @@ class StateTensor:
     """One kind of optimizer state of a part of one parameter."""
 
     parameter: torch.Tensor
-    """The model's parameter itself: callers tell it by its identity."""
+    """The model's parameter itself: callers compare it by identity."""
     kind: str
     """One of `KINDS`."""
     tensor: torch.Tensor
     """`[last - first]`, contiguous and live: writing to it changes the optimizer."""
     first: int
     last: int
-    """The elements of the flattened parameter to which it belongs."""
+    """The range of elements of the flattened parameter to which it belongs."""
 
 
 class OptimizerState(Protocol):
@@ -67,23 +67,23 @@ class OptimizerState(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Of all that `tensors` returns once there is all of it."""
+        """The bytes of all that `tensors` returns once all state exists."""
 
     def tensors(self) -> list[StateTensor]:
-        """What exists now; nothing of a parameter of which this rank has no range."""
+        """The state that exists now; without parameters of which this rank has no range."""
 
     def materialize(self) -> None:
-        """Make what the first step would make: moments of zeros and counts of 0."""
+        """Make the state that the first step would make: moments of zeros and counts of 0."""
 
     @property
     def step(self) -> int | None:
-        """How often the optimizer has stepped by its own count; None where it counts nothing."""
+        """The optimizer's own step count; None if it has none."""
 
     def set_step(self, step: int) -> None:
         """Continue the count from here; call `materialize` first."""
 
     def restart(self) -> None:
-        """Start anew over the parameters as they are: no moments, no steps."""
+        """Reset to a new optimizer over the current parameters: no moments, no steps."""
 
 
 class Trainable(Protocol):
@@ -110,16 +110,16 @@ class Trainable(Protocol):
         """
 
     def reduce_gradients(self, factor: float) -> None:
-        """Multiply what has been added up by `factor` and reduce it once; collective."""
+        """Multiply the accumulated gradients by `factor` and reduce them once; collective."""
 
     def step(self) -> float:
         """Clip, update the parameters, and return the whole model's gradient norm before clipping;
-        collective. NotFiniteError, on every rank and before anything has changed, where that norm
-        is not finite.
+        collective. NotFiniteError, on every rank and before anything has changed, if that norm is
+        not finite.
         """
 
     def advance_schedule(self, samples: int) -> None:
-        """Move the learning-rate schedule on by so many samples."""
+        """Advance the learning-rate schedule by this many samples."""
 
     def settle(self) -> None:
         """Wait for parameters that an overlapped gather has not delivered yet."""
@@ -130,7 +130,7 @@ class Trainable(Protocol):
     def restore_schedule(self, state: Mapping[str, Any]) -> dict[str, tuple[object, object]]:
         """Continue from where `state` was taken, by the configuration's own schedule.
 
-        Returns the settings that differ, each as (in `state`, configured). CheckpointError where
+        Returns the settings that differ, each as (in `state`, configured). CheckpointError if
         `state` has no count.
         """
 
@@ -140,7 +140,7 @@ class TrainingEngine(Protocol):
 
     @property
     def place(self) -> Placement:
-        """Where this rank stands in the layout."""
+        """This rank's place in the layout."""
 
     @property
     def groups(self) -> Groups:
@@ -164,7 +164,7 @@ class TrainingEngine(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Entries of the vocabulary, padding not counted."""
+        """Entries of the vocabulary, not counting padding."""
 
     @property
     def is_last_stage(self) -> bool:
@@ -172,7 +172,7 @@ class TrainingEngine(Protocol):
 
     @property
     def trainable(self) -> Trainable | None:
-        """Gradients and optimizer; None where the policy has no optimizer."""
+        """Gradients and optimizer; None if the policy has no optimizer."""
 
     @property
     def pending_reads(self) -> PendingReads:
@@ -181,16 +181,16 @@ class TrainingEngine(Protocol):
     def forward_backward(
         self, microbatches: Sequence[Microbatch], loss: Loss[T], forward_only: bool = False
     ) -> list[T]:
-        """Run the microbatches in training mode; collective. Gradients are added up and, unless
-        `accumulating`, reduced over data-parallel ranks by summing.
+        """Run the microbatches in training mode; collective. Gradients are accumulated and, unless
+        `accumulating`, summed over data-parallel ranks.
 
         Returns what `loss` kept, in order and without fillers, on the last stage; nothing on the
         others.
         """
 
     def forward(self, microbatches: Sequence[Microbatch], read: Callable[[Output], T]) -> list[T]:
-        """Run the microbatches in evaluation mode; collective. Returns what `read` makes of each,
-        as `forward_backward` does.
+        """Run the microbatches in evaluation mode; collective. Returns the result of `read` for
+        each, as `forward_backward` does.
         """
 
     def share_tensor(self, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
@@ -208,8 +208,8 @@ class TrainingEngine(Protocol):
         max_length: int,
         generator: torch.Generator,
     ) -> Continuations:
-        """Continue right-padded prompts, none beyond `max_length` positions; collective. The result
-        is on the CPU of every rank; `generator` draws on one rank of each replica.
+        """Continue right-padded prompts up to at most `max_length` positions; collective. Every
+        rank gets the result, on the CPU; one rank of each replica draws from `generator`.
         """
 
     def decoder_layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
@@ -221,7 +221,7 @@ class TrainingEngine(Protocol):
         """
 
     def random_states(self) -> dict[str, torch.Tensor]:
-        """The engine's own random number generators, beside the process's, by name."""
+        """The engine's own random number generators, besides the process's, by name."""
 
     def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
         """Set them to what `random_states` returned."""
@@ -230,21 +230,21 @@ class TrainingEngine(Protocol):
         """The device memory of each kind, each storage once, in the same order at every call."""
 
     def forget_gradients(self) -> None:
-        """Let go of gradients outside the buffers, which a step makes anew."""
+        """Drop gradients outside the buffers, which a step recreates."""
 
     def manages(self, model: object) -> bool:
         """Whether `model` is one of this engine's modules, wrapped for training or not."""
 
     def close(self) -> None:
-        """Give back what outlives the objects: process groups, and references in cycles."""
+        """Release what outlives the objects: process groups, and references in cycles."""
 
 
 class EngineBuilder(Protocol):
-    """Makes an engine."""
+    """Builds an engine."""
 
     def prepare(self) -> None:
-        """Prepare this process, before it joins any process group. ConfigError where it cannot hold
-        a further policy.
+        """Prepare this process before it joins any process group. ConfigError if it cannot hold
+        another policy.
         """
 
     def build(
@@ -260,7 +260,7 @@ class EngineBuilder(Protocol):
         """Build and load this rank's part of the model; the default process group exists and fits
         `topology`. No collective waits longer than `timeout_s` seconds.
 
-        With `source_dtypes`, for each HF tensor the dtype in which it is exported, no weights are
-        read: parameters and persistent buffers are as `mark_unfilled` leaves them. CheckpointError
-        if a tensor has no dtype there. After an error no process group of its own is left.
+        With `source_dtypes`, which gives the export dtype of each HF tensor, no weights are read:
+        parameters and persistent buffers are as `mark_unfilled` leaves them. CheckpointError if a
+        tensor has no dtype there. After an error no process group made here is left.
         """

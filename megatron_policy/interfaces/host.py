@@ -1,4 +1,4 @@
-"""Finds hosts by name among the installed entry points; knows none of them itself."""
+"""Finds hosts by name among the installed entry points."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ OWN = {
     "nemo_rl": "megatron_policy.hosts.nemo_rl:backend",
     "ray": "megatron_policy.hosts.own_driver:backend",
 }
-"""What this package registers itself, for a checkout that is not installed."""
+"""The hosts of this package itself, for a checkout that is not installed."""
 
 
 @dataclass(frozen=True)
 class Host:
     """A framework that starts this policy's workers.
 
-    `worker` is the full name, `module.Class`, of a Ray actor class; `install` makes the framework
-    of this process start it instead of its own, and may be called again.
+    `worker` is the full name, `module.Class`, of a Ray actor class. `install` makes the framework
+    in this process start it instead of its own, and can be called again.
     """
 
     name: str

@@ -16,7 +16,7 @@ class LossType(enum.Enum):
 
 
 class LossInputType(enum.Enum):
-    """What a loss of the newer generation takes: logits, or next-token log-probabilities."""
+    """What a loss with an `input_type` takes: logits, or next-token log-probabilities."""
 
     LOGIT = "logit"
     LOGPROB = "logprob"
@@ -36,9 +36,9 @@ class LossFunction(Protocol):
     """A loss, already divided by the global counts it is given, with its metrics.
 
     Losses and metrics of all microbatches and data-parallel ranks add up to those of the global
-    batch: nothing is averaged afterwards. Hosts bring enumerations of their own: compare `.value`.
+    batch: nothing is averaged afterwards. Hosts bring their own enumerations: compare `.value`.
 
-    Two generations are called, told apart by the attribute `input_type`:
+    There are two forms, distinguished by the attribute `input_type`:
 
     without it (NeMo RL up to 0.5), with this rank's slice of the vocabulary V,
         `loss(logits [B, S, V / tp], data, global_valid_seqs, global_valid_toks,
@@ -47,17 +47,17 @@ class LossFunction(Protocol):
         `loss(data=, global_valid_seqs=, global_valid_toks=, next_token_logprobs=[B, S - 1])` or
         `loss(data=, global_valid_seqs=, global_valid_toks=, logits=[B, S, V])`.
 
-    Both return (scalar tensor to differentiate, metrics). B and S are those of a microbatch, which
-    losses must not rely on: rows and padding are cut as the configuration says. A loss that takes
-    logits is called for each sequence of a packed microbatch, one that takes log-probabilities for
-    all of them.
+    Both return (scalar tensor to differentiate, metrics). B and S are those of a microbatch, and
+    losses must not rely on them: rows and padding are cut as the configuration says. A loss that
+    takes logits is called for each sequence of a packed microbatch, one that takes
+    log-probabilities once for all of them.
 
-    For `next_token_logprobs` only tokens that `token_mask` and `sample_mask` count are computed,
-    the others are 0; an attribute `reads_masked_positions = True` asks for all. With
+    `next_token_logprobs` are computed only for tokens that `token_mask` and `sample_mask` count,
+    and are 0 elsewhere; an attribute `reads_masked_positions = True` asks for all. With
     `needs_entropy = True` such a loss also gets `next_token_entropy=[B, S - 1]`, in nats. With
     `candidates`, the name of a key of its data, int64 `[B, S, K]` as `get_topk_logits` returns
-    `topk_indices`, it also gets `candidate_logprobs=[B, S - 1, K]`: of those entries of the
-    vocabulary, after the tokens up to each position.
+    `topk_indices`, it also gets `candidate_logprobs=[B, S - 1, K]`: those of these vocabulary
+    entries after the tokens up to each position.
 
     A step that is trained in parts (`begin_train_step`) calls the loss with global counts of 1 and
     divides afterwards: loss and gradient by what `loss_type` says, and each metric likewise, unless
@@ -65,7 +65,7 @@ class LossFunction(Protocol):
     """
 
     if TYPE_CHECKING:
-        # Only read: a variable of the class will do as well as one of the instance.
+        # Read-only: a class variable serves as well as an instance's.
         @property
         def loss_type(self) -> Any: ...
     else:  # no property, so that a loss that derives from this class can set its own

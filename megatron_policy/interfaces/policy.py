@@ -1,4 +1,4 @@
-"""What an algorithm asks of a policy, and the form of the results."""
+"""The policy interface that algorithms use, and the form of the results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GenerationOutputSpec(TypedDict):
 
 
 class PolicyInterface(ABC):
-    """What an algorithm asks of a policy. Batches hold `input_ids` and `input_lengths`."""
+    """A policy as algorithms use it. Batches hold `input_ids` and `input_lengths`."""
 
     @abstractmethod
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
@@ -57,27 +57,27 @@ class PolicyInterface(ABC):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """One optimizer step for every `gbs` samples of `data`; with `eval_mode` losses only."""
+        """Take one optimizer step per `gbs` samples of `data`; with `eval_mode` only get losses."""
 
     @abstractmethod
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Bring onto the device what training needs."""
+        """Bring what training needs onto the device."""
 
     @abstractmethod
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Give back what only training needed."""
+        """Release what only training needs."""
 
     @abstractmethod
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Write what is needed to go on training later."""
+        """Write what is needed to resume training later."""
 
     @abstractmethod
     def shutdown(self) -> bool:
-        """End all workers; True when none is left."""
+        """Stop all workers; True when none is left."""
 
 
 class ColocatablePolicyInterface(PolicyInterface):
-    """A policy that can hand its weights to an inference engine, on the same devices or others."""
+    """A policy that can send its weights to an inference engine, on the same or other devices."""
 
     @abstractmethod
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
@@ -85,15 +85,15 @@ class ColocatablePolicyInterface(PolicyInterface):
 
     @abstractmethod
     def offload_before_refit(self) -> None:
-        """Free the device memory that handing weights over does not need."""
+        """Free the device memory that sending weights does not need."""
 
     @abstractmethod
     def offload_after_refit(self) -> None:
-        """Free the rest, so that the engine has the device to itself."""
+        """Free the rest, so that the inference engine has the device to itself."""
 
     @abstractmethod
     def prepare_refit_info(self) -> dict[str, Any] | None:
-        """Name, shape and dtype of every tensor that will be handed over."""
+        """Name, shape and dtype of every tensor that will be sent."""
 
     @abstractmethod
     def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
@@ -109,7 +109,7 @@ class ColocatablePolicyInterface(PolicyInterface):
 
 
 class GenerationInterface(ABC):
-    """What an algorithm asks of whatever continues prompts."""
+    """Text generation as algorithms use it."""
 
     @abstractmethod
     def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
@@ -117,8 +117,8 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Get ready to generate; calling it twice does no harm."""
+        """Get ready to generate; calling it twice is harmless."""
 
     @abstractmethod
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Give back what only generating needed."""
+        """Release what only generation needs."""

@@ -1,3 +1,3 @@
-"""From hidden states to what a loss or a reader asks for: log-probabilities, entropies and top-k in
-tiles of the vocabulary, without the logits. Read `output.py` first, then `fused.py`.
+"""From hidden states to log-probabilities, entropies and top-k, in tiles of the vocabulary, without
+materialising the logits. Read `output.py` first, then `fused.py`.
 """

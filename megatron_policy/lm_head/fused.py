@@ -1,10 +1,9 @@
-"""Log-probabilities and entropies of a language-model head from hidden states, without the logits
-of more than a tile; takes a group, knows nothing of models.
+"""Log-probabilities and entropies of a language-model head from hidden states, holding no more than
+a tile of logits.
 
-The softmax is taken over tiles as they come, with a running largest logit and running sums; in the
-backward pass every tile is computed again. Sources: Milakov and Gimelshein 2018, "Online normalizer
-calculation for softmax"; Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language
-Models".
+The softmax is computed tile by tile, with a running maximum and running sums; the backward pass
+recomputes every tile. Sources: Milakov and Gimelshein 2018, "Online normalizer calculation for
+softmax"; Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models".
 
 Shapes: N tokens, V entries of this rank's slice of the vocabulary, D model, R rows and W entries of
 a tile, K targets of a token.
@@ -36,7 +35,7 @@ from megatron_policy.lm_head.fused_topk import fused_topk
 
 __all__ = ["HeadShape", "fused_scores", "fused_topk"]
 
-# Below any logit, and yet finite: infinity less infinity is not a number.
+# Below any logit, and yet finite: infinity minus infinity is NaN.
 LOWEST = -1e30
 
 
@@ -49,15 +48,15 @@ def fused_scores(
     chunk: int,
     entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """fp32 `log softmax(logits)[target]` of targets `[N]`, or of several for each token `[N, K]` in
-    that shape, and if asked for the entropy of that softmax in nats, `[N]`; both differentiable in
-    hidden states and weights, and the same on every rank of `group`.
+    """fp32 `log softmax(logits)[target]` for targets `[N]`, or for several per token `[N, K]` in
+    that shape, and optionally the entropy of that softmax in nats, `[N]`. Both are differentiable
+    in hidden states and weights, and the same on every rank of `group`.
 
     `weight_VD` is this rank's slice; `hidden_ND` and `targets`, int64 entries of the whole
-    vocabulary, are the same on every rank. A token's targets may be alike. At most `chunk * V`
-    logits are held at a time. In the backward pass every rank expects the gradient of the one loss;
-    it gets the whole gradient of its weights and its share of that of the hidden states, which the
-    caller adds up over the group.
+    vocabulary, are the same on every rank. A token's targets can repeat. At most `chunk * V` logits
+    are held at a time. The backward pass expects the gradient of the same loss on every rank. It
+    returns the full gradient of this rank's weights and its share of the hidden states' gradient,
+    which the caller sums over the group.
     """
     several = targets.ndim > 1
     targets_NK = targets if several else targets.unsqueeze(1)
@@ -90,7 +89,7 @@ class _FusedScores(torch.autograd.Function):
         entropy_N = log_total_N - sums.moment_N / sums.total_N if entropy else None
         ctx.save_for_backward(hidden_ND, weight_VD, local_NK, sums.peak_N + log_total_N, entropy_N)
         ctx.head, ctx.chunk = head, chunk
-        # The last tile need not be computed again: where it is the only one, none is.
+        # The backward pass reuses the last tile's products; if there is only one, none is redone.
         ctx.products = products if any(ctx.needs_input_grad[:2]) else None
         ctx.set_materialize_grads(False)
         return sums.target_NK - sums.peak_N.unsqueeze(1) - log_total_N.unsqueeze(1), entropy_N
@@ -103,7 +102,7 @@ class _FusedScores(torch.autograd.Function):
         if grad_logprobs_NK is None:
             grad_logprobs_NK = torch.zeros_like(local_NK, dtype=normaliser_N.dtype)
         known = Known(normaliser_N, local_NK, grad_logprobs_NK, entropy_N, grad_entropy_N)
-        products, ctx.products = ctx.products, None  # they are overwritten: good for one pass
+        products, ctx.products = ctx.products, None  # overwritten below: valid for one pass
         grad_hidden, grad_weight = gradients(
             hidden_ND, weight_VD, known, ctx.head, ctx.chunk, ctx.needs_input_grad[:2], products
         )
@@ -112,9 +111,9 @@ class _FusedScores(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Sums:
-    """Of each token's logits l seen so far, changed in place: the largest one (`peak`), the sums of
-    `exp(l - peak)` and of `exp(l - peak) * (l - peak)`, and each target's, 0 until it is seen: M =
-    2 + K sums.
+    """Running statistics of each token's logits l, updated in place: the maximum (`peak`), the sums
+    of `exp(l - peak)` and of `exp(l - peak) * (l - peak)`, and each target's logit, 0 until it is
+    seen: M = 2 + K sums.
     """
 
     peak_N: torch.Tensor
@@ -136,7 +135,7 @@ class _Sums:
         return _Sums(self.peak_N[rows], self.sums_MN[:, rows])
 
     def raise_peak(self, peak_N: torch.Tensor) -> None:
-        """Express the sums by a peak that is at least as large."""
+        """Rescale the sums to a peak that is at least as large."""
         difference_N = self.peak_N - peak_N
         self.moment_N.addcmul_(difference_N, self.total_N)
         self.sums_MN[:2].mul_(difference_N.exp_())
@@ -152,7 +151,7 @@ def _local_sums(
     products: Buffer,
     entropy: bool,
 ) -> _Sums:
-    """Over this rank's slice of the vocabulary; leaves the last tile's in `products`."""
+    """Sums over this rank's slice of the vocabulary; leaves the last tile in `products`."""
     dtype, device = calculation_dtype(weight_VD), weight_VD.device
     work = buffer(plan.strip, plan.width, dtype, device)
     powers = buffer(plan.strip, plan.width, dtype, device) if entropy else work
@@ -179,7 +178,7 @@ def _take_targets(sums: _Sums, logits_RW: torch.Tensor, local_RK: torch.Tensor, 
 def _add_logits(
     sums: _Sums, logits_RW: torch.Tensor, powers_RW: torch.Tensor, entropy: bool
 ) -> None:
-    """Overwrites both matrices, which may be one unless the entropy is wanted."""
+    """Overwrites both matrices, which can be the same one unless the entropy is wanted."""
     sums.raise_peak(torch.maximum(sums.peak_N, logits_RW.amax(-1)))
     logits_RW.sub_(sums.peak_N.unsqueeze(1))
     torch.exp(logits_RW, out=powers_RW)
@@ -189,7 +188,7 @@ def _add_logits(
 
 
 def _combine(sums: _Sums, group: dist.ProcessGroup) -> None:
-    """Make the sums of all ranks' slices out of each one's."""
+    """Combine each rank's sums into those of the whole vocabulary."""
     peak_N = sums.peak_N.clone()
     dist.all_reduce(peak_N, op=dist.ReduceOp.MAX, group=group)
     sums.raise_peak(peak_N)

@@ -1,5 +1,5 @@
-"""Gradients of log-probabilities and entropies in a head's hidden states and weights, a tile of
-logits at a time; knows no process groups.
+"""Gradients of log-probabilities and entropies with respect to a head's hidden states and weights,
+one tile of logits at a time.
 
 Shapes: N tokens, V entries of this rank's slice of the vocabulary, D model, R rows and W entries of
 a tile, K targets of a token.
@@ -27,10 +27,10 @@ from megatron_policy.lm_head.fused_tiles import (
 
 @dataclass(frozen=True)
 class Known:
-    """What the forward pass has left, and the gradients of the loss in its two results.
+    """What the forward pass has saved, and the loss's gradients with respect to its two results.
 
-    `local_NK` are the targets among the entries of this rank's slice, outside of it where another
-    rank has them. Without `grad_entropy_N` the entropy has no part in the loss.
+    `local_NK` are the targets relative to this rank's slice, outside of it for those of other
+    ranks. Without `grad_entropy_N` the loss does not depend on the entropy.
     """
 
     normaliser_N: torch.Tensor
@@ -49,10 +49,11 @@ def gradients(
     needed: tuple[bool, bool],
     last: Buffer | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Those in `hidden_ND`, of this rank's slice alone, and in `weight_VD`, each if it is `needed`.
+    """The gradients of `hidden_ND`, from this rank's slice alone, and of `weight_VD`, each if it is
+    `needed`.
 
-    Matrix products are of the weights' dtype; what is added up over tiles is so in fp32. `last` may
-    hold the products of the last tile, and is overwritten.
+    Matrix products are in the weights' dtype; sums over tiles are in fp32. `last` can hold the
+    products of the last tile, and is overwritten.
     """
     plan = tiling(hidden_ND.size(0), weight_VD.size(0), head.real, chunk)
     buffers = _buffers(plan, hidden_ND, weight_VD, last)
@@ -91,8 +92,8 @@ def gradients(
 
 @dataclass(frozen=True)
 class _Buffers:
-    """For a tile's products and then the gradient in them, elementwise work on a strip of it, and
-    terms of sums.
+    """Buffers for a tile's products and then their gradient, for elementwise work on a strip of it,
+    and for terms of sums.
     """
 
     products: Buffer
@@ -116,7 +117,7 @@ def _buffers(
 def _of_logits(
     product_RW: torch.Tensor, rows: slice, tile: Tile, known: Known, head: HeadShape, work: Buffer
 ) -> torch.Tensor:
-    """The gradient in the products `h.w` of a strip."""
+    """The gradient with respect to the products `h.w` of a strip."""
     logits_RW = finish_logits(product_RW, head, work)
     slope_RW = None
     if head.softcap is not None:
@@ -138,7 +139,7 @@ def _of_logits(
         probabilities_RW = logits_RW.exp()
         grad_RW = logits_RW.add_(entropy_R1).mul_(of_entropy_R1).sub_(grad_R1)
         grad_RW.mul_(probabilities_RW)
-    # Added, since targets may be alike: those elsewhere add 0 to where they do not belong.
+    # Added, since targets can repeat: targets elsewhere add 0 at an arbitrary place.
     index_RK, here_RK = place_of_targets(known.local_NK[rows], tile)
     grad_RW.scatter_add_(1, index_RK, grad_RK * here_RK)
     return grad_RW if slope_RW is None else grad_RW.mul_(slope_RW)

@@ -1,5 +1,4 @@
-"""Logits of a language-model head a tile at a time, in buffers that are used again; knows neither
-what is made of them nor process groups.
+"""Computes the logits of a language-model head tile by tile, in reused buffers.
 
 Shapes: N tokens, V entries of this rank's slice of the vocabulary, D model, R rows and W entries of
 a tile, K targets of a token.
@@ -19,17 +18,17 @@ from megatron_policy.device import is_accelerated
 ELEMENTWISE_CPU = 2**18
 ELEMENTWISE_GPU = 2**28
 
-# Narrower products waste the machine: with fewer entries to a tile, tokens are split instead.
+# Narrower products are inefficient: rather than fewer entries per tile, tokens are split.
 LEAST_WIDTH = 256
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What a head makes of a token's hidden state h and an entry's weights w:
+    """How a head computes logits from a token's hidden state h and an entry's weights w:
     `softcap(scale * h.w) / temperature`.
 
-    This rank's slice of the vocabulary starts at entry `vocab_start`; its first `real` entries are
-    entries of the vocabulary, the rest is padding that has probability 0. `real` may be 0.
+    This rank's slice of the vocabulary starts at entry `vocab_start`. Its first `real` entries are
+    in the vocabulary, the rest is padding with probability 0. `real` can be 0.
     """
 
     vocab_start: int
@@ -49,10 +48,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiling:
-    """A grid of tiles of at most `height` x `width`, of which elementwise work takes `strip` rows
+    """A grid of tiles of at most `height` x `width`; elementwise work takes `strip` rows of a tile
     at a time.
 
-    Tiles are as high as they can be: where one spans all tokens, the gradient of its weights is one
+    Tiles are as high as possible: where one spans all tokens, the gradient of its weights is one
     matrix product, and every weight is read once.
     """
 
@@ -63,7 +62,7 @@ class Tiling:
     strip: int
 
     def columns(self) -> Iterator[list[Tile]]:
-        """All tiles, those of the same entries together."""
+        """All tiles, grouped by their entries."""
         for entries in _ranges(0, self.real, self.width):
             yield [Tile(rows, entries) for rows in _ranges(0, self.tokens, self.height)]
 
@@ -103,14 +102,14 @@ def buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def calculation_dtype(weight_VD: torch.Tensor) -> torch.dtype:
-    """Of everything but matrix products: fp32, or more where the weights have more."""
+    """The dtype of everything but matrix products: fp32, or wider if the weights are."""
     return torch.promote_types(weight_VD.dtype, torch.float32)
 
 
 def multiply(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, tile: Tile, out: Buffer
 ) -> torch.Tensor:
-    """`h.w` of a tile `[R, W]`, in the dtype of the weights, as the model's head has it."""
+    """`h.w` of a tile `[R, W]`, in the dtype of the weights, as in the model's head."""
     hidden_RD, weight_WD = hidden_ND[tile.rows], weight_VD[tile.entries]
     product_RW = out.view(hidden_RD.size(0), weight_WD.size(0))
     return torch.mm(hidden_RD, weight_WD.t(), out=product_RW)
@@ -127,8 +126,8 @@ def finish_logits(product_RW: torch.Tensor, head: HeadShape, out: Buffer) -> tor
 
 
 def place_of_targets(local_RK: torch.Tensor, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each target stands among the entries of a tile, int64 `[R, K]`, and whether it does: a
-    target elsewhere has a place that means nothing.
+    """Each target's index among the entries of a tile, int64 `[R, K]`, and whether it is there; the
+    index of a target outside the tile has no meaning.
     """
     here_RK = (local_RK >= tile.entries.start) & (local_RK < tile.entries.stop)
     last = tile.entries.stop - tile.entries.start - 1

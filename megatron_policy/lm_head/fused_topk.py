@@ -1,5 +1,5 @@
-"""The largest logits of a language-model head from hidden states, without the logits of more than a
-tile; takes a group, knows nothing of models.
+"""The largest logits of a language-model head from hidden states, holding no more than a tile of
+logits.
 
 Shapes: N tokens, V entries of this rank's slice of the vocabulary, D model, R rows and W entries of
 a tile, K candidates.
@@ -31,9 +31,9 @@ def fused_topk(
     chunk: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `k` largest logits, fp32, and their entries of the vocabulary, int64: `[N, K]`, largest
-    first, of equal ones the lowest entry first; the same on every rank of `group`.
+    first, ties by the lowest entry; the same on every rank of `group`.
 
-    `k` is at most the size of the vocabulary; no gradient.
+    `k` is at most the size of the vocabulary; not differentiable.
     """
     hidden_ND, device = hidden_ND.to(weight_VD.dtype), weight_VD.device
     plan = tiling(hidden_ND.size(0), weight_VD.size(0), head.real, chunk)
@@ -56,11 +56,11 @@ def fused_topk(
 
 
 def _keys(logits_RW: torch.Tensor, first: int) -> torch.Tensor:
-    """int64 that are larger for larger logits and, of equal ones, for lower entries: no two are
-    equal, so that the largest do not depend on the tiles or ranks that found them.
+    """int64 keys that are larger for larger logits and, for equal ones, for lower entries. No two
+    are equal, so the result does not depend on the tiles or ranks that found them.
     """
     entries_W = torch.arange(first, first + logits_RW.size(1), device=logits_RW.device)
-    bits_RW = logits_RW.add_(0.0).view(torch.int32)  # which makes -0 equal to 0
+    bits_RW = logits_RW.add_(0.0).view(torch.int32)  # adding 0 makes -0 equal to 0
     return _ordered(bits_RW).long().mul_(2**32).add_(2**32 - 1 - entries_W)
 
 
@@ -70,7 +70,7 @@ def _of_keys(keys_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _ordered(bits: torch.Tensor) -> torch.Tensor:
-    """Bits of floats as integers of the same order, and such integers as bits: negative floats have
-    a sign and a magnitude, integers are complements.
+    """Maps bits of floats to integers of the same order, and back: negative floats are stored as
+    sign and magnitude, integers in two's complement.
     """
     return bits ^ ((bits >> 31) & (2**31 - 1))

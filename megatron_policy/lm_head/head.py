@@ -1,4 +1,4 @@
-"""What a language-model head computes, whichever training engine holds its weight."""
+"""The interface of a language-model head, for any training engine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class LanguageModelHead(Protocol):
     """The head of a rank on the last pipeline stage.
 
     Shapes: S positions that this rank holds after the last layer (a share of them under sequence
-    parallelism), R rows side by side, N chosen positions, D model, V this rank's slice of the
-    vocabulary, K candidates. Logits are at the policy's temperature, divided by it.
+    parallelism), R parallel rows, N chosen positions, D model, V this rank's slice of the
+    vocabulary, K candidates. Logits are divided by the policy's temperature.
     """
 
     @property
@@ -33,6 +33,6 @@ class LanguageModelHead(Protocol):
         """The `k` largest logits, fp32, and their vocabulary entries, int64: `[N, K]`."""
 
     def logits(self, hidden_SRD: Tensor) -> Tensor:
-        """fp32 `[S, R, V]` of all positions of this context-parallel rank; entries that only pad
-        the vocabulary are impossible.
+        """fp32 `[S, R, V]` of all positions of this context-parallel rank; padding entries of the
+        vocabulary have probability 0.
         """

@@ -1,5 +1,4 @@
-"""Log-probabilities from logits over a vocabulary that is split between ranks; takes a group, knows
-nothing of models.
+"""Log-probabilities from logits whose vocabulary is split between ranks.
 
 Shapes: B rows, S positions, V this rank's slice of the vocabulary.
 """
@@ -26,7 +25,7 @@ def vocab_parallel_logprobs(
     """`log softmax(logits)[target]` as fp32 `[B, S]`, differentiable in the logits.
 
     `logits_BSV` is this rank's fp32 slice `[vocab_start, vocab_start + V)`; every rank of `group`
-    gets the result. Beyond the logits, and their gradient in the backward pass, no more than
+    gets the result. Besides the logits, and their gradient in the backward pass, at most
     `chunk * V` elements are held.
     """
     apply: Callable[..., torch.Tensor] = _VocabParallelLogprob.apply
@@ -34,9 +33,7 @@ def vocab_parallel_logprobs(
 
 
 class _VocabParallelLogprob(torch.autograd.Function):
-    """Keeps the logits and one normaliser per position; the softmax is made again in the backward
-    pass.
-    """
+    """Saves the logits and one normaliser per position; backward recomputes the softmax."""
 
     @staticmethod
     def forward(
@@ -83,7 +80,7 @@ def _logsumexp(logits_BSV: torch.Tensor, group: dist.ProcessGroup, chunk: int) -
 
 
 def _parts(logits_BSV: torch.Tensor, chunk: int) -> Iterator[tuple[slice, slice]]:
-    """Indices of at most `chunk` positions, or of one of each row, that cover all of them."""
+    """Indices that cover all positions, at most `chunk` at a time, or one of each row."""
     rows, positions = logits_BSV.shape[:2]
     step = max(1, chunk // max(rows, 1))
     for start in range(0, positions, step):
@@ -91,8 +88,8 @@ def _parts(logits_BSV: torch.Tensor, chunk: int) -> Iterator[tuple[slice, slice]
 
 
 def gather_vocab(logits_BSV: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """All ranks' slices side by side, differentiable: every rank is expected to compute the same
-    from the result.
+    """All ranks' slices concatenated, differentiable; every rank must compute the same from the
+    result.
     """
     if group.size() == 1:
         return logits_BSV
@@ -108,7 +105,7 @@ class _GatherVocab(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # Each rank holds the whole gradient of the one loss: its slice is all it needs.
+        # Each rank holds the whole gradient of the same loss, so its own slice is enough.
         return grad.narrow(-1, ctx.group.rank() * ctx.width, ctx.width).contiguous(), None
 
 

@@ -1,5 +1,5 @@
-"""One microbatch's hidden states at the end of the pipeline, read in the caller's rows; knows
-nothing of losses.
+"""One microbatch's hidden states at the end of the pipeline, converted to results in the caller's
+rows.
 
 Shapes: B rows and S positions of the caller's microbatch; C context-parallel ranks, T positions and
 R rows of what one of them computes; D model, V this rank's slice of the vocabulary, N chosen
@@ -25,8 +25,8 @@ from megatron_policy.packing.tokens import FILLER
 
 @dataclass(frozen=True)
 class Output:
-    """What a loss or a reader is given on the last stage; the same on every tensor- and
-    context-parallel rank once it is read.
+    """What a loss or a scoring function is given on the last stage. Results are the same on every
+    tensor- and context-parallel rank.
     """
 
     hidden_TRD: torch.Tensor
@@ -46,10 +46,9 @@ class Output:
     def candidate_scores(
         self, entries_BSK: torch.Tensor, wanted_BS: torch.Tensor, entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """fp32 `[B, S - 1, K]`: the log-probabilities that the entries `entries_BSK[:, t]` of the
-        vocabulary come after the tokens up to t, as `topk` numbers positions; 0 where
-        `wanted_BS[:, t + 1]` is not set. Then what `next_token_scores` gives, for which the logits
-        need not be computed once more.
+        """fp32 `[B, S - 1, K]`: the log-probabilities of the vocabulary entries `entries_BSK[:, t]`
+        after the tokens up to t, as `topk` numbers positions; 0 where `wanted_BS[:, t + 1]` is not
+        set. Then the results of `next_token_scores`, without computing the logits again.
         """
         targets_BSK = torch.cat([entries_BSK.long(), self._next_tokens()], dim=-1)
         logprobs_BSK, entropy_BS = self._scores(targets_BSK, wanted_BS, entropy)
@@ -65,7 +64,7 @@ class Output:
 
     def logits(self) -> Iterator[tuple[BatchedDataDict, torch.Tensor]]:
         """This rank's slice of the logits, fp32 `[b, s, V]`, with the rows of data they belong to:
-        all rows at once, or one after another where they are packed.
+        all rows at once, or one after another if they are packed.
         """
         mine_TRV = self.head.logits(self.hidden_TRD)
         layout, data = self.microbatch.layout, self.microbatch.data
@@ -90,14 +89,14 @@ class Output:
         return logprobs_N.sum()
 
     def _next_tokens(self) -> torch.Tensor:
-        """What each position predicts, `[B, S, 1]`: it stands at the next one."""
+        """The token each position predicts, `[B, S, 1]`: that of the next position."""
         return F.pad(self.microbatch.tokens_BS[:, 1:], (0, 1)).unsqueeze(-1)
 
     def _scores(
         self, targets_BSK: torch.Tensor, wanted_BS: torch.Tensor, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities `[B, S - 1, K]` of `targets_BSK[:, t]` and entropies `[B, S - 1]` after
-        the tokens up to t, where the token after them is wanted.
+        the tokens up to t, where token t + 1 is wanted.
         """
         chosen_N = self._take(F.pad(wanted_BS[:, 1:].long(), (0, 1))).flatten().nonzero()[:, 0]
         targets_NK = self._take(targets_BSK).flatten(0, 1)[chosen_N]
@@ -112,7 +111,7 @@ class Output:
         return self.head.whole(self.hidden_TRD).flatten(0, 1)[chosen_N]
 
     def _put(self, values_N: torch.Tensor, chosen_N: torch.Tensor) -> torch.Tensor:
-        """Values of chosen positions of every context-parallel rank at the caller's places."""
+        """Put the values of all context-parallel ranks' chosen positions at the caller's places."""
         layout = self.microbatch.layout
         shape_TR, rest = layout.sources_CTR.shape[1:], values_N.shape[1:]
         flat = values_N.new_zeros(shape_TR.numel(), *rest).index_put((chosen_N,), values_N)
@@ -120,8 +119,8 @@ class Output:
 
 
 def _gather_copies(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Every context-parallel rank's values, `[C, ...]`, differentiable: all ranks are expected to
-    compute the same from the result.
+    """Every context-parallel rank's values, `[C, ...]`, differentiable; all ranks must compute the
+    same from the result.
     """
     if group.size() == 1:
         return values.unsqueeze(0)
@@ -139,5 +138,5 @@ class _GatherCopies(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # Each rank holds the whole gradient of the one loss: its part is all it needs.
+        # Each rank holds the whole gradient of the same loss, so its own part is enough.
         return grad[ctx.rank].contiguous(), None

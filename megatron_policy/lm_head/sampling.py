@@ -1,4 +1,4 @@
-"""Chooses next tokens from logits; knows nothing of models or ranks.
+"""Samples next tokens from logits.
 
 Shapes: B rows, V the whole vocabulary.
 """
@@ -14,9 +14,9 @@ import torch
 class Sampling:
     """How sequences are continued: at most `max_new_tokens` each, ended by any of `stop_ids`.
 
-    `temperature` 0 and `greedy` mean the likeliest token. `top_k` keeps the k likeliest tokens,
-    `top_p` the smallest set of likeliest tokens whose probability reaches p (Holtzman et al. 2020);
-    None keeps all.
+    `temperature` 0 and `greedy` mean the most likely token. `top_k` keeps the k most likely tokens,
+    `top_p` the smallest set of most likely tokens whose probability reaches p (Holtzman et al.
+    2020); None keeps all.
     """
 
     max_new_tokens: int
@@ -32,9 +32,9 @@ class Continuations:
     """Prompts with their continuations, right padded: tokens `[B, T]`, lengths `[B]`,
     log-probabilities `[B, T]`.
 
-    `generated_B` counts new tokens, a stop token included. Log-probabilities are fp32, those that
-    reading the same tokens back would give, 0 at prompt and padding positions. (With rotary
-    frequencies that depend on the length of the text: reading the tokens before it.)
+    `generated_B` counts new tokens, including a stop token. Log-probabilities are fp32, equal to
+    those of scoring the same tokens afterwards, 0 at prompt and padding positions. (If rotary
+    frequencies depend on the text length: equal to those of scoring the tokens before each.)
     """
 
     tokens_BT: torch.Tensor
@@ -46,11 +46,9 @@ class Continuations:
 def sample(
     logits_BV: torch.Tensor, sampling: Sampling, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Next tokens int64 `[B]` and their log-probabilities fp32 `[B]`, as `policy.logprobs` gives
-    them.
+    """Next tokens int64 `[B]` and their log-probabilities fp32 `[B]`, as in `policy.logprobs`.
 
-    Those are at the policy's temperature, but of the whole distribution, before top-k and top-p cut
-    it.
+    They are at the policy's temperature, but of the whole distribution, before top-k and top-p.
     """
     logits_BV = logits_BV / (sampling.temperature or 1.0)
     model_logprobs_BV = logits_BV.log_softmax(-1)
@@ -63,7 +61,7 @@ def sample(
 
 
 def _keep(logits_BV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Logits with everything outside top-k and top-p made impossible."""
+    """Set logits outside top-k and top-p to minus infinity."""
     if sampling.top_k is not None and sampling.top_k < logits_BV.size(-1):
         least_B1 = logits_BV.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)

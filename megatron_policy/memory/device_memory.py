@@ -1,5 +1,5 @@
-"""Where a policy's parameters, gradients and optimizer state are, and the state it is in; knows no
-batches and no verbs.
+"""Moves a policy's parameters, gradients and optimizer state between device and host, as its memory
+states require.
 """
 
 from __future__ import annotations
@@ -31,21 +31,18 @@ from megatron_policy.memory.states import (
 
 Item = TypeVar("Item")
 
-# Gradients first: they cost no copy.
+# Gradients first: they need no copy.
 _LEAVING = (Kind.GRADIENTS, Kind.OPTIMIZER, Kind.PARAMETERS)
-_STEP_OPEN = (
-    "a training step is open: call finish_train_step(), or abort_train_step() to drop its gradients"
-)
 
 
 class Holder(Protocol):
-    """Whose memory it is: a training engine."""
+    """The owner of the memory: a training engine."""
 
     def storages(self) -> Storages:
-        """What is on the device now, by kind."""
+        """The storages that are on the device now, by kind."""
 
     def forget_gradients(self) -> None:
-        """Let go of gradients outside the buffers."""
+        """Drop gradients outside the buffers."""
 
     def manages(self, model: object) -> bool:
         """Whether `model` is one of its modules."""
@@ -55,14 +52,14 @@ class DeviceMemory:
     """A policy's memory in one of the named states.
 
     Storages are emptied and refilled in place, so that every view of them stays valid. Gradients
-    are not copied: a training step starts from zeros. The reference policy's weights are no
-    business of this: they lie in host memory at all times and share nothing with the device.
+    are not copied: a training step starts from zeros. The reference policy's weights are not
+    managed here: they are always in host memory and share nothing with the device.
 
     `move` is whether parameters and optimizer state are really moved: by default on a GPU. On the
-    CPU there is nothing to gain; there the states and their refusals are the same, and gradients
-    are freed. `pool` makes the host memory of one kind; `resize` gives a storage its bytes. `agree`
-    is collective and raises RefitError where any rank passed it a failure; `settle` waits for what
-    is on its way to the memory, `still` for those who read it beside.
+    CPU there is nothing to gain; the states and their refusals are the same there, and gradients
+    are freed. `pool` makes the host memory of one kind; `resize` sets a storage's size in bytes.
+    `agree` is collective and raises RefitError if any rank passed it a failure; `settle` waits for
+    pending writes to the memory, `still` for concurrent readers.
     """
 
     def __init__(
@@ -90,7 +87,7 @@ class DeviceMemory:
 
     @property
     def state(self) -> MemoryState:
-        """The state that the last call left."""
+        """The state after the last call."""
         return self._policy.memory
 
     def check(self, operation: str, need: Requirement, *, repairs: bool = False) -> None:
@@ -98,8 +95,8 @@ class DeviceMemory:
         self._policy.check(operation, need, repairs=repairs)
 
     def ready(self, operation: str, need: Requirement = FORWARD, *, repairs: bool = False) -> None:
-        """`check`, then wait until the parameters are as the last step left them, and for an
-        operation that writes, until no thread reads them.
+        """`check`, then wait until the parameters are as the last step left them. If the operation
+        writes, also wait until no thread reads them.
         """
         self.check(operation, need, repairs=repairs)
         self._settle()
@@ -111,18 +108,18 @@ class DeviceMemory:
         return self._policy.in_use(by)
 
     def during(self, by: str, need: Requirement, items: Iterable[Item]) -> Iterator[Item]:
-        """`items`, and nothing is moved until they end; ConfigError if they cannot begin."""
+        """Yield `items` and move nothing until they end; ConfigError if they cannot begin."""
         self.check(by, need)
         with self.in_use(by):
             yield from items
 
     def enter(self, target: MemoryState) -> None:
-        """Be in `target`, whatever the state is now; a second time does nothing.
+        """Go to `target` from any state; no effect if already there.
 
-        ConfigError while something holds the memory, or if it would lose the gradients of a step
-        that is open. TransitionError if there is no room on the side that is moved to, here or on
-        another rank that `agree` hears of: `state` then tells what is whole here, and a repeat goes
-        on.
+        ConfigError while something uses the memory, or if this would lose the gradients of an open
+        step. TransitionError if there is not enough memory on the receiving side, here or on
+        another rank that `agree` reports: `state` then says what is whole here, and a repeated call
+        continues.
         """
         if self._policy.user:
             raise ConfigError(
@@ -148,8 +145,8 @@ class DeviceMemory:
         self._agree_on(target, failure)
 
     def _agree_on(self, target: MemoryState, failure: Exception | None) -> None:
-        """TransitionError on every rank if it failed on one: the others would go on alone, and wait
-        for it in the next call.
+        """TransitionError on every rank if it failed on one: otherwise the others would continue
+        and wait for it in the next call.
         """
         why = "" if failure is None else f"{failure}. The policy is {self.state}"
         try:
@@ -167,8 +164,8 @@ class DeviceMemory:
         self.enter(state_of(self._whole - kinds_of(what)))
 
     def onload(self, what: str | Iterable[str]) -> None:
-        """Move these kinds to the device; the others stay where they are, as they are: gradients
-        that are there keep their content.
+        """Move these kinds to the device; the others stay unchanged where they are: gradients on
+        the device keep their content.
         """
         self.enter(state_of(self._whole | kinds_of(what)))
 
@@ -195,7 +192,7 @@ class DeviceMemory:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that are kept for the copies, now or the next time."""
+        """Bytes of host memory kept for copies, in use or for reuse."""
         return sum(offloader.host_bytes for offloader in self._offloaders.values())
 
     def _empty(self, leaving: Sequence[Kind]) -> None:

@@ -1,4 +1,4 @@
-"""Moving a model by name of the device, as the host's workers offer it; knows no states."""
+"""Moves a model to a device given by name, as the host's workers do."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 def move_to_device(memory: DeviceMemory, model: Model, device: str | torch.device) -> Model:
-    """`model`, with its parameters and buffers on `device`.
+    """Return `model` with its parameters and buffers on `device`.
 
-    A chunk of the policy moves with all its parameters, as `offload` and `onload` do: "cpu" is host
-    memory, anything else the policy's device. Another model moves by itself.
+    A chunk of the policy moves with all the policy's parameters, as `offload` and `onload` do:
+    "cpu" is host memory, anything else the policy's device. Another model moves by itself.
     """
     if not memory.manages(model):
         return model.to(device)
@@ -30,14 +30,14 @@ def move_to_device(memory: DeviceMemory, model: Model, device: str | torch.devic
 
 
 def move_to_host(memory: DeviceMemory, model: Model) -> Model:
-    """`model`, with its parameters and buffers in host memory; the device's are given back."""
+    """Return `model` with parameters and buffers in host memory; frees those on the device."""
     moved = move_to_device(memory, model, "cpu")
     release_cached()
     return moved
 
 
 def move_to_own_device(memory: DeviceMemory, model: Model) -> Model:
-    """`model`, with its parameters and buffers on the device that the policy computes on."""
+    """Return `model` with its parameters and buffers on the policy's device."""
     if memory.manages(model):
         memory.onload(Kind.PARAMETERS)
         return model
@@ -45,8 +45,8 @@ def move_to_own_device(memory: DeviceMemory, model: Model) -> Model:
 
 
 def move_buffers(memory: DeviceMemory, model: Model, device: str | torch.device) -> Model:
-    """`model`, with its buffers on `device`; those of the policy's chunks travel with the
-    parameters and stay with them.
+    """Return `model` with its buffers on `device`; those of the policy's chunks move only with the
+    parameters.
     """
     if not memory.manages(model):
         for module in model.modules():

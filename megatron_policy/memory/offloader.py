@@ -1,6 +1,6 @@
-"""Empties device storages in place and refills them from host copies; knows not what they hold.
+"""Empties device storages in place and refills them from host copies.
 
-Only the memory behind a storage goes and comes: tensors, and views of them, stay what they are.
+Only the memory behind a storage is freed and restored; tensors, and views of them, stay valid.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from megatron_policy.device import synchronize
 from megatron_policy.memory.pinned_pool import PinnedMemoryPool, PoolSlice
 
 Resize = Callable[[torch.UntypedStorage, int], object]
-"""Gives a storage its bytes; RuntimeError if there is no room."""
+"""Sets a storage's size in bytes; RuntimeError if there is not enough memory."""
 
 
 @dataclass(frozen=True)
 class _Emptied:
-    """A storage without memory, and its content; None is content that nobody needs."""
+    """A storage without memory, and its content; None if the content is not needed."""
 
     storage: torch.UntypedStorage
     nbytes: int
@@ -28,11 +28,11 @@ class _Emptied:
 
 
 class StorageOffloader:
-    """The emptied storages of one kind. Their copies lie in `pool`; without one what comes back is
+    """The emptied storages of one kind. Their copies are in `pool`; without one they come back as
     zeros.
 
-    If a call fails half-way, each storage is either on the device or on the shelf, and the same
-    call goes on from there.
+    If a call fails half-way, each storage is either on the device or offloaded, and the same call
+    continues from there.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class StorageOffloader:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory kept for the copies, now or the next time."""
+        """Bytes of host memory kept for copies, in use or for reuse."""
         return 0 if self._pool is None else self._pool.nbytes
 
     def empty(self, storages: Iterable[torch.UntypedStorage]) -> None:
@@ -61,7 +61,7 @@ class StorageOffloader:
             synchronize()
 
     def refill(self) -> None:
-        """Give every emptied storage its memory and content back, in the order they went."""
+        """Restore every emptied storage's memory and content, in the order they were emptied."""
         arrived: list[_Emptied] = []
         try:
             while self._emptied:
@@ -92,7 +92,7 @@ class StorageOffloader:
             raise
 
     def _free(self, arrived: Iterable[_Emptied]) -> None:
-        """Copies whose content has arrived are free for the next time."""
+        """Free copies whose content has arrived, for reuse."""
         if self._pool is not None and not self._emptied:
             self._pool.reset()
         elif self._pool is not None:

@@ -1,4 +1,4 @@
-"""Who reads a policy's memory beside what it does itself; knows neither."""
+"""Tracks threads that read a policy's memory concurrently with its own operations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class PendingReads:
-    """Those who read parameters and optimizer state in threads of their own.
+    """Readers of parameters and optimizer state in their own threads.
 
     Whatever changes or moves that memory waits for them first; reading it does not.
     """
@@ -15,10 +15,10 @@ class PendingReads:
         self._waits: list[Callable[[], object]] = []
 
     def add(self, wait: Callable[[], object]) -> None:
-        """From now on `wait` is called; it returns when this reader needs the memory no more."""
+        """Register `wait`, which returns when its reader no longer needs the memory."""
         self._waits.append(wait)
 
     def wait(self) -> None:
-        """Return when nobody reads the memory any more."""
+        """Return when no reader needs the memory any more."""
         for wait in self._waits:
             wait()

@@ -1,6 +1,4 @@
-"""Host memory that device memory is copied to, made once and lent again and again; knows nothing of
-what is copied.
-"""
+"""A reusable pool of pinned host memory for copies of device memory."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import torch
 
 from megatron_policy.device import host_buffer
 
-# Page-locked memory comes in powers of two: whole blocks waste none of it, one allocation per
+# Pinned memory is allocated in powers of two: whole blocks waste none of it, one allocation per
 # tensor would waste up to half.
 BLOCK_BYTES = 64 << 20
 ALIGNMENT = 512
@@ -21,14 +19,14 @@ PoolSlice = tuple[torch.Tensor, ...]
 
 
 def page_locked(nbytes: int) -> torch.Tensor:
-    """uint8 `[nbytes]` in host memory, page-locked where a GPU will copy to and from it."""
+    """uint8 `[nbytes]` in host memory, pinned if a GPU will copy to and from it."""
     return host_buffer(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
 
 
 class PinnedMemoryPool:
-    """Blocks of host memory, and the regions of them that are lent.
+    """Blocks of host memory, and the buffer slices taken from them.
 
-    `reset` takes all regions back; who then asks for the same sizes in the same order gets the same
+    `reset` takes all slices back; requests for the same sizes in the same order then get the same
     memory.
     """
 
@@ -44,12 +42,12 @@ class PinnedMemoryPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks, lent or not."""
+        """Bytes of all blocks, taken or not."""
         return len(self._blocks) * self._block_bytes
 
     def take(self, nbytes: int) -> PoolSlice:
-        """A region of `nbytes` bytes; what the allocator raises if a block is missing and cannot
-        be had, and then nothing is lent.
+        """A slice of `nbytes` bytes. If a new block cannot be allocated the allocator's error is
+        raised and no slice is taken.
         """
         if self._returned[nbytes]:
             return self._returned[nbytes].popleft()
@@ -66,10 +64,10 @@ class PinnedMemoryPool:
         return tuple(pieces)
 
     def give_back(self, region: PoolSlice) -> None:
-        """Take a region back, to be lent for the same size."""
+        """Take a slice back, for reuse at the same size."""
         self._returned[sum(piece.numel() for piece in region)].append(region)
 
     def reset(self) -> None:
-        """Take every region back."""
+        """Take every slice back."""
         self._used = 0
         self._returned.clear()

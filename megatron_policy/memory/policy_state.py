@@ -1,5 +1,5 @@
-"""What a policy is doing and what its weights are worth at the moment; each change is a named
-transition, and one that is not legal says which call makes it so.
+"""What a policy is doing and whether its weights are valid. Each change is a named transition; an
+illegal one names the call that makes it legal.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class PolicyState:
 
     @property
     def step_open(self) -> bool:
-        """Whether gradients are being added up for a step that is not taken yet."""
+        """Whether gradients are being accumulated for a step that is not taken yet."""
         return self._step_open
 
     @property
     def gather_pending(self) -> bool:
-        """Whether the last step's parameters may not have been gathered yet."""
+        """Whether the gather of the last step's parameters can still be pending."""
         return self._gather_pending
 
     @property
@@ -49,13 +49,13 @@ class PolicyState:
 
     @property
     def user(self) -> str:
-        """Who uses the weights now, as "the reference policy"; empty if nobody does."""
+        """Who uses the weights now, such as "the reference policy"; empty if nobody does."""
         return self._users[-1] if self._users else ""
 
     def check(self, operation: str, need: Requirement, *, repairs: bool = False) -> None:
-        """ConfigError unless the state permits `operation`, as "train()".
+        """ConfigError unless the state permits `operation`, such as "train()".
 
-        CheckpointError where a load has left the weights half changed, unless the operation
+        CheckpointError if a load has left the weights half changed, unless the operation
         `repairs` them.
         """
         if self._loading and not repairs:
@@ -70,12 +70,12 @@ class PolicyState:
             raise ConfigError(f"{operation} has to wait until {self.user} has ended")
 
     def enter(self, memory: MemoryState) -> None:
-        """Memory has been moved."""
+        """Record that memory has been moved."""
         self._memory = memory
 
     @contextmanager
     def in_use(self, by: str) -> Iterator[None]:
-        """In this context no memory is moved: `by`, as "the reference policy", uses the weights."""
+        """In this context no memory is moved: `by` (e.g. "the reference policy") uses weights."""
         self._users.append(by)
         try:
             yield
@@ -83,13 +83,13 @@ class PolicyState:
             self._users.remove(by)
 
     def begin_step(self, operation: str) -> None:
-        """Gradients are added up from now on. ConfigError while a step is open."""
+        """Gradients are accumulated from now on. ConfigError while a step is open."""
         if self._step_open:
             raise ConfigError(f"{operation} has to wait: {STEP_OPEN}")
         self._step_open = True
 
     def end_step(self, operation: str) -> None:
-        """The open step has been taken or dropped. ConfigError where none is open."""
+        """The open step has been taken or dropped. ConfigError if none is open."""
         if not self._step_open:
             raise ConfigError(
                 f"{operation}: no training step is open, call begin_train_step() first"
@@ -105,7 +105,7 @@ class PolicyState:
         self._gather_pending = False
 
     def begin_load(self, what: str) -> None:
-        """The weights are being replaced: until `end_load` they are of no use."""
+        """The weights are being replaced: until `end_load` they are unusable."""
         self._loading = f"the load of {what} was not finished"
 
     def fill(self) -> None:

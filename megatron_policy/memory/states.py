@@ -1,6 +1,4 @@
-"""Which of a policy's memory is on the device in which state, and what each state permits; knows
-neither tensors nor devices.
-"""
+"""The memory states: what each has on the device, and what each permits."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from megatron_policy.errors import ConfigError
 
 
 class Kind(StrEnum):
-    """What a policy keeps on its device."""
+    """Kinds of memory that a policy has on its device."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -36,7 +34,7 @@ class MemoryState:
     holds: frozenset[Kind]
 
     def __str__(self) -> str:
-        """As it stands in messages after "the policy is"."""
+        """As used in messages after "the policy is"."""
         if self == IDLE:
             return f"{self.name} (its weights are in host memory)"
         return f"in state {self.name!r} (on the device: {listed(self.holds)})"
@@ -51,10 +49,11 @@ STATES = (TRAIN, LOGPROB, REFIT, IDLE)
 
 @dataclass(frozen=True)
 class Requirement:
-    """What an operation must find on the device, and the call that brings it there.
+    """What an operation needs on the device, and the call that brings it there.
 
-    `alone` is whether nothing else may be at work on the weights meanwhile, `within_step` whether
-    it may come between the parts of a training step, `writes` whether it may change them.
+    `alone` is whether nothing else is allowed to use the weights meanwhile, `within_step` whether
+    the operation can come between the parts of a training step, `writes` whether it can change the
+    weights.
     """
 
     holds: frozenset[Kind]
@@ -86,7 +85,7 @@ SEND_WEIGHTS = Requirement(WEIGHTS, "the weights on the device", "offload_before
 
 def check_permits(state: MemoryState, operation: str, need: Requirement) -> None:
     """ConfigError unless `state` holds what `operation` needs; it names the state, the operation
-    and the call that mends it.
+    and the call that fixes it.
     """
     if not need.holds <= state.holds:
         raise ConfigError(
@@ -95,7 +94,7 @@ def check_permits(state: MemoryState, operation: str, need: Requirement) -> None
 
 
 def state_of(holds: Collection[Kind]) -> MemoryState:
-    """The state that a policy is in by what it holds, where no transition has named it."""
+    """The state for what a policy holds, if no transition has named it."""
     held = frozenset(holds)
     whole = (state for state in (TRAIN, LOGPROB, IDLE) if state.holds == held)
     return next(whole, MemoryState("partial", held))
@@ -109,7 +108,7 @@ def stopped_before(target: MemoryState, holds: Collection[Kind]) -> MemoryState:
 
 
 def kinds_of(what: str | Iterable[str]) -> frozenset[Kind]:
-    """The kinds that a caller names, one or several; ConfigError for what is none."""
+    """The kinds that a caller names, one or several; ConfigError for unknown ones."""
     names = [what] if isinstance(what, str) else list(what)
     unknown = sorted({str(name) for name in names} - {str(kind) for kind in Kind})
     if unknown:

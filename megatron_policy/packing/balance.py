@@ -1,4 +1,4 @@
-"""Evens out cost by exchanging sequences between bins; knows no algorithm that filled them."""
+"""Balances cost by exchanging sequences between bins."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 TOLERANCE = 1e-4
-"""Differences below this part of the mean are not worth an exchange."""
+"""Differences below this fraction of the mean are not worth an exchange."""
 
 
 @dataclass(frozen=True)
 class _Exchange:
-    """`item` goes from one bin to another, in return for `back` (None for nothing); `moved` is the
-    cost that changes sides.
+    """`item` moves from one bin to another, in exchange for `back` (None for nothing); `moved` is
+    the cost that changes sides.
     """
 
     item: int
@@ -25,7 +25,7 @@ class _Exchange:
 
 @dataclass(frozen=True)
 class _State:
-    """Bins as sorted lists of (cost, item), the tokens that still fit into each, and who has it."""
+    """Bins as sorted lists of (cost, item), the free tokens in each, and each owner's bins."""
 
     bins: list[list[tuple[float, int]]]
     room: list[int]
@@ -40,14 +40,14 @@ def levelled(
     costs: Sequence[float],
     capacity: int,
 ) -> list[list[int]]:
-    """The same bins after exchanges that make the cost of every owner's bins together as equal as
-    single moves and swaps can; `owners[b]` has bin b, from 0 on.
+    """The same bins after exchanges that make the total cost of every owner's bins as equal as
+    single moves and swaps can; `owners[b]`, counted from 0, owns bin b.
 
     No bin exceeds `capacity` that did not before. Costs grow with sizes.
     """
     state = _state(bins, owners, sizes, costs, capacity)
     mean = sum(state.load) / max(len(state.load), 1)
-    # The largest load never grows, so this ends; the bound is on time only.
+    # The largest load never grows, so this ends; the bound only limits time.
     for _ in range(4 * len(sizes)):
         order = sorted(range(len(state.load)), key=state.load.__getitem__)
         found = _between(state, order, sizes, TOLERANCE * mean)
@@ -79,7 +79,7 @@ def _state(
 def _between(
     state: _State, order: Sequence[int], sizes: Sequence[int], least: float
 ) -> tuple[int, int, _Exchange] | None:
-    """An exchange that relieves the owner with most, with the lowest other one that can take it."""
+    """An exchange that relieves the highest owner, with the lowest other one that can take it."""
     if not order:
         return None
     high = order[-1]
@@ -99,7 +99,7 @@ def _between(
 def _exchanges(
     state: _State, high: int, low: int, gap: float, sizes: Sequence[int]
 ) -> Iterator[_Exchange]:
-    """Every move, and of the swaps of an item the one nearest to halving the gap."""
+    """Every move, and for each item the swap that comes nearest to halving the gap."""
     for source in state.held[high]:
         for cost, item in state.bins[source]:
             for target in state.held[low]:

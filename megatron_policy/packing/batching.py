@@ -1,4 +1,4 @@
-"""How microbatches are to be made: of rows, of similar rows, or of packed sequences."""
+"""How microbatches are made: of rows, of similar rows, or of packed sequences."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Kind = Literal["padded", "dynamic", "packed"]
 @dataclass(frozen=True)
 class Batching:
     """`padded`: microbatches of a number of rows. `dynamic`: of rows of similar length, at most
-    `tokens` together with their padding. `packed`: of sequences one after another, at most
-    `tokens` together; `algorithm` chooses which, ours where it is None.
+    `tokens` including their padding. `packed`: of concatenated sequences, at most `tokens` in
+    total; `algorithm` chooses which, ours if it is None.
 
-    A dynamic microbatch is as wide as its longest row, rounded up to `round_to`; a packed sequence
-    is rounded up to it on its own, and all of them together to `row_multiple`, as the layout needs
-    it. `key` is where `tokens` comes from, for messages.
+    A dynamic microbatch is as wide as its longest row, rounded up to `round_to`. Each packed
+    sequence is rounded up to `round_to`, and their total to `row_multiple`, as the layout requires.
+    `key` is the configuration key of `tokens`, for messages.
     """
 
     kind: Kind
@@ -32,12 +32,12 @@ class Batching:
 
     @property
     def capacity(self) -> int:
-        """Positions of a microbatch at most, padding counted in."""
+        """The most positions of a microbatch, including padding."""
         return self.tokens // self.row_multiple * self.row_multiple
 
     def size(self, length: int, width: int | None = None) -> int:
         """Positions that a sequence of `length` tokens takes with its own padding; in a padded
-        microbatch of a tensor of `width` positions not more than these need.
+        microbatch of a tensor of `width` positions, at most as many as the width needs.
         """
         if self.kind == "packed" or width is None:
             return round_up(length, self.round_to)

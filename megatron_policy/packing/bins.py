@@ -1,4 +1,4 @@
-"""Which sequences share a packed microbatch; knows lengths and costs, neither ranks nor tokens.
+"""Chooses which sequences share a packed microbatch, from their lengths and costs.
 
 `sizes` are lengths in tokens; a bin is a list of indices into them.
 """
@@ -18,7 +18,7 @@ from megatron_policy.packing.multiples import round_up
 Bins = list[list[int]]
 
 BALANCED = "balanced"
-"""Ours, and the one that counts where none is named."""
+"""Our own algorithm, and the default."""
 
 
 def pack(
@@ -29,11 +29,12 @@ def pack(
     multiple: int = 1,
     cost: Cost,
 ) -> Bins:
-    """Bins of at most `capacity` tokens that hold every sequence once, a multiple of `multiple`.
+    """Bins of at most `capacity` tokens that hold every sequence once; their number is a multiple
+    of `multiple`.
 
-    Every algorithm's number of bins is raised to the multiple by splitting the costliest; bins are
-    empty only where there are more of them than sequences. Raises ConfigError for an algorithm that
-    is none, BatchError for a sequence longer than the capacity.
+    For every algorithm the number of bins is raised to the multiple by splitting the costliest.
+    Bins are empty only if there are more of them than sequences. ConfigError for an unknown
+    algorithm, BatchError for a sequence longer than the capacity.
     """
     name = checked_algorithm(algorithm)
     for row, length in enumerate(lengths):
@@ -57,10 +58,10 @@ def checked_algorithm(name: str | None) -> str:
 def balanced(sizes: Sequence[int], capacity: int, multiple: int, cost: Cost) -> Bins:
     """The fewest bins found, a multiple of `multiple`, of costs as equal as possible.
 
-    The costliest sequence first goes into the cheapest bin with room (Graham 1969, longest
-    processing time first); exchanges between bins follow. Where that leaves a sequence over, the
-    bins of first fit decreasing are evened out instead, and where these are too many as well, there
-    are `multiple` bins more.
+    Each sequence, the costliest first, goes into the cheapest bin with room (Graham 1969, longest
+    processing time first); exchanges between bins follow. If a sequence does not fit that way, the
+    bins of first fit decreasing are balanced instead. If these are too many as well, `multiple`
+    more bins are tried.
     """
     costs = [cost(size) for size in sizes]
     number = round_up(max(-(-sum(sizes) // capacity), 1), multiple)
@@ -77,7 +78,7 @@ def balanced(sizes: Sequence[int], capacity: int, multiple: int, cost: Cost) -> 
 def _cheapest_first(
     sizes: Sequence[int], costs: Sequence[float], capacity: int, number: int
 ) -> Bins | None:
-    """`number` bins, or None where a sequence finds no room."""
+    """`number` bins, or None if a sequence does not fit."""
     bins: Bins = [[] for _ in range(number)]
     room = [capacity] * number
     heap = [(0.0, bin_) for bin_ in range(number)]
@@ -97,8 +98,8 @@ def _cheapest_first(
 
 
 def split_to(bins: Bins, number: int, costs: Sequence[float]) -> Bins:
-    """At least `number` bins: the costliest with two sequences or more is split into equal halves
-    until there are enough, and empty ones follow when every sequence has a bin of its own.
+    """At least `number` bins: the costliest with two or more sequences is split into equal halves
+    until there are enough; once every sequence has its own bin, empty bins are added.
     """
     heap = [
         (-sum(costs[item] for item in members), order, members)
@@ -131,7 +132,7 @@ def _halves(members: Iterable[int], costs: Sequence[float]) -> tuple[list[int], 
 
 
 def concatenative(sizes: Sequence[int], capacity: int) -> Bins:
-    """Sequences in the order given; one that does not fit opens the next bin (next fit)."""
+    """Sequences in the given order; one that does not fit opens the next bin (next fit)."""
     bins: Bins = []
     room = -1
     for item, size in enumerate(sizes):
@@ -149,21 +150,19 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> Bins:
 
 
 def first_fit_shuffle(sizes: Sequence[int], capacity: int) -> Bins:
-    """In an order that looks random and is the same every time, each into the first bin that has
-    room.
-    """
+    """In a fixed pseudo-random order, each into the first bin that has room."""
     order = list(range(len(sizes)))
     random.Random(len(sizes)).shuffle(order)
     return _first_fit(order, sizes, capacity)
 
 
 def modified_first_fit_decreasing(sizes: Sequence[int], capacity: int) -> Bins:
-    """Johnson and Garey's: within 71/60 of the fewest bins possible, first fit decreasing within
+    """Johnson and Garey's: within 71/60 of the fewest bins possible; first fit decreasing is within
     11/9.
 
     Every sequence above half the capacity opens a bin. From the fullest bin on, each takes the
-    longest that fits of those above a third; from the emptiest on, those without one take a pair of
-    those above a sixth; then each takes the longest sequences that fit, and the rest is packed
+    longest that fits of those above a third. From the emptiest on, those without one take a pair of
+    those above a sixth. Then each takes the longest sequences that fit, and the rest is packed
     first fit decreasing. Source: Johnson and Garey 1985, "A 71/60 theorem for bin packing".
     """
     order = _decreasing(sizes)
@@ -199,7 +198,7 @@ def modified_first_fit_decreasing(sizes: Sequence[int], capacity: int) -> Bins:
 
 
 def _largest_within(items: Sequence[int], sizes: Sequence[int], room: int) -> int | None:
-    """Where in `items`, the shortest first, the longest that fits stands."""
+    """Index in `items`, sorted from the shortest, of the longest that fits."""
     at = bisect_right(items, room, key=sizes.__getitem__)
     return at - 1 if at else None
 
@@ -230,4 +229,4 @@ _FITTING: dict[str, Callable[[Sequence[int], int], Bins]] = {
 }
 
 ALGORITHMS: tuple[str, ...] = (BALANCED, *_FITTING)
-"""All by name; the others are the host's."""
+"""All algorithms by name; those besides `balanced` are the host's."""

@@ -1,13 +1,11 @@
-"""What a sequence costs a transformer, relative to other lengths; knows no device and no model but
-its width.
-"""
+"""What a sequence costs a transformer, relative to other lengths."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 Cost = Callable[[int], float]
-"""The cost of a sequence of that many tokens; grows with it, 0 without any."""
+"""The cost of a sequence of this many tokens; increases with it, 0 for 0 tokens."""
 
 
 def sequence_cost(hidden_size: int) -> Cost:
@@ -15,10 +13,10 @@ def sequence_cost(hidden_size: int) -> Cost:
 
     A layer of width h multiplies each token with 12 h^2 weights (4 h^2 of attention, 8 h^2 of an
     MLP four times as wide), 24 h^2 operations. Scores and weighted values take 2 h operations each
-    for every pair of tokens, 4 L h a token. Together 24 h^2 (1 + L / 6h) a token. Causal attention
-    needs half of the pairs, but its kernels run at about half the rate of large matrix products:
-    counting all of them comes closer to the time. Source: Narayanan et al. 2021, "Efficient
-    Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", appendix.
+    for every pair of tokens, 4 L h per token. Together 24 h^2 (1 + L / 6h) per token. Causal
+    attention needs half of the pairs, but its kernels run at about half the rate of large matrix
+    products, so counting all of them is closer to the time. Source: Narayanan et al. 2021,
+    "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", appendix.
     """
 
     def cost(length: int) -> float:

@@ -1,5 +1,5 @@
-"""Which sequences share a padded microbatch of a number of tokens; knows lengths and costs, neither
-ranks nor tokens.
+"""Chooses which sequences share a padded microbatch with a token budget, from their lengths and
+costs.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from megatron_policy.packing.cost import Cost
 from megatron_policy.packing.multiples import round_up
 
 ROUNDS = 40
-"""Halvings of the interval in which the least largest cost lies."""
+"""Bisection steps in the search for the smallest possible maximum cost."""
 
 
 def dynamic_bins(sizes: Sequence[int], token_budget: int, multiple: int, cost: Cost) -> Bins:
-    """Bins of neighbours in size, each costing at most `token_budget` tokens with its padding.
+    """Bins of rows of neighbouring sizes, each at most `token_budget` tokens including padding.
 
     `sizes` are those of rows with their own padding; a bin's rows are padded to its largest. There
-    are as few bins as fit, raised to a multiple of `multiple`; of all ways to cut the sorted rows
-    into so many, the one whose costliest bin is cheapest. Bins are empty only where there are more
-    of them than rows. Raises BatchError for a row that is longer than the budget.
+    are as few bins as fit, rounded up to a multiple of `multiple`. Of all ways to cut the sorted
+    rows into that many, this is the one whose costliest bin is cheapest. Bins are empty only if
+    there are more of them than rows. BatchError for a row that is longer than the budget.
     """
     for row, size in enumerate(sizes):
         if size > token_budget:
@@ -47,13 +47,13 @@ def dynamic_bins(sizes: Sequence[int], token_budget: int, multiple: int, cost: C
 
 
 def _cut(sizes: Sequence[int], costs: Sequence[float], tokens: int, most: float) -> list[int]:
-    """Where groups of rows, the longest first, end: each within `tokens` and, with more than one
-    row, within the cost `most`.
+    """The ends of groups of rows, sorted from the longest: each group is within `tokens` and, with
+    more than one row, within the cost `most`.
     """
     ends: list[int] = []
     start = 0
     for at in range(1, len(sizes) + 1):
-        rows = at + 1 - start  # were the next one with them
+        rows = at + 1 - start  # including the next one
         full = rows * sizes[start] > tokens or rows * costs[start] > most
         if at == len(sizes) or full:
             ends.append(at)
@@ -62,7 +62,7 @@ def _cut(sizes: Sequence[int], costs: Sequence[float], tokens: int, most: float)
 
 
 def _halved(bins: Bins, number: int, padded: Sequence[int], cost: Cost) -> Bins:
-    """`number` bins: the costliest with two rows or more is cut in two until there are enough."""
+    """`number` bins: the costliest with two or more rows is cut in two until there are enough."""
 
     def entry(rows: list[int]) -> tuple[float, int, list[int]]:
         return (-len(rows) * cost(padded[rows[0]]) if len(rows) > 1 else 0.0, rows[0], rows)

@@ -1,5 +1,5 @@
-"""Cuts a batch into microbatches: rows as the loss sees them, and where their tokens stand in what
-a rank computes; knows no model.
+"""Cuts a batch into microbatches: rows as the loss sees them, and the layout of their tokens in
+what a rank computes.
 
 Shapes: B rows of a microbatch, S positions of its widest.
 """
@@ -19,9 +19,9 @@ from megatron_policy.packing.tokens import TokenLayout, packed_layout, padded_la
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Rows and the place of their tokens. `text_length` is how wide the caller's batch was, which
-    some rotary embeddings go by. A filler only keeps ranks in step: its results are dropped. `rows`
-    are the numbers of its rows in the data they were cut from.
+    """Rows and the layout of their tokens. `text_length` is the width of the caller's batch, which
+    some rotary embeddings depend on. A filler only keeps ranks synchronised: its results are
+    dropped. `rows` are the numbers of its rows in the data they were cut from.
     """
 
     data: BatchedDataDict
@@ -37,14 +37,14 @@ class Microbatch:
 
     @property
     def packed(self) -> bool:
-        """Whether several rows stand one behind the other."""
+        """Whether several rows are concatenated into one."""
         return self.layout.sources_CTR.size(2) != self.layout.rows
 
 
 def padded_microbatch(
     data: BatchedDataDict, text_length: int, width: int, multiples: Multiples
 ) -> Microbatch:
-    """All rows of `data` side by side, cut to `width` positions."""
+    """All rows of `data` in parallel, cut to `width` positions."""
     data = cut(data, max(width, NARROWEST))
     rows, width = data["input_ids"].shape
     layout = padded_layout(rows, width, multiples.row, multiples.context_ranks)
@@ -54,7 +54,7 @@ def padded_microbatch(
 def packed_microbatch(
     data: BatchedDataDict, text_length: int, lengths: Sequence[int], multiples: Multiples
 ) -> Microbatch:
-    """All rows of `data`, of which the first `lengths[i]` positions count, one behind the other."""
+    """All rows of `data` concatenated; the first `lengths[i]` positions of each count."""
     data = cut(data, max(*lengths, NARROWEST))
     width = data["input_ids"].size(1)
     layout = packed_layout(
@@ -71,12 +71,12 @@ def empty_microbatch(text_length: int, multiples: Multiples) -> Microbatch:
 
 
 def numbered(microbatches: Sequence[Microbatch], rows: Sequence[int]) -> list[Microbatch]:
-    """With `rows[i]` for each number i of a row."""
+    """The microbatches with each row number i replaced by `rows[i]`."""
     return [replace(each, rows=tuple(rows[row] for row in each.rows)) for each in microbatches]
 
 
 def cut(data: BatchedDataDict, width: int) -> BatchedDataDict:
-    """What has the sequence as dimension 1, cut to its first `width` positions."""
+    """Cut values whose dimension 1 is the sequence to the first `width` positions."""
     full = data["input_ids"].size(1)
     return BatchedDataDict(
         {

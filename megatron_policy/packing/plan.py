@@ -1,5 +1,5 @@
 """Which rows of a batch make which microbatch, as the batch itself carries it, and how the rows of
-a global batch are planned over data-parallel ranks; computes with lengths only.
+a global batch are planned over data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_policy.packing.dynamic import dynamic_bins
 class Span:
     """One microbatch: rows `[start, end)` of a data-parallel rank's share of a global batch.
 
-    `length` are the positions of each row where they are padded, of all together where they are
+    `length` is the number of positions: of each row if they are padded, of all together if they are
     packed. A rank without rows for a microbatch has an empty span of length 0.
     """
 
@@ -44,12 +44,13 @@ class Plan:
 
     @classmethod
     def of(cls, data: Any) -> Plan | None:
-        """What a batch carries under the host's names, ours or the host's; None without a plan.
+        """Read the plan that a batch carries under the host's names, made by us or by the host;
+        None without one.
 
         `micro_batch_indices` is, per global batch, a list of [start, end], `micro_batch_lengths`
-        the length of each; packed batches have `elem_counts_per_gb`, the rows per global batch, too
-        (NeMo RL, `nemo_rl/distributed/batched_data_dict.py`). Raises BatchError unless they name
-        every row once, in order, and are long enough for their rows.
+        the length of each. Packed batches also have `elem_counts_per_gb`, the rows per global batch
+        (NeMo RL, `nemo_rl/distributed/batched_data_dict.py`). BatchError unless they name every row
+        once, in order, and are long enough for their rows.
         """
         indices = getattr(data, "micro_batch_indices", None)
         if indices is None:
@@ -74,7 +75,7 @@ class Plan:
         return plan
 
     def attach(self, data: Any) -> None:
-        """Give the plan to a batch, under the host's names."""
+        """Store the plan in a batch, under the host's names."""
         data.micro_batch_indices = [[[s.start, s.end] for s in spans] for spans in self.batches]
         data.micro_batch_lengths = [[span.length for span in spans] for spans in self.batches]
         data.elem_counts_per_gb = list(self.rows) if self.packed else None
@@ -132,11 +133,11 @@ def plan_rows(
     cost: Cost,
     width: int | None = None,
 ) -> list[Share]:
-    """Every rank's part of the rows of one global batch, with equally many microbatches each, a
-    multiple of `multiple`, and costs as equal as the algorithm allows.
+    """Every rank's part of the rows of one global batch, with the same number of microbatches each,
+    a multiple of `multiple`, and costs as equal as the algorithm allows.
 
-    `width` is that of the tensor whose rows have these `lengths`: padding goes no further. Each
-    rank computes its costliest microbatch first. Raises BatchError naming a row that is too long.
+    `width` is that of the tensor whose rows have these `lengths`: padding does not exceed it. Each
+    rank computes its costliest microbatch first. BatchError naming a row that is too long.
     """
     assert settings.kind != "padded", "microbatches of a number of rows need no plan"
     settings.check(lengths, width)
@@ -161,10 +162,10 @@ def _cost(bin_: Sequence[int], sizes: Sequence[int], cost: Cost, packed: bool) -
 
 
 def _levelled(shares: list[Bins], sizes: Sequence[int], capacity: int, cost: Cost) -> list[Bins]:
-    """The same after exchanges between ranks, and then between the bins of each rank.
+    """The same shares after exchanges between ranks, and then between the bins of each rank.
 
     A bin of one long sequence can cost more than the mean and another bin of its rank less: only
-    what ranks have in all can be made equal.
+    the ranks' totals can be made equal.
     """
     costs = [cost(size) for size in sizes]
     owners = [rank for rank, share in enumerate(shares) for _ in share]

@@ -1,5 +1,4 @@
-"""Where each token of a microbatch stands in what one context-parallel rank computes; knows neither
-process groups nor models.
+"""Maps the tokens of a microbatch to the positions that each context-parallel rank computes.
 
 Context parallelism is zig-zag: a sequence is cut into 2C chunks, of which rank r computes the r-th
 from the front and the r-th from the back, so that causal attention costs every rank the same.
@@ -7,7 +6,7 @@ Source: Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2; Megatron-C
 same.
 
 Shapes: B rows and S positions of the caller, C context-parallel ranks, T positions of one of them,
-R rows that are computed side by side (B when padded, 1 when packed).
+R rows that are computed in parallel (B when padded, 1 when packed).
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ import torch
 from megatron_policy.packing.multiples import round_up
 
 FILLER = -1
-"""What stands at a position that no token of the caller stands at."""
+"""Marks a position without a token of the caller."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One sequence with its padding, `[start, start + length)` among the positions of all ranks; of
-    packed sequences several make a row.
+    """One sequence with its padding, `[start, start + length)` among the positions of all ranks;
+    several packed sequences make a row.
     """
 
     start: int
@@ -36,7 +35,7 @@ class Segment:
 @dataclass(frozen=True)
 class Piece:
     """A causal rectangle of attention: this rank's queries `[query, query + queries)` see the keys
-    `[key, key + keys)` of all ranks, the last query all of them, the one before it all but the
+    `[key, key + keys)` of all ranks. The last query sees all of them, the one before it all but the
     last, and so on (aligned at the lower right corner).
     """
 
@@ -53,14 +52,14 @@ class TokenLayout:
 
     `sources_CTR` holds, for every rank, the flat index (row * S + position) of the token at each of
     its positions, or FILLER. Filler only follows the tokens of its segment, so causal attention
-    keeps it from changing anything.
+    keeps it from affecting them.
     """
 
     rows: int
     width: int
     segments: tuple[Segment, ...]
     columns_CT: torch.Tensor
-    """Which of all ranks' positions each rank's are."""
+    """For each rank, which of all ranks' positions it has."""
     sources_CTR: torch.Tensor
 
     @property
@@ -89,14 +88,14 @@ class TokenLayout:
         )
 
     def take(self, values_BS: torch.Tensor, rank: int, filler: float = 0) -> torch.Tensor:
-        """`values_BS[B, S, ...]` as rank `rank` has them, `[T, R, ...]`."""
-        # FILLER is -1, and what stands last is the filler.
+        """`values_BS[B, S, ...]` in rank `rank`'s layout, `[T, R, ...]`."""
+        # FILLER is -1, which indexes the filler value appended last.
         last = values_BS.new_full((1, *values_BS.shape[2:]), filler)
         return torch.cat([values_BS.flatten(0, 1), last])[self.sources_CTR[rank]]
 
     def put(self, values_CTR: torch.Tensor) -> torch.Tensor:
-        """All ranks' values `[C, T, R, ...]` at the caller's places `[B, S, ...]`, 0 where none is;
-        the inverse of `take`, differentiable.
+        """All ranks' values `[C, T, R, ...]` at the caller's places `[B, S, ...]`, 0 where there is
+        none; the inverse of `take`, differentiable.
         """
         rest = values_CTR.shape[3:]
         where_BS = self.where()
@@ -115,7 +114,7 @@ class TokenLayout:
         return where.view(self.rows, self.width)
 
     def positions(self, rank: int) -> torch.Tensor:
-        """Of rank `rank`'s tokens within their sequences, int64 `[T]`, the same in all R rows."""
+        """Positions of rank `rank`'s tokens in their sequences, int64 `[T]`, for all R rows."""
         device = self.columns_CT.device
         lengths = torch.tensor([s.length for s in self.segments], device=device)
         starts = torch.tensor([s.start for s in self.segments], device=device)
@@ -123,7 +122,7 @@ class TokenLayout:
         return within[self.columns_CT[rank]]
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """What rank `rank`'s causal attention is made of; its queries in order, each once."""
+        """The pieces of rank `rank`'s causal attention; its queries in order, each once."""
         if self.ranks == 1:
             return tuple(Piece(s.start, s.length, s.start, s.length) for s in self.segments)
         found = []
@@ -137,8 +136,8 @@ class TokenLayout:
 
 
 def padded_layout(rows: int, width: int, multiple: int, ranks: int) -> TokenLayout:
-    """Each of `rows` rows of `width` positions a sequence of its own, filled up to a multiple of
-    `multiple`, which 2 * `ranks` divides under context parallelism.
+    """A layout in which each of `rows` rows of `width` positions is a sequence, filled up to a
+    multiple of `multiple`, which 2 * `ranks` divides under context parallelism.
     """
     length = round_up(width, multiple)
     source_BS = torch.full((rows, length), FILLER)
@@ -149,11 +148,11 @@ def padded_layout(rows: int, width: int, multiple: int, ranks: int) -> TokenLayo
 def packed_layout(
     lengths: Sequence[int], width: int, segment_multiple: int, total_multiple: int, ranks: int
 ) -> TokenLayout:
-    """The first `lengths[i]` tokens of each row one after another, in a single row.
+    """A layout of the first `lengths[i]` tokens of each row, concatenated into a single row.
 
-    Every sequence is filled up to a multiple of `segment_multiple`, the whole to one of
-    `total_multiple`, by filler that is a segment of its own; 2 * `ranks` divides both under context
-    parallelism. Without any token it is one segment of filler.
+    Every sequence is filled up to a multiple of `segment_multiple`, and the whole to a multiple of
+    `total_multiple` by filler that is its own segment; 2 * `ranks` divides both under context
+    parallelism. Without any tokens the layout is one segment of filler.
     """
     segments, parts = [], []
     start = 0

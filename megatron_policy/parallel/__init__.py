@@ -1,3 +1,1 @@
-"""The rank grid and which rank holds which layer: arithmetic, and the process groups of a rank.
-Read `topology.py` first.
-"""
+"""The rank grid, the layers of each rank, and a rank's process groups. Read `topology.py` first."""

@@ -1,4 +1,4 @@
-"""The process groups of a rank, whoever made them."""
+"""The process groups of a rank, for any engine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups this rank belongs to; `dp` leaves context parallelism out, `dp_cp` counts
-    it in.
+    """The process groups this rank belongs to; `dp` excludes context parallelism, `dp_cp` includes
+    it.
     """
 
     tp: dist.ProcessGroup

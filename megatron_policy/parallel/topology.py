@@ -1,4 +1,4 @@
-"""The rank grid and the layer split as plain arithmetic; knows no process group and no model."""
+"""The rank grid and the layer split, as plain arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_policy.errors import ConfigError
 
 @dataclass(frozen=True)
 class Coords:
-    """Where one rank stands on each axis of the grid."""
+    """One rank's coordinate on each axis of the grid."""
 
     pp: int
     dp: int
@@ -83,9 +83,10 @@ class LayerSplit:
         first: int | None = None,
         last: int | None = None,
     ) -> LayerSplit:
-        """Megatron-Core's split of `num_layers`; `first` and `last` are those of the outer stages.
+        """Megatron-Core's split of `num_layers`; `first` and `last` are the layer counts of the
+        outer stages.
 
-        Raises ConfigError, naming the legal values, when there is no such split.
+        ConfigError, naming the legal values, if there is no such split.
         """
         counts = _layers_per_stage(num_layers, pp, first, last)
         _check_chunks(counts, vpp, both_ends=first is not None and last is not None)
@@ -132,7 +133,7 @@ def _layers_per_stage(num_layers: int, pp: int, first: int | None, last: int | N
 
 
 def _uneven_split_message(num_layers: int, pp: int, first: int | None, last: int | None) -> str:
-    """Name the legal values of one end while the other stays as it is."""
+    """Name the legal values of one end while the other is unchanged."""
     if first is not None:
         name, fixed, middle = _FIRST, last or 0, pp - 1 - (last is not None)
     else:
@@ -170,7 +171,7 @@ def _check_chunks(counts: list[int], vpp: int, *, both_ends: bool) -> None:
 
 @dataclass(frozen=True)
 class Placement:
-    """One rank's place in the grid, and which of the model's parts fall to it."""
+    """One rank's place in the grid, and the parts of the model it holds."""
 
     topology: Topology
     coords: Coords

@@ -1,6 +1,6 @@
-"""Does the Megatron-Core model compute what Hugging Face computes? Both on the same random tokens.
+"""Compares the Megatron-Core model with the Hugging Face model on the same random tokens.
 
-`compare` asks it of a checkpoint; knows no command line.
+`compare` does this for a checkpoint. Read `compare.py` first.
 """
 
 from megatron_policy.parity.compare import LIMITS, compare

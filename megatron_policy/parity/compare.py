@@ -1,4 +1,4 @@
-"""Reads a checkpoint with both models and compares; knows what is close enough, and why."""
+"""Runs both models on a checkpoint and compares them, with limits for what is close enough."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from megatron_policy.parity.reference import read_reference
 from megatron_policy.parity.result import Difference, Job, Parity, Reading
 
 ROWS = 2
-"""Sequences: more than one, so that rows cannot be taken for positions."""
+"""Sequences: more than one, so that rows cannot be mistaken for positions."""
 
 LIMITS = {"float32": 1e-4}
-"""Largest difference of a logit and of a logprob. Two orders of the same fp32 sums differ by about
-1e-6 of the logits' size, deep models by ten times that; a wrong weight, scale, rotation or mask
-shows at 1e-2 and above. Between the two there is room for 1e-4."""
+"""Largest difference of a logit and of a logprob. Two summation orders of the same fp32 sums differ
+by about 1e-6 of the logits' size, ten times that for deep models; a wrong weight, scale,
+rotation or mask shows at 1e-2 and above. 1e-4 lies between the two.
+"""
 
 BF16_NOISE = 3.0
 """bf16 has no limit that fits all models: its rounding grows with depth and with the activations.
-The yardstick is Hugging Face itself, its bf16 pass against its fp32 pass on the same tokens; ours
-may be this many times as far from its bf16 pass, as both stand at that distance from the truth, in
-directions of their own."""
+The yardstick is Hugging Face itself, its bf16 pass against its fp32 pass on the same tokens; our
+bf16 pass can be this many times as far from its bf16 pass, since each is about that far from the
+exact result, in its own direction.
+"""
 
 
 def compare(
@@ -48,9 +50,9 @@ def compare(
 ) -> Parity:
     """Differences between transformers and the Megatron-Core model over two rows of random tokens.
 
-    One rank runs in this process, several in processes of their own on this machine. `tolerance`
+    One rank runs in this process, several in separate processes on this machine. `tolerance`
     replaces the limits of `dtype`; the Hugging Face side can read another checkpoint, `reference`.
-    ConfigError, ConversionError or WorkerError when either side cannot be read.
+    ConfigError, ConversionError or WorkerError when either side cannot be run.
     """
     checked_timeout(timeout_s)
     if tolerance is not None and not 0.0 <= tolerance < math.inf:
@@ -103,7 +105,9 @@ def _check(arch: Architecture, tokens: int, world: int) -> None:
 
 
 def _limits(job: Job, model: str, theirs: Reading, tolerance: float | None) -> tuple[float, float]:
-    """Of logits and of logprobs: as asked, from the table, or from the reference's own rounding."""
+    """Limits of logits and of logprobs: as given, from the table, or from the reference's own
+    rounding.
+    """
     limit = LIMITS.get(job.dtype) if tolerance is None else tolerance
     if limit is not None:
         return limit, limit

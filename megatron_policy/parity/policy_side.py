@@ -1,4 +1,4 @@
-"""The Megatron-Core side: this rank's part of a forward pass, and its parts put together again.
+"""The Megatron-Core side: this rank's part of a forward pass, and joining the parts.
 
 Shapes: B rows, S positions, V vocabulary, D model.
 """
@@ -17,9 +17,9 @@ from megatron_policy.policy import MegatronPolicy
 
 
 def read_policy(job: Job) -> Reading:
-    """What this rank sees: all logits and logprobs, and the outputs of its own layers.
+    """Run the model: all logits and logprobs, and the outputs of this rank's layers.
 
-    Under sequence parallelism these have this tensor-parallel rank's share of the positions.
+    Under sequence parallelism the outputs have this tensor-parallel rank's share of the positions.
     """
     policy = MegatronPolicy(
         policy_section(job),
@@ -44,7 +44,7 @@ def read_policy(job: Job) -> Reading:
 
 
 def join(job: Job, readings: Sequence[Reading]) -> Reading:
-    """One reading from those of all ranks, in rank order: tensor-parallel ranks are neighbours."""
+    """Join the readings of all ranks, in rank order: tensor-parallel ranks are adjacent."""
     layers: dict[int, torch.Tensor] = {}
     for first in range(0, len(readings), job.tp):
         stage = readings[first : first + job.tp]

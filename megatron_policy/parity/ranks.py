@@ -1,7 +1,6 @@
-"""Reads the model on several ranks, each a process on this machine that the first failure ends.
+"""Runs the model on several ranks, each a process on this machine; the first failure ends all.
 
-Knows processes and files, nothing of models. `python -m megatron_policy.parity.ranks FOLDER` is one
-of these processes.
+`python -m megatron_policy.parity.ranks FOLDER` is one of these processes.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.parity.policy_side import read_policy
 from megatron_policy.parity.result import Job, Reading
 
-GRACE_S = 3.0  # that the other ranks get to report after one has failed
+GRACE_S = 3.0  # for the other ranks to report after one has failed
 POLL_S = 0.05
 JOB = "job.json"
 
 
 def read_on_ranks(job: Job) -> list[Reading]:
-    """What each rank of the layout sees, in rank order.
+    """The reading of each rank of the layout, in rank order.
 
-    The error of the first rank that failed is raised as it was if it is one for users, and as a
-    WorkerError otherwise; the other ranks are ended.
+    Raises the error of the first rank that failed, unchanged if it is one for users, and as a
+    WorkerError otherwise; the other ranks are killed.
     """
     with tempfile.TemporaryDirectory(prefix="parity-") as name, reserved_port() as port:
         folder = Path(name)
@@ -52,13 +51,13 @@ def read_on_ranks(job: Job) -> list[Reading]:
 
 
 def main(folder: Path) -> None:
-    """One rank: read the model, leave the reading or the error in `folder`."""
+    """Run one rank: write the reading or the error into `folder`."""
     rank = int(os.environ["RANK"])
     try:
         reading = read_policy(Job(**json.loads((folder / JOB).read_text())))
         content = {"logits": reading.logits, "logprobs": reading.logprobs} if rank == 0 else {}
         torch.save({**content, "layers": dict(reading.layers)}, _reading(folder, rank))
-    except Exception as error:  # it is raised again in the process that waits for this one
+    except Exception as error:  # raised again in the process that waits for this one
         report = {"kind": type(error).__name__, "message": str(error)}
         _report(folder, rank).write_text(json.dumps(report))
         raise
@@ -68,7 +67,7 @@ def _start(folder: Path, rank: int, world: int, port: int) -> subprocess.Popen[b
     threads = max(1, (os.cpu_count() or 1) // world)
     environment = {
         "OMP_NUM_THREADS": str(threads),
-        "GLOO_SOCKET_IFNAME": "lo",  # the name of a container need not resolve
+        "GLOO_SOCKET_IFNAME": "lo",  # a container's host name need not resolve
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -88,7 +87,7 @@ def _start(folder: Path, rank: int, world: int, port: int) -> subprocess.Popen[b
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Until all have ended, or shortly after the first that failed."""
+    """Wait until all have ended, or shortly after the first failure."""
     deadline = float("inf")
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         if deadline == float("inf") and any(process.returncode for process in processes):
@@ -97,7 +96,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _check(folder: Path, codes: Sequence[int]) -> None:
-    """Raise the error of the rank that is to blame, if any failed."""
+    """Raise the error of the rank that caused the failure, if any failed."""
     failed = [rank for rank, code in enumerate(codes) if code]
     reports = {
         rank: json.loads(_report(folder, rank).read_text())

@@ -1,4 +1,4 @@
-"""The Hugging Face side: one forward pass in one process, attention computed eagerly.
+"""The Hugging Face side: one forward pass in one process, with eager attention.
 
 Shapes: B rows, S positions, V vocabulary, D model.
 """
@@ -23,9 +23,9 @@ from megatron_policy.parity.result import Job, Reading
 
 @torch.no_grad()
 def read_reference(model: str, job: Job, dtype: str, per_layer: bool) -> Reading:
-    """Load the checkpoint in transformers as `dtype` and read it on the job's tokens.
+    """Load the checkpoint in transformers as `dtype` and run it on the job's tokens.
 
-    The model is gone afterwards. ConfigError when transformers cannot load it, or compute with it.
+    The model is released afterwards. ConfigError if transformers cannot load it or compute with it.
     """
     tokens_BS, hf = job.draw(), _load(model, dtype)
     layers: dict[int, torch.Tensor] = {}
@@ -42,12 +42,12 @@ def read_reference(model: str, job: Job, dtype: str, per_layer: bool) -> Reading
 
 
 def _load(model: str, dtype: str) -> Any:
-    """The checkpoint's config and safetensors, and nothing else that its directory may hold."""
+    """Load the checkpoint's config and safetensors, and nothing else from its directory."""
     from transformers import AutoModelForCausalLM, PretrainedConfig
 
     plainly = {"attn_implementation": "eager", "trust_remote_code": False}
     if hasattr(PretrainedConfig, "_experts_implementation"):
-        # The fast one of newer releases is for some widths only.
+        # The fast implementation of newer releases only supports some widths.
         plainly["experts_implementation"] = "eager"
     root = locate(model)
     config = written_config(root)
@@ -63,7 +63,7 @@ def _load(model: str, dtype: str) -> Any:
             )
         except MemoryError:
             raise
-        except Exception as error:  # whatever it finds wrong with a checkpoint
+        except Exception as error:  # loading a damaged checkpoint can raise anything
             said = str(error).replace(str(folder), model)
             raise ConfigError(f"transformers cannot load {model}: {said}") from error
     chosen = getattr(hf.config, "_attn_implementation", None)
@@ -72,7 +72,7 @@ def _load(model: str, dtype: str) -> Any:
 
 
 def _link(files: Mapping[Path, Mapping[str, Extent]], folder: Path) -> None:
-    """The safetensors under names of ours in `folder`, with an index."""
+    """Link the safetensors into `folder` under our own names, with an index."""
     weight_map: dict[str, str] = {}
     for number, (path, tensors) in enumerate(files.items()):
         name = f"model-{number + 1:05}-of-{len(files):05}.safetensors"

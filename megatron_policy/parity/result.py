@@ -1,4 +1,4 @@
-"""What two readings of a model say, and how far they are from each other; knows no models.
+"""The readings of a model, and how far apart two of them are.
 
 Shapes: B rows, S positions, V vocabulary, D model.
 """
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 
 ROUNDING = {"float32": 1e-4, "bfloat16": 5e-2}
-"""What a layer's output may be off by, in units of its largest value, without being suspect."""
+"""Largest unsuspicious error of a layer's output, relative to its largest value."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Which model to read, how, and on how many random tokens."""
+    """Which model to run, how, and on how many random tokens."""
 
     model: str
     vocab_size: int
@@ -32,7 +32,7 @@ class Job:
     timeout_s: float
 
     def draw(self) -> torch.Tensor:
-        """The token ids, int64 `[B, S]`, the same wherever they are drawn."""
+        """The token ids, int64 `[B, S]`, the same on every rank."""
         random = torch.Generator().manual_seed(self.seed)
         return torch.randint(0, self.vocab_size, (self.rows, self.tokens), generator=random)
 
@@ -50,8 +50,8 @@ class Reading:
 
 @dataclass(frozen=True)
 class Difference:
-    """Between two tensors, element by element: the largest and the mean absolute difference, and
-    the largest absolute value of the reference.
+    """Between two tensors, elementwise: the largest and the mean absolute difference, and the
+    largest absolute value of the reference.
     """
 
     max: float
@@ -60,20 +60,20 @@ class Difference:
 
     @classmethod
     def between(cls, ours: torch.Tensor, reference: torch.Tensor) -> Difference:
-        """NaN where either is NaN, which is within no limit."""
+        """The difference; NaN if either is NaN, which exceeds every limit."""
         apart = (ours.double() - reference.double()).abs()
         scale = float(reference.abs().max())
         return cls(float(apart.max()), float(apart.mean()), scale)
 
     @property
     def relative(self) -> float:
-        """The largest difference in units of the reference's largest value."""
+        """The largest difference relative to the reference's largest value."""
         return self.max / self.scale if self.scale else self.max
 
 
 @dataclass(frozen=True)
 class Parity:
-    """The differences, and the limits that logits and logprobs had to keep."""
+    """The differences, and the limits for logits and logprobs."""
 
     job: Job
     family: str
@@ -90,7 +90,7 @@ class Parity:
 
     @property
     def first_layer_apart(self) -> int | None:
-        """The first layer whose output is off by more than rounding, None if there is none."""
+        """The first layer whose output is off by more than rounding; None if there is none."""
         limit = ROUNDING[self.job.dtype]
         apart = (n for n in sorted(self.layers) if not self.layers[n].relative <= limit)
         return next(apart, None)

@@ -1,7 +1,4 @@
-"""A policy's saves and loads: what is written of it, and what it is after reading.
-
-Knows neither formats nor how ranks meet.
-"""
+"""Saving and loading a policy: what is written, and what state it is in after a load."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ AnyPath = str | PathLike[str]
 
 
 class Checkpoints:
-    """One rank's end of all saves and loads of its policy; every method is collective."""
+    """One rank's part in all saves and loads of its policy; every method is collective."""
 
     def __init__(
         self,
@@ -49,14 +46,14 @@ class Checkpoints:
         tokenizer: Any,
         generators: Mapping[str, torch.Generator],
     ) -> None:
-        """`generators` draw the random numbers that are the policy's own, by name."""
+        """`generators` are the policy's own random number generators, by name."""
         self._session, self._config, self._tokenizer = session, config, tokenizer
         self._engine = session.engine
         self._contents = Contents(session.engine, generators)
         store = dist.distributed_c10d._get_default_store()
         size = session.topology.world_size
         self._coordinator = Coordinator(store, session.rank, size, config.checkpoint_timeout_s)
-        side_files(locate(config.model_name))  # which every rank refuses, or none
+        side_files(locate(config.model_name))  # raises on every rank or on none
         self._side = side_contents(config.model_name) if session.rank == 0 else {}
         model = Model(self._engine.table, session.topology, self._side)
         self._saver = Saver(model, self._coordinator)
@@ -74,17 +71,17 @@ class Checkpoints:
         hf_export: AnyPath | None,
         onload: bool,
     ) -> None:
-        """Write `iter_<step>` in `weights_path`: weights, counters and random numbers, and with
-        `optimizer_path`, which may be the same, the optimizer's state. The tokenizer goes to a
-        directory of its own as well, if that is asked for.
+        """Write `iter_<step>` in `weights_path`: weights, counters and random numbers. With
+        `optimizer_path`, which can be the same, also write the optimizer's state. With
+        `tokenizer_path` the tokenizer is also written to that directory.
 
-        `host_data`, plain values, comes back with the report of a load. `hf_export` is where the
-        caller exports to when this is done: what would refuse that, refuses this. With `onload`
-        what is saved comes to the device first, and stays there; without, it has to be there. With
-        `megatron_cfg.checkpoint.async_save` this returns while all is being copied to host memory:
-        whatever changes or moves the policy's memory waits for that.
-        CheckpointError, on every rank, if this save or the one before failed: the checkpoints
-        before are as they were, and nothing is left of the new one, unless the words say so.
+        `host_data`, plain values, is returned in the report of a load. `hf_export` is where the
+        caller will export to afterwards: what would make that fail makes this fail. With `onload`
+        what is saved is first moved to the device, and stays there; without, it has to be there.
+        With `megatron_cfg.checkpoint.async_save` this returns while the copy to host memory is
+        still running: whatever changes or moves the policy's memory waits for that copy.
+        CheckpointError, on every rank, if this save or the one before failed: earlier checkpoints
+        are unchanged, and nothing is left of the new one unless the message says so.
         """
         weights, optimizer = _absolute(weights_path), _absolute(optimizer_path)
         assert weights is not None
@@ -102,7 +99,7 @@ class Checkpoints:
             memory.check("save_checkpoint()", here)
             if hf_export is not None:
                 check_export(hf_export, weights_path, optimizer_path)
-                if self._session.rank == 0:  # which reads what it copies from there
+                if self._session.rank == 0:  # only rank 0 reads what it copies from there
                     side_contents(self._config.model_name)
             if tokenizer_path is not None and self._session.rank == 0:
                 write_tokenizer(self._side, self._tokenizer, Path(tokenizer_path))
@@ -123,12 +120,12 @@ class Checkpoints:
         optimizer_path: AnyPath | None,
         fresh_optimizer: bool | None = None,
     ) -> LoadReport:
-        """Be what was saved last in `weights_path`, or in that `iter_*` directory, and report what
-        was restored. The reference policy stays what it is.
+        """Load the latest checkpoint in `weights_path`, or that `iter_*` directory itself, and
+        report what was restored. The reference policy is unchanged.
 
-        CheckpointError, on every rank and before anything is changed, for a checkpoint that is not
-        there, damaged, of another model or a newer version, or without the optimizer's state, which
-        only `fresh_optimizer` (by default the configuration's) allows to be missing.
+        CheckpointError, on every rank and before anything is changed, for a checkpoint that is
+        missing, damaged, of another model or a newer version, or without the optimizer's state;
+        the last is allowed with `fresh_optimizer` (by default the configuration's).
         """
         if fresh_optimizer is None:
             fresh_optimizer = self._config.megatron_cfg.checkpoint.fresh_optimizer
@@ -152,7 +149,7 @@ class Checkpoints:
     def start_from(
         self, weights_path: AnyPath | None, optimizer_path: AnyPath | None
     ) -> LoadReport | None:
-        """`load` for a policy that is being made, and ends if it fails; nothing without a path."""
+        """`load` for a policy under construction, closed on failure; None without a path."""
         if weights_path is None:
             return None
         try:
@@ -162,11 +159,11 @@ class Checkpoints:
             raise
 
     def finish(self) -> None:
-        """Wait for a save under way; CheckpointError if it failed."""
+        """Wait for a running save; CheckpointError if it failed."""
         self._saver.finish()
 
     def leave(self) -> None:
-        """`finish` for good: rank 0 waits for the others, see `Session.leave`."""
+        """Finish for good: rank 0 waits for the others, see `Session.leave`."""
         self.finish()
         self._session.leave(self._coordinator.lost_a_rank)
 
@@ -176,7 +173,7 @@ class Checkpoints:
         self._session.memory.ready("load_checkpoint()", need, repairs=True)
 
     def _moments(self) -> tuple[str, ...]:
-        """What the configured optimizer keeps of each parameter."""
+        """The states the configured optimizer keeps for each parameter."""
         settings = self._config.megatron_cfg.optimizer
         if settings.optimizer == "adam":
             return ("exp_avg", "exp_avg_sq")
@@ -184,13 +181,13 @@ class Checkpoints:
 
     @contextmanager
     def _changing(self, found: Found) -> Iterator[None]:
-        """While the policy is between two states it is of no use, and says so if it stays there."""
+        """During a load the policy is unusable; it stays marked as such if the load fails."""
         self._session.state.begin_load(str(found.root))
         yield
         self._session.state.end_load()
 
     def _prepared(self, found: Found, files: RawFiles) -> tuple[LoadPlan, Rest]:
-        """All that will be read and set, looked up before anything is changed."""
+        """Look up everything that will be read and set, before anything is changed."""
         engine = self._engine
         held = self._contents.held(with_states=found.optimizer is not None)
         reading = LoadPlan(found, files, engine.table, engine.place, held)
@@ -204,15 +201,15 @@ class Checkpoints:
 
 
 def source_dtypes(weights_path: AnyPath | None) -> dict[str, torch.dtype] | None:
-    """The dtypes that the weights had in Hugging Face format, as a checkpoint tells; None without a
-    path. CheckpointError when there is no checkpoint.
+    """The dtypes that the weights had in Hugging Face format, as recorded in a checkpoint; None
+    without a path. CheckpointError if there is no checkpoint.
     """
     path = _absolute(weights_path)
     return None if path is None else common.source_dtypes(finding.find(path))
 
 
 def check_export(export: AnyPath | None, *saved: AnyPath | None) -> None:
-    """ConfigError unless a Hugging Face checkpoint can be put there, beside what is saved."""
+    """ConfigError unless a Hugging Face checkpoint can be written there, outside what is saved."""
     target = _absolute(export)
     if target is None:
         return

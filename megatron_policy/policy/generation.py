@@ -1,4 +1,4 @@
-"""Continues prompts as a configuration says; knows no other verb of the policy."""
+"""Text generation by the policy itself, as the configuration says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_policy.training.checks import checked_prompts
 
 
 class TextGenerator:
-    """One replica's sampling: its settings and its random numbers."""
+    """One replica's text generation: its settings and its random numbers."""
 
     def __init__(
         self,
@@ -37,12 +37,12 @@ class TextGenerator:
 
     @property
     def generator(self) -> torch.Generator:
-        """Where the random numbers come from: who restores a policy sets its state."""
+        """The source of the random numbers; restoring a policy sets its state."""
         return self._generator
 
     def __call__(self, data: BatchedDataDict, greedy: bool) -> Continuations:
-        """Continue right-padded prompts; ConfigError where settings or tokenizer are missing. So
-        many rows as `generation_batch_size` share a KV cache.
+        """Continue right-padded prompts; ConfigError if settings or tokenizer are missing.
+        `generation_batch_size` rows at a time share a KV cache.
         """
         sampling = _sampling(self._config, self._tokenizer, greedy)
         pad_id = _pad_id(self._tokenizer)
@@ -62,7 +62,7 @@ class TextGenerator:
 
 
 def _joined(parts: Sequence[Continuations], pad_id: int) -> Continuations:
-    """All rows together, as wide as the widest."""
+    """Concatenate all rows, padded to the widest part."""
     width = max(part.tokens_BT.size(1) for part in parts)
     return Continuations(
         tokens_BT=torch.cat(

@@ -1,4 +1,4 @@
-"""One rank's policy: about ten verbs over a built model; knows nothing of Ray or hosts.
+"""One rank's policy: training, scoring, generation, refit and checkpoints over a built model.
 
 Shapes: B rows of this data-parallel rank, S positions, K candidates.
 """
@@ -43,11 +43,11 @@ from megatron_policy.training.scoring import Scorer
 
 
 class MegatronPolicy:
-    """A Hugging Face checkpoint as a Megatron-Core model: train it, read it, write it back.
+    """A Hugging Face checkpoint as a Megatron-Core model: train it, score with it, export it.
 
     Every rank of the layout makes one, under torchrun, in Ray workers, or alone in one process.
-    Every method is collective: all ranks call it, in the same order, each data-parallel replica
-    with rows of its own and all ranks of a replica with the same rows. `split` trains in parts.
+    Every method is collective: all ranks call it in the same order. Each data-parallel replica
+    passes its own rows, and all ranks of a replica pass the same rows. `split` trains in parts.
     """
 
     def __init__(
@@ -64,12 +64,13 @@ class MegatronPolicy:
     ) -> None:
         """Join the process group, build this rank's part of the model and load its weights.
 
-        `tokenizer` is anything with `pad_token_id` and `eos_token_id`; only `generate` needs one.
-        With `weights_path` it starts from a checkpoint, whose report is `loaded`; the reference is
-        `config.model_name`, which without one needs no weights. No collective waits longer than
-        `timeout_s` seconds, by default the config's `collective_timeout_s`. `engine` builds this
-        rank's part of the model: Megatron-Core does, unless another is given. ConfigError for a
-        layout that is not legal; ConversionError or CheckpointError for files that do not fit.
+        `tokenizer` is any object with `pad_token_id` and `eos_token_id`; only `generate` needs one.
+        With `weights_path` the policy starts from a checkpoint, whose report is `loaded`; the
+        reference is always `config.model_name`, whose weights are not needed without a reference.
+        No collective waits longer than `timeout_s` seconds, by default the config's
+        `collective_timeout_s`. `engine` builds this rank's part of the model; the default is
+        Megatron-Core. ConfigError for an illegal layout; ConversionError or CheckpointError for
+        files that do not fit.
         """
         self.config = PolicyConfig.parse(config)
         self.tokenizer = tokenizer
@@ -111,12 +112,12 @@ class MegatronPolicy:
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """One optimizer step for each `gbs` samples (of all replicas), in microbatches of `mbs`.
+        """Take one optimizer step per `gbs` samples (of all replicas), in microbatches of `mbs`.
 
         `data` is this replica's share: `input_ids` int64 `[B, S]` right padded, `sample_mask`
-        `[B]`, `token_mask` `[B, S]` and whatever the loss reads. Returns a `TrainResult`.
-        `eval_mode` computes the loss only. BatchError for data, LossError for a loss that cannot be
-        trained on, on every rank; the policy is unharmed.
+        `[B]`, `token_mask` `[B, S]` and whatever else the loss reads. Returns a `TrainResult`.
+        `eval_mode` only computes the loss. BatchError for invalid data, LossError for a loss that
+        cannot be trained on, on every rank; the policy stays usable.
         """
         trainable = None if eval_mode else self._session.trainable
         self.memory.check("train()", FORWARD if eval_mode else TRAIN_STEP)
@@ -133,7 +134,7 @@ class MegatronPolicy:
     def logprobs(
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None
     ) -> torch.Tensor:
-        """fp32 `[B, S]`: `log p(token t | those before)`; 0 at t = 0 and beyond `input_lengths`."""
+        """fp32 `[B, S]`: `log p(token t | tokens before t)`; 0 at t = 0, beyond `input_lengths`."""
         self.memory.ready("logprobs()")
         return self._scorer.logprobs(data, micro_batch_size)
 
@@ -172,13 +173,13 @@ class MegatronPolicy:
         return self._continue(data, greedy)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's parameters and lasting buffers by their global Megatron-Core names."""
+        """This rank's parameters and persistent buffers by their global Megatron-Core names."""
         self.memory.ready("named_parameters()", CHANGE_WEIGHTS)
         return ((entry.megatron, parameter) for entry, parameter in self._engine.held)
 
     def decoder_layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
-        """This rank's decoder layers by global number. They pass on `[S, B, D]`; under sequence
-        parallelism S is this tensor-parallel rank's share of the positions.
+        """This rank's decoder layers by global number. Their outputs are `[S, B, D]`; under
+        sequence parallelism S is this tensor-parallel rank's share of the positions.
         """
         return self._engine.decoder_layers()
 
@@ -190,7 +191,7 @@ class MegatronPolicy:
         overwrite: bool = False,
     ) -> None:
         """Write a Hugging Face checkpoint, in the dtypes of `config.model_name`. The directory
-        appears when it is complete; one that exists is refused unless `overwrite`.
+        appears only when complete; an existing one is refused unless `overwrite`.
         """
         self.memory.ready("export_hf()", SEND_WEIGHTS)
         source = self.config.model_name
@@ -206,8 +207,8 @@ class MegatronPolicy:
         return self.memory.during("export()", SEND_WEIGHTS, stream)
 
     def refit(self, sink: Transport) -> Manifest:
-        """Hand the weights to an engine; returns what this rank has sent. RefitError, on every
-        rank, when any rank's engine refused or did not answer in time; the policy goes on.
+        """Send the weights to an inference engine; returns what this rank has sent. RefitError, on
+        every rank, if any rank's engine refused or did not answer in time; the policy stays usable.
         """
         self.memory.ready("refit()", SEND_WEIGHTS)
         return deliver(self.exporter, sink, self.steps)
@@ -222,7 +223,7 @@ class MegatronPolicy:
         hf_export: AnyPath | None = None,
         onload: bool = False,
     ) -> None:
-        """Write what it takes to go on from here; see `Checkpoints.save`. `hf_export` as well."""
+        """Write what is needed to resume; see `Checkpoints.save`. Then export to `hf_export`."""
         self._checkpoints.save(
             self.steps, weights_path, optimizer_path, tokenizer_path, host_data, hf_export, onload
         )
@@ -236,22 +237,22 @@ class MegatronPolicy:
         *,
         fresh_optimizer: bool | None = None,
     ) -> LoadReport:
-        """Be what was saved last in `weights_path`; see `Checkpoints.load`."""
+        """Load the latest checkpoint in `weights_path`; see `Checkpoints.load`."""
         report = self._checkpoints.load(weights_path, optimizer_path, fresh_optimizer)
         self.steps = report.step
         return report
 
     def finalize_async_save(self) -> None:
-        """Wait for a save under way; CheckpointError if it failed. None may be."""
+        """Wait for a running save, if any; CheckpointError if it failed."""
         self._checkpoints.finish()
 
     def shutdown(self) -> None:
-        """Wait for a save under way and leave the process groups; may be called again."""
+        """Wait for a running save and leave the process groups; can be called again."""
         with closing(self._session):
             self._checkpoints.leave()
 
 
 def _megatron_core() -> EngineBuilder:
-    from megatron_policy.engines.megatron import assemble  # what is not used is not imported
+    from megatron_policy.engines.megatron import assemble  # imported only if used
 
     return assemble

@@ -1,7 +1,4 @@
-"""A policy's place among its processes: the group it joined, its coordinates, what was built there.
-
-Knows none of the policy's verbs.
-"""
+"""What a policy runs on: its process group, coordinates, engine, exporter and memory."""
 
 from __future__ import annotations
 
@@ -27,10 +24,10 @@ from megatron_policy.weights.load import DTYPES
 
 class Session:
     """Joins the process group, builds this rank's part of the model and loads its weights, or, with
-    `source_dtypes`, leaves them to be filled (see `EngineBuilder.build`).
+    `source_dtypes`, leaves them unfilled (see `EngineBuilder.build`).
 
-    ConfigError for a layout that is not legal, ConversionError for a checkpoint that does not match
-    its family's table; after an error nothing is left behind.
+    ConfigError for an illegal layout, ConversionError for a checkpoint that does not match its
+    family's table; nothing is left behind after an error.
     """
 
     def __init__(
@@ -90,7 +87,7 @@ class Session:
 
     @property
     def reference(self) -> ReferenceWeights:
-        """The weights the policy started from; RuntimeError where none were kept."""
+        """The weights the policy started from; RuntimeError if none were kept."""
         if self._reference is None:
             raise RuntimeError(
                 "this policy was made with init_reference_model=False: it has no reference"
@@ -99,7 +96,7 @@ class Session:
 
     @property
     def trainable(self) -> Trainable:
-        """What a training step works on; RuntimeError where there is no optimizer."""
+        """What a training step works on; RuntimeError if there is no optimizer."""
         if self.engine.trainable is None:
             raise RuntimeError(
                 "this policy was made with init_optimizer=False: it can only train in eval_mode"
@@ -107,27 +104,27 @@ class Session:
         return self.engine.trainable
 
     def settle(self) -> None:
-        """Wait for parameters whose gather overlaps what follows a step."""
+        """Wait for a parameter gather that overlaps what follows a step."""
         if self.state.gather_pending and self.engine.trainable is not None:
             self.engine.trainable.settle()
         self.state.settle()
 
     def leave(self, lost_a_rank: bool) -> None:
-        """Call it before `close`. Rank 0, whose process can host the store of the ranks, waits up
-        to 30 s for the others to leave too; not while it handles an error, nor after it
+        """To be called before `close`. Rank 0, whose process can host the ranks' store, waits up
+        to 30 s for the others to leave too, but not while it handles an error nor after it
         `lost_a_rank`.
         """
         if self._open and not lost_a_rank and sys.exc_info()[0] is None:
             self.exporter.leave()
 
     def close(self) -> None:
-        """Leave the process groups; a second call does nothing: a policy that was made meanwhile
+        """Leave the process groups. A second call does nothing, so that a policy made in between
         keeps its groups.
         """
         if not self._open:
             return
         self._open = False
-        if hasattr(self, "exporter"):  # there is none after a failed start
+        if hasattr(self, "exporter"):  # missing after a failed start
             self.exporter.close()
         if hasattr(self, "engine"):
             self.engine.close()

@@ -1,4 +1,4 @@
-"""Memory that whole tensors are assembled in; knows no transport."""
+"""Memory that whole tensors are assembled in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
 
 
 class Buffer:
-    """A flat piece of memory, seen as any dtype."""
+    """A flat block of memory, viewable as any dtype."""
 
     def __init__(self, memory: Tensor) -> None:
         assert memory.dtype == torch.uint8 and memory.dim() == 1, memory.shape
@@ -27,7 +27,7 @@ class Buffer:
 
     @classmethod
     def on(cls, device: torch.device, nbytes: int) -> Buffer:
-        """A new one, contents undefined, of a size that every dtype divides."""
+        """A new, uninitialised buffer whose size is a multiple of every dtype's."""
         return cls(torch.empty(aligned(nbytes), dtype=torch.uint8, device=device))
 
     def typed(self, dtype: torch.dtype) -> Tensor:
@@ -38,13 +38,13 @@ class Buffer:
         return self._typed[dtype]
 
     def forget(self) -> None:
-        """Let go of the memory, whoever still holds the buffer."""
+        """Release the memory, even if the buffer itself is still referenced."""
         self.memory, self.nbytes = self.memory.new_empty(0), 0
         self._typed.clear()
 
 
 class BufferSlice(NamedTuple):
-    """Where one tensor's elements belong: from byte `offset` of `buffer` on, row-major."""
+    """Where one tensor's elements belong: row-major, starting at byte `offset` of `buffer`."""
 
     buffer: Buffer
     offset: int

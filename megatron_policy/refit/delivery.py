@@ -1,6 +1,5 @@
-"""Hands the weights to a sink: every rank takes part to the end, and all succeed or raise together.
-
-Knows no transport.
+"""Delivers the weights to a transport: every rank takes part to the end, and all succeed or raise
+together.
 """
 
 from __future__ import annotations
@@ -21,45 +20,45 @@ if TYPE_CHECKING:
 class TransportSession(Protocol):
     """One rank's end of a transport during one refit.
 
-    Tensors are placed in the plan's order and filled in that order, each before the next is placed.
-    Any method may raise: this rank then sends nothing more, and all ranks raise in the end.
+    Tensors are placed and filled in the plan's order, each filled before the next is placed. Any
+    method may raise: this rank then sends nothing more, and all ranks raise in the end.
     """
 
     def place(self, tensor: RefitTensor) -> BufferSlice | None:
-        """Where its elements are to be written; None when this rank has no use for it. May wait for
-        the other side to be done with memory that is used again.
+        """Where to write its elements; None if this rank does not need it. May wait until the
+        other side has finished with memory that is reused.
         """
 
     def filled(self, tensor: RefitTensor, room: BufferSlice) -> None:
-        """All its elements are there."""
+        """All its elements have been written."""
 
     def finish(self, manifest: Manifest) -> None:
-        """Nothing more comes: send what is left, and return when the other side has accepted all.
+        """Send what is left, and return when the other side has accepted everything.
 
-        `manifest` lists what was placed here. RefitError when it was refused.
+        `manifest` lists what was placed here. RefitError if it was refused.
         """
 
     def close(self) -> None:
-        """Give back memory, files and sockets; called once, however it went."""
+        """Release memory, files and sockets; called once, on success and on failure."""
 
 
 class Transport(Protocol):
-    """A transport, from the side of the trainer."""
+    """The trainer's side of a transport."""
 
     def plan(self, exporter: Exporter) -> RefitPlan | None:
-        """What is gathered on this rank; None where this rank's replica has nothing to do.
+        """What is gathered on this rank; None if this rank's replica has nothing to do.
 
         Pure, and the same on all ranks that gather together.
         """
 
     def open(self, exporter: Exporter, plan: RefitPlan) -> TransportSession | None:
-        """This rank's end; None where it only helps to gather. May raise."""
+        """This rank's end; None if it only helps to gather. May raise."""
 
 
 def deliver(exporter: Exporter, sink: Transport, step: int) -> Manifest:
-    """Send all weights, as they are after `step` optimizer steps; what this rank has sent.
+    """Send all weights, as they are after `step` optimizer steps; return what this rank has sent.
 
-    Collective over all ranks. RefitError on all of them when any failed; the policy is unharmed.
+    Collective over all ranks. RefitError on all of them if any failed; the policy is unharmed.
     """
     exporter.begin()
     plan = sink.plan(exporter)
@@ -76,7 +75,7 @@ def deliver(exporter: Exporter, sink: Transport, step: int) -> Manifest:
 
 
 class _Delivery:
-    """Calls an session until it fails for the first time, and remembers that failure."""
+    """Calls a transport session until its first failure, which it records."""
 
     def __init__(self, sink: Transport, exporter: Exporter, plan: RefitPlan | None) -> None:
         self.failure: Exception | None = None
@@ -122,7 +121,7 @@ class _Delivery:
 
 
 class _Attempt:
-    """Keeps the first exception of its body, instead of letting it end this rank's part."""
+    """Records the first exception of its body instead of letting it end this rank's part."""
 
     def __init__(self, delivery: _Delivery) -> None:
         self._delivery = delivery
@@ -135,7 +134,7 @@ class _Attempt:
     ) -> bool:
         if not isinstance(error, Exception):
             return False
-        traceback.clear_frames(trace)  # they would hold on to the memory that is given back
+        traceback.clear_frames(trace)  # they would keep the released memory alive
         if self._delivery.failure is None:
             self._delivery.failure = error
         return True

@@ -1,6 +1,5 @@
-"""64-bit digests of tensors where they lie: xxh3 in host memory, a sum of products elsewhere.
-
-Knows no manifest and no transport.
+"""64-bit digests of tensors, computed where they are stored: xxh3 in host memory, a sum of products
+elsewhere.
 """
 
 from __future__ import annotations
@@ -10,16 +9,16 @@ import xxhash
 from torch import Tensor
 
 HOST, DEVICE = "xxh3_64", "products_64"
-"""Names of the two algorithms, as a manifest says them."""
+"""Names of the two algorithms in a manifest."""
 
-_STEP = 1 << 22  # words per step: bounds what the sum of products takes beside the tensor
+_STEP = 1 << 22  # words per step: bounds the extra memory of the sum of products
 _MASK = (1 << 64) - 1
 # Odd constants of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators).
 _GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def algorithm_for(memory: Tensor) -> str:
-    """The algorithm for memory of that device; both sides of a transport have the same."""
+    """The algorithm for memory on that device; both sides of a transport use the same one."""
     return HOST if memory.device.type == "cpu" else DEVICE
 
 
@@ -33,10 +32,10 @@ def digest(memory: Tensor, algorithm: str) -> int:
 
 
 def sum_of_products(flat_bytes: Tensor) -> int:
-    """Sum over 64-bit words of word * odd pseudo-random number of its place, modulo 2**64.
+    """Sum over 64-bit words of word * odd pseudo-random number of its position, modulo 2**64.
 
-    A change of one word always changes it: odd numbers have inverses. Multilinear hashing with
-    these numbers for keys; computed where the bytes lie, with whole-tensor operations only.
+    Changing one word always changes the sum, since odd numbers have inverses. This is multilinear
+    hashing with these numbers as keys, computed in place with whole-tensor operations only.
     """
     count = flat_bytes.numel()
     whole = count // 8 * 8
@@ -50,12 +49,12 @@ def sum_of_products(flat_bytes: Tensor) -> int:
 
 
 def _aligned(flat_bytes: Tensor) -> Tensor:
-    """The bytes where they can be read as words."""
+    """The bytes, aligned so that they can be read as words."""
     return flat_bytes if flat_bytes.data_ptr() % 8 == 0 else flat_bytes.clone()
 
 
 def _keys(first: int, count: int, where: torch.device) -> Tensor:
-    """Odd int64 numbers of places `first` on (splitmix64, wrapping around)."""
+    """Odd int64 keys of positions from `first` on (splitmix64, wrapping around)."""
     state = torch.arange(first + 1, first + 1 + count, dtype=torch.int64, device=where)
     state *= _signed(_GAMMA)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
@@ -65,7 +64,7 @@ def _keys(first: int, count: int, where: torch.device) -> Tensor:
 
 
 def _shifted(state: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right of int64."""
+    """Logical right shift of int64."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)
 
 

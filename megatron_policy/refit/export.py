@@ -1,7 +1,7 @@
-"""Streams a policy's weights as whole Hugging Face tensors, along a refit plan; knows no sink.
+"""Streams a policy's weights as whole Hugging Face tensors, following a refit plan.
 
-Tensor-parallel shards and pipeline stages are exchanged in rounds through one buffer of at most a
-bucket; the next round is under way while the last tensors are consumed.
+Tensor-parallel shards and pipeline stages are exchanged in rounds through one buffer of at most one
+bucket; the next round runs while the last tensors are consumed.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from megatron_policy.refit.plan import Item, RefitPlan, RefitTensor
 from megatron_policy.weights.geometry import Region, Run, overlaps, runs, segments
 
 Place = Callable[[RefitTensor], BufferSlice | None]
-"""Where a tensor's elements are wanted, if at all; may wait for memory to be free."""
+"""Where to write a tensor's elements, if anywhere; may wait for memory to become free."""
 
 Moves = tuple[Tensor, Sequence[tuple[int, int, int]]]
-"""A parameter and what is moved of it: (place in the HF tensor, place in it, length), in bytes."""
+"""A parameter and its copied runs: (offset in the HF tensor, offset in it, length), in bytes."""
 
 Copies = tuple[Item, Moves | None, Sequence[tuple[Region, Tensor]]]
-"""An item, and how it is copied: as it lies, or to regions of the HF tensor, each from a view."""
+"""An item and how to copy it: as raw bytes, or into regions of the HF tensor, each from a view."""
 
-_LONGEST_MOVE = 1 << 18  # bytes: torch copies more of them quicker, and with all its threads
-_MOST_MOVES = 4  # for one tensor: beyond, one call for the whole region is quicker
+_LONGEST_MOVE = 1 << 18  # bytes: torch copies longer runs faster, with all its threads
+_MOST_MOVES = 4  # per tensor: beyond that, one call for the whole region is faster
 
 Filled = Iterator[tuple[RefitTensor, BufferSlice | None]]
 
 
 class Sources:
-    """This rank's parameters, and views of what each plan takes from them."""
+    """This rank's parameters, and the views of them that each plan needs."""
 
     def __init__(self, held: Sequence[tuple[Entry, Tensor]], architecture: Architecture) -> None:
         self.architecture = architecture
@@ -46,11 +46,11 @@ class Sources:
 
     @property
     def probe(self) -> Tensor:
-        """A parameter: it lies where all do."""
+        """A parameter; all are on the same device."""
         return next(iter(self._held.values()))
 
     def view(self, entry: Entry, region: Region) -> Tensor:
-        """Those elements of the parameter as it is now; made once, as parameters never move."""
+        """A view of those elements of the live parameter; cached, as parameters never move."""
         key = (entry.megatron, region)
         if key not in self._views:
             flat = self._held[entry.megatron].detach()
@@ -60,10 +60,10 @@ class Sources:
         return self._views[key]
 
     def copies(self, plan: RefitPlan) -> list[Copies]:
-        """What a rank that holds all of the plan copies, found when it is asked for first."""
+        """The copies made by a rank that holds the whole plan; computed on first use."""
         if id(plan) not in self._copies:
             found = [self._copies_of(item, plan.slots) for item in plan.items]
-            self._copies[id(plan)] = (plan, found)  # with the plan, so that its id stays its own
+            self._copies[id(plan)] = (plan, found)  # the plan is kept so that its id is not reused
         return self._copies[id(plan)][1]
 
     def _copies_of(self, item: Item, slots: int) -> Copies:
@@ -84,13 +84,13 @@ class Sources:
         return item, None, [(hf, self.view(item.entry, own)) for hf, own in regions]
 
     def forget(self) -> None:
-        """Drop what was found for plans."""
+        """Drop everything cached for plans."""
         self._views.clear()
         self._copies.clear()
 
 
 def stream_alone(plan: RefitPlan, sources: Sources, place: Place) -> Filled:
-    """For a rank that holds all of the plan: straight from the parameters to where they belong."""
+    """For a rank that holds the whole plan: copy straight from the parameters."""
     room: BufferSlice | None = None
     for item, moves, regions in sources.copies(plan):
         if item.first:
@@ -116,7 +116,7 @@ def stream_together(
     tp: BoundedProcessGroup,
     pp: BoundedProcessGroup,
 ) -> Filled:
-    """For ranks that hold the plan's tensors between them; `pp` is used where it has stages."""
+    """For ranks that hold the plan's tensors between them; `pp` is used if there are stages."""
     if not plan.rounds:
         return
     rounds = _Rounds(plan, sources, tp, pp)
@@ -136,7 +136,7 @@ def stream_together(
 
 
 class _Rounds:
-    """The exchanges of one refit: `slots` parts of a buffer, each a piece of a rank's stream."""
+    """The exchanges of one refit: `slots` parts of a buffer, each a chunk of a rank's stream."""
 
     def __init__(
         self, plan: RefitPlan, sources: Sources, tp: BoundedProcessGroup, pp: BoundedProcessGroup
@@ -146,7 +146,7 @@ class _Rounds:
         self._own = tp.rank if plan.slots > 1 else 0
 
     def start(self, number: int) -> PendingCollective | None:
-        """Put this rank's elements of a round into its part, and begin the exchange."""
+        """Pack this rank's elements of a round into its part, and start the exchange."""
         plan, stage = self._plan, self._pp.rank
         stages = sorted({item.tensor.stage for item, _, _ in plan.in_round(number)})
         memory = self._slot(self._own)
@@ -158,19 +158,19 @@ class _Rounds:
                 self._pack(item, begin, end)
         if not several:
             return self._tp.all_gather(self._whole())
-        # Stages share a round only where one ends and the next begins: the sum has each one's bytes
-        # beside zeros, in one call like the broadcast.
+        # Stages share a round only where one ends and the next begins. Each adds zeros to the
+        # other's bytes, so one sum does what several broadcasts would.
         return self._pp.broadcast(memory, stages[0]) if len(stages) == 1 else self._pp.sum(memory)
 
     def complete(self, under_way: PendingCollective | None) -> None:
-        """Wait for the exchange; over several stages the slots' part of it follows here."""
+        """Wait for the exchange; with several stages, the exchange over slots follows here."""
         if under_way is not None:
             under_way.wait()
         if len(self._plan.stages) > 1 and self._plan.slots > 1:
             self._tp.all_gather(self._whole()).wait()
 
     def unpack(self, item: Item, begin: int, end: int, room: BufferSlice) -> None:
-        """Copy elements `begin` to `end` of every slot's run from the buffer to their place."""
+        """Copy elements `begin` to `end` of every slot's run from the buffer to `room`."""
         architecture = self._sources.architecture
         for slot in range(self._plan.slots):
             parts = segments(item.entry.row, architecture, item.part, slot, self._plan.slots)
@@ -186,7 +186,7 @@ class _Rounds:
             _piece(wire, place, hf).copy_(self._sources.view(item.entry, own))
 
     def _wire(self, item: Item, begin: int, end: int, slot: int) -> Tensor:
-        """The buffer's elements for that range of the item's run in a slot's stream."""
+        """The buffer's elements for that range of the item's run in one slot's stream."""
         size = item.wire.itemsize
         in_stream = item.start + begin * size
         first = (slot * self._plan.chunk + in_stream % self._plan.chunk) // size
@@ -200,7 +200,7 @@ class _Rounds:
 
 
 def _are_moved(found: Sequence[Run], item: Item, parameter: Tensor) -> bool:
-    """Whether host memory is moved as it lies: a call of libc takes a third of one of torch."""
+    """Whether to copy raw host memory: a libc call takes a third of the time of a torch call."""
     if parameter.device.type != "cpu" or parameter.dtype != item.tensor.dtype:
         return False
     longest = max((run.length for run in found), default=0) * parameter.dtype.itemsize
@@ -212,13 +212,13 @@ def _line(first: int, length: int) -> Region:
 
 
 def _put(room: BufferSlice, tensor: RefitTensor, region: Region, source: Tensor) -> None:
-    """Copy to the region of the tensor that stands in the room, casting."""
+    """Copy to that region of the tensor in the buffer slice, casting."""
     typed, first = _elements(room, tensor)
     typed.as_strided(region.size, region.stride, first + region.offset).copy_(source)
 
 
 def _elements(room: BufferSlice, tensor: RefitTensor) -> tuple[Tensor, int]:
-    """The room's buffer in the tensor's dtype, and where in its storage the tensor begins."""
+    """The slice's buffer in the tensor's dtype, and where in its storage the tensor begins."""
     typed = room.buffer.typed(tensor.dtype)
     return typed, int(typed.storage_offset()) + room.offset // tensor.dtype.itemsize
 

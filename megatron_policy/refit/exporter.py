@@ -1,7 +1,4 @@
-"""One policy's end of every refit: plans, the stream of its weights, and agreement between ranks.
-
-Knows no transport.
-"""
+"""One policy's end of every refit: plans, the stream of its weights, agreement between ranks."""
 
 from __future__ import annotations
 
@@ -29,8 +26,8 @@ _KEPT_PLANS = 64
 class Exporter:
     """A rank's weights as whole Hugging Face tensors; every rank of the policy has one.
 
-    Collectives go over groups of its own, made at the first refit. Where one of them fails, they
-    are given up on all ranks and made anew for the next refit, which begins a new epoch.
+    Collectives use its own groups, made at the first refit. If one of them fails, all ranks abandon
+    the groups and make new ones for the next refit, which begins a new epoch.
     """
 
     def __init__(
@@ -42,7 +39,7 @@ class Exporter:
         dtype: torch.dtype | None = None,
     ) -> None:
         """No collective waits longer than `timeout_s` seconds, and none moves more than
-        `bucket_bytes` and 2 % of them. Engines are handed `dtype`; None: the checkpoint's own.
+        `bucket_bytes` plus 2 %. Engines get `dtype`; None: the checkpoint's own.
         """
         place = engine.place
         self.topology: Topology = place.topology
@@ -64,26 +61,26 @@ class Exporter:
 
     @property
     def probe(self) -> Tensor:
-        """A tensor that lies where the weights lie."""
+        """A tensor on the weights' device."""
         return self._sources.probe
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie."""
+        """The weights' device."""
         return self.probe.device
 
     @property
     def store(self) -> dist.Store:
-        """Where the policy's ranks met."""
+        """The store through which the policy's ranks met."""
         return self._collectives.store
 
     @property
     def calls(self) -> int:
-        """Collective calls of this rank so far."""
+        """Number of collective calls by this rank so far."""
         return self._collectives.calls
 
     def begin(self) -> None:
-        """Call it first in whatever all ranks do together; see `BoundedCollectives.begin`."""
+        """Begin an operation of all ranks; see `BoundedCollectives.begin`."""
         self._collectives.begin()
 
     def plan(
@@ -96,7 +93,7 @@ class Exporter:
         as_stored: bool = False,
     ) -> RefitPlan:
         """What a refit moves; see `plan_refit`. `own_stage` leaves out other stages' tensors;
-        `as_stored` is the checkpoint's dtypes, whatever engines are handed.
+        `as_stored` keeps the checkpoint's dtypes, whatever engines get.
         """
         size = bucket_bytes or self.bucket_bytes
         dtype = None if as_stored else dtype or self.dtype
@@ -115,11 +112,11 @@ class Exporter:
         return self._plans[key]
 
     def stream(self, plan: RefitPlan, place: Place) -> Filled:
-        """Each tensor of the plan in order, complete, and its room; `place` says where it goes.
+        """Yield each tensor of the plan in order, complete, with its buffer slice from `place`.
 
-        A tensor is placed when its first elements are there, after all before it were yielded. All
-        ranks that gather together iterate to the end, also those that place nothing. RefitError
-        when one of them does not take part in time.
+        A tensor is placed when its first elements arrive, after all earlier ones were yielded. All
+        ranks that gather together must iterate to the end, even those that place nothing.
+        RefitError if one of them does not take part in time.
         """
         if self.topology.world_size == 1:
             return stream_alone(plan, self._sources, place)
@@ -130,20 +127,20 @@ class Exporter:
         self._collectives.check_all_succeeded(failure)
 
     def told(self, words: str | None) -> str:
-        """What rank 0 says: collective over all ranks, of which the others pass None."""
+        """The words that rank 0 passes. Collective over all ranks; the others pass None."""
         number = torch.zeros(1, dtype=torch.int64, device=self.device)
         if words is not None:
-            number += secrets.randbits(62)  # the note of another time may still be there
+            number += secrets.randbits(62)  # an earlier message may still be there
             self._collectives.messages.publish(str(int(number)), words)
         self.sum(number)
         return self._collectives.messages.read(str(int(number)))
 
     def part(self) -> None:
-        """End an undertaking that `agree` does not end."""
+        """End an operation that `agree` does not end."""
         self._collectives.leave_together()
 
     def alive(self) -> AbstractContextManager[None]:
-        """Signs of life for the other ranks while the body waits for an engine."""
+        """Send heartbeats to the other ranks while the body waits for an engine."""
         return self._collectives.heartbeat.beating()
 
     def sum(self, numbers: Tensor) -> None:
@@ -151,7 +148,7 @@ class Exporter:
         self._collectives.sum(numbers)
 
     def leave(self) -> None:
-        """Before `close`, where all is well: see `BoundedCollectives.shut_down`."""
+        """Call before `close` if nothing failed; see `BoundedCollectives.shut_down`."""
         self._collectives.shut_down()
 
     def close(self) -> None:
@@ -164,12 +161,12 @@ class Exporter:
                 yield filled
                 self._collectives.heartbeat.beat()
         except BaseException as error:
-            # Also when the caller stops early: the others are in the middle of an exchange.
+            # Also if the caller stops early: the others are in the middle of an exchange.
             self._collectives.abort(error)
             raise
 
     def _streamed(self, plan: RefitPlan, place: Place) -> Filled:
-        joined = self._collectives.groups()  # also to be there for ranks that only wait
+        joined = self._collectives.groups()  # also needed by ranks that only wait
         if not plan.gathers:
             return stream_alone(plan, self._sources, place)
         return stream_together(plan, self._sources, place, joined.tp, joined.pp)

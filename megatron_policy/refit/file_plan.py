@@ -1,7 +1,4 @@
-"""Which HF tensors go into which file and who writes it, settled before a byte moves.
-
-Pure: knows no process group and no disk.
-"""
+"""Decides which HF tensors go into which file and who writes it, before any byte moves. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from megatron_policy.refit.plan import RefitTensor
 
 @dataclass(frozen=True)
 class ExportFile:
-    """One file: what it holds, in order, and which of its stage's writers writes it."""
+    """One file: its tensors in order, and which of its stage's writers writes it."""
 
     name: str
     stage: int
@@ -24,7 +21,7 @@ class ExportFile:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """All files of an export: each tensor is in exactly one of them, and each has one writer."""
+    """All files of an export: each tensor is in exactly one file, each file has one writer."""
 
     files: tuple[ExportFile, ...]
 
@@ -42,9 +39,10 @@ class ExportPlan:
 def plan_export(
     inventory: Sequence[RefitTensor], max_shard_size: int, writers: int = 1
 ) -> ExportPlan:
-    """Deal tensors to files of at most `max_shard_size` bytes, and files to each stage's `writers`.
+    """Assign tensors to files of at most `max_shard_size` bytes, and files to each stage's
+    `writers`.
 
-    A file holds tensors of one stage, in inventory order; a larger one has a file of its own.
+    A file holds tensors of one stage, in inventory order; a larger tensor gets its own file.
     """
     assert len({tensor.name for tensor in inventory}) == len(inventory), (
         "a tensor would be written twice"
@@ -65,14 +63,14 @@ def plan_export(
 
 
 def file_name(index: int, count: int) -> str:
-    """The name of file `index` (from 0) of `count`, as transformers looks for it."""
+    """The name of file `index` (from 0) of `count`, as transformers expects it."""
     if count == 1:
         return "model.safetensors"
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _cut(tensors: Iterable[RefitTensor], limit: int) -> list[tuple[RefitTensor, ...]]:
-    """Consecutive runs of at most `limit` bytes, at least one tensor each."""
+    """Consecutive runs of at most `limit` bytes, with at least one tensor each."""
     shards: list[list[RefitTensor]] = []
     room = 0
     for tensor in tensors:

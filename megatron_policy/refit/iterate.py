@@ -1,4 +1,4 @@
-"""A refit as a plain iteration over named tensors; knows no transport."""
+"""A refit as a plain iteration over named tensors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron_policy.refit.plan import RefitPlan, RefitTensor
 
 
 def tensors(exporter: Exporter, plan: RefitPlan) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each HF tensor of the plan by name, in memory of its own, which is the caller's to keep.
+    """Yield each HF tensor of the plan by name, in its own memory, which the caller may keep.
 
-    It ends when every rank has come to its end; RefitError if one of them has not.
+    The iteration ends when every rank has reached its end; RefitError if one of them does not.
     """
 
     def place(tensor: RefitTensor) -> BufferSlice:
@@ -24,5 +24,5 @@ def tensors(exporter: Exporter, plan: RefitPlan) -> Iterator[tuple[str, torch.Te
     for tensor, room in exporter.stream(plan, place):
         assert room is not None
         yield tensor.name, room.tensor(tensor.shape, tensor.dtype)
-    # Also where nothing was exchanged: another rank may still be on its way to the first tensor.
+    # Even if nothing was exchanged: another rank may not have reached its first tensor yet.
     exporter.agree(None)

@@ -1,6 +1,5 @@
-"""What a complete set of handed-over weights consists of, and how a set that arrived is checked.
-
-Knows no transport and computes no digest.
+"""The manifest of a refit: what a complete set of weights consists of, and how to check a set that
+arrived.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ import torch
 from megatron_policy.errors import RefitError
 
 FORMAT = 1
-_NAMED = 8  # names of a kind that an error lists
+_NAMED = 8  # most names of one kind that an error lists
 
 Form = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
 
 
 def forms(expected: Mapping[str, Sequence[Any]]) -> dict[str, Form]:
-    """What `prepare_refit_info` returns, (shape, dtype) or (shape, dtype, elements), by name."""
+    """Shape and dtype by name, from the (shape, dtype[, elements]) of `prepare_refit_info`."""
     return {name: (tuple(shape), dtype) for name, (shape, dtype, *_) in expected.items()}
 
 
@@ -45,8 +44,7 @@ class Sent:
 class Manifest:
     """All tensors of one refit by Hugging Face name, in the order they were sent.
 
-    `step` counts the optimizer steps that the weights have behind them; `algorithm` names the
-    digest.
+    `step` is the number of optimizer steps taken so far; `algorithm` names the digest.
     """
 
     step: int
@@ -59,7 +57,7 @@ class Manifest:
         return sum(sent.nbytes for sent in self.tensors.values())
 
     def encoded(self) -> bytes:
-        """As JSON, for another process or a file."""
+        """The manifest as JSON, for another process or a file."""
         content = {
             "format": FORMAT,
             "step": self.step,
@@ -75,7 +73,7 @@ class Manifest:
 
     @classmethod
     def decoded(cls, content: bytes) -> Manifest:
-        """The inverse of `encoded`; RefitError for anything else, or totals that contradict it."""
+        """The inverse of `encoded`; RefitError for anything else or for inconsistent totals."""
         try:
             said = json.loads(content)
             if said["format"] != FORMAT:
@@ -91,7 +89,7 @@ class Manifest:
         return found
 
     def check(self, arrived: Mapping[str, Sent]) -> None:
-        """RefitError, naming tensors, unless exactly these have arrived, unharmed."""
+        """RefitError, naming tensors, unless exactly these have arrived intact."""
         problems = [
             *_listed("missing", [name for name in self.tensors if name not in arrived]),
             *_listed("not announced", [name for name in arrived if name not in self.tensors]),
@@ -119,7 +117,7 @@ class Manifest:
 
 
 def listed(what: str, names: list[str]) -> str:
-    """`3 missing: a, b, c`, with so many names that a line can hold."""
+    """`3 missing: a, b, c`, with no more names than fit on a line."""
     shown = ", ".join(names[:_NAMED])
     return f"{len(names)} {what}: {shown}{', ...' if len(names) > _NAMED else ''}"
 

@@ -1,7 +1,6 @@
-"""What a refit moves, from which rank, in which round: settled before a byte moves.
+"""Plans what a refit moves, from which rank, in which round, before any byte moves.
 
-Pure: from the table, the layout and dtypes alone, and the same on every rank. Knows no tensor, no
-process group and no transport.
+Pure: the plan depends on the table, the layout and dtypes only, and is the same on every rank.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from megatron_policy.refit.buffers import aligned
 from megatron_policy.weights.geometry import largest_share
 
 SMALLEST_BUCKET_BYTES = 4096
-_WIRE_ALIGNMENT = 16  # bytes; a multiple of every dtype's
+_WIRE_ALIGNMENT = 16  # bytes; a multiple of every dtype's size
 _ROUNDING = 1.02
-"""How far a round may exceed the bucket, so that shares rounded up cost no round of their own."""
+"""How far a round may exceed the bucket, so that rounding shares up costs no extra round."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,11 @@ class RefitTensor:
 
 @dataclass(frozen=True)
 class Item:
-    """What one Megatron parameter has of one HF tensor: a run in every tensor-parallel rank's
-    stream.
+    """One Megatron parameter's part of one HF tensor: a run in every tensor-parallel rank's stream.
 
-    `start` is in bytes from the beginning of the streams, `elements` of `wire` follow there: as
-    many as the rank with the most of them has. `first` and `last` say whether the tensor's first
-    elements are among them, and whether it is complete with them.
+    The run begins at byte `start` of the streams and has `elements` elements of dtype `wire`: as
+    many as the rank with the largest share has. `first` and `last` say whether it contains the
+    tensor's first elements, and whether it completes the tensor.
     """
 
     tensor: RefitTensor
@@ -62,13 +60,13 @@ class Item:
 
     @property
     def end(self) -> int:
-        """The byte after its run."""
+        """The byte after the run."""
         return self.start + self.elements * self.wire.itemsize
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Whole tensors that travel in one buffer, each from its offset on, in bytes."""
+    """Whole tensors that travel in one buffer, each at its offset in bytes."""
 
     tensors: tuple[RefitTensor, ...]
     offsets: tuple[int, ...]
@@ -77,11 +75,11 @@ class Pack:
 
 @dataclass(frozen=True)
 class RefitPlan:
-    """The tensors of one refit in the order in which they come, stage after stage.
+    """The tensors of one refit in the order in which they are sent, stage after stage.
 
-    Each of `slots` tensor-parallel ranks has a stream of its share of every item; `stages` are the
-    pipeline stages that take part. In each round the next `chunk` bytes of all streams are
-    exchanged, over the stages and then over the slots.
+    Each of `slots` tensor-parallel ranks has a stream with its share of every item; `stages` are
+    the pipeline stages that take part. Each round exchanges the next `chunk` bytes of all streams,
+    over the stages and then over the slots.
     """
 
     items: tuple[Item, ...]
@@ -101,23 +99,23 @@ class RefitPlan:
 
     @property
     def gathers(self) -> bool:
-        """Whether ranks have to exchange anything; one that holds all copies it."""
+        """Whether ranks have to exchange anything; a rank that holds everything just copies it."""
         return self.slots > 1 or len(self.stages) > 1
 
     @property
     def rounds(self) -> int:
-        """Exchanges over each kind of group: the streams' bytes over the bucket's, rounded up."""
+        """Exchanges over each kind of group: stream bytes divided by bucket bytes, rounded up."""
         most = int(self.bucket_bytes * _ROUNDING) // self.slots // _WIRE_ALIGNMENT * _WIRE_ALIGNMENT
         return -(-self._stream_bytes // most) if self.gathers else 0
 
     @cached_property
     def chunk(self) -> int:
-        """Bytes of a stream in a round; `slots` times it is at most a bucket and 2 % of it."""
+        """Bytes of each stream per round; `slots` times this is at most a bucket plus 2 %."""
         return aligned(-(-self._stream_bytes // max(1, self.rounds)), _WIRE_ALIGNMENT)
 
     @property
     def collectives(self) -> int:
-        """Collective calls of one rank in one refit, the closing agreement not counted."""
+        """Collective calls of one rank in one refit, not counting the closing agreement."""
         return self.rounds * ((self.slots > 1) + (len(self.stages) > 1))
 
     @property
@@ -126,7 +124,7 @@ class RefitPlan:
         return max((tensor.nbytes for tensor in self.tensors), default=0)
 
     def in_round(self, number: int) -> Iterator[tuple[Item, int, int]]:
-        """Items with elements in that round, and which (first, end) of theirs."""
+        """Items with elements in that round, and their element range (first, end)."""
         begin = number * self.chunk
         for index in range(*self._round_bounds[number]):
             item = self.items[index]
@@ -154,16 +152,16 @@ class RefitPlan:
         return self.items[-1].end if self.items else 0
 
     def info(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each tensor by name, in the order in which they come."""
+        """Shape and dtype of each tensor by name, in the order in which they are sent."""
         return {tensor.name: (tensor.shape, tensor.dtype) for tensor in self.tensors}
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a plan is made from.
+    """The input of a plan.
 
-    `dtypes` are those of the HF tensors in the checkpoint, `precision` that of the parameters in
-    training.
+    `dtypes` are those of the HF tensors in the checkpoint, `precision` is the dtype of the
+    parameters in training.
     """
 
     table: Table
@@ -183,9 +181,9 @@ def plan_refit(
 ) -> RefitPlan:
     """The plan for all HF tensors, or those of one pipeline `stage`, or those of `names`.
 
-    Tensors keep the checkpoint's dtype unless `dtype` names another; those that keep their own in
-    training keep it here. ConfigError for a bucket too small to be of use, RefitError for a name
-    that the model has not.
+    Tensors keep the checkpoint's dtype unless `dtype` names another; those that keep their own
+    dtype in training keep it here too. ConfigError if the bucket is too small, RefitError for a
+    name that the model does not have.
     """
     if dtype is not None and dtype not in WEIGHT_DTYPES:
         legal = ", ".join(str(kind).removeprefix("torch.") for kind in WEIGHT_DTYPES)
@@ -215,7 +213,7 @@ def plan_refit(
 
 
 def packed(tensors: Sequence[RefitTensor], capacity: int) -> tuple[Pack, ...]:
-    """Deal tensors, in order, to packs of at most `capacity` bytes; a larger one has its own."""
+    """Group tensors in order into packs of at most `capacity` bytes; a larger one gets its own."""
     packs: list[Pack] = []
     group: list[tuple[RefitTensor, int]] = []
     used = 0
@@ -263,7 +261,7 @@ def _items(
             tensor=tensor,
             entry=entry,
             part=part,
-            # The narrower of both: a cast gives the same on either side of the exchange.
+            # The narrower of the two: casting gives the same on either side of the exchange.
             wire=tensor.dtype if tensor.dtype.itemsize < held.itemsize else held,
             start=start,
             elements=largest_share(row, architecture, part, model.slots),

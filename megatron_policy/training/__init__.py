@@ -1,3 +1,3 @@
-"""A training step over any engine: cut data into microbatches, call the loss, report. Read
-`step.py` first, then `batching.py` and `losses.py`.
+"""Engine-independent training steps: cut data into microbatches, call the loss, report results.
+Read `step.py` first, then `batching.py` and `losses.py`.
 """

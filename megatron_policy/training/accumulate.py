@@ -1,5 +1,5 @@
-"""One optimizer step over data that come in parts, their counts unknown before the last; knows no
-host.
+"""One optimizer step over data that arrive in parts, normalized by counts that are known only after
+the last part.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ BEGIN, PART, FINISH, ABORT = (
 
 @dataclass
 class OpenStep:
-    """What has been added up so far: this rank's valid sequences and tokens, and of each microbatch
-    the loss and metrics, divided by nothing. Gradients are in their buffers.
+    """What has been accumulated so far: this rank's valid sequences and tokens, and the loss and
+    metrics of each microbatch, not yet normalized. Gradients are in their buffers.
     """
 
     loss_fn: LossFunction
@@ -59,7 +59,7 @@ class OpenStep:
     failed: str = ""
 
     def check_whole(self, operation: str) -> None:
-        """ConfigError once a part has been left half-way: what is added up is not its sum."""
+        """ConfigError once a part has failed half-way: the accumulated gradients are incomplete."""
         if self.failed:
             raise ConfigError(
                 f"{operation} would go on with gradients that are incomplete, since {self.failed}: "
@@ -70,8 +70,8 @@ class OpenStep:
 class GradientAccumulator:
     """Trains one step at a time in parts. Every method is collective.
 
-    Between the parts the policy may be read, and its weights may leave the device and come back;
-    whatever needs the step to be over is refused.
+    Between parts the policy can be used for scoring, and its weights can leave the device and come
+    back. Operations that need the step to be finished are refused.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class GradientAccumulator:
         state: PolicyState,
         stepped: Callable[[], object],
     ) -> None:
-        """`stepped` is called when a step has been taken."""
+        """`stepped` is called after each optimizer step."""
         self._config, self._batcher = config, batcher
         self._memory, self._state = memory, state
         self._engine, self._trainable = engine, engine.trainable
@@ -91,11 +91,11 @@ class GradientAccumulator:
         self._step: OpenStep | None = None
 
     def begin(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
-        """Open a step without gradients. The schedule will advance by `gbs` samples, however many
-        come; padded data are cut into microbatches of `mbs` rows. Both default to the config's.
+        """Open a step with zero gradients. The schedule will advance by `gbs` samples, however many
+        arrive; padded data are cut into microbatches of `mbs` rows. Both default to the config's.
 
         ConfigError without an optimizer, while a step is open, outside the train state, and for a
-        loss that does not say what it is divided by.
+        loss that does not declare its normalization.
         """
         trainable = self._can_train(BEGIN)
         self._memory.check(BEGIN, TRAIN_STEP)
@@ -110,13 +110,14 @@ class GradientAccumulator:
         self._state.begin_step(BEGIN)
 
     def microbatch(self, data: Mapping[str, Any]) -> None:
-        """Add the gradients of `data`: this data-parallel rank's rows, as `train` takes them, any
-        number and on each rank another, also none. They may carry a plan of one global batch.
+        """Add the gradients of `data`: this data-parallel rank's rows, in the form `train` takes.
+        The number of rows is arbitrary, can differ between ranks and can be 0. The data can carry
+        a plan of one global batch.
 
-        BatchError, on all data-parallel ranks, for data that do not fit: the step is as it was, and
-        goes on with others. LossError, on all ranks, for a loss that cannot be trained on: as after
-        any other error, some of the part's gradients are among those of the parts before, and the
-        step can only be aborted. The error says so in a note.
+        BatchError, on all data-parallel ranks, for invalid data: the step is unchanged and can
+        continue with other data. LossError, on all ranks, for a loss that cannot be trained on: as
+        after any other error, gradients of part of these data have already been added, so the step
+        can only be aborted. A note on the error says so.
         """
         step, trainable = self._opened(PART), self._can_train(PART)
         self._memory.check(PART, CONTINUE_STEP)
@@ -141,12 +142,12 @@ class GradientAccumulator:
         step.metrics += metrics
 
     def finish(self) -> dict[str, Any]:
-        """Divide by what all parts on all ranks have counted, reduce, clip and step; returns what
-        `train` does for one global batch.
+        """Divide by the counts of all parts on all ranks, reduce, clip and step. Return what
+        `train` returns for one global batch.
 
-        ConfigError without a step or a part, and on every rank if a part has failed on any; the
-        step stays open. LossError, on every rank, for a gradient that is not finite: the step can
-        only be aborted.
+        ConfigError if no step is open or no part was added, and on every rank if a part has failed
+        on any; the step stays open. LossError, on every rank, for a gradient that is not finite:
+        the step can only be aborted.
         """
         step, trainable = self._opened(FINISH), self._can_train(FINISH)
         self._memory.check(FINISH, CONTINUE_STEP)
@@ -168,8 +169,8 @@ class GradientAccumulator:
         return result_of([step.loss / divisor], stats, [counts], metrics, self._engine.groups.dp)
 
     def abort(self) -> None:
-        """Drop the step and its gradients; weights, optimizer and schedule are as before it. Does
-        nothing where none is open. Random numbers that dropout has drawn stay drawn.
+        """Drop the step and its gradients; weights, optimizer and schedule are as before the step.
+        Does nothing if no step is open. Random numbers drawn by dropout are not restored.
         """
         if self._step is None:
             return
@@ -194,7 +195,7 @@ class GradientAccumulator:
         return self._step
 
     def _cut(self, step: OpenStep, data: Mapping[str, Any]) -> GlobalBatch:
-        """The part as microbatches, as many on every data-parallel rank."""
+        """Cut the part into microbatches, the same number on every data-parallel rank."""
         vocab_size = self._engine.vocab_size
 
         def cut() -> list[GlobalBatch]:
@@ -210,7 +211,7 @@ class GradientAccumulator:
         return batch
 
     def _total(self, step: OpenStep) -> ValidCounts:
-        """What all data-parallel ranks have counted; ConfigError if a part has failed on one."""
+        """Sum the counts over data-parallel ranks; ConfigError if a part has failed on any."""
         failed = torch.tensor([float(bool(step.failed))], device=current_device())
         total = torch.cat([step.counts, failed])
         dist.all_reduce(total, group=self._engine.groups.dp)
@@ -222,14 +223,14 @@ class GradientAccumulator:
 
 def _without_rows(data: Mapping[str, Any]) -> bool:
     if not isinstance(data, Mapping):
-        return False  # and is refused
+        return False  # check_training_data refuses it
     tokens = data.get("input_ids")
     plain = tokens if isinstance(tokens, torch.Tensor) and not tokens.is_nested else None
     return not data or (plain is not None and plain.shape[:1] == (0,))
 
 
 def _nothing() -> BatchedDataDict:
-    """A rank's data where it has none."""
+    """An empty batch, for a rank without rows."""
     return BatchedDataDict(
         {"input_ids": torch.zeros(0, 1, dtype=torch.long), "sample_mask": torch.zeros(0)}
     )
@@ -237,7 +238,7 @@ def _nothing() -> BatchedDataDict:
 
 @contextmanager
 def _marking(step: OpenStep, what: str) -> Iterator[None]:
-    """What stops within this context leaves the step in pieces, and says so."""
+    """If the body raises, mark the step as incomplete and add a note to the error."""
     try:
         yield
     except BaseException as error:

@@ -1,6 +1,4 @@
-"""Turns one rank's data into microbatches: by a plan that came with them, or by its own; knows no
-model but what its sequences cost.
-"""
+"""Cuts one rank's data into microbatches, by the plan that came with them or by one made here."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ from megatron_policy.training.longest import Longest
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """This data-parallel rank's rows of one global batch, which its microbatches hold once each."""
+    """This data-parallel rank's rows of one global batch; its microbatches hold each row once."""
 
     data: BatchedDataDict
     microbatches: list[Microbatch]
@@ -40,7 +38,7 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class Reading:
-    """Microbatches, and which of the caller's rows each that is no filler holds."""
+    """Microbatches, and for each that is not a filler the caller's rows it holds."""
 
     microbatches: list[Microbatch]
     rows: list[Sequence[int]]
@@ -48,9 +46,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class Batcher:
-    """How this policy cuts batches for training and for reading.
+    """How this policy cuts batches for training and for scoring.
 
-    Where batches are padded all microbatches are alike, as the pipeline then needs them.
+    With padded batches all microbatches have the same shape, as the pipeline then needs.
     """
 
     training: Batching
@@ -63,8 +61,8 @@ class Batcher:
     def for_training(
         self, data: BatchedDataDict, global_batch_size: int, micro_batch_size: int
     ) -> list[GlobalBatch]:
-        """The global batches that `data` hold: those of the plan they carry, or else equal shares
-        of `global_batch_size` rows each, cut into microbatches of `micro_batch_size` rows or of
+        """The global batches in `data`: those of the plan they carry, otherwise equal shares of
+        `global_batch_size` rows each, cut into microbatches of `micro_batch_size` rows or by
         tokens.
         """
         batches = self._for_training(data, global_batch_size, micro_batch_size)
@@ -89,8 +87,8 @@ class Batcher:
         ]
 
     def for_part(self, data: BatchedDataDict, micro_batch_size: int) -> GlobalBatch:
-        """All rows of `data` as a part of a global batch: cut by the plan they carry, or into
-        microbatches of `micro_batch_size` rows or of tokens.
+        """All rows of `data` as one part of a global batch: cut by the plan they carry, or into
+        microbatches of `micro_batch_size` rows or by tokens.
         """
         plan = _given(data, self.training)
         if plan is None and self.training.kind == "padded":
@@ -106,7 +104,7 @@ class Batcher:
         return _as_the_caller_counts(self._only(batches, "a part of a global batch"), data)
 
     def for_reading(self, data: BatchedDataDict, at_once: int) -> Reading:
-        """All rows of `data`, `at_once` of them or as many tokens as a microbatch has."""
+        """All rows of `data`, `at_once` rows or one microbatch's token budget at a time."""
         check_size("micro_batch_size, rows that are read at once,", at_once)
         plan = _given(data, self.reading)
         order: Sequence[int] = range(data.size)
@@ -114,7 +112,7 @@ class Batcher:
         if self.reading.kind == "padded":
             size = min(at_once, data.size)
             rows = [order[start : start + size] for start in range(0, data.size, size)]
-            # All microbatches are alike: the last row is repeated to fill the last one.
+            # All microbatches must have the same shape: the last row is repeated to fill up.
             filled = data.select_indices([*order, *[data.size - 1] * (-data.size % size)])
             return Reading(self.in_step(self._side_by_side(filled, size), len(rows), data), rows)
         if plan is None:
@@ -128,8 +126,8 @@ class Batcher:
     def in_step(
         self, microbatches: Sequence[Microbatch], count: int, data: BatchedDataDict
     ) -> list[Microbatch]:
-        """`count` microbatches, or as many as make whole rounds of the interleaved schedule, with
-        fillers for those that are missing.
+        """`count` microbatches, rounded up to whole rounds of the interleaved schedule; fillers
+        make up the missing ones.
         """
         count = round_up(max(count, 1), microbatch_round(self.topology))
         missing = count - len(microbatches)
@@ -145,7 +143,7 @@ class Batcher:
     def _shares(
         self, data: BatchedDataDict, global_batch_size: int
     ) -> list[tuple[int, BatchedDataDict]]:
-        """This rank's share of each global batch, after the number of its first row."""
+        """This rank's share of each global batch, preceded by the number of its first row."""
         share, left = divmod(global_batch_size, self.topology.dp)
         if left:
             raise BatchError(
@@ -162,7 +160,7 @@ class Batcher:
         return [(i * share, data.get_batch(i, share)) for i in range(data.size // share)]
 
     def _side_by_side(self, data: BatchedDataDict, rows: int, first: int = 0) -> list[Microbatch]:
-        """`rows` rows each; the first of `data` is number `first`."""
+        """Cut into `rows` rows each; the first row of `data` is number `first`."""
         width = data["input_ids"].size(1)
         parts = enumerate(data.make_microbatch_iterator(rows))
         return [
@@ -174,7 +172,7 @@ class Batcher:
         ]
 
     def _by_own_plan(self, data: BatchedDataDict, first: int = 0) -> list[GlobalBatch]:
-        """One global batch, whose row 0 is number `first`, cut by a plan of its own."""
+        """One global batch, whose row 0 is number `first`, cut by a plan made here."""
         ordered, plan, order = self._own_plan(data, self.training)
         rows = [first + row for row in order]
         return [
@@ -185,7 +183,7 @@ class Batcher:
     def _own_plan(
         self, data: BatchedDataDict, settings: Batching
     ) -> tuple[BatchedDataDict, Plan, Sequence[int]]:
-        """One global batch in the order of a plan, the plan, and which row each was."""
+        """One global batch reordered by a plan, the plan, and each row's original index."""
         lengths = checked_lengths(data, settings)
         width = data["input_ids"].size(1)
         (share,) = plan_rows(
@@ -230,14 +228,14 @@ class Batcher:
 
 
 def _as_the_caller_counts(batch: GlobalBatch, data: BatchedDataDict) -> GlobalBatch:
-    """With the numbers that its rows have in the batch which `data` are a part of."""
+    """Renumber the microbatches' rows as in the caller's batch, of which `data` are a part."""
     if data.caller_rows is None:
         return batch
     return GlobalBatch(batch.data, numbered(batch.microbatches, data.caller_rows))
 
 
 def _given(data: BatchedDataDict, settings: Batching) -> Plan | None:
-    """The plan that came with the data; BatchError where the configuration wants another kind."""
+    """The plan that came with the data; BatchError if the configuration wants another kind."""
     plan = Plan.of(data)
     if plan is not None and (
         settings.kind == "padded" or plan.packed != (settings.kind == "packed")
@@ -250,7 +248,7 @@ def _given(data: BatchedDataDict, settings: Batching) -> Plan | None:
 
 
 def batcher_of(config: PolicyConfig, topology: Topology, architecture: Architecture) -> Batcher:
-    """As the configuration wants batches cut, for this model."""
+    """The batcher that the configuration asks for, for this model."""
     multiples = multiples_of(config)
     return Batcher(
         training=batching_of(config, training=True),

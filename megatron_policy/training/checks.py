@@ -1,4 +1,4 @@
-"""What data must look like before any rank computes with them; knows no model but its vocabulary.
+"""Checks of data and loss inputs, made before any rank computes with them.
 
 Shapes: B rows, S positions.
 """
@@ -22,7 +22,7 @@ PADDED = Batching("padded")
 
 
 def checked_batch(data: Any, vocab_size: int) -> BatchedDataDict:
-    """`data` as a batch of its own, with the plan it came with, its tokens and lengths int64;
+    """`data` copied into a new batch, with the plan it came with, its tokens and lengths int64;
     BatchError naming the key that does not fit.
     """
     if not isinstance(data, Mapping):
@@ -38,7 +38,7 @@ def checked_batch(data: Any, vocab_size: int) -> BatchedDataDict:
     for key, value in batch.items():
         shape = shape_of(key, value)
         if isinstance(value, torch.Tensor) and value.requires_grad:
-            batch[key] = value.detach()  # whose graph one microbatch would use up for the others
+            batch[key] = value.detach()  # the first microbatch would free the graph of the others
         if shape[0] != rows:
             raise BatchError(
                 f"{key!r} has shape {shape}, but input_ids have {rows} rows, so that row "
@@ -48,9 +48,9 @@ def checked_batch(data: Any, vocab_size: int) -> BatchedDataDict:
 
 
 def checked_tokens(data: BatchedDataDict, vocab_size: int) -> torch.Tensor:
-    """`input_ids` int64 `[B, S]`; BatchError unless they are there and within the vocabulary.
+    """`input_ids` int64 `[B, S]`; BatchError unless they are present and within the vocabulary.
 
-    Only data that come with a plan of their microbatches may have no rows: their rank has no share.
+    Only data that carry a microbatch plan can have no rows: their rank has no share.
     """
     tokens_BS = data.get("input_ids")
     if not isinstance(tokens_BS, torch.Tensor):
@@ -64,7 +64,7 @@ def checked_tokens(data: BatchedDataDict, vocab_size: int) -> torch.Tensor:
             f"input_ids are {tokens_BS.dtype} of shape {tuple(tokens_BS.shape)}; they must be "
             "integers [B, S] with at least one row and one position"
         )
-    # As int64 before they are compared: the vocabulary's size is no number of a small dtype.
+    # Convert to int64 before comparing: a small dtype cannot represent the vocabulary size.
     tokens_BS = tokens_BS.long()
     outside = (tokens_BS < 0) | (tokens_BS >= vocab_size)
     if outside.any():
@@ -79,7 +79,7 @@ def checked_tokens(data: BatchedDataDict, vocab_size: int) -> torch.Tensor:
 def checked_prompts(
     data: BatchedDataDict, vocab_size: int, max_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`input_ids` int64 `[B, S]` and `input_lengths` int64 `[B]`, ready to be continued.
+    """`input_ids` int64 `[B, S]` and `input_lengths` int64 `[B]`, ready for generation.
 
     BatchError naming the key, or the first row whose prompt is empty or leaves no room below
     `max_length` positions.
@@ -100,11 +100,11 @@ def checked_prompts(
 
 
 def checked_lengths(data: BatchedDataDict, batching: Batching) -> list[int]:
-    """The number of tokens of each row, the width of `input_ids` where rows are padded and
-    `input_lengths` not given.
+    """The number of tokens of each row; the width of `input_ids` if rows are padded and there are
+    no `input_lengths`.
 
-    BatchError naming the row whose length is not between 1 and the width, or that does not fit into
-    a microbatch, and the key to change.
+    BatchError naming the row whose length is not between 1 and the width or does not fit into a
+    microbatch, and the key to change.
     """
     rows, width = data["input_ids"].shape
     if batching.kind == "padded" and "input_lengths" not in data:
@@ -121,7 +121,7 @@ def checked_lengths(data: BatchedDataDict, batching: Batching) -> list[int]:
 
 
 def _lengths(data: BatchedDataDict, why: str) -> torch.Tensor:
-    """`input_lengths` int64 `[B]`; BatchError unless they are integers, one for each row."""
+    """`input_lengths` int64 `[B]`; BatchError unless they are integers, one per row."""
     lengths_B, rows = data.get("input_lengths"), data["input_ids"].size(0)
     if lengths_B is None:
         raise BatchError(f"the data lack a tensor 'input_lengths', {why}; they have {sorted(data)}")
@@ -138,25 +138,25 @@ def _lengths(data: BatchedDataDict, why: str) -> torch.Tensor:
 
 
 def is_count(size: object) -> bool:
-    """Whether this is a whole number, 1 or more, by which rows or entries can be counted."""
+    """Whether this is an integer of at least 1 (bool does not count)."""
     return isinstance(size, Integral) and not isinstance(size, bool) and int(size) >= 1
 
 
 def check_sizes(global_batch_size: int, micro_batch_size: int) -> None:
-    """BatchError unless both are whole numbers of 1 or more."""
+    """BatchError unless both are integers of at least 1."""
     check_size("gbs", global_batch_size)
     check_size("mbs", micro_batch_size)
 
 
 def check_size(name: str, size: Any) -> None:
-    """BatchError unless this is a whole number of 1 or more."""
+    """BatchError unless this is an integer of at least 1."""
     if not is_count(size):
         raise BatchError(f"{name} is {size!r}: pass a whole number, 1 or more")
 
 
 def check_training_data(data: Any, vocab_size: int, batching: Batching = PADDED) -> BatchedDataDict:
-    """`data` as `checked_batch` returns them; BatchError naming key and row unless they hold what
-    every loss needs, in matching shapes, and lengths and masks that microbatches can be made by.
+    """Return `data` as `checked_batch` does. BatchError naming key and row unless they hold what
+    every loss needs, in matching shapes, and lengths and masks usable for making microbatches.
     """
     checked = checked_batch(data, vocab_size)
     rows, length = checked["input_ids"].shape
@@ -180,7 +180,7 @@ def check_training_data(data: Any, vocab_size: int, batching: Batching = PADDED)
 
 
 def _check_mask_within(data: BatchedDataDict, lengths: list[int]) -> None:
-    """What lies beyond a row's length is not computed, so a loss cannot count it."""
+    """BatchError if the mask counts a token beyond its row's length, which is not computed."""
     mask_BS = data["token_mask"] != 0
     ends_B = torch.tensor(lengths, device=mask_BS.device)
     beyond = torch.arange(mask_BS.size(1), device=mask_BS.device) >= ends_B.unsqueeze(1)
@@ -194,12 +194,12 @@ def _check_mask_within(data: BatchedDataDict, lengths: list[int]) -> None:
 
 
 def loss_kind(loss_fn: LossFunction) -> str | None:
-    """What a loss of the newer generation takes, None for the older one; NotImplementedError if it
-    is nothing that is fed.
+    """The value of a loss's `input_type` (host from 0.6), or None without one (host up to 0.5).
+    NotImplementedError for an `input_type` that this policy does not provide.
     """
     if not hasattr(loss_fn, "input_type"):
         return None
-    # A host brings an enumeration of its own: compare values, not members.
+    # A host brings its own enumeration: compare values, not members.
     kind = getattr(loss_fn.input_type, "value", loss_fn.input_type)
     if kind not in [known.value for known in LossInputType]:
         raise NotImplementedError(
@@ -211,14 +211,14 @@ def loss_kind(loss_fn: LossFunction) -> str | None:
 
 
 def candidates_key(loss_fn: LossFunction) -> str | None:
-    """The key of the vocabulary entries whose log-probabilities a loss asks for, if it does."""
+    """The key of the vocabulary entries whose log-probabilities the loss asks for, or None."""
     key: str | None = getattr(loss_fn, "candidates", None)
     return key if loss_kind(loss_fn) == LossInputType.LOGPROB.value else None
 
 
 def check_loss_inputs(loss_fn: LossFunction, data: BatchedDataDict, vocab_size: int) -> None:
-    """BatchError naming key and row unless `data`, which have passed `check_training_data`, hold
-    what this loss needs besides; NotImplementedError if it takes what is not fed.
+    """BatchError naming key and row unless `data`, which have passed `check_training_data`, also
+    hold what this loss needs; NotImplementedError for an unsupported `input_type`.
     """
     key = candidates_key(loss_fn)
     if key is None:
@@ -237,7 +237,7 @@ def check_loss_inputs(loss_fn: LossFunction, data: BatchedDataDict, vocab_size: 
             f"{key!r} is {dtype} of shape {shape}; {name}.candidates must be integers "
             f"[{wanted[0]}, {wanted[1]}, K]: K vocabulary entries for each token of input_ids"
         )
-    entries_BSK = entries_BSK.long()  # a small integer cannot be compared with a large size
+    entries_BSK = entries_BSK.long()  # a small dtype cannot represent the vocabulary size
     outside = (entries_BSK < 0) | (entries_BSK >= vocab_size)
     outside &= inside(data).to(outside.device).unsqueeze(-1)
     if outside.any():
@@ -250,8 +250,8 @@ def check_loss_inputs(loss_fn: LossFunction, data: BatchedDataDict, vocab_size: 
 
 
 def wrong_metric(metrics: Mapping[Any, Any]) -> str:
-    """What is wrong with one of a loss's metrics, by name; nothing where all are numbers under
-    names, which can be added up.
+    """Describe the first invalid metric of a loss; empty if all are numbers under string names, so
+    that they can be added up.
     """
     for name, value in metrics.items():
         if not isinstance(name, str):

@@ -1,6 +1,4 @@
-"""How all ranks come to raise the same error for a loss that one of them could not train on; knows
-neither schedules nor optimizers.
-"""
+"""Makes all ranks raise the same error for a loss that one of them could not train on."""
 
 from __future__ import annotations
 
@@ -20,9 +18,9 @@ _ROWS = 8
 
 @dataclass(frozen=True, order=True)
 class Fault:
-    """A microbatch that cannot be trained on, of global batch `batch` of a call, on data-parallel
-    rank `replica`; `rows` are its rows of that replica's data, or of the driver's. `what` says in
-    words what is wrong, `trace` where the loss raised.
+    """A microbatch that cannot be trained on, in global batch `batch` of a call, on data-parallel
+    rank `replica`; `rows` number its rows in that replica's data, or in the driver's. `what` says
+    in words what is wrong, `trace` where the loss raised.
     """
 
     batch: int
@@ -33,7 +31,7 @@ class Fault:
     trace: str = ""
 
     def where(self) -> str:
-        """In a message."""
+        """The location, for an error message."""
         first = ", ".join(map(str, self.rows[:_ROWS]))
         rows = f"{first}, ..." if len(self.rows) > _ROWS else first
         return (
@@ -43,7 +41,7 @@ class Fault:
 
 
 def any_fault(faults: Sequence[Fault], groups: Groups) -> bool:
-    """Whether any rank has one; all stages of a pipeline have the same."""
+    """Whether any rank has a fault; all stages of a pipeline have the same faults."""
     found = int(bool(faults))
     for group in _groups(groups):
         (found,) = largest([found], group)
@@ -51,8 +49,8 @@ def any_fault(faults: Sequence[Fault], groups: Groups) -> bool:
 
 
 def raise_everywhere(faults: Sequence[Fault], groups: Groups, consequence: str) -> NoReturn:
-    """LossError, the same on every rank: what is wrong, where, and the `consequence`. All ranks
-    call it.
+    """Raise the same LossError on every rank: what is wrong, where, and the `consequence`.
+    Collective.
     """
     found: Iterable[Fault] = faults
     for group in _groups(groups):
@@ -68,7 +66,7 @@ def raise_everywhere(faults: Sequence[Fault], groups: Groups, consequence: str) 
 
 
 def _groups(groups: Groups) -> list[dist.ProcessGroup]:
-    """Together they connect all ranks of one stage."""
+    """Groups that together connect all ranks of one stage."""
     return [group for group in (groups.tp, groups.dp_cp) if group.size() > 1]
 
 

@@ -1,4 +1,4 @@
-"""How long a row may be, by the configuration and by the model's positions; knows neither.
+"""The maximum length of a row, by the configuration and by the model's positions.
 
 Shapes: B rows, S positions.
 """
@@ -18,9 +18,9 @@ from megatron_policy.packing.multiples import round_up
 
 @dataclass(frozen=True)
 class Longest:
-    """The most tokens of a row: `configured` is max_total_sequence_length, `positions` what the
-    model's are made for. Padding does not count: rows without lengths may be wider by as much as
-    hosts pad them, to the next multiple of `multiple`.
+    """The most tokens of a row: `configured` is max_total_sequence_length, `positions` is what the
+    model supports. Padding does not count: rows without lengths can be wider by the host's padding,
+    up to the next multiple of `multiple`.
     """
 
     configured: int
@@ -29,19 +29,19 @@ class Longest:
 
     @classmethod
     def of(cls, config: PolicyConfig, architecture: Architecture) -> Longest:
-        """As `config` says, of this model."""
+        """The limits of `config` and of this model."""
         positions = architecture.rope.positions(architecture.max_position_embeddings)
         multiple = config.make_sequence_length_divisible_by
         return cls(config.max_total_sequence_length, positions, multiple)
 
     @property
     def tokens(self) -> int:
-        """The most that both allow."""
+        """The smaller of both limits."""
         return min(self.configured, self.positions)
 
     def check(self, data: BatchedDataDict) -> None:
-        """BatchError naming the longest row if it is too long: one of `input_ids` `[B, S]`, by its
-        `input_lengths` `[B]` where data have those.
+        """BatchError naming the longest row if it is too long. The length of a row of `input_ids`
+        `[B, S]` is its `input_lengths` `[B]` if given, otherwise its width.
         """
         rows, width = data["input_ids"].shape
         lengths_B = data.get("input_lengths")

@@ -1,5 +1,4 @@
-"""One call of a loss: what may go wrong in it, and what the schedule differentiates then; knows no
-forms of losses.
+"""One call of a loss: what can go wrong in it, and what the schedule differentiates then.
 
 Shapes: B rows, S positions.
 """
@@ -31,13 +30,13 @@ _CALLERS = {str(Path(__file__)), str(Path(__file__).with_name("losses.py"))}
 
 @dataclass(frozen=True)
 class Wrong:
-    """What went wrong in words, and the traceback of what the loss raised, if it did."""
+    """What went wrong in words, and the traceback if the loss raised."""
 
     what: str
     trace: str = ""
 
     def error(self) -> LossError:
-        """For where nobody else has to hear of it."""
+        """As an exception, for when no other rank needs to know."""
         error = LossError(self.what)
         if self.trace:
             error.add_note(self.trace)
@@ -46,7 +45,7 @@ class Wrong:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `loss_fn` for the rows `data`, which may differentiate `given`."""
+    """A call of `loss_fn` on the rows `data`; `given` are the tensors it can differentiate."""
 
     loss_fn: LossFunction
     data: BatchedDataDict
@@ -54,10 +53,10 @@ class Call:
     call: Callable[[], Any]
 
     def result(self, faults: list[Wrong] | None) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The 0-d scalar and the metrics, which have been checked.
+        """The 0-d scalar and the metrics, both checked.
 
-        LossError for what cannot be trained on; with `faults` it is put there, and the scalar is no
-        number and has a gradient for all of `given`.
+        LossError for what cannot be trained on. With `faults` the error is appended there instead,
+        and the scalar is NaN and has a gradient for all of `given`.
         """
         name, before = name_of(self.loss_fn), _nodes(self.given)
         try:
@@ -85,8 +84,8 @@ class Call:
         return value, dict(metrics)
 
     def _broken(self, found: Any, given: set[Any]) -> str:
-        """What is wrong with what the loss returned; nothing if it can be trained on, which is to
-        have one of the `given` nodes in its graph.
+        """Say what is wrong with the loss's return value; empty if it can be trained on, which
+        needs one of the `given` nodes in its graph.
         """
         if not isinstance(found, tuple | list) or len(found) != 2:
             size = f" of {len(found)}" if isinstance(found, tuple | list) else ""
@@ -107,17 +106,17 @@ class Call:
         return wrong_metric(metrics)
 
     def _is_nothing(self, value: torch.Tensor) -> bool:
-        """Whether this is the constant 0 of rows of which no token counts."""
+        """Whether this is the constant 0 for rows in which no token counts."""
         return bool(value == 0) and not counted(self.data)[:, 1:].any()
 
 
 def _nodes(tensors: Sequence[torch.Tensor]) -> set[Any]:
-    """Of the graph, where these were made."""
+    """The graph nodes that produced these tensors."""
     return {gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad}
 
 
 def _leads_to(value: torch.Tensor, ends: set[Any]) -> bool:
-    """Whether the graph of a value has one of these nodes; it is not looked at behind them."""
+    """Whether the graph of a value contains one of these nodes; nothing behind them is searched."""
     if not value.requires_grad:
         return False
     waiting, seen = [gradient_edge(value).node], set()
@@ -132,17 +131,16 @@ def _leads_to(value: torch.Tensor, ends: set[Any]) -> bool:
 
 
 def name_of(loss_fn: LossFunction) -> str:
-    """What messages call a loss."""
+    """The name of a loss in messages."""
     return str(getattr(loss_fn, "__name__", None) or type(loss_fn).__name__)
 
 
 def carried(value: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`value`, which is also given a gradient for `tensors`: 0 where it is finite, and no number
-    where it is not.
+    """`value`, with a gradient for `tensors` as well: 0 where it is finite, NaN where it is not.
 
-    So the gradient's norm, which all ranks have, tells each of them whether a loss was finite
-    anywhere, whatever its graph: a NaN may be the constant 0 / 0 of rows without tokens. And the
-    backward pass, with its collectives, goes all the way in any case.
+    The gradient norm, which all ranks have, thus tells each of them whether a loss was not finite
+    anywhere, whatever its graph: a NaN can be the constant 0 / 0 of rows without tokens. The
+    backward pass, with its collectives, also always runs in full.
     """
     if not torch.is_grad_enabled():
         return value
@@ -153,7 +151,7 @@ def carried(value: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tenso
 class _Carried(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        # No host asks whether it is finite: that would wait for the device.
+        # Not tested for finiteness on the host: that would synchronize with the device.
         ctx.nothing = value.detach().float() * 0.0
         ctx.shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
         return value.clone()
@@ -178,13 +176,13 @@ def _raised(name: str, error: Exception) -> Wrong:
 
 
 def _frames_of_loss(trace: TracebackType | None) -> Iterator[traceback.FrameSummary]:
-    """Those below the frames that call the loss."""
+    """The frames below those that call the loss."""
     for frame in traceback.extract_tb(trace):
         if frame.filename not in _CALLERS:
             yield frame
 
 
 def _place(frames: Sequence[traceback.FrameSummary]) -> str:
-    """The innermost line that is not torch's."""
+    """The innermost line that is not in torch."""
     own = [frame for frame in frames if not frame.filename.startswith(_TORCH)] or frames
     return f"{Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name}"

@@ -1,6 +1,4 @@
-"""What can be known of a loss before it is called: whether it takes what it will be given; knows
-neither models nor data.
-"""
+"""Checks a loss before it is called: whether it accepts the arguments it will be given."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ _GROUPS = ("vocab_parallel_rank", "vocab_parallel_group", "context_parallel_grou
 
 
 def check_loss(loss_fn: Any) -> None:
-    """LossError unless it is an object that can be called as a loss of its kind is called;
-    NotImplementedError for an `input_type` that is not fed.
+    """LossError unless it is an object that can be called with the arguments of its kind;
+    NotImplementedError for an unsupported `input_type`.
     """
     if isinstance(loss_fn, type):
         name = loss_fn.__name__
@@ -32,7 +30,7 @@ def check_loss(loss_fn: Any) -> None:
     try:
         signature = inspect.signature(loss_fn)
     except (TypeError, ValueError):
-        return  # nobody knows, such as of a function in C
+        return  # no signature is available, for example for a C function
     try:
         signature.bind(*[None] * len(args), **dict.fromkeys(named))
     except TypeError as error:
@@ -44,7 +42,7 @@ def check_loss(loss_fn: Any) -> None:
 
 
 def _arguments(loss_fn: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """By position and by name."""
+    """The arguments passed by position and by name."""
     kind = loss_kind(loss_fn)
     if kind is None:
         return ("next_token_logits", "data", *_COUNTS), _GROUPS

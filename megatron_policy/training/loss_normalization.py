@@ -1,4 +1,4 @@
-"""By what a step that was added up without global counts is divided in the end; knows no model."""
+"""What a step that is accumulated without global counts is divided by at its end."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _KINDS = tuple(kind.value for kind in MetricNormalizer)
 
 @dataclass(frozen=True)
 class LossNormalization:
-    """What a loss says it is divided by, and which of its metrics are divided by something else: a
-    value of `MetricNormalizer` each.
+    """What a loss is divided by, and which of its metrics are divided by something else; each is a
+    value of `MetricNormalizer`.
     """
 
     loss: str
@@ -29,10 +29,8 @@ class LossNormalization:
 
     @classmethod
     def of(cls, loss_fn: LossFunction) -> LossNormalization:
-        """By its `loss_type` and `metric_normalizations`; ConfigError where they say nothing that
-        is known.
-        """
-        loss_kind(loss_fn)  # what cannot be fed is refused as early
+        """Read `loss_type` and `metric_normalizations` of a loss; ConfigError if one is unknown."""
+        loss_kind(loss_fn)  # refuse an unsupported input_type this early
         name = type(loss_fn).__name__
         level = _value(getattr(loss_fn, "loss_type", None))
         if level not in _OF_LOSS:
@@ -51,11 +49,11 @@ class LossNormalization:
         return cls(_OF_LOSS[level], metrics)
 
     def gradient(self, counts: ValidCounts) -> float:
-        """What gradient and loss are divided by; at least 1, as where the loss divides itself."""
+        """The divisor of gradient and loss; at least 1, as for a loss that divides itself."""
         return _of(counts)[self.loss]
 
     def divisors(self, counts: ValidCounts) -> Callable[[str], float]:
-        """What the metric of a name is divided by."""
+        """The divisor of a metric, by its name."""
         numbers = _of(counts)
         return lambda name: numbers[self.metrics.get(name, self.loss)]
 
@@ -69,5 +67,5 @@ def _of(counts: ValidCounts) -> dict[str, float]:
 
 
 def _value(member: Any) -> Any:
-    """A host brings enumerations of its own: compare values, not members."""
+    """A host brings its own enumerations: compare values, not members."""
     return getattr(member, "value", member)

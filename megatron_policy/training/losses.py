@@ -1,5 +1,4 @@
-"""Calls a loss in the form it was written for; knows both generations of the host's contract and
-nothing of models.
+"""Calls a loss in the form it was written for, by either generation of the host's contract.
 
 Shapes: B rows, S positions, V this rank's slice of the vocabulary.
 """
@@ -28,7 +27,7 @@ Metrics = dict[str, Any]
 
 @dataclass(frozen=True)
 class ValidCounts:
-    """What a global batch is normalised by: valid sequences and valid next-token positions, 0-d
+    """What a global batch is normalized by: valid sequences and valid next-token positions, 0-d
     fp32 tensors.
     """
 
@@ -72,15 +71,15 @@ def evaluate_loss(
 ) -> tuple[torch.Tensor, Metrics]:
     """The loss's scalar and metrics for one microbatch, already divided by the global counts.
 
-    A loss without `input_type` takes this rank's logits and the groups (the host up to 0.5). One
-    with `input_type` takes what it names (the host from 0.6): `logprob` the fp32 next-token
-    log-probabilities `[B, S - 1]`, and those of its `candidates`, for which no logits are held;
-    `logit` the whole vocabulary's fp32 logits `[B, S, vocab_size]`. A loss that takes logits is
-    called for each packed sequence.
+    A loss without `input_type` takes this rank's logits and the groups (host up to 0.5). One with
+    `input_type` takes what that names (host from 0.6). `logprob`: the fp32 next-token
+    log-probabilities `[B, S - 1]` and those of its `candidates`; no logits are held. `logit`: the
+    whole vocabulary's fp32 logits `[B, S, vocab_size]`. A loss that takes logits is called once
+    per packed sequence.
 
-    LossError, caused by what the loss raised, for one that fails or breaks the contract; with
-    `faults` it is put there in words, and the scalar is no number but has all the gradients that it
-    would have had: no other rank is left waiting.
+    LossError, caused by what the loss raised, for one that fails or breaks the contract. With
+    `faults` a description is appended there instead, and the scalar is NaN but has all the
+    gradients it would have had, so that no other rank is left waiting.
     """
     # A batch without a valid sample is a step of zero gradients, not a division by zero.
     sequences, tokens = counts.sequences.clamp(min=1), counts.tokens.clamp(min=1)
@@ -97,7 +96,7 @@ def evaluate_loss(
 def _inputs(
     loss_fn: LossFunction, kind: str | None, output: Output, vocab_size: int, groups: Groups
 ) -> Iterator[tuple[BatchedDataDict, list[torch.Tensor], dict[str, Any]]]:
-    """Of each call: the rows, what the loss is to differentiate, and the arguments besides."""
+    """For each call: the rows, the tensors the loss differentiates, and its other arguments."""
     if kind == LossInputType.LOGPROB.value:
         scores = _scores(loss_fn, output)
         given = [score for score in scores.values() if score is not None]
@@ -112,7 +111,7 @@ def _inputs(
                     "next_token_logits": logits_BSV,
                     "vocab_parallel_rank": groups.tp.rank(),
                     "vocab_parallel_group": groups.tp,
-                    # The logits are those of all context-parallel ranks already.
+                    # These logits already cover all context-parallel ranks.
                     "context_parallel_group": groups.cp if groups.cp.size() == 1 else None,
                 },
             )
@@ -151,7 +150,7 @@ def _scores(loss_fn: LossFunction, output: Output) -> dict[str, torch.Tensor | N
 
 
 def _added(calls: Sequence[tuple[torch.Tensor, Metrics]]) -> tuple[torch.Tensor, Metrics]:
-    """One call's result of those for the sequences of a microbatch."""
+    """Combine the results for a microbatch's sequences into one."""
     if len(calls) == 1:
         return calls[0]
     metrics: Metrics = {}
@@ -169,7 +168,7 @@ def _joined(name: str, one: Any, other: Any) -> Any:
 
 
 def plain_metrics(metrics: Metrics) -> Metrics:
-    """Metrics as Python numbers, so that they cross processes and pickle small."""
+    """Metrics as Python numbers, so that they can be sent between processes and pickle small."""
     return {
         key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
         for key, value in metrics.items()

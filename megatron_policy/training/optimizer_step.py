@@ -1,4 +1,4 @@
-"""The end of a step: all ranks take it, or none does and all say why; knows no data."""
+"""The end of a step: either all ranks take it, or none does and all raise the reason."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def take_step(
 ) -> OptimStats:
     """Clip, update the parameters, and report; every rank gets the whole model's gradient norm.
 
-    LossError, on every rank, where the gradient is not finite, as a fault of any rank makes it:
-    gradients are dropped, and what the step had changed is undone.
+    LossError, on every rank, if the gradient is not finite, which a fault on any rank causes:
+    gradients are dropped and the step's other changes are undone.
     """
     lr, wd = trainable.lr, trainable.weight_decay
     try:
@@ -48,7 +48,7 @@ def take_step(
 
 
 def left_by(steps: int) -> str:
-    """What a step that fails after so many others of a call leaves, in words."""
+    """Say what state a step leaves that fails after `steps` others of the same call."""
     if not steps:
         return UNCHANGED
     return (

@@ -1,5 +1,5 @@
-"""The frozen reference policy: host copies of this rank's parameters, exchanged with the live ones
-on demand.
+"""The frozen reference policy: host copies of this rank's parameters, swapped with the live ones on
+demand.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from megatron_policy.device import host_buffer, synchronize
 
 
 class ReferenceWeights:
-    """Parameters as they were when this was made, in (page-locked) host memory.
+    """Parameters as they were when this was made, in (pinned) host memory.
 
-    While the reference is active the host buffers hold the policy's weights: the two are exchanged
+    While the reference is active the host buffers hold the policy's weights. The two are swapped
     tensor by tensor, so the device never holds more than one extra tensor and the host never more
     than one copy.
     """
@@ -27,8 +27,8 @@ class ReferenceWeights:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within this context the model computes with the reference's weights; afterwards, come
-        what may, with its own.
+        """Within this context the model computes with the reference's weights; its own are always
+        restored afterwards.
         """
         if self._active:
             raise RuntimeError("the reference policy is active already; its context does not nest")

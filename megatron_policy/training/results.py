@@ -26,8 +26,8 @@ class OptimStats:
 def completed(
     metrics: Metrics, divisor_of: Callable[[str], float], counts: ValidCounts, stats: OptimStats
 ) -> Metrics:
-    """One microbatch's metrics, each divided by what `divisor_of` says for its name, and what the
-    step used. Extrema are no sums: they stay what they are.
+    """One microbatch's metrics, each divided by `divisor_of` its name, plus the step's statistics.
+    Minima and maxima are not sums and are not divided.
     """
     divided = {
         name: value if "_min" in name or "_max" in name else value / divisor_of(name)

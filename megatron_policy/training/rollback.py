@@ -1,6 +1,4 @@
-"""Takes back what a step changes before it is known whether it can be taken; knows neither batches
-nor losses.
-"""
+"""Undoes what a step changes before it is known whether the step can be taken."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ from megatron_policy.interfaces.engine import TrainingEngine
 class Rollback:
     """Random numbers and the engine's volatile buffers as they were when this was made.
 
-    Dropout and losses draw random numbers, on some ranks perhaps more than on others. Routers
-    change their buffers in every forward pass and reduction, before the gradient's norm is known.
+    Dropout and losses draw random numbers, possibly more on some ranks than on others. Routers
+    change their buffers in every forward pass and reduction, before the gradient norm is known.
     """
 
     draw_again: Callable[[], None]
@@ -26,17 +24,17 @@ class Rollback:
 
     @classmethod
     def here(cls, engine: TrainingEngine) -> Rollback:
-        """As they are now."""
+        """Record the current state."""
         buffers = tuple((live, live.clone()) for live in engine.volatile_buffers())
         return cls(kept(engine), buffers)
 
     def __call__(self) -> None:
-        """Make it so again."""
+        """Restore random numbers and buffers."""
         self.draw_again()
         self.restore_buffers()
 
     @torch.no_grad()
     def restore_buffers(self) -> None:
-        """Those of routers only: random numbers that were drawn stay drawn."""
+        """Restore the volatile buffers only, not the random numbers."""
         for live, before in self.buffers:
             live.copy_(before)

@@ -1,5 +1,4 @@
-"""Reads log-probabilities, entropies and top-k logits of given sequences, in the caller's rows and
-order.
+"""Log-probabilities, entropies and top-k logits of given sequences, in the caller's rows and order.
 
 Shapes: B rows, S positions, K candidates.
 """
@@ -24,8 +23,8 @@ from megatron_policy.training.checks import checked_batch, checked_lengths, is_c
 
 @dataclass(frozen=True)
 class Scorer:
-    """Reads with one policy's chunks; `rows` at a time where batches are padded and the caller does
-    not say. Every rank of a replica gets the whole result, on the CPU.
+    """Scores with one policy's chunks, `rows` at a time if batches are padded and the caller gives
+    no number. Every rank of a replica gets the whole result, on the CPU.
     """
 
     engine: TrainingEngine
@@ -46,7 +45,7 @@ class Scorer:
 
     def entropy(self, data: BatchedDataDict, rows: int | None) -> torch.Tensor:
         """fp32 `[B, S]`, in nats: position t holds the entropy of the distribution that token t is
-        drawn from; 0 where `logprobs` is.
+        drawn from; 0 at position 0 and beyond `input_lengths`.
         """
 
         def read(output: Output) -> list[torch.Tensor]:
@@ -84,7 +83,7 @@ class Scorer:
         read: Callable[[Output], list[torch.Tensor]],
         kinds: Sequence[tuple[tuple[int, ...], torch.dtype]],
     ) -> list[torch.Tensor]:
-        """What `read` makes of all rows, `[B, S, ...]` of each kind."""
+        """Apply `read` to all rows; returns `[B, S, ...]` for each of `kinds`."""
         engine, where = self.engine, current_device()
         data = checked_batch(data, engine.vocab_size)
         tokens_BS = data["input_ids"]

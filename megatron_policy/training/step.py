@@ -35,15 +35,15 @@ from megatron_policy.training.rollback import Rollback
 from megatron_policy.training.sync_microbatches import cut_in_step
 
 Kept = list[tuple[torch.Tensor, Metrics, list[Wrong]]]
-"""The last stage's loss and metrics of each microbatch that is no filler, and what is wrong with
-them; nothing on other stages.
+"""The last stage's loss, metrics and faults of each microbatch that is not a filler; empty on other
+stages.
 """
 
 
 @dataclass(frozen=True)
 class BatchLosses:
-    """One global batch on one data-parallel rank: its loss summed over microbatches, and each one's
-    metrics. A fault of any rank makes the gradients on every rank no numbers.
+    """One global batch on one data-parallel rank: its loss summed over microbatches, and each
+    one's metrics. A fault on any rank makes the gradients NaN on every rank.
     """
 
     loss: float
@@ -59,7 +59,7 @@ def forward_backward(
     trainable: Trainable | None,
     number: int = 0,
 ) -> BatchLosses:
-    """One global batch (this data-parallel rank's share), of this `number` among a call's, through
+    """Run one global batch (this data-parallel rank's share), the `number`-th of a call, through
     the engine.
 
     Gradients are summed over microbatches and data-parallel ranks into `trainable`; without one
@@ -82,9 +82,9 @@ def run(
     *,
     forward_only: bool,
 ) -> Kept:
-    """Microbatches through the schedule, with the loss divided by `counts`.
+    """Run microbatches through the schedule, with the loss divided by `counts`.
 
-    A loss that fails stops no rank: see `evaluate_loss`.
+    A loss that fails does not stop any rank: see `evaluate_loss`.
     """
 
     def loss(output: Output) -> tuple[torch.Tensor, tuple[torch.Tensor, Metrics, list[Wrong]]]:
@@ -101,8 +101,8 @@ def run(
 def shared(
     engine: TrainingEngine, batch: GlobalBatch, kept: Kept, loss_fn: LossFunction, number: int
 ) -> tuple[float, tuple[Metrics, ...], tuple[Fault, ...]]:
-    """The loss summed over the microbatches of `batch`, which is this `number` among a call's, each
-    one's metrics, and what is wrong with them, on every stage; `run` has kept them.
+    """From what `run` kept: the loss summed over the microbatches of `batch`, the `number`-th of a
+    call, each one's metrics, and their faults. All stages get the same.
     """
     plain, faults = [], []
     rows = [microbatch.rows for microbatch in batch.microbatches if not microbatch.filler]
@@ -118,7 +118,7 @@ def shared(
 
 
 def sizes_of(config: PolicyConfig, gbs: int | None, mbs: int | None) -> tuple[int, int]:
-    """Samples of a global batch and of a microbatch: the caller's, or else the config's."""
+    """Samples of a global batch and of a microbatch: the caller's, otherwise the config's."""
     return gbs or config.train_global_batch_size, mbs or config.train_micro_batch_size
 
 
@@ -132,16 +132,16 @@ def train(
     micro_batch_size: int,
     stepped: Callable[[], object] = lambda: None,
 ) -> TrainResult:
-    """Every global batch in `data` (this data-parallel rank's shard of them, one after another).
+    """Train on every global batch in `data` (this data-parallel rank's shard of them, in order).
 
     With `trainable` each global batch is one optimizer step, and the schedule advances by
-    `global_batch_size` samples once, at the end, as the host steps it; without, losses and metrics
-    are computed and nothing changes. `stepped` is called after each step.
+    `global_batch_size` samples once, at the end, as the host's does. Without it, losses and
+    metrics are computed and nothing changes. `stepped` is called after each step.
 
     Returns a `TrainResult`. BatchError, before anything is computed, for data that
     cannot be cut, on all data-parallel ranks if it is so on one. LossError, on all ranks, for a
-    global batch whose loss or gradient cannot be trained on: it changes nothing, and neither do
-    those after it.
+    global batch whose loss or gradient cannot be trained on: neither it nor those after it change
+    anything.
     """
     batches = cut_in_step(
         lambda: _cut(engine, batcher, data, loss_fn, global_batch_size, micro_batch_size),
@@ -184,7 +184,7 @@ def _cut(
     global_batch_size: int,
     micro_batch_size: int,
 ) -> list[GlobalBatch]:
-    """What is wrong with data or loss is raised here."""
+    """Check data and loss, raising what is wrong with them, and cut the data."""
     check_sizes(global_batch_size, micro_batch_size)
     checked = check_training_data(data, engine.vocab_size, batcher.training)
     batcher.longest.check(checked)

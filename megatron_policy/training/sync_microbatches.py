@@ -1,5 +1,5 @@
-"""Keeps data-parallel ranks in step: as many microbatches on each, and one's refusal heard by all;
-knows no losses.
+"""Keeps data-parallel ranks synchronised: the same number of microbatches on each, and an error on
+one reported to all.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from megatron_policy.training.batching import Batcher, GlobalBatch
 def cut_in_step(
     cut: Callable[[], list[GlobalBatch]], batcher: Batcher, group: dist.ProcessGroup
 ) -> list[GlobalBatch]:
-    """What `cut` makes of this rank's data, with as many microbatches in each global batch as the
-    rank of `group` has that has most of them.
+    """Call `cut` on this rank's data, and fill up each global batch to the largest number of
+    microbatches on any rank of `group`.
 
-    What `cut` raises is raised here, and a BatchError on the other ranks: none waits for another.
+    What `cut` raises is raised here, and a BatchError on the other ranks, so that none waits.
     """
     try:
         batches = cut()
     except Exception:
-        # Whatever it is: the others would wait, or take the next call's message for this one's.
+        # Any exception: otherwise the others would wait, or mistake the next call's message.
         largest([1, 0, 0], group)
         raise
     number = len(batches)

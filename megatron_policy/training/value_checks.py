@@ -1,4 +1,4 @@
-"""What one value of a batch must be, whatever stands under the other keys."""
+"""Checks of single values of a batch, independent of its other keys."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from megatron_policy.errors import BatchError
 
 LARGEST_MASK = 2**24
-"""No weight is as large; sums of any number of such masks are numbers of fp32."""
+"""Above any real weight; sums of any number of such masks are finite in fp32."""
 _MASKS = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 )
 _TRAVELS = (*_MASKS, torch.complex64, torch.complex128)
-"""What torch can pickle."""
+"""The dtypes torch can pickle."""
 
 
 def check_kind(key: str, tensor: torch.Tensor) -> None:
-    """BatchError for a tensor whose rows cannot be cut, or that holds nothing."""
+    """BatchError for a tensor whose rows cannot be sliced, or that has no values."""
     kinds = {
         "sparse": tensor.layout != torch.strided,
         "nested": tensor.is_nested,
@@ -41,12 +41,12 @@ def _check_travels(key: str, tensor: torch.Tensor) -> None:
 
 
 def holds_integers(dtype: torch.dtype) -> bool:
-    """Whether numbers of this dtype count something."""
+    """Whether this is an integer dtype (bool is not)."""
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def shape_of(key: str, value: Any) -> tuple[int, ...]:
-    """Of a tensor, or of a list with an item a row; BatchError for anything else."""
+    """The shape of a tensor, or of a list with one item per row; BatchError for anything else."""
     if isinstance(value, torch.Tensor) and value.ndim:
         _check_travels(key, value)
         return tuple(value.shape)
@@ -62,7 +62,7 @@ def shape_of(key: str, value: Any) -> tuple[int, ...]:
 
 
 def check_mask(key: str, mask: Any, shape: tuple[int, ...]) -> None:
-    """BatchError naming the first place that is no mask."""
+    """BatchError naming the first entry that is not a valid mask value."""
     if not isinstance(mask, torch.Tensor) or mask.shape != shape:
         has = f"shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else "no tensor"
         each = "row" if len(shape) == 1 else "token"
@@ -72,7 +72,7 @@ def check_mask(key: str, mask: Any, shape: tuple[int, ...]) -> None:
         )
     if mask.dtype not in _MASKS:
         raise BatchError(f"{key!r} is {mask.dtype}; masks are bool, float or a usual integer")
-    odd = ~((mask >= 0) & (mask.double() <= LARGEST_MASK))  # also where it is no number
+    odd = ~((mask >= 0) & (mask.double() <= LARGEST_MASK))  # also true for NaN
     if odd.any():
         where = odd.nonzero()[0].tolist()
         at = f"row {where[0]}" + (f" at position {where[1]}" if where[1:] else "")

@@ -1,6 +1,6 @@
-"""Where the elements that a rank has of an HF tensor lie, on both sides, as strided boxes.
+"""Maps a rank's elements of an HF tensor to its parameter, as strided boxes on both sides.
 
-Pure arithmetic over a row's blocks; knows no memory and no process group.
+Pure arithmetic over a row's blocks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from megatron_policy.converters.runs import boxes
 
 
 class Region(NamedTuple):
-    """A box of a flat tensor, in elements: what `as_strided` takes."""
+    """A box of a flat tensor, in elements: the arguments of `as_strided`."""
 
     size: Shape
     stride: Shape
     offset: int
 
     def cut(self, box: tuple[tuple[int, int], ...]) -> Region:
-        """Its elements in `box`, given as (first, end) per dimension."""
+        """The part of it in `box`, given as (first, end) per dimension."""
         return Region(
             tuple(high - low for low, high in box),
             self.stride,
@@ -35,7 +35,7 @@ class Region(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Elements that are contiguous on both sides: first place of each, and how many."""
+    """Elements that are contiguous on both sides: the first index on each, and how many."""
 
     hf: int
     own: int
@@ -64,9 +64,9 @@ class Segment(NamedTuple):
     """A run of a block's elements, in the row-major order of the box that both sides share."""
 
     hf: Region
-    """Of the flat HF tensor."""
+    """In the flat HF tensor."""
     own: Region
-    """Of the rank's flat parameter."""
+    """In the rank's flat parameter."""
     first: int
     elements: int
 
@@ -88,8 +88,8 @@ def segments(
 ) -> tuple[Segment, ...]:
     """What tensor-parallel rank `slot` of `slots` sends of the row's HF tensor `part`, in order.
 
-    Of a parameter that every rank holds whole, each sends an equal run; all ranks' segments
-    together are the elements of all ranks' blocks, each once.
+    Of a parameter that every rank holds whole, each rank sends an equal run. All ranks' segments
+    together cover the elements of all ranks' blocks, each once.
     """
     blocks = [b for b in blocks_of(row, architecture, slot, slots) if b.part == part]
     hf_shape = row.hf_shapes(architecture)[part]
@@ -103,7 +103,7 @@ def segments(
 
 @lru_cache(maxsize=4096)
 def largest_share(row: Row, architecture: Architecture, part: int, slots: int) -> int:
-    """Elements that the rank with the most of them sends of the row's HF tensor `part`."""
+    """The largest number of elements that any rank sends of the row's HF tensor `part`."""
     return max(
         sum(s.elements for s in segments(row, architecture, part, slot, slots))
         for slot in range(slots)

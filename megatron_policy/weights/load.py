@@ -1,5 +1,5 @@
-"""Fills this rank's parameters from a Hugging Face checkpoint, or marks them as not filled yet: an
-executor of the table, with no names of its own.
+"""Fills this rank's parameters from a Hugging Face checkpoint, or marks them as unfilled. All names
+come from the table.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from megatron_policy.parallel.topology import Placement
 
 Held = list[tuple[Entry, torch.Tensor]]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Of parameters in training, by their name in the configuration."""
+"""The dtypes of parameters in training, by their name in the configuration."""
 
-# The mark is a NaN with every bit set, which no arithmetic makes: those it makes have one bit of
-# the fraction set. Of a mark that was cast from bfloat16 to float32 the upper half is left.
+# The mark is a NaN with every bit set, which no arithmetic makes: computed NaNs have one bit of
+# the fraction set. After a cast from bfloat16 to float32 the mark's upper half is left.
 _SAME_WIDTH = {2: torch.int16, 4: torch.int32}
 _HALF = 2  # bytes
 _SHOWN = 20
-_PIECE = 2**24  # elements that are looked at together, so that little memory is needed
+_PIECE = 2**24  # elements that are checked at a time, to limit memory use
 
 
 def held_entries(chunks: Sequence[torch.nn.Module], table: Table, place: Placement) -> Held:
-    """Each parameter and lasting buffer of `chunks` with its table entry, in table order;
+    """Each parameter and persistent buffer of `chunks` with its table entry, in table order;
     ConversionError unless they match one to one.
     """
     held: Held = []
@@ -45,8 +45,8 @@ def held_entries(chunks: Sequence[torch.nn.Module], table: Table, place: Placeme
 
 
 def _weights(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, and the buffers that belong to the model as they do: those that a state dict
-    keeps.
+    """Parameters, and the persistent buffers (those in the state dict), which belong to the model
+    as well.
     """
     yield from chunk.named_parameters()
     for path, module in chunk.named_modules():
@@ -57,11 +57,10 @@ def _weights(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def load_parameters(held: Held, reader: HfReader, table: Table, place: Placement) -> None:
-    """Copy this rank's slices straight from the mapped files into its parameters, casting on the
-    way.
+    """Copy this rank's slices straight from the mapped files into its parameters, casting on copy.
 
-    ConversionError unless the files hold exactly the table's tensors, as plain floats; copies that
-    a tied checkpoint may ship are compared with what they copy, each rank its share.
+    ConversionError unless the files hold exactly the table's tensors, as plain floats. Copies that
+    a tied checkpoint can include are compared with their originals; each rank compares its share.
     """
     topology, coords = place.topology, place.coords
     table.check_hf(reader.shapes, reader.dtypes)
@@ -79,8 +78,8 @@ def load_parameters(held: Held, reader: HfReader, table: Table, place: Placement
 
 @torch.no_grad()
 def mark_unfilled(held: Held) -> None:
-    """Make sure that none of these floats can pass for a weight until something is written to it:
-    all become NaN.
+    """Fill all these floats with a NaN mark, so that none can pass for a weight until it is
+    written.
     """
     for _, parameter in held:
         assert parameter.is_floating_point(), "only floats have a mark"
@@ -89,7 +88,7 @@ def mark_unfilled(held: Held) -> None:
 
 def refuse_unfilled(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """CheckpointError, naming them, if any element of these tensors is still as `mark_unfilled`
-    left it, or was copied from one that is. NaN that was computed passes.
+    left it, or was copied from one that is. A computed NaN passes.
     """
     missing = [name for name, tensor in tensors if _has_mark(tensor.detach())]
     if missing:
@@ -101,7 +100,7 @@ def refuse_unfilled(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def _has_mark(tensor: torch.Tensor) -> bool:
-    # Of each element the two bytes with its exponent: the last, as all machines here have them.
+    # Compare the two bytes with each element's exponent: the last two, on little-endian machines.
     step = tensor.itemsize // _HALF
     halves = tensor.reshape(-1).view(torch.int16)[step - 1 :]
     return any(bool((piece[::step] == -1).any()) for piece in halves.split(_PIECE * step))

@@ -1,4 +1,6 @@
-"""The Ray edge: cluster, worker group, actor and driver; the only package that imports ray."""
+"""The Ray layer: cluster, worker group, actor and driver. Read `policy.py` (the driver) first, then
+`worker.py` (the actor) and `group.py`.
+"""
 
 from megatron_policy.workers.cluster import RayVirtualCluster
 from megatron_policy.workers.environment import init_ray

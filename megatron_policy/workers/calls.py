@@ -1,4 +1,4 @@
-"""Puts arguments into Ray's object store and waits for answers; knows no methods or models."""
+"""Puts arguments into Ray's object store and waits for results."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from megatron_policy.errors import ConfigError
 from megatron_policy.workers.failure import Failure
 from megatron_policy.workers.watch import Watch
 
-# After a failure the others get this long to report: an exception may be the echo of a death that
-# Ray reports later.
+# After a failure the others get this long to report: an exception may be the consequence of a death
+# that Ray reports later.
 GRACE_S = 1.5
 GRACE_AFTER_DEATH_S = 0.5
-# A refusal harms nobody unless a rank is stuck: give slower ranks time to show that they are not.
+# A refusal does no harm unless a rank is stuck: give slower ranks time to show that they are not.
 GRACE_AFTER_REFUSAL_S = 5.0
 
 
 def gather(
     refs: Sequence[ray.ObjectRef], wanted: Collection[int], watch: Watch
 ) -> tuple[dict[int, Any], list[Failure], list[int]]:
-    """Wait for all, or a little longer than for the first failure, which `watch` may find, too.
+    """Wait for all, or until shortly after the first failure, which `watch` may also find.
 
     Returns the `wanted` results by rank, the failures in time order, and the ranks still busy.
     """
@@ -65,7 +65,7 @@ def gather(
 
 
 def _ready(pending: Mapping[int, ray.ObjectRef], timeout_s: float) -> dict[int, ray.ObjectRef]:
-    """One of these that has come, if any comes in time."""
+    """One of these that is ready, if any gets ready in time."""
     ready, _ = ray.wait(list(pending.values()), num_returns=1, timeout=timeout_s)
     return {rank: ref for rank, ref in pending.items() if ref in ready}
 
@@ -77,7 +77,7 @@ def _grace(failure: Failure) -> float:
 
 
 def stored(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, all but plain scalars in the object store, so that each travels once."""
+    """The arguments, all but plain scalars in the object store, so that each is sent once."""
     plain = (bool, int, float, str, type(None))
     return {
         name: value if isinstance(value, plain) else put(name, value)
@@ -86,7 +86,7 @@ def stored(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def put(name: str, value: Any) -> ray.ObjectRef:
-    """The argument `name` in the object store; ConfigError for what cannot leave this process."""
+    """Put the argument `name` into the object store; ConfigError if it cannot be pickled."""
     try:
         return ray.put(value)
     except (TypeError, PicklingError) as error:

@@ -1,4 +1,4 @@
-"""One rank's part in training checkpoints under the host's names; knows no other rank, no files."""
+"""One rank's part in training checkpoints, under the host's method names."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class WorkerCheckpoint:
-    """Saves and loads what training goes on from. Saving and loading are collective. What they
-    refuse, and what fails, leaves this rank and the checkpoints on disk as they were.
+    """Saves and loads training checkpoints, collectively. A refused or failed call leaves this rank
+    and the checkpoints on disk as they were.
     """
 
     policy: MegatronPolicy
@@ -33,9 +33,8 @@ class WorkerCheckpoint:
         """Write this rank's part of a checkpoint; see `MegatronPolicy.save_checkpoint`.
         `checkpointing_cfg` is the host's and has no effect.
 
-        CheckpointError on every rank if any of them could not write, or if the save before this
-        one, in the background, has failed. What is in host memory comes to the device first, and
-        stays there.
+        CheckpointError on every rank if any of them could not write, or if the previous background
+        save has failed. State in host memory is first moved to the device, and stays there.
         """
         refuse_unknown("save_checkpoint", options)
         self.policy.save_checkpoint(
@@ -54,7 +53,7 @@ class WorkerCheckpoint:
         *,
         fresh_optimizer: bool | None = None,
     ) -> LoadReport:
-        """Go on from a checkpoint, saved under any layout; see `MegatronPolicy.load_checkpoint`.
+        """Resume from a checkpoint saved under any layout; see `MegatronPolicy.load_checkpoint`.
 
         CheckpointError on every rank, before anything is changed, if any of it is damaged, missing
         or another model's.
@@ -64,12 +63,12 @@ class WorkerCheckpoint:
         )
 
     def get_load_report(self) -> LoadReport | None:
-        """What a start from a checkpoint has restored; None of a policy that did not."""
+        """What a start from a checkpoint has restored; None without such a start."""
         return self.policy.loaded
 
     def finalize_async_save(self) -> None:
-        """Wait until a save under way in the background is complete; CheckpointError if it failed.
+        """Wait for a background save to complete; CheckpointError if it failed.
 
-        It waits for this rank's writer only, so ranks may be asked at different times.
+        It waits for this rank's writer only, so ranks may call it at different times.
         """
         self.policy.finalize_async_save()

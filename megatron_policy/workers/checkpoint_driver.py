@@ -1,4 +1,4 @@
-"""The driver's part in training checkpoints: asks all workers; reads and writes nothing itself."""
+"""The driver's part in training checkpoints: calls all workers; reads and writes nothing itself."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PathLike = str | os.PathLike[str]
 class DriverCheckpoint:
     """Training checkpoints, from the driver of the workers.
 
-    Every rank reads and writes its part, so paths must be on storage that all nodes share. After a
-    CheckpointError the policy goes on.
+    Every rank reads and writes its part, so paths must be on storage that all nodes share. The
+    policy remains usable after a CheckpointError.
     """
 
     config: PolicyConfig
@@ -39,13 +39,13 @@ class DriverCheckpoint:
         hf_export: PathLike | None = None,
         **options: Any,
     ) -> None:
-        """Write what training goes on from into `iter_*` below `weights_path`, and the optimizer's
-        state likewise below `optimizer_path` (None saves none); see
-        `MegatronPolicy.save_checkpoint`. `checkpointing_cfg` is the host's and has no effect.
+        """Write a training checkpoint into `iter_*` below `weights_path`, and the optimizer's state
+        likewise below `optimizer_path` (None saves none); see `MegatronPolicy.save_checkpoint`.
+        `checkpointing_cfg` is the host's and has no effect.
 
         A checkpoint appears when it is complete. With `megatron_cfg.checkpoint.async_save` this
-        returns when workers have begun to copy; what fails later is raised by the next call of this
-        class or by `shutdown`. CheckpointError names the file, what is wrong and the remedy.
+        returns when workers have begun to copy; a later failure is raised by the next call of this
+        class or by `shutdown`. CheckpointError names the file, the problem and the remedy.
         """
         refuse_unknown("save_checkpoint", options)
         self._save_under_way = self.config.megatron_cfg.checkpoint.async_save
@@ -65,11 +65,11 @@ class DriverCheckpoint:
         *,
         fresh_optimizer: bool | None = None,
     ) -> LoadReport:
-        """Go on from the last complete checkpoint in `weights_path`, saved under any layout, or
+        """Resume from the last complete checkpoint in `weights_path`, saved under any layout, or
         from an `iter_*` directory; see `MegatronPolicy.load_checkpoint`.
 
         CheckpointError, before anything is changed, if any of it is damaged, missing or another
-        model's; a missing optimizer state too, unless `fresh_optimizer` (by default
+        model's, including a missing optimizer state unless `fresh_optimizer` (default:
         `megatron_cfg.checkpoint.fresh_optimizer`).
         """
         reports: list[LoadReport] = self._workers.run_all(
@@ -83,26 +83,26 @@ class DriverCheckpoint:
         return report
 
     def get_load_report(self) -> LoadReport | None:
-        """What a start from a checkpoint has restored; None of a policy that did not."""
+        """What a start from a checkpoint has restored; None without such a start."""
         reports: list[LoadReport | None] = self._workers.run_all("get_load_report")
         return merged([each for each in reports if each is not None])
 
     def finalize_async_save(self) -> None:
-        """Wait until a save under way in the background is complete; CheckpointError if it failed.
+        """Wait for a background save to complete; CheckpointError if it failed.
 
-        Needless before the next save and `shutdown`, which wait by themselves.
+        Not needed before the next save and `shutdown`, which wait by themselves.
         """
         self._save_under_way = False
         self._workers.run_all("finalize_async_save")
 
     def _drain_saves(self) -> None:
-        """`finalize_async_save` if there may be something to wait for, and somebody to ask."""
+        """Call `finalize_async_save` if a save may be running and the workers are usable."""
         if self._save_under_way and self._workers.usable:
             self.finalize_async_save()
 
 
 def merged(reports: Sequence[LoadReport]) -> LoadReport | None:
-    """One report for all ranks: restored is what every rank has restored."""
+    """One report for all ranks: only what every rank restored counts as restored."""
     if not reports:
         return None
     missing = {what: why for each in reports for what, why in each.not_restored.items()}
@@ -111,5 +111,5 @@ def merged(reports: Sequence[LoadReport]) -> LoadReport | None:
 
 
 def absolute(path: PathLike | None) -> str | None:
-    """In full, for workers, which run in directories of their own."""
+    """The absolute path, for workers, which run in their own directories."""
     return None if path is None else os.path.abspath(os.path.expanduser(path))

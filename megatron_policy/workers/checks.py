@@ -1,4 +1,4 @@
-"""What is refused before anybody is troubled with it; knows neither Ray nor Megatron-Core."""
+"""Checks that refuse calls and configurations early."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_policy.errors import ConfigError
 
 
 def refuse_unknown(what: str, options: Mapping[str, Any]) -> None:
-    """ConfigError naming the `options` that are set, of which `what` knows none."""
+    """ConfigError naming the `options` that are set, none of which `what` accepts."""
     unknown = sorted(name for name, value in options.items() if value is not None)
     if unknown:
         raise ConfigError(f"{what} has no argument {', '.join(unknown)}; leave it out")

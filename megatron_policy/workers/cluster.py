@@ -1,4 +1,4 @@
-"""Reserves room for worker processes in a Ray cluster; knows nothing of models or parallelism."""
+"""Reserves resources for worker processes in a Ray cluster."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STRATEGIES = ("STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD")
 
 @dataclass(frozen=True)
 class Slot:
-    """Room for one worker: a bundle; `node` counts entries of `bundle_ct_per_node_list`."""
+    """One worker's bundle; `node` is an index into `bundle_ct_per_node_list`."""
 
     group: PlacementGroup
     bundle: int
@@ -49,20 +49,21 @@ class Slot:
 
 
 class RayVirtualCluster:
-    """Room in a Ray cluster: bundles, one for each worker, in one placement group per node.
+    """Resources in a Ray cluster: one bundle per worker, in one placement group per node.
 
     Args:
         bundle_ct_per_node_list: number of workers per node.
         use_gpus: one GPU per bundle; otherwise workers share CPUs and any number of them fits.
-        max_colocated_worker_groups: how many worker groups may live on the same bundles at a time.
-        num_gpus_per_node: the most bundles an entry may have when `use_gpus`.
+        max_colocated_worker_groups: how many worker groups may share the same bundles at a time.
+        num_gpus_per_node: the most bundles an entry may have with `use_gpus`.
         name: prefix of the placement groups' names, for Ray's own displays.
         placement_group_strategy: Ray strategy for the bundles of one entry. STRICT_PACK: an entry
             is one machine.
-        timeout_s: seconds to wait for room that is taken by others.
+        timeout_s: seconds to wait for resources that others hold.
 
-    Nothing is reserved before the first use. Ray must be running by then (see `init_ray`), and have
-    grown to its size if it is one that grows: what it does not have at all is refused at once.
+    Nothing is reserved before the first use. By then Ray must be running (see `init_ray`), and an
+    autoscaling cluster must have its full size: resources that it does not have are refused at
+    once.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class RayVirtualCluster:
         self._timeout_s = checked_timeout(timeout_s)
 
     def world_size(self) -> int:
-        """Number of bundles, which is the number of workers of a group that uses all of them."""
+        """Number of bundles: the number of workers of a group that uses all of them."""
         return sum(self._counts)
 
     @property
@@ -110,7 +111,7 @@ class RayVirtualCluster:
     def get_placement_groups(self) -> list[PlacementGroup]:
         """The placement groups, reserved on first use.
 
-        ConfigError when Ray has too little, WorkerError when it stays taken for `timeout_s`.
+        ConfigError if Ray has too few resources, WorkerError if others hold them for `timeout_s`.
         """
         if self._groups is None:
             packed = self._strategy == "STRICT_PACK"
@@ -123,7 +124,7 @@ class RayVirtualCluster:
         return sum(self._wanted(workers_per_node))
 
     def slots(self, workers_per_node: int | Sequence[int] | None = None) -> list[Slot]:
-        """Rank r's room at index r: node by node, the first `workers_per_node` bundles of each."""
+        """Rank r's slot at index r: node by node, the first `workers_per_node` bundles of each."""
         wanted = self._wanted(workers_per_node)
         return [
             Slot(group, bundle, node)
@@ -132,7 +133,7 @@ class RayVirtualCluster:
         ]
 
     def get_master_address_and_port(self) -> tuple[str, int]:
-        """Address of rank 0's node and a port that is free there; every call gives another port."""
+        """Address of rank 0's node and a free port there; every call returns another port."""
         slot = self.slots()[0]
         task = ray.remote(address_and_port).options(
             num_cpus=0,
@@ -148,7 +149,7 @@ class RayVirtualCluster:
         return address, port
 
     def claim(self, tenant: str) -> None:
-        """Note that a worker group moves in; ConfigError, not a wait for ever, when it is full."""
+        """Register a worker group; ConfigError, instead of an endless wait, if there is no room."""
         if len(self._tenants) >= self.max_colocated_worker_groups:
             raise ConfigError(
                 f"this cluster has room for {self.max_colocated_worker_groups} worker group(s) and "
@@ -158,12 +159,14 @@ class RayVirtualCluster:
         self._tenants.append(tenant)
 
     def release(self, tenant: str) -> None:
-        """Note that a worker group has moved out."""
+        """Unregister a worker group."""
         if tenant in self._tenants:
             self._tenants.remove(tenant)
 
     def shutdown(self) -> bool:
-        """Give all room back, ending what still runs in it. May be called again, or used anew."""
+        """Release all resources, ending what still runs on them. Can be called again; the cluster
+        can be reused.
+        """
         groups, self._groups, self._tenants = self._groups, None, []
         if ray.is_initialized():
             for group in groups or []:

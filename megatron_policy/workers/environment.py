@@ -1,4 +1,4 @@
-"""What a worker process starts with: Ray, import path, environment; knows no actor or model."""
+"""What a worker process starts with: Ray, import path, environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OWN_VARIABLES = (
 
 @dataclass(frozen=True)
 class Seat:
-    """One rank's place in the world, as torch.distributed needs it when the process starts."""
+    """One rank's coordinates in the world, which torch.distributed needs at process start."""
 
     rank: int
     local_rank: int
@@ -47,9 +47,9 @@ def init_ray(
 ) -> None:
     """Connect this process to Ray, unless it is connected already.
 
-    It connects to `address`, else to RAY_ADDRESS, else to a new local instance without dashboard,
-    to which alone the sizes apply (None: Ray's defaults). Workers import what the driver imports,
-    see `python_path`.
+    It connects to `address`, else to RAY_ADDRESS, else to a new local instance without dashboard;
+    the sizes apply only to the latter (None: Ray's defaults). Workers get the driver's import
+    path; see `python_path`.
     """
     if ray.is_initialized():
         return
@@ -62,7 +62,7 @@ def init_ray(
         ray.init(address=address, **common)
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # It warns of the access token that Ray itself makes for the new instance.
+    # It warns about the access token that Ray itself makes for the new instance.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     ray.init(
         address="local",
@@ -76,10 +76,10 @@ def init_ray(
 
 
 def python_path() -> str:
-    """The driver's import path as PYTHONPATH, without what the interpreter brings itself.
+    """The driver's import path as PYTHONPATH, without the interpreter's own entries.
 
-    This makes a plain checkout, an editable install and the user's own modules (a loss function,
-    say) importable in workers; on other nodes a folder that is not there does no harm.
+    This makes a plain checkout, an editable install and the user's own modules (such as a loss
+    function) importable in workers; a folder that is missing on another node does no harm.
     """
     own = [Path(p).resolve() for p in (sys.prefix, sys.base_prefix, sys.exec_prefix)]
     package_root = Path(__file__).resolve().parents[2]
@@ -94,7 +94,7 @@ def python_path() -> str:
     return os.pathsep.join(kept)
 
 
-# Megatron-Core says at every import what a worker without a GPU does without.
+# Megatron-Core warns at every import about what a worker without a GPU lacks.
 EXPECTED_WARNINGS = (
     "ignore:Transformer Engine and Apex are not installed:UserWarning",
     "ignore:Apex is not installed:UserWarning",
@@ -104,7 +104,7 @@ EXPECTED_WARNINGS = (
 def worker_env(
     seat: Seat, user: Mapping[str, str], *, accelerated: bool, threads: int
 ) -> dict[str, str]:
-    """Environment of one worker process; ConfigError when `user` sets what the ranks own.
+    """Environment of one worker process; ConfigError if `user` sets a variable of the ranks.
 
     `threads` applies to workers on the CPU unless the driver's OMP_NUM_THREADS is set.
     """
@@ -124,7 +124,7 @@ def worker_env(
     }
     if not accelerated:
         env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or threads
-        # Without this Ray leaves the GPUs of the machine visible to a worker that asked for none.
+        # Without this, Ray leaves the machine's GPUs visible to a worker that requested none.
         env["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "1"
         env["PYTHONWARNINGS"] = os.environ.get("PYTHONWARNINGS") or ",".join(EXPECTED_WARNINGS)
     if contained.LINKS in os.environ:

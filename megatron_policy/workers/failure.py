@@ -1,4 +1,4 @@
-"""Turns what Ray reports of a failed worker into this package's errors; knows no cluster."""
+"""Turns Ray's reports of failed workers into this package's errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from megatron_policy import errors
 from megatron_policy.errors import WorkerError
 
-# What a worker raises of a call that leaves it as good as before.
+# Errors that leave the worker as it was before the call.
 REFUSALS = (
     errors.BatchError,
     errors.CheckpointError,
@@ -32,7 +32,7 @@ _RAISED = re.compile(rf"^{re.escape(errors.__name__)}\.(\w+): ", re.MULTILINE)
 class Failure:
     """One rank's failure: `text` is the worker's own traceback or Ray's report of its death.
 
-    `lost` says what became of a worker that the driver has given up itself: it has died to us.
+    `lost` says what happened to a worker that the driver has given up and treats as dead.
     """
 
     rank: int
@@ -43,19 +43,19 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """Read what `ray.get` raised for this rank's call."""
+        """Parse what `ray.get` raised for this rank's call."""
         if isinstance(error, RayTaskError):
             return cls(rank, _readable(str(error)), error.cause, died=False)
         text = _readable(str(error))
         if getattr(error, "actor_init_failed", False):
-            # The process of a failed constructor is gone, and its exception is left as text only.
+            # The process of a failed constructor is gone; its exception is left as text only.
             return cls(rank, text, _raised_in(text), died=False)
         died = isinstance(error, RayActorError)
         return cls(rank, text, None if died else error, died)
 
     @classmethod
     def loss(cls, rank: int, lost: str, text: str) -> Failure:
-        """Of a worker that does not answer any more and whose death nobody reports."""
+        """The failure of a worker that no longer answers and whose death was not reported."""
         return cls(rank, text, None, died=True, lost=lost)
 
     @property
@@ -73,17 +73,17 @@ class Failure:
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:
-    """The one to blame: a worker that was lost, or a death, since it makes others lose their
-    connection, else the earliest.
+    """The failure to blame: a lost or dead worker, since it breaks the others' connections, else
+    the earliest.
     """
     return min(failures, key=lambda failure: (not failure.lost, not failure.died))
 
 
 def error_of(call: str, failures: Sequence[Failure], running: Sequence[int]) -> Exception:
-    """The exception to raise for a failed call, its `__cause__` set.
+    """The exception to raise for a failed call, with its `__cause__` set.
 
-    An error of this package's own kinds comes back as itself, caused by a WorkerError with rank and
-    traceback; any other comes as a WorkerError caused by the worker's exception.
+    An error of this package's own types is returned as itself, caused by a WorkerError with rank
+    and traceback; any other becomes a WorkerError caused by the worker's exception.
     """
     blamed = first_cause(failures)
     others = [failure.headline() for failure in failures if failure is not blamed]
@@ -103,9 +103,9 @@ def error_of(call: str, failures: Sequence[Failure], running: Sequence[int]) -> 
 def is_refusal(
     failures: Sequence[Failure], running: Sequence[int], replicas: Sequence[Sequence[int]]
 ) -> bool:
-    """Whether every rank is ready for the next call: each has finished, and in each of the
-    `replicas`, given as their ranks, either all refused or none, so that no message between them
-    was left behind.
+    """Whether every rank is ready for the next call: all have finished, and in each of the
+    `replicas`, given as lists of ranks, either all or none refused, so that no message between them
+    is left pending.
     """
     refused = {failure.rank for failure in failures if failure.refused}
     return (
@@ -116,7 +116,7 @@ def is_refusal(
 
 
 def _readable(report: str) -> str:
-    """Without terminal colours and the marks that Ray leaves of the frames it cuts out."""
+    """The report without terminal colours and the marks of frames that Ray cut out."""
     lines = _COLOUR.sub("", report).strip().splitlines()
     kept, after_source = [], False
     for line in lines:
@@ -128,7 +128,7 @@ def _readable(report: str) -> str:
 
 
 def _raised_in(text: str) -> BaseException | None:
-    """The error of our own that ends this traceback, if it does."""
+    """This package's error at the end of the traceback, if there is one."""
     for found in reversed(list(_RAISED.finditer(text))):
         message, kind = text[found.end() :], _OWN_NAMES.get(found[1])
         ends_here = "\nTraceback (most recent call last):" not in message

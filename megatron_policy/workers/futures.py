@@ -1,4 +1,4 @@
-"""Looks after workers whose answers somebody else waits for; knows no methods."""
+"""Watches workers whose results are awaited elsewhere."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def stand_by(
     give_up: Callable[[Owner, Sequence[Failure]], None],
     owner: Owner,
 ) -> None:
-    """Look after the ranks, in whose order `refs` are, until all have answered, in a thread beside
-    the caller. Those that `watch` finds lost are logged and handed to `give_up`. The thread does
-    not keep `owner` alive, and ends with it.
+    """Watch the ranks in a background thread until all have answered; `refs` are in rank order.
+    Those that `watch` finds lost are logged and passed to `give_up`. The thread does not keep
+    `owner` alive, and ends with it.
     """
-    # Not Ray's own wait: a thread that is in there when the interpreter ends does it harm.
+    # Not Ray's own wait: it must not be running in a thread when the interpreter ends.
     answers = [ref.future() for ref in refs]
     living = weakref.ref(owner)
 

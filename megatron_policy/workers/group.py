@@ -1,4 +1,4 @@
-"""One Ray actor per rank: starts them, calls them, notices a failure, ends them; knows no model."""
+"""One Ray actor per rank: starts, calls and ends the actors, and detects failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_policy.workers.futures import stand_by
 from megatron_policy.workers.processes import Place, all_gone, place_of
 from megatron_policy.workers.watch import Watch
 
-# Workers that were asked to leave get this long before they are ended.
+# Workers that were asked to shut down get this long before they are killed.
 GOODBYE_S = 5.0
 
 
@@ -32,14 +32,14 @@ class WorkerGroup:
 
     The constructor returns when every worker has been constructed, or raises the first one's error
     and leaves no process. `actor_class` is a class decorated with `ray.remote`; each worker is
-    constructed with `kwargs`. A worker that has a method `shutdown` is asked to leave by it.
+    constructed with `kwargs`. If a worker has a method `shutdown`, it is called before it is ended.
 
-    Calls take keyword arguments only; each value travels once, however many ranks need it. When a
-    worker raises or dies the call raises (see `failure.error_of`) instead of waiting for ranks that
-    are stuck in a collective with it; from then on the group is broken and only `shutdown` works. A
+    Calls take keyword arguments only; each value is sent once, however many ranks need it. If a
+    worker raises or dies, the call raises (see `failure.error_of`) instead of waiting for ranks
+    that are stuck in a collective with it; then the group is broken and only `shutdown` works. A
     refusal that leaves no rank stuck, such as a BatchError from all ranks of a replica, leaves the
     group usable. A worker whose process is stopped, or whose node does not answer, for `timeout_s`
-    seconds of a call counts as dead and is ended; one that works may take as long as it likes.
+    seconds of a call counts as dead and is killed; a working one may take as long as it needs.
     """
 
     def __init__(
@@ -89,30 +89,30 @@ class WorkerGroup:
 
     @property
     def usable(self) -> bool:
-        """Whether workers can be asked: the group is neither broken nor shut down, and Ray runs."""
+        """Whether workers can be called: the group is not broken or shut down, and Ray runs."""
         return bool(self._workers) and self._broken is None and ray.is_initialized()
 
     def run_all(self, method: str, /, **kwargs: Any) -> list[Any]:
-        """Call `method` on every worker with the same arguments; all results in rank order."""
+        """Call `method` on every worker with the same arguments; return results in rank order."""
         return self.collect(method, self.submit_all(method, **kwargs))
 
     def run_sharded(self, method: str, /, *, data: Sequence[Any], **kwargs: Any) -> list[Any]:
         """Call `method` with `data[i]` on all ranks of data-parallel index i; a result for each i.
 
-        It is what the rank of i with pipeline, context and tensor index 0 returned.
+        The result is that of the rank of i with pipeline, context and tensor index 0.
         """
         refs = self._submit_sharded(method, data, kwargs)
         return self.collect(method, refs, self.topology.reporters())
 
     def submit_all(self, method: str, /, **kwargs: Any) -> list[ray.ObjectRef]:
-        """Start `method` on every worker; Ray's futures in rank order, without waiting for them."""
+        """Start `method` on every worker; return Ray's futures in rank order without waiting."""
         self._check_usable()
         common = stored(kwargs)
         return [getattr(worker, method).remote(**common) for worker in self._workers]
 
     def futures(self, method: str, /, **kwargs: Any) -> list[ray.ObjectRef]:
-        """`submit_all` for a caller that waits by itself: a worker that stops meanwhile is ended,
-        so that its future raises Ray's error, in which the worker's name has the rank.
+        """`submit_all` for a caller that waits by itself: a worker that stops meanwhile is killed,
+        so that its future raises Ray's error, in which the worker's name contains the rank.
         """
         refs = self.submit_all(method, **kwargs)
         stand_by(refs, self._watch, lambda group, lost: group._give_up(method, lost), self)
@@ -123,7 +123,7 @@ class WorkerGroup:
     ) -> list[Any]:
         """Wait for what `submit_all` returned: results of the `wanted` ranks (None: all), in order.
 
-        Raises what the rank to blame raised, or a WorkerError; `call` is what messages call it.
+        Raises the error of the rank to blame, or a WorkerError; `call` names the call in messages.
         """
         ranks = range(len(refs)) if wanted is None else wanted
         values, failures, running = gather(refs, ranks, self._watch)
@@ -135,9 +135,9 @@ class WorkerGroup:
         raise error
 
     def shutdown(self) -> bool:
-        """End every worker, by force if it does not leave within seconds; may be called again.
+        """End every worker, by force if it does not exit within seconds; can be called again.
 
-        A broken group is not asked first. Returns whether all processes are known to be gone.
+        A broken group is killed at once. Returns whether all processes are known to be gone.
         """
         if self.usable:
             with _tolerating_failures():
@@ -147,7 +147,7 @@ class WorkerGroup:
         return self.kill()
 
     def kill(self) -> bool:
-        """End every worker by force and wait until its process is gone; may be called again."""
+        """Kill every worker and wait until its process is gone; can be called again."""
         workers, self._workers = self._workers, []
         self._cluster.release(self.name)
         if not workers or not ray.is_initialized():
@@ -179,7 +179,7 @@ class WorkerGroup:
                 threads=_threads(slots, slot.node),
             )
             options = actor_class.options(
-                name=f"{self.name} rank {rank}",  # Ray's own errors show it
+                name=f"{self.name} rank {rank}",  # shown in Ray's own errors
                 num_cpus=self._cluster.cpus_per_worker,
                 num_gpus=self._cluster.gpus_per_worker,
                 scheduling_strategy=slot.strategy(),
@@ -204,7 +204,7 @@ class WorkerGroup:
         ]
 
     def _give_up(self, call: str, failures: Sequence[Failure]) -> None:
-        """From now on the group is broken. A worker that was lost must not wake up and go on."""
+        """Mark the group as broken. A lost worker is killed, so that it does not resume."""
         blamed = first_cause(failures)
         self._broken = WorkerError(
             f"{call}: {blamed.headline()}\n{blamed.text}", rank=blamed.rank, cause=blamed.text
@@ -238,13 +238,13 @@ def _replicas(topology: Topology) -> list[list[int]]:
 
 
 def _threads(slots: Sequence[Slot], node: int) -> int:
-    """Cores per CPU worker, if the node's workers share them and it has as many as this one."""
+    """Cores per CPU worker, assuming that its node has as many cores as this one."""
     return max(1, (os.cpu_count() or 1) // sum(slot.node == node for slot in slots))
 
 
 @contextmanager
 def _tolerating_failures() -> Iterator[None]:
-    """A worker that cannot say goodbye is ended anyway."""
+    """Ignore errors of workers that cannot shut down: they are killed anyway."""
     try:
         yield
     except (RayError, WorkerError, AttributeError):

@@ -1,9 +1,9 @@
-"""Whether workers' processes run, by the account that their system keeps; knows no cluster.
+"""Detects from the kernel's accounting whether worker processes are running.
 
-Threads of Ray's own run in every worker several times a second, whatever its Python computes or
-waits for, and also while something holds Python's lock for minutes. So a process whose threads get
-no time at all, and of which none waits for the processor or a disk, was stopped, however long its
-work may take otherwise.
+Ray's own threads run in every worker several times a second, whatever its Python code computes or
+waits for, even while something holds the GIL for minutes. So a process whose threads get no CPU
+time at all, and none of which waits for the CPU or a disk, has been stopped, however long its work
+takes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _RAYS_NAME = "ray::"
 
 @dataclass(frozen=True)
 class Beat:
-    """One reading of a process: the time that its threads have run so far, whether one of them
-    would run if the machine let it, and whether a signal or a debugger holds the process.
+    """One reading of a process: the CPU time of its threads so far, whether one of them is runnable
+    or waits for a disk, and whether a signal or a debugger has stopped the process.
     """
 
     ran_ns: int
@@ -28,21 +28,21 @@ class Beat:
     halted: bool
 
     def follows(self, earlier: Beat) -> bool:
-        """Whether the process was not stopped since that reading."""
+        """Whether the process was running since that reading."""
         return self.wants or self.ran_ns != earlier.ran_ns
 
 
 def beats_of(pids: Iterable[int]) -> dict[int, Beat]:
-    """A reading of each of these processes of this machine that is a worker of Ray's.
+    """A reading of each of these processes on this machine that is a Ray worker.
 
-    Others are left out, and so are all where the system keeps no such account.
+    Others are left out; the result is empty if the system has no such accounting.
     """
     found = {pid: _beat_of(_PROCESSES / str(pid)) for pid in pids}
     return {pid: beat for pid, beat in found.items() if beat is not None}
 
 
 class HeartReader:
-    """`beats_of` on another node, as an actor there."""
+    """`beats_of` on another node, as an actor."""
 
     def beats(self, pids: list[int]) -> dict[int, Beat]:
         """See `beats_of`."""
@@ -51,7 +51,7 @@ class HeartReader:
 
 def _beat_of(process: Path) -> Beat | None:
     try:
-        # Another may have the number by now, or here: a container numbers its own processes.
+        # Another process may have this pid by now, or here: containers have their own pids.
         if not (process / "comm").read_text().startswith(_RAYS_NAME):
             return None
         halted = _state_of(process) in "Tt"
@@ -60,13 +60,13 @@ def _beat_of(process: Path) -> Beat | None:
         return None
     states, ran = set(), []
     for thread in threads:
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the thread has ended meanwhile
             states.add(_state_of(thread))
             ran.append(int((thread / "schedstat").read_text().split()[0]))
-    # A kernel that does not count nanoseconds leaves only what is held to be told.
+    # If the kernel does not count nanoseconds, only a stopped process can be detected.
     return Beat(sum(ran), bool(states & set("RD")) or not (ran or halted), halted)
 
 
 def _state_of(process: Path) -> str:
-    """The letter that the kernel has for it: R runs or could, D waits for a disk, T is held..."""
+    """The kernel's state letter: R is running or runnable, D waits for a disk, T is stopped..."""
     return (process / "stat").read_text().rpartition(")")[2].split()[0]

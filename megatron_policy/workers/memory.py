@@ -1,4 +1,4 @@
-"""One rank's memory states under the host's names; knows no other rank."""
+"""One rank's memory states, under the host's method names."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 
 class WorkerMemory:
-    """Brings onto the device what comes next needs, and puts the rest into host memory.
+    """Moves to the device what the next phase needs, and the rest to host memory.
 
-    Every method may be called in every state, and twice. What a state does not permit is refused by
-    the method that needs more, with the name of the state and of the call that mends it.
+    Every method can be called in every state, and twice. A method that needs more than the state
+    has on the device refuses, and names the state and the call that fixes it.
     """
 
     policy: MegatronPolicy
     _release_handles: Callable[[], None]
-    """Gives back what a refit has left on the device; see `WorkerRefit`."""
+    """Frees what a refit has left on the device; see `WorkerRefit`."""
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         """Everything on the device: parameters, gradient buffers, optimizer state."""
         self.policy.memory.enter(TRAIN)
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
-        """Only parameters on the device; with `keep_train_buffers` whatever of training is there
+        """Only parameters on the device; with `keep_train_buffers` training state on the device
         stays, gradients included.
         """
         if keep_train_buffers:
@@ -39,23 +39,23 @@ class WorkerMemory:
             self.policy.memory.enter(LOGPROB)
 
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Give back gradient buffers and optimizer state; parameters stay for reading."""
+        """Free gradient buffers and optimizer state; parameters stay for inference."""
         self.policy.memory.enter(LOGPROB)
 
     def finish_inference(self) -> None:
-        """Parameters leave the device; what there is of training stays where it is."""
+        """Parameters leave the device; training state stays where it is."""
         self.policy.memory.offload(Kind.PARAMETERS)
 
     def prepare_for_generation(self) -> None:
-        """Parameters on the device, for a policy that generates itself."""
+        """Parameters on the device, for a policy that itself generates."""
         self.policy.memory.onload(Kind.PARAMETERS)
 
     def offload_before_refit(self) -> None:
-        """Only parameters on the device: room for what travels to the engine."""
+        """Only parameters on the device: memory for transfers to the engine."""
         self.policy.memory.enter(REFIT)
 
     def offload_after_refit(self) -> None:
-        """Nothing on the device: the engine has it to itself."""
+        """Nothing on the device: it is free for the engine."""
         self.policy.memory.enter(IDLE)
         self._release_handles()
 

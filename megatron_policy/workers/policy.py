@@ -1,6 +1,6 @@
-"""The driver's policy: deals batches to the workers and joins their answers; computes nothing.
+"""The driver's policy: dispatches batches to the workers and joins their results.
 
-Each base class `Driver...` has the methods of one subject, in a module of its own.
+Each base class `Driver...` has the methods of one subject, in its own module.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ class Policy(
 ):
     """A Hugging Face checkpoint as a policy on the workers of a cluster, one rank per bundle.
 
-    The constructor returns when every worker has loaded its part. What cannot work is refused with
-    a ConfigError before any process starts; an error in a worker is raised here, and the workers
-    are ended. Later, data that do not fit are refused with a BatchError and a loss that fails with
-    a LossError, which name the caller's rows, and the policy goes on; after any other error in a
-    worker it is broken (see `WorkerGroup`): shut it down.
+    The constructor returns when every worker has loaded its part. An impossible configuration is
+    refused with a ConfigError before any process starts; an error in a worker is raised here, and
+    the workers are ended. Later, invalid data raise a BatchError and a failing loss a LossError,
+    which name the caller's rows, and the policy remains usable; after any other error in a worker
+    it is broken (see `WorkerGroup`): shut it down.
 
     Args:
-        cluster: room for the workers; its world size and the config give the data-parallel size.
+        cluster: where the workers run; its world size and the config give the data-parallel size.
         config: a PolicyConfig or the host's mapping.
         tokenizer: anything with `pad_token_id` and `eos_token_id`; only `generate` needs one.
         name_prefix: prefix of the workers' names in Ray.
         workers_per_node: fewer workers than the cluster has bundles, per node.
-        init_optimizer: whether `train` will be called other than with `eval_mode`.
-        weights_path, optimizer_path: a checkpoint to go on from, as `load_checkpoint` takes them;
-            the reference is the model of the config all the same.
+        init_optimizer: whether `train` will be called without `eval_mode`.
+        weights_path, optimizer_path: a checkpoint to resume from, as `load_checkpoint` takes them;
+            the reference is still the model of the config.
         init_reference_model: whether `get_reference_policy_logprobs` will be called.
 
-    Batches are dealt over data-parallel ranks in the caller's order or, with dynamic batching and
-    sequence packing, by what their rows cost; answers come back in the caller's order and shape.
+    Batches are split over data-parallel ranks in the caller's order or, with dynamic batching and
+    sequence packing, by the cost of their rows; results are in the caller's order and shape.
     Shapes: B rows, S positions.
     """
 
@@ -110,7 +110,7 @@ class Policy(
 
     @property
     def worker_group(self) -> WorkerGroup:
-        """The workers, for calls that this class has no method for."""
+        """The workers, for calls without a method in this class."""
         return self._workers
 
     def train(
@@ -137,7 +137,7 @@ class Policy(
         return merged_training(self._workers.run_sharded("train", data=shards, **options))
 
     def get_logprobs(self, data: Mapping[str, Any]) -> BatchedDataDict:
-        """`logprobs` fp32 [B, S]: of each token given those before it; 0 at position 0."""
+        """`logprobs` fp32 [B, S]: of each token given the preceding ones; 0 at position 0."""
         return self._ask("get_logprobs", data)
 
     def get_reference_policy_logprobs(
@@ -157,12 +157,12 @@ class Policy(
     def get_entropy(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """`entropy` fp32 [B, S], in nats, of what each token is drawn from; 0 at position 0."""
+        """`entropy` fp32 [B, S], in nats, of each token's distribution; 0 at position 0."""
         return self._ask("get_entropy", data, micro_batch_size=micro_batch_size)
 
     def generate(self, data: Mapping[str, Any], greedy: bool = False) -> BatchedDataDict:
         """Continue right-padded prompts `input_ids` [B, S], `input_lengths` [B]; see
-        `GenerationOutputSpec` for what comes back.
+        `GenerationOutputSpec` for the result.
         """
         dealt = self._dispatcher.to_continue(_batch(data))
         answers = self._workers.run_sharded("generate", data=dealt.shards, greedy=greedy)
@@ -174,25 +174,25 @@ class Policy(
     ) -> None:
         """Write a Hugging Face checkpoint; see `MegatronPolicy.export_hf`.
 
-        Every rank writes its part, so `path` must be on storage that all nodes share. After an
-        ExportError the policy goes on.
+        Every rank writes its part, so `path` must be on storage that all nodes share. The policy
+        remains usable after an ExportError.
         """
         options = {"max_shard_bytes": max_shard_bytes, "overwrite": overwrite}
         self._workers.run_all("export_hf", path=os.path.abspath(path), **options)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """True, once the weights that the policy itself generates with are on the devices."""
+        """Move the weights that the policy generates with to the devices; return True."""
         self._workers.run_all("prepare_for_generation")
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """True: generating leaves nothing behind."""
+        """Return True; there is nothing to clean up after generation."""
         return True
 
     def shutdown(self) -> bool:
-        """End all workers, once a save under way is complete; returns whether their processes are
-        gone. May be called again. If that save fails, or a worker dies over it, a CheckpointError
-        or WorkerError is raised, the workers ended all the same.
+        """End all workers once a running save is complete; return whether their processes are gone.
+        Can be called again. If that save fails, or a worker dies during it, raise CheckpointError
+        or WorkerError; the workers are ended anyway.
         """
         try:
             self._drain_saves()

@@ -1,4 +1,4 @@
-"""Where worker processes run and whether they are gone; knows nothing of what they do."""
+"""Where worker processes run, and whether they are gone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GONE_S = 10.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker runs: its node in Ray, that node's address, and its process there."""
+    """Where a worker runs: its Ray node, that node's address, and its process id there."""
 
     node: str
     pid: int
@@ -24,14 +24,14 @@ class Place:
 
 
 def place_of(_worker: Any) -> Place:
-    """Where this process, a worker, runs."""
+    """Where this worker process runs."""
     node = ray.get_runtime_context().get_node_id()
     return Place(node, os.getpid(), ray.util.get_node_ip_address())
 
 
 def place_in_books(worker: Any) -> Place | None:
-    """Where a worker runs that is still in its constructor and cannot say; None before it has a
-    process, or if Ray does not tell.
+    """Where a worker runs that is still in its constructor, from Ray's records; None if it has no
+    process yet, or if Ray does not tell.
     """
     try:
         from ray._private import state
@@ -39,13 +39,13 @@ def place_in_books(worker: Any) -> Place | None:
         entry = state.actors(actor_id=worker._actor_id.hex())
         address = entry["Address"]
         place = Place(address["NodeID"], int(entry["Pid"]), address["IPAddress"])
-    except (ImportError, AttributeError, KeyError, TypeError):  # no promise of Ray's
+    except (ImportError, AttributeError, KeyError, TypeError):  # not a public API of Ray
         return None
     return place if place.pid > 0 else None
 
 
 def all_gone(workers: Sequence[Any], places: Sequence[Place]) -> bool:
-    """Wait until Ray has buried these workers and their processes on this node exist no more."""
+    """Wait until Ray reports these workers dead and their processes on this node are gone."""
     deadline = time.monotonic() + GONE_S
     here = ray.get_runtime_context().get_node_id()
     for worker in workers:

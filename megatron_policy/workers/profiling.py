@@ -1,4 +1,4 @@
-"""Ranges for a profiler under the host's names, in a worker and in its driver; knows no work."""
+"""Profiler ranges under the host's method names, in a worker and in its driver."""
 
 from __future__ import annotations
 
@@ -14,27 +14,23 @@ class WorkerProfiling:
     """One rank's range."""
 
     def start_gpu_profiling(self) -> None:
-        """A profiler that waits for a range records this process from here; without a GPU nothing
-        happens.
-        """
+        """Start a range for a waiting profiler of this process; without a GPU do nothing."""
         start_profiling()
 
     def stop_gpu_profiling(self) -> None:
-        """The end of that range."""
+        """End that range."""
         stop_profiling()
 
 
 class DriverProfiling:
-    """The same on all workers."""
+    """All workers' ranges."""
 
     _workers: WorkerGroup
 
     def start_gpu_profiling(self) -> None:
-        """Profilers that wait for a range record the workers from here; without GPUs nothing
-        happens.
-        """
+        """Start a range for waiting profilers of the workers; without GPUs do nothing."""
         self._workers.run_all("start_gpu_profiling")
 
     def stop_gpu_profiling(self) -> None:
-        """The end of that range."""
+        """End that range."""
         self._workers.run_all("stop_gpu_profiling")

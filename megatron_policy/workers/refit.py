@@ -1,4 +1,4 @@
-"""One rank's part in refits under the host's names; knows no other rank and no engine."""
+"""One rank's part in refits, under the host's method names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHARE_OF_FREE_MEMORY = 0.2
 
 
 class WorkerRefit:
-    """What engines are handed by one rank: by shared memory in both of the host's protocols, or
+    """Sends one rank's weights to engines: by shared memory in both of the host's protocols, or
     over a group that they joined. Every method is collective.
     """
 
@@ -30,7 +30,7 @@ class WorkerRefit:
     _handles: IpcHandles | None = None
 
     def prepare_refit_info(self, with_numel: bool = False) -> dict[str, tuple[Any, ...]]:
-        """{HF name: (shape, dtype)} of what will be handed over, in that order, on every rank.
+        """{HF name: (shape, dtype)} of what will be sent, in that order, on every rank.
 
         `with_numel` gives (shape, dtype, elements), as hosts before 0.4 expect.
         """
@@ -49,10 +49,10 @@ class WorkerRefit:
     def stream_weights_via_ipc_zmq(
         self, buffer_size_bytes: int | None = None, kv_scales: Any = None
     ) -> None:
-        """Hand all weights to the engine on this rank's device, in two buffers of half of
+        """Send all weights to the engine on this rank's device, in two buffers of half of
         `buffer_size_bytes` each; returns when it has accepted them. The engine is a `Receiver`.
 
-        RefitError on every rank if any rank's engine refuses or does not answer in time.
+        RefitError on every rank if any rank's engine refuses or does not reply in time.
         """
         from megatron_policy.refit.transports.ipc.transport import IpcStream
 
@@ -61,7 +61,7 @@ class WorkerRefit:
         self.policy.refit(IpcStream(buffer_bytes=size))
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
-        """[(HF name, bytes)] in order, for the caller to group, and the bytes a group may have."""
+        """[(HF name, bytes)] in order, for the caller to group, and the most bytes of a group."""
         tensors = self.policy.exporter.plan().tensors
         free = device.shareable_bytes() * _SHARE_OF_FREE_MEMORY
         return [(t.name, t.nbytes) for t in tensors], float(
@@ -70,7 +70,7 @@ class WorkerRefit:
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
         """{device id: (True, [(dtype, handle)], {HF name: offset in elements})} of these tensors,
-        packed by dtype. They stay until the next call or `offload_after_refit`.
+        packed by dtype. Valid until the next call or `offload_after_refit`.
         """
         from megatron_policy.refit.transports.ipc.handles import IpcHandles
 
@@ -80,7 +80,7 @@ class WorkerRefit:
         return self._handles.weights(tuple(keys), self.policy.steps)
 
     def get_refit_manifest(self) -> dict[str, Any]:
-        """{device id: Manifest} of what `get_weights_ipc_handles` has handed out since the last
+        """{device id: Manifest} of what `get_weights_ipc_handles` has exported since the last
         call; an engine completes its refit with it (`Receiver.finish_ipc`).
         """
         if self._handles is None:
@@ -96,8 +96,8 @@ class WorkerRefit:
         secret: str | None = None,
         **options: Any,
     ) -> None:
-        """Meet the engines' ranks at `ip`:`port`, where rank 0 listens. They need `secret`; without
-        one rank 0 makes it: see `get_refit_secret`.
+        """Meet the engines' ranks at `ip`:`port`, where rank 0 listens. They need `secret`; by
+        default rank 0 makes it: see `get_refit_secret`.
 
         Without `train_world_size` only rank 0 joins, and `world_size` is 1 + the engines' ranks;
         with it `world_size` counts all ranks of both sides, the engines' after ours.
@@ -122,9 +122,9 @@ class WorkerRefit:
         buffer_size_bytes: int | None = None,
         num_buffers: int | None = None,
     ) -> None:
-        """Hand all weights to the engines that joined, at most `buffer_size_bytes` per broadcast;
-        returns when all of them have accepted. `num_buffers` is the host's and has no
-        effect: the next chunk is gathered while one is on its way.
+        """Send all weights to the engines that joined, at most `buffer_size_bytes` per broadcast;
+        returns when all have accepted. `num_buffers` is the host's and has no effect: the next
+        chunk is gathered while one is being sent.
         """
         refuse_scales(kv_scales)
         if self._collective is None:
@@ -132,7 +132,7 @@ class WorkerRefit:
         self.policy.refit(self._collective.sink(buffer_size_bytes))
 
     def _release_handles(self) -> None:
-        """Give back the memory of `get_weights_ipc_handles`."""
+        """Free the memory of `get_weights_ipc_handles`."""
         if self._handles is not None:
             self._handles.release()
 

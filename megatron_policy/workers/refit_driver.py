@@ -1,4 +1,4 @@
-"""The driver's part in refits: asks all workers and joins their answers; moves no weights."""
+"""The driver's part in refits: calls all workers and joins their results; moves no weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DriverRefit:
     _refit_secret: str
 
     def prepare_refit_info(self, with_numel: bool = False) -> dict[str, Any]:
-        """{HF name: (shape, dtype)}, or with the number of elements, of all that is handed over."""
+        """{HF name: (shape, dtype)} of all that is sent, or with the number of elements too."""
         infos: list[dict[str, Any]]
         infos = self._workers.run_all("prepare_refit_info", with_numel=with_numel)
         return infos[0]
@@ -29,15 +29,15 @@ class DriverRefit:
         return infos[0]
 
     def get_refit_addresses(self) -> dict[str, str]:
-        """{device id: ZeroMQ address} at which engines find `stream_weights_via_ipc_zmq`."""
+        """{device id: ZeroMQ address} that `stream_weights_via_ipc_zmq` binds for engines."""
         devices = self._workers.run_all("report_device_id")
         return dict(zip(devices, self._workers.run_all("get_refit_address"), strict=True))
 
     def stream_weights_via_ipc_zmq(
         self, buffer_size_bytes: int | None = None, kv_scales: Any = None
     ) -> list[Any]:
-        """Begin to hand all weights to the engine on each worker's device; Ray's futures, which
-        raise RefitError if one refuses.
+        """Start sending all weights to the engine on each worker's device; return Ray's futures,
+        which raise RefitError if one refuses.
         """
         return self._workers.futures(
             "stream_weights_via_ipc_zmq", buffer_size_bytes=buffer_size_bytes, kv_scales=kv_scales
@@ -60,7 +60,7 @@ class DriverRefit:
         return _united(self._workers.run_all("get_weights_ipc_handles", keys=keys))
 
     def get_refit_manifest(self) -> dict[str, Any]:
-        """{device id: Manifest} of what was handed out by `get_weights_ipc_handles`."""
+        """{device id: Manifest} of what `get_weights_ipc_handles` has exported."""
         return _united(self._workers.run_all("get_refit_manifest"))
 
     def init_collective(
@@ -72,8 +72,8 @@ class DriverRefit:
         secret: str | None = None,
         **options: Any,
     ) -> list[Any]:
-        """Begin to meet the engines' ranks, which need `secret` (None: that of
-        `get_refit_secret`); Ray's futures. See `WorkerRefit.init_collective`.
+        """Start meeting the engines' ranks, which need `secret` (None: that of
+        `get_refit_secret`); return Ray's futures. See `WorkerRefit.init_collective`.
         """
         self._refit_secret = secret or self._refit_secret
         return self._workers.futures(
@@ -98,7 +98,7 @@ class DriverRefit:
         buffer_size_bytes: int | None = None,
         num_buffers: int | None = None,
     ) -> list[Any]:
-        """Begin to hand all weights to the engines that joined; Ray's futures, which raise
+        """Start sending all weights to the engines that joined; return Ray's futures, which raise
         RefitError if one refuses.
         """
         return self._workers.futures(
@@ -122,7 +122,7 @@ def _grouped(sizes: Iterable[tuple[str, int]], limit: float) -> list[list[str]]:
 
 
 def _united(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """One mapping of all workers' answers by device."""
+    """All workers' results by device, merged."""
     united: dict[str, Any] = {}
     for answer in answers:
         if twice := sorted(united.keys() & answer.keys()):

@@ -1,4 +1,4 @@
-"""Amounts: what a cluster asks for, what Ray has, and which port is free; reserves nothing."""
+"""Checks what a cluster requests against what Ray has, and finds a free port."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import ray
 from megatron_policy.coordination.rendezvous import PORTS
 from megatron_policy.errors import ConfigError, WorkerError
 
-# CPUs place a worker, they do not meter it: bundles of whole CPUs would leave more ranks than cores
-# waiting for ever, and the user's own tasks with them.
+# CPUs only place a worker: with bundles of whole CPUs, more ranks than cores would wait for ever,
+# and the user's own tasks with them.
 CPU_SHARE = 0.01
 
 
 def wish(counts: Sequence[int], use_gpus: bool) -> str:
-    """What is asked for, in words."""
+    """The requested resources, in words."""
     each = "1 GPU" if use_gpus else f"{CPU_SHARE} CPU"
     return f"{sum(counts)} bundles of {each} ({list(counts)} per node)"
 
 
 def refuse_what_ray_lacks(counts: Sequence[int], use_gpus: bool, one_machine: bool) -> None:
-    """ConfigError with both amounts unless Ray's nodes, when idle, hold these bundles."""
+    """ConfigError with both amounts unless Ray's nodes, when idle, can hold these bundles."""
     if not ray.is_initialized():
         raise WorkerError(
             "Ray is not running in this process: call megatron_policy.init_ray() "
@@ -42,7 +42,7 @@ def refuse_what_ray_lacks(counts: Sequence[int], use_gpus: bool, one_machine: bo
 
 
 def check_request(counts: tuple[int, ...], use_gpus: bool, per_node: int, colocated: int) -> None:
-    """ConfigError unless this describes a cluster that can exist."""
+    """ConfigError unless these are valid parameters of a cluster."""
     if not counts or not all(isinstance(count, int) and count >= 1 for count in counts):
         raise ConfigError(
             f"bundle_ct_per_node_list is {list(counts)}; "
@@ -63,14 +63,14 @@ def amounts(resources: dict[str, float]) -> str:
 
 
 def address_and_port(taken: set[int]) -> tuple[str, int]:
-    """This node's address in the Ray cluster and a port of `PORTS` which nobody listens on now."""
+    """This node's address in the Ray cluster and a port of `PORTS` that is free now."""
     for port in random.sample(PORTS, len(PORTS)):
         if port in taken:
             continue
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             try:
                 probe.bind(("", port))
-            except OSError:  # somebody listens there: try the next
+            except OSError:  # in use: try the next
                 continue
         return ray.util.get_node_ip_address(), port
     raise WorkerError(f"no free port between {PORTS.start} and {PORTS.stop - 1} on this node")

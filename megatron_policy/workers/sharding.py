@@ -1,4 +1,4 @@
-"""Deals a batch to data-parallel ranks and joins their answers; knows neither Ray nor models."""
+"""Splits a batch over data-parallel ranks and joins their results."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from megatron_policy.training.results import TrainResult
 class ShardedBatch:
     """Each data-parallel rank's part of a caller's `size` rows.
 
-    `rows` are which of them these are, rank after rank; None where they are in the caller's order,
-    with rows to fill up at the end.
+    `rows` are their indices, rank after rank; None if they are in the caller's order, with filler
+    rows at the end.
     """
 
     shards: list[BatchedDataDict]
@@ -48,7 +48,7 @@ class ShardedBatch:
     def restored(
         self, answers: Sequence[Mapping[str, Any]], pad: Mapping[str, float] | None = None
     ) -> BatchedDataDict:
-        """The ranks' answers as rows in the caller's order; see `joined`."""
+        """The ranks' results as rows in the caller's order; see `joined`."""
         whole = joined(answers, self.size, pad)
         if self.rows is not None:
             whole.reorder_data(self.rows)
@@ -57,8 +57,8 @@ class ShardedBatch:
 
 @dataclass(frozen=True)
 class BatchDispatcher:
-    """Checks data and deals them to data-parallel ranks, to train on and to read, by rows or, by
-    `cost`, by tokens.
+    """Checks data and splits them over data-parallel ranks, for training and inference, by rows or,
+    with `cost`, by tokens.
     """
 
     topology: Topology
@@ -72,7 +72,7 @@ class BatchDispatcher:
     def of(
         cls, config: PolicyConfig, topology: Topology, architecture: Architecture
     ) -> BatchDispatcher:
-        """As `config` asks for, for this model."""
+        """The dispatcher that `config` requests, for this model."""
         training, reading = (batching_of(config, training=each) for each in (True, False))
         return cls(
             topology,
@@ -86,7 +86,7 @@ class BatchDispatcher:
     def to_train(
         self, data: BatchedDataDict, loss_fn: LossFunction, gbs: int, mbs: int
     ) -> list[BatchedDataDict]:
-        """Each rank's rows of every global batch of `gbs`; BatchError naming what does not fit."""
+        """Each rank's rows of every global batch of `gbs`; BatchError naming invalid data."""
         _refuse_plan(data)
         check_sizes(gbs, mbs)
         data = check_training_data(data, self.vocab_size, self.training)
@@ -101,8 +101,8 @@ class BatchDispatcher:
     def to_train_part(
         self, data: BatchedDataDict, loss_fn: LossFunction, mbs: int
     ) -> list[BatchedDataDict]:
-        """Each rank's rows of a part of a global batch, which need not be equally many; BatchError
-        naming what does not fit.
+        """Each rank's rows of a part of a global batch; ranks may get different numbers of rows.
+        BatchError naming invalid data.
         """
         _refuse_plan(data)
         data = check_training_data(data, self.vocab_size, self.training)
@@ -114,7 +114,7 @@ class BatchDispatcher:
         return planned_shards(data, lengths, self.training, self.topology, self.cost).shards
 
     def to_read(self, data: BatchedDataDict) -> ShardedBatch:
-        """Each rank's rows of all; BatchError naming what does not fit."""
+        """Each rank's rows of the whole batch; BatchError naming invalid data."""
         _refuse_plan(data)
         data = checked_batch(data, self.vocab_size)
         lengths = checked_lengths(data, self.reading)
@@ -146,8 +146,8 @@ def planned_shards(
     cost: Cost,
     global_batch_size: int | None = None,
 ) -> ShardedBatch:
-    """Each rank's rows of every global batch (by default of all rows), dealt by what they cost, in
-    the order of the plan that comes with them.
+    """Each rank's rows of every global batch (by default all rows are one), balanced by cost, in
+    the order of the plan attached to them.
 
     A rank may have no row of a global batch, or none at all. ConfigError unless the data are whole
     global batches, BatchError naming a row that does not fit into a microbatch.
@@ -177,8 +177,8 @@ def planned_shards(
 def training_shards(
     data: BatchedDataDict, ranks: int, global_batch_size: int, micro_batch_size: int
 ) -> list[BatchedDataDict]:
-    """Each rank's part of every global batch, one after another; ConfigError unless everything
-    divides.
+    """Each rank's part of every global batch, one after another; ConfigError unless all sizes
+    divide evenly.
     """
     share, left = divmod(global_batch_size, ranks)
     if left or share % micro_batch_size:
@@ -197,8 +197,8 @@ def training_shards(
 
 
 def part_shards(data: BatchedDataDict, ranks: int, micro_batch_size: int) -> list[BatchedDataDict]:
-    """Contiguous parts of whole microbatches in order, as equal as can be; there may be fewer
-    microbatches than ranks. ConfigError for a microbatch that is not whole.
+    """Contiguous parts of whole microbatches in order, as equal as possible; there may be fewer
+    microbatches than ranks. ConfigError for an incomplete microbatch.
     """
     number, left = divmod(data.size, micro_batch_size)
     if left:
@@ -211,7 +211,7 @@ def part_shards(data: BatchedDataDict, ranks: int, micro_batch_size: int) -> lis
 
 
 def even_shards(data: BatchedDataDict, ranks: int) -> list[BatchedDataDict]:
-    """Contiguous parts of equal size in order; the last row fills up where rows do not divide."""
+    """Contiguous parts of equal size in order; the last row is repeated to fill them up."""
     _check_whole(data, data.size)
     missing = -data.size % ranks
     if missing:
@@ -222,9 +222,9 @@ def even_shards(data: BatchedDataDict, ranks: int) -> list[BatchedDataDict]:
 def joined(
     parts: Sequence[Mapping[str, Any]], rows: int, pad: Mapping[str, float] | None = None
 ) -> BatchedDataDict:
-    """The ranks' answers in the caller's order, cut to the caller's `rows`.
+    """The ranks' results in the caller's order, cut to the caller's `rows`.
 
-    Where lengths differ in dimension 1 they are filled up with 0, or with `pad[key]`.
+    Different lengths in dimension 1 are padded with 0, or with `pad[key]`.
     """
     return BatchedDataDict.from_batches(parts, pad).slice(0, rows)
 
@@ -252,8 +252,8 @@ def _check_whole(data: BatchedDataDict, global_batch_size: int) -> None:
 
 
 def _compact(shard: BatchedDataDict, rows: list[int] | None = None) -> BatchedDataDict:
-    """The shard, which are these `rows`, without the rest of the batch: a pickled view carries all
-    it is a view of.
+    """The shard, which has these `rows`, without the rest of the batch: a pickled view carries the
+    whole storage.
     """
     compact = BatchedDataDict(
         {

@@ -1,4 +1,4 @@
-"""One rank's part in steps trained in parts, under the host's names; knows no other rank."""
+"""One rank's part in steps trained in parts, under the host's method names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class WorkerAccumulation:
     """Trains one step at a time in parts; see `GradientAccumulator`.
 
-    All ranks are asked, in the same order.
+    All ranks are called in the same order.
     """
 
     policy: MegatronPolicy
@@ -21,21 +21,21 @@ class WorkerAccumulation:
     def begin_train_step(
         self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None
     ) -> None:
-        """Open a step, by which the schedule will advance by `gbs` samples; padded data are cut
-        into microbatches of `mbs` rows. ConfigError while one is open.
+        """Open a step that advances the schedule by `gbs` samples; padded data are split into
+        microbatches of `mbs` rows. ConfigError while one is open.
         """
         self.policy.split.begin(loss_fn, gbs, mbs)
 
     def train_microbatch(self, data: Mapping[str, Any]) -> None:
-        """Add the gradients of this data-parallel rank's rows, any number of them. A BatchError
-        leaves the step as it was; after any other error it can only be aborted.
+        """Add the gradients of any number of this data-parallel rank's rows. A BatchError leaves
+        the step as it was; after any other error it can only be aborted.
         """
         self.policy.split.microbatch(data)
 
     def finish_train_step(self) -> dict[str, Any]:
-        """Take the step; returns what `train` does for one global batch."""
+        """Take the step; return what `train` does for one global batch."""
         return self.policy.split.finish()
 
     def abort_train_step(self) -> None:
-        """Drop the open step, if there is one, and its gradients."""
+        """Drop the open step, if any, and its gradients."""
         self.policy.split.abort()

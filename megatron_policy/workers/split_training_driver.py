@@ -1,6 +1,4 @@
-"""The driver's part in steps that are trained in parts: deals each part to the workers; computes
-nothing.
-"""
+"""The driver's part in steps trained in parts: dispatches each part to the workers."""
 
 from __future__ import annotations
 
@@ -29,8 +27,8 @@ class _Begun:
 class DriverAccumulation:
     """Trains one step at a time in parts, from the driver of the workers.
 
-    Between the parts log-probabilities may be read. What needs the step to be over (`train`, saving
-    and loading, a refit, giving back gradient buffers) is refused with a ConfigError.
+    Between the parts, log-probabilities can be computed. Anything that needs the step to be over
+    (`train`, saving and loading, a refit, freeing gradient buffers) is refused with a ConfigError.
     """
 
     config: PolicyConfig
@@ -41,9 +39,9 @@ class DriverAccumulation:
     def begin_train_step(
         self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None
     ) -> None:
-        """Open a step, by which the schedule will advance by `gbs` samples, however many come;
-        microbatches have `mbs` rows. Both default to the config's; microbatches of tokens need no
-        `mbs`. The loss is called with global counts of 1 and divided in the end: docs/losses.md.
+        """Open a step that advances the schedule by `gbs` samples, however many are passed;
+        microbatches have `mbs` rows. Both default to the config's; token-based microbatches need no
+        `mbs`. The loss is called with global counts of 1 and divided at the end: docs/losses.md.
 
         ConfigError while a step is open, without an optimizer, and for a loss without `loss_type`.
         """
@@ -52,10 +50,10 @@ class DriverAccumulation:
         self._begun_step = _Begun(loss_fn, mbs or self.config.train_micro_batch_size)
 
     def train_microbatch(self, data: Mapping[str, Any]) -> None:
-        """Add the gradients of all rows of `data`, which are dealt to the data-parallel ranks.
+        """Add the gradients of all rows of `data`, which are split over the data-parallel ranks.
 
-        Any number of rows that are whole microbatches, evenly dealt or not. After a BatchError or
-        ConfigError the step goes on with other data.
+        The rows must be whole microbatches, but need not split evenly. After a BatchError or
+        ConfigError the step can continue with other data.
         """
         begun = self._begun_step
         if begun is None:
@@ -69,8 +67,8 @@ class DriverAccumulation:
         self._workers.run_sharded("train_microbatch", data=shards)
 
     def finish_train_step(self) -> dict[str, Any]:
-        """Take the step; returns what `train` does for one global batch. ConfigError without a
-        part: the step stays open.
+        """Take the step; return what `train` does for one global batch. ConfigError if no part was
+        trained: the step stays open.
         """
         refs = self._workers.submit_all("finish_train_step")
         reporters = self._workers.topology.reporters()
@@ -79,6 +77,6 @@ class DriverAccumulation:
         return result
 
     def abort_train_step(self) -> None:
-        """Drop the open step, if there is one, and its gradients: the policy is as before it."""
+        """Drop the open step, if any, and its gradients: the policy is as it was before."""
         self._workers.run_all("abort_train_step")
         self._begun_step = None

@@ -1,6 +1,4 @@
-"""Which workers have stopped or cannot be reached, as their driver finds out while it waits; knows
-nothing of what they do.
-"""
+"""Detects workers that have stopped or cannot be reached, while their driver waits for them."""
 
 from __future__ import annotations
 
@@ -19,13 +17,13 @@ from megatron_policy.workers.failure import Failure
 from megatron_policy.workers.heartbeat import Beat, HeartReader, beats_of
 from megatron_policy.workers.processes import Place, place_in_books
 
-_LOOKS = 8  # within the limit
+_LOOKS = 8  # checks within the limit
 _REMEDY = "The key worker_timeout_s sets how long the driver waits for it."
 
 
 @dataclass
 class _Heart:
-    """What is known of one rank; `quiet_s` counts from its last beat."""
+    """What is known about one rank; `quiet_s` counts from its last beat."""
 
     place: Place | None = None
     beat: Beat | None = None
@@ -33,12 +31,12 @@ class _Heart:
 
 
 class Watch:
-    """The driver's look after the workers of one group.
+    """The driver's watch over the workers of one group.
 
-    A worker that gets no time on its node for `limit_s` seconds has stopped, and one whose node
-    does not answer for so long is out of reach. How long its work takes does not matter. Only time
-    in which the driver looks is counted, so that a driver that was itself stopped blames nobody.
-    May be used by several threads.
+    A worker that gets no CPU time on its node for `limit_s` seconds has stopped, and one whose node
+    does not answer for that long is unreachable. How long its work takes does not matter. Only time
+    in which the driver looks is counted, so that a driver that was itself stopped blames no worker.
+    Thread-safe.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -49,16 +47,16 @@ class Watch:
         self._looked, self._lock = time.monotonic(), threading.Lock()
 
     def follow(self, workers: Sequence[Any]) -> None:
-        """Look after these actors, in rank order, also while they are being constructed."""
+        """Watch these actors, given in rank order, even while they are being constructed."""
         self._workers, self._hearts = tuple(workers), [_Heart() for _ in workers]
 
     def placed(self, places: Sequence[Place]) -> None:
-        """Where each worker says that it runs."""
+        """Set where each worker says that it runs."""
         for heart, place in zip(self._hearts, places, strict=True):
             heart.place = place
 
     def look(self) -> None:
-        """Take readings, if it is time; to be called at least every `interval_s` seconds."""
+        """Take readings if they are due; call this at least every `interval_s` seconds."""
         with self._lock:
             now = time.monotonic()
             if now - self._looked < self.interval_s / 2:
@@ -70,14 +68,14 @@ class Watch:
                 self._look_at(node, passed)
 
     def lost(self, ranks: Collection[int]) -> list[Failure]:
-        """Those of `ranks` that have stopped, or cannot be reached."""
+        """The failures of those `ranks` that have stopped or cannot be reached."""
         with self._lock:
             found = [self._loss(rank) for rank in range(len(self._hearts)) if rank in ranks]
         return [failure for failure in found if failure is not None]
 
     def held(self, ranks: Collection[int]) -> list[Failure]:
-        """Those of `ranks` that a signal or a debugger holds, since however short a time: they
-        explain what happens to others.
+        """The failures of those `ranks` that a signal or a debugger has stopped, however recently:
+        they explain failures of others.
         """
         with self._lock:
             return [
@@ -87,7 +85,7 @@ class Watch:
             ]
 
     def close(self) -> None:
-        """End what was started on other nodes."""
+        """End the actors that were started on other nodes."""
         with self._lock:
             posts, self._posts, self._hearts = self._posts, {}, []
             self._workers = ()
@@ -106,7 +104,7 @@ class Watch:
         beats, since = reading
         for heart in hearts:
             beat = beats.get(heart.place.pid) if heart.place else None
-            # Ray itself tells of a process that is gone; this is about those that are there.
+            # Ray itself reports a process that is gone; this is about those that exist.
             still = beat and heart.beat and not beat.follows(heart.beat)
             heart.quiet_s = heart.quiet_s + since if still else 0.0
             heart.beat = beat
@@ -143,15 +141,15 @@ class _HerePost:
     quiet_s = 0.0
 
     def read(self, pids: list[int], passed: float) -> tuple[dict[int, Beat], float]:
-        """The readings, and the seconds since those before."""
+        """The readings, and the seconds since the previous ones."""
         return beats_of(pids), passed
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: nothing was started."""
 
 
 class _FarPost:
-    """Readings of another node, by an actor there; `quiet_s` since it has answered."""
+    """Readings of another node, by an actor there; `quiet_s` is the time since it answered."""
 
     def __init__(self, node: str) -> None:
         self.quiet_s, self._since = 0.0, 0.0
@@ -168,9 +166,9 @@ class _FarPost:
         )
 
     def read(self, pids: list[int], passed: float) -> tuple[dict[int, Beat], float] | None:
-        """The same; None if no answer has come since the last call. The next is asked for."""
+        """The same; None if no answer has come since the last call. Requests the next."""
         self._since += passed
-        # A new one takes as long as it takes to start a Python there.
+        # A new actor answers only once its Python has started.
         self.quiet_s += passed if self._answered else 0.0
         beats = self._answer()
         if beats is None and self._asked is not None:
@@ -191,7 +189,7 @@ class _FarPost:
         asked, self._asked, self.quiet_s = self._asked, None, 0.0
         try:
             beats: dict[int, Beat] = ray.get(asked)
-        except RayError:  # it died and is started again, unless its node is gone: Ray tells that
+        except RayError:  # it died and is restarted, unless its node is gone: Ray reports that
             self._answered = False
             return None
         self._answered = True

@@ -1,6 +1,6 @@
-"""The actor of one rank: the host's names around a MegatronPolicy; knows no other rank.
+"""The actor of one rank: a MegatronPolicy under the host's method names.
 
-Each base class `Worker...` has the methods of one subject, in a module of its own.
+Each base class `Worker...` has the methods of one subject, in its own module.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class MegatronPolicyWorkerImpl(
 ):
     """One rank's policy under the host's names.
 
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set when it is constructed. Arguments are
-    keywords. `data` is this data-parallel rank's shard, with the plan of its microbatches if the
-    driver made one, and is not changed; results lie on the CPU and are complete on every rank.
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set when it is constructed. Arguments are
+    keywords. `data` is this data-parallel rank's shard, with its microbatch plan if the driver
+    made one, and is not changed; results are on the CPU and complete on every rank.
 
     Args:
         config: as the host passes it, a mapping, or parsed.
         tokenizer: anything with `pad_token_id` and `eos_token_id`; only `generate` needs one.
-        weights_path, optimizer_path: a checkpoint to go on from, see `MegatronPolicy`.
+        weights_path, optimizer_path: a checkpoint to resume from, see `MegatronPolicy`.
         worker_sharding_annotations: the caller's rank grid; a Topology must equal the config's.
-        pre_init_communication_queue: accepted for the host's sake; ranks meet in torch.distributed.
+        pre_init_communication_queue: accepted for the host; ranks meet in torch.distributed.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class MegatronPolicyWorkerImpl(
         **kwargs: Any,
     ) -> None:
         refuse_unknown("MegatronPolicyWorker", kwargs)
-        # Not at the top: the host imports this module where Megatron-Core and a GPU may be missing.
+        # Not at the top: the host imports this module where Megatron-Core or a GPU may be missing.
         from megatron_policy.policy import MegatronPolicy
 
         self.policy = MegatronPolicy(
@@ -82,7 +82,7 @@ class MegatronPolicyWorkerImpl(
         return f"MegatronPolicyWorker[rank={os.environ.get('RANK', '?')}]"
 
     def is_alive(self) -> bool:
-        """True, from a worker that answers."""
+        """True if the worker answers."""
         return True
 
     def report_device_id(self) -> str:
@@ -90,7 +90,7 @@ class MegatronPolicyWorkerImpl(
         return device.device_id()
 
     def get_gpu_info(self) -> dict[str, Any]:
-        """Rank, device and its memory in bytes (of the host, when the rank computes on the CPU)."""
+        """Rank, device and its memory in bytes (the host's, if the rank computes on the CPU)."""
         memory = device.memory_info()
         return {
             "rank": self.policy.rank,
@@ -104,7 +104,7 @@ class MegatronPolicyWorkerImpl(
         }
 
     def reset_peak_memory_stats(self) -> None:
-        """Count the peak of device memory anew from here."""
+        """Restart the count of peak device memory."""
         device.reset_peak_memory()
 
     def train(
@@ -143,12 +143,12 @@ class MegatronPolicyWorkerImpl(
     def get_entropy(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """`entropy`, fp32 [B, S], of the distributions that `get_logprobs` reads."""
+        """`entropy`, fp32 [B, S], of the distributions that `get_logprobs` uses."""
         scores = self.policy.entropy(_batch(data), micro_batch_size=micro_batch_size)
         return BatchedDataDict({"entropy": scores})
 
     def generate(self, data: Mapping[str, Any], greedy: bool = False) -> BatchedDataDict:
-        """Continue each prompt; see `GenerationOutputSpec` for what comes back."""
+        """Continue each prompt; see `GenerationOutputSpec` for the result."""
         found = self.policy.generate(_batch(data), greedy=greedy)
         return BatchedDataDict(
             {
@@ -161,7 +161,7 @@ class MegatronPolicyWorkerImpl(
 
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:
-        """Within this context the rank computes with the weights the policy started from."""
+        """Compute with the weights the policy started from within this context."""
         with self.policy.reference():
             yield
 
@@ -179,9 +179,9 @@ class MegatronPolicyWorkerImpl(
 
     @torch.no_grad()
     def _add_noise_to_weights(self) -> None:
-        """Move every weight a little, alike wherever it is held: for tests that must notice it.
+        """Change every weight a little, alike on all ranks that hold it, for tests.
 
-        The optimizer does not hear of it: train no further afterwards.
+        The optimizer is not informed: do not train afterwards.
         """
         for name, parameter in self.policy.named_parameters():
             # Tied embeddings are one matrix under two names.
@@ -191,9 +191,7 @@ class MegatronPolicyWorkerImpl(
             parameter.add_(noise.to(parameter))
 
     def shutdown(self) -> bool:
-        """Complete a save under way and leave the process groups; the process itself ends with its
-        actor.
-        """
+        """Complete a running save and leave the process groups; the process ends with its actor."""
         self._release_handles()
         self._leave_collective()
         self.policy.shutdown()
@@ -206,4 +204,4 @@ def _batch(data: Mapping[str, Any]) -> BatchedDataDict:
 
 @ray.remote
 class MegatronPolicyWorker(MegatronPolicyWorkerImpl):
-    """`MegatronPolicyWorkerImpl` as an actor; Ray carries it by value, so its body is empty."""
+    """`MegatronPolicyWorkerImpl` as an actor; Ray pickles it by value, so its body is empty."""

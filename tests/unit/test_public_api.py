@@ -25,7 +25,9 @@ def test_every_folder_says_what_lives_there_and_what_to_read_first() -> None:
         docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
         assert len(docstring) > 40, f"{file}: no docstring that says what lives here"
         if file.parent.name != "megatron_policy":
-            assert "ead `" in docstring, f"{file}: does not say what to read first"
+            assert "Read `" in " ".join(docstring.split()), (
+                f"{file}: does not say what to read first"
+            )
             for name in docstring.split("`")[1::2]:
                 if name.endswith(".py"):
                     assert (file.parent / name).is_file(), f"{file}: there is no {name}"

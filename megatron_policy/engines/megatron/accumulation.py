@@ -1,6 +1,4 @@
-"""Gradients added up over several runs of the pipeline schedule, and reduced once; knows neither
-batches nor losses.
-"""
+"""Gradients accumulated over several runs of the pipeline schedule and reduced once."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from megatron_policy.engines.megatron.optimizer import WrappedModel, finalize_gr
 
 
 def zero_gradients(model: WrappedModel) -> None:
-    """No gradient in the buffers, and none beside them."""
+    """Zero the gradient buffers and drop gradients held elsewhere."""
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
     model.optimizer.zero_grad()
@@ -23,11 +21,11 @@ def accumulating(model: WrappedModel) -> Iterator[None]:
     """Within this context a run of the schedule adds to each rank's own gradients and reduces
     nothing.
 
-    The schedule would reduce in two ways. The buffers send a bucket off when the last microbatch
-    has filled it, and schedules let go of `no_sync` for that one: so it is held from outside, and
-    theirs does nothing. And at its end each run finalizes the gradients, whatever `no_sync` says: a
-    second time that would sum what has been summed, into buffers of which a distributed optimizer's
-    reduction has left this rank's share alone valid.
+    The schedule would reduce in two ways. First, a gradient bucket is sent when the last microbatch
+    has filled it, and schedules leave `no_sync` for that one. Here `no_sync` is held from outside
+    and theirs does nothing. Second, each run finalizes the gradients at its end, regardless of
+    `no_sync`. A second run would sum already summed values, in buffers where a distributed
+    optimizer's reduction has left only this rank's share valid.
     """
     config = model.chunks[0].config
     hooks = (config.no_sync_func, config.finalize_model_grads_func)
@@ -42,17 +40,17 @@ def accumulating(model: WrappedModel) -> Iterator[None]:
 
 
 def _reduce_nothing(*args: Any, **kwargs: Any) -> None:
-    """A schedule given no function at all would leave out more than the reduction."""
+    """With no function at all, a schedule would omit more than the reduction."""
 
 
 def reduce_accumulated(model: WrappedModel, factor: float) -> None:
-    """Multiply what has been added up by `factor` and do all that the end of a schedule does, once:
-    sum over data-parallel ranks, layer norms over tensor-parallel ones, tied embeddings over
-    stages, and what routers count.
+    """Multiply the accumulated gradients by `factor` and do once what a schedule does at its end:
+    sum over data-parallel ranks, layer norms over tensor-parallel ranks, tied embeddings over
+    stages, and the routers' counts.
     """
     for chunk in model.chunks:
         chunk.scale_gradients(factor)
         if chunk.ddp_config.overlap_grad_reduce:
-            # No microbatch has sent the buckets off.
+            # No microbatch has sent the buckets.
             chunk.start_grad_sync()
     finalize_gradients(model.pending_reads, list(model.chunks))

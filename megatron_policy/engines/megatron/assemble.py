@@ -1,4 +1,4 @@
-"""Builds the Megatron-Core engine of a rank: groups, chunks, weights, optimizer, head. It is an
+"""Builds a rank's Megatron-Core engine: groups, chunks, weights, optimizer, head. This module is an
 `interfaces.engine.EngineBuilder`.
 """
 
@@ -42,8 +42,8 @@ _SHOWN = 5
 
 
 def prepare() -> None:
-    """Prepare this process for Megatron-Core; see `EngineBuilder`. ConfigError if it holds a policy
-    already.
+    """Prepare this process for Megatron-Core; see `EngineBuilder`. ConfigError if it already holds
+    a policy.
     """
     prepare_platform()
     refuse_second_policy()
@@ -51,8 +51,8 @@ def prepare() -> None:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Pause Python's cycle collector: what is built here stays, and its number alone would send the
-    collector through everything that was ever imported.
+    """Pause Python's cycle collector. What is built here stays alive, but the number of objects
+    would trigger full collections over everything ever imported.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -135,8 +135,8 @@ def _fill(
     place: Placement,
     source_dtypes: Mapping[str, torch.dtype] | None,
 ) -> Mapping[str, torch.dtype]:
-    """Read what is held from the model's own files, or mark it where dtypes are given; the dtypes
-    in which it is exported.
+    """Read the held parameters from the model's own files, or mark them unfilled if dtypes are
+    given. Returns the dtypes in which they are exported.
     """
     if source_dtypes is None:
         with HfReader(config.model_name) as reader:
@@ -154,7 +154,7 @@ def _fill(
 def _head(
     config: PolicyConfig, architecture: Architecture, place: Placement, groups: Groups, model: Any
 ) -> Head:
-    """The head that the last chunk holds; this rank's slice of it."""
+    """This rank's slice of the head, which the last chunk holds."""
     slice_size = padded_vocab(architecture.vocab_size, groups.tp.size()) // groups.tp.size()
     start = place.coords.tp * slice_size
     shape = HeadShape(

@@ -1,6 +1,4 @@
-"""Builds this stage's Megatron-Core model chunks from an architecture; reads no weights and starts
-no training.
-"""
+"""Builds this stage's Megatron-Core model chunks from an architecture, without weights."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ def build_chunks(
     implementation: str,
     seed: int,
 ) -> list[GPTModel]:
-    """The model chunks of this rank (one, or the topology's `vpp` of them), on the current device,
-    weights uninitialised.
+    """The model chunks of this rank (one, or the topology's `vpp`), on the current device, with
+    uninitialised weights.
     """
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)

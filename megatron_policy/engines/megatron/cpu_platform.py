@@ -1,9 +1,9 @@
-"""What stock Megatron-Core needs patched to run without a GPU; each patch replaces a call that
-would raise there.
+"""Patches that stock Megatron-Core needs to run without a GPU; each replaces a call that would
+raise there.
 
 Megatron-Core names its device literally (`torch.cuda.current_device()`, `device="cuda"`). On a
-machine without a GPU those names are bound to the CPU, in this process, by the explicit call
-`apply()`. Nothing here runs on a GPU machine.
+machine without a GPU the explicit call `apply()` binds those names to the CPU, in this process.
+Nothing here runs on a GPU machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _applied = False
 
 
 def apply() -> None:
-    """Apply every patch once, before the first process group or model of this process is made."""
+    """Apply every patch once, before this process makes its first process group or model."""
     global _applied
     if _applied:
         return
@@ -42,10 +42,10 @@ def tensor_factories() -> None:
     """Schedules, gradient clipping and the optimizers write `device="cuda"` and `pin_memory=True`
     literally.
 
-    Plain wrappers, not a TorchFunctionMode: a mode is local to a thread and taxes every operation.
+    Plain wrappers, not a TorchFunctionMode: a mode is thread-local and slows every operation.
     """
-    # `with torch.device(...)` recognises the factories by identity, from a list it makes when first
-    # used: make it now, of the originals, which the wrappers go on to call.
+    # `with torch.device(...)` recognises the factories by identity, from a list made on first use.
+    # Make it now, with the originals, which the wrappers call.
     _device_constructors()
     names = (
         "arange as_tensor empty empty_like eye full full_like linspace ones ones_like rand "
@@ -74,8 +74,8 @@ def _names_cuda(device: Any) -> bool:
 
 
 def tensor_moves() -> None:
-    """`.cuda()`, `.pin_memory()` and `.record_stream()` have nothing to do when everything is in
-    host memory.
+    """`.cuda()`, `.pin_memory()` and `.record_stream()` have nothing to do if everything is in host
+    memory.
     """
     torch.Tensor.cuda = lambda self, *a, **k: self
     torch.Tensor.pin_memory = lambda self, *a, **k: self
@@ -85,9 +85,9 @@ def tensor_moves() -> None:
 
 def tensor_type_names() -> None:
     """The optimizers and gradient clipping compare `tensor.type()` with "torch.cuda.FloatTensor"
-    and its kin.
+    and similar names.
 
-    The only patch that changes what works: `tensor.type()` without arguments answers with the CUDA
+    The only patch that changes a working call: `tensor.type()` without arguments returns the CUDA
     name.
     """
     original = torch.Tensor.type
@@ -103,7 +103,7 @@ def tensor_type_names() -> None:
 
 
 class _Stream:
-    """A stream or event on a machine where everything has already happened."""
+    """A stream or event on a machine where all work is already complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -152,8 +152,8 @@ def compilation() -> None:
 
 
 def random_state() -> None:
-    """The model-parallel RNG tracker saves and restores the "cuda" generator: here the CPU's
-    default one.
+    """The model-parallel RNG tracker saves and restores the "cuda" generator: here it is the CPU's
+    default generator.
     """
     import megatron.core.tensor_parallel.random as mcore_random
 
@@ -166,14 +166,14 @@ def random_state() -> None:
     torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
     mcore_random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
     mcore_random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
-    # fork() warns when the CPU generator moves inside the "GPU" context; here that is the point.
+    # fork() warns when the CPU generator moves inside the "GPU" context; here that is intended.
     logging.getLogger(mcore_random.__name__).addFilter(
         lambda record: "CPU RNG state changed within GPU RNG context" not in record.getMessage()
     )
 
 
 def recomputed_storages() -> None:
-    """Newer releases compile a C++ extension to alias storages of what is recomputed; a plain copy
+    """Newer releases compile a C++ extension to alias storages of recomputed tensors; a plain copy
     needs no compiler.
     """
     import megatron.core.tensor_parallel.random as mcore_random
@@ -190,8 +190,8 @@ def _copy_storage(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def expert_splits() -> None:
-    """The dispatcher of tokens to experts takes its split sizes as numpy arrays, which it makes of
-    GPU tensors only.
+    """The token dispatcher takes its split sizes as numpy arrays, but converts only GPU tensors to
+    them.
     """
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
@@ -206,8 +206,8 @@ def _as_asked(tensor: Any, as_numpy: bool = False, record_stream: bool = False) 
 
 
 def uneven_shares() -> None:
-    """Experts split over tensor-parallel ranks gather as many tokens of each rank as it has, which
-    gloo cannot: shares are padded to the longest.
+    """Experts split over tensor-parallel ranks gather a different number of tokens from each rank,
+    which gloo does not support: shares are padded to the longest.
     """
     import megatron.core.tensor_parallel.mappings as mappings
 

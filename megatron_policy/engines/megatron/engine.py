@@ -93,7 +93,7 @@ class MegatronEngine:
         return held_layers(self.pipeline.models, self.place)
 
     def volatile_buffers(self) -> Iterator[torch.Tensor]:
-        """Megatron-Core moves each router's bias at the end of the schedule, before the gradient's
+        """Megatron-Core updates each router's bias at the end of the schedule, before the gradient
         norm is known, and counts tokens for it in every forward pass.
         """
         model: Any
@@ -107,7 +107,7 @@ class MegatronEngine:
                     yield module.local_tokens_per_expert
 
     def random_states(self) -> dict[str, torch.Tensor]:
-        """Those of Megatron-Core's tracker, which hands out the tensors that it works on."""
+        """The states of Megatron-Core's tracker, cloned because it returns its live tensors."""
         found = get_cuda_rng_tracker().get_states()
         return {name: state.clone() for name, state in found.items()}
 
@@ -130,7 +130,7 @@ class MegatronEngine:
         return any(model is each for each in (*self.pipeline.models, *chunks))
 
     def close(self) -> None:
-        """Cut what would keep the model, and its process groups with it, when nobody uses it."""
+        """Break the references that would keep the model and its process groups alive."""
         forget_routing(self.pipeline.chunks)
         if self.trainable is not None:
             self.trainable.let_go()

@@ -1,8 +1,8 @@
 """Continues prompts with the policy itself, with a KV cache, under tensor and pipeline parallelism.
 
-For checking and small experiments: an inference engine is the tool for rollouts at scale. All rows
-advance by one position at a time from the end of the shortest prompt, longer prompts being fed as
-they are.
+For checks and small experiments; use an inference engine for rollouts at scale. All rows advance by
+one position at a time from the end of the shortest prompt; tokens of longer prompts are fed
+unchanged.
 
 Shapes: B rows, T positions of prompt and continuation, S positions of one forward pass, D hidden, V
 vocabulary.
@@ -36,11 +36,11 @@ def generate(
     max_length: int,
     generator: torch.Generator,
 ) -> Continuations:
-    """Continue right-padded prompts, none beyond `max_length` positions; the result is on the CPU
-    of every rank.
+    """Continue right-padded prompts up to at most `max_length` positions; every rank gets the
+    result, on the CPU.
 
-    All rows share a KV cache. `generator` draws on one rank of each data-parallel replica only, so
-    it need not agree between ranks.
+    All rows share a KV cache. Only one rank of each data-parallel replica draws from `generator`,
+    so its state need not agree between ranks.
     """
     lengths_B = lengths_B.to(current_device())
     total = min(int(lengths_B.max()) + sampling.max_new_tokens, max_length)
@@ -50,7 +50,7 @@ def generate(
     with _inference_mode(pipeline):
         while progress.unfinished(limit_B):
             if outgrown(pipeline.models, cache.sequence_len_offset, progress.position):
-                cache.sequence_len_offset = 0  # read the text so far again
+                cache.sequence_len_offset = 0  # recompute the cache for the text so far
                 cache.enable_prefill_mode()
             logits_BV = _relay(pipeline, progress.unread(cache.sequence_len_offset), cache)
             tokens_B, logprobs_B = _draw(
@@ -64,8 +64,8 @@ def generate(
 
 @dataclass
 class _Progress:
-    """Rows in the making; `position` is the column to be written next, `ends_B` each row's length
-    so far.
+    """Rows being generated; `position` is the next column to write, `ends_B` each row's length so
+    far.
     """
 
     tokens_BT: torch.Tensor
@@ -91,11 +91,11 @@ class _Progress:
         )
 
     def unfinished(self, limit_B: torch.Tensor) -> bool:
-        """Whether any row may still grow."""
+        """Whether any row can still grow."""
         return bool(((self.ends_B < limit_B) & ~self.stopped_B).any())
 
     def unread(self, cached: int) -> torch.Tensor:
-        """Tokens `[B, S]` that the cache does not hold yet."""
+        """Tokens `[B, S]` that are not yet in the cache."""
         return self.tokens_BT[:, cached : self.position]
 
     def append(
@@ -105,9 +105,7 @@ class _Progress:
         limit_B: torch.Tensor,
         stop_ids: tuple[int, ...],
     ) -> None:
-        """Write column `position` in the rows whose turn it is: not inside their prompt, not at
-        their end.
-        """
+        """Write column `position` in the rows that grow: past their prompt and not finished."""
         growing_B = (self.ends_B == self.position) & ~self.stopped_B & (self.ends_B < limit_B)
         column_B = self.tokens_BT[:, self.position]
         self.tokens_BT[:, self.position] = torch.where(growing_B, tokens_B, column_B)
@@ -130,8 +128,8 @@ class _Progress:
 def _relay(
     pipeline: Pipeline, tokens_BS: torch.Tensor, cache: StaticInferenceContext
 ) -> torch.Tensor | None:
-    """Pass one forward step from chunk to chunk; the logits of the last position `[B, V]` on the
-    last stage.
+    """Pass one forward step from chunk to chunk; returns the logits `[B, V]` of the last position
+    on the last stage.
     """
     rows, positions = tokens_BS.shape
     offset = cache.sequence_len_offset
@@ -172,8 +170,8 @@ def _draw(
     generator: torch.Generator,
     rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One rank draws; its whole replica learns the tokens and log-probabilities, both `[B]`."""
-    # fp64 holds every token id exactly, so that one message carries both.
+    """Draw on one rank; its whole replica gets the tokens and log-probabilities, both `[B]`."""
+    # fp64 holds every token id exactly, so one message carries both.
     drawn_2B = torch.zeros(2, rows, dtype=torch.float64, device=current_device())
     tp, cp = pipeline.groups.tp, pipeline.groups.cp
     if logits_BV is not None:

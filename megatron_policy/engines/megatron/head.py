@@ -1,8 +1,8 @@
-"""What the last stage makes of hidden states: log-probabilities, entropies and top-k without the
-logits, or the logits; knows nothing of batches.
+"""What the last stage computes from hidden states: log-probabilities, entropies and top-k without
+materialised logits, or the logits.
 
-Shapes: S positions (this tensor-parallel rank's share under sequence parallelism), R rows side by
-side, N chosen positions, D model, V this rank's slice of the vocabulary, K candidates.
+Shapes: S positions (this tensor-parallel rank's share under sequence parallelism), R parallel rows,
+N chosen positions, D model, V this rank's slice of the vocabulary, K candidates.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ PADDING_LOGIT = -1e9
 class Head:
     """The language-model head of the chunk that ends the pipeline.
 
-    Logits are at the policy's temperature: rollouts are drawn from that distribution, so it is the
-    one whose log-probabilities count. `chunk` times V logits are held at a time where none are
-    asked for.
+    Logits are at the policy's temperature: rollouts are drawn from that distribution, so its
+    log-probabilities are the relevant ones. At most `chunk` times V logits are held at a time
+    unless logits themselves are asked for.
     """
 
     model: GPTModel
@@ -39,16 +39,16 @@ class Head:
     group: dist.ProcessGroup
     chunk: int
     overlapped: bool = False
-    """Whether its weight may still be on its way from an overlapped gather of parameters."""
+    """Whether an overlapped parameter gather of its weight can still be running."""
 
     @property
     def plain(self) -> Head:
-        """The same at temperature 1."""
+        """The same head at temperature 1."""
         return replace(self, shape=replace(self.shape, temperature=1.0))
 
     @property
     def weight(self) -> torch.Tensor:
-        """`[V, D]`; that of the embedding where they are tied and on the same stage."""
+        """`[V, D]`; the embedding's weight if they are tied and on the same stage."""
         if self.model.share_embeddings_and_output_weights:
             tied: torch.Tensor = self.model.shared_embedding_or_output_weight()
             return tied
@@ -56,8 +56,8 @@ class Head:
         return own
 
     def whole(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
-        """Hidden states of all positions of this context-parallel rank, ready for `scores`: in the
-        backward pass the tensor-parallel ranks' gradients are added up.
+        """Hidden states of all positions of this context-parallel rank, ready for `scores`; the
+        backward pass sums the tensor-parallel ranks' gradients.
         """
         if self.overlapped:
             self._finish_gather(hidden_SRD)
@@ -86,8 +86,8 @@ class Head:
         return found
 
     def logits(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
-        """fp32 `[S, R, V]` of all positions of this context-parallel rank, vocabulary padding made
-        impossible.
+        """fp32 `[S, R, V]` of all positions of this context-parallel rank; padding entries of the
+        vocabulary have probability 0.
         """
         weight = self.weight if self.model.share_embeddings_and_output_weights else None
         logits_SRV: torch.Tensor
@@ -107,6 +107,6 @@ class Head:
 
     @torch.no_grad()
     def _finish_gather(self, hidden_SRD: torch.Tensor) -> None:
-        """The gather ends in a hook on the module that holds the weight: call it, on nothing."""
+        """Call the module that holds the weight on empty input: its hook finishes the gather."""
         weight = self.weight if self.model.share_embeddings_and_output_weights else None
         self.model.output_layer(hidden_SRD[:0], weight=weight)

@@ -1,6 +1,4 @@
-"""Which modules a layer is made of: Megatron-Core's with our torch kernels, or Transformer
-Engine's.
-"""
+"""Chooses the modules of a layer: Megatron-Core's with torch kernels, or Transformer Engine's."""
 
 from __future__ import annotations
 
@@ -32,8 +30,8 @@ from megatron_policy.errors import ConfigError
 
 
 def resolve_implementation(requested: str, architecture: Architecture) -> str:
-    """`auto` takes Transformer Engine when it and a GPU are there and it can express the model; an
-    explicit wish that cannot be met is refused.
+    """`auto` takes Transformer Engine if it and a GPU are available and it can express the model;
+    an explicit request that cannot be met is refused.
     """
     installed = importlib.util.find_spec("transformer_engine") is not None
     usable = installed and is_accelerated()
@@ -55,7 +53,7 @@ def resolve_implementation(requested: str, architecture: Architecture) -> str:
 
 
 def _beyond_engine(architecture: Architecture) -> list[str]:
-    """What the model has that only our torch modules can do."""
+    """The model's features that only our torch modules support."""
     features = {
         "softcapped attention scores": architecture.attention_softcap is not None,
         "attention sinks": architecture.attention_sinks,

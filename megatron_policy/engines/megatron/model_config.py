@@ -1,6 +1,4 @@
-"""Megatron-Core's description of a model under a layout, from an architecture and settings; builds
-nothing.
-"""
+"""Megatron-Core's config of a model under a layout, from an architecture and settings."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
 
 
 def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(1.702 x): the usual approximation of GELU by a sigmoid."""
+    """x * sigmoid(1.702 x): the usual sigmoid approximation of GELU."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -38,7 +36,7 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.GELU_TANH: functools.partial(F.gelu, approximate="tanh"),
     Activation.CLAMPED_SWIGLU: _quick_gelu,
 }
-# Of lengths that vary, Megatron-Core demands it of models without experts, too.
+# With variable lengths, Megatron-Core demands this even of models without experts.
 _DISPATCH = {"moe_token_dispatcher_type": "alltoall"}
 
 
@@ -50,10 +48,10 @@ def transformer_config(
     implementation: str,
     variable_lengths: bool = False,
 ) -> TransformerConfig:
-    """Megatron-Core's description of this model under this layout; `dtype` is that of parameters
-    and activations.
+    """Megatron-Core's config of this model under this layout; `dtype` is that of parameters and
+    activations.
 
-    With `variable_lengths` microbatches differ in shape: stages then tell each other what comes.
+    With `variable_lengths` microbatches differ in shape, so stages send each other the shapes.
     """
     with_te = implementation == TRANSFORMER_ENGINE
     kind = TransformerConfig if architecture.mla is None else MLATransformerConfig
@@ -70,11 +68,11 @@ def transformer_config(
         variable_seq_lengths=variable_lengths and topology.pp > 1,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Losses come normalised by global counts: gradients are sums, never means.
+        # Losses are normalized by global counts: gradients are sums, never means.
         calculate_per_token_loss=True,
-        # Every weight is read from the checkpoint: nothing is drawn at random first.
-        # (perform_initialization=False would also drop the tensor-parallel marks that the gradient
-        # norm relies on.)
+        # Every weight is read from the checkpoint, so none is initialised at random.
+        # (perform_initialization=False would also drop the tensor-parallel attributes that the
+        # gradient norm relies on.)
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
@@ -108,8 +106,8 @@ def _norms(architecture: Architecture) -> dict[str, Any]:
 def _attention(architecture: Architecture) -> dict[str, Any]:
     return {
         "add_qkv_bias": architecture.qkv_bias,
-        # Under this flag the gradients of such norms are summed over tensor-parallel ranks: right
-        # for weights that all heads share.
+        # This flag makes Megatron-Core sum the gradients of such norms over tensor-parallel ranks,
+        # which is right for weights that all heads share.
         "qk_layernorm": architecture.qk_norm is QkNorm.PER_HEAD,
         "attention_dropout": architecture.attention_dropout,
         "softmax_scale": architecture.attention_scale,
@@ -121,14 +119,14 @@ def _attention(architecture: Architecture) -> dict[str, Any]:
 
 
 def _mlp(architecture: Architecture) -> dict[str, Any]:
-    """Of the dense layers, and what experts share with them."""
+    """Fields of the dense layers, which experts partly share."""
     clamped = architecture.activation is Activation.CLAMPED_SWIGLU
     return {
         "activation_func_clamp_value": 7.0 if clamped else None,
         "glu_linear_offset": 1.0 if clamped else 0.0,
         "gated_linear_unit": architecture.gated,
         "activation_func": _ACTIVATIONS[architecture.activation],
-        # Attention has a say of its own in it, see `LayerAttention`.
+        # Attention overrides it, see `LayerAttention`.
         "add_bias_linear": architecture.mlp_bias,
     }
 
@@ -151,8 +149,8 @@ def _parallelism(
         # apart.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
-        # Frees an output as soon as its send is queued. A stream keeps that in order; gloo may
-        # still be reading.
+        # Frees an output as soon as its send is queued. A stream keeps that in order; gloo could
+        # still be reading it.
         "deallocate_pipeline_outputs": topology.pp > 1 and is_accelerated(),
     }
 
@@ -180,7 +178,7 @@ def _kernels(
 ) -> dict[str, Any]:
     with_te = implementation == TRANSFORMER_ENGINE
     apex_wgrad = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-    # Megatron-Core's fused GELU is the tanh approximation whatever function it is asked for.
+    # Megatron-Core's fused GELU is always the tanh approximation, whatever function is requested.
     swiglu = architecture.gated and architecture.activation is Activation.SILU
     return {
         "apply_rope_fusion": settings.apply_rope_fusion and with_te and architecture.mla is None,

@@ -1,6 +1,4 @@
-"""Gradient buffers, optimizer and learning-rate schedule around model chunks; knows nothing of
-batches or losses.
-"""
+"""Gradient buffers, optimizer and learning-rate schedule around model chunks."""
 
 from __future__ import annotations
 
@@ -42,21 +40,21 @@ class WrappedModel:
     pending_reads: PendingReads
 
     def let_go(self) -> None:
-        """Take the optimizer out of the model's config.
+        """Remove the optimizer from the model's config.
 
         A distributed optimizer's parameters are views of the model's, whose graph holds its
-        gradient hooks: with the config that is a cycle which Python's collector cannot see.
+        gradient hooks. Together with the config that is a cycle Python's collector cannot see.
         """
         for chunk in self.chunks:
             config = chunk.module.config
             config.grad_scale_func = config.no_sync_func = config.finalize_model_grads_func = None
 
     def step(self) -> float:
-        """Clip the gradient and update the parameters; returns the norm before clipping, which is
-        the whole model's.
+        """Clip the gradient and update the parameters; returns the whole model's gradient norm
+        before clipping.
 
-        NotFiniteError, on every rank and before any parameter or state has changed, where that norm
-        is not finite.
+        NotFiniteError, on every rank and before any parameter or state has changed, if that norm is
+        not finite.
         """
         optimizer = self.optimizer
         norm_of = optimizer.get_grad_norm
@@ -67,7 +65,7 @@ class WrappedModel:
                 raise NotFiniteError(norm)
             return norm
 
-        # Megatron-Core's step asks for it before it clips and changes anything.
+        # Megatron-Core's step computes the norm before it clips or changes anything.
         optimizer.get_grad_norm = finite_norm
         try:
             succeeded, norm, _ = optimizer.step()
@@ -94,10 +92,10 @@ def wrap_model(
     pending_reads: PendingReads,
     held: Held,
 ) -> WrappedModel:
-    """Wrap loaded chunks for training; the optimizer takes its fp32 main parameters from them as
-    they are now.
+    """Wrap loaded chunks for training; the optimizer copies its fp32 main parameters from their
+    current values.
 
-    `held` are the parameters with their rows: those in the role of a matrix have weight decay.
+    `held` are the parameters with their rows: those whose role is a matrix have weight decay.
     `settings.optimizer.clip_grad` is the L2 norm to which the whole model's gradient is clipped; 0
     does not clip. `pending_reads` are waited for before a step changes anything.
     """
@@ -115,8 +113,8 @@ def wrap_model(
 
 
 def _without_decay(held: Held) -> dict[ParamKey, Any]:
-    """In place of Megatron-Core's own rule, which goes by names and numbers of dimensions: a norm
-    whose weights differ from head to head has two.
+    """Replaces Megatron-Core's own rule, which goes by names and numbers of dimensions: a norm
+    whose weights differ between heads has two dimensions.
     """
     own = {id(tensor) for entry, tensor in held if entry.row.role is not Role.MATRIX}
     is_own = ParamPredicate("no matrix", lambda parameter: id(parameter) in own)
@@ -137,14 +135,14 @@ def _wrap(
         overlap_param_gather=ddp.overlap_param_gather,
         use_distributed_optimizer=settings.optimizer.use_distributed_optimizer,
         average_in_collective=False,
-        # It waits for the device in every backward pass, and raises on one rank alone: the norm of
-        # the whole gradient, which every rank has, is looked at instead (`Trainable.step`).
+        # It waits for the device in every backward pass, and raises on one rank alone. The norm of
+        # the whole gradient, which every rank has, is checked instead (`Trainable.step`).
         check_for_nan_in_grad=False,
         bucket_size=bucket if ddp.overlap_grad_reduce else None,
     )
     return tuple(
-        # Later chunks finish their backward pass first: the others' compute hides one large message
-        # as well as many.
+        # Later chunks finish their backward pass first: the other chunks' compute hides one large
+        # message as well as many.
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     )
@@ -183,9 +181,9 @@ def finalize_gradients(
     num_tokens: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> None:
-    """Reduce gradients over ranks without the schedule's division by a token count: the loss has
-    divided already. It is the first in a step that changes
-    what `pending_reads` read: routers' biases.
+    """Reduce gradients over ranks without the schedule's division by a token count, since the loss
+    is already normalized. This is the first call in a step that changes what `pending_reads` read:
+    the routers' biases.
     """
     pending_reads.wait()
     finalize_model_grads(model, None, **kwargs)
@@ -198,7 +196,7 @@ def _one_or_all(functions: list[Callable[..., Any]]) -> Any:
 def _scheduler(
     optimizer: MegatronOptimizer, settings: MegatronConfig, global_batch_size: int
 ) -> OptimizerParamScheduler:
-    """The schedule counts samples, as the host steps it: iterations of the config times the global
+    """The schedule counts samples, as the host steps it: the config's iterations times the global
     batch size.
     """
     schedule, lr = settings.scheduler, settings.optimizer.lr

@@ -1,8 +1,8 @@
-"""Which part of which parameter an optimizer of Megatron-Core trains on this rank, and what stands
-for it in torch's optimizer inside; changes nothing.
+"""Finds the range of each parameter that a Megatron-Core optimizer trains on this rank, and the
+tensor that represents it in the inner torch optimizer.
 
-Told apart by what they have, not by their names: those of Transformer Engine and Apex stand in
-torch's place where they are installed.
+Optimizers are distinguished by their attributes, not their class names: those of Transformer Engine
+and Apex replace torch's where they are installed.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from megatron_policy.errors import CheckpointError
 
 @dataclass(frozen=True)
 class OptimizerShard:
-    """Elements `first` to `last` of a flattened parameter, and what `inner` has of them."""
+    """Elements `first` to `last` of a flattened parameter, and what `inner` holds for them."""
 
     parameter: torch.Tensor
     main: torch.Tensor
-    """What `inner` updates: the parameter, a view of it, or a wider copy."""
+    """The tensor `inner` updates: the parameter, a view of it, or a wider copy."""
     first: int
     last: int
     inner: torch.optim.Optimizer
     group: dict[str, Any]
-    """Of `inner`, with `main` in it."""
+    """The parameter group of `inner` that contains `main`."""
 
     @property
     def separate(self) -> bool:
-        """Whether `main` is a copy in memory of its own."""
+        """Whether `main` is a copy in its own memory."""
         return self.main.dtype != self.parameter.dtype
 
     @property
     def own(self) -> torch.Tensor:
-        """The elements as the model has them."""
+        """These elements in the model's parameter."""
         return self.parameter.data.view(-1)[self.first : self.last]
 
     @property
     def state(self) -> dict[str, Any]:
-        """What `inner` keeps of them; changing what this returns may not change `inner`."""
+        """The state of `inner` for them; changing the returned dict need not change `inner`."""
         kept: dict[str, Any] = self.inner.state.get(self.main) or {}
         return kept
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """The names of the tensors that `inner` keeps beside `main` once it has stepped."""
+        """The names of the tensors that `inner` keeps besides `main` once it has stepped."""
         if self._is_adam and not self.group.get("amsgrad"):
             return ("exp_avg", "exp_avg_sq")
         if "momentum" in self.group:
@@ -61,17 +61,17 @@ class OptimizerShard:
 
     @property
     def counts_alone(self) -> bool:
-        """Whether steps are counted in a tensor of its state, as torch's Adam does."""
+        """Whether steps are counted in a tensor of its state, as in torch's Adam."""
         return self._is_adam and "bias_correction" not in self.group
 
     @property
     def counts_in_group(self) -> bool:
-        """Whether steps are counted in the group, as fused Adam does, which alone names this."""
+        """Whether steps are counted in the group, as in fused Adam, the only one with this key."""
         return self._is_adam and "bias_correction" in self.group
 
     @property
     def steps(self) -> int | None:
-        """How many steps were counted; None where none are."""
+        """The number of counted steps; None if steps are not counted."""
         if self.counts_alone:
             return int(self.state["step"]) if "step" in self.state else 0
         if self.counts_in_group:
@@ -84,7 +84,7 @@ class OptimizerShard:
 
 
 def optimizer_shards(optimizer: Any) -> Iterator[OptimizerShard]:
-    """All that `optimizer`, as Megatron-Core's `get_megatron_optimizer` makes it, trains here."""
+    """All that `optimizer`, from Megatron-Core's `get_megatron_optimizer`, trains here."""
     for leaf in _leaves(optimizer):
         inner = leaf.optimizer
         groups = {id(main): group for group in inner.param_groups for main in group["params"]}
@@ -94,7 +94,7 @@ def optimizer_shards(optimizer: Any) -> Iterator[OptimizerShard]:
 
 
 def _leaves(optimizer: Any) -> Iterator[Any]:
-    """The optimizers in a chain of them; one that trains nothing on this rank is empty inside."""
+    """The optimizers in a chain; those that train nothing on this rank are skipped."""
     if hasattr(optimizer, "chained_optimizers"):
         for chained in optimizer.chained_optimizers:
             yield from _leaves(chained)
@@ -103,9 +103,9 @@ def _leaves(optimizer: Any) -> Iterator[Any]:
 
 
 def _ranges(leaf: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
-    """Each parameter that `leaf` trains, what stands for it inside, and the range that this is."""
+    """Each parameter that `leaf` trains, the tensor that represents it inside, and its range."""
     if hasattr(leaf, "shard_fp32_from_float16_groups"):  # distributed over data-parallel ranks
-        # Not by the optimizer's own index of them: that is wrong in groups of two dtypes.
+        # The optimizer's own index is not used: it is wrong in groups of two dtypes.
         models = chain(*leaf.model_fp32_groups, *leaf.model_float16_groups)
         mains = chain(*leaf.shard_fp32_groups, *leaf.shard_fp32_from_float16_groups)
         for parameter, main in zip(models, mains, strict=True):

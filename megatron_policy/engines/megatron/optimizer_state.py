@@ -1,5 +1,5 @@
-"""The optimizer's state on this rank as live tensors beside the model's parameters, and its count
-of steps; knows no files, no names and no other rank's part.
+"""The optimizer's state on this rank as live tensors with the model's parameters, and its step
+count.
 
 Megatron-Core's own ways to save an optimizer are not used: with torch's Adam they fail on loading,
 and they gather what is sharded.
@@ -18,8 +18,8 @@ from megatron_policy.interfaces.engine import MAIN, StateTensor
 class MegatronOptimizerState:
     """The optimizer's state of all parameters that this rank trains.
 
-    Nothing is kept between calls but the optimizer. Its memory must be on the device, and
-    parameters settled: a gather on its way would overwrite what is written here.
+    Keeps nothing between calls but the optimizer. Its memory must be on the device and parameters
+    settled: a pending gather would overwrite what is written here.
     """
 
     def __init__(self, model: WrappedModel) -> None:
@@ -28,22 +28,22 @@ class MegatronOptimizerState:
     @property
     def distributed(self) -> bool:
         """Whether the ranks that share a parameter's gradients hold different ranges of its state;
-        the same on every rank. Those are the data-and-context-parallel ranks, and of an expert's
-        parameters the ranks that have the same expert.
+        the same on every rank. Those are the data-and-context-parallel ranks, and for an expert's
+        parameters the ranks that hold the same expert.
         """
         return bool(self._model.chunks[0].ddp_config.use_distributed_optimizer)
 
     @property
     def nbytes(self) -> int:
-        """Of all that `tensors` returns once there is all of it."""
+        """The bytes of all that `tensors` returns once all state exists."""
         return sum(
             (each.last - each.first) * torch.float32.itemsize * (each.separate + len(each.moments))
             for each in self._shards()
         )
 
     def tensors(self) -> list[StateTensor]:
-        """What exists now: before the first step there are main parameters only, and none of those
-        where the model's own are fp32. A parameter of which this rank has no range is left out.
+        """The state that exists now. Before the first step there are only main parameters, and none
+        if the model's own are fp32. Parameters of which this rank has no range are left out.
         """
         found = []
         for each in self._shards():
@@ -57,9 +57,9 @@ class MegatronOptimizerState:
 
     @torch.no_grad()
     def materialize(self) -> None:
-        """Make what the first step would make, as it would: moments of zeros and counts of 0.
+        """Make the state that the first step would make: moments of zeros and counts of 0.
 
-        What exists already stays as it is.
+        Existing state is unchanged.
         """
         for each in self._shards():
             state = each.inner.state[each.main]
@@ -75,10 +75,10 @@ class MegatronOptimizerState:
 
     @property
     def step(self) -> int | None:
-        """How often the optimizer has stepped by its own count, which corrects Adam's bias; None
-        where it counts nothing: SGD, or a rank that trains nothing.
+        """The optimizer's own step count, which corrects Adam's bias; None if there is none: SGD,
+        or a rank that trains nothing.
 
-        CheckpointError if it is not the same for all parameters.
+        CheckpointError if it differs between parameters.
         """
         counts = {each.steps for each in self._shards()}
         if len(counts) > 1:
@@ -91,7 +91,7 @@ class MegatronOptimizerState:
 
     @torch.no_grad()
     def set_step(self, step: int) -> None:
-        """Go on counting from here; after `materialize`. Nothing where nothing is counted."""
+        """Continue counting from here; call after `materialize`. No effect without a count."""
         for each in self._shards():
             if each.counts_alone:
                 each.state["step"].fill_(step)
@@ -100,8 +100,8 @@ class MegatronOptimizerState:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Be as new over the model's parameters as they are now: main parameters taken from them,
-        no moments, no steps.
+        """Reset to a new optimizer over the model's current parameters: main parameters copied from
+        them, no moments, no steps.
         """
         for each in self._shards():
             each.inner.state.pop(each.main, None)

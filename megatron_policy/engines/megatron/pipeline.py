@@ -1,5 +1,4 @@
-"""Runs microbatches through this rank's chunks with Megatron-Core's pipeline schedule; knows
-nothing of losses.
+"""Runs microbatches through this rank's chunks with Megatron-Core's pipeline schedule.
 
 Shapes: T positions that this context-parallel rank computes, R rows of them, D model.
 """
@@ -31,8 +30,8 @@ Consume = Callable[[Output], T]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """This rank's chunks in the pipeline and the groups they talk in; `head` is there on the last
-    stage only.
+    """This rank's chunks in the pipeline and their process groups; only the last stage has a
+    `head`.
     """
 
     chunks: tuple[torch.nn.Module, ...]
@@ -43,7 +42,7 @@ class Pipeline:
 
     @property
     def models(self) -> tuple[torch.nn.Module, ...]:
-        """The chunks without the gradient buffers they may be wrapped in."""
+        """The chunks without the gradient buffers that can wrap them."""
         return tuple(_model(chunk) for chunk in self.chunks)
 
     @property
@@ -56,11 +55,11 @@ class Pipeline:
         loss: Consume[tuple[torch.Tensor, T]],
         forward_only: bool = False,
     ) -> list[T]:
-        """Forward and, unless `forward_only`, backward; `loss` gives a scalar to differentiate and
-        what to keep.
+        """Forward and, unless `forward_only`, backward; `loss` returns a scalar to differentiate
+        and a value to keep.
 
-        Returns what was kept, in order and without fillers, on the last stage; an empty list on the
-        others.
+        Returns the kept values, in order and without fillers, on the last stage; an empty list on
+        the others.
         """
         for chunk in self.chunks:
             chunk.train(not forward_only)
@@ -69,8 +68,8 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Microbatch], read: Consume[T]) -> list[T]:
-        """Forward only, in eval mode; returns what `read` makes of each microbatch that is no
-        filler, on the last stage.
+        """Forward only, in eval mode; returns the result of `read` for each microbatch that is not
+        a filler, on the last stage.
         """
         for chunk in self.chunks:
             chunk.eval()
@@ -93,7 +92,7 @@ class Pipeline:
             data_iterator=data if several else data[0],
             model=list(self.chunks) if several else self.chunks[0],
             num_microbatches=len(microbatches),
-            # These two bind all microbatches, unless their lengths may vary.
+            # These two apply to all microbatches, unless their lengths can vary.
             seq_length=first.layout.full_length,
             micro_batch_size=first.layout.sources_CTR.size(2),
             forward_only=forward_only,
@@ -125,7 +124,7 @@ class Pipeline:
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         output = self._output(microbatch, hidden_TRD)
         value, kept = (output.nothing(), None) if microbatch.filler else loss(output)
-        # The count would divide gradients when they are reduced; ours are sums, so it has no
+        # This count would divide gradients when they are reduced; ours are sums, so it has no
         # effect.
         return value, torch.ones((), dtype=torch.int, device=value.device), kept
 
@@ -144,9 +143,7 @@ class Pipeline:
         return Output(hidden_TRD, microbatch, self.head, self.groups.cp)
 
     def share_tensor(self, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        """What the last stage holds, on every stage; `like` gives shape and dtype where there is
-        nothing yet.
-        """
+        """The last stage's tensor, on every stage; `like` gives shape and dtype on the others."""
         if self.groups.pp.size() == 1:
             assert tensor is not None
             return tensor
@@ -172,7 +169,7 @@ def _model(chunk: torch.nn.Module) -> torch.nn.Module:
 
 @contextmanager
 def hidden_states_of(model: torch.nn.Module) -> Iterator[None]:
-    """Within this context a chunk returns hidden states `[T, R, D]` also if it holds the head."""
+    """Within this context a chunk returns hidden states `[T, R, D]` even if it holds the head."""
     chunk: Any = model
     holds_head = chunk.post_process
     chunk.post_process = False

@@ -1,4 +1,4 @@
-"""Process groups of a topology: the one place that names Megatron-Core's global parallel state."""
+"""Process groups of a topology; the only module that uses Megatron-Core's global parallel state."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_groups(topology: Topology, timeout_s: float) -> Groups:
 
 
 def refuse_second_policy() -> None:
-    """ConfigError if this process has Megatron-Core's groups already: they are global, so it can
+    """ConfigError if this process already has Megatron-Core's groups: they are global, so it can
     hold one policy at a time.
     """
     if parallel_state.model_parallel_is_initialized():

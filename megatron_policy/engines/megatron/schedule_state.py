@@ -1,5 +1,5 @@
-"""Where the learning-rate schedule is, as plain values, and the way back there; the configuration
-says what the schedule is.
+"""Saves the learning-rate schedule's position as plain values and restores it; the schedule itself
+comes from the configuration.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def schedule_state(model: WrappedModel) -> dict[str, Any]:
 def restore_schedule(
     model: WrappedModel, state: Mapping[str, Any]
 ) -> dict[str, tuple[object, object]]:
-    """Go on from the sample at which `state` was taken, by the configuration's own schedule: all
-    groups have the rates that it gives there.
+    """Continue from the sample at which `state` was taken, by the configuration's own schedule,
+    which sets all groups' rates.
 
-    Returns the settings that differ, each as (in `state`, configured); None is one that `state` has
-    not. CheckpointError without a count.
+    Returns the settings that differ, each as (in `state`, configured); None means that `state`
+    lacks it. CheckpointError without a count.
     """
     steps = state.get("num_steps")
     if not isinstance(steps, int) or steps < 0:
@@ -48,7 +48,7 @@ def restore_schedule(
             "Load another checkpoint, or load this one with fresh_optimizer"
         )
     configured = schedule_state(model)
-    # Set, not loaded: Megatron-Core's own way adds to the count, and takes rates from the file.
+    # Set directly: Megatron-Core's own load adds to the count and takes rates from the file.
     model.scheduler.num_steps = steps
     model.scheduler.step(increment=0)
     saved = {name: state.get(name) for name in _SETTINGS}

@@ -1,7 +1,7 @@
-"""Finds the device memory of each kind that a policy holds; moves none of it.
+"""Finds the device memory of each kind that a policy holds.
 
-Memory is counted by storages, not by tensors: parameters may be views of their chunk's buffer, and
-an optimizer's main parameters may be views of the parameters.
+Memory is counted by storage, not by tensor: parameters can be views of their chunk's buffer, and an
+optimizer's main parameters can be views of the parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_policy.engines.megatron.optimizer import WrappedModel
 from megatron_policy.memory.states import Kind, Storages
 
 SMALLEST_BYTES = 1024
-"""Storages below this stay where they are: moving them gives nothing back."""
+"""Smaller storages are never moved: that would free nothing."""
 
 
 def resident_storages(
@@ -24,9 +24,9 @@ def resident_storages(
 ) -> Storages:
     """The storages that are on the device now, each once, in the same order at every call.
 
-    What several kinds share belongs to the first of parameters, gradients, optimizer. Optimizer
-    state that a step has added since the last call is found; what is in host memory, emptied or
-    small is not.
+    A storage shared by several kinds belongs to the first of parameters, gradients, optimizer.
+    Optimizer state that a step has added since the last call is included; storages that are in host
+    memory, emptied or small are not.
     """
     seen: set[int] = set()
     found: Storages = {kind: [] for kind in Kind}
@@ -40,8 +40,8 @@ def resident_storages(
 
 
 def forget_gradients(trainable: WrappedModel) -> None:
-    """Let go of the gradients that an optimizer step has left beside the buffers; a step makes them
-    anew.
+    """Drop the gradients that an optimizer step has left outside the buffers; a step recreates
+    them.
     """
     trainable.optimizer.zero_grad()
 
@@ -73,7 +73,7 @@ def _tensors(
 
 
 def _optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
-    """The plain optimizers at the leaves; a rank that trains nothing of a group has none there."""
+    """The plain optimizers at the leaves; a rank that trains nothing in a group has none there."""
     if isinstance(optimizer, ChainedOptimizer):
         for chained in optimizer.chained_optimizers:
             yield from _optimizers(chained)

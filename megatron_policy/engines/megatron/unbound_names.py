@@ -1,7 +1,8 @@
-"""Names that some releases of Megatron-Core read without Transformer Engine, bound only with it.
+"""Binds names that some Megatron-Core releases use without Transformer Engine but bind only
+with it.
 
-Not a matter of the device: a machine with a GPU and without Transformer Engine needs them too.
-Where they are bound, nothing is touched.
+Independent of the device: a machine with a GPU and without Transformer Engine needs them too. Names
+that are bound are left alone.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import contextlib
 
 
 def bind() -> None:
-    """Bind what is unbound, to what stands for "there is no Transformer Engine"."""
+    """Bind the unbound names to values that mean "there is no Transformer Engine"."""
     recomputation()
     router_kernel()
     latent_attention()
 
 
 def recomputation() -> None:
-    """Selective recomputation of norms asks whether fp8 is on, of a class that is unbound."""
+    """Selective recomputation of norms asks an unbound class whether fp8 is on."""
     import megatron.core.tensor_parallel.random as mcore_random
 
     if not hasattr(mcore_random, "FP8GlobalStateManager"):
@@ -27,7 +28,7 @@ def recomputation() -> None:
 
 
 def router_kernel() -> None:
-    """The router of experts asks whether a fused matrix product is there, by a name unbound."""
+    """The router tests an unbound name to see whether a fused matrix product exists."""
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -35,7 +36,7 @@ def router_kernel() -> None:
 
 
 def latent_attention() -> None:
-    """Latent attention takes Transformer Engine for installed when its names import."""
+    """MLA assumes that Transformer Engine is installed if its names import."""
     import megatron.core.transformer.multi_latent_attention as mcore_mla
 
     if mcore_mla.HAVE_TE and not isinstance(mcore_mla.TELinear, type):

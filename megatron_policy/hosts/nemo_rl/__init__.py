@@ -1,6 +1,7 @@
 """NeMo RL as a host: its driver starts this package's Megatron worker in place of its own.
 
-Importing it is light, since every Python of a run may do so (see `autoload`).
+The import is cheap, since every Python process of a run may do it (see `autoload`).
+Read `redirect.py` first, then `worker.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ __all__ = ["backend", "install"]
 
 
 def backend() -> Host:
-    """NeMo RL, for `find_host("nemo_rl")` and for a NeMo RL that looks its backends up."""
+    """NeMo RL as a host, for `find_host("nemo_rl")` and for a NeMo RL that looks up backends."""
     from megatron_policy.hosts.nemo_rl import redirect
     from megatron_policy.interfaces.host import Host
 
@@ -24,8 +25,8 @@ def backend() -> Host:
 def install() -> None:
     """Make the NeMo RL of this process start our worker where it is configured to use Megatron.
 
-    To be called in the driver before it makes a policy; may be called again. ConfigError when
-    NeMo RL cannot be imported, or is not built as this package knows it.
+    Call it in the driver before it makes a policy; repeated calls are harmless. ConfigError if
+    NeMo RL cannot be imported, or has a structure that this package does not know.
     """
     from megatron_policy.hosts.nemo_rl import redirect
 

@@ -1,4 +1,4 @@
-"""`python -m megatron_policy.hosts.nemo_rl [-m] PROGRAM [ARGS...]`: as `python [-m] PROGRAM
+"""`python -m megatron_policy.hosts.nemo_rl [-m] PROGRAM [ARGS...]`: like `python [-m] PROGRAM
 [ARGS...]`, with this package's worker in NeMo RL.
 """
 
@@ -15,7 +15,7 @@ FAILED, NOT_UNDERSTOOD = 1, 2
 
 
 def prepared(words: list[str]) -> launch.Program:
-    """The program that `words` name, ready to run; leaves with a line on stderr if it cannot."""
+    """The program that `words` name, ready to run; on failure, exit with a message on stderr."""
     if words[:1] in (["-h"], ["--help"]):
         print(f"{USAGE}\n{__doc__}")
         raise SystemExit(0)

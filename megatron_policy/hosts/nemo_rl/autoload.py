@@ -1,7 +1,7 @@
-"""Installs our worker when NeMo RL is imported, where the environment asks for it.
+"""Installs our worker when NeMo RL is imported, if the environment asks for it.
 
-`megatron_policy_nemo_rl.pth` has every Python that starts with NEMO_RL_MEGATRON_BACKEND set call
-`watch`, so this imports nothing that such a Python does not have already.
+`megatron_policy_nemo_rl.pth` makes every Python that starts with NEMO_RL_MEGATRON_BACKEND set call
+`watch`, so this module imports nothing that is not already loaded in such a Python.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from types import ModuleType
 VARIABLE = "NEMO_RL_MEGATRON_BACKEND"
 KNOWN = ("megatron_policy",)
 GROUPS = "nemo_rl.distributed.worker_groups"
-"""NeMo RL's module that starts workers: whoever has not imported it starts none."""
+"""NeMo RL's module that starts workers: a process that has not imported it starts none."""
 
 
 def watch() -> None:
-    """Act on the variable's value once NeMo RL is imported: install, or warn of an unknown one."""
+    """Act on the variable once NeMo RL is imported: install, or warn about an unknown value."""
     asked = os.environ.get(VARIABLE)
-    # A Python may run its start-up lines twice: a folder of theirs can have two names.
+    # Python may run the .pth lines twice: their folder can have two names.
     if asked and not any(isinstance(finder, AfterImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, AfterImport(GROUPS, _install if asked in KNOWN else _warn))
 
 
 class AfterImport:
-    """A finder that finds nothing itself, and calls `act` once the module `name` is there.
+    """A finder that finds nothing itself, and calls `act` once the module `name` is imported.
 
-    What `act` raises, importing the module raises.
+    Exceptions of `act` propagate from the import.
     """
 
     def __init__(self, name: str, act: Callable[[], None]) -> None:
@@ -38,7 +38,7 @@ class AfterImport:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """What the finders behind this one find, of that module with `act` after its execution."""
+        """What later finders find for that module, with `act` called after its execution."""
         if name != self.name:
             return None
         behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
@@ -49,7 +49,7 @@ class AfterImport:
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                if module.__name__ == self.name:  # a loader may load others, too
+                if module.__name__ == self.name:  # a loader may also load other modules
                     self.act()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]

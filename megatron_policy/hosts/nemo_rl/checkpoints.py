@@ -1,4 +1,4 @@
-"""What a worker's checkpoint settings mean under this host; reads and writes none."""
+"""Adapts a worker's checkpoint settings to this host."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def as_host_means(
 ) -> PolicyConfig:
     """The configuration for a start from these paths.
 
-    A start from weights alone means an optimizer that begins anew: the host saves none with
-    `checkpointing.save_optimizer=false`. And saves block where the host renames the directory, and
-    removes older ones, as soon as they return.
+    A start from weights alone means a new optimizer: the host saves none with
+    `checkpointing.save_optimizer=false`. Saves block if the host renames the directory, and removes
+    older ones, as soon as they return.
     """
     if weights_path is not None and optimizer_path is None:
         config = _changed(config, fresh_optimizer=True)
@@ -32,8 +32,8 @@ def as_host_means(
 
 
 def waits_for_saves() -> bool:
-    """Whether the host of this process, if there is one, calls `finalize_async_save` before it
-    renames what was saved: those that have this in their workers do.
+    """Whether the host of this process, if any, calls `finalize_async_save` before it renames a
+    checkpoint: hosts whose workers have that method do.
     """
     if part_or_none("nemo_rl", "__name__") is None:
         return True

@@ -1,6 +1,4 @@
-"""The worker's methods that fetch their rows from the host's data plane, by the host's own mixin;
-knows no transport.
-"""
+"""The worker's methods that fetch their rows from the host's data plane, using the host's mixin."""
 
 from __future__ import annotations
 
@@ -26,19 +24,19 @@ _LENT = (
     "finish_train_step",
     "abort_train_step",
 )
-"""What the mixin calls on the worker that it is mixed into."""
+"""The methods that the mixin calls on the worker it is mixed into."""
 
 
 class DataPlane:
-    """Training and reading on rows that the worker fetches itself (NeMo RL from 0.7 on).
+    """Training and inference on rows that the worker fetches (NeMo RL from 0.7 on).
 
     The host's mixin fetches, packs and writes back; it is imported at the first call, and given
-    this worker's methods. NotImplementedError where the host has none.
+    this worker's methods. NotImplementedError if the host has none.
     """
 
     policy: MegatronPolicy
     _host_config: Mapping[str, Any]
-    """The host's own mapping, which its mixin reads."""
+    """The host's own config mapping, which its mixin reads."""
     _tokenizer: Any
     _made_seat: Any = None
 
@@ -51,11 +49,11 @@ class DataPlane:
         return self._seat("train_presharded").train_presharded(**call)
 
     def get_logprobs_presharded(self, **call: Any) -> Any:
-        """`get_logprobs` of the rows that `meta` names, written back as `prev_logprobs`."""
+        """`get_logprobs` on the rows that `meta` names, written back as `prev_logprobs`."""
         return self._seat("get_logprobs_presharded").get_logprobs_presharded(**call)
 
     def get_reference_policy_logprobs_presharded(self, **call: Any) -> Any:
-        """The same under the starting weights, written back as `reference_policy_logprobs`."""
+        """The same under the initial weights, written back as `reference_policy_logprobs`."""
         seat = self._seat("get_reference_policy_logprobs_presharded")
         return seat.get_reference_policy_logprobs_presharded(**call)
 
@@ -68,7 +66,7 @@ class DataPlane:
         return self._seat("train_microbatch_presharded").train_microbatch_presharded(**call)
 
     def finish_train_step_presharded(self, **call: Any) -> Any:
-        """`finish_train_step`, and whether this rank's result is the one to be used."""
+        """`finish_train_step`, and whether this rank's result is the one to use."""
         return self._seat("finish_train_step_presharded").finish_train_step_presharded(**call)
 
     def abort_train_step_presharded(self, **call: Any) -> Any:
@@ -109,16 +107,16 @@ def _make_seat(worker: DataPlane, method: str) -> Any:
 
 
 def _replica_group(topology: Topology, own: Coords, timeout_s: float) -> dist.ProcessGroup | None:
-    """The ranks of this data-parallel replica, its first rank first; None if it has one only.
+    """The ranks of this data-parallel replica, its first rank first; None if it has only one.
 
-    Collective over all ranks: the first call of any method here is one of all workers.
+    Collective over all ranks: the first call of any method here is on all workers.
     """
     if topology.world_size == topology.dp:
         return None
     found: dist.ProcessGroup | None = None
     for dp in range(topology.dp):
         ranks = [rank for rank in range(topology.world_size) if topology.coords(rank).dp == dp]
-        # Torch's own limit would be three times that of all other groups.
+        # Torch's default timeout would be three times that of all other groups.
         group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
         found = group if dp == own.dp else found
     return found

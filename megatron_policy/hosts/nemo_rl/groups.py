@@ -1,6 +1,4 @@
-"""Joins the group of training ranks and the host's engines, by the host's own means; moves no
-weights.
-"""
+"""Joins the group of training ranks and the host's engines, with the host's own classes."""
 
 from __future__ import annotations
 
@@ -13,13 +11,13 @@ from megatron_policy.hosts.nemo_rl.host_imports import accepted, part_or_none
 
 
 def join_engines(ip: str, port: int, rank: int, world_size: int, options: Mapping[str, Any]) -> Any:
-    """What has `broadcast(tensor, src)` among all ranks, this one being `rank` of `world_size`.
+    """An object with `broadcast(tensor, src)` among all ranks; this one is `rank` of `world_size`.
 
-    From 0.6 on the host has a group of its own; before that it takes vLLM's, which then is
-    installed with it. NotImplementedError where neither is there. Of `options`, `nccl_peer` is how
-    the engines begin (newest hosts).
+    From 0.6 on the host has its own group; before that it uses vLLM's, which is then installed with
+    it. NotImplementedError if neither is there. Of `options`, `nccl_peer` is how the engines
+    initialise (newest hosts).
     """
-    release_cached()  # what the group's buffers need is not torch's to hold
+    release_cached()  # free memory for the group's buffers, which torch does not allocate
     here = device.current_device().index
     meeting = part_or_none("nemo_rl.distributed.stateless_process_group", "StatelessProcessGroup")
     if meeting is not None:

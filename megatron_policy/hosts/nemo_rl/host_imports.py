@@ -1,4 +1,4 @@
-"""Finds what the host of this process has, by trying; knows no version numbers."""
+"""Finds what the host of this process offers by trying imports, not by version numbers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def part(module: str, name: str) -> Any:
 
 
 def part_or_none(module: str, name: str) -> Any:
-    """The same, None where there is no host, or it has no such part. ImportError if it has, and
-    something that it needs is not installed: then nobody may take the part for missing.
+    """The same; None if there is no host or it has no such part. ImportError if it has the part but
+    a dependency is not installed: the part must then not be taken for missing.
     """
     try:
         return part(module, name)
@@ -35,7 +35,7 @@ def part_or_none(module: str, name: str) -> Any:
 
 
 def accepted(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `options` that `function` takes: hosts add arguments from version to version."""
+    """Those `options` that `function` accepts: hosts add arguments from version to version."""
     known = inspect.signature(function).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values()):
         return dict(options)

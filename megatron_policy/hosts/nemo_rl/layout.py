@@ -1,4 +1,4 @@
-"""Compares the driver's rank grid with ours; knows only that it has names and a layout."""
+"""Compares the driver's rank grid with ours."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ AXES = {
     "context_parallel": "cp",
     "tensor_parallel": "tp",
 }
-"""The host's axes, slowest first, in the order in which our ranks count."""
+"""The host's axes, slowest first, in the order of our rank numbering."""
 
 
 def check_layout_of_host(annotations: Any, config: PolicyConfig) -> None:
     """ConfigError, naming both, unless the host's `NamedSharding` is the rank grid of this
-    configuration. None, and what has neither `names` nor `layout`, says nothing that could be
-    compared.
+    configuration. None, or an object without `names` and `layout`, is not compared.
     """
     from megatron_policy.config.layout import topology_of
 
@@ -30,7 +29,7 @@ def check_layout_of_host(annotations: Any, config: PolicyConfig) -> None:
     found = dict(zip(names, ranks.shape, strict=True))
     topology = topology_of(config, ranks.size)
     ours = {name: getattr(topology, axis) for name, axis in AXES.items()}
-    # An axis that is missing has one rank.
+    # A missing axis has size 1.
     alike = [name for name in AXES if name in found] == names
     alike = alike and all(found.get(name, 1) == size for name, size in ours.items())
     if not alike or ranks.flatten().tolist() != list(range(math.prod(ours.values()))):

@@ -1,4 +1,4 @@
-"""Makes a worker's log heard: NeMo RL sets up none in its workers. Says nothing itself."""
+"""Sets up a worker's logging, which NeMo RL does not do in its workers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 
 
 def make_audible() -> None:
-    """On rank 0 let what this package logs from level INFO on reach the worker's output: keys
-    without effect, what a start from a checkpoint has restored. A level or handlers that are set
-    stay; other ranks would say the same.
+    """On rank 0, send this package's log from level INFO up to the worker's output: keys without
+    effect, what a start from a checkpoint has restored. An existing level or handlers are kept;
+    other ranks would log the same.
     """
     log = logging.getLogger("megatron_policy")
     if os.environ.get("RANK", "0") != "0":

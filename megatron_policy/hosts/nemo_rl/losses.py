@@ -1,5 +1,5 @@
-"""The host's losses as this policy calls losses: with the host's batches, and with inputs that only
-the host's own code prepares. Knows no model.
+"""Adapts the host's losses to this policy's calls: with the host's batches, and with inputs that
+only the host's own code prepares.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _REFUSED = {
 
 
 def adapted(loss_fn: Any, aside: Iterable[str] = ()) -> Any:
-    """`loss_fn` as this policy calls it; `aside` are the keys that `set_aside` has put away.
+    """`loss_fn` as this policy calls it; `aside` are the keys given to `set_aside`.
 
-    NotImplementedError, naming the reason, for an input that is not fed.
+    NotImplementedError, naming the reason, for an input type that is not supported.
     """
     kind = getattr(loss_fn, "input_type", None)
     kind = getattr(kind, "value", kind)
@@ -38,9 +38,9 @@ def adapted(loss_fn: Any, aside: Iterable[str] = ()) -> Any:
 
 
 class HostLoss:
-    """A loss that is handed the host's batch, and otherwise is called as it is.
+    """A loss that gets the host's batch, and is otherwise called as it is.
 
-    Its own attributes (`loss_type`, `input_type`, `metric_normalizations`, ...) are seen through.
+    Its own attributes (`loss_type`, `input_type`, `metric_normalizations`, ...) show through.
     """
 
     def __init__(self, loss_fn: Any, aside: tuple[str, ...]) -> None:
@@ -57,7 +57,7 @@ class HostLoss:
                 kwargs["next_token_logprobs"] = _completed(**kwargs)
         else:
             logits, data, *rest = args
-            # The host's backward passes take views that a transposed tensor does not allow.
+            # The host's backward passes take views that a transposed tensor does not support.
             args = (logits.contiguous(), self._data(data), *rest)
         result: tuple[torch.Tensor, dict[str, Any]] = self._loss_fn(*args, **kwargs)
         return result
@@ -67,9 +67,9 @@ class HostLoss:
 
 
 class PreparedLoss(HostLoss):
-    """A loss whose input the host prepares of this rank's slice of the logits, `[B, S, V]`.
+    """A loss whose input the host prepares from this rank's slice of the logits, `[B, S, V]`.
 
-    This policy calls it as it calls losses without `input_type`, with the groups.
+    This policy calls it like losses without `input_type`, with the groups.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -86,7 +86,7 @@ class PreparedLoss(HostLoss):
         **groups: Any,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         prepare = part("nemo_rl.algorithms.loss.utils", "prepare_loss_input")
-        # The logits are those of all context-parallel ranks already.
+        # The logits already cover all context-parallel ranks.
         groups["context_parallel_group"] = None
         given, prepared = prepare(
             logits=logits_BSV.contiguous(), data=self._data(data), loss_fn=self._loss_fn, **groups
@@ -101,11 +101,11 @@ class PreparedLoss(HostLoss):
 
 
 def _completed(data: Any, next_token_logprobs: torch.Tensor, **rest: Any) -> torch.Tensor:
-    """The log-probabilities of tokens that do not count, which are not computed, as they were when
-    the data's `prev_logprobs` were read.
+    """Fill in the log-probabilities of masked tokens, which are not computed, from the data's
+    `prev_logprobs`.
 
-    The host's ratios then are 1 there, as they are with the host's own worker: a power of e that
-    overflows would make the masked sum no number.
+    The host's ratios are then 1 there, as with the host's own worker: an overflowing exponential
+    would make the masked sum NaN.
     """
     before_BS = data.get("prev_logprobs")
     if before_BS is None or before_BS[:, 1:].shape != next_token_logprobs.shape:
@@ -118,7 +118,7 @@ def _completed(data: Any, next_token_logprobs: torch.Tensor, **rest: Any) -> tor
 
 def set_aside(data: Mapping[str, Any], keys: Iterable[str] | None) -> Mapping[str, Any]:
     """`data` with the tensors under `keys` as lists of rows, so that their dimension 1, which is
-    not the sequence, is neither checked nor cut.
+    not the sequence, is neither checked nor sliced.
     """
     put = [key for key in keys or () if isinstance(data.get(key), torch.Tensor)]
     if not put:
@@ -130,7 +130,7 @@ def set_aside(data: Mapping[str, Any], keys: Iterable[str] | None) -> Mapping[st
 
 
 def fetched(data: BatchedDataDict, keys: Iterable[str]) -> BatchedDataDict:
-    """What `set_aside` has put away as tensors again, where the batch's own are."""
+    """`data` with the lists of `set_aside` as tensors again, on the batch's device."""
     put = [key for key in keys if isinstance(data.get(key), list)]
     if not put:
         return data

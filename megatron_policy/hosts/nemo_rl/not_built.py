@@ -1,4 +1,4 @@
-"""The methods of the host's workers that this one does not have, and why; data only."""
+"""The methods of the host's workers that this one does not implement, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes NeMo RL's driver start our worker for its own; knows nothing of what workers do."""
+"""Makes NeMo RL's driver start our worker instead of its own."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ THEIR_WORKERS = (
     "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker",  # since 0.5
     "nemo_rl.models.policy.megatron_policy_worker.MegatronPolicyWorker",  # until 0.4
 )
-"""What our worker is started for. Other workers of theirs that use Megatron stay theirs."""
+"""The workers that ours replaces. NeMo RL's other workers that use Megatron are left alone."""
 
 _SAME_CLASS = ".MegatronPolicyWorker"
 
 GROUPS = "nemo_rl.distributed.worker_groups"
 CLASS_NAME = "ray_actor_class_fqn"
-"""The first argument of its RayWorkerBuilder in all releases: the full name of a worker's class."""
+"""The first argument of RayWorkerBuilder in all releases: the full name of a worker's class."""
 ENVIRONMENTS = "nemo_rl.distributed.ray_actor_environment_registry"
 PYTHON_VARIABLE = "MEGATRON_POLICY_PY"
 
@@ -43,21 +43,21 @@ def install() -> None:
     environments = _environments(registry)
     environments[OUR_WORKER] = worker_python()
     if os.environ.get(PYTHON_VARIABLE, "").strip():
-        # It travels to processes in other folders, which may come here too.
+        # Processes in other folders inherit it, and may run this code too.
         os.environ[PYTHON_VARIABLE] = environments[OUR_WORKER]
     if not hasattr(builder.__init__, "_megatron_policy"):
         builder.__init__ = _redirecting(builder.__init__, environments)
     _lead_workers_to_this_package()
-    # NeMo RL refuses to use Megatron unless this is set, to whatever. Who compiles for a GPU
-    # takes an empty value like none, and looks at the GPU that is there.
+    # NeMo RL refuses to use Megatron unless this is set to something. Builds for a GPU treat an
+    # empty value like none, and target the GPU that is there.
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "")
 
 
 def worker_python() -> str:
-    """What runs the workers: MEGATRON_POLICY_PY, or else the Python of this process.
+    """The Python that runs the workers: MEGATRON_POLICY_PY, or else the Python of this process.
 
-    A path, or a `uv run ...` command, of which NeMo RL makes an environment. ConfigError when the
-    path leads to nothing that can be executed.
+    A path, or a `uv run ...` command, from which NeMo RL makes an environment. ConfigError if the
+    path is not an executable.
     """
     wanted = os.environ.get(PYTHON_VARIABLE, "").strip() or sys.executable
     if wanted.split()[0] == "uv":
@@ -101,7 +101,7 @@ def _builder(groups: ModuleType) -> Any:
 
 
 def _environments(registry: ModuleType) -> MutableMapping[str, str]:
-    """Which Python runs which worker."""
+    """The mapping from a worker to the Python that runs it."""
     environments = getattr(registry, "ACTOR_ENVIRONMENT_REGISTRY", None)
     if not isinstance(environments, MutableMapping):
         _refuse(f"{ENVIRONMENTS} has no mapping ACTOR_ENVIRONMENT_REGISTRY")
@@ -121,7 +121,7 @@ def _refuse(what: str) -> NoReturn:
 def _redirecting(
     original: Callable[..., None], environments: MutableMapping[str, str]
 ) -> Callable[..., None]:
-    """`original`, the constructor of RayWorkerBuilder, that takes our worker for theirs."""
+    """`original`, the constructor of RayWorkerBuilder, with our worker in place of theirs."""
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -147,7 +147,7 @@ def _worker_for(name: Any, environments: MutableMapping[str, str]) -> Any:
 
 
 def _tell(message: str) -> None:
-    """To the log, and to stderr where there is no log; a level above INFO silences both."""
+    """Log the message, or print it to stderr without a log; a level above INFO silences both."""
     if log.level == logging.NOTSET:
         log.setLevel(logging.INFO)
     log.info(message)
@@ -156,9 +156,9 @@ def _tell(message: str) -> None:
 
 
 def _lead_workers_to_this_package() -> None:
-    """NeMo RL hands its driver's environment to its workers: PYTHONPATH tells them of a checkout.
+    """Put a checkout of this package on PYTHONPATH, which NeMo RL passes on to its workers.
 
-    An installed package they find anyhow, and other folders beside it are better left off the path.
+    They find an installed package anyway, and its neighbours are better left off the path.
     """
     if not _found_by_a_new_python():
         root = str(Path(__file__).resolve().parents[3])
@@ -167,13 +167,13 @@ def _lead_workers_to_this_package() -> None:
 
 
 def _found_by_a_new_python() -> bool:
-    """Whether a Python like this one imports this very package, whatever its working folder."""
+    """Whether a new Python like this one imports this very package from any working directory."""
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     lasting = [*given, *site.getsitepackages(), site.getusersitepackages()]
     here = Path(__file__).resolve().parents[2] / "__init__.py"
     found = PathFinder.find_spec("megatron_policy", lasting)
     for finder in sys.meta_path:
-        # Of an editable install: it stands before all paths or behind, and knows one place.
+        # The finder of an editable install comes before or after all paths, and knows one place.
         if found is None and getattr(finder, "__module__", "").startswith("__editable__"):
             found = finder.find_spec("megatron_policy", None)
     return found is not None and Path(found.origin or "").resolve() == here

@@ -1,6 +1,4 @@
-"""Refits to the host's engines, in the host's own protocols where its engines can run; knows no
-engine.
-"""
+"""Refits to the host's engines, in the host's own protocols where its engines can run."""
 
 from __future__ import annotations
 
@@ -18,31 +16,31 @@ from megatron_policy.workers.refit import WorkerRefit, refuse_scales
 
 
 class HostRefit(WorkerRefit):
-    """Hands weights to the engines that NeMo RL has started.
+    """Sends weights to the engines that NeMo RL has started.
 
     On GPUs they are the host's unmodified vLLM workers. Over a socket they get our stream in the
-    host's dialect: packs of `(handle, names, used bytes)`, each tensor from a multiple of 512 bytes
-    on, in two buffers by turns, and the host's end. Over a group they get the broadcasts of the
-    host's own producer in the host's own group. Where there is no GPU the host has no engine, and
-    both ways are those of our own `Receiver`. Every method is collective.
+    host's dialect: packs of `(handle, names, used bytes)`, each tensor at a multiple of 512 bytes,
+    in two alternating buffers, and the host's end marker. Over a group they get the broadcasts of
+    the host's own producer in the host's own group. Without a GPU the host has no engine, and both
+    ways are those of our own `Receiver`. Every method is collective.
     """
 
     _shares_devices: bool
     """Whether engines compute on the training ranks' devices."""
     _joined = False
     _engines: Any = None
-    """The host's own group, on a rank that has joined one."""
+    """The host's own group, on a rank that has joined it."""
 
-    # The host gives no `with_numel`: its version decides.
+    # The host passes no `with_numel`: its version decides.
     def prepare_refit_info(self) -> dict[str, tuple[Any, ...]]:  # type: ignore[override]
-        """{HF name: (shape, dtype)} of what will be handed over, in that order; with the number of
-        elements as a third where the host's policy groups tensors itself for engines on the same
+        """{HF name: (shape, dtype)} of what will be sent, in that order; with the number of
+        elements as a third value if the host's policy itself groups tensors for engines on the same
         devices (0.3).
         """
         policy = part_or_none("nemo_rl.models.policy.interfaces", "ColocatablePolicyInterface")
         groups = policy is not None and hasattr(policy, "prepare_weights_for_ipc")
         info = super().prepare_refit_info(with_numel=groups and self._shares_devices)
-        # The host's engines ask the shape for its number of elements.
+        # The host's engines call `numel` on the shape.
         return {name: (torch.Size(shape), *rest) for name, (shape, *rest) in info.items()}
 
     def get_zmq_address(self) -> str:
@@ -50,15 +48,15 @@ class HostRefit(WorkerRefit):
         return self.get_refit_address()
 
     def maybe_init_zmq(self) -> None:
-        """Nothing: the socket is there while a refit goes on. Engines may connect before."""
+        """Do nothing: the socket exists during a refit. Engines can connect before."""
 
     def stream_weights_via_ipc_zmq(
         self, buffer_size_bytes: int | None = None, kv_scales: Any = None
     ) -> None:
-        """Hand all weights to the engine on this rank's device, in two buffers of half of
+        """Send all weights to the engine on this rank's device, in two buffers of half of
         `buffer_size_bytes` each; returns when it has loaded them.
 
-        RefitError on every rank if any rank's engine does not answer in time.
+        RefitError on every rank if any rank's engine does not reply in time.
         """
         from megatron_policy.refit.transports.ipc.transport import IpcStream
 
@@ -70,7 +68,7 @@ class HostRefit(WorkerRefit):
         dialect = Dialect(end=protocol.COMPLETE)
         self.policy.refit(IpcStream(buffer_bytes=buffer_size_bytes or None, dialect=dialect))
 
-    # The host gives no `secret`: its own groups need none.
+    # The host passes no `secret`: its own groups need none.
     def init_collective(  # type: ignore[override]
         self,
         ip: str,
@@ -79,12 +77,12 @@ class HostRefit(WorkerRefit):
         train_world_size: int | None = None,
         **options: Any,
     ) -> None:
-        """Meet the engines at `ip`:`port`; `world_size` counts them and all training ranks, which
-        are the first `train_world_size`, or without that (0.3) the first of them alone, which then
-        is the only one to join. Of `options`, what this host's group takes is passed on.
+        """Meet the engines at `ip`:`port`. `world_size` counts them and all training ranks, which
+        are the first `train_world_size`; without that (0.3), only the first training rank, which
+        then joins alone. The `options` that this host's group accepts are passed on.
         """
         if not serves_host_engines():
-            # How the host's engines join bears on GPUs only.
+            # How the host's engines join matters on GPUs only.
             super().init_collective(ip, port, world_size, train_world_size)
             return
         self._joined, self._engines = True, None
@@ -97,9 +95,9 @@ class HostRefit(WorkerRefit):
         buffer_size_bytes: int | None = None,
         num_buffers: int | None = None,
     ) -> None:
-        """Hand all weights to the engines that joined, in broadcasts of `buffer_size_bytes` and in
-        `num_buffers` buffers by turns (None: what the host takes); one broadcast for each tensor
-        where the host does not pack them (0.3).
+        """Send all weights to the engines that joined, in broadcasts of `buffer_size_bytes` from
+        `num_buffers` alternating buffers (None: the host's defaults); one broadcast per tensor if
+        the host does not pack them (0.3).
         """
         refuse_scales(kv_scales)
         if not serves_host_engines():
@@ -109,14 +107,14 @@ class HostRefit(WorkerRefit):
             raise RefitError("no engine has joined: call init_collective first")
         sizes = {"buffer_size_bytes": buffer_size_bytes, "num_buffers": num_buffers}
         _broadcast(self.policy.export(), self._engines, sizes)
-        # The weights may change again only when all of them have left.
+        # The weights may change only when all of them have been sent.
         device.synchronize()
 
 
 def _broadcast(
     tensors: Iterator[tuple[str, torch.Tensor]], group: Any, sizes: Mapping[str, int | None]
 ) -> None:
-    """By the host's producer where there is one; no `group` on a rank that sends nothing."""
+    """Use the host's producer, if any; `group` is None on ranks that do not send."""
     produce = part_or_none("nemo_rl.utils.packed_tensor", "packed_broadcast_producer")
     if group is not None and produce is not None:
         produce(
@@ -127,11 +125,11 @@ def _broadcast(
             **accepted(produce, sizes),
         )
         return
-    for _, tensor in tensors:  # gathered by all ranks, also those that send nothing
+    for _, tensor in tensors:  # gathered by all ranks, even those that send nothing
         if group is not None:
             group.broadcast(tensor, src=0)
 
 
 def serves_host_engines() -> bool:
-    """Whether engines are the host's: they compute on GPUs only."""
+    """Whether engines are the host's, which run on GPUs only."""
     return device.is_accelerated()

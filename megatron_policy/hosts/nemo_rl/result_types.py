@@ -1,4 +1,4 @@
-"""Turns what the worker answers into the host's types; knows no method."""
+"""Converts the worker's results to the host's types."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megatron_policy.hosts.nemo_rl.host_imports import part_or_none
 
 
 def host_batch(data: Any) -> Any:
-    """The same rows as the host's own batch, whose methods its code may call; unchanged where there
-    is no host. Tensors are shared, a plan of microbatches stays behind.
+    """The same rows as the host's own batch type, whose methods its code may call; unchanged
+    without a host. Tensors are shared, a microbatch plan is dropped.
     """
     kind = part_or_none("nemo_rl.distributed.batched_data_dict", "BatchedDataDict")
     return data if kind is None else kind(dict(data))
@@ -24,5 +24,5 @@ def training_result(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_host_types(answer: Any) -> Any:
-    """An answer as the host's driver expects it."""
+    """The result in the type that the host's driver expects."""
     return host_batch(answer) if isinstance(answer, BatchedDataDict) else answer

@@ -1,4 +1,4 @@
-"""What `policy.generation` says beside the temperature of training; computes no logits."""
+"""Settings of `policy.generation` other than the temperature of training."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron_policy.hosts.nemo_rl.host_imports import part_or_none
 
 
 def refuse_filters(config: PolicyConfig) -> None:
-    """ConfigError for `top_p` and `top_k` where this host trains on what they leave over.
+    """ConfigError for `top_p` and `top_k` if this host trains on filtered distributions.
 
-    Hosts from 0.6 on cut log-probabilities by them in training and reading, and have a module for
-    it; in earlier ones they only bear on generation.
+    Hosts from 0.6 on filter log-probabilities with them in training and inference, and have a
+    module for it; in earlier ones they affect generation only.
     """
     filters = part_or_none("nemo_rl.algorithms.logits_sampling_utils", "TrainingSamplingParams")
     if filters is None or config.generation is None:
@@ -33,7 +33,7 @@ def refuse_filters(config: PolicyConfig) -> None:
 
 def shares_devices(config: Mapping[str, Any]) -> bool:
     """Whether the engines of the host's `policy` section compute on the training ranks' devices;
-    False where there are none.
+    False if there are none.
     """
     generation = config.get("generation")
     placed = generation and generation.get("colocated")
@@ -41,8 +41,8 @@ def shares_devices(config: Mapping[str, Any]) -> bool:
 
 
 def refuse_lone_generation(world_size: int) -> None:
-    """NotImplementedError where this host sends prompts to the first of several workers, whose
-    engine shares them out: here all of them generate, and one alone would wait for the others.
+    """NotImplementedError if this host sends prompts only to the first of several workers, whose
+    engine distributes them: here all workers generate, and one alone would wait for the others.
     """
     module = "nemo_rl.models.generation.megatron.megatron_generation"
     if world_size > 1 and part_or_none(module, "MegatronGeneration") is not None:
@@ -53,8 +53,8 @@ def refuse_lone_generation(world_size: int) -> None:
 
 
 def scaled(logits: torch.Tensor, config: PolicyConfig) -> torch.Tensor:
-    """Logits at temperature 1 as the host's `get_topk_logits` gives them, divided by
-    `generation.temperature`, as every version that has the method does.
+    """Logits at temperature 1 divided by `generation.temperature`, as the host's `get_topk_logits`
+    returns them in every version that has it.
     """
     temperature: Any = config.generation and config.generation.temperature
     return logits / temperature if temperature not in (None, 0, 1) else logits

@@ -1,5 +1,5 @@
-"""The actor that NeMo RL starts for one rank: the host's names, arguments and types around this
-package's worker. Importing it imports neither Megatron-Core nor the host.
+"""The actor that NeMo RL starts for one rank: this package's worker with the host's names,
+arguments and types. Importing it imports neither Megatron-Core nor the host.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
 class NemoRLWorker(DataPlane, HostRefit, MegatronPolicyWorkerImpl):
     """One rank under NeMo RL's driver, of 0.3 or later.
 
-    Versions are told apart by what can be imported and what a call brings along, never by number.
-    Arguments and results are those of the host's own Megatron worker; batches that come back are
-    the host's `BatchedDataDict` where there is one. What is not built refuses by name and reason
-    (`not_built`).
+    Versions are detected by what can be imported and what a call passes, never by number. Arguments
+    and results are those of the host's own Megatron worker; returned batches are the host's
+    `BatchedDataDict` if it exists. Methods that are not built refuse with a reason (`not_built`).
     """
 
     def __init__(
@@ -61,9 +60,9 @@ class NemoRLWorker(DataPlane, HostRefit, MegatronPolicyWorkerImpl):
         skip_weight_load: bool = False,
         **kwargs: Any,
     ) -> None:
-        """`worker_sharding_annotations` is the driver's rank grid and must be ours; the queue has
-        no use here. NotImplementedError for a `processor` and for `skip_weight_load`, ConfigError
-        for other arguments that are set.
+        """`worker_sharding_annotations` is the driver's rank grid and must equal ours; the queue is
+        unused. NotImplementedError for a `processor` and for `skip_weight_load`, ConfigError for
+        other arguments that are set.
         """
         if processor is not None:
             raise NotImplementedError(
@@ -114,7 +113,7 @@ class NemoRLWorker(DataPlane, HostRefit, MegatronPolicyWorkerImpl):
     def begin_train_step(
         self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None
     ) -> None:
-        """Open a step that is trained in parts; see `train.split`."""
+        """Open a step trained in parts; see `GradientAccumulator`."""
         super().begin_train_step(adapted(loss_fn), gbs=gbs, mbs=mbs)
 
     def finish_train_step(self) -> dict[str, Any]:
@@ -135,20 +134,20 @@ class NemoRLWorker(DataPlane, HostRefit, MegatronPolicyWorkerImpl):
         self, data: Mapping[str, Any], k: int, micro_batch_size: int | None = None
     ) -> Any:
         """`topk_logits`, fp32, and `topk_indices`, int64, both [B, S, k], at the temperature of
-        `policy.generation`, as the host gives them.
+        `policy.generation`, like the host's.
         """
         found = super().get_topk_logits(data, k, micro_batch_size)
         found["topk_logits"] = scaled(found["topk_logits"], self.policy.config)
         return in_host_types(found)
 
     def get_entropy(self, data: Mapping[str, Any], micro_batch_size: int | None = None) -> Any:
-        """`entropy`, fp32 [B, S], of the distributions that `get_logprobs` reads."""
+        """`entropy`, fp32 [B, S], of the distributions that `get_logprobs` uses."""
         return in_host_types(super().get_entropy(data, micro_batch_size))
 
     def generate(self, data: Mapping[str, Any], greedy: bool = False) -> Any:
-        """Continue each prompt; see `GenerationOutputSpec` for what comes back.
+        """Continue each prompt; see `GenerationOutputSpec` for the result.
 
-        Parameters that have left the device come back: hosts up to 0.5 ask for no more than this.
+        Offloaded parameters are brought back: hosts up to 0.5 call no more than this.
         """
         super().prepare_for_generation()
         return in_host_types(super().generate(data, greedy))
@@ -156,34 +155,32 @@ class NemoRLWorker(DataPlane, HostRefit, MegatronPolicyWorkerImpl):
     def prepare_for_generation(self, **kwargs: Any) -> None:
         """Parameters on the device, for `generate`; the host's engine settings have no effect.
 
-        NotImplementedError where the host would ask one of several workers only.
+        NotImplementedError if the host would call only one of several workers.
         """
         refuse_lone_generation(self.policy.topology.world_size)
         super().prepare_for_generation()
 
     def finish_generation(self, release_gpu: bool = True) -> None:
-        """Nothing: generating leaves nothing behind."""
+        """Do nothing: there is nothing to clean up."""
 
     def get_gpu_info(self) -> dict[str, Any]:
-        """Rank, device and its memory, in whatever state the policy is."""
+        """Rank, device and its memory, in any state of the policy."""
         return device_info() | super().get_gpu_info()
 
     def report_node_ip_and_gpu_id(self) -> tuple[str, int]:
-        """This node's address and the number of this worker's GPU; of a worker without one, its
-        LOCAL_RANK.
-        """
+        """This node's address and the number of this worker's GPU; without one, its LOCAL_RANK."""
         return node_and_device()
 
     def check_tensor_parallel_attributes(self) -> dict[str, Any]:
-        """Which parameters are split over tensor-parallel ranks, and in which dimension; "module."
-        stands before their names, for the host's are of a wrapped model.
+        """Which parameters are split over tensor-parallel ranks, and in which dimension. Names
+        begin with "module.", as the host's model is wrapped.
         """
         named = self.policy.named_parameters()
         return tensor_parallel_attributes(named, self.policy.topology.tp)
 
     @torch.no_grad()
     def zero_out_weights(self) -> None:
-        """Every weight 0, for tests that must notice it; train no further afterwards."""
+        """Set every weight to 0, for tests; do not train afterwards."""
         for _, parameter in self.policy.named_parameters():
             parameter.zero_()
 
@@ -194,4 +191,4 @@ class NemoRLWorker(DataPlane, HostRefit, MegatronPolicyWorkerImpl):
 
 @ray.remote
 class MegatronPolicyWorker(NemoRLWorker):
-    """`NemoRLWorker` as an actor; Ray carries it by value, so its body is empty."""
+    """`NemoRLWorker` as an actor; Ray pickles it by value, so its body is empty."""

@@ -1,4 +1,4 @@
-"""What the host asks a worker about itself: node, device, parameters. Computes nothing."""
+"""What a worker reports to the host about itself: node, device, parameters."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _MIB = 2**20
 
 
 def node_and_device() -> tuple[str, int]:
-    """This node's address, and the number of the GPU that Ray gave this worker (a logical one where
-    the machine has none); LOCAL_RANK where Ray gave none.
+    """This node's address, and the number of the GPU that Ray gave this worker (a logical one if
+    the machine has none); LOCAL_RANK if Ray gave none.
     """
-    # Asked where there is no Ray, it would start one, or join any that runs on this node.
+    # Without Ray running, the call would start one, or join any on this node.
     given = ray.get_gpu_ids() if ray.is_initialized() else []
     number = int(given[0]) if given else int(os.environ.get("LOCAL_RANK", "0"))
     return ray.util.get_node_ip_address(), number
 
 
 def device_info() -> dict[str, Any]:
-    """The host's keys beside our own: the device, its memory in MiB, the rank's environment."""
+    """The host's keys besides our own: the device, its memory in MiB, the rank's environment."""
     return {
         "local_device_id": device.current_device().index or 0,
         "global_device_id": node_and_device()[1],
@@ -46,7 +46,7 @@ def tensor_parallel_attributes(
     named: Iterator[tuple[str, torch.Tensor]], tp_size: int
 ) -> dict[str, Any]:
     """How Megatron-Core has marked each parameter: `tp_params` are split over tensor-parallel
-    ranks, in `partition_dim`, `non_tp_params` are whole on each.
+    ranks in `partition_dim`, `non_tp_params` are whole on each rank.
     """
     split: list[dict[str, Any]] = []
     whole: list[dict[str, Any]] = []

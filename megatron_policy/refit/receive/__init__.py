@@ -1,3 +1,3 @@
-"""The engine's side of a refit: imports neither Megatron-Core nor Ray. Read `receiver.py` first,
+"""The engine's side of a refit. It imports neither Megatron-Core nor Ray. Read `receiver.py` first,
 then `assembler.py`.
 """

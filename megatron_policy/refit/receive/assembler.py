@@ -1,5 +1,5 @@
-"""The engine's side of a refit, whatever the transport: collects what arrives, checks that it is
-the complete set, and only then hands it to the engine. Knows neither megatron nor any transport.
+"""Assembles the weights of a refit on the engine's side, for every transport: collects what
+arrives, checks that the set is complete, and only then hands it to the engine.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from megatron_policy.refit.digest import algorithm_for, digest
 from megatron_policy.refit.manifest import Form, Manifest, Sent, listed
 
 Load = Callable[[list[tuple[str, Tensor]]], object]
-"""Copies weights, by Hugging Face name, into an engine; the tensors are only lent to it."""
+"""Copies weights, by Hugging Face name, into an engine, which must not keep the tensors."""
 
 
 @dataclass
 class Engine:
     """What an engine keeps between refits.
 
-    `step` is that of the last set it accepted. `mixed` is true from the moment it begins to load
-    until it has accepted a set. `staged` sets are kept in `kept` until they are complete.
+    `step` is the step of the last set it accepted. `mixed` is true from when it begins to load
+    until it has accepted a set. With `staged`, a set is kept in `kept` until it is complete.
     """
 
     load: Load
@@ -35,10 +35,10 @@ class Engine:
 
 
 class WeightAssembler:
-    """Takes one refit in. Any method may raise RefitError: the set is refused, and this is over."""
+    """Assembles one refit. Any method may raise RefitError, which refuses the set and ends this."""
 
     def __init__(self, engine: Engine, algorithm: str | None = None) -> None:
-        """`algorithm` is that of the manifest's digests; None: the one for where tensors lie."""
+        """`algorithm` is the manifest's digest algorithm; None: the one for the tensors' device."""
         self.arrived: dict[str, Sent] = {}
         self._engine, self._algorithm = engine, algorithm
         self._forms = engine.expected
@@ -50,20 +50,20 @@ class WeightAssembler:
 
     @property
     def kept(self) -> dict[str, Tensor]:
-        """Where staged tensors are kept, in the last refit or this one. A transport may put memory
-        of its own there, and fill it before it has the tensor taken.
+        """The staged tensors of the last refit or this one. A transport may put its own memory
+        here and fill it before it calls `take`.
         """
         return self._engine.kept
 
     def announce(self, announced: Mapping[str, Form]) -> None:
-        """Names, shapes and dtypes of all that will come, from the trainer."""
+        """Take the names, shapes and dtypes that the trainer announces."""
         expected = self._engine.expected
         if expected is not None:
             self._compare(expected, announced)
         self._forms = dict(announced)
 
     def form(self, name: str) -> Form:
-        """Shape and dtype that tensor will have."""
+        """The shape and dtype that the tensor must have."""
         if self._forms is None:
             raise self._refusal(
                 "shapes and dtypes are not known: give the receiver `expected`, what the trainer's "
@@ -74,13 +74,13 @@ class WeightAssembler:
         return self._forms[name]
 
     def take(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Some of the set, contiguous; their memory is the caller's again when this returns."""
+        """Take some contiguous tensors of the set; the caller may reuse their memory afterwards."""
         taken = [(name, self._taken(name, tensor)) for name, tensor in tensors]
         if not self._engine.staged:
             self._load(taken)
 
     def finish(self, manifest: Manifest) -> Manifest:
-        """Check that all of the set is there as it was sent, and let the engine load it."""
+        """Check that the whole set arrived as it was sent, and let the engine load it."""
         engine = self._engine
         if engine.expected is not None:
             self._compare(engine.expected, _forms_of(manifest.tensors))
@@ -121,7 +121,7 @@ class WeightAssembler:
         return tensor
 
     def _kept(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy, in the memory of the last refit where it fits."""
+        """A copy, in the memory of the last refit if it fits."""
         kept = self._engine.kept
         old = kept.get(name)
         if old is None or (old.shape, old.dtype, old.device) != (

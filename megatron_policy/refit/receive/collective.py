@@ -1,5 +1,5 @@
-"""The engine's side of a refit from trainers that are processes of the same group; knows neither
-megatron nor ray. What both sides say to each other is in `calls`.
+"""The engine's side of a refit over a process group that it shares with the trainers. The protocol
+is in `handshake`.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def join_collective(
 ) -> CollectiveGroup:
     """An engine's membership in a group with trainers; it connects when it first receives.
 
-    (ip, port) is where training rank 0 keeps the group. Ranks of engines follow those of the
-    trainers: 1 .. world_size - 1 without `train_world_size`, as only training rank 0 is in such a
-    group; train_world_size .. world_size - 1 with it. `secret` is the trainer's
-    (`Collective.secret`, the driver's `get_refit_secret()`), which refuses processes that have
-    another. ConfigError for another rank, and without a secret.
+    Training rank 0 hosts the group at (ip, port). Engine ranks follow those of the trainers:
+    1 .. world_size - 1 without `train_world_size`, as only training rank 0 is in such a group;
+    train_world_size .. world_size - 1 with it. `secret` is the trainer's (`Collective.secret`, the
+    driver's `get_refit_secret()`); it refuses processes with another one. ConfigError for a rank
+    outside that range, and without a secret.
     """
     checked_timeout(timeout_s)
     trainers = 1 if train_world_size is None else train_world_size
@@ -72,7 +72,7 @@ def join_collective(
 def receive_collective(
     assembler: WeightAssembler, group: CollectiveGroup, timeout_s: float
 ) -> Manifest:
-    """One refit, as `CollectiveGroup.receive`."""
+    """Receive one refit; see `CollectiveGroup.receive`."""
     return group.receive(assembler, timeout_s)
 
 
@@ -84,7 +84,7 @@ class _Call:
     layout: Layout
     bucket_bytes: int
     made_in: tuple[int, ...]
-    """For each sender the call in which its group was made."""
+    """For each sender, the handshake in which its group was made."""
 
 
 class CollectiveGroup:
@@ -94,20 +94,20 @@ class CollectiveGroup:
         """Engine number `engine` of `engines`; see `join_collective`."""
         self._board = board
         self._engine, self._engines, self._timeout_s = engine, engines, timeout_s
-        # Tells this process from another that was started in its place.
+        # Distinguishes this process from a replacement started in its place.
         self._process = uuid.uuid4().hex
         self._session, self._last = "", 0
         self._layout: tuple[str, Layout] = ("", Layout(()))
         self._joined: dict[
             int, tuple[int, BoundedProcessGroup]
-        ] = {}  # by sender; in which call it was made
+        ] = {}  # by sender: the handshake that made the group, and the group
 
     def receive(self, assembler: WeightAssembler, timeout_s: float | None = None) -> Manifest:
-        """One refit: the next that the trainer begins, or one that waits for this engine.
+        """Receive one refit: the next that the trainer begins, or one that waits for this engine.
 
-        Returns when the engine has loaded all weights. RefitError when the trainer does not begin,
-        go on or end within `timeout_s` seconds each, gives up, or sends what is refused: the
-        trainer raises too, and the next refit begins anew on both sides.
+        Returns when the engine has loaded all weights. RefitError if the trainer does not begin,
+        continue or finish within `timeout_s` seconds each, gives up, or sends weights that are
+        refused; the trainer raises too, and the next refit starts afresh on both sides.
         """
         limit = timeout_s or self._timeout_s
         call = self._next_call(assembler, limit)
@@ -122,7 +122,7 @@ class CollectiveGroup:
         return manifest
 
     def close(self) -> None:
-        """Leave; engines that stay need another process in this one's place."""
+        """Leave; the remaining engines need another process in this one's place."""
         self._leave()
         self._board.close()
 
@@ -135,10 +135,10 @@ class CollectiveGroup:
                 return call
 
     def _wait_for_call(self, deadline: float, limit: float) -> int:
-        """The number of a call that is not over and that this process has not answered yet."""
+        """The number of an open handshake that this process has not answered yet."""
         missing = f"the trainer has not begun a refit within {limit:g} s"
         now = self._announced(deadline, missing)
-        if now["session"] != self._session:  # another trainer, which counts anew
+        if now["session"] != self._session:  # another trainer, whose numbers start again
             self._leave()
             self._session, self._last = now["session"], 0
         if now["number"] <= max(self._last, now["over"]):
@@ -154,7 +154,7 @@ class CollectiveGroup:
     def _answer(
         self, number: int, assembler: WeightAssembler, deadline: float, limit: float
     ) -> _Call | None:
-        """Say that this engine is there; None when the call began with another process in its
+        """Report this engine ready; None if the handshake began with another process in its
         place.
         """
         missing = f"the trainer has not gone on with its refit within {limit:g} s"
@@ -197,7 +197,7 @@ class CollectiveGroup:
         return self._layout[1]
 
     def _join(self, call: _Call, limit: float) -> None:
-        """Be in the group of each sender."""
+        """Join the group of each sender."""
         for sender, made_in in enumerate(call.made_in):
             if sender in self._joined:
                 before, channel = self._joined.pop(sender)
@@ -210,7 +210,7 @@ class CollectiveGroup:
             self._joined[sender] = (made_in, channel)
 
     def _take(self, call: _Call, assembler: WeightAssembler) -> None:
-        """Receive all chunks, one of each sender in turn: in an order that all engines keep."""
+        """Receive all chunks, one of each sender in turn, in the same order on all engines."""
         chunks = [list(stream.chunks(call.bucket_bytes)) for stream in call.layout.streams]
         where = device.current_device()
         readers = readers_of(call.layout.streams, call.bucket_bytes, where, assembler)
@@ -227,7 +227,7 @@ class CollectiveGroup:
         for number, sender in turns:
             with heard(lambda: self._trainers_words(call)):
                 pending[sender].wait()
-            # Where each chunk has memory of its own, the next comes while this one is read.
+            # If each chunk has its own memory, receive the next one while this one is read.
             if assembler.staged:
                 start(sender, number + 1)
             assembler.take(readers[sender].complete(*chunks[sender][number]))
@@ -235,7 +235,7 @@ class CollectiveGroup:
                 start(sender, number + 1)
 
     def _manifest(self, call: _Call, limit: float) -> Manifest:
-        """What all senders say they have sent."""
+        """The manifest of what all senders have sent."""
         missing = f"the trainer has not said within {limit:g} s what it has sent"
         parts = [
             Manifest.decoded(
@@ -250,16 +250,16 @@ class CollectiveGroup:
         return Manifest(parts[0].step, parts[0].algorithm, tensors)
 
     def _trainers_words(self, call: _Call) -> list[str]:
-        """Why senders have given up, if they have."""
+        """Why senders have given up, if any have."""
         if not self._board.connected:
             return []
         notes = [self._board.find(note(call.number, "sent", s)) for s in range(len(call.made_in))]
         return [words for words in map(gave_up, notes) if words]
 
     def _refuse(self, call: _Call, error: BaseException) -> None:
-        """Tell the trainer, then break the connection: it looks for words when it breaks."""
+        """Tell the trainer why, then break the connection: the trainer then looks for a reason."""
         if self._board.connected:
-            with contextlib.suppress(RefitError):  # it is gone, and has nobody to tell
+            with contextlib.suppress(RefitError):  # the trainer is gone
                 words = str(error) or type(error).__name__
                 self._board.put(note(call.number, "verdict", self._engine), words.encode())
         self._leave()

@@ -1,6 +1,4 @@
-"""The engine's side of a refit by a directory that a trainer has published; knows neither megatron
-nor ray.
-"""
+"""The engine's side of a refit from a directory that a trainer has published."""
 
 from __future__ import annotations
 
@@ -17,16 +15,16 @@ from megatron_policy.refit.digest import HOST
 from megatron_policy.refit.manifest import Manifest, Sent
 from megatron_policy.refit.receive.assembler import WeightAssembler
 
-_PORTION = 256 * 2**20  # bytes that an engine is given at a time
+_PORTION = 256 * 2**20  # bytes given to the engine at a time
 
 
 def receive_directory(
     assembler_of: Callable[[str], WeightAssembler], path: str | os.PathLike[str]
 ) -> Manifest:
-    """One refit: the weights that `path` has now; does not wait for any.
+    """Receive one refit: the weights now in `path`; does not wait for new ones.
 
-    `assembler_of` takes the name of the digests' algorithm. RefitError where there is no complete
-    directory of a policy, one that is older than what the engine has, damaged, or of another model.
+    `assembler_of` takes the name of the digest algorithm. RefitError if there is no complete
+    directory of a policy, or it is older than the engine's weights, damaged, or of another model.
     """
     root = expanded(path)
     try:
@@ -42,8 +40,8 @@ def receive_directory(
 
 
 def _portions(reader: HfReader) -> Iterator[list[str]]:
-    """What the files hold, in the files' order, some at a time: they are mapped, and a tensor is
-    read when its digest is computed.
+    """Batches of tensor names in file order. The files are mapped: a tensor is read when its
+    digest is computed.
     """
     names: list[str] = []
     nbytes = 0
@@ -57,7 +55,7 @@ def _portions(reader: HfReader) -> Iterator[list[str]]:
 
 
 def _manifest_of(root: Path) -> Manifest:
-    """What the directory should hold."""
+    """The manifest of what the directory should hold."""
     if not root.is_dir():
         raise RefitError(f"{root} is no directory: the trainer has published nothing there")
     stated = read_manifest(root)

@@ -1,7 +1,4 @@
-"""The engine's end of both transports through memory shared with a trainer on the same machine.
-
-Knows neither megatron nor the engine.
-"""
+"""The engine's end of both transports through memory shared with a trainer on the same machine."""
 
 from __future__ import annotations
 
@@ -23,14 +20,14 @@ from megatron_policy.refit.transports.ipc.address import remove_if_dead
 from megatron_policy.refit.transports.ipc.exported_buffer import handle_of, open_exported
 from megatron_policy.refit.transports.ipc.replies import ReplySocket
 
-_FAREWELL_S = 2.0  # for the last answer to leave
+_FAREWELL_S = 2.0  # to flush the last reply
 
 _Places = Mapping[str, tuple[tuple[int, ...], int]]
 """Where tensors are in flat memory: shape, and offset in elements."""
 
 
 def receive_stream(assembler: WeightAssembler, address: str, timeout_s: float) -> Manifest:
-    """Take one refit from the trainer that waits at the address; see `Receiver`."""
+    """Receive one refit from the trainer that listens at the address; see `Receiver`."""
     try:
         line = ReplySocket(address, "trainer", timeout_s)
         try:
@@ -43,7 +40,7 @@ def receive_stream(assembler: WeightAssembler, address: str, timeout_s: float) -
 
 
 def _answered(assembler: WeightAssembler, line: ReplySocket) -> Manifest:
-    """Answer the trainer's questions until its last."""
+    """Answer the trainer's requests up to the last one."""
     while True:
         content = line.receive()
         try:
@@ -59,7 +56,7 @@ def _answered(assembler: WeightAssembler, line: ReplySocket) -> Manifest:
 def _taken(
     assembler: WeightAssembler, said: protocol.Pack | dict[str, Any] | Manifest
 ) -> Manifest | None:
-    """Do what a question asks for; the manifest when it was the last."""
+    """Carry out a request; return the manifest if it was the last."""
     if isinstance(said, Manifest):
         return assembler.finish(said)
     if isinstance(said, dict):
@@ -74,7 +71,7 @@ def _taken(
 def _packed(
     assembler: WeightAssembler, pack: protocol.Pack, memory: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a pack, where they lie."""
+    """The tensors of a pack, as views of `memory`."""
     offset = 0
     for name in pack.names:
         shape, dtype = assembler.form(name)
@@ -96,9 +93,10 @@ def receive_handles(
     handles: Mapping[str, Any],
     device_id: str | None,
 ) -> WeightAssembler:
-    """Take some weights of a refit in, and what is unfinished after it; see `Receiver`.
+    """Take some weights of a refit; return the unfinished assembler. See `Receiver`.
 
-    Nothing says where a refit begins: it does where its first tensor comes again.
+    The protocol does not mark the start of a refit: a new one begins when the first tensor of the
+    unfinished one comes again.
     """
     own = _of_device(handles, device_id)
     try:
@@ -139,7 +137,7 @@ def _flat(memory: Tensor, dtype: torch.dtype, where: _Places) -> list[tuple[str,
 
 
 def _of_device(handles: Mapping[str, Any], device_id: str | None) -> Any:
-    """This engine's entry: its device's, or the only one."""
+    """This engine's entry: that of its device, or the only one."""
     wanted = device_id or device.device_id()
     if wanted in handles:
         return handles[wanted]

@@ -1,5 +1,5 @@
-"""What an inference engine imports to receive weights: it knows neither megatron nor ray, nor what
-engine it serves.
+"""What an inference engine imports to receive weights: it imports neither Megatron-Core nor Ray,
+and works with any engine.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from megatron_policy.refit.receive.assembler import Engine, Load, WeightAssemble
 
 
 class Receiver:
-    """Takes weights for one engine, refit after refit, over any transport.
+    """Receives weights for one engine, refit after refit, over any transport.
 
-    What is incomplete, older than what the engine has, damaged, or of another model is refused: the
-    method raises RefitError, and so does the trainer. No method waits longer than `timeout_s`
+    Weights that are incomplete, older than the engine's, damaged, or of another model are refused:
+    the method raises RefitError, and so does the trainer. No method waits longer than `timeout_s`
     seconds for the other side, and each can be called again after a failure.
     """
 
@@ -29,13 +29,13 @@ class Receiver:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         staged: bool = True,
     ) -> None:
-        """`load` is called with [(Hugging Face name, tensor), ...] and copies what it is given: the
-        memory is used again when it returns. It raises what it cannot load.
+        """`load` is called with [(Hugging Face name, tensor), ...] and must copy them: the memory
+        is reused when it returns. It raises if it cannot load them.
 
         `expected` is what the trainer's `prepare_refit_info` returned: {name: (shape, dtype, ...)}.
-        With `staged`, all weights are kept aside until they are checked, and `load` is called once;
-        a second copy of the weights stays until `release`. Without it `load` is called piece by
-        piece as they come, and a refit that fails half-way leaves the engine `mixed`.
+        With `staged`, all weights are staged until they are checked, and `load` is called once; a
+        second copy of the weights stays until `release`. Without it, `load` is called piece by
+        piece as weights arrive, and a refit that fails half-way leaves the engine `mixed`.
         """
         self.timeout_s = checked_timeout(timeout_s)
         self._engine = Engine(load, None if expected is None else forms(expected), staged)
@@ -43,9 +43,9 @@ class Receiver:
 
     @property
     def step(self) -> int | None:
-        """Optimizer steps behind the weights that were accepted last; None before the first.
+        """Optimizer step of the weights that were accepted last; None before the first.
 
-        May be set, to None where the trainer has gone back to an older checkpoint.
+        Can be set: to None if the trainer has gone back to an older checkpoint.
         """
         return self._engine.step
 
@@ -56,50 +56,50 @@ class Receiver:
     @property
     def mixed(self) -> bool:
         """Whether the engine may hold weights of several steps: `load` was called, and the refit
-        was not completed. The next complete refit mends it.
+        was not completed. The next complete refit fixes it.
         """
         return self._engine.mixed
 
     def assembler(self, algorithm: str | None = None) -> WeightAssembler:
-        """For a transport: what takes one refit in; see there for `algorithm`."""
+        """The assembler of one refit, for a transport; see `WeightAssembler` for `algorithm`."""
         return WeightAssembler(self._engine, algorithm)
 
     def release(self) -> None:
-        """Give back what is kept between refits; the next one allocates it anew."""
+        """Free what is kept between refits; the next refit allocates it again."""
         self._engine.kept.clear()
         self._unfinished = None
 
-    # Each transport is imported when it is used: an engine need not have what the others need.
+    # Each transport is imported on use: an engine need not install what the others need.
 
     def receive_ipc_stream(self, address: str) -> Manifest:
-        """One refit from a trainer on this machine, which binds `ipc://<path>` (`IpcStream`)."""
+        """Receive one refit from a trainer here that binds `ipc://<path>` (`IpcStream`)."""
         from megatron_policy.refit.receive.ipc import receive_stream
 
         return receive_stream(self.assembler(), address, self.timeout_s)
 
     def receive_ipc_handles(self, handles: Mapping[str, Any], device_id: str | None = None) -> None:
-        """Some weights of a refit: what `IpcHandles.weights` returned on this machine, by device.
+        """Receive some weights of a refit: what `IpcHandles.weights` returned on this machine.
 
-        `device_id` chooses among several; None: this process's own device.
+        `device_id` chooses among several devices; None: this process's own device.
         """
         from megatron_policy.refit.receive.ipc import receive_handles
 
-        unfinished, self._unfinished = self._unfinished, None  # an error ends it
+        unfinished, self._unfinished = self._unfinished, None  # an error discards it
         self._unfinished = receive_handles(unfinished, self.assembler, handles, device_id)
 
     def finish_ipc(self, manifest: Manifest) -> Manifest:
-        """The end of a refit by `receive_ipc_handles`: check all that came, and load it."""
+        """End a refit by `receive_ipc_handles`: check all that arrived, and load it."""
         unfinished, self._unfinished = self._unfinished, None
         return (unfinished or self.assembler()).finish(manifest)
 
     def receive_collective(self, group: Any) -> Manifest:
-        """One refit from a trainer in the same group of processes."""
+        """Receive one refit from a trainer in the same process group."""
         from megatron_policy.refit.receive.collective import receive_collective
 
         return receive_collective(self.assembler(), group, self.timeout_s)
 
     def receive_directory(self, path: str | os.PathLike[str]) -> Manifest:
-        """One refit from a directory that a trainer has published."""
+        """Receive one refit from a directory that a trainer has published."""
         from megatron_policy.refit.receive.disk import receive_directory
 
         return receive_directory(self.assembler, path)

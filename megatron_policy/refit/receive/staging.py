@@ -1,4 +1,4 @@
-"""The memory in which an engine receives the streams of a refit; knows no transport."""
+"""The memory in which an engine receives the streams of a refit."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megatron_policy.refit.transports.collective.stream_layout import Stream
 def readers_of(
     streams: Sequence[Stream], chunk_bytes: int, where: torch.device, assembler: WeightAssembler
 ) -> list[Reader]:
-    """One for each stream. A staged assembler is given the memory that chunks are received in, so
-    nothing is copied; a refit of the same streams uses that memory again.
+    """One reader for each stream. A staged assembler keeps the memory that chunks are received in,
+    so nothing is copied; a later refit of the same streams reuses that memory.
     """
     if not assembler.staged:
         return [ChunkReader(stream, chunk_bytes, where) for stream in streams]
@@ -36,7 +36,7 @@ def readers_of(
 
 
 def _kept_memory(stream: Stream, kept: Mapping[str, Tensor]) -> Tensor | None:
-    """The memory of which the tensors of this stream are kept as views, if they are."""
+    """The memory of which the kept tensors of this stream are views, if they are."""
     names = [slot.name for slot in stream.slots]
     if not names or any(name not in kept for name in names):
         return None

@@ -1,5 +1,5 @@
-"""Weights as a Hugging Face directory that all ranks write: which file each rank writes, and how
-the directory becomes complete.
+"""Writes weights as a Hugging Face directory from all ranks: which file each rank writes, and how
+the directory is completed and published.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 
 class DirectorySession:
-    """A rank's end of an `HfDirectory`: writes its files, and on rank 0 publishes those of all.
+    """A rank's end of an `HfDirectory`: writes its files; rank 0 publishes the directory.
 
-    What goes wrong in a file is kept until `finish`: that is collective, and tells all ranks.
+    A failure in a file is kept until `finish`, which is collective and tells all ranks.
     """
 
     def __init__(
         self, sink: HfDirectory, exporter: Exporter, plan: ExportPlan, partial: Path
     ) -> None:
-        """`partial` is the directory that all ranks write in."""
+        """`partial` is the directory that all ranks write to."""
         self._sink, self._exporter, self._plan, self._partial = sink, exporter, plan, partial
         at, tp = exporter.coords, exporter.topology.tp
         writer = at.dp * tp + at.tp
@@ -59,7 +59,7 @@ class DirectorySession:
             self._failure = error
 
     def place(self, tensor: RefitTensor) -> BufferSlice | None:
-        """See `delivery.TransportSession`; None for what is in others' files."""
+        """See `delivery.TransportSession`; None for tensors in other ranks' files."""
         if self._failure is not None or tensor.name not in self._file_of:
             return None
         return BufferSlice(self._buffer, 0)
@@ -90,7 +90,7 @@ class DirectorySession:
             self._publish(dict(zip(names, digests, strict=True)), manifest.step)
 
     def close(self) -> None:
-        """See `delivery.TransportSession`; half a checkpoint goes."""
+        """See `delivery.TransportSession`; an incomplete directory is removed."""
         for file in self._written.values():
             file.close()
         self._sink.drop()
@@ -101,7 +101,7 @@ class DirectorySession:
             path = self._partial / file.name
             self._written[file.name] = hf_writing.ShardFile(path, _forms(file))
         self._written[file.name].put(name, host)
-        if algorithm_for(tensor) != HOST:  # else it is in the manifest that comes at the end
+        if algorithm_for(tensor) != HOST:  # otherwise the final manifest has it
             self._digests[name] = digest(host, HOST)
         if name == file.tensors[-1].name:
             self._written[file.name].complete()
@@ -128,7 +128,7 @@ def directory_manifest(
     digests: Mapping[str, int],
     step: int,
 ) -> DirectoryManifest:
-    """What a written directory says of itself; `digests` of tensors, as signed 64-bit numbers."""
+    """The manifest of a written directory; `digests` are the tensors', as signed 64-bit numbers."""
     tensors = {
         tensor.name: (Info(tensor.dtype, tensor.shape), f"{digests[tensor.name] % 2**64:016x}")
         for file in plan.files
@@ -156,7 +156,7 @@ def _signed(value: int) -> int:
 
 
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
-# A stage's ranks share its tensors out between them, but not into files smaller than this.
+# A stage's ranks share the writing of its tensors, but not into files smaller than this.
 _MIN_SHARD_BYTES = 64 * 2**20
 
 
@@ -168,11 +168,11 @@ def export_checkpoint(
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     overwrite: bool = False,
 ) -> None:
-    """Write config, tokenizer and weights to `path`, as `HfDirectory` does; collective: an error of
+    """Write config, tokenizer and weights to `path`, as `HfDirectory` does. Collective: an error on
     one rank is raised on all.
 
-    `step` counts the optimizer steps behind the weights. ConfigError for a `path` that is taken,
-    ExportError when a rank cannot write; the policy is unharmed and nothing was published.
+    `step` is the number of optimizer steps taken so far. ConfigError if `path` is taken,
+    ExportError if a rank cannot write; the policy is then unharmed and nothing is published.
     """
     sink = HfDirectory(path, source, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
     try:
@@ -191,20 +191,20 @@ def export_checkpoint(
 
 @dataclass(frozen=True)
 class Place:
-    """Where rank 0 has said that an export is written, or why there is none."""
+    """Where rank 0 has decided to write an export, or why it cannot."""
 
     partial: str = ""
     refusal: str = ""
     is_config: bool = False
-    """Whether it is the path, or the model, that is not accepted."""
+    """Whether the path or the model was refused."""
 
 
 class HfDirectory:
-    """A sink: a directory that transformers, `megatron-policy` and engines load.
+    """A transport: a directory that transformers, `megatron-policy` and engines load.
 
-    It is written beside its final name and renamed when every file is on the disk, so `path` either
-    does not exist, is what it was, or is complete. A rank has one whole tensor of its files in
-    memory at a time. The directory's manifest has the step and a digest of every byte.
+    It is written next to its final path and renamed when every file is on the disk, so `path`
+    either does not exist, is unchanged, or is complete. A rank has one whole tensor of its files in
+    memory at a time. The directory's manifest has the step and digests that cover every byte.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class HfDirectory:
         overwrite: bool = False,
     ) -> None:
         """`source` is the model whose config and tokenizer are copied. A file has at most
-        `max_shard_bytes`, or one tensor. With `overwrite` a checkpoint at `path` is replaced.
+        `max_shard_bytes`, or one tensor. With `overwrite`, a checkpoint at `path` is replaced.
         """
         self.path, self.source, self.overwrite = path, source, overwrite
         self._max_shard_bytes = max_shard_bytes
@@ -225,7 +225,7 @@ class HfDirectory:
         self._staged: publishing.Staged | None = None
 
     def files(self, exporter: Exporter) -> ExportPlan:
-        """What is in which file, and which rank of its stage writes it: the same on every rank."""
+        """Which tensors are in which file, and who writes it; the same on every rank."""
         if self._files is None or self._files[0] is not exporter:
             self._files = (exporter, plan_files(exporter, self._max_shard_bytes))
         return self._files[1]
@@ -244,8 +244,8 @@ class HfDirectory:
         return exporter.plan(names=names, own_stage=True, as_stored=True)
 
     def prepare(self, exporter: Exporter) -> Place:
-        """Make the directory to write in; collective over all ranks, which learn from rank 0 where
-        that is: no other export, of this job or of another, has it.
+        """Make the directory to write to. Collective over all ranks, which learn its path from
+        rank 0; no other export, of this job or another, uses it.
         """
         self.drop()
         try:
@@ -258,8 +258,8 @@ class HfDirectory:
         return self._place
 
     def open(self, exporter: Exporter, plan: RefitPlan) -> DirectorySession | None:
-        """This rank's files, of which it may have none; RefitError on rank 0 alone when there is no
-        directory to write in.
+        """This rank's files, possibly none; RefitError, on rank 0 only, if there is no directory to
+        write to.
         """
         place, self._place = self._place or self.prepare(exporter), None
         if not place.refusal:
@@ -269,12 +269,12 @@ class HfDirectory:
         return None
 
     def publish(self) -> None:
-        """Give the directory its name; on rank 0, when all have written."""
+        """Rename the directory to its final path; on rank 0, when all have written."""
         assert self._staged is not None
         self._staged.publish()
 
     def drop(self) -> None:
-        """Remove what was written, unless it was published: it may be what has filled the disk."""
+        """Remove what was written, unless it was published: it may have filled the disk."""
         staged, self._staged, self._place = self._staged, None, None
         if staged is not None:
             staged.drop()
@@ -298,7 +298,7 @@ class HfDirectory:
 
 
 def plan_files(exporter: Exporter, max_shard_bytes: int) -> ExportPlan:
-    """Pure: files of at most `max_shard_bytes`, dealt to the ranks of each stage."""
+    """Assign files of at most `max_shard_bytes` to the ranks of each stage. Pure."""
     tensors, topology = exporter.plan(as_stored=True).tensors, exporter.topology
     writers = topology.tp * topology.dp
     fair = -(-sum(tensor.nbytes for tensor in tensors) // (writers * topology.pp))

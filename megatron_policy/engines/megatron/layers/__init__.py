@@ -1,3 +1,3 @@
-"""The parts of a decoder layer that the families need beyond Megatron-Core's own, each put in by
-`layer_spec`. Read `attention.py` first.
+"""Parts of a decoder layer that the families need beyond Megatron-Core's own; `layer_spec` puts
+them in. Read `attention.py` first.
 """

@@ -1,4 +1,4 @@
-"""Core attention on torch's kernels for Megatron-Core's local layer spec; knows nothing of models.
+"""Core attention on torch's kernels for Megatron-Core's local layer spec.
 
 Shapes: S query positions, K key positions, B rows, N query heads, G key-value groups, H head dim.
 """
@@ -25,13 +25,12 @@ from megatron_policy.packing.tokens import Piece
 
 
 class TorchAttention(MegatronModule):
-    """Causal scaled dot-product attention, full or in a sliding window, grouped queries, of padded
+    """Causal scaled dot-product attention, full or sliding-window, with grouped queries, for padded
     or packed sequences, under context parallelism, with or without a KV cache.
 
-    Takes the place of `DotProductAttention` in the local spec. Right padding needs no mask: no
-    valid position can see a later one. Scores are only made explicit when they are capped or
-    there are sinks, learnt scores of each head that attend to nothing: the fused kernels know
-    neither.
+    Replaces `DotProductAttention` in the local spec. Right padding needs no mask: no valid position
+    can see a later one. Scores are materialised only if they are softcapped or there are sinks
+    (learnt scores of each head that attend to nothing): the fused kernels support neither.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class TorchAttention(MegatronModule):
         packed_seq_params: SequenceParams | None = None,
     ) -> torch.Tensor:
         """Returns the context `[S, B, N*H]`. Without `packed_seq_params` each row is one sequence
-        that this rank holds all keys of; `S < K` means the last S positions of a cache of K.
+        whose keys are all on this rank; `S < K` means the last S positions of a cache of K.
         """
         assert attention_mask is None and attention_bias is None
         pieces: tuple[Piece, ...] = (Piece(0, query_SBNH.size(0), 0, key_KBGH.size(0)),)
@@ -82,7 +81,7 @@ class TorchAttention(MegatronModule):
         queries, keys = ([(t.query, t.queries) for t in parts], [(t.key, t.keys) for t in parts])
         states = (cut(query_SBNH, queries), cut(key_KBGH, keys), cut(value_KBGH, keys))
         bias_of = fused_bias if self._can_fuse else mask
-        # Most tiles have the shape of another.
+        # Most tiles share their shape with another.
         biases = {tile.shape: bias_of(tile, query_SBNH) for tile in parts}
         with self._dropout_state():
             contexts = [
@@ -120,8 +119,8 @@ class TorchAttention(MegatronModule):
         return self.dropout if self.training else 0.0
 
     def _dropout_state(self) -> contextlib.AbstractContextManager[Any]:
-        # Heads differ between tensor-parallel ranks, so must their dropout. Under sequence
-        # parallelism the whole block runs in that state already.
+        # Heads differ between tensor-parallel ranks, so their dropout must too. Under sequence
+        # parallelism the whole block already runs in that RNG state.
         if self._dropout_now > 0 and not self.config.sequence_parallel:
             forked: contextlib.AbstractContextManager[Any]
             forked = tensor_parallel.get_cuda_rng_tracker().fork()
@@ -130,7 +129,7 @@ class TorchAttention(MegatronModule):
 
 
 def _sinks(config: TransformerConfig) -> torch.nn.Parameter:
-    """One score per head of this rank, marked as shared out over the tensor-parallel ranks."""
+    """One score per head of this rank, marked as split over the tensor-parallel ranks."""
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     sinks = torch.nn.Parameter(
         torch.empty(heads, device=current_device(), dtype=config.params_dtype)

@@ -1,4 +1,4 @@
-"""Keys and values of all context-parallel ranks on each of them; knows nothing of attention.
+"""Gathers the keys and values of all context-parallel ranks on each of them.
 
 Shapes: T positions of a rank, C ranks, B rows, G key-value groups, H head dim.
 """
@@ -20,7 +20,7 @@ def gather_keys(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of all ranks' positions in order, `[C * T, B, G, H]`, in one collective.
 
-    Values may have heads of another size. Gradients are summed over the ranks in the dtype of the
+    Values can have a different head size. Gradients are summed over the ranks in the dtype of the
     keys.
     """
     both = torch.cat([key_TBGH, value_TBGH], -1)
@@ -30,8 +30,8 @@ def gather_keys(
 
 
 class _Gather(torch.autograd.Function):
-    """`[T, ...]` of each rank to `[C * T, ...]`, entry i of which is entry `order[i]` of theirs one
-    after another.
+    """Gathers `[T, ...]` of each rank to `[C * T, ...]`; output i is entry `order[i]` of the ranks'
+    concatenation.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Mixtures of experts as Megatron-Core is to build them; knows nothing of attention.
+"""Specs and config fields of Megatron-Core's mixtures of experts.
 
 Experts are Megatron-Core's `SequentialMLP` or, with Transformer Engine, its grouped kernels.
 """
@@ -22,7 +22,7 @@ from megatron_policy.engines.megatron.layers.router import Router
 def expert_fields(
     architecture: Architecture, settings: MegatronConfig, with_te: bool
 ) -> dict[str, Any]:
-    """Fields of Megatron-Core's config that say which layers have experts, and which experts."""
+    """Fields of Megatron-Core's config: which layers have experts, and which experts."""
     moe = architecture.moe
     if moe is None:
         return {}
@@ -36,10 +36,10 @@ def expert_fields(
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": with_te,
         "moe_router_topk": moe.chosen,
-        # What these two say of scores, `Router` does on its own; they are what such scores need.
+        # `Router` computes the scores itself; these two are only set as such scores require.
         "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
         "moe_router_pre_softmax": not sigmoid,
-        # Hugging Face has sigmoid routers compute in fp32, the others in the model's precision.
+        # Hugging Face computes sigmoid routers in fp32, the others in the model's precision.
         "moe_router_dtype": settings.moe_router_dtype or ("fp32" if sigmoid else None),
         "moe_router_enable_expert_bias": moe.correction_bias,
         "moe_router_bias_update_rate": 0.0,
@@ -49,7 +49,7 @@ def expert_fields(
 
 
 def experts_spec(architecture: Architecture, with_te: bool) -> Any:
-    """What Megatron-Core builds a layer's mixture of experts from."""
+    """The spec Megatron-Core builds a layer's mixture of experts from."""
     moe = architecture.moe
     assert moe is not None
     spec: Any = get_moe_module_spec(
@@ -65,8 +65,8 @@ def experts_spec(architecture: Architecture, with_te: bool) -> Any:
 class ExpertOutput(RowParallelLinear):
     """An expert's output, to which Megatron-Core adds a bias in place.
 
-    That is forbidden for what a sum over tensor-parallel ranks returns, even over a single one:
-    the sum is left out, as for all experts that other ranks have parts of.
+    That is forbidden on the result of a sum over tensor-parallel ranks, even over a single one. The
+    sum is therefore left out, as for all experts that are split over ranks.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -80,7 +80,7 @@ def _parts(spec: Any) -> Any:
 
 
 def freeze_routers(chunks: Iterable[torch.nn.Module]) -> None:
-    """Keep the routers' parameters as they are while all else is trained."""
+    """Freeze the routers' parameters while everything else is trained."""
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, Router):

@@ -1,5 +1,4 @@
-"""Megatron-Core's multi-head latent attention with Hugging Face's rotary embedding and norms; knows
-nothing of experts.
+"""Megatron-Core's multi-latent attention (MLA) with Hugging Face's rotary embedding and norms.
 
 Source: DeepSeek-AI 2024, "DeepSeek-V2".
 """
@@ -37,7 +36,7 @@ from megatron_policy.engines.megatron.layers.te_attention import engine_attentio
 
 
 def latent_fields(architecture: Architecture) -> dict[str, Any]:
-    """Fields of Megatron-Core's config that say what latent attention is made of, if there is."""
+    """Fields of Megatron-Core's config for MLA; empty if the model has none."""
     mla = architecture.mla
     if mla is None:
         return {}
@@ -47,13 +46,13 @@ def latent_fields(architecture: Architecture) -> dict[str, Any]:
         "qk_head_dim": mla.qk_nope_head_dim,
         "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
         "v_head_dim": mla.v_head_dim,
-        # Of the two kinds the one that may also scale the angles' cosine and sine.
+        # Of the two kinds, the one that can also scale the angles' cosine and sine.
         "rope_type": "yarn",
     }
 
 
 def latent_attention_spec(architecture: Architecture, with_te: bool) -> ModuleSpec:
-    """What Megatron-Core builds a layer's latent attention from."""
+    """The spec Megatron-Core builds a layer's MLA from."""
     mla = architecture.mla
     assert mla is not None
     column, row, core = ColumnParallelLinear, RowParallelLinear, TorchAttention
@@ -81,14 +80,14 @@ def latent_attention_spec(architecture: Architecture, with_te: bool) -> ModuleSp
 
 
 class LatentNorm(RMSNorm):
-    """The norm of a compressed vector, whose epsilon is not that of the model's other norms."""
+    """The norm of a compressed vector; its epsilon differs from that of the model's other norms."""
 
     def __init__(self, own_eps: float, **kwargs: Any) -> None:
         super().__init__(**kwargs | {"eps": own_eps})
 
 
 class LatentAttention(MLASelfAttention):
-    """Latent attention whose angles, factor on scores and norms are the architecture's."""
+    """MLA with the architecture's angles, softmax scale and norms."""
 
     def __init__(
         self, config: MLATransformerConfig, architecture: Architecture, **kwargs: Any
@@ -96,7 +95,7 @@ class LatentAttention(MLASelfAttention):
         mla, scale = architecture.mla, architecture.attention_scale
         assert mla is not None
         own = copy.copy(config)
-        # Megatron-Core derives the factor on scores from constants of YaRN's: of these it makes
+        # Megatron-Core derives the softmax scale from YaRN constants:
         # (0.1 * mscale_all_dim * log(e) + 1)^2 / sqrt(head size).
         relative = 1.0 if scale is None else scale * math.sqrt(architecture.kv_channels)
         own.rotary_scaling_factor, own.mscale_all_dim = math.e, 10 * (math.sqrt(relative) - 1)
@@ -115,8 +114,8 @@ class LatentAttention(MLASelfAttention):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor | None, ...]:
-        """As Megatron-Core's, which drops the dimension of rows when it hears of sequences: here
-        only the rotary embedding does, which has to know their positions.
+        """As in Megatron-Core, which would drop the row dimension if it were given sequences. Here
+        only the rotary embedding is given them, since it needs their positions.
         """
         self.rotary_pos_emb.positions = packed_seq_params and packed_seq_params.positions
         result: tuple[torch.Tensor | None, ...]
@@ -126,16 +125,17 @@ class LatentAttention(MLASelfAttention):
         return result
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
-        """Newer releases deduce norms from flags, and know none that only keys have."""
+        """Newer releases derive norms from flags, which cannot express a norm on keys alone."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
         return {name: getattr(submodules, name) for name in (*names, "q_layernorm", "kv_layernorm")}
 
 
 class DownProjection(torch.nn.Module):
-    """Compresses; every tensor-parallel rank holds all of it and applies it to its own positions.
+    """Compresses; every tensor-parallel rank holds the whole weight and applies it to its own
+    positions.
 
-    With Megatron-Core's own, which splits it, the gradient of the rotated keys that all heads share
-    would lack what other ranks' heads add to it.
+    With Megatron-Core's own projection, which is split, the gradient of the rotated keys that all
+    heads share would lack the contributions of other ranks' heads.
     """
 
     def __init__(self, config: MLATransformerConfig, outputs: int) -> None:
@@ -154,7 +154,7 @@ class LatentRotary(torch.nn.Module):
         self.frequencies = inverse_frequencies(rope, head_dim).to(current_device())
         self.factor = attention_factor(rope)
         self.positions: torch.Tensor | None = None
-        """Of the tokens that are next, where they are not to be counted from 0."""
+        """Positions of the next tokens, if they do not count from 0."""
 
     def forward(self, length: int, **_: Any) -> tuple[torch.Tensor, float]:
         """The angles of the next `length` positions."""

@@ -1,4 +1,4 @@
-"""Normalisation in plain torch for Megatron-Core's local layer spec; knows nothing of models.
+"""Normalization layers in plain torch for Megatron-Core's local layer spec.
 
 Sources: Ba et al. 2016, "Layer Normalization"; Zhang and Sennrich 2019, "Root Mean Square Layer
 Normalization".
@@ -27,10 +27,10 @@ def norm_of(architecture: Architecture) -> ModuleSpec:
 
 
 def replicated(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
-    """A parameter that every tensor-parallel rank holds whole.
+    """A parameter of which every tensor-parallel rank holds a full copy.
 
-    Works under sequence parallelism: each rank applies it to its own positions, and the mark makes
-    Megatron-Core add up the gradient over the tensor-parallel ranks.
+    Works under sequence parallelism: each rank applies it to its own positions, and the attribute
+    makes Megatron-Core sum the gradient over the tensor-parallel ranks.
     """
     parameter = torch.nn.Parameter(
         torch.empty(*shape, device=current_device(), dtype=config.params_dtype)
@@ -42,7 +42,7 @@ def replicated(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
 class RMSNorm(torch.nn.Module):
     """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension, the mean taken in fp32.
 
-    With `plus_one` the weight is stored less 1, and applied in fp32.
+    With `plus_one` the weight is stored minus 1, and applied in fp32.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class RMSNorm(torch.nn.Module):
 
 
 class LayerNorm(torch.nn.Module):
-    """`weight * (x - mean) / sqrt(variance + eps)` over the last dimension, in fp32, plus a bias or
-    not.
+    """`weight * (x - mean) / sqrt(variance + eps)` over the last dimension, in fp32, with or
+    without a bias.
     """
 
     def __init__(

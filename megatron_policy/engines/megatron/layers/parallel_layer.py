@@ -1,6 +1,6 @@
-"""A decoder layer whose attention and MLP work side by side; knows nothing of what they are.
+"""A decoder layer that applies attention and MLP in parallel.
 
-Source: Wang and Komatsuzaki 2021, "GPT-J-6B"; Cohere's Command R has it.
+Source: Wang and Komatsuzaki 2021, "GPT-J-6B"; used by Cohere's Command R.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 class ParallelLayer(TransformerLayer):
     """`x + dropout(attention(norm(x))) + dropout(mlp(norm(x)))`, one norm for both.
 
-    Of selective recomputation it knows that of core attention and that of the MLP.
+    Supports selective recomputation of core attention and of the MLP.
     """
 
     def forward(

@@ -1,5 +1,5 @@
-"""Norms of queries and keys whose weights differ from head to head: each tensor-parallel rank has
-those of its own heads; knows nothing of models.
+"""QK norms whose weights differ between heads: each tensor-parallel rank has those of its own
+heads.
 
 Shapes: S positions, B batch, N heads of this rank, H head dim.
 """
@@ -20,7 +20,7 @@ from megatron_policy.device import current_device
 
 
 class AllHeadsRMSNorm(torch.nn.Module):
-    """RMS normalisation over all heads of a token together, those of other ranks included (OLMo 2,
+    """RMS normalization over all heads of a token together, including those of other ranks (OLMo 2,
     2024): `[S, B, N, H]` to the same.
     """
 
@@ -48,8 +48,8 @@ class AllHeadsRMSNorm(torch.nn.Module):
 
 
 class EachHeadLayerNorm(torch.nn.Module):
-    """Layer normalisation head by head, with weights of each head's own and no bias (Cohere's
-    Command R+): `[S, B, N, H]` to the same.
+    """Layer normalization of each head, with its own weights and no bias (Cohere's Command R+):
+    `[S, B, N, H]` to the same.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ def _of_own_heads(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(
         torch.empty(*shape, device=current_device(), dtype=config.params_dtype)
     )
-    # A rank's part of one weight: its share of the gradient is whole, and its norm counts.
+    # A rank's part of one weight: its gradient is complete and counts in the gradient norm.
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
     if config.perform_initialization:
         torch.nn.init.ones_(parameter)

@@ -1,5 +1,4 @@
-"""What happens to the output of attention or of an MLP on its way into the residual stream; knows
-neither of them.
+"""How the output of attention or an MLP is added to the residual stream.
 
 Source of norms after attention and MLP: Liu et al. 2022, "Swin Transformer V2"; of the factor: Yang
 et al. 2022, "Tensor Programs V".
@@ -30,7 +29,7 @@ class ResidualSum(torch.nn.Module):
         )
 
     def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
-        """The function that a Megatron-Core layer calls next; there is no fused kernel of it."""
+        """The function that a Megatron-Core layer calls next; there is no fused kernel for it."""
         return partial(self._add, training)
 
     def _add(
@@ -51,7 +50,7 @@ class ResidualSum(torch.nn.Module):
 
 
 def residual_sum(architecture: Architecture, config: TransformerConfig) -> ModuleSpec | None:
-    """The architecture's own way into the residual stream; None: Megatron-Core's plain sum."""
+    """The architecture's own residual sum; None for Megatron-Core's plain sum."""
     if not architecture.post_norm and architecture.residual_scale == 1.0:
         return None
     params: dict[str, Any] = {

@@ -1,9 +1,9 @@
-"""Rotary frequencies of an architecture, and the module that makes angles of them for every kind of
-layer; knows nothing of attention.
+"""Rotary frequencies of an architecture, and the module that computes the angles for every kind of
+layer.
 
 Shapes: S positions, R rotated pairs of a head.
-Sources: Su et al. 2021, "RoFormer"; for the ways to scale it see `converters.rotary`. Where two
-readings are possible, it is transformers' (modeling_rope_utils.py).
+Sources: Su et al. 2021, "RoFormer"; for the scaling methods see `converters.rotary`. Where a source
+is ambiguous this follows transformers (modeling_rope_utils.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BY_LENGTH = (DynamicScaling, LongScaling)
 def inverse_frequencies(rope: Rope, head_dim: int, length: int = 0) -> torch.Tensor:
     """Radians per position of each rotated pair, fp32 `[R]`, on the CPU.
 
-    Some ways of scaling depend on the `length` of the text; 0 is a short one.
+    Some scaling methods depend on the `length` of the text; 0 stands for a short one.
     """
     size = rope.size(head_dim)
     exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
@@ -42,7 +42,7 @@ def inverse_frequencies(rope: Rope, head_dim: int, length: int = 0) -> torch.Ten
         case LinearScaling(factor):
             return _plain(rope.base, exponents) / factor
         case DynamicScaling(factor, max_position):
-            # In fp32, as transformers has it.
+            # In fp32, as in transformers.
             stretch = factor * torch.tensor(max(length, max_position)) / max_position - (factor - 1)
             return _plain(rope.base * stretch ** (size / (size - 2)), exponents)
         case Llama3Scaling() as scaling:
@@ -60,8 +60,8 @@ def _plain(base: float | torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 
 
 def _scale_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
-    """Slow rotations are stretched by `factor`, fast ones kept, those between blended linearly in 1
-    / wavelength.
+    """Slow rotations are stretched by `factor`, fast ones kept, those in between blended linearly
+    in 1 / wavelength.
     """
     wavelengths = 2 * math.pi / frequencies
     longest = scaling.original_max_position / scaling.low_freq_factor
@@ -82,7 +82,7 @@ def _scale_yarn(
     periods: torch.Tensor, base: float, size: int, scaling: YarnScaling
 ) -> torch.Tensor:
     """Pairs that turn more than `beta_fast` times in the original context are kept, those that turn
-    less than `beta_slow` times stretched, those between blended linearly in their number.
+    less than `beta_slow` times are stretched, those in between blended linearly in their index.
     """
 
     def pair_turning(times: float) -> float:
@@ -101,16 +101,16 @@ def _scale_yarn(
 
 
 def attention_factor(rope: Rope) -> float:
-    """What cosine and sine are multiplied by."""
+    """The factor on cosine and sine."""
     scaling = rope.scaling
     return scaling.attention_factor if isinstance(scaling, YarnScaling | LongScaling) else 1.0
 
 
 class Rotary(torch.nn.Module):
-    """Angles of every kind of layer side by side, `[S, 1, 1, 2 R of each]`, in fp32.
+    """Angles of every kind of layer, concatenated: `[S, 1, 1, 2 R of each]`, in fp32.
 
-    Takes the place of Megatron-Core's module in a GPTModel. Each layer's attention cuts out its own
-    (`columns`): one tensor is all that a block of recomputed layers can be given.
+    Replaces Megatron-Core's module in a GPTModel. Each layer's attention takes its own `columns`: a
+    block of recomputed layers can only be given one tensor.
     """
 
     def __init__(self, ropes: Iterable[Rope], head_dim: int) -> None:
@@ -118,19 +118,19 @@ class Rotary(torch.nn.Module):
         self.ropes = tuple(ropes)
         self.head_dim = head_dim
         self.text_length: int | None = None
-        """How long the text counts as, whatever padding or shorter microbatches make of it; None:
-        as long as what is computed.
+        """The text length to assume, independent of padding and of shorter microbatches; None for
+        the computed length.
         """
         self._angles: dict[tuple[int, int], torch.Tensor] = {}
         self._frequencies: dict[int, list[torch.Tensor]] = {}
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether a longer text turns its first positions differently."""
+        """Whether the angles of a text's first positions depend on its length."""
         return any(isinstance(rope.scaling, _BY_LENGTH) for rope in self.ropes)
 
     def differs(self, before: int, after: int) -> bool:
-        """Whether a text that grows from one length to another turns its first positions anew."""
+        """Whether the angles of a text's first positions change between these two lengths."""
         pairs = (
             (inverse_frequencies(rope, self.head_dim, n) for n in (before, after))
             for rope in self.ropes
@@ -139,7 +139,7 @@ class Rotary(torch.nn.Module):
         return not all(torch.equal(*pair) for pair in pairs)
 
     def forward(self, wanted: int | SequenceParams, **_: Any) -> torch.Tensor:
-        """The angles of positions 0 to `wanted` - 1, or of those of the sequences `wanted`."""
+        """The angles of positions 0 to `wanted` - 1, or of the positions of sequences `wanted`."""
         if not isinstance(wanted, int):
             return self._compute(wanted.positions, self.text_length or wanted.longest)
         key = (wanted, self.text_length or wanted)
@@ -177,8 +177,8 @@ class Rotary(torch.nn.Module):
         packed_seq_params: SequenceParams | None = None,
         **_: Any,
     ) -> int | SequenceParams:
-        """How many positions, or which, Megatron-Core is about to need: it asks before each forward
-        pass and hands the answer to `forward` as it is.
+        """The number of positions, or the sequences, that Megatron-Core is about to need. It asks
+        before each forward pass and hands the answer to `forward` unchanged.
         """
         if packed_seq_params is not None:
             return packed_seq_params
@@ -200,19 +200,19 @@ class Rotary(torch.nn.Module):
 
 
 def assert_whole(inference_context: Any, config: Any) -> None:
-    """Without being told, positions can only be counted where a rank computes whole sequences."""
+    """Positions can be inferred only where a rank computes whole sequences."""
     assert inference_context is not None or config.context_parallel_size == 1, (
         "under context parallelism the model needs to know its sequences"
     )
 
 
 def ropes_of(architecture: Architecture) -> tuple[Rope, ...]:
-    """The kinds of rotary embedding that layers of the model may have."""
+    """The kinds of rotary embedding that layers of the model can have."""
     return tuple(filter(None, (architecture.rope, architecture.window_rope)))
 
 
 def columns(architecture: Architecture, layer: int) -> slice | None:
-    """Where the angles of a layer are in what `Rotary` returns; None where it does without."""
+    """Where a layer's angles are in what `Rotary` returns; None if the layer does not rotate."""
     mine, start = architecture.rope_of(layer), 0
     for rope in ropes_of(architecture):
         width = 2 * len(range(0, rope.size(architecture.kv_channels), 2))
@@ -223,14 +223,14 @@ def columns(architecture: Architecture, layer: int) -> slice | None:
 
 
 def outgrown(models: Iterable[torch.nn.Module], before: int, after: int) -> bool:
-    """Whether what was computed of a text of one length is of no use when it has the other."""
+    """Whether what was computed for a text of one length is invalid for the other length."""
     rotaries = (getattr(model, "rotary_pos_emb", None) for model in models)
     return any(r.differs(before, after) for r in rotaries if isinstance(r, Rotary))
 
 
 def set_text_length(models: Iterable[torch.nn.Module], length: int) -> None:
-    """Say how long the coming batches' text counts as: padding does not make it longer, nor does
-    cutting off some rows' padding make it shorter.
+    """Set the text length that the next batches assume: padding does not lengthen the text, nor
+    does cutting off some rows' padding shorten it.
     """
     for model in models:
         rotary = getattr(model, "rotary_pos_emb", None)

@@ -1,4 +1,4 @@
-"""Chooses experts for tokens exactly as Hugging Face does; knows nothing of what experts compute.
+"""Chooses experts for tokens exactly as Hugging Face does.
 
 Shapes: T tokens, E experts, K chosen experts.
 """
@@ -16,8 +16,9 @@ from megatron_policy.converters.traits import Moe, Scoring
 class Router(TopKRouter):
     """Megatron-Core's router with every way to score and choose that `Moe` names.
 
-    Its own renormalises sigmoid scores always or, for one chosen expert, never, and ranks groups by
-    as many experts as it takes of each. No token is dropped, and no loss is added.
+    Megatron-Core's own renormalizes sigmoid scores always or, for one chosen expert, never, and
+    ranks groups by as many experts as it takes from each. No token is dropped and no auxiliary loss
+    is added.
     """
 
     def __init__(self, moe: Moe, **kwargs: Any) -> None:
@@ -27,7 +28,7 @@ class Router(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights `[T, E]`, zero where a token does not take an expert, and where it does."""
+        """Weights `[T, E]`, zero for experts that a token does not take, and the mask of taken."""
         assert padding_mask is None
         return route(logits.flatten(0, -2), self.moe, self.expert_bias)
 
@@ -35,7 +36,7 @@ class Router(TopKRouter):
 def route(
     logits_TE: torch.Tensor, moe: Moe, correction_E: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights `[T, E]` of each token's chosen experts, in fp32 or wider, and which they are.
+    """The weights `[T, E]` of each token's chosen experts, in fp32 or wider, and their mask.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", for groups and `correction_E`.
     """
@@ -60,8 +61,8 @@ def route(
 
 
 def _of_best_groups(ranked_TE: torch.Tensor, moe: Moe) -> torch.Tensor:
-    """The scores with those outside a token's best groups at minus infinity; a group is as good as
-    its two best experts together.
+    """The scores, with minus infinity outside a token's best groups; a group ranks by the sum of
+    its two best experts' scores.
     """
     if moe.groups_chosen == moe.groups:
         return ranked_TE

@@ -1,5 +1,4 @@
-"""Factors on embeddings, as a hook on Megatron-Core's module, and softcaps; knows nothing of what
-is between.
+"""Factors on embeddings, as a hook on Megatron-Core's module, and softcaps.
 
 Source of softcaps: "Gemma 2: Improving Open Language Models at a Practical Size" (2024).
 """
@@ -15,7 +14,7 @@ from megatron_policy.converters.architecture import Architecture
 
 
 def install_scales(model: GPTModel, architecture: Architecture) -> None:
-    """Make a chunk scale its embeddings as the architecture says, where it has them."""
+    """Make a chunk that holds the embeddings scale them as the architecture says."""
     if model.pre_process:
         model.embedding.embedding_dropout.p = architecture.embedding_dropout
         if architecture.embedding_scale != 1.0:
@@ -23,7 +22,7 @@ def install_scales(model: GPTModel, architecture: Architecture) -> None:
 
 
 def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
-    """`cap * tanh(x / cap)`: `x` where it is small, never beyond the cap."""
+    """`cap * tanh(x / cap)`: close to `x` where it is small, never beyond the cap."""
     return torch.tanh(x / cap) * cap
 
 
@@ -32,5 +31,5 @@ class _Scaled:
         self.scale = scale
 
     def __call__(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        # In the activations' precision, to which transformers rounds the factor as well.
+        # In the activations' precision, to which transformers also rounds the factor.
         return output * torch.tensor(self.scale, dtype=output.dtype, device=output.device)

@@ -1,6 +1,4 @@
-"""Megatron-Core's self-attention for layers that differ in rotary embedding and biases; knows
-nothing of families.
-"""
+"""Megatron-Core's self-attention for layers that differ in rotary embedding and biases."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ _E10 = 22026.465794806718  # e^10
 
 
 class LayerAttention(SelfAttention):
-    """Self-attention that cuts its layer's angles out of those of all kinds of layers."""
+    """Self-attention that selects its layer's angles from those of all kinds of layers."""
 
     def __init__(
         self,
@@ -51,8 +49,8 @@ class LayerAttention(SelfAttention):
 def _own_config(
     config: TransformerConfig, architecture: Architecture, layer: int
 ) -> TransformerConfig:
-    """The model's config as this layer's attention is to see it: its biases and norms, and the
-    factor on its rotary embedding.
+    """The model's config as this layer's attention needs it: its biases and norms, and the factor
+    on its rotary embedding.
     """
     own = copy.copy(config)
     assert architecture.qkv_bias or not architecture.proj_bias
@@ -61,7 +59,7 @@ def _own_config(
     rope = architecture.rope_of(layer)
     factor = 1.0 if rope is None else attention_factor(rope)
     if factor != 1.0:
-        # Megatron-Core derives the factor from constants of YaRN's: of these it makes
+        # Megatron-Core derives the factor from YaRN constants:
         # (0.1 * mscale * log(e^10) + 1) / (0.1 * mscale_all_dim * log(e^10) + 1).
         own.yarn_rotary_scaling_factor = _E10
         own.yarn_mscale, own.yarn_mscale_all_dim = factor - 1.0, 0.0

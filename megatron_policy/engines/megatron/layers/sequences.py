@@ -1,5 +1,5 @@
-"""What a microbatch's token layout means to the model: positions, pieces of attention, and what
-Transformer Engine is told; knows neither models nor attention.
+"""Translates a microbatch's token layout for the model: positions, attention pieces, and
+Transformer Engine's parameters.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from megatron_policy.packing.tokens import Piece, TokenLayout
 
 @dataclass(kw_only=True)
 class SequenceParams(PackedSeqParams):
-    """Travels through Megatron-Core with the hidden states of its microbatch, also when these are
-    computed again, from the chunk to rotary embedding and core attention.
+    """Passed through Megatron-Core with the hidden states of a microbatch, also in recomputation,
+    from the chunk to rotary embedding and core attention.
 
-    Hidden states stay `[T, R, D]`, so Megatron-Core finds "sbhd" here and passes it on unread.
+    Hidden states stay `[T, R, D]`: Megatron-Core sees "sbhd" here and passes it on unused.
     """
 
     qkv_format: str = "sbhd"
     positions: torch.Tensor
-    """Of this rank's tokens within their sequences, int64 `[T]`, on the device."""
+    """Positions of this rank's tokens within their sequences, int64 `[T]`, on the device."""
     pieces: tuple[Piece, ...]
-    """What this rank's attention is made of."""
+    """The pieces of this rank's attention."""
     longest: int
-    """Positions of the longest sequence, its filler and all ranks counted in."""
+    """Length of the longest sequence, including its filler, over all ranks."""
     order: torch.Tensor | None
-    """Brings what is gathered from the context-parallel ranks, `[C * T]`, into the order of all
-    ranks' positions; None where there is one rank.
+    """Index that sorts what is gathered from the context-parallel ranks, `[C * T]`, into the order
+    of all ranks' positions; None if there is one rank.
     """
     context_group: dist.ProcessGroup
     packed: PackedSeqParams | None
-    """The same for Transformer Engine, "thd"; None where rows are padded."""
+    """The same for Transformer Engine, "thd"; None if rows are padded."""
 
 
 def sequence_params(layout: TokenLayout, cp_group: dist.ProcessGroup) -> SequenceParams | None:
-    """What the ranks of `cp_group` tell their chunks of `layout`; None: each row is a sequence from
-    its first position on, which one rank computes whole.
+    """What the ranks of `cp_group` pass to their chunks for `layout`; None if each row is a
+    sequence that starts at its first position and is computed whole by one rank.
     """
     assert layout.ranks == cp_group.size(), (layout.ranks, cp_group.size())
     if layout.plain:
@@ -58,7 +58,7 @@ def sequence_params(layout: TokenLayout, cp_group: dist.ProcessGroup) -> Sequenc
 
 
 def _packed(layout: TokenLayout, device: torch.device) -> PackedSeqParams:
-    """Filler counts as tokens here: nothing sees it, and kernels that skip it would leave its
+    """Filler counts as tokens here: nothing attends to it, and kernels that skip it would leave its
     output undefined.
     """
     lengths = [segment.length for segment in layout.segments if segment.length]

@@ -1,8 +1,7 @@
-"""Core attention of Transformer Engine for padded and packed sequences under context parallelism;
-knows nothing of models, nor of the engine but its calling convention.
+"""Transformer Engine attention for padded and packed sequences under context parallelism.
 
 Shapes: S query positions, K key positions, B rows, N query heads, G key-value groups, H head dim.
-Source of what the engine can: its documentation of `DotProductAttention`, 2.x.
+Source of its capabilities: Transformer Engine's documentation of `DotProductAttention`, 2.x.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def engine_attention(engine: Callable[..., torch.nn.Module]) -> ModuleSpec:
-    """What Megatron-Core builds core attention from; `engine` is its `TEDotProductAttention`."""
+    """The spec for core attention; `engine` is Megatron-Core's `TEDotProductAttention`."""
     return ModuleSpec(module=EngineAttention, params={"engine": engine})
 
 
 class EngineAttention(MegatronModule):
-    """Transformer Engine's attention, or torch's for calls that the engine cannot take."""
+    """Transformer Engine attention, with torch's for calls that it does not support."""
 
     def __init__(
         self,
@@ -76,16 +75,16 @@ class EngineAttention(MegatronModule):
     ) -> bool:
         split: bool = self.config.context_parallel_size > 1
         if params is None:
-            # The engine would take each rank's whole sequences for its share of longer ones.
+            # Transformer Engine would take each rank's whole sequences for shares of longer ones.
             return split
-        # Only its fused kernels know of packing and of other ranks. They are for 16 bits; the
-        # windows and heads of two sizes that they take depend on the release and on the GPU.
+        # Only its fused kernels support packing and context parallelism. They need 16 bits; their
+        # support for windows and for two head sizes depends on the release and on the GPU.
         uneven = query_SBNH.size(-1) != value_KBGH.size(-1)
         windowed = self.fallback.reach is not None
         return query_SBNH.dtype not in _HALF or uneven or (windowed and split)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """In checkpoints it is the engine's attention: there is nothing else to keep."""
+        """Checkpoints hold Transformer Engine's state only: there is nothing else to save."""
         engine: Any = self.engine
         kept: dict[str, Any] = engine.sharded_state_dict(*args, **kwargs)
         return kept

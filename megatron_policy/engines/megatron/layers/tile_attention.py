@@ -1,8 +1,7 @@
-"""Attention of one tile on torch's kernels, fused or with its scores made explicit; knows neither
-modules nor sequences.
+"""Attention of one tile on torch's kernels, fused or with materialised scores.
 
-Shapes: S queries, K keys, B rows, N query heads, G key-value groups, H head dim (values may have
-another).
+Shapes: S queries, K keys, B rows, N query heads, G key-value groups, H head dim (can differ for
+values).
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from megatron_policy.engines.megatron.layers.tiles import Tile, mask
 
 
 def fused_bias(tile: Tile, like: torch.Tensor) -> Any:
-    """What `fused` wants to know of a tile; None: nothing, it is square or all keys are seen."""
+    """The bias `fused` needs for a tile; None if the tile is square or all keys are seen."""
     if tile.reach is None and tile.queries in (1, tile.keys):
         return None
     if tile.reach is None and is_accelerated():
-        return causal_lower_right(tile.queries, tile.keys)  # no tensor: kernels know this shape
+        return causal_lower_right(tile.queries, tile.keys)  # no tensor: kernels support this shape
     return mask(tile, like)
 
 
@@ -38,7 +37,7 @@ def fused(
     """Context `[B, N, S, H]`; no kernel holds scores of `[S, K]`."""
     width = value_BGKH.size(-1)
     if query_BNSH.size(-1) != width:
-        # Kernels want heads of one size; zeros change no product.
+        # Kernels need equal head sizes; zero padding changes no product.
         largest = max(query_BNSH.size(-1), width)
         query_BNSH, key_BGKH, value_BGKH = (
             F.pad(x, (0, largest - x.size(-1))) for x in (query_BNSH, key_BGKH, value_BGKH)
@@ -61,8 +60,8 @@ def fused(
 
 
 def _flash(query_BNSH: torch.Tensor, bias: Any) -> bool:
-    """Whether flash attention may take this. On an accelerator the other kernel that holds no
-    scores wants a key head for each query head.
+    """Whether flash attention can take this. On an accelerator the other kernel that holds no
+    scores needs a key head for each query head.
     """
     half = query_BNSH.dtype in (torch.bfloat16, torch.float16)
     return half and type(bias) is not torch.Tensor
@@ -78,7 +77,7 @@ def explicit(
     cap: float | None,
     sinks_N: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As `fused`, scores capped, and with a score of each head that attends to nothing."""
+    """As `fused`, with softcapped scores, and one score per head that attends to nothing."""
     key_BNKH, value_BNKH = _repeat_groups(query_BNSH, key_BGKH, value_BGKH)
     scores_BNSK = query_BNSH @ key_BNKH.mT * scale
     if cap is not None:

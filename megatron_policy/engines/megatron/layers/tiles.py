@@ -1,5 +1,4 @@
-"""Which rectangles of causal attention are computed at once, and which keys their queries see;
-knows nothing of scores.
+"""Cuts causal attention into rectangular tiles, and masks the keys that their queries do not see.
 
 Shapes: Q queries, K keys of a tile.
 """
@@ -14,16 +13,16 @@ import torch
 
 from megatron_policy.packing.tokens import Piece
 
-# Queries of a window's tile: few enough that most of the keys it sees are in the windows of all.
+# Queries per tile of a window: few enough that most keys of the tile are in all their windows.
 BLOCK = 512
-# Rows of masks are a multiple of this long: kernels would copy others to make them so.
+# Mask rows are a multiple of this long: kernels would otherwise copy masks to align them.
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class Tile:
     """Queries `[query, query + queries)` see keys `[key, key + keys)`, aligned at the lower right
-    corner; where `reach` is not None, none further back than that from their own.
+    corner. If `reach` is not None, a query sees no key further back than that.
     """
 
     query: int
@@ -34,7 +33,7 @@ class Tile:
 
     @property
     def shape(self) -> tuple[int, int, int | None]:
-        """All that its mask depends on."""
+        """Everything its mask depends on."""
         return self.queries, self.keys, self.reach
 
 
@@ -42,7 +41,7 @@ def tiles(pieces: Iterable[Piece], reach: int | None, explicit: bool = False) ->
     """The tiles of these pieces, in the order of their queries; `reach` is that of a sliding
     window, in positions before a query's own.
 
-    With a window, or where scores are made explicit, a tile has a block of queries at most.
+    With a window or explicit scores a tile has at most one block of queries.
     """
     found: list[Tile] = []
     for piece in pieces:
@@ -72,7 +71,7 @@ def _blocks(piece: Piece, reach: int | None) -> Iterator[Tile]:
 
 
 def mask(tile: Tile, like: torch.Tensor) -> torch.Tensor:
-    """What to add to the tile's scores, `[Q, K]`: 0 where a query sees a key, -inf where not."""
+    """The bias on the tile's scores, `[Q, K]`: 0 where a query sees a key, -inf elsewhere."""
     key = torch.arange(tile.keys, device=like.device)
     query = key[tile.keys - tile.queries :].unsqueeze(1)
     seen = key <= query
@@ -82,10 +81,10 @@ def mask(tile: Tile, like: torch.Tensor) -> torch.Tensor:
 
 
 def cut(x: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
-    """Views of these (start, length) of the first dimension, which may overlap.
+    """Views of these (start, length) ranges of the first dimension, which can overlap.
 
-    Their gradients are added up in one tensor, where slicing would make one as large as `x` of each
-    of them.
+    Their gradients are summed in one tensor, while slicing would make a tensor as large as `x` for
+    each of them.
     """
     if list(ranges) == [(0, x.size(0))]:
         return (x,)

@@ -1,6 +1,4 @@
-"""Tensors put into the chunks of a stream, and taken out of them; knows neither who sends a chunk
-nor how it travels.
-"""
+"""Packs tensors into the chunks of a stream and unpacks them."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ from megatron_policy.refit.transports.collective.stream_layout import Slot, Stre
 
 
 class Writer:
-    """Assembles a stream in one chunk's memory and, where a tensor spans two, in one more buffer of
-    that tensor's size. A chunk that is full is sent, and waited for when its memory is needed.
+    """Assembles a stream in the memory of one chunk and, for tensors that span chunks, in one more
+    buffer of the tensor's size. A full chunk is sent, and waited for when its memory is needed.
     """
 
     def __init__(
@@ -39,7 +37,7 @@ class Writer:
         self._pending: PendingCollective | None = None
 
     def place(self, name: str) -> BufferSlice:
-        """Where that tensor's elements belong; tensors come in the stream's order."""
+        """Where to write that tensor's elements; tensors come in the stream's order."""
         slot, _ = self._slots[name]
         if not _fits(slot, self._size):
             return BufferSlice(self._aside, 0)
@@ -47,7 +45,7 @@ class Writer:
         return BufferSlice(self._chunk, slot.offset - self._first)
 
     def filled(self, name: str, room: BufferSlice) -> None:
-        """All elements of that tensor are there."""
+        """All elements of that tensor have been written."""
         slot, upto = self._slots[name]
         at = slot.offset
         while room.buffer is self._aside and at < slot.end:
@@ -60,13 +58,13 @@ class Writer:
         self._send_full(upto)
 
     def settle(self) -> None:
-        """Wait until the chunk's memory may be used again."""
+        """Wait until the chunk's memory can be reused."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
 
     def _send_full(self, upto: int) -> None:
-        """Send the chunk if it is complete: all before byte `upto` of the stream is in place."""
+        """Send the chunk if it is complete: the stream is written up to byte `upto`."""
         while self._first < (end := min(self._first + self._size, self._total)) <= upto:
             self.settle()
             self._pending = self._send(self._chunk.memory[: end - self._first])
@@ -74,20 +72,20 @@ class Writer:
 
 
 class Reader(Protocol):
-    """Takes the tensors of a stream out of its chunks, which come in order."""
+    """Unpacks the tensors of a stream from its chunks, which arrive in order."""
 
     def room(self, first: int, end: int) -> Tensor:
-        """Where to receive the chunk of these bytes of the stream."""
+        """Where to receive the chunk with these bytes of the stream."""
 
     def complete(self, first: int, end: int) -> list[tuple[str, Tensor]]:
-        """The tensors that are complete with that chunk, now that it is there."""
+        """The tensors that this chunk, now received, completes."""
 
 
 class WholeReader:
-    """Receives a stream in memory that holds all of it and of which its tensors are views."""
+    """Receives a stream into memory that holds all of it; its tensors are views of that memory."""
 
     def __init__(self, stream: Stream, memory: Tensor, views: Mapping[str, Tensor]) -> None:
-        """`views` of `memory` by name, as `views_of` makes them."""
+        """`views` are the views of `memory` by name that `views_of` makes."""
         self._memory, self._views = memory, views
         self._slots, self._next = stream.slots, 0
 
@@ -104,8 +102,8 @@ class WholeReader:
 
 
 class ChunkReader:
-    """Receives chunk after chunk in the same memory: tensors are views of it, or of memory of their
-    own where they span chunks. What `complete` returns is good until the next chunk is received.
+    """Receives each chunk into the same memory. Tensors are views of it, or have their own memory
+    if they span chunks. What `complete` returns is valid until the next chunk is received.
     """
 
     def __init__(self, stream: Stream, size: int, device: torch.device) -> None:
@@ -145,24 +143,24 @@ class ChunkReader:
 
 
 def views_of(stream: Stream, memory: Tensor) -> dict[str, Tensor]:
-    """The tensors of a stream that lies in `memory`."""
+    """The tensors of a stream stored in `memory`."""
     return {slot.name: _view_of(slot, memory) for slot in stream.slots}
 
 
 def _view_of(slot: Slot, memory: Tensor, first: int = 0) -> Tensor:
     """The tensor in `memory`, which begins at byte `first` of the stream."""
-    if slot.end == slot.offset:  # it may stand where its dtype cannot be read
+    if slot.end == slot.offset:  # its offset may be misaligned for its dtype
         return torch.empty(slot.shape, dtype=slot.dtype, device=memory.device)
     flat = memory[slot.offset - first : slot.end - first]
     return flat.view(slot.dtype).view(slot.shape)
 
 
 def _fits(slot: Slot, size: int) -> bool:
-    """Whether the tensor lies in one chunk, where its dtype can be read."""
+    """Whether the tensor lies in one chunk, aligned for its dtype."""
     first, within = divmod(slot.offset, size)
     return slot.end <= (first + 1) * size and within % slot.dtype.itemsize == 0
 
 
 def _begun(slot: Slot, end: int) -> bool:
-    """Whether any of the tensor, or all of an empty one, is before byte `end` of the stream."""
+    """Whether any part of the tensor, or an empty tensor, lies before byte `end` of the stream."""
     return slot.offset < end or slot.end <= end

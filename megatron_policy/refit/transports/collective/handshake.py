@@ -1,19 +1,19 @@
-"""What trainer and engines of a group say to each other during a refit, and where they say it.
+"""The handshake between trainer and engines of a group during a refit, over the control store.
 
-Knows neither what the weights are nor how they travel. A call is one refit, numbered. Its notes:
+Each refit has one handshake, with a number <n>. The keys:
 
-    call                 the trainer's session, the last call's number, and the last that is over
+    call                 id of the trainer's run, number of the last handshake, and of the last over
     layout/<digest>      the tensors of all senders; written when they change
-    <call>/offer         which layout, in chunks of how many bytes
-    <call>/ready/<e>     engine e is there, and which groups it is still in; or refuses
-    <call>/go/<s>        sender s: which group it sends in, and to which engine processes
-    <call>/sent/<s>      sender s: its manifest; or why it gave up
-    <call>/verdict/<e>   engine e has accepted everything; or why not
+    <n>/offer            which layout, in chunks of how many bytes
+    <n>/ready/<e>        engine e is ready, and which groups it is still in; or it refuses
+    <n>/go/<s>           sender s: which group it sends in, and to which engine processes
+    <n>/sent/<s>         sender s: its manifest; or why it gave up
+    <n>/verdict/<e>      engine e has accepted everything; or why not
 
-Each sender has a group of its own with all engines. In one group for all, every sender would have
-to receive what the others send, and a slow stage would hold up the rest; so each sends at its own
-pace, and engines take a chunk of each in turn. A group serves until a call fails in it, or until an
-engine is another process; then the call's number names a new one.
+Each sender has its own group with all engines. In a single group, every sender would have to
+receive what the others send, and a slow stage would hold up the rest. With one each, senders go at
+their own pace, and engines take a chunk of each in turn. A group is reused until a handshake fails
+in it or an engine process is replaced; then a new group is named after the handshake's number.
 """
 
 from __future__ import annotations
@@ -33,41 +33,41 @@ from megatron_policy.refit.transports.collective.stream_layout import Layout
 CALL = "call"
 ACCEPTED = b""
 OFF, REFUSED = "failed", "refused"
-"""In a note instead of what it should say: why there is nothing to say."""
+"""Fields that replace a message's content: why there is none."""
 
 _SENT, _GAVE_UP = b"+", b"-"
 _MOMENT_S = 1.0
-"""How long after a broken connection to look for the other side's own words."""
+"""How long after a broken connection to look for a reason from the other side."""
 
 
 def note(call: int, what: str, number: int | None = None) -> str:
-    """The key of a note of that call."""
+    """The key of a message of that handshake."""
     return f"{call}/{what}" if number is None else f"{call}/{what}/{number}"
 
 
 def layout_note(digest: str) -> str:
-    """The key of the layout with that digest."""
+    """The key under which the layout with that digest is stored."""
     return f"layout/{digest}"
 
 
 def group_name(call: int, sender: int) -> str:
-    """The name of the group that the sender made in that call."""
+    """The name of the group that the sender made in that handshake."""
     return f"group/{call}/{sender}"
 
 
 def said(content: Any) -> bytes:
-    """A note of plain values."""
+    """A message of plain values, encoded."""
     return json.dumps(content).encode()
 
 
 def understood(what: str, content: bytes, **kinds: type) -> dict[str, Any]:
-    """The values of a note, at least those of `kinds`, each of its type; RefitError otherwise."""
+    """The values of a message, including those of `kinds` with their types; else RefitError."""
     try:
         values = json.loads(content)
     except (ValueError, RecursionError):
         values = None
     if isinstance(values, dict):
-        for other in (OFF, REFUSED):  # instead of all that
+        for other in (OFF, REFUSED):  # these replace the content
             if isinstance(values.get(other), str):
                 return values
         if all(type(values.get(name)) is kind for name, kind in kinds.items()):
@@ -80,8 +80,8 @@ def understood(what: str, content: bytes, **kinds: type) -> dict[str, Any]:
 
 @contextmanager
 def heard(words: Callable[[], list[str]]) -> Iterator[None]:
-    """Where the body finds a connection broken, and the other side has said why or says so within a
-    moment, raise RefitError with those words.
+    """If the body fails on a broken connection, wait a moment for the other side's reason, and
+    raise RefitError with that reason.
     """
     try:
         yield
@@ -95,38 +95,38 @@ def heard(words: Callable[[], list[str]]) -> Iterator[None]:
 
 
 def sent_manifest(content: bytes) -> bytes:
-    """The manifest in a `sent` note; RefitError where the sender gave up."""
+    """The manifest in a `sent` message; RefitError if the sender gave up."""
     if (why := gave_up(content)) is not None:
         raise RefitError(why)
     return content[len(_SENT) :]
 
 
 def gave_up(content: bytes | None) -> str | None:
-    """What a `sent` note says instead, where the sender gave up."""
+    """The reason in a `sent` message if the sender gave up, else None."""
     if content is None or content.startswith(_SENT):
         return None
     return f"the trainer gave up: {content.removeprefix(_GAVE_UP).decode(errors='replace')}"
 
 
 class SenderHandshake:
-    """A sender's part in the calls of its group."""
+    """A sender's side of the handshakes of its group."""
 
     def __init__(
         self, board: ControlStore, sender: int, engines: int, session: str, patience_s: float
     ):
-        """No engine is waited for longer than `patience_s` seconds."""
+        """Engines are waited for at most `patience_s` seconds."""
         self.number = 0
         self._board, self._sender, self._engines = board, sender, engines
         self._session, self._patience_s = session, patience_s
         self._layout, self._over, self._said_go = "", 0, False
 
     def begin(self) -> None:
-        """A new call; all senders count them alike, as refits are collective."""
+        """Begin a new handshake; all senders number them alike, as refits are collective."""
         self.number += 1
         self._said_go = False
 
     def offer(self, layout: Layout, bucket_bytes: int) -> None:
-        """Invite the engines; for sender 0."""
+        """Publish the offer to the engines; only sender 0 does."""
         content = layout.encoded()
         digest, senders = xxhash.xxh3_64_hexdigest(content), len(layout.streams)
         if digest != self._layout:
@@ -135,11 +135,11 @@ class SenderHandshake:
             self._layout = digest
         self._drop_notes(senders)
         offer = {"layout": digest, "senders": senders, "bucket_bytes": bucket_bytes}
-        self._announce()  # first: who was waiting for the offer then finds its call announced
+        self._announce()  # first: an engine waiting for the offer then finds it announced
         self._put("offer", None, said(offer))
 
     def ready(self) -> list[dict[str, Any]]:
-        """What each engine says; RefitError when one is not there in time, or refuses."""
+        """Each engine's `ready` message; RefitError if one is not ready in time, or refuses."""
         missing = "is not there within {:g} s: does it run, and receive?"
         answers = [
             understood("ready", content, process=str, groups=dict)
@@ -156,7 +156,7 @@ class SenderHandshake:
         self._put("go", self._sender, said({"group": group, "to": list(processes)}))
 
     def finish(self, manifest: bytes) -> None:
-        """Say what was sent, and wait until all engines accept it; RefitError when one does not."""
+        """Publish the manifest, and wait until all engines accept; RefitError if one does not."""
         self._put("sent", self._sender, _SENT + manifest)
         missing = "has not said within {:g} s that it accepts the weights"
         for engine, verdict in enumerate(self._from_engines("verdict", missing)):
@@ -165,7 +165,7 @@ class SenderHandshake:
         self._end()
 
     def give_up(self, why: str) -> None:
-        """Tell the engines, as far as that is possible."""
+        """Tell the engines, if that is still possible."""
         if not self._board.connected:
             return
         self._end()
@@ -174,7 +174,7 @@ class SenderHandshake:
         self._put("sent", self._sender, _GAVE_UP + why.encode())
 
     def objections(self) -> list[str]:
-        """What engines have against it by now."""
+        """The engines' refusals so far."""
         if not self._board.connected:
             return []
         found = [self._board.find(self._key("verdict", e)) for e in range(self._engines)]
@@ -185,7 +185,7 @@ class SenderHandshake:
         ]
 
     def _from_engines(self, what: str, missing: str) -> Iterator[bytes]:
-        """That note of each engine, as soon as it is there."""
+        """Yield that message of each engine as soon as it arrives."""
         deadline = time.monotonic() + self._patience_s
         for engine in range(self._engines):
             left = max(0.0, deadline - time.monotonic())
@@ -202,7 +202,7 @@ class SenderHandshake:
         self._board.put(CALL, said(now))
 
     def _drop_notes(self, senders: int) -> None:
-        """Those of the call before: only when the next begins has everybody read them."""
+        """Delete the previous handshake's keys: once the next begins, everyone has read them."""
         before = self.number - 1
         keys = [note(before, "offer")]
         keys += [note(before, what, s) for what in ("go", "sent") for s in range(senders)]

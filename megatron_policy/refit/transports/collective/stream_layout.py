@@ -1,6 +1,6 @@
-"""How tensors become streams of bytes, cut into chunks of one size; knows no transport.
+"""How tensors are laid out in streams of bytes, cut into chunks of equal size.
 
-Pure: every sender and every receiver of a refit makes the same of it.
+Pure: every sender and every receiver of a refit computes the same layout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ALIGNMENT = 16  # bytes; a multiple of every dtype's size
 
 
 class Described(Protocol):
-    """What a stream has to know of a tensor."""
+    """What a stream needs to know about a tensor."""
 
     @property
     def name(self) -> str: ...
@@ -32,7 +32,7 @@ class Described(Protocol):
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor's place: `offset` bytes from the start of its stream."""
+    """One tensor's position: `offset` bytes from the start of its stream."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,19 +41,19 @@ class Slot:
 
     @cached_property
     def end(self) -> int:
-        """The byte after its last."""
+        """The byte after its last byte."""
         return self.offset + math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Stream:
-    """What one sender sends: tensors one after another, at multiples of `ALIGNMENT`."""
+    """What one sender sends: tensors one after another, at offsets aligned to `ALIGNMENT`."""
 
     slots: tuple[Slot, ...]
 
     @classmethod
     def of(cls, tensors: Sequence[Described]) -> Stream:
-        """These tensors in this order."""
+        """The stream of these tensors in this order."""
         slots: list[Slot] = []
         end = 0
         for tensor in tensors:
@@ -68,7 +68,7 @@ class Stream:
         return self.slots[-1].end if self.slots else 0
 
     def chunks(self, size: int) -> Iterator[tuple[int, int]]:
-        """(first, end) of each chunk: `size` bytes, the last perhaps fewer."""
+        """(first, end) of each chunk: `size` bytes; the last may have fewer."""
         for first in range(0, self.nbytes, size):
             yield first, min(first + size, self.nbytes)
 
@@ -80,7 +80,7 @@ class Layout:
     streams: tuple[Stream, ...]
 
     def encoded(self) -> bytes:
-        """As JSON: of each stream its tensors in order."""
+        """The layout as JSON: for each stream, its tensors in order."""
         content = [
             [[slot.name, list(slot.shape), _word(slot.dtype)] for slot in stream.slots]
             for stream in self.streams

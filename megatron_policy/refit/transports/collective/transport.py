@@ -1,6 +1,6 @@
-"""The trainer's side of a refit to engines that are processes of the same group; knows no engine.
+"""The trainer's side of a refit over a process group that it shares with the engines.
 
-What an engine does is in `collective_receiving`, what both say to each other in `calls`.
+The engine's side is in `refit.receive.collective`, the protocol in `handshake`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Collective:
     """A trainer's membership in a group with inference engines; every training rank has one.
 
-    It is kept from refit to refit; `sink` is what each of them is given.
+    It is kept from refit to refit; `sink` returns the transport for each of them.
     """
 
     @classmethod
@@ -46,15 +46,15 @@ class Collective:
         *,
         secret: str | None = None,
     ) -> Collective:
-        """Training rank 0 listens at (ip, port), and nowhere else; engines join when they like.
+        """Join the group: rank 0 listens at (ip, port) and nowhere else; engines join any time.
 
         Without `train_world_size` the group is rank 0 and `world_size - 1` engines, and rank 0
-        sends everything. With it, it is all training ranks and then the engines, and the first rank
-        of each pipeline stage sends that stage's tensors. ConfigError for sizes that do not fit,
-        RefitError where rank 0 cannot listen there. `timeout_s` is the exporter's if not given.
+        sends everything. With it, the group is all training ranks followed by the engines, and the
+        first rank of each pipeline stage sends that stage's tensors. ConfigError for sizes that do
+        not fit, RefitError if rank 0 cannot listen there. `timeout_s` defaults to the exporter's.
 
-        Engines need `secret`, the same on all ranks. Without one rank 0 makes it, and `secret` of
-        what is returned has it on every rank; this is collective.
+        Engines need `secret`, the same on all ranks. Without one, rank 0 makes it, collectively,
+        and the result's `secret` has it on every rank.
         """
         trains = exporter.topology.world_size
         if train_world_size not in (None, trains):
@@ -83,25 +83,25 @@ class Collective:
 
     @property
     def broadcasts(self) -> int:
-        """How many this rank has sent."""
+        """Number of broadcasts that this rank has sent."""
         return 0 if self.member is None else self.member.broadcasts
 
     def sink(
         self, bucket_bytes: int | None = None, dtype: torch.dtype | None = None
     ) -> CollectiveSink:
-        """For refits in broadcasts of `bucket_bytes` (None: the policy's), of tensors in their own
-        dtypes or in `dtype`.
+        """The transport for refits in broadcasts of `bucket_bytes` (None: the policy's), with
+        tensors in their own dtypes or in `dtype`.
         """
         return CollectiveSink(self, bucket_bytes, dtype)
 
     def close(self) -> None:
-        """Leave for good; where rank 0 leaves, engines find nobody any more."""
+        """Leave for good; once rank 0 has left, engines cannot connect any more."""
         if self.member is not None:
             self.member.close()
 
 
 def _sender_of(exporter: Exporter, by_stage: bool) -> int | None:
-    """Which sender this rank is, if it is one."""
+    """This rank's sender number, if it sends."""
     at = exporter.coords
     if by_stage:
         return at.pp if (at.dp, at.cp, at.tp) == (0, 0, 0) else None
@@ -109,7 +109,7 @@ def _sender_of(exporter: Exporter, by_stage: bool) -> int | None:
 
 
 def _shared_secret(exporter: Exporter) -> str:
-    """A new one, the same on all ranks."""
+    """A new secret, the same on all ranks."""
     made = new_secret().encode()
     if exporter.topology.world_size > 1:
         letters = torch.tensor(list(made), dtype=torch.uint8, device=exporter.device)
@@ -119,7 +119,7 @@ def _shared_secret(exporter: Exporter) -> str:
 
 
 class Member:
-    """A sender's end: the board, and the group in which it sends."""
+    """A sender's end: the control store, and the group in which it sends."""
 
     def __init__(self, board: ControlStore, sender: int, engines: int, patience_s: float) -> None:
         self.caller = SenderHandshake(board, sender, engines, uuid.uuid4().hex, patience_s)
@@ -130,11 +130,11 @@ class Member:
 
     @property
     def broadcasts(self) -> int:
-        """How many it has sent."""
+        """Number of broadcasts that it has sent."""
         return self._broadcasts + (self._channel.calls if self._channel else 0)
 
     def meet(self) -> BoundedProcessGroup:
-        """The group with all engines, once they are ready: the last one if all are still in it."""
+        """The group with all engines, once they are ready; the last one if all are still in it."""
         ready = self.caller.ready()
         held = {answer["groups"].get(str(self.sender)) for answer in ready}
         if self._channel is None or held != {self._made_in}:
@@ -148,14 +148,14 @@ class Member:
         return self._channel
 
     def give_up(self, why: str) -> None:
-        """Tell the engines that this call has failed, and leave the group."""
+        """Tell the engines that this refit has failed, and leave the group."""
         try:
             self.caller.give_up(why)
         finally:
             self.leave(broken=True)
 
     def leave(self, broken: bool = False) -> None:
-        """Leave the group; the next call makes a new one."""
+        """Leave the group; the next refit makes a new one."""
         channel, self._channel = self._channel, None
         if channel is not None:
             self._broadcasts += channel.calls
@@ -177,13 +177,13 @@ class CollectiveSink:
         self._group, self._bucket_bytes, self._dtype = group, bucket_bytes, dtype
 
     def plan(self, exporter: Exporter) -> RefitPlan | None:
-        """All tensors, or by stage those of this rank's; on the first replica only."""
+        """All tensors or, by stage, those of this rank's stage; on the first replica only."""
         if (exporter.coords.dp, exporter.coords.cp) != (0, 0):
             return None
         return self._plan(exporter, self._group.by_stage)
 
     def open(self, exporter: Exporter, plan: RefitPlan) -> CollectiveOutlet | None:
-        """The sender's end, once all engines are there; RefitError when one is not, or refuses."""
+        """The sender's end, once all engines are ready; RefitError if one is not, or refuses."""
         member = self._group.member
         if member is None:
             return None
@@ -212,7 +212,7 @@ def _layout(plan: RefitPlan, by_stage: bool) -> Layout:
 
 
 class CollectiveOutlet:
-    """Sends one refit's stream of this sender, chunk by chunk."""
+    """Sends this sender's stream of one refit, chunk by chunk."""
 
     def __init__(
         self, member: Member, channel: BoundedProcessGroup, plan: RefitPlan, exporter: Exporter
@@ -235,7 +235,7 @@ class CollectiveOutlet:
 
     def finish(self, manifest: Manifest) -> None:
         """See `delivery.TransportSession`."""
-        with self._exporter.alive():  # for ranks that wait: engines may take their time to load
+        with self._exporter.alive():  # for ranks that wait: engines may be slow to load
             with heard(self._member.caller.objections):
                 self._writer.settle()
             self._member.caller.finish(manifest.encoded())

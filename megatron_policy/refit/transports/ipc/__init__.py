@@ -1,3 +1,3 @@
-"""Weights through memory that two processes of one machine share. Read `transport.py` first, then
+"""Transports through memory shared by two processes on one machine. Read `transport.py` first, then
 `protocol.py`.
 """

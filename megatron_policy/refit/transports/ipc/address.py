@@ -1,7 +1,4 @@
-"""Addresses on this machine and the socket files behind them; opens no connection that lasts.
-
-Knows nothing of what is said there.
-"""
+"""Addresses on this machine and the socket files behind them."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ _LONGEST = 107  # bytes of a path (unix(7))
 
 
 def path_of(address: str) -> str:
-    """The file of an `ipc://` address; ConfigError for any other address."""
+    """The socket file of an `ipc://` address; ConfigError for any other address."""
     path = address.removeprefix(SCHEME)
     if path == address or not os.path.isabs(path) or len(os.fsencode(path)) > _LONGEST:
         raise ConfigError(
@@ -31,9 +28,9 @@ def path_of(address: str) -> str:
 
 
 def remove_if_dead(address: str) -> None:
-    """Remove the file of a socket at which nobody waits any more, because its owner was killed.
+    """Remove a socket file on which nobody listens any more because its owner was killed.
 
-    One that is just ending gets a moment for it.
+    An owner that is just shutting down gets a moment to finish.
     """
     path = path_of(address)
     end = time.monotonic() + _ENDING_S
@@ -46,7 +43,7 @@ def remove_if_dead(address: str) -> None:
 
 
 def _is_refused(path: str) -> bool:
-    """Whether nobody waits there. A trainer that does takes no notice of who comes and goes."""
+    """Whether nobody listens there. A trainer that does ignores short-lived connections."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)
@@ -56,7 +53,7 @@ def _is_refused(path: str) -> bool:
 
 
 def is_own_socket(path: str) -> bool:
-    """Whether a socket is there; RefitError where it is another user's, or something else."""
+    """Whether a socket is there; RefitError if it is another user's, or not a socket."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:

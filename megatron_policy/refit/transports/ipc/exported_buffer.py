@@ -1,5 +1,5 @@
-"""Memory that a trainer lends to an engine on the same machine: shared memory of the host, or of
-the GPU. Knows nothing of what is in it, nor how the handle travels.
+"""Memory that a trainer exports to an engine on the same machine: shared memory of the host, or of
+the GPU.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from megatron_policy.refit.transports.ipc.shared_memory import (
 )
 
 Rebuild = tuple[Callable[..., Tensor], tuple[Any, ...]]
-"""A function and its arguments that give the memory in another process; the seventh argument is
+"""A function and its arguments that open the memory in another process; the seventh argument is
 the number of the GPU there."""
 
 GLOBALS = on_gpu.GLOBALS | {
     (Handle.__module__, Handle.__qualname__),
     (rebuilt.__module__, rebuilt.__qualname__),
 }
-"""What a pickled handle names, beside dtypes: (module, name)."""
+"""What a pickled handle names besides dtypes: (module, name)."""
 
 
 class ExportedBuffer:
-    """A buffer of this process that another one may open."""
+    """A buffer of this process that another process can open."""
 
     def __init__(self, nbytes: int, where: torch.device, directory: str = DIRECTORY) -> None:
-        """Allocated at once, on `where`. RefitError when there is no room for it."""
+        """Allocate it at once, on `where`. RefitError if there is not enough memory."""
         size = aligned(max(1, nbytes))
         self._host: SharedMemory | None = None
         if where.type == "cpu":
@@ -49,30 +49,30 @@ class ExportedBuffer:
             self.buffer = Buffer.on(where, size)
 
     def handle(self) -> object:
-        """What `open_exported` opens, and for a GPU the host's receivers too; for one opening."""
+        """A handle for `open_exported`, on a GPU also for the host's receivers; for single use."""
         if self._host is not None:
             return self._host.handle()
         return on_gpu.share(self.buffer.memory)[1:]
 
     def rebuild(self, dtype: torch.dtype) -> Rebuild:
-        """The same as flat elements of `dtype`, to be called by who receives it."""
+        """The same as flat elements of `dtype`, to be called by the receiver."""
         if self._host is None:
             return on_gpu.share(self.buffer.typed(dtype))
         h = self._host.handle()
         return rebuilt, (h.pid, h.started, h.fd, h.inode, h.nbytes, dtype, 0)
 
     def close(self) -> None:
-        """Give it back; nobody can open it any more."""
-        # Whoever filled the buffer may still hold it, in the traceback of an error for instance.
+        """Release it; nobody can open it any more."""
+        # The buffer may still be referenced, for instance by the traceback of an error.
         self.buffer.forget()
         if self._host is not None:
             self._host.close()
 
 
 def open_exported(handle: object, consume: Callable[[Tensor], None]) -> None:
-    """Call `consume` with the trainer's memory, flat uint8, which is given back when it returns.
+    """Call `consume` with the trainer's memory, flat uint8, which is released when it returns.
 
-    RefitError when it cannot be opened, or when a tensor of it is still held afterwards.
+    RefitError if it cannot be opened, or if a tensor of it is still held afterwards.
     """
     if isinstance(handle, Handle):
         attached = attach(handle)
@@ -94,7 +94,7 @@ def open_exported(handle: object, consume: Callable[[Tensor], None]) -> None:
         _forget_locals(error)
         raise
     finally:
-        device.synchronize()  # the trainer writes there again as soon as it hears of the end
+        device.synchronize()  # the trainer overwrites it as soon as it has the reply
 
 
 def _opened_on_gpu(handle: Any) -> Tensor:
@@ -108,14 +108,14 @@ def _opened_on_gpu(handle: Any) -> Tensor:
 
 
 def _forget_locals(error: BaseException | None) -> None:
-    """Of all functions that an error ended: it may be kept, and the trainer's memory must not."""
+    """Clear the locals in an error's tracebacks: it may be kept, the trainer's memory must not."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def handle_of(rebuild: Any) -> object:
-    """What `open_exported` opens, of a `Rebuild`; RefitError for any other function."""
+    """The handle for `open_exported` in a `Rebuild`; RefitError for any other function."""
     try:
         function, arguments = rebuild
         known = (function.__module__, function.__qualname__) in GLOBALS

@@ -1,12 +1,12 @@
-"""Lends weights, some names at a time, to an engine on the same machine; the caller carries the
-handles. Knows nothing of how the weights are gathered.
+"""Exports weights, some names at a time, to an engine on the same machine; the caller passes on the
+handles.
 
 The protocol is that of NeMo RL before 0.5, `get_weights_ipc_handles`: for each device
 
     (True, [(dtype, (function, arguments)), ...], {name: offset})
 
 where the function and its arguments, the seventh replaced by the number of the engine's GPU, give
-a flat tensor that holds all named tensors of the dtype, each from its offset on, in elements.
+a flat tensor that holds all named tensors of the dtype, each at its offset in elements.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ Handles = dict[str, tuple[bool, list[tuple[torch.dtype, Any]], dict[str, int]]]
 
 
 class IpcHandles:
-    """Lends one policy's weights; what was lent last is held until the next call or `release`."""
+    """Exports one policy's weights; the last export stays valid until the next or `release`."""
 
     def __init__(self, exporter: Exporter, directory: str = DIRECTORY) -> None:
-        """Without a GPU the memory is taken from `directory`."""
+        """Without a GPU, the memory is allocated in `directory`."""
         self._exporter, self._directory = exporter, directory
         self._lent: dict[torch.dtype, ExportedBuffer] = {}
         self._sent: dict[str, Sent] = {}
         self._step: int | None = None
 
     def weights(self, names: Sequence[str], step: int | None = None) -> Handles:
-        """Lend the tensors of these names to the engine on this rank's device; `step` tells how
-        many optimizer steps are behind them.
+        """Export the tensors of these names to the engine on this rank's device; `step` is the
+        number of optimizer steps taken so far.
 
-        Collective: all ranks give the same names. What the last call lent must be out of use.
-        RefitError on all of them when one has no room, when a name is unknown, or when the others
-        of this refit were of another step.
+        Collective: all ranks give the same names. The last call's memory must no longer be in use.
+        RefitError on all ranks if one has not enough memory, if a name is unknown, or if earlier
+        tensors of this refit were of another step.
         """
         if self._sent:
             self._check_step(step)
@@ -80,8 +80,8 @@ class IpcHandles:
         return {device.device_id(): (True, rebuilds, offsets)}
 
     def manifest(self, step: int) -> Manifest:
-        """What was lent since the last manifest, for the engine to check; the end of a refit.
-        RefitError if that is nothing, or of another step.
+        """The manifest of what was exported since the last one, for the engine to check; ends a
+        refit. RefitError if that is nothing, or of another step.
         """
         if not self._sent:
             raise RefitError("nothing was lent since the last refit: call `weights` first")
@@ -90,7 +90,7 @@ class IpcHandles:
         return Manifest(step, algorithm_for(self._exporter.probe), sent)
 
     def release(self) -> None:
-        """Take everything back, and forget an unfinished refit."""
+        """Release all exported memory, and drop an unfinished refit."""
         self._take_back()
         self._sent = {}
 
@@ -115,7 +115,7 @@ class IpcHandles:
 
 
 def _places(tensors: Sequence[RefitTensor]) -> dict[str, int]:
-    """In bytes, where each begins in the memory of its dtype."""
+    """The offset of each tensor, in bytes, in the memory of its dtype."""
     used: dict[torch.dtype, int] = {}
     places = {}
     for tensor in tensors:

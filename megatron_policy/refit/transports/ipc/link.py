@@ -1,7 +1,7 @@
-"""A ZeroMQ socket for one connection: who comes, and who leaves. Every wait is bounded.
+"""A ZeroMQ socket for one connection that tracks connects and disconnects. Every wait is bounded.
 
-Knows nothing of what is said. ZeroMQ by itself connects again where a connection breaks: an engine
-that is slow to close its socket would be taken for the engine of the next refit.
+By default ZeroMQ reconnects after a connection breaks: an engine that is slow to close its socket
+would be mistaken for the engine of the next refit.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _FAILED = zmq.EVENT_CLOSED  # an attempt to connect
 
 
 class Link:
-    """A ZeroMQ socket that connects once, and who has come to it and left."""
+    """A ZeroMQ socket that connects once, and the state of its connections."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], kind: int) -> None:
         self.socket = context.socket(kind)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._events = self.socket.get_monitor_socket(_CAME | _MET | _LEFT | _FAILED)
-        self.here: set[int] = set()  # descriptors of connections, each until it breaks
-        self.met = False  # whether one has been ready to talk
-        self.left = False  # whether one has broken, or could not be made
+        self.here: set[int] = set()  # descriptors of open connections
+        self.met = False  # whether one has completed its handshake
+        self.left = False  # whether one has broken or failed
 
     def wait(self, until: float, what: int = 0) -> bool:
-        """Whether the socket is ready for `what`; returns as soon as it is, or as something happens
-        to its connections, or at `until`, a time of the monotonic clock.
+        """Whether the socket is ready for `what`. Returns as soon as it is, when its connections
+        change, or at `until` (monotonic clock).
         """
         poller = zmq.Poller()
         poller.register(self._events, zmq.POLLIN)
@@ -46,11 +46,11 @@ class Link:
         while self._events.poll(0):
             event = parse_monitor_message(self._events.recv_multipart())
             self._note(event["event"], event["value"])
-        # After the events: what was said before a connection broke still counts.
+        # After the events: a message sent before a connection broke still counts.
         return bool(what and self.socket.poll(0, what))
 
     def send(self, content: bytes) -> bool:
-        """Whether somebody is there to take it; never waits, as the last one may just have gone."""
+        """Send if a peer is connected; whether it was. Never waits: the peer may just be gone."""
         try:
             self.socket.send(content, zmq.NOBLOCK)
         except zmq.Again:
@@ -58,14 +58,14 @@ class Link:
         return True
 
     def receive(self) -> bytes | None:
-        """What has come, if it is a message; never waits."""
+        """A message, if one has arrived; never waits."""
         try:
             return self.socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Hang up; what was said last has so many seconds to leave."""
+        """Close the socket; `linger_s` are the seconds to flush the last message."""
         self.socket.disable_monitor()
         self._events.close(0)
         self.socket.close(int(linger_s * 1000))
@@ -81,7 +81,7 @@ class Link:
 
 
 def gone(other: str, address: str) -> str:
-    """In an error: the other side hung up."""
+    """Error text: the other side disconnected."""
     return (
         f"the {other} at {address} has gone in the middle of a refit. Look at its log; the next "
         "refit starts anew"
@@ -89,7 +89,7 @@ def gone(other: str, address: str) -> str:
 
 
 def silent(other: str, address: str, timeout_s: float) -> str:
-    """In an error: the other side is connected, and says nothing."""
+    """Error text: the other side is connected but silent."""
     return (
         f"the {other} at {address} was silent for {timeout_s:g} s. Look at its log, or allow more "
         "time; the next refit starts anew"
@@ -97,7 +97,7 @@ def silent(other: str, address: str, timeout_s: float) -> str:
 
 
 def nobody(other: str, address: str, timeout_s: float) -> str:
-    """In an error: the other side is not there."""
+    """Error text: the other side never connected."""
     return (
         f"no {other} came to {address} within {timeout_s:g} s. Start its side of the refit, with "
         "this address, on this machine"

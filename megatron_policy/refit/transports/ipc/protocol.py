@@ -1,19 +1,20 @@
-"""What trainer and engine say to each other in the stream over a socket; knows neither of them.
+"""The protocol between trainer and engine in the stream over a socket.
 
-The trainer asks (ZeroMQ REQ, bound at `ipc:///tmp/<device id>.sock`), the engine answers (REP). To
-our own receiver a question is one JSON object:
+The trainer sends requests (ZeroMQ REQ, bound at `ipc:///tmp/<device id>.sock`), the engine replies
+(REP). To our own receiver a request is one JSON object:
 
     {"say": "announce", "version": 2, "tensors": {name: [dtype, shape]}}
     {"say": "pack", "handle": .., "names": [..], "used_bytes": ..}
     {"say": "complete", "manifest": ..}     the end: `Manifest.encoded()` as a string
 
-A pack is the tensors of these names, in this order, row-major, each from a multiple of 512 bytes
-on, in the memory that the handle opens; `used_bytes` is where the next would start. The answer
-`ack` means that a pack was consumed, or the end accepted; `refused: ` and a reason in UTF-8 ends
-the refit. A pack's memory is used again after the answer to it.
+A pack is the tensors of these names, in this order, row-major, each at a multiple of 512 bytes in
+the memory that the handle opens; `used_bytes` is where the next one would start. The reply `ack`
+means that a pack was consumed, or the end accepted; `refused: ` and a reason in UTF-8 ends the
+refit. A pack's memory is reused after the reply to it.
 
-A host's own receiver is asked in pickles, as it expects them (NeMo RL 0.5 and later,
-`stream_weights_via_ipc_zmq`): `(handle, names, used_bytes)`, and an end. We read no pickles.
+A host's own receiver gets pickles, as it expects (NeMo RL 0.5 and later,
+`stream_weights_via_ipc_zmq`): `(handle, names, used_bytes)`, and an end marker. We never read
+pickles.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _SAME = "Use the same version of megatron_policy on both sides"
 
 @dataclass(frozen=True)
 class Pack:
-    """Tensors in lent memory."""
+    """Tensors in exported memory."""
 
     handle: object
     names: Sequence[str]
@@ -50,24 +51,24 @@ class Pack:
 
 @dataclass(frozen=True)
 class Dialect:
-    """How the engine is asked.
+    """How requests are written.
 
-    `end` None is our own way, with an announcement and a manifest that our receiver checks. A
-    host's own receiver knows neither: `end` is the object it takes for the end, and the checking
-    is its own.
+    With `end` None they are our own, with an announcement and a manifest that our receiver checks.
+    A host's own receiver has neither: `end` is the object that it takes as the end, and it does its
+    own checking.
     """
 
     end: object | None = None
 
     def opening(self, announced: Mapping[str, Form]) -> bytes | None:
-        """The first question, if there is one."""
+        """The first request, if there is one."""
         if self.end is not None:
             return None
         tensors = {name: [_word(dtype), list(shape)] for name, (shape, dtype) in announced.items()}
         return _said(_ANNOUNCE, version=VERSION, tensors=tensors)
 
     def question(self, pack: Pack) -> bytes:
-        """A pack as it is sent."""
+        """The request for a pack."""
         handle, names = pack.handle, list(pack.names)
         if self.end is None:
             return _said(_PACK, handle=_plain(handle), names=names, used_bytes=pack.used_bytes)
@@ -75,14 +76,14 @@ class Dialect:
         return pickle.dumps((own, names, pack.used_bytes))
 
     def closing(self, manifest: Manifest) -> bytes:
-        """The last question."""
+        """The last request."""
         if self.end is None:
             return _said(_COMPLETE, manifest=manifest.encoded().decode())
         return pickle.dumps(self.end)
 
 
 def understood(content: bytes) -> Pack | dict[str, Form] | Manifest:
-    """A question of our dialect. RefitError for anything else."""
+    """Decode a request of our dialect. RefitError for anything else."""
     try:
         match json.loads(content):
             case {"say": "announce", "version": version, "tensors": dict(tensors)}:
@@ -105,12 +106,12 @@ def understood(content: bytes) -> Pack | dict[str, Form] | Manifest:
 
 
 def refusal(error: Exception) -> bytes:
-    """The answer that ends a refit."""
+    """The reply that ends a refit."""
     return _REFUSED + str(error).encode(errors="replace")
 
 
 def check_answer(answer: bytes) -> None:
-    """RefitError, with the engine's reason, unless it is the acknowledgement."""
+    """RefitError, with the engine's reason, unless the reply is the acknowledgement."""
     if answer != ACK:
         reason = answer.removeprefix(_REFUSED).decode(errors="replace")
         raise RefitError(f"the engine refused the weights: {reason}")

@@ -1,6 +1,4 @@
-"""The engine's end of a socket on this machine: it answers one trainer. Knows nothing of what is
-said.
-"""
+"""The engine's end of a socket on this machine: it replies to one trainer."""
 
 from __future__ import annotations
 
@@ -13,14 +11,14 @@ from megatron_policy.errors import RefitError
 from megatron_policy.refit.transports.ipc.address import RETRY_S, is_own_socket, path_of
 from megatron_policy.refit.transports.ipc.link import Link, gone, nobody, silent
 
-LONGEST = 2**28  # bytes of a question: who sends more is hung up on
+LONGEST = 2**28  # bytes of a request: a peer that sends more is disconnected
 
 
 class ReplySocket:
-    """The engine's end: answers whoever waits at the address, and never a second one."""
+    """The engine's end: replies to the trainer at the address, and never to a second one."""
 
     def __init__(self, address: str, other: str, timeout_s: float) -> None:
-        """`other` says in errors who is to wait there; it is looked for when it is to be heard."""
+        """`other` names the peer in errors; the first `receive` connects to it."""
         self.address, self._other, self._timeout_s = address, other, timeout_s
         self._path = path_of(address)
         self._context = zmq.Context()
@@ -28,10 +26,10 @@ class ReplySocket:
         self._heard = False
 
     def receive(self) -> bytes:
-        """The next question; RefitError when none comes in time, or the other side goes. The first
-        is waited for at a socket that may come later, or be made anew meanwhile.
+        """The next request; RefitError if none comes in time, or the other side disconnects. For
+        the first, the socket may appear later, or be recreated meanwhile.
 
-        RefitError as well when the socket is another user's.
+        RefitError also if the socket is another user's.
         """
         end = time.monotonic() + self._timeout_s
         while True:
@@ -45,25 +43,23 @@ class ReplySocket:
                 if self._heard:
                     raise RefitError(gone(self._other, self.address))
                 self._hang_up()
-                time.sleep(RETRY_S * random.uniform(0.5, 1.5))  # not when another engine does
+                time.sleep(RETRY_S * random.uniform(0.5, 1.5))  # not in step with another engine
             elif time.monotonic() >= end:
                 words = silent if self._heard else nobody
                 raise RefitError(words(self._other, self.address, self._timeout_s))
 
     def send(self, answer: bytes) -> None:
-        """The answer to what was received last; where the other side has gone, the next `receive`
-        says so.
-        """
+        """Reply to the last request; if the other side is gone, the next `receive` raises."""
         assert self._link is not None, "it is closed, or nothing was received"
         self._link.send(answer)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Hang up; the last answer has so many seconds to leave."""
+        """Disconnect; `linger_s` are the seconds to flush the last reply."""
         self._hang_up(linger_s)
         self._context.term()
 
     def _connected(self, end: float) -> Link:
-        """A new link to who waits at the address, as soon as a socket is there."""
+        """A new link to the address, as soon as a socket is there."""
         while not is_own_socket(self._path):
             if time.monotonic() >= end:
                 raise RefitError(nobody(self._other, self.address, self._timeout_s))

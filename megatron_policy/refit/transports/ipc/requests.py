@@ -1,6 +1,4 @@
-"""The trainer's end of a socket on this machine: it asks, one engine answers. Knows nothing of what
-is said.
-"""
+"""The trainer's end of a socket on this machine: it sends requests, and one engine replies."""
 
 from __future__ import annotations
 
@@ -20,20 +18,20 @@ from megatron_policy.refit.transports.ipc.link import Link, gone, nobody, silent
 
 _MOMENT_S = 0.001
 _LEAVING_S = 0.5
-"""For those who came, beside an engine, without being one."""
+"""Time for other peers that connected, but are not the engine, to leave."""
 _MOMENT_TO_ANSWER_S = 1.0
 
 
 class _Door:
-    """A socket file that is open to this user only, until it is shut."""
+    """A socket file that only this user can connect to, until it is shut."""
 
     def __init__(self, path: str) -> None:
-        """RefitError when there can be none."""
+        """RefitError if it cannot be made."""
         self._path = path
         self.listener = socket.socket(socket.AF_UNIX)
         try:
-            # Made where nobody else can look, and moved when it is closed to them. What another
-            # user has put there is not replaced (the sticky bit of /tmp) but an error.
+            # Made in a private directory, and moved once only this user can open it. A file of
+            # another user is not replaced (the sticky bit of /tmp) but an error.
             with tempfile.TemporaryDirectory(dir=os.path.dirname(path), prefix=".") as private:
                 made = os.path.join(private, "s")
                 self.listener.bind(made)
@@ -50,24 +48,24 @@ class _Door:
             ) from error
 
     def shut(self, until: float) -> None:
-        """Let nobody come any more. Who came before is let in by the library meanwhile."""
+        """Accept no new connections. ZeroMQ still accepts those that are pending."""
         self.close()
         while select.select([self.listener], [], [], 0)[0] and time.monotonic() < until:
             time.sleep(_MOMENT_S)
 
     def close(self) -> None:
-        """Remove the file, if it is still this one's."""
+        """Remove the file, if it is still ours."""
         with contextlib.suppress(FileNotFoundError):
             if os.lstat(self._path).st_ino == self._inode:
                 os.unlink(self._path)
 
 
 class RequestSocket:
-    """The trainer's end: one engine is asked all questions."""
+    """The trainer's end: all requests go to one engine."""
 
     def __init__(self, address: str, other: str, timeout_s: float) -> None:
-        """Wait at the address, in a file that is open to this user only; `other` says in errors
-        who is to come. RefitError when there can be no socket.
+        """Listen at the address, on a socket file that only this user can open; `other` names the
+        peer in errors. RefitError if the socket cannot be made.
         """
         self.address, self._other, self._timeout_s = address, other, timeout_s
         self._context = zmq.Context()
@@ -84,10 +82,10 @@ class RequestSocket:
             raise
 
     def ask(self, question: Callable[[], bytes]) -> None:
-        """Send what `question` returns; the one before was answered.
+        """Send the request that `question` returns; the previous one must have been answered.
 
-        The first question waits for somebody who takes it, and is made and sent again where that
-        one leaves without an answer. RefitError when nobody comes in time.
+        The first request waits for a peer, and is made and sent again if that peer leaves without
+        replying. RefitError if no peer connects in time.
         """
         if not self._heard:
             self._first = question
@@ -99,13 +97,13 @@ class RequestSocket:
             raise RefitError(gone(self._other, self.address))
 
     def hear(self) -> bytes:
-        """The answer; RefitError when none comes in time, or the other side goes."""
+        """The reply; RefitError if none comes in time, or the other side disconnects."""
         end = time.monotonic() + self._timeout_s
         while True:
             if not self._ready(zmq.POLLIN, end):
                 if self._heard:
                     raise RefitError(gone(self._other, self.address))
-                # It came for another refit, and had nothing to do with this one.
+                # That peer belonged to another refit.
                 self._reopen()
                 self._ask_first()
                 end = time.monotonic() + self._timeout_s
@@ -114,20 +112,20 @@ class RequestSocket:
                 return answer
 
     def close(self) -> None:
-        """Hang up, and remove the file."""
+        """Disconnect, and remove the file."""
         self._wait_for_first_answer()
         self._hang_up()
         self._context.term()
 
     def _ask_first(self) -> None:
-        """Ask somebody, who may leave before the answer."""
+        """Send the first request to a peer, which may leave before it replies."""
         question = self._first
         assert question is not None, "nothing was asked"
         while not (self._alone() and self._sent(question)):
             self._reopen()
 
     def _alone(self) -> bool:
-        """Whether one engine came, after which nobody else can."""
+        """Whether exactly one engine connected; shuts the socket to others."""
         link, door = self._linked(), self._door
         assert door is not None
         while time.monotonic() < self._come_by and not link.met:
@@ -138,14 +136,14 @@ class RequestSocket:
         link.wait(0.0)
         end = min(self._come_by, time.monotonic() + _LEAVING_S)
         while len(link.here) > 1 and time.monotonic() < end:
-            link.wait(end)  # who came and said nothing leaves by itself
+            link.wait(end)  # peers that are not engines leave by themselves
         if len(link.here) != 1:
-            return False  # ZeroMQ would ask several in turn; they may try again
+            return False  # ZeroMQ would send to several in turn; they can try again
         (self._engine,) = link.here
         return True
 
     def _sent(self, question: Callable[[], bytes]) -> bool:
-        """Whether the engine was still there to be sent it."""
+        """Send the request; whether the engine was still connected."""
         end = time.monotonic() + self._timeout_s
         while self._ready(zmq.POLLOUT, end):
             if self._linked().send(question()):
@@ -153,7 +151,7 @@ class RequestSocket:
         return False
 
     def _ready(self, what: int, end: float) -> bool:
-        """Whether the socket is, before the engine has gone; RefitError when it is too late."""
+        """Whether the socket gets ready before the engine disconnects; RefitError on a timeout."""
         link = self._linked()
         while not link.wait(end if self._engine in link.here else 0.0, what):
             if self._engine not in link.here:
@@ -163,8 +161,8 @@ class RequestSocket:
         return True
 
     def _wait_for_first_answer(self) -> None:
-        """Where this side gives up early: ZeroMQ drops a question that the engine has not read when
-        the connection ends, and the engine would wait for another trainer.
+        """Wait if this side gives up early: when the connection ends, ZeroMQ drops a request that
+        the engine has not read, and the engine would wait for another trainer.
         """
         link, end = self._link, time.monotonic() + _MOMENT_TO_ANSWER_S
         if link is None or self._heard:
@@ -178,11 +176,11 @@ class RequestSocket:
         self._open()
 
     def _open(self) -> None:
-        """Let engines come to a new socket."""
+        """Open a new socket for engines."""
         path = path_of(self.address)
         self._door = _Door(path)
         self._link = Link(self._context, zmq.REQ)
-        # The library takes the descriptor, and gives it back to the system.
+        # ZeroMQ takes ownership of the descriptor and closes it.
         self._link.socket.setsockopt(zmq.USE_FD, os.dup(self._door.listener.fileno()))
         self._link.socket.bind(SCHEME + path)
 
@@ -200,7 +198,7 @@ class RequestSocket:
             door.listener.close()
 
     def _wait_for_others_to_leave(self) -> None:
-        """Who came in the last moment before the door was shut would be asked in turn."""
+        """Wait out peers that connected just before the shut: ZeroMQ would send to them in turn."""
         link, end = self._linked(), time.monotonic() + self._timeout_s
         link.wait(0.0)
         while link.here - {self._engine}:

@@ -1,6 +1,4 @@
-"""Host memory that two processes share and that nothing can leave behind: a file without a name,
-gone with its last user. Knows nothing of weights and of sockets.
-"""
+"""Leak-free host memory shared by two processes: an unnamed file, gone with its last user."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ _REACH = (
 class Handle:
     """Where another process of the same user on the same machine finds the memory.
 
-    `started` is when the owner started, in clock ticks since boot, and `inode` the number of the
-    file: they tell what is meant from what has got the same process or descriptor number since.
+    `started` is when the owner started, in clock ticks since boot, and `inode` the inode of the
+    file: they detect that the process or descriptor number has been reused.
     """
 
     pid: int
@@ -39,7 +37,7 @@ class Handle:
 
 
 class SharedMemory:
-    """`nbytes` bytes that are mapped here, and in their owner also open as the descriptor `fd`."""
+    """`nbytes` bytes mapped here; in their owner also open as the descriptor `fd`."""
 
     def __init__(self, mapping: mmap.mmap, nbytes: int, fd: int | None = None) -> None:
         self.nbytes = nbytes
@@ -49,19 +47,19 @@ class SharedMemory:
     def tensor(self) -> Tensor:
         """A new view of all of it, flat uint8; it keeps the memory mapped."""
         assert self._mapping is not None, "it is closed"
-        # By way of numpy: an array keeps the mapping from being closed under it.
+        # Through numpy: its array prevents the mapping from being closed while in use.
         return torch.from_numpy(numpy.frombuffer(self._mapping, numpy.uint8, self.nbytes))
 
     def handle(self) -> Handle:
-        """For another process; good until `close`."""
+        """A handle for another process; valid until `close`."""
         assert self._fd is not None, "it is closed, or somebody else's"
         pid = os.getpid()
         return Handle(pid, _started(pid), self._fd, os.fstat(self._fd).st_ino, self.nbytes)
 
     def close(self) -> bool:
-        """Give it back: nobody can open it after this, and the owner's pages are free.
+        """Release it: nobody can open it afterwards, and the owner's pages are freed.
 
-        Whether it is unmapped, which it is not before the last tensor that looks at it goes.
+        Returns whether it is unmapped; it stays mapped while a tensor still views it.
         """
         fd, self._fd = self._fd, None
         if fd is not None:
@@ -72,8 +70,8 @@ class SharedMemory:
             self._mapping.close()
         except BufferError:
             if fd is not None:
-                with contextlib.suppress(OSError):  # not every file system can
-                    self._mapping.madvise(mmap.MADV_REMOVE)  # who looks, here or there, sees zeros
+                with contextlib.suppress(OSError):  # not every file system supports it
+                    self._mapping.madvise(mmap.MADV_REMOVE)  # readers in either process see zeros
             return False
         self._mapping = None
         return True
@@ -83,9 +81,9 @@ class SharedMemory:
 
 
 def create(nbytes: int, directory: str = DIRECTORY) -> SharedMemory:
-    """New memory, all of it backed by pages of the file system at `directory`.
+    """Allocate memory, all of it backed by pages of the file system at `directory`.
 
-    RefitError when there is no room, now rather than as a SIGBUS when it is written.
+    RefitError if there is not enough, now rather than as a SIGBUS when it is written.
     """
     size = max(1, nbytes)
     try:
@@ -102,14 +100,14 @@ def create(nbytes: int, directory: str = DIRECTORY) -> SharedMemory:
             f"({_free(directory)} free in {directory}). Give the refit a smaller buffer, or the "
             "machine more of this memory (a container: --shm-size)"
         ) from error
-    mapping.madvise(mmap.MADV_DONTFORK)  # or a process forked meanwhile would keep it
+    mapping.madvise(mmap.MADV_DONTFORK)  # or a forked process would keep it
     return SharedMemory(mapping, nbytes, fd)
 
 
 def attach(handle: Handle) -> SharedMemory:
-    """Another process's memory; what is written to it here stays here.
+    """Open another process's memory, copy-on-write.
 
-    RefitError when the owner is gone, has given it back, or cannot be reached.
+    RefitError if the owner is gone, has released it, or cannot be reached.
     """
     try:
         fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -129,9 +127,9 @@ def attach(handle: Handle) -> SharedMemory:
 def rebuilt(
     pid: int, started: int, fd: int, inode: int, nbytes: int, dtype: torch.dtype, index: int
 ) -> Tensor:
-    """Another process's memory as flat elements of `dtype`, mapped until that tensor goes.
+    """Another process's memory as flat elements of `dtype`, mapped as long as that tensor lives.
 
-    `index` is where the host's receivers put the number of their GPU; it has no meaning here.
+    `index` is where the host's receivers put the number of their GPU; it is not used here.
     """
     return attach(Handle(pid, started, fd, inode, nbytes)).tensor().view(dtype)
 
@@ -157,7 +155,7 @@ def _unnamed_file(directory: str) -> int:
     except OSError:
         if not os.path.isdir(directory):
             raise
-        return os.memfd_create("refit")  # the file system knows only files with names
+        return os.memfd_create("refit")  # the file system does not support unnamed files
 
 
 def _free(directory: str) -> str:

@@ -1,5 +1,5 @@
 """Streams weights to an engine on the same machine: packs in two shared buffers, announced over a
-socket. Knows nothing of how the weights are gathered. What is said: `ipc_protocol`.
+socket. The messages are in `protocol`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SMALLEST_BUFFER_BYTES = 1024
 
 
 def address_of(device_id: str) -> str:
-    """Where the trainer on that device waits for the engine on it (the rule of NeMo RL)."""
+    """Where the trainer on that device listens for the engine on it (NeMo RL's rule)."""
     return f"ipc:///tmp/{device_id}.sock"
 
 
 class IpcStream:
-    """A sink: every rank that has an engine on its machine streams all weights to it."""
+    """A transport: every rank that has an engine on its machine streams all weights to it."""
 
     def __init__(
         self,
@@ -45,13 +45,13 @@ class IpcStream:
         dialect: Dialect | None = None,
         directory: str = DIRECTORY,
     ) -> None:
-        """`address` is where rank 0 waits for the one engine, or where ranks wait for theirs; None:
-        every rank waits at its own device's address.
+        """`address` is where rank 0 listens for the only engine, or where each rank listens for
+        its own; None: every rank listens at its own device's address.
 
-        `buffer_bytes` are lent to an engine at a time, in two halves (None: 512 MiB of a GPU, or 32
-        MiB of the host, taken from `directory`); a tensor larger than a half goes alone, in memory
-        of its own size. ConfigError for less than 1024 bytes. Nothing waits longer than the
-        exporter's timeout.
+        `buffer_bytes` are exported to an engine at a time, in two halves (None: 512 MiB of a GPU,
+        or 32 MiB of the host, allocated in `directory`); a tensor larger than a half is sent alone,
+        in memory of its own size. ConfigError for less than 1024 bytes. Nothing waits longer than
+        the exporter's timeout.
         """
         if buffer_bytes is not None and buffer_bytes < SMALLEST_BUFFER_BYTES:
             raise ConfigError(
@@ -64,7 +64,7 @@ class IpcStream:
         self._directory = directory
 
     def plan(self, exporter: Exporter) -> RefitPlan | None:
-        """Everything, on the ranks of a replica in which one has an engine; see `Transport`."""
+        """Everything, on all ranks of a replica that serves an engine; see `Transport`."""
         grid, own = exporter.topology, exporter.coords
         if self._addresses is None:
             return exporter.plan()
@@ -74,7 +74,7 @@ class IpcStream:
         return exporter.plan() if (own.dp, own.cp) in served else None
 
     def open(self, exporter: Exporter, plan: RefitPlan) -> _Session | None:
-        """Bind this rank's socket, if it has an engine. RefitError when it cannot."""
+        """Bind this rank's socket, if it has an engine. RefitError if it cannot."""
         if self._addresses is None:
             address = address_of(device.device_id())
         elif exporter.rank in self._addresses:
@@ -95,7 +95,7 @@ class IpcStream:
 
 
 class _Lender:
-    """Where packs are made: in two buffers by turns, and a large one in a buffer of its own."""
+    """Provides the buffers of packs: two used alternately, and a separate one for a large pack."""
 
     def __init__(
         self, packs: tuple[Pack, ...], half: int, where: torch.device, directory: str
@@ -110,29 +110,29 @@ class _Lender:
         self.pack = Pack((), (), 0)
 
     def next(self) -> None:
-        """Begin the next pack: it is `pack`, and to be made in `lent`."""
+        """Begin the next pack: sets `pack`, and `lent` as its buffer."""
         self.pack = next(self._packs)
         if self.alone:
             self.lent = ExportedBuffer(self.pack.nbytes, self._where, self._directory)
             return
-        # The half that was used longer ago: it was answered for before the other one was sent.
+        # The half used longer ago: it was acknowledged before the other one was sent.
         again = self._halves.pop(0) if len(self._halves) == 2 else None
         self.lent = again or ExportedBuffer(self._size, self._where, self._directory)
         self._halves.append(self.lent)
 
     @property
     def alone(self) -> bool:
-        """Whether the pack has a buffer of its own."""
+        """Whether the pack has its own buffer."""
         return self.pack.nbytes > self._half
 
     def take_back(self) -> None:
-        """The buffer of the pack, if it is its own."""
+        """Release the pack's buffer, if it has its own."""
         if self.alone and self.lent is not None:
             self.lent.close()
             self.lent = None
 
     def close(self) -> None:
-        """Take everything back."""
+        """Release all buffers."""
         self.take_back()
         for lent in self._halves:
             lent.close()
@@ -147,11 +147,11 @@ class _Session:
     ) -> None:
         self._exporter = exporter
         self._line, self._lender, self._dialect = line, lender, dialect
-        self._at = 0  # tensors that the pack has so far
-        self._asked = False  # and not heard the answer yet
+        self._at = 0  # number of tensors in the pack so far
+        self._asked = False  # whether a reply is outstanding
 
     def begin(self, plan: RefitPlan) -> None:
-        """Announce what will come, where the engine wants to know."""
+        """Announce the tensors, if the dialect has an announcement."""
         opening = self._dialect.opening(plan.info())
         if opening is not None:
             self._ask(lambda: opening)
@@ -170,7 +170,7 @@ class _Session:
             return
         assert lent is not None
         dialect, names = self._dialect, [tensor.name for tensor in pack.tensors]
-        # A handle is for one opening: who asks again makes another.
+        # A handle is for single use: a repeated request makes a new one.
         self._ask(lambda: dialect.question(protocol.Pack(lent.handle(), names, pack.nbytes)))
         self._at = 0
         if self._lender.alone:
@@ -178,9 +178,9 @@ class _Session:
             self._lender.take_back()
 
     def finish(self, manifest: Manifest) -> None:
-        with self._exporter.alive():  # for ranks that wait: the engine may take its time to load
+        with self._exporter.alive():  # for ranks that wait: the engine may be slow to load
             self._hear()
-            self._lender.close()  # the engine may need the room when it loads
+            self._lender.close()  # the engine may need the memory when it loads
             self._ask(lambda: self._dialect.closing(manifest))
             self._hear()
 
