@@ -11,13 +11,12 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 
 from megatron_policy.coordination.departure import Departure
+from megatron_policy.coordination.first_failure import FirstFailure
 from megatron_policy.coordination.heartbeat import Heartbeat
 from megatron_policy.coordination.store import StoreCalls
 from megatron_policy.errors import CheckpointError, ConfigError
 
 _log = logging.getLogger(__name__)
-
-_BEATS = 8  # in the longest wait
 
 
 class Coordinator:
@@ -47,10 +46,13 @@ class Coordinator:
         while self._cleaned < number - 1:
             self._cleaned += 1
             gone = (f"gone/{rank}" for rank in range(1, self.size))
-            for name in ("failed", "left", "signs", "purpose", "alike", "done", *gone, *_NAMES):
+            for name in (*_KEYS, *gone, *_NAMES):
                 for suffix in ("", "/arrived"):
                     self._store.delete_key(f"{self._root}/{self._cleaned}/{name}{suffix}")
 
+
+_KEYS = ("failed", "left", "beats", "purpose", "value", "done")
+"""The other keys of an operation, but for those of the ranks that are gone."""
 
 _NAMES = (
     "where",
@@ -64,7 +66,10 @@ _NAMES = (
     "read",
     "restored",
 )
-"""The messages and barriers of operations: `clean_up_before` deletes them by name."""
+"""The messages and barriers of operations: `clean_up_before` deletes all keys by name."""
+
+_ALL, _GIVEN_UP = "all", "given up"
+"""What a barrier says: all ranks have arrived, or one has given up waiting before they had."""
 
 
 class CollectiveOperation:
@@ -79,9 +84,10 @@ class CollectiveOperation:
         self._left = self._alone
         self._call = StoreCalls(coordinator.timeout_s, CheckpointError, self._lose_a_rank)
         self._heartbeat = Heartbeat(
-            lambda by: self._call(lambda: self._store.add(f"{root}/signs", by)),
-            coordinator.timeout_s / _BEATS,
+            lambda by: self._call(lambda: self._store.add(f"{root}/beats", by)),
+            coordinator.timeout_s,
         )
+        self._first_failure = FirstFailure(store, f"{root}/failed", self._call)
 
     def check_same_purpose(self, purpose: str) -> None:
         """CheckpointError if a rank has begun this operation for another purpose."""
@@ -121,7 +127,7 @@ class CollectiveOperation:
         """CheckpointError if another rank has found something else. For a `critical_section`."""
         if self._alone:
             return
-        key = f"{self._root}/alike"
+        key = f"{self._root}/value"
         first = self._call(lambda: self._store.compare_set(key, "", found)).decode()
         if first != found:
             raise CheckpointError(
@@ -163,16 +169,10 @@ class CollectiveOperation:
         departure = Departure(
             self._store, self._root, coordinator.rank, coordinator.size, call, self._heartbeat
         )
-        if why := departure.leave_together(coordinator.timeout_s, self._published_failure):
+        if why := departure.leave_together(coordinator.timeout_s, self._first_failure.read):
             coordinator.lost_a_rank = True
             _log.warning("done here, but a rank may not know that all are: %s", why)
-
-    def _published_failure(self) -> str:
-        """The first failure of any rank; empty if none has failed."""
-        failed = f"{self._root}/failed"
-        if not self._call(lambda: self._store.check([failed])):
-            return ""
-        return self._call(lambda: self._store.get(failed)).decode()
+            self._leave(with_all=False)  # all have done their work: one that has failed can go
 
     def _arrive(self, name: str) -> None:
         assert name in _NAMES, name
@@ -180,32 +180,35 @@ class CollectiveOperation:
             return
         arrived = self._call(lambda: self._store.add(f"{self._root}/{name}/arrived", 1))
         if arrived == self._coordinator.size:
-            self.publish(name, "all")
+            self._decide(name, _ALL)
+
+    def _decide(self, name: str, outcome: str) -> str:
+        """The outcome of a barrier: what the first rank to decide has said."""
+        key = f"{self._root}/{name}"
+        return self._call(lambda: self._store.compare_set(key, "", outcome)).decode()
 
     def _fail(self, words: str) -> str:
         """Publish why this rank gives up; returns the first failure of any rank."""
         said = f"{self._own}{words}"
-        if self._alone:
-            return said
-        key = f"{self._root}/failed"
-        return self._call(lambda: self._store.compare_set(key, "", said)).decode()
+        return said if self._alone else self._first_failure.publish(said)
 
     def _await(self, name: str) -> None:
         if self._alone:
             return
-        message, failed = f"{self._root}/{name}", f"{self._root}/failed"
+        key = f"{self._root}/{name}"
 
-        def told() -> bool:
-            return self._call(lambda: self._store.check([message]) or self._store.check([failed]))
+        def published() -> bool:
+            given_up = _GIVEN_UP.encode()
+            return self._call(lambda: self._store.check([key]) and self._store.get(key) != given_up)
 
-        heard = self._wait_while_alive(told)
-        if self._call(lambda: self._store.check([message])):
+        alive = self._wait_while_alive(lambda: published() or bool(self._first_failure.read()))
+        if published():
             # A later failure is raised later: the others can have gone on already.
             return
-        if said := self._published_failure():
+        if said := self._first_failure.read():
             self._leave()
             raise CheckpointError(said)
-        if not heard:
+        if not alive and self._decide(name, _GIVEN_UP) == _GIVEN_UP:
             words = (
                 f"a rank gave no sign of life for {self._coordinator.timeout_s:g} s while the "
                 f"others waited for {name!r}. Look at its log; checkpoint_timeout_s sets how "

@@ -5,7 +5,6 @@ over process groups that are made anew after a failure.
 from __future__ import annotations
 
 import logging
-import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_policy.coordination.departure import SHUTDOWN_S, Departure
+from megatron_policy.coordination.first_failure import FirstFailure
 from megatron_policy.coordination.heartbeat import Heartbeat
 from megatron_policy.coordination.process_group import BoundedProcessGroup
 from megatron_policy.coordination.rank_messages import RankMessages
@@ -24,8 +24,7 @@ from megatron_policy.parallel.topology import Coords, Topology
 
 _log = logging.getLogger(__name__)
 
-_BEATS = 8  # in the longest wait
-_SHORTEST_S, _LONGEST_S = 0.0005, 0.05  # between two looks for a key
+_LONGEST_PAUSE_S = 0.05  # between two looks for a key
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,7 @@ class BoundedCollectives:
         self._root = f"refit/{self._call(lambda: self.store.add(f'refit/of rank {self.rank}', 1))}"
         self.messages = RankMessages(self.store, self._root, self.rank, self._call)
         self.heartbeat = Heartbeat(
-            lambda by: self._call(lambda: self.store.add(f"{self._root}/progress", by)),
-            timeout_s / _BEATS,
+            lambda by: self._call(lambda: self.store.add(f"{self._root}/beats", by)), timeout_s
         )
 
     @property
@@ -96,12 +94,13 @@ class BoundedCollectives:
 
     def groups(self) -> ProcessGroups:
         """The groups of this epoch; RefitError if a rank does not come in time, or has aborted."""
+        while aborted := self._aborted():
+            number, reason = aborted
+            if number >= self._number:
+                raise RefitError(f"the others have given up already: {reason}")
+            self._leave(broken=True)  # this rank was not there when they gave up
+            self._epoch += 1
         if self._groups is None:
-            while aborted := self._aborted():
-                number, reason = aborted
-                if number >= self._number:
-                    raise RefitError(f"the others have given up already: {reason}")
-                self._epoch += 1
             self._groups = self._call(self._joined)
         return self._groups
 
@@ -120,17 +119,16 @@ class BoundedCollectives:
             if aborted is not None:
                 raise RefitError(aborted[1])
         except RefitError as error:
-            first = self._aborted()
-            self.abort(error)
-            raise (RefitError(first[1]) if first else error) from error
+            first = self.abort(error)
+            raise (RefitError(first) if first else error) from error
 
     def check_all_succeeded(self, failure: Exception | None) -> None:
         """End an operation, collectively: RefitError on all ranks, with reasons, if any failed."""
-        if failure is not None:
-            self.messages.publish_failure(failure_message(failure))
         failed = torch.zeros(self._topology.world_size, dtype=torch.int64, device=self._device)
         failed[self.rank] = failure is not None
         try:
+            if failure is not None:
+                self.messages.publish_failure(failure_message(failure))
             self.sum(failed)
         except RefitError as error:
             raise (RefitError(failure_message(failure)) if failure else error) from error
@@ -145,29 +143,30 @@ class BoundedCollectives:
         reason if a rank aborted meanwhile.
         """
         departure = self._departure(self._number)
-        why = departure.leave_together(self._timeout_s, lambda: (self._aborted() or (0, ""))[1])
+        why = departure.leave_together(self._timeout_s, self._abort_reason)
         if why and not self._call.failure and self._aborted():
             self._leave(broken=True)
             raise RefitError(why)
         if why:  # the operation has succeeded all the same
             _log.warning("done here, but a rank may not know that all are: %s", why)
 
-    def abort(self, error: BaseException) -> None:
-        """Leave the groups, in which calls can still be under way, and publish why."""
+    def abort(self, error: BaseException) -> str:
+        """Leave the groups, in which calls can still be under way, and publish why. Return the
+        reason of the rank that aborted first; empty if it is this one.
+        """
         said = f"{self._number} rank {self.rank}: {failure_message(error)}"
-        key = f"{self._root}/broken/{self._epoch}"
         try:
-            self._call(lambda: self.store.compare_set(key, "", said))
+            first = self._first_failure().publish(said)
         finally:
             self._leave(broken=True)
+        return "" if first == said else _parsed(first)[1]
 
     def shut_down(self) -> None:
         """No operation follows and no rank has failed: rank 0 leaves after the others."""
         timeout_s = min(self._timeout_s, SHUTDOWN_S)
         departure = replace(self._departure("leaving"), call=StoreCalls(timeout_s, RefitError))
         with suppress(RefitError):  # a rank that is gone needs nothing
-            if self.rank != 0 or self._aborted() is None:
-                departure.shut_down(timeout_s)
+            departure.shut_down(timeout_s, self._abort_reason)
 
     def close(self) -> None:
         """Leave the groups."""
@@ -196,32 +195,21 @@ class BoundedCollectives:
         """
         arrived, everybody = self._keys(count)
         self._left += [arrived, everybody]
-        size = self._topology.world_size
-        if self._call(lambda: self.store.add(arrived, 1)) == size:
+        if self._call(lambda: self.store.add(arrived, 1)) == self._topology.world_size:
             self._call(lambda: self.store.set(everybody, ""))
-        seen, quiet_since = -1, time.monotonic()
-        while not self._call(lambda: self._comes(everybody)):
-            sign = self.heartbeat.count()
-            now = time.monotonic()
-            seen, quiet_since = sign, quiet_since if sign == seen or seen < 0 else now
-            if aborted := self._aborted():
-                raise RefitError(aborted[1])
-            if now - quiet_since >= self._timeout_s:
-                raise RefitError(
-                    f"a rank did not take part within {self._timeout_s:g} s. Look at its log; the "
-                    "next refit starts anew"
-                )
 
-    def _comes(self, key: str) -> bool:
-        """Whether the key exists, or comes within a part of the timeout."""
-        # Not the store's own wait: it logs a warning at every timeout.
-        pause, end = _SHORTEST_S, time.monotonic() + self._timeout_s / _BEATS
-        while not self.store.check([key]):
-            if time.monotonic() > end:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_S)
-        return True
+        def over() -> bool:
+            # Not the store's own wait: it logs a warning at every timeout.
+            come = self._call(lambda: self.store.check([everybody]))
+            return come or self._aborted() is not None
+
+        if not self.heartbeat.wait_while_alive(over, self._timeout_s, _LONGEST_PAUSE_S):
+            raise RefitError(
+                f"a rank did not take part within {self._timeout_s:g} s. Look at its log; the "
+                "next refit starts anew"
+            )
+        if aborted := self._aborted():
+            raise RefitError(aborted[1])
 
     def _keys(self, count: int) -> tuple[str, str]:
         end = f"{self._number}/{len(self._left)}/{count}"
@@ -235,16 +223,21 @@ class BoundedCollectives:
 
     def _aborted(self) -> tuple[int, str] | None:
         """In which operation this epoch was aborted, and by whom and why; None if it was not."""
-        key = f"{self._root}/broken/{self._epoch}"
+        said = self._first_failure().read()
+        return _parsed(said) if said else None
 
-        def look() -> bytes | None:
-            return self.store.get(key) if self.store.check([key]) else None
+    def _abort_reason(self) -> str:
+        """By whom and why this epoch was aborted; empty if it was not."""
+        return (self._aborted() or (0, ""))[1]
 
-        reason = self._call(look)
-        if reason is None:
-            return None
-        number, _, words = reason.decode().partition(" ")
-        return int(number), words
+    def _first_failure(self) -> FirstFailure:
+        return FirstFailure(self.store, f"{self._root}/aborted/{self._epoch}", self._call)
+
+
+def _parsed(aborted: str) -> tuple[int, str]:
+    """The operation, and the rank and its reason, that `abort` has published."""
+    number, _, words = aborted.partition(" ")
+    return int(number), words
 
 
 def failure_message(failure: BaseException) -> str:

@@ -42,12 +42,14 @@ class Departure:
         except (CheckpointError, RefitError) as error:
             return str(error)
 
-    def shut_down(self, timeout_s: float) -> None:
-        """This rank needs nothing any more. Rank 0 waits until all others have said the same."""
+    def shut_down(self, timeout_s: float, failure: Callable[[], str]) -> None:
+        """This rank needs nothing any more. Rank 0 waits until all others have said the same, or
+        `failure` returns why one of them has given up.
+        """
         if self.rank != 0:
             self._publish_gone()
         elif self.size > 1:
-            self._wait_until_gone(timeout_s)
+            self._wait_until_gone(timeout_s, failure)
 
     def _leave(self, silence_s: float, failure: Callable[[], str]) -> str:
         done, reason = f"{self.root}/done", ""
@@ -72,10 +74,10 @@ class Departure:
         # The last call of this rank. `set` gets no answer, so rank 0 can go at once.
         self.call(lambda: self.store.set(self._gone(self.rank), ""))
 
-    def _wait_until_gone(self, silence_s: float) -> bool:
+    def _wait_until_gone(self, silence_s: float, failure: Callable[[], str] = lambda: "") -> bool:
         keys = [self._gone(rank) for rank in range(1, self.size)]
         gone = self.heartbeat.wait_while_alive(
-            lambda: bool(self.call(lambda: self.store.check(keys))), silence_s
+            lambda: self.call(lambda: self.store.check(keys)) or bool(failure()), silence_s
         )
         for key in keys:
             self.call(partial(self.store.delete_key, key))

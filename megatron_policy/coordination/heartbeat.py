@@ -5,19 +5,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from megatron_policy.coordination.timeouts import start_thread
+from megatron_policy.errors import CheckpointError, RefitError
 
+_BEATS = 8  # within the silence after which others give up
 _SHORTEST_S, _LONGEST_S = 0.0005, 0.1  # between two looks at the number
 
 
 class Heartbeat:
     """One rank's heartbeats. `add` adds to the number that all ranks share, and returns it."""
 
-    def __init__(self, add: Callable[[int], int], interval_s: float) -> None:
-        """At most one beat every `interval_s` seconds."""
-        self._add, self._interval_s = add, interval_s
+    def __init__(self, add: Callable[[int], int], silence_s: float) -> None:
+        """Others give up after `silence_s` seconds without a beat: beat eight times as often."""
+        self._add, self._interval_s = add, silence_s / _BEATS
         self._last = 0.0
 
     def count(self) -> int:
@@ -31,8 +33,12 @@ class Heartbeat:
             self._last = now
             self._add(1)
 
-    def wait_while_alive(self, condition: Callable[[], bool], silence_s: float) -> bool:
-        """Wait for the condition; return False if no rank beats for `silence_s` seconds."""
+    def wait_while_alive(
+        self, condition: Callable[[], bool], silence_s: float, longest_pause_s: float = _LONGEST_S
+    ) -> bool:
+        """Wait for the condition; return False if no rank beats for `silence_s` seconds. The pauses
+        between two looks grow to `longest_pause_s` seconds.
+        """
         pause, seen, quiet_since = _SHORTEST_S, -1, time.monotonic()
         while not condition():
             count, now = self.count(), time.monotonic()
@@ -40,7 +46,7 @@ class Heartbeat:
             if now - quiet_since > silence_s:
                 return False
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_S)
+            pause = min(2 * pause, longest_pause_s)
         return True
 
     @contextmanager
@@ -49,8 +55,9 @@ class Heartbeat:
         over = threading.Event()
 
         def beat() -> None:
-            while not over.wait(self._interval_s):
-                self._add(1)
+            with suppress(CheckpointError, RefitError):  # the next call in the body hears of it
+                while not over.wait(self._interval_s):
+                    self._add(1)
 
         thread = threading.Thread(target=beat, daemon=True, name="heartbeat")
         started = start_thread(thread)

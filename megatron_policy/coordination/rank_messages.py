@@ -19,14 +19,14 @@ class RankMessages:
 
     def publish(self, name: str, words: str) -> None:
         """Publish a message to all ranks, in place of the last one of this rank."""
-        before, self._last = self._last, f"{self._root}/told/{name}"
+        before, self._last = self._last, f"{self._root}/message/{name}"
         if before:
             self._call(lambda: self._store.delete_key(before))
         self._call(lambda: self._store.set(self._last, words))
 
     def read(self, name: str) -> str:
         """A message that a rank has published; RefitError if it has published another since."""
-        key = f"{self._root}/told/{name}"
+        key = f"{self._root}/message/{name}"
         if self._call(lambda: self._store.check([key])):
             message: bytes = self._call(lambda: self._store.get(key))
             return message.decode()
@@ -47,4 +47,4 @@ class RankMessages:
         return "; ".join(shown) + more
 
     def _reason(self, rank: int) -> str:
-        return f"{self._root}/reason/{rank}"
+        return f"{self._root}/failed/{rank}"

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.engines.megatron.random_state import capture
+from megatron_policy.device.random_states import capture
 from megatron_policy.errors import ConfigError, LossError
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
@@ -83,7 +83,7 @@ def whole_state(policy: MegatronPolicy) -> dict[str, Any]:
         for name, buffer in model.named_buffers():
             state[f"chunk {chunk} {name}"] = buffer.clone()
     state["schedule"], state["steps"] = trainable.scheduler.state_dict(), policy.steps
-    return state | {"random": capture({})}
+    return state | {"random": capture(policy._engine, {})}
 
 
 @contextmanager

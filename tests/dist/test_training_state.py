@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_policy.engines.megatron.optimizer_shards import trained
+from megatron_policy.engines.megatron.optimizer_shards import optimizer_shards
 from megatron_policy.engines.megatron.optimizer_state import MegatronOptimizerState
 from megatron_policy.engines.megatron.schedule_state import restore_schedule, schedule_state
 from megatron_policy.interfaces.engine import KINDS, MAIN
@@ -127,7 +127,7 @@ def kinds_of(state: MegatronOptimizerState) -> tuple[str, ...]:
 def publish(policy: MegatronPolicy, state: MegatronOptimizerState) -> None:
     """Round main parameters to the model's, as after a step."""
     trainable = policy._session.trainable
-    for each in trained(trainable.optimizer):
+    for each in optimizer_shards(trainable.optimizer):
         if each.separate:
             each.own.copy_(each.main.view(-1))
     for chunk in trainable.chunks if state.distributed else ():

@@ -93,6 +93,19 @@ def test_silence_is_noticed_and_told() -> None:
         under.wait_for_all("written")
 
 
+def test_a_rank_that_arrives_after_another_has_given_up_gives_up_too() -> None:
+    """Or it would go on, with what the other has not done."""
+    waiting, late = (seat.begin() for seat in seats(dist.HashStore()))
+    with waiting.critical_section("ready"):
+        pass
+    with pytest.raises(CheckpointError, match="no sign of life"):
+        waiting.wait_for_all("ready")
+    with late.critical_section("ready"):
+        pass
+    with pytest.raises(CheckpointError, match="rank 0: a rank gave no sign of life"):
+        late.wait_for_all("ready")
+
+
 def test_a_rank_that_fails_goes_when_the_others_have_come_to_hear_of_it() -> None:
     failing, working = (seat.begin() for seat in seats(dist.HashStore()))
     gone = threading.Event()
@@ -154,7 +167,7 @@ def test_a_rank_that_has_failed_is_not_waited_for_in_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = dist.HashStore()
-    coordinators = [Coordinator(store, rank, 2, 60.0) for rank in range(2)]
+    coordinators = [Coordinator(store, rank, 2, 1000.0) for rank in range(2)]
     done, failing = (coordinator.begin() for coordinator in coordinators)
 
     def fail() -> None:
@@ -165,6 +178,7 @@ def test_a_rank_that_has_failed_is_not_waited_for_in_the_end(
     thread.start()
     done.leave_together()
     assert coordinators[0].lost_a_rank and "rank 1: the cause" in caplog.text
+    thread.join(600)
+    assert not thread.is_alive(), "nor does it wait for the others"
     with pytest.raises(CheckpointError):
         done.wait_for_all("written")
-    thread.join(60)

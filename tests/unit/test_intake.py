@@ -162,7 +162,7 @@ def test_digests_of_another_algorithm_are_refused_and_can_be_asked_for() -> None
     intake.take(list(NEW.items()))
     with pytest.raises(RefitError, match="same kind of device"):
         intake.finish(Manifest(1, other, same))
-    intake = receiver.intake(other)
+    intake = receiver.assembler(other)
     intake.take(list(NEW.items()))
     assert intake.finish(Manifest(1, other, same)).step == 1
 

@@ -1,0 +1,282 @@
+"""Two ranks of which one raises, is killed, is stopped, comes late or leaves early: what the other
+hears in each primitive, in time and by name.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_policy.coordination.collectives import BoundedCollectives
+from megatron_policy.coordination.heartbeat import Heartbeat
+from megatron_policy.coordination.rendezvous import reserved_port
+from megatron_policy.coordination.store import StoreCalls
+from megatron_policy.errors import CheckpointError, RefitError
+from megatron_policy.parallel.topology import Topology
+from tests import coordination_ranks
+from tests.coordination_parts import COLLECTIVES, GROUPS, HANG_S, LONG_S, OPERATIONS, REPEATED
+from tests.coordination_ranks import COMES_LATE, IS_KILLED, IS_STOPPED, LEAVES, RAISES
+from tests.other_process import OtherProcess
+
+SHORT_S = 3.0
+FAULTS = (RAISES, IS_KILLED, IS_STOPPED, LEAVES)
+NAMES = [part.__name__ for part in (*OPERATIONS, *COLLECTIVES, *GROUPS)]
+
+Heard = dict[str, str]
+
+
+class Stage:
+    """Plays every part with a fault on one of the two ranks, each fault once."""
+
+    def __init__(self) -> None:
+        self._processes: list[OtherProcess] = []
+        self._heard: dict[tuple[str, int], list[Heard] | Exception] = {}
+
+    def heard(self, fault: str, culprit: int) -> list[Heard]:
+        """What the other rank heard; what the culprit heard, unless it was killed; and what both
+        heard when they played again.
+        """
+        if (fault, culprit) not in self._heard:
+            try:
+                self._heard[fault, culprit] = self._play(fault, culprit)
+            except Exception as error:
+                self._heard[fault, culprit] = error
+                self.close()
+        heard = self._heard[fault, culprit]
+        if isinstance(heard, Exception):
+            raise heard
+        return heard
+
+    def close(self) -> None:
+        """End the processes."""
+        while self._processes:
+            self._processes.pop().kill()
+
+    def _play(self, fault: str, culprit: int) -> list[Heard]:
+        self._processes = [each for each in self._processes if each.alive]
+        while len(self._processes) < 2:
+            self._processes.append(OtherProcess())
+        processes = self._processes
+        faulty, other = processes[culprit], processes[1 - culprit]
+        at_once = fault in (RAISES, COMES_LATE) or (fault, culprit) == (IS_KILLED, 0)
+        timeout_s = LONG_S if at_once else SHORT_S
+        with reserved_port() as port:
+            for rank, process in enumerate(processes):
+                process.begin(coordination_ranks.take_place, rank, port, culprit, timeout_s)
+            for process in processes:
+                process.result(HANG_S)
+            # Where a timeout is short, the time of the culprit's own start is not to be part of it.
+            for process in (other, faulty) if at_once else (faulty, other):
+                process.begin(coordination_ranks.begin, fault if process is faulty else "")
+                process.result(HANG_S)
+            if fault in (IS_KILLED, IS_STOPPED):
+                os.kill(faulty.pid, signal.SIGKILL if fault == IS_KILLED else signal.SIGSTOP)
+            heard = [self._finished(other)]
+            if fault == IS_KILLED:
+                faulty.kill()
+                return heard
+            if fault == IS_STOPPED:
+                os.kill(faulty.pid, signal.SIGCONT)
+            heard.append(self._finished(faulty))
+            for process in processes:
+                process.begin(coordination_ranks.play_again)
+            return heard + [process.result(HANG_S) for process in processes]
+
+    def _finished(self, process: OtherProcess) -> Heard:
+        process.begin(coordination_ranks.finish)
+        heard: Heard = process.result(HANG_S)
+        return heard
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    made = Stage()
+    yield made
+    made.close()
+
+
+def reasons(fault: str, culprit: int, silence: str) -> tuple[str, ...]:
+    """How a rank that calls the store can be told what has happened to the other."""
+    match fault, culprit:
+        case "raises", _:
+            return (f"rank {culprit}: ",)
+        case "killed", 0:
+            return ("rank 0, where the ranks meet, has left, or was ended",)
+        case "stopped", 0:  # it can have been silent already for a while
+            return ("rank 0, where the ranks meet, does not answer", silence)
+        case _:
+            return (silence,)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", [part.__name__ for part in OPERATIONS])
+def test_a_fault_amid_a_save_or_load_is_raised_on_the_other_rank(
+    stage: Stage, name: str, fault: str, culprit: int
+) -> None:
+    heard = stage.heard(fault, culprit)[0][name]
+    words = reasons(fault, culprit, f"no sign of life for {SHORT_S:g} s")
+    if name == "operation_leave_together":  # the operation has succeeded here, and this is logged
+        assert heard == "True"
+    elif name == "departure":
+        assert heard.startswith("'") and any(each in heard for each in words)
+    else:
+        assert heard.startswith("CheckpointError: ") and any(each in heard for each in words)
+    if fault == RAISES and name != "operation_leave_together":
+        assert "the cause" in heard
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", [part.__name__ for part in COLLECTIVES])
+def test_a_fault_amid_a_refit_is_raised_on_the_other_rank(
+    stage: Stage, name: str, fault: str, culprit: int
+) -> None:
+    heard = stage.heard(fault, culprit)[0][name]
+    if name == "collectives_shut_down":  # a rank that is gone needs nothing
+        assert heard == "'down'"
+    elif name == "collectives_leave_together" and fault != RAISES:
+        assert heard == "'done'"
+    else:
+        words = reasons(fault, culprit, f"a rank did not take part within {SHORT_S:g} s")
+        assert heard.startswith("RefitError: ") and any(each in heard for each in words)
+        assert ("RuntimeError: the cause" in heard) == (fault == RAISES)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", [part.__name__ for part in GROUPS])
+def test_a_fault_amid_a_collective_of_a_group_is_raised_on_the_other_rank(
+    stage: Stage, name: str, fault: str, culprit: int
+) -> None:
+    heard = stage.heard(fault, culprit)[0][name]
+    assert heard.startswith(f"RefitError: {name}: a process ")
+    late = f"did not take part within {SHORT_S:g} s"
+    if fault in (IS_STOPPED, LEAVES):
+        assert late in heard
+    else:
+        assert "has left, or was ended" in heard or late in heard
+
+
+WHOLE = {
+    "operation_wait_for_all": "'all have written'",
+    "operation_wait_for": "'here'",
+    "operation_check_same_value": "'all have found the same'",
+    "operation_leave_together": "False",
+    "departure": "''",
+    "collectives_sum": "11",
+    "collectives_check_all_succeeded": "'all have succeeded'",
+    "collectives_messages": "'words'",
+    "collectives_leave_together": "'done'",
+    "collectives_shut_down": "'down'",
+    "group_all_gather": "[1, 10]",
+    "group_sum": "[11, 11, 11]",
+}
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_that_comes_late_is_waited_for(stage: Stage, name: str, culprit: int) -> None:
+    sent = [10**culprit] * 3
+    expected = WHOLE | {"group_broadcast": f"{sent}"}
+    for heard in stage.heard(COMES_LATE, culprit)[:2]:
+        assert heard[name] == expected[name]
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_that_raises_hears_its_own_reason(stage: Stage, culprit: int) -> None:
+    own = stage.heard(RAISES, culprit)[1]
+    for name in NAMES:
+        assert "the cause" in own[name], name
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_that_was_stopped_does_not_go_on_without_the_others(
+    stage: Stage, culprit: int
+) -> None:
+    own = stage.heard(IS_STOPPED, culprit)[1]
+    together = ["collectives_sum", "collectives_check_all_succeeded", "collectives_messages"]
+    together += [part.__name__ for part in GROUPS]
+    for name in together:
+        assert own[name].startswith("RefitError: "), name
+    for name in ("operation_wait_for_all", "operation_check_same_value"):
+        # Rank 1 had done its part when rank 0 stopped answering, and could not take that back.
+        silent = own[name].startswith("CheckpointError: rank 0: a rank gave no sign of life")
+        assert silent or (culprit == 0 and own[name] == WHOLE[name]), name
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("fault", [RAISES, IS_STOPPED, LEAVES])
+@pytest.mark.parametrize("name", [part.__name__ for part in REPEATED])
+def test_what_follows_a_fault_succeeds(stage: Stage, name: str, fault: str, culprit: int) -> None:
+    for again in stage.heard(fault, culprit)[2:]:
+        assert again[name] == WHOLE[name]
+
+
+@pytest.fixture
+def host() -> Iterator[OtherProcess]:
+    process = OtherProcess()
+    yield process
+    process.kill()
+
+
+def test_calls_of_a_store_fail_at_once_after_its_host_has_not_answered(host: OtherProcess) -> None:
+    lost: list[str] = []
+    with reserved_port() as port:
+        host.call(coordination_ranks.host_store, port)
+        store = coordination_ranks.join_store(port)
+        call = StoreCalls(1.0, RefitError, lambda: lost.append("a rank"))
+        answered = StoreCalls(LONG_S, RefitError)
+        assert answered(lambda: store.add("number", 1)) == 1
+        os.kill(host.pid, signal.SIGSTOP)
+        with pytest.raises(
+            RefitError, match=r"rank 0, .* does not answer \(no answer within 1.75 s"
+        ):
+            while True:
+                call(lambda: store.add("number", 0))
+        for _ in range(2):
+            with pytest.raises(RefitError, match="does not answer"):
+                call(lambda: lost.append("a call that is not made"))
+        assert lost == ["a rank"]
+        os.kill(host.pid, signal.SIGCONT)
+        assert answered(lambda: store.add("number", 1)) == 2
+        host.kill()
+        with pytest.raises(RefitError, match=r"rank 0, .* has left, or was ended"):
+            while True:
+                answered(lambda: store.add("number", 1))
+
+
+def test_a_rank_that_has_failed_says_why_also_where_the_store_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    topology = Topology(dp=2)
+    collectives = BoundedCollectives(topology, topology.coords(1), LONG_S, torch.device("cpu"))
+    collectives.begin()
+    collectives._call.failure = "rank 0, where the ranks meet, has left"
+    with pytest.raises(RefitError, match="the cause"):
+        collectives.check_all_succeeded(RuntimeError("the cause"))
+    with pytest.raises(RefitError, match="has left"):
+        collectives.check_all_succeeded(None)
+
+
+def test_heartbeats_over_a_store_that_is_gone_end_without_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    beaten, raised = threading.Event(), []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+
+    def beat(by: int) -> int:
+        beaten.set()
+        raise CheckpointError("rank 0, where the ranks meet, has left")
+
+    with Heartbeat(beat, 0.1).beating():
+        assert beaten.wait(HANG_S)
+    assert not raised
