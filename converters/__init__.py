@@ -1,1 +1,3 @@
-"""Hugging Face checkpoints <-> Megatron-Core parameters: one table per family for both ways."""
+"""Hugging Face checkpoints <-> Megatron-Core parameters: one table per family for both ways. Read
+`blocks.py` first, then `rows.py` and `table.py`.
+"""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import multiprocessing as mp
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -67,6 +69,25 @@ class OtherProcess:
         """End it as nothing can be caught, and wait until it is gone."""
         self._process.kill()
         self._process.join(TIMEOUT)
+
+    def stop(self) -> None:
+        """Stop it as Ctrl-Z does; return when none of its threads runs any more."""
+        os.kill(self.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + TIMEOUT
+        while any(_state(task) != "T" for task in Path(f"/proc/{self.pid}/task").iterdir()):
+            assert time.monotonic() < deadline, f"process {self.pid} does not stop"
+            time.sleep(0.001)
+
+    def go_on(self) -> None:
+        """Let it go on after `stop`."""
+        os.kill(self.pid, signal.SIGCONT)
+
+
+def _state(task: Path) -> str:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return "T"
 
 
 def shared_memory_of(pid: int | str) -> list[str]:

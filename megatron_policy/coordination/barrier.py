@@ -201,23 +201,21 @@ class CollectiveOperation:
             given_up = _GIVEN_UP.encode()
             return self._call(lambda: self._store.check([key]) and self._store.get(key) != given_up)
 
-        alive = self._wait_while_alive(lambda: published() or bool(self._first_failure.read()))
-        if published():
+        self._wait_while_alive(lambda: published() or bool(self._first_failure.read()))
+        if published() or self._decide(name, _GIVEN_UP) != _GIVEN_UP:
             # A later failure is raised later: the others can have gone on already.
             return
         if said := self._first_failure.read():
             self._leave()
             raise CheckpointError(said)
-        if not alive and self._decide(name, _GIVEN_UP) == _GIVEN_UP:
-            words = (
-                f"a rank gave no sign of life for {self._coordinator.timeout_s:g} s while the "
-                f"others waited for {name!r}. Look at its log; checkpoint_timeout_s sets how "
-                "long to wait"
-            )
-            self._coordinator.lost_a_rank = True
-            self._fail(words)
-            self._leave(with_all=False)
-            raise CheckpointError(words)
+        words = (
+            f"a rank gave no sign of life for {self._coordinator.timeout_s:g} s while the others "
+            f"waited for {name!r}. Look at its log; checkpoint_timeout_s sets how long to wait"
+        )
+        self._coordinator.lost_a_rank = True
+        self._fail(words)
+        self._leave(with_all=False)
+        raise CheckpointError(words)
 
     def _leave(self, *, with_all: bool = True) -> None:
         """Return when all other ranks have given up too, or stopped beating: a driver takes ranks

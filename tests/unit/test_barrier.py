@@ -67,6 +67,12 @@ def test_ranks_that_have_found_different_things_all_hear_of_it() -> None:
         one.wait_for_all("found")
 
 
+def test_an_empty_message_is_a_message() -> None:
+    one, other = (seat.begin() for seat in seats(dist.HashStore()))
+    one.publish("where", "")
+    assert one.wait_for("where") == other.wait_for("where") == ""
+
+
 def test_notes_do_not_pile_up() -> None:
     store = dist.HashStore()
     coordinators = seats(store)
@@ -103,6 +109,22 @@ def test_a_rank_that_arrives_after_another_has_given_up_gives_up_too() -> None:
     with late.critical_section("ready"):
         pass
     with pytest.raises(CheckpointError, match="rank 0: a rank gave no sign of life"):
+        late.wait_for_all("ready")
+
+
+def test_a_rank_that_arrives_last_after_a_failure_does_not_go_on_alone() -> None:
+    store = dist.HashStore()
+    waiting, failing, late = (Coordinator(store, rank, 3, TIMEOUT_S).begin() for rank in range(3))
+    for each in (waiting, failing):
+        with each.critical_section("ready"):
+            pass
+    with pytest.raises(CheckpointError, match="the cause"), failing.critical_section():
+        raise RuntimeError("the cause")
+    with pytest.raises(CheckpointError, match="rank 1: the cause"):
+        waiting.wait_for_all("ready")
+    with late.critical_section("ready"):
+        pass
+    with pytest.raises(CheckpointError, match="rank 1: the cause"):
         late.wait_for_all("ready")
 
 

@@ -4,8 +4,6 @@ hear, and that none of them waits for longer than it was told.
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -134,9 +132,9 @@ def test_a_client_that_is_stopped_amid_an_answer_keeps_nobody_waiting(
     with hosting() as (port, host):
         host.put("large", b"x" * LARGE)
         other.call(ask_for_large, port)
-        os.kill(other.pid, signal.SIGSTOP)
+        other.stop()
         assert is_served(port)
-        os.kill(other.pid, signal.SIGCONT)
+        other.go_on()
         assert other.call(read_large)
 
 
@@ -201,13 +199,13 @@ def test_a_host_that_is_killed_or_stopped_is_named_by_every_call(
         if fault == "killed":
             other.kill()
         else:
-            os.kill(other.pid, signal.SIGSTOP)
+            other.stop()
         asked = [threads.submit(heard, *each) for each in zip(ASKS.values(), stores, strict=True)]
         for name, words in zip(ASKS, asked, strict=True):
             expected = f"training rank 0, at 127.0.0.1:{port}, cannot be reached: "
             assert words.result(HANG_S).startswith(expected), name
         if fault == "stopped":
-            os.kill(other.pid, signal.SIGCONT)
+            other.go_on()
             for store in stores:  # no answer of before is taken for one to this
                 store.put("note", b"back")
                 assert store.get("note", LONG_S, "missing") == b"back"
@@ -232,6 +230,6 @@ def test_a_member_that_does_not_come_is_missed_in_time() -> None:
     with hosting() as (port, host):
         with closing(ControlStore("127.0.0.1", port, LONG_S, SECRET)) as client:
             for store, rank in ((host, 0), (client, 1)):
-                with pytest.raises(RefitError, match=f"group {rank}: a process did not take part"):
+                with pytest.raises(RefitError, match=r"did not take part within|no answer within"):
                     store.process_group(f"group {rank}", rank, 2, 0.5)
         assert is_served(port)

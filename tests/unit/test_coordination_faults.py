@@ -4,8 +4,6 @@ hears in each primitive, in time and by name.
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 
@@ -75,14 +73,15 @@ class Stage:
             for process in (other, faulty) if at_once else (faulty, other):
                 process.begin(coordination_ranks.begin, fault if process is faulty else "")
                 process.result(HANG_S)
-            if fault in (IS_KILLED, IS_STOPPED):
-                os.kill(faulty.pid, signal.SIGKILL if fault == IS_KILLED else signal.SIGSTOP)
-            heard = [self._finished(other)]
             if fault == IS_KILLED:
                 faulty.kill()
+            elif fault == IS_STOPPED:
+                faulty.stop()
+            heard = [self._finished(other)]
+            if fault == IS_KILLED:
                 return heard
             if fault == IS_STOPPED:
-                os.kill(faulty.pid, signal.SIGCONT)
+                faulty.go_on()
             heard.append(self._finished(faulty))
             for process in processes:
                 process.begin(coordination_ranks.play_again)
@@ -207,7 +206,7 @@ def test_a_rank_that_was_stopped_does_not_go_on_without_the_others(
         assert own[name].startswith("RefitError: "), name
     for name in ("operation_wait_for_all", "operation_check_same_value"):
         # Rank 1 had done its part when rank 0 stopped answering, and could not take that back.
-        silent = own[name].startswith("CheckpointError: rank 0: a rank gave no sign of life")
+        silent = own[name].startswith("CheckpointError: ") and "no sign of life" in own[name]
         assert silent or (culprit == 0 and own[name] == WHOLE[name]), name
 
 
@@ -234,22 +233,20 @@ def test_calls_of_a_store_fail_at_once_after_its_host_has_not_answered(host: Oth
         call = StoreCalls(1.0, RefitError, lambda: lost.append("a rank"))
         answered = StoreCalls(LONG_S, RefitError)
         assert answered(lambda: store.add("number", 1)) == 1
-        os.kill(host.pid, signal.SIGSTOP)
+        host.stop()
         with pytest.raises(
             RefitError, match=r"rank 0, .* does not answer \(no answer within 1.75 s"
         ):
-            while True:
-                call(lambda: store.add("number", 0))
+            call(lambda: store.add("number", 0))
         for _ in range(2):
             with pytest.raises(RefitError, match="does not answer"):
                 call(lambda: lost.append("a call that is not made"))
         assert lost == ["a rank"]
-        os.kill(host.pid, signal.SIGCONT)
+        host.go_on()
         assert answered(lambda: store.add("number", 1)) == 2
         host.kill()
         with pytest.raises(RefitError, match=r"rank 0, .* has left, or was ended"):
-            while True:
-                answered(lambda: store.add("number", 1))
+            answered(lambda: store.add("number", 1))
 
 
 def test_a_rank_that_has_failed_says_why_also_where_the_store_is_gone(
