@@ -72,6 +72,10 @@ _ALL, _GIVEN_UP = "all", "given up"
 """What a barrier says: all ranks have arrived, or one has given up waiting before they had."""
 
 
+_WORDS = "words: "
+"""Before a message: the store takes an empty value for none, and would let it be decided over."""
+
+
 class CollectiveOperation:
     """One rank's part in an operation, until it has succeeded or failed on all ranks."""
 
@@ -150,14 +154,15 @@ class CollectiveOperation:
         if self._alone:
             self._published[name] = words
         else:
-            self._call(lambda: self._store.set(f"{self._root}/{name}", words))
+            self._call(lambda: self._store.set(f"{self._root}/{name}", f"{_WORDS}{words}"))
 
     def wait_for(self, name: str) -> str:
         """The message that another rank publishes; fails as `wait_for_all` does."""
         if self._alone:
             return self._published[name]
         self._await(name)
-        return self._call(lambda: self._store.get(f"{self._root}/{name}")).decode()
+        said = self._call(lambda: self._store.get(f"{self._root}/{name}")).decode()
+        return said.removeprefix(_WORDS)
 
     def leave_together(self) -> None:
         """Call it last, after success. It returns when no other rank needs this one any more, in

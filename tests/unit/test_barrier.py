@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from megatron_policy.coordination.barrier import Coordinator
+from megatron_policy.coordination.barrier import _GIVEN_UP, Coordinator
 from megatron_policy.errors import CheckpointError
 
 TIMEOUT_S = 1.0
@@ -70,6 +70,7 @@ def test_ranks_that_have_found_different_things_all_hear_of_it() -> None:
 def test_an_empty_message_is_a_message() -> None:
     one, other = (seat.begin() for seat in seats(dist.HashStore()))
     one.publish("where", "")
+    assert other._decide("where", _GIVEN_UP) != _GIVEN_UP, "who gives up late wins over it"
     assert one.wait_for("where") == other.wait_for("where") == ""
 
 
