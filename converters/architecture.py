@@ -107,7 +107,7 @@ class Architecture:
     """Which layers have experts; empty means every layer if `moe` is set."""
     mla: Mla | None = None
     """If set, `kv_channels` of query and key heads is the sum of both parts of a head in `mla`."""
-    mtp_layers: int = 0
+    further_layers: int = 0
     """Multi-token-prediction layers that checkpoints can hold; this model leaves them out."""
 
     def __post_init__(self) -> None:

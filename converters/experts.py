@@ -89,7 +89,7 @@ def shared(name: str) -> tuple[Row, ...]:
     )
 
 
-def mtp_layers(rows: Iterable[Row | Ignore]) -> tuple[Ignore, ...]:
+def further_layers(rows: Iterable[Row | Ignore]) -> tuple[Ignore, ...]:
     """The tensors of multi-token-prediction layers, which published checkpoints keep after the last
     layer for speculative decoding: an ordinary layer of `rows`, an embedding, norms and a head.
     """

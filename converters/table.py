@@ -204,7 +204,7 @@ def canonical_name(name: str, layer_offset: int) -> str:
 
 
 def _ignored_names(row: Ignore, architecture: Architecture) -> list[str]:
-    layers, end = architecture.num_layers, architecture.num_layers + architecture.mtp_layers
+    layers, end = architecture.num_layers, architecture.num_layers + architecture.further_layers
     names = [row.hf] if architecture.holds(row.when) else []
     if "{layer}" in row.hf:
         held = [layer for layer in range(layers) if architecture.holds(row.when, layer)]

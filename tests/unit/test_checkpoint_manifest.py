@@ -20,6 +20,7 @@ from megatron_policy.converters.table import bind
 from megatron_policy.errors import CheckpointError
 from megatron_policy.formats.digests import UNSEALED, sealed
 from tests.unit.published import COMMON, PUBLISHED
+from tests.unit.published_experts import PUBLISHED_EXPERTS
 
 MANIFEST = Manifest(
     id="00ff",
@@ -178,3 +179,22 @@ def test_versions_are_those_of_what_writes() -> None:
     found = current_versions()
     assert found["torch"] == torch.__version__ and re.match(r"0\.1\d", found["megatron_core"])
     assert set(found) == {"megatron_policy", "megatron_core", "torch", "python"}
+
+
+SAVED_DIGESTS = {
+    "Llama-3.1-8B": "9bb8716034c5c2a0",
+    "Mistral-7B-v0.1": "61723b6574d21e40",
+    "DeepSeek-V3 in bf16": "39d2ea74435ede90",
+    "GLM-4.5-Air": "dc1a7e35311a09d2",
+}
+"""What checkpoints of these models have in their manifests since November 2026."""
+
+
+@pytest.mark.parametrize("model", SAVED_DIGESTS)
+def test_checkpoints_of_before_are_of_the_same_model(model: str) -> None:
+    """The digest has the names of an architecture's fields: a field that is renamed would make
+    every checkpoint of its models one of another model.
+    """
+    _, config = (PUBLISHED | PUBLISHED_EXPERTS)[model]
+    found = bind({"hidden_act": "silu"} | config).architecture
+    assert digest_of(found) == SAVED_DIGESTS[model]
