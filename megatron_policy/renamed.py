@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 PACKAGE = "megatron_policy"
 RENAMED = {
@@ -54,6 +55,22 @@ class RenamedModules(MetaPathFinder, Loader):
         for name, value in vars(found).items():
             if not (name.startswith("__") and name.endswith("__")):
                 setattr(module, name, value)
+
+
+def renamed_name(module: str, name: str, names: Mapping[str, str]) -> Any:
+    """What a module's `__getattr__` returns for a name of the last release; `names` has where each
+    is now, as "module:name". AttributeError for other names.
+    """
+    if name not in names:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    home, _, new = names[name].partition(":")
+    warnings.warn(
+        f"{module}.{name} is {home}.{new} now: import that. The old name goes with the next "
+        "release",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return getattr(importlib.import_module(home), new)
 
 
 def install() -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_policy.renamed import renamed_name
+
 __all__ = [
     "MemoryInfo",
     "accelerators",
@@ -81,7 +83,7 @@ def current_device() -> torch.device:
     return torch.device("cpu")
 
 
-def join_process_group(timeout_s: float) -> bool:
+def join_process_group(timeout_s: float = 600.0) -> bool:
     """Join the default process group, NCCL on GPUs and gloo elsewhere; return whether this call
     created it.
 
@@ -213,3 +215,10 @@ def synchronize() -> None:
     """Wait until the device has finished what was queued."""
     if is_accelerated():
         torch.cuda.synchronize()
+
+
+_RENAMED = {"prepare_platform": "megatron_policy.engines.megatron.platform:prepare_platform"}
+
+
+def __getattr__(name: str) -> Any:
+    return renamed_name(__name__, name, _RENAMED)

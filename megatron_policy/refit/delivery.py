@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import traceback
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.digest import algorithm_for, digest
 from megatron_policy.refit.manifest import Manifest, Sent
+from megatron_policy.renamed import renamed_name
 
 if TYPE_CHECKING:
     from megatron_policy.refit.exporter import Exporter
@@ -138,3 +139,13 @@ class _Attempt:
         if self._delivery.failure is None:
             self._delivery.failure = error
         return True
+
+
+_RENAMED = {
+    "Sink": "megatron_policy.refit.delivery:Transport",
+    "Outlet": "megatron_policy.refit.delivery:TransportSession",
+}
+
+
+def __getattr__(name: str) -> Any:
+    return renamed_name(__name__, name, _RENAMED)

@@ -54,19 +54,48 @@ class TrainResult(dict[str, Any]):
     `global_loss` and `all_mb_metrics`, the names of the last release, still work and warn.
     """
 
-    RENAMED: ClassVar = {"global_loss": "loss", "all_mb_metrics": "microbatch_metrics"}
+    RENAMED: ClassVar[dict[str, str]] = {
+        "global_loss": "loss",
+        "all_mb_metrics": "microbatch_metrics",
+    }
 
     def __missing__(self, key: str) -> Any:
         if key not in self.RENAMED:
             raise KeyError(key)
-        new = self.RENAMED[key]
-        warnings.warn(
-            f"{key!r} of a training result is called {new!r} now; the old name goes with the next "
-            "release",
-            DeprecationWarning,
-            stacklevel=2,
+        return self[self._renamed(key)]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As of any mapping."""
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """As of any mapping."""
+        old = key in self.RENAMED and not super().__contains__(key)
+        return super().pop(self._renamed(key) if old else key, *default)
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or (
+            key in self.RENAMED and super().__contains__(self.RENAMED[str(key)])
         )
-        return self[new]
+
+    def __or__(self, other: Any) -> Any:
+        return TrainResult(super().__or__(other))
+
+    def copy(self) -> TrainResult:
+        """As of any mapping."""
+        return TrainResult(self)
+
+    def _renamed(self, key: str) -> str:
+        warnings.warn(
+            f"{key!r} of a training result is called {self.RENAMED[key]!r} now; the old name goes "
+            "with the next release",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        return self.RENAMED[key]
 
 
 def result_of(

@@ -44,3 +44,20 @@ def test_every_old_path_of_the_documents_is_tried() -> None:
 def test_a_path_that_never_was_is_not_found() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"megatron_policy\.train\.nothing"):
         importlib.import_module("megatron_policy.train.nothing")
+
+
+NAMES = [
+    ("refit.delivery", "Sink", "refit.delivery", "Transport"),
+    ("refit.delivery", "Outlet", "refit.delivery", "TransportSession"),
+    ("refit.buffers", "Room", "refit.buffers", "BufferSlice"),
+    ("device", "prepare_platform", "engines.megatron.platform", "prepare_platform"),
+]
+
+
+@pytest.mark.parametrize(("home", "old", "now", "new"), NAMES, ids=[each[1] for each in NAMES])
+def test_an_old_name_gives_the_new_one_and_warns(home: str, old: str, now: str, new: str) -> None:
+    module, other = (importlib.import_module(f"{PACKAGE}.{each}") for each in (home, now))
+    with pytest.warns(DeprecationWarning, match=f"{old} is .*{now}.{new} now"):
+        assert getattr(module, old) is getattr(other, new)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        module.nothing  # noqa: B018

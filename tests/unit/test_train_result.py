@@ -24,11 +24,17 @@ RESULT = TrainResult(
 def test_an_old_name_gives_the_same_and_warns(old: str, new: str) -> None:
     with pytest.warns(DeprecationWarning, match=f"{old}.* is called .*{new}"):
         assert RESULT[old] is RESULT[new]
+    with pytest.warns(DeprecationWarning, match=f"{old}.* is called"):
+        assert RESULT.get(old) is RESULT[new]
+    with pytest.warns(DeprecationWarning, match=f"{old}.* is called"):
+        assert (RESULT | {"more": 1}).copy().pop(old) is RESULT[new]
+    assert old in RESULT and new in RESULT and list(RESULT) == list(dict(RESULT))
 
 
 def test_a_name_that_never_was_is_a_key_error() -> None:
     with pytest.raises(KeyError, match="nothing"):
         RESULT["nothing"]
+    assert "nothing" not in RESULT and RESULT.get("nothing", 7) == RESULT.pop("nothing", 7) == 7
 
 
 def test_it_crosses_processes() -> None:
