@@ -82,7 +82,8 @@ class TrainResult(dict[str, Any]):
         )
 
     def __or__(self, other: Any) -> Any:
-        return TrainResult(super().__or__(other))
+        joined = super().__or__(other)
+        return joined if joined is NotImplemented else TrainResult(joined)
 
     def copy(self) -> TrainResult:
         """As of any mapping."""
