@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_policy.checkpoint.manifest import MEND
+from megatron_policy.checkpoint.manifest import REMEDY
 from megatron_policy.converters.contained import inside
 from megatron_policy.converters.dist_writing import COMMON
 from megatron_policy.errors import CheckpointError
@@ -22,7 +22,7 @@ def read_ours(root: Path) -> dict[str, Any]:
         content = torch.load(inside(root, COMMON), map_location="cpu", weights_only=True)[OURS]
         return {**content, **{key: content[key] for key in ("host_data", "source_dtypes")}}
     except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(f"{root / COMMON} is damaged: {error!r:.200}. {MEND}") from error
+        raise CheckpointError(f"{root / COMMON} is damaged: {error!r:.200}. {REMEDY}") from error
 
 
 def source_dtypes(root: Path) -> dict[str, torch.dtype]:

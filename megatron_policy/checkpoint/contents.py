@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_policy.checkpoint import local_shards as holdings
-from megatron_policy.checkpoint import manifest
+from megatron_policy.checkpoint import local_shards, manifest
 from megatron_policy.checkpoint.common_state import OURS, read_ours
 from megatron_policy.checkpoint.loading import Found, LoadPlan
 from megatron_policy.checkpoint.report import LoadReport
@@ -44,7 +43,7 @@ class Contents:
         self._topology, self._rank = place.topology, place.topology.rank(place.coords)
         trainable = engine.trainable
         self._training = None if trainable is None else trainable.state
-        self._found: dict[tuple[object, ...], list[holdings.WriteItem]] = {}
+        self._found: dict[tuple[object, ...], list[local_shards.WriteItem]] = {}
 
     @property
     def has_optimizer(self) -> bool:
@@ -62,13 +61,13 @@ class Contents:
         sharers = 1 if self._training.distributed else place.topology.dp * place.topology.cp
         return nbytes + self._training.nbytes // sharers
 
-    def held(self, *, with_states: bool) -> list[holdings.LocalShard]:
+    def held(self, *, with_states: bool) -> list[local_shards.LocalShard]:
         """Weights and the optimizer's state, which is created if there is none yet."""
         held, place = self._engine.held, self._engine.place
-        found = holdings.weights(held, place)
+        found = local_shards.weights(held, place)
         if with_states and self._training is not None:
             self._training.materialize()
-            found += holdings.states(held, place, self._training)
+            found += local_shards.states(held, place, self._training)
         return found
 
     def parts(
@@ -81,8 +80,8 @@ class Contents:
         if self._rank == 0:
             objects |= dict.fromkeys(extra_states(table), empty_object())
         held = self.held(with_states=optimizer is not None)
-        of_weights = [each for each in held if each.kind == holdings.WEIGHTS]
-        of_optimizer = [each for each in held if each.kind != holdings.WEIGHTS]
+        of_weights = [each for each in held if each.kind == local_shards.WEIGHTS]
+        of_optimizer = [each for each in held if each.kind != local_shards.WEIGHTS]
         common = self._common(step, host_data, with_optimizer=optimizer is not None)
         kept = held if together else of_weights
         contains = (manifest.WEIGHTS, manifest.RANDOM)
@@ -101,14 +100,14 @@ class Contents:
             parts.insert(0, Part(optimizer, (manifest.OPTIMIZER,), items, {}, common))
         return parts
 
-    def _items(self, held: Sequence[holdings.LocalShard]) -> list[holdings.WriteItem]:
+    def _items(self, held: Sequence[local_shards.LocalShard]) -> list[local_shards.WriteItem]:
         """What this rank writes of them; cached for tensors that have not moved."""
         key = tuple((each.kind, each.tensor.data_ptr(), each.tensor.numel()) for each in held)
         if key not in self._found:
             if len(self._found) >= _KEPT:
                 self._found.clear()  # memory has moved several times
             place = self._engine.place
-            found = holdings.items(held, self._engine.table.architecture, place)
+            found = local_shards.items(held, self._engine.table.architecture, place)
             self._found[key] = found
         return self._found[key]
 

@@ -13,9 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from megatron_policy.checkpoint import fingerprint as identity
-from megatron_policy.checkpoint import manifest
-from megatron_policy.checkpoint import tracker as finding
+from megatron_policy.checkpoint import fingerprint, manifest, tracker
 from megatron_policy.checkpoint.local_shards import WEIGHTS, LocalShard, located, state_prefix
 from megatron_policy.checkpoint.manifest import Manifest
 from megatron_policy.checkpoint.reading import Filler
@@ -92,7 +90,7 @@ class Loader:
         """
         if self._coordinator.rank == 0:
             with self._under.critical_section():
-                self._under.publish("where", str(finding.find(weights_path).absolute()))
+                self._under.publish("where", str(tracker.find(weights_path).absolute()))
         root = Path(self._under.wait_for("where"))
 
         def step() -> Found:
@@ -158,12 +156,12 @@ class Loader:
             root.parent,
         ):
             return root
-        return finding.companion(weights, optimizer_path).absolute()
+        return tracker.companion(weights, optimizer_path).absolute()
 
     def _checked(self, root: Path) -> Manifest:
         stated = manifest.read(root)
         architecture = self._table.architecture
-        manifest.check_model(stated, self._table.family, identity.digest_of(architecture))
+        manifest.check_model(stated, self._table.family, fingerprint.digest_of(architecture))
         check_files(root, stated)
         return stated
 
@@ -189,7 +187,7 @@ class LoadPlan:
         files: RawFiles,
         table: Table,
         place: Placement,
-        holdings: Sequence[LocalShard],
+        shards: Sequence[LocalShard],
     ) -> None:
         self._architecture, self._place = table.architecture, place
         self._owners = {entry.hf: entry for entry in table.exported()}
@@ -198,7 +196,7 @@ class LoadPlan:
         if found.optimizer_root is not None:
             same = found.optimizer_root == found.root
             self.optimizer = self.weights if same else DistReader(found.optimizer_root, files)
-        self._sources = [(holding, self._source(holding)) for holding in holdings]
+        self._sources = [(shard, self._source(shard)) for shard in shards]
 
     def fill(self) -> None:
         """Read the elements of every local shard; vocabulary padding becomes 0."""
@@ -211,29 +209,29 @@ class LoadPlan:
     def _fill(self, sources: Sequence[tuple[LocalShard, Stored]]) -> None:
         with RawFiles() as files, torch.no_grad():
             filler = Filler(files)
-            for holding, stored in sources:
-                places = list(located(holding, self._architecture, self._place))
-                if sum(piece.elements for piece, _ in places) < holding.tensor.numel():
-                    holding.tensor.zero_()
+            for shard, stored in sources:
+                places = list(located(shard, self._architecture, self._place))
+                if sum(piece.elements for piece, _ in places) < shard.tensor.numel():
+                    shard.tensor.zero_()
                 filler.fill(stored, places)
 
-    def _source(self, holding: LocalShard) -> Stored:
+    def _source(self, shard: LocalShard) -> Stored:
         """The tensor in the files that a local shard is filled from.
 
         What a policy keeps in fp32 comes from the main parameters, whatever the precision of the
         policy that wrote them; if that one had none, its weights are its main parameters.
         """
-        owner, kind = self._owner(holding.entry), holding.kind
+        owner, kind = self._owner(shard.entry), shard.kind
         if kind in (WEIGHTS, MAIN):
             own = self._stored(self.weights, owner, WEIGHTS)
             if own is None:
                 raise CheckpointError(f"{self.weights.root} lacks {owner.megatron}")
             main = None
-            if kind == MAIN or own.dtype != holding.tensor.dtype:
+            if kind == MAIN or own.dtype != shard.tensor.dtype:
                 main = self._stored(self.optimizer, owner, MAIN)
-            if main is not None and main.dtype == holding.tensor.dtype:
+            if main is not None and main.dtype == shard.tensor.dtype:
                 return main
-            if kind == WEIGHTS or own.dtype == holding.tensor.dtype:
+            if kind == WEIGHTS or own.dtype == shard.tensor.dtype:
                 return own
         elif (found := self._stored(self.optimizer, owner, kind)) is not None:
             return found

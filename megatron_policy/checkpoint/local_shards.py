@@ -76,7 +76,7 @@ def states(held: Held, place: Placement, training: OptimizerState) -> list[Local
 
 
 def items(
-    holdings: Iterable[LocalShard], architecture: Architecture, place: Placement
+    shards: Iterable[LocalShard], architecture: Architecture, place: Placement
 ) -> list[WriteItem]:
     """What this rank writes of its local shards; together, all ranks write each element once.
 
@@ -85,19 +85,19 @@ def items(
     """
     return [
         item
-        for holding, first, last in _own_share([h for h in holdings if h.entry.row.owns])
+        for shard, first, last in _own_share([h for h in shards if h.entry.row.owns])
         if first < last
-        for item in _items(holding, first, last, architecture, place)
+        for item in _items(shard, first, last, architecture, place)
     ]
 
 
 def located(
-    holding: LocalShard, architecture: Architecture, place: Placement
+    shard: LocalShard, architecture: Architecture, place: Placement
 ) -> Iterator[tuple[Slice, Tensor]]:
     """Yield the local shard box by box: its place in the unsharded parameter, and its memory."""
     tp, size = place.coords.tp, place.topology.tp
-    for piece in slices(holding.entry.row, architecture, tp, size, holding.first, holding.last):
-        yield piece, _memory(holding, piece)
+    for piece in slices(shard.entry.row, architecture, tp, size, shard.first, shard.last):
+        yield piece, _memory(shard, piece)
 
 
 def state_key(kind: str, key: str) -> str:
@@ -124,41 +124,41 @@ def _alike(entry: Entry, place: Placement, distributed: bool) -> tuple[int, int]
     return index * size.tp + at.tp, data * size.tp
 
 
-def _own_share(holdings: Sequence[LocalShard]) -> Iterator[tuple[LocalShard, int, int]]:
+def _own_share(shards: Sequence[LocalShard]) -> Iterator[tuple[LocalShard, int, int]]:
     """Each local shard with the range of its parameter's elements that this rank writes."""
     together: defaultdict[tuple[int, int], list[LocalShard]] = defaultdict(list)
-    for holding in holdings:
-        together[holding.alike].append(holding)
+    for shard in shards:
+        together[shard.alike].append(shard)
     for (index, count), group in together.items():
         lengths = [(h.last - h.first, h.tensor.element_size()) for h in group]
-        for holding, (a, b) in zip(group, shares(lengths, index, count), strict=True):
-            yield holding, holding.first + a, holding.first + b
+        for shard, (a, b) in zip(group, shares(lengths, index, count), strict=True):
+            yield shard, shard.first + a, shard.first + b
 
 
 def _items(
-    holding: LocalShard, first: int, last: int, architecture: Architecture, place: Placement
+    shard: LocalShard, first: int, last: int, architecture: Architecture, place: Placement
 ) -> Iterator[WriteItem]:
-    row, at = holding.entry.row, place.coords.tp
-    places = written(holding.entry, architecture)
+    row, at = shard.entry.row, place.coords.tp
+    places = written(shard.entry, architecture)
     whole = whole_shape(row, architecture)
-    most = CHUNK_BYTES // holding.tensor.element_size()
+    most = CHUNK_BYTES // shard.tensor.element_size()
     for piece in slices(row, architecture, at, place.topology.tp, first, last):
         for part in in_pieces(piece, most):
             # If layer specs name a norm in two ways, its states are read under either name.
-            for where in places if holding.kind == WEIGHTS else places[:1]:
-                yield _item(holding, part, where, whole)
+            for where in places if shard.kind == WEIGHTS else places[:1]:
+                yield _item(shard, part, where, whole)
 
 
-def _item(holding: LocalShard, piece: Slice, where: Place, whole: Shape) -> WriteItem:
+def _item(shard: LocalShard, piece: Slice, where: Place, whole: Shape) -> WriteItem:
     return WriteItem(
-        state_key(holding.kind, where.key),
+        state_key(shard.kind, where.key),
         (*where.axes, *whole),
         (*where.lead, *piece.origin),
         (*(1 for _ in where.lead), *piece.sizes),
-        _memory(holding, piece),
+        _memory(shard, piece),
     )
 
 
-def _memory(holding: LocalShard, piece: Slice) -> Tensor:
-    start = piece.own - holding.first
-    return holding.tensor[start : start + math.prod(piece.sizes)]
+def _memory(shard: LocalShard, piece: Slice) -> Tensor:
+    start = piece.own - shard.first
+    return shard.tensor[start : start + math.prod(piece.sizes)]

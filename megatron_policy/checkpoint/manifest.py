@@ -24,7 +24,7 @@ WEIGHTS, OPTIMIZER, RANDOM = "weights", "optimizer", "random"
 MAX_BYTES = 2**30
 """Size limit of the file: more than a manifest with a million records needs."""
 
-MEND = "Restore it from a copy, or load another checkpoint."
+REMEDY = "Restore it from a copy, or load another checkpoint."
 
 Shape = tuple[int, ...]
 
@@ -161,7 +161,7 @@ def _unsealed(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _damaged(path: Path, what: str, error: Exception | None = None) -> NoReturn:
-    raise CheckpointError(f"{path} is damaged: {what}. {MEND}") from error
+    raise CheckpointError(f"{path} is damaged: {what}. {REMEDY}") from error
 
 
 def _parsed(content: Mapping[str, Any], root: Path) -> Manifest:

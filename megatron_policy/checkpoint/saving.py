@@ -14,9 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_policy.checkpoint import fingerprint as identity
-from megatron_policy.checkpoint import manifest
-from megatron_policy.checkpoint import tracker as finding
+from megatron_policy.checkpoint import fingerprint, manifest, tracker
 from megatron_policy.checkpoint.local_shards import WriteItem
 from megatron_policy.checkpoint.manifest import Manifest
 from megatron_policy.checkpoint.staging import Ready, Staging, written_from
@@ -190,10 +188,10 @@ class Saver:
         with ExitStack() as held:
             with job.under.critical_section():
                 roots = [part.root for part in job.parts]
-                finding.reunite(roots[-1], roots[0])
+                tracker.reunite(roots[-1], roots[0])
                 for root in roots:  # keep what is complete until this save is
                     clean_leftovers(root, unless=manifest.NAME)
-                names = [finding.directory(root, job.step) for root in roots]
+                names = [tracker.directory(root, job.step) for root in roots]
                 partials = held.enter_context(new_directories(names, overwrite=True))
                 job.under.publish("where", json.dumps([str(path) for path in partials]))
             self._write(job, partials)
@@ -202,7 +200,7 @@ class Saver:
                     self._complete(job, part, partial)
                 held.close()
                 for root in roots:
-                    finding.commit(root, job.step)
+                    tracker.commit(root, job.step)
                 for root in roots:
                     clean_leftovers(root)
         job.under.publish("published", "")
@@ -225,10 +223,10 @@ class Saver:
             step=job.step,
             contains=part.contains,
             optimizer_elsewhere=part.optimizer_elsewhere,
-            versions=identity.current_versions(),
+            versions=fingerprint.current_versions(),
             layout=layout_of(topology),
             family=table.family,
-            config=identity.digest_of(table.architecture),
+            config=fingerprint.digest_of(table.architecture),
             tensors=merged.tensors,
             records=merged.records,
             files={name: of_bytes(content) for name, content in files.items()},

@@ -149,14 +149,14 @@ def _tracked(root: Path) -> Path:
         text = contained.read(tracker, MAX_TRACKER_BYTES).decode(errors="replace").strip()
     except OSError as error:
         raise CheckpointError(f"{tracker} cannot be read: {error.strerror}") from error
-    mend = f"write the step of a checkpoint into it ({_instead(root)}), or load one by its path"
+    fix = f"write the step of a checkpoint into it ({_instead(root)}), or load one by its path"
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise CheckpointError(f"{tracker} holds {text[:40]!r}, which is no step; {mend}")
+        raise CheckpointError(f"{tracker} holds {text[:40]!r}, which is no step; {fix}")
     found = directory(root, int(text))
     if not found.is_dir():
-        raise CheckpointError(f"{tracker} names step {text}, but there is no {found}; {mend}")
+        raise CheckpointError(f"{tracker} names step {text}, but there is no {found}; {fix}")
     if not _is_complete(found):
-        raise CheckpointError(f"{tracker} names step {text}, but {found} has no {NAME}; {mend}")
+        raise CheckpointError(f"{tracker} names step {text}, but {found} has no {NAME}; {fix}")
     try:
         return contained.inside(root, found.name)
     except ConversionError as error:

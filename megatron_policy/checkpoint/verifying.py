@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from threading import Lock
 
-from megatron_policy.checkpoint.manifest import MEND, NAME, Manifest, read
+from megatron_policy.checkpoint.manifest import NAME, REMEDY, Manifest, read
 from megatron_policy.converters.dist_files import DistReader
 from megatron_policy.converters.locking import opened
 from megatron_policy.converters.raw_files import RawFiles
@@ -171,4 +171,4 @@ def _raise(problems: Sequence[str]) -> None:
     if len(problems) > SHOWN:
         problems = [*problems[:SHOWN], f"and {len(problems) - SHOWN} more"]
     if problems:
-        raise CheckpointError("\n".join(problems) + f". {MEND}")
+        raise CheckpointError("\n".join(problems) + f". {REMEDY}")

@@ -34,11 +34,11 @@ def run(
     """
     from megatron_policy.errors import ConfigError
     from megatron_policy.hosts import launch
-    from megatron_policy.interfaces import host as registry
+    from megatron_policy.interfaces.host import find_host
 
     wanted = launch.Program(program, tuple(arguments or ()), module)
     try:
-        found = registry.find_host(host)
+        found = find_host(host)
         launch.find(wanted)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None

@@ -70,9 +70,9 @@ def _compare(a: str, b: str, max_memory: int, config: Path | None) -> None:
 
 def _saved_at(path: str) -> Path | None:
     """The directory of a training checkpoint at or in `path`; None if there is none."""
-    from megatron_policy.checkpoint import tracker as finding
+    from megatron_policy.checkpoint import tracker
 
-    return finding.find(path) if finding.is_saved(path) else None
+    return tracker.find(path) if tracker.is_saved(path) else None
 
 
 def _verify_saved(root: Path) -> Manifest:

@@ -1,4 +1,4 @@
-"""Ports at which the ranks of one machine meet; knows nothing of process groups."""
+"""Ports at which the ranks of one machine meet."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_policy.checkpoint import common_state as common
-from megatron_policy.checkpoint import tracker as finding
+from megatron_policy.checkpoint import common_state, tracker
 from megatron_policy.checkpoint.contents import Contents, Rest
 from megatron_policy.checkpoint.loading import Found, Loader, LoadPlan
 from megatron_policy.checkpoint.report import LoadReport, check_host_data
@@ -205,7 +204,7 @@ def source_dtypes(weights_path: AnyPath | None) -> dict[str, torch.dtype] | None
     without a path. CheckpointError if there is no checkpoint.
     """
     path = _absolute(weights_path)
-    return None if path is None else common.source_dtypes(finding.find(path))
+    return None if path is None else common_state.source_dtypes(tracker.find(path))
 
 
 def check_export(export: AnyPath | None, *saved: AnyPath | None) -> None:

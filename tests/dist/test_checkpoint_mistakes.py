@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_policy.checkpoint import manifest
-from megatron_policy.checkpoint import tracker as finding
+from megatron_policy.checkpoint import manifest, tracker
 from megatron_policy.checkpoint.common_state import source_dtypes
 from megatron_policy.convert import convert, verify
 from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
@@ -127,8 +126,8 @@ def test_a_script_that_ends_leaves_its_last_save_complete(model: Path, tmp_path:
         timeout=600,
     )
     assert not done.returncode, done.stderr[-3000:]
-    saved = manifest.read(finding.find(tmp_path / "weights"))
-    assert finding.companion(saved, tmp_path / "optimizer") == iteration(tmp_path / "optimizer", 1)
+    saved = manifest.read(tracker.find(tmp_path / "weights"))
+    assert tracker.companion(saved, tmp_path / "optimizer") == iteration(tmp_path / "optimizer", 1)
 
 
 def save_for_sgd_and_adam(config: dict[str, Any], other: dict[str, Any], root: Path) -> list[str]:
@@ -174,7 +173,7 @@ def seen_by_one(config: dict[str, Any], root: Path) -> tuple[str, list[str]]:
         policy.save_checkpoint(**paths(root))
         train(policy, [1])
         before = prints(everything_of(policy))
-        with replaced(finding, "companion", hidden if policy.rank else lambda companion: companion):
+        with replaced(tracker, "companion", hidden if policy.rank else lambda companion: companion):
             said = heard(lambda: policy.load_checkpoint(**paths(root), fresh_optimizer=True))
         return said, differing(before, prints(everything_of(policy)))
 
@@ -228,10 +227,10 @@ def test_state_that_a_killed_save_put_aside_comes_back_before_anything_is_remove
     # As a second save of step 2 leaves it that is killed between its two renames.
     place.rename(aside)
     iteration(tmp_path / "later", 2).rename(place)
-    found = manifest.read(finding.find(weights))
-    assert finding.companion(found, optimizer) == aside
-    finding.reunite(weights, optimizer)
-    assert finding.companion(found, optimizer) == place
+    found = manifest.read(tracker.find(weights))
+    assert tracker.companion(found, optimizer) == aside
+    tracker.reunite(weights, optimizer)
+    assert tracker.companion(found, optimizer) == place
     assert manifest.read(aside).id != found.id
 
 

@@ -21,7 +21,7 @@ from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.manifest import Manifest
 from megatron_policy.refit.plan import RefitTensor
 from megatron_policy.refit.receive.collective import join_collective
-from megatron_policy.refit.transports.collective.transport import Collective, CollectiveOutlet
+from megatron_policy.refit.transports.collective.transport import Collective, CollectiveSession
 from tests import collective_engine, refit_engine
 from tests.collective_engine import SECRET
 from tests.other_process import OtherProcess
@@ -128,7 +128,7 @@ def test_refits_follow_each_other_in_one_group(group: Group, engine: OtherProces
 
 def test_the_notes_of_a_refit_go_when_the_next_begins(group: Group, engine: OtherProcess) -> None:
     assert_refits(group, engine, 1)
-    board = group.group.member._board
+    board = group.group.member._store
     before = board.count()
     for seed in (2, 3, 4):
         assert_refits(group, engine, seed)
@@ -164,11 +164,11 @@ def test_every_policy_makes_a_secret_of_its_own() -> None:
 def test_a_note_that_cannot_be_read_is_named(
     group: Group, engine: OtherProcess, content: bytes
 ) -> None:
-    group.group.member._board.put("call", content)
+    group.group.member._store.put("call", content)
     with pytest.raises(RefitError, match=r"the note 'call' .* cannot be read.*same version"):
         engine.call(collective_engine.receive)
     # The next call replaces it, but an engine that looks before that would fail once more.
-    group.group.member._board.drop(["call"])
+    group.group.member._store.drop(["call"])
     assert_refits(group, engine, 1)
 
 
@@ -272,14 +272,14 @@ def test_a_byte_that_changes_on_the_way_is_refused_by_name(
     group: Group, engine: OtherProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_refits(group, engine, 1)
-    send = CollectiveOutlet._send
+    send = CollectiveSession._send
 
-    def flip(self: CollectiveOutlet, chunk: torch.Tensor) -> Any:
+    def flip(self: CollectiveSession, chunk: torch.Tensor) -> Any:
         chunk[7] ^= 1
         return send(self, chunk)
 
     with monkeypatch.context() as patch:
-        patch.setattr(CollectiveOutlet, "_send", flip)
+        patch.setattr(CollectiveSession, "_send", flip)
         engine.begin(collective_engine.receive)
         with pytest.raises(RefitError, match=r"engine 0: .*with a wrong digest: .*embed"):
             group.refit(2)

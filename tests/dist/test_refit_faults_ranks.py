@@ -19,7 +19,7 @@ from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.manifest import Manifest
 from megatron_policy.refit.plan import RefitTensor
-from megatron_policy.refit.transports.collective.transport import Collective, CollectiveSink
+from megatron_policy.refit.transports.collective.transport import Collective, CollectiveTransport
 from tests import collective_engine, refit_engine
 from tests.collective_engine import SECRET
 from tests.dist.cases import open_policy, policy_config
@@ -53,7 +53,7 @@ def alive(engines: list[OtherProcess], number: int) -> OtherProcess:
 class Stalling:
     """A sink on a rank that is stopped before it places a tensor, and goes on after a while."""
 
-    def __init__(self, sink: CollectiveSink, at: int, seconds: float) -> None:
+    def __init__(self, sink: CollectiveTransport, at: int, seconds: float) -> None:
         self._sink, self._left, self._seconds = sink, at, seconds
         self._outlet: Any = None
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_policy.checkpoint import manifest
-from megatron_policy.checkpoint import tracker as finding
+from megatron_policy.checkpoint import manifest, tracker
 from megatron_policy.checkpoint.manifest import NAME, Manifest
 from megatron_policy.checkpoint.tracker import TRACKER, commit, companion, complete, find
 from megatron_policy.errors import CheckpointError
@@ -37,14 +36,14 @@ def test_the_tracker_decides_and_without_it_the_highest_step_that_is_complete(ru
     assert [path.name for path in complete(run)] == ["iter_0000002", "iter_0000004", "iter_0000030"]
     assert find(run) == run / "iter_0000030"
     commit(run, 4)
-    assert find(run) == find(str(run)) == run / "iter_0000004" == finding.directory(run, 4)
+    assert find(run) == find(str(run)) == run / "iter_0000004" == tracker.directory(run, 4)
     assert (run / TRACKER).read_text() == "4"
     (run / TRACKER).write_text("2\n")
     assert find(run) == run / "iter_0000002"
     assert find(run / "iter_0000004") == run / "iter_0000004"
     shutil.move(run / "iter_0000004", run / "elsewhere")
     assert find(run / "elsewhere") == run / "elsewhere"
-    assert finding.directory(run, 123456789).name == "iter_123456789"
+    assert tracker.directory(run, 123456789).name == "iter_123456789"
 
 
 def test_a_directory_named_for_a_step_is_taken_at_its_word(run: Path) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_policy.checkpoint import manifest
-from megatron_policy.checkpoint import tracker as finding
+from megatron_policy.checkpoint import manifest, tracker
 from megatron_policy.convert import convert, verify
 from megatron_policy.converters.contained import LINKS
 from megatron_policy.converters.hf_config import read_config
@@ -190,11 +189,11 @@ def test_a_tracker_names_a_step_or_release(tmp_path: Path, text: str) -> None:
 
 def test_a_run_whose_checkpoint_is_a_link_out_of_it_is_refused(tmp_path: Path) -> None:
     make_save(tmp_path / "run", 3)
-    finding.commit(tmp_path / "run", 3)
+    tracker.commit(tmp_path / "run", 3)
     move_out(tmp_path / "run" / "iter_0000003", tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="is a link to"):
-        finding.find(tmp_path / "run")
-    assert finding.find(tmp_path / "run" / "iter_0000003")  # somebody's own path
+        tracker.find(tmp_path / "run")
+    assert tracker.find(tmp_path / "run" / "iter_0000003")  # somebody's own path
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", "checkpoint.json", "hf/config.json"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_policy.checkpoint import tracker as finding
+from megatron_policy.checkpoint import tracker
 from megatron_policy.checkpoint.manifest import NAME, Manifest, Record
 from megatron_policy.converters.dist_keys import Place
 from megatron_policy.converters.dist_writing import Parameter, framing_of, lay_out, small_files
@@ -18,7 +18,7 @@ SHAPES = {"one.weight": (5, 3), "two.weight": (7, 4), "three.bias": (6,)}
 
 def make_save(root: Path, step: int, **fields: Any) -> Manifest:
     """A complete directory of that step in `root`, without a tracker; `fields` of its manifest."""
-    place = finding.directory(root, step)
+    place = tracker.directory(root, step)
     (place / "hf").mkdir(parents=True)
     (place / "hf" / "config.json").write_text('{"model_type": "qwen2"}')
     parameters = [Parameter(Place(k, (), ()), torch.float32, s) for k, s in SHAPES.items()]

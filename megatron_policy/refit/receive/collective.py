@@ -65,8 +65,8 @@ def join_collective(
             f"the refit group at {ip}:{port} takes only engines with the trainer's secret. Give "
             "secret=: `Collective.secret` of the trainer, or the driver's `get_refit_secret()`"
         )
-    board = ControlStore(ip, port, timeout_s, secret)
-    return CollectiveGroup(board, rank - trainers, world_size - trainers, timeout_s)
+    store = ControlStore(ip, port, timeout_s, secret)
+    return CollectiveGroup(store, rank - trainers, world_size - trainers, timeout_s)
 
 
 def receive_collective(
@@ -90,9 +90,9 @@ class _Call:
 class CollectiveGroup:
     """An engine's membership in a group with trainers, kept from refit to refit."""
 
-    def __init__(self, board: ControlStore, engine: int, engines: int, timeout_s: float) -> None:
+    def __init__(self, store: ControlStore, engine: int, engines: int, timeout_s: float) -> None:
         """Engine number `engine` of `engines`; see `join_collective`."""
-        self._board = board
+        self._store = store
         self._engine, self._engines, self._timeout_s = engine, engines, timeout_s
         # Distinguishes this process from a replacement started in its place.
         self._process = uuid.uuid4().hex
@@ -118,13 +118,13 @@ class CollectiveGroup:
         except BaseException as error:
             self._refuse(call, error)
             raise
-        self._board.put(note(call.number, "verdict", self._engine), ACCEPTED)
+        self._store.put(note(call.number, "verdict", self._engine), ACCEPTED)
         return manifest
 
     def close(self) -> None:
         """Leave; the remaining engines need another process in this one's place."""
         self._leave()
-        self._board.close()
+        self._store.close()
 
     def _next_call(self, assembler: WeightAssembler, limit: float) -> _Call:
         deadline = time.monotonic() + limit
@@ -142,13 +142,13 @@ class CollectiveGroup:
             self._leave()
             self._session, self._last = now["session"], 0
         if now["number"] <= max(self._last, now["over"]):
-            self._board.get(note(now["number"] + 1, "offer"), _left(deadline), missing)
+            self._store.get(note(now["number"] + 1, "offer"), _left(deadline), missing)
             now = self._announced(deadline, missing)
         self._last = now["number"]
         return self._last
 
     def _announced(self, deadline: float, missing: str) -> dict[str, Any]:
-        content = self._board.get(CALL, _left(deadline), missing)
+        content = self._store.get(CALL, _left(deadline), missing)
         return understood(CALL, content, session=str, number=int, over=int)
 
     def _answer(
@@ -158,7 +158,7 @@ class CollectiveGroup:
         place.
         """
         missing = f"the trainer has not gone on with its refit within {limit:g} s"
-        content = self._board.get(note(number, "offer"), _left(deadline), missing)
+        content = self._store.get(note(number, "offer"), _left(deadline), missing)
         offer = understood("offer", content, layout=str, senders=int, bucket_bytes=int)
         layout = self._known_layout(offer["layout"], deadline, missing)
         if offer["senders"] != len(layout.streams) or offer["bucket_bytes"] < 1:
@@ -169,14 +169,14 @@ class CollectiveGroup:
                 {slot.name: (slot.shape, slot.dtype) for s in layout.streams for slot in s.slots}
             )
         except RefitError as error:
-            self._board.put(ready, said({REFUSED: str(error)}))
+            self._store.put(ready, said({REFUSED: str(error)}))
             raise
         groups = {str(sender): made_in for sender, (made_in, _) in self._joined.items()}
-        self._board.put(ready, said({"process": self._process, "groups": groups}))
+        self._store.put(ready, said({"process": self._process, "groups": groups}))
         answers = [
             understood(
                 "go",
-                self._board.get(note(number, "go", sender), _left(deadline), missing),
+                self._store.get(note(number, "go", sender), _left(deadline), missing),
                 group=int,
                 to=list,
             )
@@ -192,7 +192,7 @@ class CollectiveGroup:
 
     def _known_layout(self, digest: str, deadline: float, missing: str) -> Layout:
         if self._layout[0] != digest:
-            content = self._board.get(layout_note(digest), _left(deadline), missing)
+            content = self._store.get(layout_note(digest), _left(deadline), missing)
             self._layout = (digest, Layout.decoded(content))
         return self._layout[1]
 
@@ -206,7 +206,7 @@ class CollectiveGroup:
                     continue
                 channel.close(broken=True)
             name, size = group_name(made_in, sender), self._engines + 1
-            channel = self._board.process_group(name, self._engine + 1, size, limit)
+            channel = self._store.process_group(name, self._engine + 1, size, limit)
             self._joined[sender] = (made_in, channel)
 
     def _take(self, call: _Call, assembler: WeightAssembler) -> None:
@@ -239,7 +239,7 @@ class CollectiveGroup:
         missing = f"the trainer has not said within {limit:g} s what it has sent"
         parts = [
             Manifest.decoded(
-                sent_manifest(self._board.get(note(call.number, "sent", s), limit, missing))
+                sent_manifest(self._store.get(note(call.number, "sent", s), limit, missing))
             )
             for s in range(len(call.made_in))
         ]
@@ -251,17 +251,17 @@ class CollectiveGroup:
 
     def _trainers_words(self, call: _Call) -> list[str]:
         """Why senders have given up, if any have."""
-        if not self._board.connected:
+        if not self._store.connected:
             return []
-        notes = [self._board.find(note(call.number, "sent", s)) for s in range(len(call.made_in))]
+        notes = [self._store.find(note(call.number, "sent", s)) for s in range(len(call.made_in))]
         return [words for words in map(gave_up, notes) if words]
 
     def _refuse(self, call: _Call, error: BaseException) -> None:
         """Tell the trainer why, then break the connection: the trainer then looks for a reason."""
-        if self._board.connected:
+        if self._store.connected:
             with contextlib.suppress(RefitError):  # the trainer is gone
                 words = str(error) or type(error).__name__
-                self._board.put(note(call.number, "verdict", self._engine), words.encode())
+                self._store.put(note(call.number, "verdict", self._engine), words.encode())
         self._leave()
 
     def _leave(self) -> None:

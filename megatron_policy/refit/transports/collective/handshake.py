@@ -112,12 +112,12 @@ class SenderHandshake:
     """A sender's side of the handshakes of its group."""
 
     def __init__(
-        self, board: ControlStore, sender: int, engines: int, session: str, patience_s: float
+        self, store: ControlStore, sender: int, engines: int, session: str, timeout_s: float
     ):
-        """Engines are waited for at most `patience_s` seconds."""
+        """Engines are waited for at most `timeout_s` seconds."""
         self.number = 0
-        self._board, self._sender, self._engines = board, sender, engines
-        self._session, self._patience_s = session, patience_s
+        self._store, self._sender, self._engines = store, sender, engines
+        self._session, self._timeout_s = session, timeout_s
         self._layout, self._over, self._said_go = "", 0, False
 
     def begin(self) -> None:
@@ -130,8 +130,8 @@ class SenderHandshake:
         content = layout.encoded()
         digest, senders = xxhash.xxh3_64_hexdigest(content), len(layout.streams)
         if digest != self._layout:
-            self._board.drop([layout_note(self._layout)])
-            self._board.put(layout_note(digest), content)
+            self._store.drop([layout_note(self._layout)])
+            self._store.put(layout_note(digest), content)
             self._layout = digest
         self._drop_notes(senders)
         offer = {"layout": digest, "senders": senders, "bucket_bytes": bucket_bytes}
@@ -166,7 +166,7 @@ class SenderHandshake:
 
     def give_up(self, why: str) -> None:
         """Tell the engines, if that is still possible."""
-        if not self._board.connected:
+        if not self._store.connected:
             return
         self._end()
         if not self._said_go:
@@ -175,9 +175,9 @@ class SenderHandshake:
 
     def objections(self) -> list[str]:
         """The engines' refusals so far."""
-        if not self._board.connected:
+        if not self._store.connected:
             return []
-        found = [self._board.find(self._key("verdict", e)) for e in range(self._engines)]
+        found = [self._store.find(self._key("verdict", e)) for e in range(self._engines)]
         return [
             f"engine {e}: {words.decode(errors='replace')}"
             for e, words in enumerate(found)
@@ -186,11 +186,11 @@ class SenderHandshake:
 
     def _from_engines(self, what: str, missing: str) -> Iterator[bytes]:
         """Yield that message of each engine as soon as it arrives."""
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._timeout_s
         for engine in range(self._engines):
             left = max(0.0, deadline - time.monotonic())
-            words = f"engine {engine} {missing.format(self._patience_s)}"
-            yield self._board.get(self._key(what, engine), left, words)
+            words = f"engine {engine} {missing.format(self._timeout_s)}"
+            yield self._store.get(self._key(what, engine), left, words)
 
     def _end(self) -> None:
         self._over = self.number
@@ -199,7 +199,7 @@ class SenderHandshake:
 
     def _announce(self) -> None:
         now = {"session": self._session, "number": self.number, "over": self._over}
-        self._board.put(CALL, said(now))
+        self._store.put(CALL, said(now))
 
     def _drop_notes(self, senders: int) -> None:
         """Delete the previous handshake's keys: once the next begins, everyone has read them."""
@@ -207,10 +207,10 @@ class SenderHandshake:
         keys = [note(before, "offer")]
         keys += [note(before, what, s) for what in ("go", "sent") for s in range(senders)]
         keys += [note(before, w, e) for w in ("ready", "verdict") for e in range(self._engines)]
-        self._board.drop(keys)
+        self._store.drop(keys)
 
     def _put(self, what: str, number: int | None, content: bytes) -> None:
-        self._board.put(self._key(what, number), content)
+        self._store.put(self._key(what, number), content)
 
     def _key(self, what: str, number: int | None = None) -> str:
         return note(self.number, what, number)

@@ -68,12 +68,12 @@ class Collective:
         by_stage = train_world_size is not None
         sender, member = _sender_of(exporter, by_stage), None
         limit_s = exporter.timeout_s if timeout_s is None else checked_timeout(timeout_s)
-        patience_s = limit_s * ENGINE_SHARE
+        engine_timeout_s = limit_s * ENGINE_SHARE
         known = _shared_secret(exporter) if secret is None else secret
         checked_secret(known)
         if sender is not None:
-            board = ControlStore(ip, port, patience_s, known, host=sender == 0)
-            member = Member(board, sender, engines, patience_s)
+            store = ControlStore(ip, port, engine_timeout_s, known, host=sender == 0)
+            member = Member(store, sender, engines, engine_timeout_s)
         return cls(by_stage, member, known)
 
     def __init__(self, by_stage: bool, member: Member | None, secret: str) -> None:
@@ -88,11 +88,11 @@ class Collective:
 
     def sink(
         self, bucket_bytes: int | None = None, dtype: torch.dtype | None = None
-    ) -> CollectiveSink:
+    ) -> CollectiveTransport:
         """The transport for refits in broadcasts of `bucket_bytes` (None: the policy's), with
         tensors in their own dtypes or in `dtype`.
         """
-        return CollectiveSink(self, bucket_bytes, dtype)
+        return CollectiveTransport(self, bucket_bytes, dtype)
 
     def close(self) -> None:
         """Leave for good; once rank 0 has left, engines cannot connect any more."""
@@ -121,10 +121,10 @@ def _shared_secret(exporter: Exporter) -> str:
 class Member:
     """A sender's end: the control store, and the group in which it sends."""
 
-    def __init__(self, board: ControlStore, sender: int, engines: int, patience_s: float) -> None:
-        self.caller = SenderHandshake(board, sender, engines, uuid.uuid4().hex, patience_s)
+    def __init__(self, store: ControlStore, sender: int, engines: int, timeout_s: float) -> None:
+        self.caller = SenderHandshake(store, sender, engines, uuid.uuid4().hex, timeout_s)
         self.sender, self._engines = sender, engines
-        self._board, self._patience_s = board, patience_s
+        self._store, self._timeout_s = store, timeout_s
         self._channel: BoundedProcessGroup | None = None
         self._made_in = self._broadcasts = 0
 
@@ -144,7 +144,7 @@ class Member:
         if self._channel is None:
             name = group_name(self._made_in, self.sender)
             size = self._engines + 1
-            self._channel = self._board.process_group(name, 0, size, self._patience_s)
+            self._channel = self._store.process_group(name, 0, size, self._timeout_s)
         return self._channel
 
     def give_up(self, why: str) -> None:
@@ -164,10 +164,10 @@ class Member:
     def close(self) -> None:
         """Leave for good."""
         self.leave()
-        self._board.close()
+        self._store.close()
 
 
-class CollectiveSink:
+class CollectiveTransport:
     """Refits over a `Collective`."""
 
     def __init__(
@@ -182,7 +182,7 @@ class CollectiveSink:
             return None
         return self._plan(exporter, self._group.by_stage)
 
-    def open(self, exporter: Exporter, plan: RefitPlan) -> CollectiveOutlet | None:
+    def open(self, exporter: Exporter, plan: RefitPlan) -> CollectiveSession | None:
         """The sender's end, once all engines are ready; RefitError if one is not, or refuses."""
         member = self._group.member
         if member is None:
@@ -192,7 +192,7 @@ class CollectiveSink:
             if member.sender == 0:
                 layout = _layout(self._plan(exporter, False), self._group.by_stage)
                 member.caller.offer(layout, plan.bucket_bytes)
-            return CollectiveOutlet(member, member.meet(), plan, exporter)
+            return CollectiveSession(member, member.meet(), plan, exporter)
         except BaseException as error:
             member.give_up(str(error))
             raise
@@ -211,7 +211,7 @@ def _layout(plan: RefitPlan, by_stage: bool) -> Layout:
     )
 
 
-class CollectiveOutlet:
+class CollectiveSession:
     """Sends this sender's stream of one refit, chunk by chunk."""
 
     def __init__(
