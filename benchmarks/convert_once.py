@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from megatron_policy.convert import convert, verify
-from megatron_policy.converters.hf_config import read_config
+from megatron_policy.converters.formats.hf_config import read_config
 
 BUFFER = 64 * 2**20
 

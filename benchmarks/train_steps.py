@@ -18,7 +18,7 @@ import torch
 from benchmarks.plain_loop import PlainLoop
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config.layout import layer_split
-from megatron_policy.converters.hf_files import HfReader, read_config
+from megatron_policy.converters.formats.hf_files import HfReader, read_config
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.engines.megatron.build import build_chunks
 from megatron_policy.engines.megatron.model_config import LOCAL, transformer_config

@@ -1,3 +1,3 @@
 """Hugging Face checkpoints <-> Megatron-Core parameters: one table per family for both ways. Read
-`blocks.py` first, then `rows.py` and `table.py`.
+`families/qwen2.py` first, then `rows/blocks.py`, `rows/kinds.py` and `table.py`.
 """

@@ -12,11 +12,18 @@ from typing import Any
 
 import torch
 
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.config_fields import (
+    IGNORED,
+    IGNORED_FIELD,
+    TRANSLATED,
+    Fields,
+    FieldUse,
+    shown,
+)
+from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.errors import ConversionError
 
-from .architecture import Architecture
-from .blocks import Shape
-from .config_fields import IGNORED, IGNORED_FIELD, TRANSLATED, Fields, FieldUse, shown
 from .registry import family_of
 from .table import WEIGHT_DTYPES, Entry, Table, draft
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .blocks import Shape
+from megatron_policy.converters.rows.blocks import Shape
 
 if TYPE_CHECKING:
     from torch import dtype

@@ -10,9 +10,9 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_policy.errors import ConversionError
-
-from . import (
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.config_fields import Fields
+from megatron_policy.converters.families import (
     cohere,
     deepseek_v3,
     gemma2,
@@ -25,7 +25,6 @@ from . import (
     mixtral,
     olmo2,
     phi3,
-    plugins,
     qwen2,
     qwen2_moe,
     qwen3,
@@ -33,9 +32,10 @@ from . import (
     smollm3,
     starcoder2,
 )
-from .architecture import Architecture
-from .config_fields import Fields
-from .rows import Ignore, Row
+from megatron_policy.converters.rows import Ignore, Row
+from megatron_policy.errors import ConversionError
+
+from . import plugins
 
 GROUP = "megatron_policy.models"
 

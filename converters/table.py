@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.config_fields import Fields, shown
+from megatron_policy.converters.config_fields.quantisation import found_in
+from megatron_policy.converters.rows import Ignore, Role, Row, Shape
+from megatron_policy.converters.rows.expert_rows import Stacked
 from megatron_policy.errors import ConversionError
 
-from .architecture import Architecture
-from .config_fields import Fields, shown
-from .expert_rows import Stacked
 from .mismatch import Expected, compare, either, other_dtypes
-from .quantisation import found_in
 from .registry import Family, family_of
-from .rows import Ignore, Role, Row, Shape
 
 EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
 

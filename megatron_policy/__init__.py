@@ -36,10 +36,12 @@ if TYPE_CHECKING:
     )
     from megatron_policy.policy import MegatronPolicy as MegatronPolicy
     from megatron_policy.refit.receive.receiver import Receiver as Receiver
-    from megatron_policy.workers.cluster import RayVirtualCluster as RayVirtualCluster
-    from megatron_policy.workers.environment import init_ray as init_ray
-    from megatron_policy.workers.policy import Policy as Policy
-    from megatron_policy.workers.worker import MegatronPolicyWorker as MegatronPolicyWorker
+    from megatron_policy.workers.cluster.environment import init_ray as init_ray
+    from megatron_policy.workers.cluster.virtual_cluster import (
+        RayVirtualCluster as RayVirtualCluster,
+    )
+    from megatron_policy.workers.driver.policy import Policy as Policy
+    from megatron_policy.workers.worker.actor import MegatronPolicyWorker as MegatronPolicyWorker
 
 _install_renamed()
 
@@ -60,18 +62,18 @@ _HOME = {
     "LossInputType": "interfaces",
     "LossType": "interfaces",
     "MegatronPolicy": "policy",
-    "MegatronPolicyWorker": "workers.worker",
+    "MegatronPolicyWorker": "workers.worker.actor",
     "MetricNormalizer": "interfaces",
-    "Policy": "workers.policy",
+    "Policy": "workers.driver.policy",
     "PolicyConfig": "config",
     "PolicyInterface": "interfaces",
-    "RayVirtualCluster": "workers.cluster",
+    "RayVirtualCluster": "workers.cluster.virtual_cluster",
     "Receiver": "refit.receive.receiver",
     "ReferenceLogprobOutputSpec": "interfaces",
     "RefitError": "errors",
     "TransitionError": "errors",
     "WorkerError": "errors",
-    "init_ray": "workers.environment",
+    "init_ray": "workers.cluster.environment",
 }
 
 __all__ = [*sorted(_HOME), "__version__"]

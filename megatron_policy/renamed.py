@@ -12,8 +12,24 @@ from types import ModuleType
 from typing import Any
 
 PACKAGE = "megatron_policy"
+_FAMILIES = (
+    *("cohere", "deepseek_v3", "gemma2", "gemma3_text", "glm4_moe", "gpt_oss", "granite"),
+    *("llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *("smollm3", "starcoder2"),
+)
 RENAMED = {
     "conversion": "convert",
+    **{f"converters.{name}": f"converters.families.{name}" for name in _FAMILIES},
+    "converters.blocks": "converters.rows.blocks",
+    "converters.dense": "converters.families.shared.dense",
+    "converters.expert_rows": "converters.rows.expert_rows",
+    "converters.experts": "converters.families.shared.experts",
+    "converters.joined_rows": "converters.rows.joined_rows",
+    "converters.mla": "converters.families.shared.mla",
+    "converters.norm_rows": "converters.families.shared.norm_rows",
+    "converters.rope_fields": "converters.config_fields.rope_fields",
+    "converters.rotary": "converters.architecture.rotary",
+    "converters.traits": "converters.architecture.traits",
     "hosts.registry": "interfaces.host",
     "layout": "config.layout",
     "refit.collective": "refit.transports.collective.transport",

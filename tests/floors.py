@@ -30,13 +30,13 @@ FLOORS: tuple[tuple[int, tuple[str, ...]], ...] = (
 
 # Values and arithmetic: no files, no environment, and of foreign packages only PURE_IMPORTS.
 READS_FILES = (
-    "converters.contained",
-    "converters.dist_*",
-    "converters.hf_*",
-    "converters.locking",
-    "converters.publishing",
-    "converters.raw_files",
-    "converters.renaming",
+    "converters.files.contained",
+    "converters.files.locking",
+    "converters.files.publishing",
+    "converters.files.raw_files",
+    "converters.files.renaming",
+    "converters.formats.dist_*",
+    "converters.formats.hf_*",
 )
 PURE = ("batch", "errors", "version", "config*", "converters*", "interfaces*", "lm_head*")
 PURE += ("packing*", "parallel*", "refit.manifest", "refit.plan", "weights.geometry")

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import layer_split
-from megatron_policy.converters.hf_files import HfReader
+from megatron_policy.converters.architecture.traits import QkNorm
+from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.rows import Role
 from megatron_policy.converters.table import Table
-from megatron_policy.converters.traits import QkNorm
 from megatron_policy.errors import CheckpointError
 from megatron_policy.interfaces.engine import NotFiniteError, StateTensor
 from megatron_policy.lm_head.output import Output

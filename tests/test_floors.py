@@ -167,7 +167,7 @@ def test_foreign_imports_in_their_place_are_not_reported(tmp_path) -> None:
         workers__group="import ray",
         hosts__nemo_rl="import nemo_rl",
         engines__megatron__build="import megatron.core, transformer_engine",
-        converters__hf_files="import safetensors, transformers",
+        converters__formats__hf_files="import safetensors, transformers",
         config="import yaml, pydantic, difflib",
     )
     assert check_foreign_imports(modules) == []

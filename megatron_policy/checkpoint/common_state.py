@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from megatron_policy.checkpoint.manifest import REMEDY
-from megatron_policy.converters.contained import inside
-from megatron_policy.converters.dist_writing import COMMON
+from megatron_policy.converters.files.contained import inside
+from megatron_policy.converters.formats.dist_writing import COMMON
 from megatron_policy.errors import CheckpointError
 
 OURS = "megatron_policy"

@@ -14,8 +14,8 @@ from megatron_policy.checkpoint.common_state import OURS, read_ours
 from megatron_policy.checkpoint.loading import Found, LoadPlan
 from megatron_policy.checkpoint.report import LoadReport
 from megatron_policy.checkpoint.saving import Part, layout_of
-from megatron_policy.converters.dist_keys import extra_states
-from megatron_policy.converters.dist_records import empty_object
+from megatron_policy.converters.formats.dist_keys import extra_states
+from megatron_policy.converters.formats.dist_records import empty_object
 from megatron_policy.device import random_states
 from megatron_policy.errors import CheckpointError
 from megatron_policy.interfaces.engine import TrainingEngine

@@ -18,9 +18,9 @@ from megatron_policy.checkpoint.local_shards import WEIGHTS, LocalShard, located
 from megatron_policy.checkpoint.manifest import Manifest
 from megatron_policy.checkpoint.reading import Filler
 from megatron_policy.checkpoint.verifying import check_files, records_share, verify_records
-from megatron_policy.converters.dist_files import DistReader
-from megatron_policy.converters.raw_files import RawFiles
-from megatron_policy.converters.stored import Stored
+from megatron_policy.converters.files.raw_files import RawFiles
+from megatron_policy.converters.formats.dist_files import DistReader
+from megatron_policy.converters.formats.stored import Stored
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.coordination.barrier import CollectiveOperation, Coordinator
 from megatron_policy.device import spare_cores

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megatron_policy.checkpoint.slices import Slice, in_pieces, shares, slices, whole_shape
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.blocks import Shape
-from megatron_policy.converters.dist_keys import Place, written
-from megatron_policy.converters.dist_writing import CHUNK_BYTES
+from megatron_policy.converters.formats.dist_keys import Place, written
+from megatron_policy.converters.formats.dist_writing import CHUNK_BYTES
+from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.converters.table import Entry
 from megatron_policy.interfaces.engine import OptimizerState
 from megatron_policy.parallel.topology import Coords, Placement

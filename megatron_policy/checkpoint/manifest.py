@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from megatron_policy.converters import contained, strict_json
+from megatron_policy.converters.files import contained, strict_json
 from megatron_policy.errors import CheckpointError, ConversionError
 from megatron_policy.formats.digests import UNSEALED, is_sealed, sealed
 from megatron_policy.version import VERSION

@@ -19,7 +19,7 @@ from megatron_policy.checkpoint.local_shards import WriteItem
 from megatron_policy.checkpoint.manifest import Manifest
 from megatron_policy.checkpoint.staging import Ready, Staging, written_from
 from megatron_policy.checkpoint.writing import merge, write_records, write_small_files
-from megatron_policy.converters.publishing import (
+from megatron_policy.converters.files.publishing import (
     clean_leftovers,
     flush_directory,
     new_directories,

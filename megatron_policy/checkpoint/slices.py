@@ -11,8 +11,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.blocks import Row, Shape
-from megatron_policy.converters.runs import Box, boxes
+from megatron_policy.converters.rows.blocks import Row, Shape
+from megatron_policy.converters.rows.runs import Box, boxes
 
 
 class Slice(NamedTuple):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megatron_policy.checkpoint import manifest as manifests
 from megatron_policy.checkpoint.manifest import NAME, OPTIMIZER, Manifest
-from megatron_policy.converters import contained, publishing, renaming
-from megatron_policy.converters.locking import locked
+from megatron_policy.converters.files import contained, publishing, renaming
+from megatron_policy.converters.files.locking import locked
 from megatron_policy.errors import CheckpointError, ConversionError
 
 TRACKER = "latest_checkpointed_iteration.txt"

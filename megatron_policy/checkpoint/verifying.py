@@ -11,9 +11,9 @@ from pathlib import Path
 from threading import Lock
 
 from megatron_policy.checkpoint.manifest import NAME, REMEDY, Manifest, read
-from megatron_policy.converters.dist_files import DistReader
-from megatron_policy.converters.locking import opened
-from megatron_policy.converters.raw_files import RawFiles
+from megatron_policy.converters.files.locking import opened
+from megatron_policy.converters.files.raw_files import RawFiles
+from megatron_policy.converters.formats.dist_files import DistReader
 from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
 from megatron_policy.formats.digests import Digest
 

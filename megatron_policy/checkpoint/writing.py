@@ -16,11 +16,11 @@ from megatron_policy.checkpoint.background_thread import Beside
 from megatron_policy.checkpoint.manifest import Record as Sealed
 from megatron_policy.checkpoint.manifest import dtype_name
 from megatron_policy.checkpoint.staging import Ready
-from megatron_policy.converters.blocks import Shape
-from megatron_policy.converters.dist_records import framing
-from megatron_policy.converters.dist_writing import Layout, Record, small_files
-from megatron_policy.converters.publishing import write_file
-from megatron_policy.converters.raw_files import RawFiles
+from megatron_policy.converters.files.publishing import write_file
+from megatron_policy.converters.files.raw_files import RawFiles
+from megatron_policy.converters.formats.dist_records import framing
+from megatron_policy.converters.formats.dist_writing import Layout, Record, small_files
+from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.errors import CheckpointError
 from megatron_policy.formats.digests import Digest
 

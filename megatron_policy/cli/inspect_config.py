@@ -56,7 +56,7 @@ def _ranks_of_a_replica(config: PolicyConfig) -> int:
 
 
 def _architecture(config: PolicyConfig) -> Architecture:
-    from megatron_policy.converters.hf_files import read_config
+    from megatron_policy.converters.formats.hf_files import read_config
     from megatron_policy.converters.table import bind
 
     return bind(read_config(config.model_name)).architecture

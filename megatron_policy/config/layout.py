@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_policy.config.batching import batching_of
-from megatron_policy.converters.traits import QkNorm
+from megatron_policy.converters.architecture.traits import QkNorm
 from megatron_policy.errors import ConfigError
 from megatron_policy.parallel.topology import LayerSplit, Topology
 
 if TYPE_CHECKING:
     from megatron_policy.config import PolicyConfig
-    from megatron_policy.converters.traits import Mla, Moe
+    from megatron_policy.converters.architecture.traits import Mla, Moe
 
 
 class Shape(Protocol):

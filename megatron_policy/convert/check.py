@@ -10,9 +10,9 @@ from megatron_policy.convert.blockwise import Buffer, check_memory, cut
 from megatron_policy.convert.convert import damaged_tensor
 from megatron_policy.convert.open_checkpoint import Opened, open_checkpoint
 from megatron_policy.convert.plan import DEFAULT_MAX_MEMORY
-from megatron_policy.converters.dist_files import find
-from megatron_policy.converters.hf_files import MANIFEST
-from megatron_policy.converters.raw_files import RawFiles
+from megatron_policy.converters.files.raw_files import RawFiles
+from megatron_policy.converters.formats.dist_files import find
+from megatron_policy.converters.formats.hf_files import MANIFEST
 from megatron_policy.errors import ConversionError
 from megatron_policy.formats.digests import Digest
 from megatron_policy.formats.manifest import Manifest, read_manifest

@@ -16,8 +16,8 @@ from megatron_policy.convert.blockwise import Buffer, check_memory, cut
 from megatron_policy.convert.convert import damaged_tensor
 from megatron_policy.convert.open_checkpoint import Opened, open_checkpoint
 from megatron_policy.convert.plan import DEFAULT_MAX_MEMORY
-from megatron_policy.converters.dist_files import find
-from megatron_policy.converters.raw_files import RawFiles
+from megatron_policy.converters.files.raw_files import RawFiles
+from megatron_policy.converters.formats.dist_files import find
 from megatron_policy.formats.digests import Digest
 
 SHOWN = 20

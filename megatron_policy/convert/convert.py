@@ -26,9 +26,9 @@ from megatron_policy.convert.plan import (
 )
 from megatron_policy.convert.tied_copies import check_copies
 from megatron_policy.convert.training_checkpoint import check_bytes, is_saved
-from megatron_policy.converters import strict_json
-from megatron_policy.converters.hf_files import MANIFEST
-from megatron_policy.converters.publishing import check_replaceable, new_directory
+from megatron_policy.converters.files import strict_json
+from megatron_policy.converters.files.publishing import check_replaceable, new_directory
+from megatron_policy.converters.formats.hf_files import MANIFEST
 from megatron_policy.errors import ConversionError, ExportError
 from megatron_policy.formats import digests
 from megatron_policy.formats.digests import Digest

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from megatron_policy.convert.open_checkpoint import SIDE
-from megatron_policy.converters import dist_files, hf_files
-from megatron_policy.converters.blocks import Shape
 from megatron_policy.converters.config_fields import Fields
-from megatron_policy.converters.contained import expanded, inside
-from megatron_policy.converters.hf_config import read_config, written_config
-from megatron_policy.converters.raw_files import RawFiles
+from megatron_policy.converters.files.contained import expanded, inside
+from megatron_policy.converters.files.raw_files import RawFiles
+from megatron_policy.converters.formats import dist_files, hf_files
+from megatron_policy.converters.formats.hf_config import read_config, written_config
+from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.converters.table import Table, draft
 from megatron_policy.errors import ConfigError, ConversionError
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_policy.convert.training_checkpoint import is_saved, source_dtypes
-from megatron_policy.converters import dist_files, dist_metadata, hf_files
-from megatron_policy.converters.contained import expanded, inside
-from megatron_policy.converters.dist_keys import readable
-from megatron_policy.converters.hf_config import read_config
-from megatron_policy.converters.raw_files import RawFiles
-from megatron_policy.converters.stored import Stored
+from megatron_policy.converters.files.contained import expanded, inside
+from megatron_policy.converters.files.raw_files import RawFiles
+from megatron_policy.converters.formats import dist_files, dist_metadata, hf_files
+from megatron_policy.converters.formats.dist_keys import readable
+from megatron_policy.converters.formats.hf_config import read_config
+from megatron_policy.converters.formats.stored import Stored
 from megatron_policy.converters.table import Entry, Table, bind
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.formats import digests

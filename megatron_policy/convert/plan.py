@@ -14,9 +14,9 @@ from megatron_policy.convert.blockwise import Blocks, check_memory, cut
 from megatron_policy.convert.open_checkpoint import HF, MCORE, SIDE, Opened, open_checkpoint
 from megatron_policy.convert.target import Target, hf_target, mcore_target
 from megatron_policy.convert.training_checkpoint import is_saved
-from megatron_policy.converters.contained import expanded
-from megatron_policy.converters.hf_config import read_config
-from megatron_policy.converters.raw_files import RawFiles
+from megatron_policy.converters.files.contained import expanded
+from megatron_policy.converters.files.raw_files import RawFiles
+from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import WEIGHT_DTYPES, Table, bind
 from megatron_policy.errors import ConfigError
 from megatron_policy.formats.tensors import Info

@@ -13,13 +13,18 @@ from pathlib import Path
 import torch
 
 from megatron_policy.convert.open_checkpoint import Extents
-from megatron_policy.converters.dist_keys import extra_states, written
-from megatron_policy.converters.dist_writing import Parameter, framing_of, lay_out, small_files
-from megatron_policy.converters.hf_files import INDEX
-from megatron_policy.converters.hf_writing import index_of
-from megatron_policy.converters.raw_files import RawFiles
-from megatron_policy.converters.safetensors_format import encode
-from megatron_policy.converters.stored import Stored
+from megatron_policy.converters.files.raw_files import RawFiles
+from megatron_policy.converters.formats.dist_keys import extra_states, written
+from megatron_policy.converters.formats.dist_writing import (
+    Parameter,
+    framing_of,
+    lay_out,
+    small_files,
+)
+from megatron_policy.converters.formats.hf_files import INDEX
+from megatron_policy.converters.formats.hf_writing import index_of
+from megatron_policy.converters.formats.safetensors_format import encode
+from megatron_policy.converters.formats.stored import Stored
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.formats.tensors import (
     FileTensors,

@@ -13,7 +13,7 @@ from pathlib import Path
 import xxhash
 from torch import Tensor
 
-from megatron_policy.converters.raw_files import RawFiles
+from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.errors import ConversionError
 from megatron_policy.formats.tensors import flat_bytes
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron_policy.converters import contained, strict_json
-from megatron_policy.converters.hf_files import MANIFEST
+from megatron_policy.converters.files import contained, strict_json
+from megatron_policy.converters.formats.hf_files import MANIFEST
 from megatron_policy.errors import ConversionError
 from megatron_policy.formats.digests import UNSEALED, is_sealed, sealed
 from megatron_policy.formats.tensors import Info

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.blocks import Row, Shape, blocks_of
-from megatron_policy.converters.raw_files import RawFiles
-from megatron_policy.converters.runs import Correspondence, Piece
-from megatron_policy.converters.stored import Stored
+from megatron_policy.converters.files.raw_files import RawFiles
+from megatron_policy.converters.formats.stored import Stored
+from megatron_policy.converters.rows.blocks import Row, Shape, blocks_of
+from megatron_policy.converters.rows.runs import Correspondence, Piece
 from megatron_policy.converters.table import Entry
 
 

@@ -20,10 +20,10 @@ from megatron_policy.checkpoint.loading import Found, Loader, LoadPlan
 from megatron_policy.checkpoint.report import LoadReport, check_host_data
 from megatron_policy.checkpoint.saving import Model, Part, Saver, write_tokenizer
 from megatron_policy.config import PolicyConfig
-from megatron_policy.converters.hf_files import side_contents, side_files
-from megatron_policy.converters.hf_location import locate
-from megatron_policy.converters.publishing import check_replaceable
-from megatron_policy.converters.raw_files import RawFiles
+from megatron_policy.converters.files.publishing import check_replaceable
+from megatron_policy.converters.files.raw_files import RawFiles
+from megatron_policy.converters.formats.hf_files import side_contents, side_files
+from megatron_policy.converters.formats.hf_location import locate
 from megatron_policy.coordination.barrier import Coordinator
 from megatron_policy.errors import ConfigError
 from megatron_policy.memory.states import SAVE, SEND_WEIGHTS

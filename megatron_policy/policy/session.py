@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_policy import device
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import check_layout, topology_of
-from megatron_policy.converters.hf_files import read_config
+from megatron_policy.converters.formats.hf_files import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.coordination.timeouts import checked_timeout
 from megatron_policy.interfaces.engine import EngineBuilder, Trainable, TrainingEngine

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.blocks import Block, Row, Shape, blocks_of
-from megatron_policy.converters.runs import boxes
+from megatron_policy.converters.rows.blocks import Block, Row, Shape, blocks_of
+from megatron_policy.converters.rows.runs import boxes
 
 
 class Region(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from megatron_policy.converters.hf_files import HfReader
+from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.rows import fill_shard
 from megatron_policy.converters.table import Entry, Table, canonical_name
 from megatron_policy.errors import CheckpointError

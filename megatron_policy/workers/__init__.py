@@ -1,9 +1,9 @@
-"""The Ray layer: cluster, worker group, actor and driver. Read `policy.py` (the driver) first, then
-`worker.py` (the actor) and `group.py`.
+"""The Ray layer: a driver, the actor of each rank, and the cluster that both run in. Read
+`driver/policy.py` first, then `worker/actor.py` and `cluster/group.py`.
 """
 
-from megatron_policy.workers.cluster import RayVirtualCluster
-from megatron_policy.workers.environment import init_ray
-from megatron_policy.workers.group import WorkerGroup
+from megatron_policy.workers.cluster.environment import init_ray
+from megatron_policy.workers.cluster.group import WorkerGroup
+from megatron_policy.workers.cluster.virtual_cluster import RayVirtualCluster
 
 __all__ = ["RayVirtualCluster", "WorkerGroup", "init_ray"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megatron_policy.device.profiling import start_profiling, stop_profiling
 
 if TYPE_CHECKING:
-    from megatron_policy.workers.group import WorkerGroup
+    from megatron_policy.workers.cluster.group import WorkerGroup
 
 
 class WorkerProfiling:

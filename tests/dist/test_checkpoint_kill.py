@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megatron_policy.converters import renaming
+from megatron_policy.converters.files import renaming
 from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.errors import CheckpointError
 from tests.dist.cases import open_policy

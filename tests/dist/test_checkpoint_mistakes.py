@@ -23,7 +23,7 @@ from megatron_policy.checkpoint.common_state import source_dtypes
 from megatron_policy.convert import convert, verify
 from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
 from megatron_policy.policy import MegatronPolicy
-from megatron_policy.workers.checkpoint import WorkerCheckpoint
+from megatron_policy.workers.worker.checkpoint import WorkerCheckpoint
 from tests.dist.cases import open_policy
 from tests.dist.layouts import SIZES, VOCAB, layout
 from tests.dist.resuming import (

@@ -18,7 +18,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from megatron_policy import device
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import layer_split
-from megatron_policy.converters.hf_files import HfReader, read_config
+from megatron_policy.converters.formats.hf_files import HfReader, read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.engines.megatron.build import build_chunks
 from megatron_policy.engines.megatron.layers.rope import set_text_length

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_policy.converters.hf_files import HfReader
+from megatron_policy.converters.formats.hf_files import HfReader
 from tests import oracle
 from tests.checkpoints import make_checkpoint
 from tests.dist.cases import (

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.hf_files import HfReader
+from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.errors import ConfigError, ExportError
 from tests import oracle
 from tests.checkpoints import make_checkpoint
@@ -115,7 +115,7 @@ def test_an_existing_directory_is_refused_on_every_rank_and_left_alone(
 
 def fail_to_write(config: dict[str, Any], path: Path, rank: int) -> str:
     """The error every rank sees when one rank cannot write its file."""
-    from megatron_policy.converters import hf_writing
+    from megatron_policy.converters.formats import hf_writing
 
     original = hf_writing.ShardFile.put
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_policy.converters.hf_files import read_config
+from megatron_policy.converters.formats.hf_files import read_config
 from megatron_policy.converters.rows import fill_shard
 from megatron_policy.converters.table import bind
 from tests import oracle

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_policy.converters import table as tables
-from megatron_policy.converters.hf_files import HfReader
+from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.engines.megatron import assemble
 from megatron_policy.errors import ConversionError
 from tests.checkpoints import make_checkpoint

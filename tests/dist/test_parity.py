@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from megatron_policy import device
 from megatron_policy.cli import app
-from megatron_policy.converters.hf_config import read_config
+from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.errors import ConfigError, WorkerError

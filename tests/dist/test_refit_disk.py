@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_policy.convert import verify
-from megatron_policy.converters import hf_writing
+from megatron_policy.converters.formats import hf_writing
 from megatron_policy.errors import ExportError, RefitError
 from megatron_policy.refit.receive.receiver import Receiver
 from megatron_policy.refit.transports.disk import HfDirectory

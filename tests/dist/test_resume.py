@@ -303,7 +303,7 @@ def test_weights_moments_and_schedule_go_on_under_another_layout(
 
 def in_memory_and_on_disk(config: dict[str, Any], root: Path) -> list[str]:
     """The keys under which the disk has something else than one process that holds everything."""
-    from megatron_policy.converters.dist_keys import written
+    from megatron_policy.converters.formats.dist_keys import written
 
     with open_policy(config, init_reference_model=False) as policy:
         train(policy, range(2))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_policy import device
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import topology_of
-from megatron_policy.converters.hf_files import read_config
+from megatron_policy.converters.formats.hf_files import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.engines.megatron.assemble import build
 from megatron_policy.engines.megatron.engine import MegatronEngine

@@ -16,7 +16,7 @@ import torch
 from megatron_policy import Policy, errors
 from megatron_policy.errors import CheckpointError, ConfigError, WorkerError
 from megatron_policy.workers import RayVirtualCluster
-from megatron_policy.workers.failure import OWN, _raised_in
+from megatron_policy.workers.cluster.failure import OWN, _raised_in
 from tests.losses import TokenNLL
 from tests.ray.policies import GBS, TOKENIZER, TP2, batch, config_of
 

@@ -16,7 +16,7 @@ from megatron_policy.packing.cost import sequence_cost
 from megatron_policy.packing.plan import Plan
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.training.longest import Longest
-from megatron_policy.workers.sharding import (
+from megatron_policy.workers.driver.sharding import (
     BatchDispatcher,
     even_shards,
     joined,

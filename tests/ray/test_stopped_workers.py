@@ -17,7 +17,8 @@ import ray
 
 from megatron_policy.errors import WorkerError
 from megatron_policy.parallel.topology import Topology
-from megatron_policy.workers import RayVirtualCluster, WorkerGroup, watch
+from megatron_policy.workers import RayVirtualCluster, WorkerGroup
+from megatron_policy.workers.cluster import watch
 from tests.ray.actors import (
     LONG_S,
     GroupMaker,

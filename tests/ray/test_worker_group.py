@@ -15,7 +15,7 @@ import megatron_policy
 from megatron_policy.errors import ConfigError, WorkerError
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.workers import RayVirtualCluster, WorkerGroup
-from megatron_policy.workers.environment import python_path
+from megatron_policy.workers.cluster.environment import python_path
 from tests.ray.actors import GroupMaker, Worker, still_running
 
 

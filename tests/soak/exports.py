@@ -133,7 +133,7 @@ def check(path: Path, values: list[float]) -> str:
     """What is wrong with the directory; empty if it has the weights of one of the jobs."""
     from transformers import AutoModelForCausalLM
 
-    from megatron_policy.converters.hf_files import HfReader
+    from megatron_policy.converters.formats.hf_files import HfReader
 
     found = verify(path, path)
     if not found.equal:

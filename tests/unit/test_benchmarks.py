@@ -138,7 +138,7 @@ def test_the_floor_of_the_import_fills_every_parameter_with_the_bits_of_the_tabl
 ) -> None:
     from benchmarks.checkpoints import Size, write_checkpoint
     from benchmarks.floor import copy_weights
-    from megatron_policy.converters.hf_files import SINGLE, HfReader, read_config
+    from megatron_policy.converters.formats.hf_files import SINGLE, HfReader, read_config
     from megatron_policy.converters.rows import pack
     from megatron_policy.converters.table import bind
 
@@ -159,7 +159,7 @@ def test_the_views_that_an_export_is_compared_with_are_the_tensors_of_the_table(
 ) -> None:
     from benchmarks.checkpoints import Size, write_checkpoint
     from benchmarks.floor import copy_weights, hf_views
-    from megatron_policy.converters.hf_files import SINGLE, HfReader, read_config
+    from megatron_policy.converters.formats.hf_files import SINGLE, HfReader, read_config
     from megatron_policy.converters.table import bind
 
     size = Size(hidden=32, ffn=48, layers=3, heads=4, groups=2, vocab=128)
@@ -220,7 +220,7 @@ def test_a_call_that_goes_through_torch_distributed_is_counted_as_such() -> None
 def test_an_export_that_lacks_a_tensor_or_changes_one_is_an_error(tmp_path: Path) -> None:
     from benchmarks.checkpoints import Size, write_checkpoint
     from benchmarks.export_once import flat_buffer, verify
-    from megatron_policy.converters.hf_files import HfReader
+    from megatron_policy.converters.formats.hf_files import HfReader
     from megatron_policy.refit.buffers import BufferSlice, aligned
     from megatron_policy.refit.plan import RefitTensor
 

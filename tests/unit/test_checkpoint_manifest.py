@@ -15,7 +15,7 @@ import torch
 from megatron_policy.checkpoint import manifest as manifests
 from megatron_policy.checkpoint.fingerprint import current_versions, digest_of
 from megatron_policy.checkpoint.manifest import NAME, Manifest, Record
-from megatron_policy.converters.hf_config import read_config
+from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.errors import CheckpointError
 from megatron_policy.formats.digests import UNSEALED, sealed

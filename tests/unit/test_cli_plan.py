@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_policy.cli import app
-from megatron_policy.converters.hf_config import read_config
+from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
 from tests.checkpoints import ALL_FAMILIES
 

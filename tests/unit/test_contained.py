@@ -12,10 +12,10 @@ import pytest
 
 from megatron_policy.checkpoint import manifest, tracker
 from megatron_policy.convert import convert, verify
-from megatron_policy.converters.contained import LINKS
-from megatron_policy.converters.hf_config import read_config
-from megatron_policy.converters.hf_files import INDEX, MANIFEST, HfReader, side_files
-from megatron_policy.converters.hf_writing import copy_side_files
+from megatron_policy.converters.files.contained import LINKS
+from megatron_policy.converters.formats.hf_config import read_config
+from megatron_policy.converters.formats.hf_files import INDEX, MANIFEST, HfReader, side_files
+from megatron_policy.converters.formats.hf_writing import copy_side_files
 from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
 from megatron_policy.formats.digests import UNSEALED, sealed
 from tests.unit.training_checkpoints import make_save

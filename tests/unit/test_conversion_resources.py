@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from megatron_policy.convert import convert, verify
-from megatron_policy.converters.hf_config import read_config
-from megatron_policy.converters.safetensors_format import encode
+from megatron_policy.converters.formats.hf_config import read_config
+from megatron_policy.converters.formats.safetensors_format import encode
 from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConfigError, ExportError
 from tests.ranks import ENVIRONMENT, ROOT

@@ -12,11 +12,11 @@ import torch
 from transformers import AutoConfig
 
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.hf_config import read_config
-from megatron_policy.converters.hf_files import HfReader
+from megatron_policy.converters.architecture.traits import Activation, Mla, Moe, QkNorm, Scoring
+from megatron_policy.converters.formats.hf_config import read_config
+from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.rows import fill_parts, fill_shard, pack, shard, unpack, unshard
 from megatron_policy.converters.table import Table, bind, canonical_name
-from megatron_policy.converters.traits import Activation, Mla, Moe, QkNorm, Scoring
 from megatron_policy.errors import ConversionError
 from tests.checkpoints import make_checkpoint
 from tests.expert_families import EXPERTS, YARN, draw

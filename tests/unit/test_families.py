@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_policy.converters.hf_config import read_config
-from megatron_policy.converters.hf_files import HfReader
-from megatron_policy.converters.hf_writing import copy_side_files, write_index, write_shard
-from megatron_policy.converters.publishing import new_directory
+from megatron_policy.converters.files.publishing import new_directory
+from megatron_policy.converters.formats.hf_config import read_config
+from megatron_policy.converters.formats.hf_files import HfReader
+from megatron_policy.converters.formats.hf_writing import copy_side_files, write_index, write_shard
 from megatron_policy.converters.rows import fill_parts, fill_shard
 from megatron_policy.converters.table import Table, bind
 from tests.unit.published import COMMON, LLAMA3, PUBLISHED

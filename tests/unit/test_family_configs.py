@@ -10,10 +10,10 @@ import pytest
 from transformers import AutoConfig
 
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.hf_config import read_config
-from megatron_policy.converters.rotary import Llama3Scaling, Rope
+from megatron_policy.converters.architecture.rotary import Llama3Scaling, Rope
+from megatron_policy.converters.architecture.traits import Activation, Norm, QkNorm
+from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
-from megatron_policy.converters.traits import Activation, Norm, QkNorm
 from megatron_policy.errors import ConfigError, ConversionError
 from tests.unit.published import LLAMA3
 from tests.unit.test_families import SMALL, SOME

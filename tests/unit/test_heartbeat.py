@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from megatron_policy.workers.heartbeat import Beat, beats_of
+from megatron_policy.workers.cluster.heartbeat import Beat, beats_of
 
 # A process that Ray could have started, by its name.
 WORKER = """

@@ -13,9 +13,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from megatron_policy.converters.hf_files import INDEX, SINGLE, HfReader, locate, read_config
-from megatron_policy.converters.hf_writing import copy_side_files, write_index, write_shard
-from megatron_policy.converters.publishing import Staged
+from megatron_policy.converters.files.publishing import Staged
+from megatron_policy.converters.formats.hf_files import INDEX, SINGLE, HfReader, locate, read_config
+from megatron_policy.converters.formats.hf_writing import copy_side_files, write_index, write_shard
 from megatron_policy.errors import ConfigError, ConversionError
 
 FORK = multiprocessing.get_context("fork")

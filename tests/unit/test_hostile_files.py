@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from megatron_policy.cli import app
 from megatron_policy.config import PolicyConfig
 from megatron_policy.convert import convert
-from megatron_policy.converters import strict_json
-from megatron_policy.converters.hf_config import read_config
-from megatron_policy.converters.hf_files import INDEX, MANIFEST, SINGLE
-from megatron_policy.converters.hf_location import locate
+from megatron_policy.converters.files import strict_json
+from megatron_policy.converters.formats.hf_config import read_config
+from megatron_policy.converters.formats.hf_files import INDEX, MANIFEST, SINGLE
+from megatron_policy.converters.formats.hf_location import locate
 from megatron_policy.errors import ConfigError
 from megatron_policy.formats.digests import UNSEALED, sealed
 from megatron_policy.parity.reference import read_reference

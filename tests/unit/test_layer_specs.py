@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_policy.config import MegatronConfig
-from megatron_policy.converters.traits import Norm, QkNorm
+from megatron_policy.converters.architecture.traits import Norm, QkNorm
 from megatron_policy.engines.megatron.layer_spec import resolve_implementation
 from megatron_policy.engines.megatron.model_config import LOCAL, transformer_config
 from megatron_policy.errors import ConfigError

@@ -16,7 +16,7 @@ from megatron_policy.config.layout import (
     pads,
     topology_of,
 )
-from megatron_policy.converters.traits import Mla, Moe, QkNorm, Scoring
+from megatron_policy.converters.architecture.traits import Mla, Moe, QkNorm, Scoring
 from megatron_policy.errors import ConfigError
 from megatron_policy.parallel.topology import LayerSplit, Topology
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
-from megatron_policy.converters.rotary import (
+from megatron_policy.converters.architecture.rotary import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -24,7 +24,7 @@ from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.cost import sequence_cost
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.training.longest import Longest
-from megatron_policy.workers.sharding import BatchDispatcher
+from megatron_policy.workers.driver.sharding import BatchDispatcher
 from tests.losses import TokenNLL
 from tests.unit.test_config import minimal
 from tests.unit.test_rows import model

@@ -108,7 +108,7 @@ def test_the_wheel_holds_one_package_with_every_module_and_the_converters(distri
         START_LINE,
     }
     assert {name for name in names if name.endswith(".py")} == sources()
-    assert "megatron_policy/converters/rows.py" in names
+    assert "megatron_policy/converters/rows/kinds.py" in names
     assert "megatron_policy/py.typed" in names
 
 

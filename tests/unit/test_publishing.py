@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_policy.converters import locking, publishing, renaming
-from megatron_policy.converters.publishing import (
+from megatron_policy.converters.files import locking, publishing, renaming
+from megatron_policy.converters.files.publishing import (
     Staged,
     clean_leftovers,
     new_directories,

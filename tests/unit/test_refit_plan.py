@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from megatron_policy.converters.hf_files import read_config
+from megatron_policy.converters.formats.hf_files import read_config
 from megatron_policy.converters.rows import fill_shard
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.coordination.process_group import PendingCollective

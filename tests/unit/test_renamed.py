@@ -7,10 +7,22 @@ import sys
 
 import pytest
 
+from megatron_policy.converters.registry import FAMILIES
 from megatron_policy.renamed import PACKAGE, RENAMED
 
 SHOWN = {
     "conversion": ("convert", "verify"),
+    **{f"converters.{name}": ("TABLE", "architecture") for name in FAMILIES},
+    "converters.blocks": ("Block", "Row"),
+    "converters.dense": ("BLOCK", "ENDS", "architecture"),
+    "converters.expert_rows": ("StackedGateUp", "StackedRows", "StackedWhole"),
+    "converters.experts": ("routed", "shared", "with_experts"),
+    "converters.joined_rows": ("Joined",),
+    "converters.mla": ("ATTENTION", "with_latent_attention"),
+    "converters.norm_rows": ("AFTER", "ALL_HEADS", "AROUND", "EACH_HEAD"),
+    "converters.rope_fields": ("take_rope", "take_ropes_by_window"),
+    "converters.rotary": ("Rope",),
+    "converters.traits": ("Activation", "Mla", "Moe", "Norm", "QkNorm", "Scoring"),
     "hosts.registry": ("Host", "find_host"),
     "layout": ("check_layout", "topology_of"),
     "refit.collective": ("Collective",),
@@ -24,7 +36,7 @@ SHOWN = {
     "train": (),
     "train.logprobs": ("vocab_parallel_logprobs",),
 }
-"""What the documents of that release import from each path."""
+"""What the documents of that release import from each path, or a family like theirs needs."""
 
 
 @pytest.mark.parametrize("old", sorted(RENAMED))

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_policy.converters.hf_config import read_config
-from megatron_policy.converters.rotary import Rope
+from megatron_policy.converters.architecture.rotary import Rope
+from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.engines.megatron.layers.mla import LatentRotary
 from megatron_policy.engines.megatron.layers.rope import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_policy.converters.rotary import (
+from megatron_policy.converters.architecture.rotary import (
     DynamicScaling,
     LinearScaling,
     LongScaling,

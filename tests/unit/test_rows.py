@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_policy.converters.architecture import Architecture, Rope, padded_vocab
-from megatron_policy.converters.joined_rows import Joined
 from megatron_policy.converters.registry import FAMILIES
 from megatron_policy.converters.rows import (
     Columns,
@@ -29,6 +28,7 @@ from megatron_policy.converters.rows import (
     unpack,
     unshard,
 )
+from megatron_policy.converters.rows.joined_rows import Joined
 from megatron_policy.errors import ConversionError
 
 TABLES = [

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_policy.converters.blocks import Block
-from megatron_policy.converters.runs import Correspondence, boxes
-from megatron_policy.converters.stored import Chunk, Stored, tiled
+from megatron_policy.converters.formats.stored import Chunk, Stored, tiled
+from megatron_policy.converters.rows.blocks import Block
+from megatron_policy.converters.rows.runs import Correspondence, boxes
 
 
 @st.composite

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
-from megatron_policy.converters import dist_metadata
-from megatron_policy.converters.dist_metadata import METADATA, read_metadata
-from megatron_policy.converters.unpickled import Made, Name, unpickled
+from megatron_policy.converters.formats import dist_metadata
+from megatron_policy.converters.formats.dist_metadata import METADATA, read_metadata
+from megatron_policy.converters.formats.unpickled import Made, Name, unpickled
 from megatron_policy.errors import ConversionError
 
 DATA = "__0_0.distcp"

@@ -9,8 +9,13 @@ import torch
 
 from megatron_policy.checkpoint import tracker
 from megatron_policy.checkpoint.manifest import NAME, Manifest, Record
-from megatron_policy.converters.dist_keys import Place
-from megatron_policy.converters.dist_writing import Parameter, framing_of, lay_out, small_files
+from megatron_policy.converters.formats.dist_keys import Place
+from megatron_policy.converters.formats.dist_writing import (
+    Parameter,
+    framing_of,
+    lay_out,
+    small_files,
+)
 from megatron_policy.formats.digests import of_bytes
 
 SHAPES = {"one.weight": (5, 3), "two.weight": (7, 4), "three.bias": (6,)}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import layer_split
 from megatron_policy.converters.architecture import Architecture, padded_vocab
-from megatron_policy.converters.hf_files import HfReader
+from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.table import Table
 from megatron_policy.engines.megatron.build import build_chunks
 from megatron_policy.engines.megatron.engine import MegatronEngine

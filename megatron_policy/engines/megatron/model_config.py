@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import (
 
 from megatron_policy.config import MegatronConfig
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.traits import Activation, Norm, QkNorm
+from megatron_policy.converters.architecture.traits import Activation, Norm, QkNorm
 from megatron_policy.device import is_accelerated
 from megatron_policy.engines.megatron.layers.experts import expert_fields
 from megatron_policy.engines.megatron.layers.mla import latent_fields

@@ -12,7 +12,7 @@ from megatron_policy.errors import RefitError
 from megatron_policy.hosts.nemo_rl.groups import join_engines
 from megatron_policy.hosts.nemo_rl.host_imports import accepted, part_or_none
 from megatron_policy.refit.transports.ipc.protocol import Dialect
-from megatron_policy.workers.refit import WorkerRefit, refuse_scales
+from megatron_policy.workers.worker.refit import WorkerRefit, refuse_scales
 
 
 class HostRefit(WorkerRefit):

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_policy.converters.contained import expanded
-from megatron_policy.converters.hf_files import MANIFEST, HfReader
+from megatron_policy.converters.files.contained import expanded
+from megatron_policy.converters.formats.hf_files import MANIFEST, HfReader
 from megatron_policy.errors import ConversionError, RefitError
 from megatron_policy.formats.manifest import read_manifest
 from megatron_policy.refit.digest import HOST

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_policy.converters import hf_writing, publishing
-from megatron_policy.converters.hf_files import MANIFEST, side_contents
-from megatron_policy.converters.safetensors_format import Shape, encode
+from megatron_policy.converters.files import publishing
+from megatron_policy.converters.formats import hf_writing
+from megatron_policy.converters.formats.hf_files import MANIFEST, side_contents
+from megatron_policy.converters.formats.safetensors_format import Shape, encode
 from megatron_policy.errors import ConfigError, ExportError, RefitError
 from megatron_policy.formats.digests import of_bytes
 from megatron_policy.formats.manifest import Manifest as DirectoryManifest

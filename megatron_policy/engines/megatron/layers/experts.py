@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 
 from megatron_policy.config import MegatronConfig
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.traits import Scoring
+from megatron_policy.converters.architecture.traits import Scoring
 from megatron_policy.engines.megatron.layers.router import Router
 
 

@@ -22,7 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.rotary import Rope
+from megatron_policy.converters.architecture.rotary import Rope
 from megatron_policy.device import current_device
 from megatron_policy.engines.megatron.layers.attention import TorchAttention
 from megatron_policy.engines.megatron.layers.norm import RMSNorm, replicated

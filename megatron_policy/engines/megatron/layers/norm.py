@@ -14,7 +14,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.traits import Norm
+from megatron_policy.converters.architecture.traits import Norm
 from megatron_policy.device import current_device
 
 

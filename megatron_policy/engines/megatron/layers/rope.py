@@ -2,8 +2,8 @@
 layer.
 
 Shapes: S positions, R rotated pairs of a head.
-Sources: Su et al. 2021, "RoFormer"; for the scaling methods see `converters.rotary`. Where a source
-is ambiguous this follows transformers (modeling_rope_utils.py).
+Sources: Su et al. 2021, "RoFormer"; for scaling those of `converters/architecture/rotary.py`. Where
+a source is ambiguous this follows transformers (modeling_rope_utils.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.rotary import (
+from megatron_policy.converters.architecture.rotary import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,

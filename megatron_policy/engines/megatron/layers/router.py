@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron_policy.converters.traits import Moe, Scoring
+from megatron_policy.converters.architecture.traits import Moe, Scoring
 
 
 class Router(TopKRouter):

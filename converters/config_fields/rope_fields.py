@@ -1,0 +1,162 @@
+"""The rotary embedding that a Hugging Face config describes, whichever release wrote it.
+
+What the config leaves open is filled in as transformers does (modeling_rope_utils.py).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megatron_policy.converters.architecture.rotary import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    Rope,
+    Scaling,
+    YarnScaling,
+)
+
+from .fields import REQUIRED, Fields
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_ORIGINAL = "original_max_position_embeddings"
+
+
+def take_rope(fields: Fields, *, partial: bool = False, interleaved: bool = False) -> Rope:
+    """The rotary embedding in either spelling: `rope_parameters`, or `rope_theta` and
+    `rope_scaling`.
+
+    `partial` says that the family can leave part of a head unrotated.
+    """
+    section = fields.section("rope_parameters") or fields.section("rope_scaling")
+    return _rope(fields, section, "rope_theta", partial, interleaved)
+
+
+def take_ropes_by_window(fields: Fields) -> tuple[Rope, Rope]:
+    """Rotary embeddings of layers that see everything and of those that have the window.
+
+    Gemma 3 has both, as two mappings in `rope_parameters` or as separate fields.
+    """
+    both = fields.section("rope_parameters")
+    whole = both.section("full_attention") if both else fields.section("rope_scaling")
+    windowed = both.section("sliding_attention") if both else None
+    return (
+        _rope(fields, whole, "rope_theta"),
+        _rope(fields, windowed, "rope_local_base_freq"),
+    )
+
+
+def _rope(
+    fields: Fields,
+    section: Fields | None,
+    base_field: str,
+    partial: bool = False,
+    interleaved: bool = False,
+) -> Rope:
+    inner = section or Fields({})
+    base = _either(fields, base_field, inner, "rope_theta")
+    fraction = _either(fields, "partial_rotary_factor", inner, "partial_rotary_factor", 1.0)
+    if fraction != 1.0 and not partial:
+        (section or fields).refuse("partial_rotary_factor", fraction, "the whole head is rotated")
+    scaling = _scaling(fields, inner)
+    return Rope(float(base), scaling, float(fraction), interleaved)
+
+
+def _either(
+    fields: Fields, outer: str, section: Fields, inner: str, default: Any = REQUIRED
+) -> Any:
+    """The section's field, or the one of the whole config if the section has none."""
+    value = section.take(inner, None)
+    if value is None:
+        return fields.take(outer, default)
+    # A release that only knows the outer field adds its default to a config without it.
+    fields.ignore(outer, "rope_parameters has the last word")
+    return value
+
+
+def _scaling(fields: Fields, section: Fields) -> Scaling | None:
+    kind = section.take("rope_type", section.take("type", "default"))
+    longest = fields.take("max_position_embeddings")
+    match kind:
+        case "default":
+            for place in (section, fields):
+                place.ignore(_ORIGINAL, "frequencies are not scaled")
+            return None
+        case "linear":
+            return LinearScaling(_number(section, "factor"))
+        case "dynamic":
+            section.ignore(_ORIGINAL, "transformers goes by max_position_embeddings")
+            return DynamicScaling(_number(section, "factor"), longest)
+        case "llama3":
+            return Llama3Scaling(
+                factor=_number(section, "factor"),
+                low_freq_factor=_number(section, "low_freq_factor"),
+                high_freq_factor=_number(section, "high_freq_factor"),
+                original_max_position=_original(fields, section),
+            )
+        case "yarn":
+            return _yarn(section, _original(fields, section))
+        case "longrope":
+            return _long(section, _original(fields, section), longest)
+    section.refuse("rope_type", kind, f"frequencies can be scaled by {', '.join(KINDS)}")
+    return None
+
+
+def _original(fields: Fields, section: Fields) -> int:
+    """The context length before scaling; a field of the whole config overrides the section's."""
+    longest = fields.take("max_position_embeddings")
+    inner = _number(section, _ORIGINAL, longest)
+    original = int(_number(fields, _ORIGINAL, inner))
+    if original < 2:
+        section.refuse(_ORIGINAL, original, "must be 2 or more")
+    return max(2, original)
+
+
+def _yarn(section: Fields, original: int) -> YarnScaling:
+    factor = _number(section, "factor")
+    attention = _mscale(factor, 1.0)
+    if section.take("mscale", None) and section.take("mscale_all_dim", None):
+        of_all = _mscale(factor, _number(section, "mscale_all_dim"))
+        attention = _mscale(factor, _number(section, "mscale")) / of_all
+    return YarnScaling(
+        factor=factor,
+        original_max_position=original,
+        beta_fast=_number(section, "beta_fast", 32.0),
+        beta_slow=_number(section, "beta_slow", 1.0),
+        truncate=bool(section.take("truncate", True)),
+        attention_factor=_number(section, "attention_factor", attention),
+    )
+
+
+def _mscale(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _long(section: Fields, original: int, longest: int) -> LongScaling:
+    factor = _number(section, "factor", longest / original)
+    attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return LongScaling(
+        short=_numbers(section, "short_factor"),
+        long=_numbers(section, "long_factor"),
+        original_max_position=original,
+        attention_factor=_number(section, "attention_factor", attention),
+    )
+
+
+def _number(section: Fields, name: str, default: Any = REQUIRED) -> float:
+    """A positive number; returns 2 in place of a refused value."""
+    value = section.take(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        section.refuse(name, value, "must be a positive number")
+        return 2.0
+    return float(value)
+
+
+def _numbers(section: Fields, name: str) -> tuple[float, ...]:
+    values = section.take(name)
+    if not isinstance(values, list | tuple) or not all(isinstance(x, int | float) for x in values):
+        section.refuse(name, values, "must be a list of numbers")
+        return ()
+    return tuple(map(float, values))

@@ -1,0 +1,37 @@
+"""DeepSeek-V3 and R1: multi-latent attention (MLA), and experts chosen from groups by corrected
+scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.config_fields import Fields
+from megatron_policy.converters.families.shared import dense, experts, mla
+from megatron_policy.converters.rows import Ignore, Row
+
+_LAYER: tuple[Row | Ignore, ...] = (
+    *dense.NORMS,
+    *mla.ATTENTION,
+    *dense.MLP,
+    *experts.routed(),
+    experts.CORRECTION_BIAS,
+    *experts.shared("shared_experts"),
+)
+TABLE: tuple[Row | Ignore, ...] = (*dense.ENDS, *_LAYER, *experts.further_layers(_LAYER))
+
+
+def architecture(fields: Fields) -> Architecture:
+    """The architecture a DeepseekV3Config describes."""
+    experts.ignore_balancing(fields)
+    fields.ignore("pretraining_tp", "only the order of summation in pretraining")
+    fields.ignore("ep_size", "how the makers' own code spread the experts")
+    fields.ignore("auto_map", "the makers' own code, which transformers replaces")
+    for name in ("aux_loss_alpha", "seq_aux"):
+        fields.ignore(name, "part of the makers' own loss, which is not used here")
+    common = mla.with_latent_attention(dense.architecture(fields), fields)
+    common = replace(common, further_layers=experts.take_further_layers(fields))
+    return experts.with_experts(
+        common, experts.take_sigmoid_moe(fields), experts.take_later_layers(fields)
+    )

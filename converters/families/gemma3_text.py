@@ -1,0 +1,40 @@
+"""Gemma 3 (text): Gemma 2 with QK norm, and a separate rotary base for windowed layers."""
+
+from __future__ import annotations
+
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture.traits import QkNorm
+from megatron_policy.converters.config_fields import Fields
+from megatron_policy.converters.config_fields.rope_fields import take_ropes_by_window
+from megatron_policy.converters.families.shared import dense, norm_rows
+
+from . import gemma2
+
+TABLE = (
+    *dense.ENDS,
+    *norm_rows.AROUND,
+    *dense.ATTENTION,
+    *dense.ATTENTION_BIAS,
+    *dense.QK_NORM,
+    *dense.MLP,
+)
+
+
+def architecture(fields: Fields) -> Architecture:
+    """The architecture a Gemma3TextConfig describes."""
+    if cap := fields.take("attn_logit_softcapping", None):
+        fields.refuse("attn_logit_softcapping", cap, "transformers does not apply it in Gemma 3")
+    for name in ("sliding_window_pattern", "_sliding_window_pattern"):
+        fields.ignore(name, "layer_types says it layer by layer")
+    window, windowed = dense.take_windows(fields)
+    whole, of_windowed = take_ropes_by_window(fields)
+    return dense.architecture(
+        fields,
+        rope=whole,
+        window_rope=of_windowed if window else None,
+        activation=gemma2.take_activation(fields),
+        window=window,
+        windowed=windowed,
+        qk_norm=QkNorm.PER_HEAD,
+        **gemma2.shared_traits(fields),
+    )

@@ -1,0 +1,24 @@
+"""Granite 3 (dense): factors on embeddings, attention, residual sums and logits."""
+
+from __future__ import annotations
+
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.config_fields import Fields
+from megatron_policy.converters.families.shared import dense
+
+TABLE = (*dense.ENDS, *dense.BLOCK, *dense.LINEAR_BIAS)
+
+
+def architecture(fields: Fields) -> Architecture:
+    """The architecture a GraniteConfig describes."""
+    attention = fields.take("attention_bias", False)
+    return dense.architecture(
+        fields,
+        qkv_bias=attention,
+        proj_bias=attention,
+        mlp_bias=fields.take("mlp_bias", False),
+        attention_scale=float(fields.take("attention_multiplier")),
+        embedding_scale=float(fields.take("embedding_multiplier")),
+        residual_scale=float(fields.take("residual_multiplier")),
+        logit_scale=1.0 / fields.take("logits_scaling"),
+    )

@@ -1,0 +1,37 @@
+"""Qwen2-MoE and Qwen1.5-MoE: Qwen2 with experts and a gated shared MLP for every token."""
+
+from __future__ import annotations
+
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.config_fields import Fields
+from megatron_policy.converters.families.shared import dense, experts
+from megatron_policy.converters.rows import Ignore, Row
+
+TABLE: tuple[Row | Ignore, ...] = (
+    *dense.ENDS,
+    *dense.BLOCK,
+    *dense.QKV_BIAS,
+    *experts.routed(),
+    *experts.shared("shared_expert"),
+)
+
+
+def architecture(fields: Fields) -> Architecture:
+    """The architecture a Qwen2MoeConfig describes."""
+    experts.ignore_balancing(fields)
+    window: int | None = None
+    windowed: tuple[bool, ...] = ()
+    if fields.take("layer_types", None) is not None:
+        window, windowed = dense.take_windows(fields)
+    else:
+        why = "this release of transformers does not say which layers have the window"
+        fields.expect("use_sliding_window", (False,), why)
+        for name in ("sliding_window", "max_window_layers"):
+            fields.ignore(name, "use_sliding_window is false")
+    common = dense.architecture(
+        fields, qkv_bias=fields.take("qkv_bias", True), window=window, windowed=windowed
+    )
+    moe = experts.take_softmax_moe(
+        fields, shared_ffn_hidden_size=fields.take("shared_expert_intermediate_size")
+    )
+    return experts.with_experts(common, moe, experts.take_sparse_layers(fields))

@@ -1,0 +1,3 @@
+"""What several families have in common: rows and config fields of dense decoders, experts, MLA and
+further norms. Read `dense.py` first.
+"""

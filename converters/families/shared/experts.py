@@ -1,0 +1,178 @@
+"""What families with mixtures of experts share: rows of routers and experts, and their fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture.traits import Moe, Scoring
+from megatron_policy.converters.config_fields import Fields
+from megatron_policy.converters.rows import GateUp, Ignore, Role, Row, Rows, Whole
+
+from .dense import H, M
+
+EXPERT = M + "mlp.experts.local_experts.{expert}."
+SHARED = M + "mlp.shared_experts."
+
+CORRECTION_BIAS = Whole(
+    M + "mlp.router.expert_bias",
+    (H + "mlp.gate.e_score_correction_bias",),
+    ("moe.experts",),
+    when="experts moe.correction_bias",
+    role=Role.BIAS,
+    keeps_dtype=True,
+)
+
+_PREDICTS = "a layer that predicts a further token, which the model's logits do not need"
+_ENDS_OF_FURTHER_LAYERS = (
+    "embed_tokens.weight",
+    "enorm.weight",
+    "hnorm.weight",
+    "eh_proj.weight",
+    "shared_head.norm.weight",
+    "shared_head.head.weight",
+)
+
+
+def routed(
+    block: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> tuple[Row, ...]:
+    """Rows of a router and its experts, which HF keeps as separate tensors.
+
+    `block` is HF's name of a layer's mixture, `names` an expert's gate, up and down projections.
+    """
+    gate, up, down = (f"{H}{block}.experts.{{expert}}.{name}.weight" for name in names)
+    return (
+        Whole(
+            M + "mlp.router.weight",
+            (f"{H}{block}.gate.weight",),
+            ("moe.experts", "hidden_size"),
+            when="experts",
+        ),
+        GateUp(
+            EXPERT + "linear_fc1.weight",
+            (gate, up),
+            ("moe.ffn_hidden_size", "hidden_size"),
+            when="experts",
+        ),
+        Rows(
+            EXPERT + "linear_fc2.weight",
+            (down,),
+            ("hidden_size", "moe.ffn_hidden_size"),
+            when="experts",
+        ),
+    )
+
+
+def shared(name: str) -> tuple[Row, ...]:
+    """Rows of the shared MLP that every token also passes through, which HF calls `name`."""
+    present = "experts moe.shared_ffn_hidden_size"
+    return (
+        GateUp(
+            SHARED + "linear_fc1.weight",
+            (f"{H}mlp.{name}.gate_proj.weight", f"{H}mlp.{name}.up_proj.weight"),
+            ("moe.shared_ffn_hidden_size", "hidden_size"),
+            when=present,
+        ),
+        Rows(
+            SHARED + "linear_fc2.weight",
+            (f"{H}mlp.{name}.down_proj.weight",),
+            ("hidden_size", "moe.shared_ffn_hidden_size"),
+            when=present,
+        ),
+        Whole(
+            SHARED + "gate_weight",
+            (f"{H}mlp.{name}_gate.weight",),
+            ("moe.shared_gates", "hidden_size"),
+            when="experts moe.shared_gate",
+        ),
+    )
+
+
+def further_layers(rows: Iterable[Row | Ignore]) -> tuple[Ignore, ...]:
+    """The tensors of multi-token-prediction layers, which published checkpoints keep after the last
+    layer for speculative decoding: an ordinary layer of `rows`, an embedding, norms and a head.
+    """
+    ordinary = [name for row in rows if not isinstance(row, Ignore) for name in row.hf]
+    names = [name for name in ordinary if name.startswith(H)]
+    names += [H + name for name in _ENDS_OF_FURTHER_LAYERS]
+    return tuple(Ignore(name.replace("{layer}", "{further}"), _PREDICTS) for name in names)
+
+
+def with_experts(architecture: Architecture, moe: Moe, layers: Iterable[bool]) -> Architecture:
+    """The architecture with `moe` in place of the MLP on the marked layers."""
+    placed = tuple(layers)
+    if not any(placed):
+        return architecture
+    return replace(architecture, moe=moe, moe_layers=() if all(placed) else placed)
+
+
+def ignore_balancing(fields: Fields) -> None:
+    """Ignore the fields that only affect Hugging Face's own training loss."""
+    for name in ("output_router_logits", "router_aux_loss_coef"):
+        fields.ignore(name, "part of Hugging Face's own loss, which is not used here")
+
+
+def take_experts(fields: Fields, *names: str) -> int:
+    """The number of experts, whose field name differs between releases of transformers."""
+    found = {name: value for name in names if (value := fields.take(name, None)) is not None}
+    for name, value in found.items():
+        if value != next(iter(found.values())):
+            fields.refuse(name, value, f"contradicts {next(iter(found))}; remove the wrong one")
+    return next(iter(found.values())) if found else int(fields.take(names[0]))
+
+
+def take_softmax_moe(fields: Fields, *, shared_ffn_hidden_size: int = 0) -> Moe:
+    """The mixture of the Qwen families: softmax scores, renormalised or not."""
+    renormalized = fields.take("norm_topk_prob", False)
+    return Moe(
+        experts=take_experts(fields, "num_experts", "num_local_experts"),
+        chosen=fields.take("num_experts_per_tok"),
+        ffn_hidden_size=fields.take("moe_intermediate_size"),
+        scoring=Scoring.SOFTMAX_OF_CHOSEN if renormalized else Scoring.SOFTMAX,
+        shared_ffn_hidden_size=shared_ffn_hidden_size,
+        shared_gate=bool(shared_ffn_hidden_size),
+    )
+
+
+def take_sparse_layers(fields: Fields) -> tuple[bool, ...]:
+    """Which layers of a Qwen model have experts: every n-th, without those listed as dense."""
+    step, dense = fields.take("decoder_sparse_step", 1), fields.take("mlp_only_layers", ())
+    if step < 1:
+        fields.refuse("decoder_sparse_step", step, "every 1st, 2nd, ... layer has experts")
+    layers = range(fields.take("num_hidden_layers"))
+    return tuple(layer not in dense and (layer + 1) % max(step, 1) == 0 for layer in layers)
+
+
+def take_sigmoid_moe(fields: Fields) -> Moe:
+    """The mixture of DeepSeek-V3 and GLM-4.5: sigmoid scores, corrected to choose from groups."""
+    fields.expect("scoring_func", ("sigmoid",), "scores are sigmoids of the router's logits")
+    fields.expect("topk_method", ("noaux_tc",), "experts are chosen by corrected scores")
+    width = fields.take("moe_intermediate_size")
+    return Moe(
+        experts=take_experts(fields, "n_routed_experts"),
+        chosen=fields.take("num_experts_per_tok"),
+        ffn_hidden_size=width,
+        scoring=Scoring.SIGMOID,
+        renormalized=fields.take("norm_topk_prob", False),
+        scale=float(fields.take("routed_scaling_factor")),
+        groups=fields.take("n_group", 1),
+        groups_chosen=fields.take("topk_group", 1),
+        correction_bias=True,
+        shared_ffn_hidden_size=width * fields.take("n_shared_experts"),
+    )
+
+
+def take_later_layers(fields: Fields) -> tuple[bool, ...]:
+    """Which layers have experts when the first `first_k_dense_replace` are dense."""
+    fields.expect("moe_layer_freq", (1,), "every layer after the first dense ones has experts")
+    first = fields.take("first_k_dense_replace", 0)
+    return tuple(layer >= first for layer in range(fields.take("num_hidden_layers")))
+
+
+def take_further_layers(fields: Fields) -> int:
+    """How many multi-token-prediction layers the checkpoint can have after the last layer."""
+    count = int(fields.take("num_nextn_predict_layers", 0))
+    fields.ignore("num_nextn_predict_layers", "counts layers that the model's logits do not need")
+    return count

@@ -1,0 +1,54 @@
+"""Rows of the norms that some dense families have instead of, or in addition to, the usual two."""
+
+from __future__ import annotations
+
+from megatron_policy.converters.rows import Columns, Role, Whole
+
+from .dense import H, M
+
+_AFTER_ATTENTION = M + "self_attn_bda.norm.weight"
+_AFTER_MLP = M + "mlp_bda.norm.weight"
+
+
+def _norm(megatron: str, hf: str, role: Role = Role.NORM) -> Whole:
+    return Whole(megatron, (hf,), ("hidden_size",), role=role)
+
+
+AFTER = (
+    _norm(_AFTER_ATTENTION, H + "post_attention_layernorm.weight"),
+    _norm(_AFTER_MLP, H + "post_feedforward_layernorm.weight"),
+)
+"""The outputs of attention and MLP are normalised, not their inputs."""
+
+AROUND = (
+    _norm(M + "input_layernorm.weight", H + "input_layernorm.weight"),
+    _norm(M + "pre_mlp_layernorm.weight", H + "pre_feedforward_layernorm.weight"),
+    *AFTER,
+)
+"""Both inputs and outputs are normalised."""
+
+BIASES = (
+    _norm(M + "input_layernorm.bias", H + "input_layernorm.bias", Role.BIAS),
+    _norm(M + "pre_mlp_layernorm.bias", H + "post_attention_layernorm.bias", Role.BIAS),
+    _norm("decoder.final_layernorm.bias", "model.norm.bias", Role.BIAS),
+)
+"""Biases of the usual norms."""
+
+ONE = (_norm(M + "input_layernorm.weight", H + "input_layernorm.weight"),)
+"""One norm for attention and MLP, which run in parallel."""
+
+
+def _of_heads(query: tuple[str, ...], key: tuple[str, ...]) -> tuple[Columns, Columns]:
+    attention, hf = M + "self_attention.", H + "self_attn."
+    query_name, key_name = attention + "q_layernorm.weight", attention + "k_layernorm.weight"
+    return (
+        Columns(query_name, (hf + "q_norm.weight",), query, when="qk_norm", role=Role.NORM),
+        Columns(key_name, (hf + "k_norm.weight",), key, when="qk_norm", role=Role.NORM),
+    )
+
+
+ALL_HEADS = _of_heads(("query_size",), ("kv_size",))
+"""Queries and keys are normalised over all heads; each rank has the weights of its heads."""
+
+EACH_HEAD = _of_heads(("num_attention_heads", "kv_channels"), ("num_query_groups", "kv_channels"))
+"""Queries and keys are normalised head by head, with separate weights for each head."""

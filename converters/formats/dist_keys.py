@@ -1,0 +1,118 @@
+"""Where Megatron-Core's sharded checkpoints (`torch_dist`) keep each parameter: keys and axes.
+
+Follows `sharded_state_dict` of Megatron-Core's models.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.rows.blocks import Shape
+from megatron_policy.converters.table import Entry, Table
+
+# Transformer Engine fuses a norm into the linear layer after it, which names it in the checkpoint.
+_FUSED = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+_LAYER = re.compile(r"decoder\.layers\.\d+\.")
+_EXPERT = re.compile(r"(?<=mlp\.experts\.)local_experts\.\d+\.")
+_OTHERS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine")
+"""Keys of a training checkpoint that are not weights."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter in a tensor of the checkpoint: `tensor[lead]`, with leading dimensions `axes`."""
+
+    key: str
+    lead: Shape = ()
+    axes: Shape = ()
+
+
+def written(entry: Entry, arch: Architecture) -> tuple[Place, ...]:
+    """Where to write an entry's parameter: more than one place if layer specs use different names.
+
+    Megatron-Core's local spec and its Transformer Engine spec agree on most names; a norm that
+    only one of them fuses into the linear layer is written under both.
+    """
+    return tuple(_place(entry, name, arch, arch.uniform_layers) for name in _spellings(entry, arch))
+
+
+def readable(entry: Entry, arch: Architecture) -> Iterator[Place]:
+    """Where an entry's parameter can be: layers or experts stacked or not, norms fused or not."""
+    name = _within_layer(entry)
+    for spelling in dict.fromkeys((*_spellings(entry, arch), name, _fused(name))):
+        yield _place(entry, spelling, arch, stacked=True)
+        if entry.layer is not None:
+            yield _place(entry, spelling, arch, stacked=False)
+        if entry.expert is not None:
+            number = f"mlp.experts.experts.{entry.expert}."
+            alone = _EXPERT.sub("", spelling).replace("mlp.experts.", number)
+            yield Place(f"decoder.layers.{entry.layer}.{alone}")
+
+
+def extra_states(table: Table) -> tuple[str, ...]:
+    """Names of the objects that layer specs ask for in addition to the parameters.
+
+    Covers every module of a layer, even those that do not ask: a missing one fails the load.
+    """
+    arch = table.architecture
+    names: dict[str, None] = {}
+    for entry in table.exported():
+        if not entry.megatron.startswith("decoder."):
+            continue
+        for place in written(entry, arch):
+            names[_state(place.key.rpartition(".")[0], place)] = None
+        if entry.layer is not None and entry.expert is None:
+            attention = _place(entry, "self_attention.core_attention", arch, arch.uniform_layers)
+            names[_state(attention.key, attention)] = None
+    return tuple(names)
+
+
+def not_weights(keys: Iterable[str]) -> set[str]:
+    """The keys of a training checkpoint that belong to the optimizer or to counters."""
+    return {key for key in keys if _OTHERS.match(key)}
+
+
+def _spellings(entry: Entry, arch: Architecture) -> tuple[str, ...]:
+    name = _within_layer(entry)
+    fused = _fused(name)
+    if entry.layer is None or fused == name:
+        return (name,)
+    if name.startswith("self_attention."):  # norms of queries and keys, fused in MLA
+        return (name, fused) if arch.mla else (name,)
+    experts = name.startswith("pre_mlp") and arch.has_experts(entry.layer)
+    return (fused, name) if arch.mla or experts else (fused,)
+
+
+def _fused(name: str) -> str:
+    norm = next((norm for norm in _FUSED if name.startswith(norm)), None)
+    return name if norm is None else _FUSED[norm] + name.removeprefix(norm)
+
+
+def _within_layer(entry: Entry) -> str:
+    return _LAYER.sub("", entry.megatron, count=1)
+
+
+def _place(entry: Entry, name: str, arch: Architecture, stacked: bool) -> Place:
+    if entry.layer is None:
+        return Place(name)
+    lead, axes = ((entry.layer,), (arch.num_layers,)) if stacked else ((), ())
+    if entry.expert is not None:
+        assert arch.moe is not None
+        name = _EXPERT.sub("experts.", name)
+        lead, axes = (*lead, entry.expert), (*axes, arch.moe.experts)
+    prefix = "decoder.layers." if stacked else f"decoder.layers.{entry.layer}."
+    return Place(prefix + name, lead, axes)
+
+
+def _state(module: str, place: Place) -> str:
+    """The name of a module's object, with its shard index and count, as in Megatron-Core."""
+    index, total = (".".join(map(str, shape)) for shape in (place.lead or (0,), place.axes or (1,)))
+    return f"{module}._extra_state/shard_{index}_{total}"

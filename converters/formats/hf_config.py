@@ -1,0 +1,130 @@
+"""The config.json of a Hugging Face checkpoint, with the defaults of its transformers class."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from megatron_policy.converters.architecture import MOST_LAYERS
+from megatron_policy.converters.files import strict_json
+from megatron_policy.converters.files.contained import expanded, inside, read
+from megatron_policy.converters.registry import FAMILIES, family_of
+from megatron_policy.errors import ConfigError
+
+from .hf_location import locate
+
+CONFIG = "config.json"
+MAX_BYTES = 16 * 2**20
+
+# Fields of a config.json that do not describe the model but that transformers acts on: code to
+# run, kernels and files to fetch, the number of labels to make up. Reading a checkpoint must not
+# trigger these.
+_NOT_THE_MODEL = re.compile(
+    r"_?(attn|experts)_implementation.*|auto_map|configuration_files|transformers_weights"
+    r"|gguf_file|use_kernels?|kernel_config|_?name_or_path|_commit_hash|num_labels|distributed_config"
+)
+
+
+def read_config(model: str | Path) -> dict[str, Any]:
+    """Every field of the model's HF config, class defaults included.
+
+    Fields common to all transformers models are left out where they have their common default. The
+    config of an added family that transformers does not know is taken from the file unchanged.
+    ConfigError when there is no such model, or transformers cannot read its config; ConversionError
+    for a model_type without a family, and for a config.json that links to somewhere else.
+    """
+    config = written_config(model)
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise _unreadable(model, f"its model_type is {kind!r:.100}, which names no family")
+    if kind not in FAMILIES:
+        family_of(kind)  # importing the package that adds it may register it with transformers
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
+    if kind in CONFIG_MAPPING:
+        config = _completed(model, config)
+    common = PretrainedConfig().to_dict()
+    common.pop("tie_word_embeddings", None)  # describes the model, so it always counts
+    return {name: v for name, v in config.items() if name not in common or v != common[name]}
+
+
+def written_config(model: str | Path) -> dict[str, Any]:
+    """The fields as written in config.json; ConfigError if it is missing or unreadable."""
+    path = _file_of(model)
+    if not path.exists():
+        raise ConfigError(f"{path.parent} has no {CONFIG}: it is not a Hugging Face checkpoint")
+    try:
+        config = strict_json.parse(read(path, MAX_BYTES), finite=False)
+        if not isinstance(config, dict):
+            raise ValueError("it is no JSON object")
+        _check_layers(config)
+    except OSError as error:
+        raise _unreadable(model, error.strerror) from error
+    except ValueError as error:
+        raise _unreadable(model, error) from error
+    return config
+
+
+@contextmanager
+def for_transformers(config: Mapping[str, Any]) -> Iterator[Path]:
+    """A directory with only that config, for transformers to read.
+
+    Leaves out fields that would make it run code, fetch kernels or open files of the checkpoint's
+    choice.
+    """
+    with TemporaryDirectory(prefix="config-") as name:
+        (Path(name) / CONFIG).write_bytes(strict_json.encoded(_model_alone(config)))
+        yield Path(name)
+
+
+def _completed(model: str | Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields, completed with their class's defaults."""
+    from transformers import AutoConfig
+
+    with for_transformers(config) as folder:
+        try:
+            found = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
+        except MemoryError:
+            raise
+        except Exception as error:  # fields of unexpected types can raise anything in there
+            raise _unreadable(model, str(error).replace(str(folder), str(model))) from error
+    if "auto_map" in config:  # families state why they do not need the code it names
+        found["auto_map"] = config["auto_map"]
+    return {**found, "_name_or_path": str(model)}
+
+
+def _model_alone(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_model_alone(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        name: _model_alone(each)
+        for name, each in value.items()
+        if _NOT_THE_MODEL.fullmatch(name) is None
+    }
+
+
+def _check_layers(config: Mapping[str, Any]) -> None:
+    """ValueError for more layers than any model has: transformers would build a list of them."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            _check_layers(value)
+        elif "layer" in name and isinstance(value, int | float) and value > MOST_LAYERS:
+            raise ValueError(f"{name} is {value!r:.40}, and no model has more than {MOST_LAYERS}")
+
+
+def _file_of(model: str | Path) -> Path:
+    path = expanded(model)
+    if path.is_dir() or not path.exists():
+        return inside(locate(model, [CONFIG]), CONFIG)
+    return path
+
+
+def _unreadable(model: str | Path, error: object) -> ConfigError:
+    path = expanded(model)
+    return ConfigError(f"{path / CONFIG if path.is_dir() else path} cannot be read: {error}")

@@ -1,0 +1,204 @@
+"""Reads Hugging Face checkpoint directories: which files there are, and their tensors, mapped."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from megatron_policy.converters.files import strict_json
+from megatron_policy.converters.files.contained import inside, open_regular, read
+from megatron_policy.errors import ConversionError
+
+from .hf_config import read_config as read_config
+from .hf_location import locate as locate
+from .safetensors_format import Extent, Shape, decode
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+MAX_INDEX_BYTES = 100_000_000
+"""Also the limit for the header of a safetensors file."""
+
+MANIFEST = "megatron_policy.json"
+"""A converted checkpoint's origin and digests; not copied, since it holds for this one alone."""
+
+# Names of files with weights, and of their indices; all others belong to config or tokenizer.
+_WEIGHTS = re.compile(r".+\.(safetensors|index\.json|bin|pt|pth|gguf|h5|msgpack|onnx)")
+
+
+class Part:
+    """A mapped tensor, with an element's bytes as last dimension, that counts the bytes taken."""
+
+    def __init__(self, raw: Tensor, dtype: torch.dtype, reader: HfReader) -> None:
+        self._raw = raw
+        self._dtype = dtype
+        self._reader = reader
+
+    def view(self, shape: Shape) -> Part:
+        """The same elements in another shape."""
+        return Part(self._raw.view(*shape, self._dtype.itemsize), self._dtype, self._reader)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        taken = self._raw[index]
+        self._reader.bytes_read += taken.nbytes
+        return _typed(taken, self._dtype)
+
+
+def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """The elements whose bytes are the last dimension of `raw`; a view where torch allows it."""
+    if raw.storage_offset() % dtype.itemsize:  # legal in the format, but torch cannot make a view
+        raw = raw.clone(memory_format=torch.contiguous_format)
+    return raw.view(dtype).squeeze(-1)
+
+
+class HfReader:
+    """The tensors of a checkpoint: each file is opened and mapped once, and read only on use.
+
+    `shapes` and `dtypes` are by tensor name; `bytes_read` counts what was taken through `part`.
+    ConversionError when files are missing, truncated, or contradict the index.
+    """
+
+    def __init__(self, model: str | Path) -> None:
+        root = locate(model)
+        self.bytes_read = 0
+        self._mapped: dict[str, Tensor] = {}  # bytes, with those of an element as last dimension
+        self.shapes: dict[str, Shape] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        for path, extents in inventory(root).items():
+            raw = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+            for name, (start, dtype, shape) in extents.items():
+                self._mapped[name] = raw[start : extents[name].end].view(*shape, dtype.itemsize)
+                self.shapes[name], self.dtypes[name] = shape, dtype
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor, a view of the mapped file if aligned; writing to it leaves the file
+        unchanged.
+        """
+        return _typed(self._mapped[name], self.dtypes[name])
+
+    def part(self, name: str) -> Part:
+        """The tensor for `fill_shard` to take elements from, counted in `bytes_read`."""
+        return Part(self._mapped[name], self.dtypes[name], self)
+
+    def check_copies(self, copies: Mapping[str, str], rank: int = 0, size: int = 1) -> None:
+        """Raise ConversionError if a tied copy differs from its original.
+
+        Compares those of `copies` (name -> original) that are present; of each only slice `rank` of
+        `size`, so that ranks can share the work.
+        """
+        for name, original in copies.items():
+            if name in self.shapes and original in self.shapes:
+                rows = self.shapes[name][0]
+                mine = (slice(rows * rank // size, rows * (rank + 1) // size),)
+                copy, first = self.part(name)[mine], self.part(original)[mine]
+                if copy.dtype != first.dtype:  # torch compares only some pairs of dtypes
+                    copy, first = copy.double(), first.double()
+                if not torch.equal(copy, first):
+                    raise ConversionError(
+                        f"{name} differs from {original}, but config.json says they are one tensor;"
+                        " set tie_word_embeddings to false, or remove the one that is not meant"
+                    )
+
+    def close(self) -> None:
+        """Release the files; they stay mapped as long as one of their tensors is alive."""
+        self._mapped.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def inventory(root: Path) -> dict[Path, dict[str, Extent]]:
+    """The files that hold a checkpoint's tensors, and where each tensor lies in its file.
+
+    ConversionError when files are missing, truncated, or contradict the index.
+    """
+    files: dict[Path, dict[str, Extent]] = {}
+    for path, placed in _files(root).items():
+        files[path] = _read_header(path)
+        if placed:
+            _check_index(path, placed, set(files[path]))
+    return files
+
+
+def side_files(root: Path) -> list[Path]:
+    """The config, tokenizer and generation settings of a checkpoint: every file without weights.
+
+    ConversionError for a link that leads out of its directory: its target would be copied.
+    """
+    return [
+        inside(root, path.name)
+        for path in sorted(root.iterdir())
+        if path.is_file()
+        and path.name[0] != "."
+        and path.name != MANIFEST
+        and not _WEIGHTS.fullmatch(path.name)
+    ]
+
+
+def side_contents(model: str | Path) -> dict[str, bytes]:
+    """Config and tokenizer by file name, from a directory or hub repository as `locate` takes it.
+
+    For callers that write them later, when the directory may be gone.
+    """
+    return {path.name: path.read_bytes() for path in side_files(locate(model))}
+
+
+def _files(root: Path) -> dict[Path, set[str]]:
+    """The checkpoint's files, each with the tensors its index places there; none without index."""
+    if (root / SINGLE).is_file():
+        return {inside(root, SINGLE): set()}
+    if not (root / INDEX).is_file():
+        found = sorted(path.name for path in root.iterdir() if _WEIGHTS.fullmatch(path.name))
+        raise ConversionError(
+            f"{root} has neither {SINGLE} nor {INDEX}; weights found: {', '.join(found) or 'none'}."
+            " Save the model as safetensors first."
+        )
+    files: dict[Path, set[str]] = {}
+    try:
+        index = strict_json.parse(read(inside(root, INDEX), MAX_INDEX_BYTES))
+        for name, file in index["weight_map"].items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ValueError(f"it names {file!r:.200}, which is no file beside it")
+            files.setdefault(root / file, set()).add(name)
+    except ConversionError:
+        raise
+    except OSError as error:
+        raise ConversionError(f"{root / INDEX} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConversionError(
+            f"{root / INDEX} is no index of safetensors: {error!r:.2000}"
+        ) from error
+    if absent := sorted(path.name for path in files if not path.is_file()):
+        raise ConversionError(f"{root} lacks files that its index names: {', '.join(absent)}")
+    for path in files:
+        inside(root, path.name)
+    return files
+
+
+def _check_index(path: Path, placed: set[str], held: set[str]) -> None:
+    """Raise ConversionError unless the file holds just the tensors that the index places there."""
+    lies = [f"lacks {name}, which the index places there" for name in sorted(placed - held)]
+    lies += [f"holds {name}, which the index does not" for name in sorted(held - placed)]
+    if lies:
+        raise ConversionError(f"{path} " + "; ".join(lies[:20]) + ". Fetch the checkpoint again.")
+
+
+def _read_header(path: Path) -> dict[str, Extent]:
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            return decode(file, os.fstat(file.fileno()).st_size)
+    except OSError as error:
+        raise ConversionError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConversionError(
+            f"{path} is truncated or no safetensors file: {error}. Fetch it again."
+        ) from error

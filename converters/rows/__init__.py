@@ -1,0 +1,49 @@
+"""Rows: which elements of Hugging Face tensors are which elements of a rank's shard. Read
+`blocks.py` (the contract, and the copy) first, then `kinds.py`, `expert_rows.py` and `runs.py`.
+"""
+
+from __future__ import annotations
+
+from .kinds import (
+    Block,
+    Columns,
+    GateUp,
+    Ignore,
+    Qkv,
+    Role,
+    Row,
+    Rows,
+    Shape,
+    Tied,
+    Vocab,
+    Whole,
+    blocks_of,
+    fill_parts,
+    fill_shard,
+    pack,
+    shard,
+    unpack,
+    unshard,
+)
+
+__all__ = [
+    "Block",
+    "Columns",
+    "GateUp",
+    "Ignore",
+    "Qkv",
+    "Role",
+    "Row",
+    "Rows",
+    "Shape",
+    "Tied",
+    "Vocab",
+    "Whole",
+    "blocks_of",
+    "fill_parts",
+    "fill_shard",
+    "pack",
+    "shard",
+    "unpack",
+    "unshard",
+]

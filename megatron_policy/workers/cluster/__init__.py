@@ -1,0 +1,3 @@
+"""Worker processes, whatever they run: their resources, environment, calls and failures, and how
+stopped ones are detected. Read `group.py` first, then `virtual_cluster.py` and `watch.py`.
+"""

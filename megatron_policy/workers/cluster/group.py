@@ -1,0 +1,251 @@
+"""One Ray actor per rank: starts, calls and ends the actors, and detects failures."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from megatron_policy.coordination.timeouts import WORKER_TIMEOUT_S
+from megatron_policy.errors import ConfigError, WorkerError
+from megatron_policy.parallel.topology import Topology
+from megatron_policy.workers.cluster.calls import gather, put, stored
+from megatron_policy.workers.cluster.environment import Seat, worker_env
+from megatron_policy.workers.cluster.failure import Failure, error_of, first_cause, is_refusal
+from megatron_policy.workers.cluster.futures import stand_by
+from megatron_policy.workers.cluster.processes import Place, all_gone, place_of
+from megatron_policy.workers.cluster.virtual_cluster import RayVirtualCluster, Slot
+from megatron_policy.workers.cluster.watch import Watch
+
+# Workers that were asked to shut down get this long before they are killed.
+GOODBYE_S = 5.0
+
+
+class WorkerGroup:
+    """One actor of `actor_class` per rank of `topology`, in the slots of `cluster`.
+
+    The constructor returns when every worker has been constructed, or raises the first one's error
+    and leaves no process. `actor_class` is a class decorated with `ray.remote`; each worker is
+    constructed with `kwargs`. If a worker has a method `shutdown`, it is called before it is ended.
+
+    Calls take keyword arguments only; each value is sent once, however many ranks need it. If a
+    worker raises or dies, the call raises (see `failure.error_of`) instead of waiting for ranks
+    that are stuck in a collective with it; then the group is broken and only `shutdown` works. A
+    refusal that leaves no rank stuck, such as a BatchError from all ranks of a replica, leaves the
+    group usable. A worker whose process is stopped, or whose node does not answer, for `timeout_s`
+    seconds of a call counts as dead and is killed; a working one may take as long as it needs.
+    """
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster,
+        actor_class: Any,
+        topology: Topology,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        env_vars: Mapping[str, str] | None = None,
+        name: str = "workers",
+        workers_per_node: int | Sequence[int] | None = None,
+        timeout_s: float = WORKER_TIMEOUT_S,
+    ) -> None:
+        self.topology = topology
+        self.name = f"{name}-{uuid.uuid4().hex[:6]}"
+        self._cluster = cluster
+        self._workers: list[Any] = []
+        self._places: tuple[Place, ...] = ()
+        self._broken: WorkerError | None = None
+        self._watch = Watch(timeout_s)
+        slots = cluster.slots(workers_per_node)
+        if len(slots) != topology.world_size:
+            raise ConfigError(
+                f"the layout has {topology.world_size} ranks ({topology}) and the cluster gives "
+                f"{len(slots)} workers; make them equal."
+            )
+        cluster.claim(self.name)
+        try:
+            self._start(actor_class, slots, dict(kwargs or {}), dict(env_vars or {}))
+            self._watch.follow(self._workers)
+            self._places = tuple(self.collect("constructor", self._tell_place()))
+            self._watch.placed(self._places)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self.topology.world_size
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process id of every rank's worker, on its own node."""
+        return tuple(place.pid for place in self._places)
+
+    @property
+    def usable(self) -> bool:
+        """Whether workers can be called: the group is not broken or shut down, and Ray runs."""
+        return bool(self._workers) and self._broken is None and ray.is_initialized()
+
+    def run_all(self, method: str, /, **kwargs: Any) -> list[Any]:
+        """Call `method` on every worker with the same arguments; return results in rank order."""
+        return self.collect(method, self.submit_all(method, **kwargs))
+
+    def run_sharded(self, method: str, /, *, data: Sequence[Any], **kwargs: Any) -> list[Any]:
+        """Call `method` with `data[i]` on all ranks of data-parallel index i; a result for each i.
+
+        The result is that of the rank of i with pipeline, context and tensor index 0.
+        """
+        refs = self._submit_sharded(method, data, kwargs)
+        return self.collect(method, refs, self.topology.reporters())
+
+    def submit_all(self, method: str, /, **kwargs: Any) -> list[ray.ObjectRef]:
+        """Start `method` on every worker; return Ray's futures in rank order without waiting."""
+        self._check_usable()
+        common = stored(kwargs)
+        return [getattr(worker, method).remote(**common) for worker in self._workers]
+
+    def futures(self, method: str, /, **kwargs: Any) -> list[ray.ObjectRef]:
+        """`submit_all` for a caller that waits by itself: a worker that stops meanwhile is killed,
+        so that its future raises Ray's error, in which the worker's name contains the rank.
+        """
+        refs = self.submit_all(method, **kwargs)
+        stand_by(refs, self._watch, lambda group, lost: group._give_up(method, lost), self)
+        return refs
+
+    def collect(
+        self, call: str, refs: Sequence[ray.ObjectRef], wanted: Collection[int] | None = None
+    ) -> list[Any]:
+        """Wait for what `submit_all` returned: results of the `wanted` ranks (None: all), in order.
+
+        Raises the error of the rank to blame, or a WorkerError; `call` names the call in messages.
+        """
+        ranks = range(len(refs)) if wanted is None else wanted
+        values, failures, running = gather(refs, ranks, self._watch)
+        if not failures:
+            return [values[rank] for rank in ranks]
+        error = error_of(call, failures, running)
+        if not is_refusal(failures, running, _replicas(self.topology)):
+            self._give_up(call, failures)
+        raise error
+
+    def shutdown(self) -> bool:
+        """End every worker, by force if it does not exit within seconds; can be called again.
+
+        A broken group is killed at once. Returns whether all processes are known to be gone.
+        """
+        if self.usable:
+            with _tolerating_failures():
+                ray.wait(
+                    self.submit_all("shutdown"), num_returns=self.world_size, timeout=GOODBYE_S
+                )
+        return self.kill()
+
+    def kill(self) -> bool:
+        """Kill every worker and wait until its process is gone; can be called again."""
+        workers, self._workers = self._workers, []
+        self._cluster.release(self.name)
+        if not workers or not ray.is_initialized():
+            return True
+        self._watch.close()
+        for worker in workers:
+            ray.kill(worker, no_restart=True)
+        return all_gone(workers, self._places)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing() and getattr(self, "_workers", None):
+            self.kill()
+
+    def _start(
+        self,
+        actor_class: Any,
+        slots: Sequence[Slot],
+        kwargs: dict[str, Any],
+        env_vars: dict[str, str],
+    ) -> None:
+        address, port = self._cluster.get_master_address_and_port()
+        shared = stored(kwargs)
+        for rank, slot in enumerate(slots):
+            seat = Seat(rank, slot.bundle, slot.node, len(slots), address, port)
+            env = worker_env(
+                seat,
+                env_vars,
+                accelerated=self._cluster.use_gpus,
+                threads=_threads(slots, slot.node),
+            )
+            options = actor_class.options(
+                name=f"{self.name} rank {rank}",  # shown in Ray's own errors
+                num_cpus=self._cluster.cpus_per_worker,
+                num_gpus=self._cluster.gpus_per_worker,
+                scheduling_strategy=slot.strategy(),
+                runtime_env={"env_vars": env},
+            )
+            self._workers.append(options.remote(**shared))
+
+    def _submit_sharded(
+        self, method: str, data: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[ray.ObjectRef]:
+        self._check_usable()
+        if len(data) != self.topology.dp:
+            raise ConfigError(
+                f"{method}: {len(data)} shards for {self.topology.dp} data-parallel ranks; "
+                "give one shard each."
+            )
+        shards = [put("data", shard) for shard in data]
+        common = stored(kwargs)
+        return [
+            getattr(worker, method).remote(data=shards[self.topology.coords(rank).dp], **common)
+            for rank, worker in enumerate(self._workers)
+        ]
+
+    def _give_up(self, call: str, failures: Sequence[Failure]) -> None:
+        """Mark the group as broken. A lost worker is killed, so that it does not resume."""
+        blamed = first_cause(failures)
+        self._broken = WorkerError(
+            f"{call}: {blamed.headline()}\n{blamed.text}", rank=blamed.rank, cause=blamed.text
+        )
+        for failure in failures:
+            if failure.lost and self._workers:
+                ray.kill(self._workers[failure.rank], no_restart=True)
+
+    def _tell_place(self) -> list[ray.ObjectRef]:
+        return [worker.__ray_call__.remote(place_of) for worker in self._workers]
+
+    def _check_usable(self) -> None:
+        if not self._workers:
+            raise WorkerError(f"the worker group {self.name} has been shut down; make a new one.")
+        if self._broken is not None:
+            raise WorkerError(
+                f"the worker group {self.name} is broken, call shutdown() and make a new one. "
+                f"It failed in {self._broken}",
+                rank=self._broken.rank,
+                cause=self._broken.cause,
+            ) from self._broken
+
+
+def _replicas(topology: Topology) -> list[list[int]]:
+    """The ranks of each data-parallel index."""
+    ranks = range(topology.world_size)
+    return [
+        [rank for rank in ranks if topology.coords(rank).dp == replica]
+        for replica in range(topology.dp)
+    ]
+
+
+def _threads(slots: Sequence[Slot], node: int) -> int:
+    """Cores per CPU worker, assuming that its node has as many cores as this one."""
+    return max(1, (os.cpu_count() or 1) // sum(slot.node == node for slot in slots))
+
+
+@contextmanager
+def _tolerating_failures() -> Iterator[None]:
+    """Ignore errors of workers that cannot shut down: they are killed anyway."""
+    try:
+        yield
+    except (RayError, WorkerError, AttributeError):
+        return

@@ -1,0 +1,131 @@
+"""The driver's part in refits: calls all workers and joins their results; moves no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from megatron_policy.errors import RefitError
+
+if TYPE_CHECKING:
+    from megatron_policy.workers.cluster.group import WorkerGroup
+
+
+class DriverRefit:
+    """Refits of the engines, from the driver of the workers."""
+
+    _workers: WorkerGroup
+    _refit_secret: str
+
+    def prepare_refit_info(self, with_numel: bool = False) -> dict[str, Any]:
+        """{HF name: (shape, dtype)} of all that is sent, or with the number of elements too."""
+        infos: list[dict[str, Any]]
+        infos = self._workers.run_all("prepare_refit_info", with_numel=with_numel)
+        return infos[0]
+
+    def prepare_info_for_collective(self) -> dict[str, Any]:
+        """{HF name: (shape, dtype)} of what `broadcast_weights_for_collective` sends."""
+        infos: list[dict[str, Any]] = self._workers.run_all("prepare_info_for_collective")
+        return infos[0]
+
+    def get_refit_addresses(self) -> dict[str, str]:
+        """{device id: ZeroMQ address} that `stream_weights_via_ipc_zmq` binds for engines."""
+        devices = self._workers.run_all("report_device_id")
+        return dict(zip(devices, self._workers.run_all("get_refit_address"), strict=True))
+
+    def stream_weights_via_ipc_zmq(
+        self, buffer_size_bytes: int | None = None, kv_scales: Any = None
+    ) -> list[Any]:
+        """Start sending all weights to the engine on each worker's device; return Ray's futures,
+        which raise RefitError if one refuses.
+        """
+        return self._workers.futures(
+            "stream_weights_via_ipc_zmq", buffer_size_bytes=buffer_size_bytes, kv_scales=kv_scales
+        )
+
+    def prepare_weights_for_ipc(
+        self, _refit_buffer_size_gb: float | None = None
+    ) -> list[list[str]]:
+        """HF names in order, in groups of at most that many GiB (by default what the worker with
+        the least free memory can afford); a larger tensor is a group of its own.
+        """
+        answers = self._workers.run_all("prepare_weights_for_ipc")
+        limit = min(available for _, available in answers)
+        if _refit_buffer_size_gb is not None:
+            limit = _refit_buffer_size_gb * 2**30
+        return _grouped(answers[0][0], limit)
+
+    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+        """{device id: handles} of these tensors, of all workers."""
+        return _united(self._workers.run_all("get_weights_ipc_handles", keys=keys))
+
+    def get_refit_manifest(self) -> dict[str, Any]:
+        """{device id: Manifest} of what `get_weights_ipc_handles` has exported."""
+        return _united(self._workers.run_all("get_refit_manifest"))
+
+    def init_collective(
+        self,
+        ip: str,
+        port: int,
+        world_size: int,
+        train_world_size: int | None = None,
+        secret: str | None = None,
+        **options: Any,
+    ) -> list[Any]:
+        """Start meeting the engines' ranks, which need `secret` (None: that of
+        `get_refit_secret`); return Ray's futures. See `WorkerRefit.init_collective`.
+        """
+        self._refit_secret = secret or self._refit_secret
+        return self._workers.futures(
+            "init_collective",
+            ip=ip,
+            port=port,
+            world_size=world_size,
+            train_world_size=train_world_size,
+            secret=self._refit_secret,
+            **options,
+        )
+
+    def get_refit_secret(self) -> str:
+        """What an engine needs to join the group of `init_collective`: made for this policy, and
+        the same before and after that call.
+        """
+        return self._refit_secret
+
+    def broadcast_weights_for_collective(
+        self,
+        kv_scales: Any = None,
+        buffer_size_bytes: int | None = None,
+        num_buffers: int | None = None,
+    ) -> list[Any]:
+        """Start sending all weights to the engines that joined; return Ray's futures, which raise
+        RefitError if one refuses.
+        """
+        return self._workers.futures(
+            "broadcast_weights_for_collective",
+            kv_scales=kv_scales,
+            buffer_size_bytes=buffer_size_bytes,
+            num_buffers=num_buffers,
+        )
+
+
+def _grouped(sizes: Iterable[tuple[str, int]], limit: float) -> list[list[str]]:
+    groups: list[list[str]] = []
+    room = 0.0
+    for name, nbytes in sizes:
+        if not groups or nbytes > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(name)
+        room -= nbytes
+    return groups
+
+
+def _united(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """All workers' results by device, merged."""
+    united: dict[str, Any] = {}
+    for answer in answers:
+        if twice := sorted(united.keys() & answer.keys()):
+            raise RefitError(f"two workers say that they compute on {', '.join(twice)}")
+        united |= answer
+    return united
