@@ -17,7 +17,7 @@ from benchmarks.results import Measurement
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.bins import ALGORITHMS, Bins, modified_first_fit_decreasing
 from megatron_policy.packing.cost import sequence_cost
-from megatron_policy.packing.plan import Share, plan_rows
+from megatron_policy.packing.plan import RankPlan, plan_rows
 from megatron_policy.packing.tokens import packed_layout
 
 RANKS, ROWS, CAPACITY, HIDDEN = 32, 512, 8192, 3584
@@ -83,7 +83,7 @@ def _packed(algorithm: str, context: int) -> Callable[[Sequence[int]], list[Work
     multiple = 2 * context if context > 1 else 1
     settings = Batching("packed", CAPACITY, multiple, algorithm)
 
-    def work(draw: Sequence[int], share: Share) -> Work:
+    def work(draw: Sequence[int], share: RankPlan) -> Work:
         tokens = 0
         for span in share.plan.batches[0]:
             rows = [draw[row] for row in share.rows[span.start : span.end]]
@@ -127,7 +127,7 @@ def dealt_in_turn(draw: Sequence[int]) -> list[Work]:
     return [Work(sum(sizes[r] for r in rows), sum(COST(sizes[r]) for r in rows)) for rows in taken]
 
 
-def _checked(shares: list[Share]) -> list[Share]:
+def _checked(shares: list[RankPlan]) -> list[RankPlan]:
     assert sorted(row for share in shares for row in share.rows) == list(range(ROWS))
     assert len({len(share.plan.batches[0]) for share in shares}) == 1
     return shares

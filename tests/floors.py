@@ -63,6 +63,9 @@ NAME_ONLY_IN: dict[str, tuple[str, ...]] = {
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES = 400, 60, 250
 
+# Public classes of one name in two modules; Protocols may have it.
+SAME_CLASS_NAME = {"MegatronPolicyWorker": "NeMo RL finds its worker by this name"}
+
 
 @dataclass(frozen=True)
 class Module:
@@ -225,6 +228,22 @@ def check_lengths(modules: list[Module]) -> list[str]:
                     what = f"{module.path}:{node.lineno}: {getattr(node, 'name', '')}"
                     problems.append(f"{what} {length} lines, at most {limit}")
     return problems
+
+
+def check_class_names(modules: list[Module]) -> list[str]:
+    """Public classes that share their name with another, Protocols left out."""
+    places: dict[str, list[str]] = {}
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
+                continue
+            if not any(ast.unparse(base).startswith("Protocol") for base in node.bases):
+                places.setdefault(node.name, []).append(f"{module.path}:{node.lineno}")
+    return [
+        f"two classes {name}: {', '.join(found)}"
+        for name, found in sorted(places.items())
+        if len(found) > 1 and name not in SAME_CLASS_NAME
+    ]
 
 
 def check_swallowed_errors(modules: list[Module]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.receive.receiver import Receiver
 from tests.other_process import shared_memory_of
 
@@ -66,7 +66,7 @@ def receive_handles(handles: Any) -> None:
     _here["receiver"].receive_ipc_handles(handles)
 
 
-def finish(manifest: Manifest) -> int:
+def finish(manifest: RefitManifest) -> int:
     """The end of a refit by handles; the step."""
     return _here["receiver"].finish_ipc(manifest).step
 

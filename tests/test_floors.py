@@ -10,6 +10,7 @@ import pytest
 from tests.floors import (
     Module,
     check_circles,
+    check_class_names,
     check_floors,
     check_foreign_imports,
     check_lengths,
@@ -24,6 +25,7 @@ CHECKS = (
     check_circles,
     check_foreign_imports,
     check_names,
+    check_class_names,
     check_lengths,
     check_swallowed_errors,
 )
@@ -222,6 +224,16 @@ def test_what_is_too_long_is_reported_and_one_line_less_is_not(tmp_path, source,
     assert said in problem
     shorter = source[: source.rstrip("\n").rfind("\n") + 1] if source.strip() else source[1:]
     assert check_lengths(tree(tmp_path, policy=shorter)) == []
+
+
+def test_two_classes_of_one_name_are_reported_but_not_protocols_or_private_ones(tmp_path) -> None:
+    modules = tree(
+        tmp_path,
+        batch="class Part: ...\nclass _Own: ...\nclass Seen(Protocol): ...",
+        errors="class Part: ...\nclass _Own: ...\nclass Seen: ...",
+    )
+    (problem,) = check_class_names(modules)
+    assert problem == "two classes Part: megatron_policy/batch.py:1, megatron_policy/errors.py:1"
 
 
 @pytest.mark.parametrize("handler", ["except:", "except Exception:", "except BaseException:"])

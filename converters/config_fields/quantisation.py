@@ -61,14 +61,14 @@ def refusal(section: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Found:
+class Quantisation:
     """A quantisation seen in a checkpoint's tensors: what it is, and what to do about it."""
 
     what: str
     advice: str
 
 
-def found_in(unknown: Collection[str], dtypes: Mapping[str, torch.dtype]) -> Found | None:
+def found_in(unknown: Collection[str], dtypes: Mapping[str, torch.dtype]) -> Quantisation | None:
     """The quantisation that a checkpoint's tensors show, if any.
 
     `unknown` are the names that no row uses, `dtypes` those of all tensors.
@@ -84,6 +84,6 @@ def found_in(unknown: Collection[str], dtypes: Mapping[str, torch.dtype]) -> Fou
     return None
 
 
-def _found(kind: str, names: Sequence[str], extra: str = "") -> Found:
+def _found(kind: str, names: Sequence[str], extra: str = "") -> Quantisation:
     what = f"the checkpoint is quantised to {kind}: {len(names)} tensors, the first {names[0]}"
-    return Found(what + extra, advice(kind.split(" ")[0]))
+    return Quantisation(what + extra, advice(kind.split(" ")[0]))

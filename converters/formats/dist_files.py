@@ -22,7 +22,7 @@ from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.converters.table import Entry
 from megatron_policy.errors import ConfigError, ConversionError
 
-from .dist_keys import Place, not_weights, readable
+from .dist_keys import KeyedSlice, not_weights, readable
 from .dist_metadata import METADATA, read_metadata
 from .dist_records import data_offset
 from .stored import Chunk, Stored
@@ -97,7 +97,7 @@ class DistReader:
         return sorted(set(self.keys) - not_weights(self.keys))
 
     def _find(
-        self, places: Iterable[Place], shape: Shape, padded: bool
+        self, places: Iterable[KeyedSlice], shape: Shape, padded: bool
     ) -> tuple[str, Stored] | None:
         for place in places:
             halves = [place.key + half for half in _HALVES]
@@ -128,7 +128,7 @@ class DistReader:
             return keys[0], Stored(shape, self.keys[keys[0]].dtype, chunks)
         return None
 
-    def _shape_of(self, key: str, place: Place) -> Shape:
+    def _shape_of(self, key: str, place: KeyedSlice) -> Shape:
         shape = self.keys[key].shape
         if shape[: len(place.axes)] != place.axes or len(shape) < len(place.axes):
             raise ConversionError(

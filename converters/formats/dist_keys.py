@@ -27,7 +27,7 @@ _OTHERS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine
 
 
 @dataclass(frozen=True)
-class Place:
+class KeyedSlice:
     """A parameter in a tensor of the checkpoint: `tensor[lead]`, with leading dimensions `axes`."""
 
     key: str
@@ -35,7 +35,7 @@ class Place:
     axes: Shape = ()
 
 
-def written(entry: Entry, arch: Architecture) -> tuple[Place, ...]:
+def written(entry: Entry, arch: Architecture) -> tuple[KeyedSlice, ...]:
     """Where to write an entry's parameter: more than one place if layer specs use different names.
 
     Megatron-Core's local spec and its Transformer Engine spec agree on most names; a norm that
@@ -44,7 +44,7 @@ def written(entry: Entry, arch: Architecture) -> tuple[Place, ...]:
     return tuple(_place(entry, name, arch, arch.uniform_layers) for name in _spellings(entry, arch))
 
 
-def readable(entry: Entry, arch: Architecture) -> Iterator[Place]:
+def readable(entry: Entry, arch: Architecture) -> Iterator[KeyedSlice]:
     """Where an entry's parameter can be: layers or experts stacked or not, norms fused or not."""
     name = _within_layer(entry)
     for spelling in dict.fromkeys((*_spellings(entry, arch), name, _fused(name))):
@@ -54,7 +54,7 @@ def readable(entry: Entry, arch: Architecture) -> Iterator[Place]:
         if entry.expert is not None:
             number = f"mlp.experts.experts.{entry.expert}."
             alone = _EXPERT.sub("", spelling).replace("mlp.experts.", number)
-            yield Place(f"decoder.layers.{entry.layer}.{alone}")
+            yield KeyedSlice(f"decoder.layers.{entry.layer}.{alone}")
 
 
 def extra_states(table: Table) -> tuple[str, ...]:
@@ -100,19 +100,19 @@ def _within_layer(entry: Entry) -> str:
     return _LAYER.sub("", entry.megatron, count=1)
 
 
-def _place(entry: Entry, name: str, arch: Architecture, stacked: bool) -> Place:
+def _place(entry: Entry, name: str, arch: Architecture, stacked: bool) -> KeyedSlice:
     if entry.layer is None:
-        return Place(name)
+        return KeyedSlice(name)
     lead, axes = ((entry.layer,), (arch.num_layers,)) if stacked else ((), ())
     if entry.expert is not None:
         assert arch.moe is not None
         name = _EXPERT.sub("experts.", name)
         lead, axes = (*lead, entry.expert), (*axes, arch.moe.experts)
     prefix = "decoder.layers." if stacked else f"decoder.layers.{entry.layer}."
-    return Place(prefix + name, lead, axes)
+    return KeyedSlice(prefix + name, lead, axes)
 
 
-def _state(module: str, place: Place) -> str:
+def _state(module: str, place: KeyedSlice) -> str:
     """The name of a module's object, with its shard index and count, as in Megatron-Core."""
     index, total = (".".join(map(str, shape)) for shape in (place.lead or (0,), place.axes or (1,)))
     return f"{module}._extra_state/shard_{index}_{total}"

@@ -76,7 +76,7 @@ class Key:
     """(file, offset, length) of each chunk."""
 
 
-class Place(NamedTuple):
+class RecordLocation(NamedTuple):
     """Where a record is, and whether it is encoded."""
 
     file: str
@@ -127,14 +127,14 @@ def _is(value: Any, module: str, name: str) -> bool:
     return type(value) is Made and value.by == Name(_CHECKPOINT + module, name)
 
 
-def _places(stored: dict[Made, Made]) -> Iterator[tuple[tuple[str, Shape], Place]]:
+def _places(stored: dict[Made, Made]) -> Iterator[tuple[tuple[str, Shape], RecordLocation]]:
     for index, where in stored.items():
         at = _state(index, "metadata", "MetadataIndex")
         info = _state(where, "filesystem", "_StorageInfo")
         offset = at.get("offset")
         yield (
             (_text(at["fqn"]), () if offset is None else _size(offset)),
-            Place(
+            RecordLocation(
                 _text(info["relative_path"]),
                 _count(info["offset"]),
                 _count(info["length"]),
@@ -154,7 +154,7 @@ def _all_chunks(held: dict[str, Made]) -> Iterator[list[Made]]:
 
 
 def _described(
-    root: Path, held: dict[str, Made], places: Mapping[tuple[str, Shape], Place]
+    root: Path, held: dict[str, Made], places: Mapping[tuple[str, Shape], RecordLocation]
 ) -> tuple[dict[str, Key], dict[str, _Where]]:
     keys: dict[str, Key] = {}
     objects: dict[str, _Where] = {}
@@ -168,7 +168,7 @@ def _described(
     return keys, objects
 
 
-def _check_files(root: Path, places: Iterable[Place]) -> None:
+def _check_files(root: Path, places: Iterable[RecordLocation]) -> None:
     """Raise ConversionError if a file is missing or ends before its last record of any kind."""
     ends: dict[str, int] = {}
     for place in places:
@@ -188,7 +188,10 @@ def _check_files(root: Path, places: Iterable[Place]) -> None:
 
 
 def _key(
-    root: Path, name: str, held: Mapping[str, Any], places: Mapping[tuple[str, Shape], Place]
+    root: Path,
+    name: str,
+    held: Mapping[str, Any],
+    places: Mapping[tuple[str, Shape], RecordLocation],
 ) -> Key:
     dtype, shape = _dtype(held["properties"]), _size(held["size"])
     states = [_state(chunk, "metadata", "ChunkStorageMetadata") for chunk in held["chunks"]]

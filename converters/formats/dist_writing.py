@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from megatron_policy.converters.rows.blocks import Shape
 
 from .dist_files import FORMAT
-from .dist_keys import Place
+from .dist_keys import KeyedSlice
 from .dist_metadata import METADATA
 from .dist_records import empty_object, framing
 from .stored import Chunk, Stored
@@ -36,7 +36,7 @@ COMMON = "common.pt"
 class Parameter:
     """A parameter to write: its place, its dtype there, its shape."""
 
-    place: Place
+    place: KeyedSlice
     dtype: torch.dtype
     shape: Shape
 
@@ -55,7 +55,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Layout:
+class DistLayout:
     """All records of a planned checkpoint, and where each parameter's elements lie in them."""
 
     records: tuple[Record, ...]
@@ -70,7 +70,9 @@ class Layout:
         return {record.path: record.offset + record.length for record in self.records}
 
 
-def lay_out(parameters: Sequence[Parameter], objects: Iterable[str], max_file_bytes: int) -> Layout:
+def lay_out(
+    parameters: Sequence[Parameter], objects: Iterable[str], max_file_bytes: int
+) -> DistLayout:
     """Place parameters and objects one after another in files of at most `max_file_bytes`."""
     filler = _Filler(max_file_bytes)
     shapes: dict[str, Shape] = {}
@@ -90,10 +92,10 @@ def lay_out(parameters: Sequence[Parameter], objects: Iterable[str], max_file_by
         stored.append(Stored(parameter.shape, dtype, chunks))
     for name in objects:
         filler.add(name, None, (), (), len(empty_object()))
-    return Layout(tuple(filler.records), shapes, tuple(stored))
+    return DistLayout(tuple(filler.records), shapes, tuple(stored))
 
 
-def framing_of(layout: Layout) -> Iterator[tuple[Path, int, bytes]]:
+def framing_of(layout: DistLayout) -> Iterator[tuple[Path, int, bytes]]:
     """(file, offset, bytes) of everything except the tensors' own bytes."""
     for record in layout.records:
         if record.dtype is None:
@@ -104,7 +106,7 @@ def framing_of(layout: Layout) -> Iterator[tuple[Path, int, bytes]]:
         yield record.path, record.offset + record.length - len(suffix), suffix
 
 
-def small_files(layout: Layout, common: dict[str, Any]) -> dict[str, bytes]:
+def small_files(layout: DistLayout, common: dict[str, Any]) -> dict[str, bytes]:
     """Contents of the files next to the records, by name; `common` is unsharded state.
 
     FORMAT comes last: without it the others are not a checkpoint.
@@ -120,7 +122,7 @@ def small_files(layout: Layout, common: dict[str, Any]) -> dict[str, bytes]:
     }
 
 
-def _metadata(layout: Layout) -> metadata.Metadata:
+def _metadata(layout: DistLayout) -> metadata.Metadata:
     described: dict[str, Any] = {}
     places = {}
     for record in layout.records:

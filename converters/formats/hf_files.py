@@ -32,7 +32,7 @@ MANIFEST = "megatron_policy.json"
 _WEIGHTS = re.compile(r".+\.(safetensors|index\.json|bin|pt|pth|gguf|h5|msgpack|onnx)")
 
 
-class Part:
+class MappedTensor:
     """A mapped tensor, with an element's bytes as last dimension, that counts the bytes taken."""
 
     def __init__(self, raw: Tensor, dtype: torch.dtype, reader: HfReader) -> None:
@@ -40,9 +40,9 @@ class Part:
         self._dtype = dtype
         self._reader = reader
 
-    def view(self, shape: Shape) -> Part:
+    def view(self, shape: Shape) -> MappedTensor:
         """The same elements in another shape."""
-        return Part(self._raw.view(*shape, self._dtype.itemsize), self._dtype, self._reader)
+        return MappedTensor(self._raw.view(*shape, self._dtype.itemsize), self._dtype, self._reader)
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         taken = self._raw[index]
@@ -82,9 +82,9 @@ class HfReader:
         """
         return _typed(self._mapped[name], self.dtypes[name])
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> MappedTensor:
         """The tensor for `fill_shard` to take elements from, counted in `bytes_read`."""
-        return Part(self._mapped[name], self.dtypes[name], self)
+        return MappedTensor(self._mapped[name], self.dtypes[name], self)
 
     def check_copies(self, copies: Mapping[str, str], rank: int = 0, size: int = 1) -> None:
         """Raise ConversionError if a tied copy differs from its original.

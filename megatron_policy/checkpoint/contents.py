@@ -11,9 +11,9 @@ import torch
 
 from megatron_policy.checkpoint import local_shards, manifest
 from megatron_policy.checkpoint.common_state import OURS, read_ours
-from megatron_policy.checkpoint.loading import Found, LoadPlan
+from megatron_policy.checkpoint.loading import FoundCheckpoint, LoadPlan
 from megatron_policy.checkpoint.report import LoadReport
-from megatron_policy.checkpoint.saving import Part, layout_of
+from megatron_policy.checkpoint.saving import DirectoryContents, layout_of
 from megatron_policy.converters.formats.dist_keys import extra_states
 from megatron_policy.converters.formats.dist_records import empty_object
 from megatron_policy.device import random_states
@@ -72,7 +72,7 @@ class Contents:
 
     def parts(
         self, step: int, weights: Path, optimizer: Path | None, host_data: Mapping[str, Any]
-    ) -> list[Part]:
+    ) -> list[DirectoryContents]:
         """The directories of a save; that of the weights, which loads look for, comes last."""
         table = self._engine.table
         together = optimizer == weights
@@ -86,7 +86,7 @@ class Contents:
         kept = held if together else of_weights
         contains = (manifest.WEIGHTS, manifest.RANDOM)
         parts = [
-            Part(
+            DirectoryContents(
                 weights,
                 (*contains, manifest.OPTIMIZER) if together else contains,
                 self._items(kept),
@@ -97,7 +97,7 @@ class Contents:
         ]
         if optimizer is not None and not together:
             items = self._items(of_optimizer)
-            parts.insert(0, Part(optimizer, (manifest.OPTIMIZER,), items, {}, common))
+            parts.insert(0, DirectoryContents(optimizer, (manifest.OPTIMIZER,), items, {}, common))
         return parts
 
     def _items(self, held: Sequence[local_shards.LocalShard]) -> list[local_shards.WriteItem]:
@@ -136,7 +136,7 @@ class Contents:
             OURS: ours,
         }
 
-    def examined(self, found: Found, reading: LoadPlan) -> Rest:
+    def examined(self, found: FoundCheckpoint, reading: LoadPlan) -> Rest:
         """What the checkpoint has besides tensors; CheckpointError if any of it is unusable."""
         ours = read_ours(found.root)
         if found.optimizer is not None and not {"schedule", "optimizer_step"} <= ours.keys():
@@ -152,7 +152,7 @@ class Contents:
             random_states.check(content)
         return Rest(ours, content, "the checkpoint has none of this rank")
 
-    def restored(self, found: Found, rest: Rest) -> LoadReport:
+    def restored(self, found: FoundCheckpoint, rest: Rest) -> LoadReport:
         """Restore counters, schedule and random states, and report on the load."""
         restored = ["weights"]
         missing: dict[str, str] = {}
@@ -180,7 +180,7 @@ class Contents:
         self._found.clear()  # the cache would keep the old state alive
         self._engine.trainable.restore_schedule({"num_steps": 0})
 
-    def _restored_training(self, found: Found, ours: Mapping[str, Any]) -> dict[str, str]:
+    def _restored_training(self, found: FoundCheckpoint, ours: Mapping[str, Any]) -> dict[str, str]:
         assert self._training is not None and self._engine.trainable is not None
         counted = ours["optimizer_step"]
         self._training.set_step(found.weights.step if counted is None else counted)

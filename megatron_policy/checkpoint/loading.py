@@ -15,7 +15,7 @@ import torch
 
 from megatron_policy.checkpoint import fingerprint, manifest, tracker
 from megatron_policy.checkpoint.local_shards import WEIGHTS, LocalShard, located, state_prefix
-from megatron_policy.checkpoint.manifest import Manifest
+from megatron_policy.checkpoint.manifest import CheckpointManifest
 from megatron_policy.checkpoint.reading import Filler
 from megatron_policy.checkpoint.verifying import check_files, records_share, verify_records
 from megatron_policy.converters.files.raw_files import RawFiles
@@ -34,19 +34,19 @@ FRESH = "fresh_optimizer=True (or megatron_cfg.checkpoint.fresh_optimizer) start
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint that can be loaded, according to its manifests."""
 
     root: Path
-    weights: Manifest
+    weights: CheckpointManifest
     optimizer_root: Path | None
     """None: there is no optimizer state to load."""
-    optimizer: Manifest | None
+    optimizer: CheckpointManifest | None
     no_optimizer: str
     """Why there is none."""
 
     @property
-    def directories(self) -> dict[Path, Manifest]:
+    def directories(self) -> dict[Path, CheckpointManifest]:
         """Each directory to read from, with its manifest."""
         found = {self.root: self.weights}
         if self.optimizer_root is not None and self.optimizer is not None:
@@ -81,7 +81,7 @@ class Loader:
         *,
         moments: tuple[str, ...] | None,
         fresh: bool,
-    ) -> Found:
+    ) -> FoundCheckpoint:
         """The checkpoint that rank 0 finds, checked on all ranks.
 
         `moments` are the kinds of state that the policy's optimizer keeps, None without an
@@ -93,7 +93,7 @@ class Loader:
                 self._under.publish("where", str(tracker.find(weights_path).absolute()))
         root = Path(self._under.wait_for("where"))
 
-        def step() -> Found:
+        def step() -> FoundCheckpoint:
             found = self._examined(root, optimizer_path, moments, fresh)
             state = "no state of the optimizer" if found.optimizer is None else "its optimizer"
             self._under.check_same_value(f"save {found.weights.id} with {state}")
@@ -101,7 +101,7 @@ class Loader:
 
         return self.together("found", step)
 
-    def verify(self, found: Found) -> None:
+    def verify(self, found: FoundCheckpoint) -> None:
         """Compare all records with their digests; each rank checks its share."""
         rank, size = self._coordinator.rank, self._coordinator.size
 
@@ -124,7 +124,7 @@ class Loader:
         optimizer_path: Path | None,
         moments: tuple[str, ...] | None,
         fresh: bool,
-    ) -> Found:
+    ) -> FoundCheckpoint:
         weights = self._checked(root)
         if manifest.WEIGHTS not in weights.contains:
             raise CheckpointError(
@@ -132,7 +132,7 @@ class Loader:
                 "that the weights were saved to as weights_path"
             )
         if moments is None:
-            return Found(root, weights, None, None, "the policy has no optimizer")
+            return FoundCheckpoint(root, weights, None, None, "the policy has no optimizer")
         try:
             place = self._optimizer(root, weights, optimizer_path)
             state = weights if place == root else self._checked(place)
@@ -140,10 +140,12 @@ class Loader:
         except manifest.NoOptimizer as error:
             if not fresh:
                 raise
-            return Found(root, weights, None, None, f"a new one was asked for; {error}")
-        return Found(root, weights, place, state, "")
+            return FoundCheckpoint(root, weights, None, None, f"a new one was asked for; {error}")
+        return FoundCheckpoint(root, weights, place, state, "")
 
-    def _optimizer(self, root: Path, weights: Manifest, optimizer_path: Path | None) -> Path:
+    def _optimizer(
+        self, root: Path, weights: CheckpointManifest, optimizer_path: Path | None
+    ) -> Path:
         if optimizer_path is None:
             there = manifest.OPTIMIZER in weights.contains
             where = "elsewhere" if weights.optimizer_elsewhere else "nowhere"
@@ -158,7 +160,7 @@ class Loader:
             return root
         return tracker.companion(weights, optimizer_path).absolute()
 
-    def _checked(self, root: Path) -> Manifest:
+    def _checked(self, root: Path) -> CheckpointManifest:
         stated = manifest.read(root)
         architecture = self._table.architecture
         manifest.check_model(stated, self._table.family, fingerprint.digest_of(architecture))
@@ -166,7 +168,7 @@ class Loader:
         return stated
 
 
-def _check_moments(root: Path, stated: Manifest, moments: tuple[str, ...]) -> None:
+def _check_moments(root: Path, stated: CheckpointManifest, moments: tuple[str, ...]) -> None:
     """NoOptimizer unless the checkpoint has every kind of state that the optimizer keeps."""
     before = len("optimizer.state.")
     keys = (key for key in stated.tensors if key.startswith("optimizer.state."))
@@ -183,7 +185,7 @@ class LoadPlan:
 
     def __init__(
         self,
-        found: Found,
+        found: FoundCheckpoint,
         files: RawFiles,
         table: Table,
         place: Placement,

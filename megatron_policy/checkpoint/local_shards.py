@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_policy.checkpoint.slices import Slice, in_pieces, shares, slices, whole_shape
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.formats.dist_keys import Place, written
+from megatron_policy.converters.formats.dist_keys import KeyedSlice, written
 from megatron_policy.converters.formats.dist_writing import CHUNK_BYTES
 from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.converters.table import Entry
@@ -149,7 +149,7 @@ def _items(
                 yield _item(shard, part, where, whole)
 
 
-def _item(shard: LocalShard, piece: Slice, where: Place, whole: Shape) -> WriteItem:
+def _item(shard: LocalShard, piece: Slice, where: KeyedSlice, whole: Shape) -> WriteItem:
     return WriteItem(
         state_key(shard.kind, where.key),
         (*where.axes, *whole),

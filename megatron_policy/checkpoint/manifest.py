@@ -29,7 +29,7 @@ REMEDY = "Restore it from a copy, or load another checkpoint."
 Shape = tuple[int, ...]
 
 
-class Record(NamedTuple):
+class ByteRange(NamedTuple):
     """A run of bytes of a file, and their xxh3 digest."""
 
     offset: int
@@ -38,7 +38,7 @@ class Record(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """One directory of one save; those of the weights and the optimizer have the same `id`."""
 
     id: str
@@ -57,7 +57,7 @@ class Manifest:
     """`fingerprint.digest_of` of the model's architecture."""
     tensors: Mapping[str, tuple[torch.dtype, Shape]]
     """(dtype, unsharded shape) of each key."""
-    records: Mapping[str, tuple[Record, ...]]
+    records: Mapping[str, tuple[ByteRange, ...]]
     """Records of each file with tensors, in the order of their offsets."""
     files: Mapping[str, str]
     """Digests of all other files, by relative name."""
@@ -96,7 +96,7 @@ class NoOptimizer(CheckpointError):
     """
 
 
-def read(directory: str | Path) -> Manifest:
+def read(directory: str | Path) -> CheckpointManifest:
     """The manifest of a checkpoint's directory.
 
     CheckpointError if it is missing, unreadable, damaged, or of a newer version of this package.
@@ -123,7 +123,7 @@ def read(directory: str | Path) -> Manifest:
         _damaged(path, str(error), error)
 
 
-def check_model(manifest: Manifest, family: str, config: str) -> None:
+def check_model(manifest: CheckpointManifest, family: str, config: str) -> None:
     """CheckpointError unless it is of that family and its architecture has that digest."""
     where = manifest.root or "the checkpoint"
     if manifest.family != family:
@@ -164,8 +164,8 @@ def _damaged(path: Path, what: str, error: Exception | None = None) -> NoReturn:
     raise CheckpointError(f"{path} is damaged: {what}. {REMEDY}") from error
 
 
-def _parsed(content: Mapping[str, Any], root: Path) -> Manifest:
-    return Manifest(
+def _parsed(content: Mapping[str, Any], root: Path) -> CheckpointManifest:
+    return CheckpointManifest(
         id=str(content["id"]),
         step=_count(content["step"]),
         contains=tuple(map(str, content["contains"])),
@@ -201,12 +201,12 @@ def _tensor(dtype: str, shape: list[int]) -> tuple[torch.dtype, Shape]:
     return found, tuple(map(_count, shape))
 
 
-def _record(offset: int, length: int, digest: str) -> Record:
+def _record(offset: int, length: int, digest: str) -> ByteRange:
     if type(offset) is not int or type(length) is not int or not 0 <= offset + length < 2**63:
         raise ValueError(f"a record has {length!r:.40} bytes from {offset!r:.40} on")
     if offset < 0 or length < 0:
         raise ValueError(f"a record has {length} bytes from {offset} on")
-    return Record(offset, length, str(digest))
+    return ByteRange(offset, length, str(digest))
 
 
 def _count(value: Any) -> int:

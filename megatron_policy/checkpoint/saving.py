@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_policy.checkpoint import fingerprint, manifest, tracker
 from megatron_policy.checkpoint.local_shards import WriteItem
-from megatron_policy.checkpoint.manifest import Manifest
+from megatron_policy.checkpoint.manifest import CheckpointManifest
 from megatron_policy.checkpoint.staging import Ready, Staging, written_from
 from megatron_policy.checkpoint.writing import merge, write_records, write_small_files
 from megatron_policy.converters.files.publishing import (
@@ -43,7 +43,7 @@ SIDE = "hf"
 
 
 @dataclass(frozen=True)
-class Model:
+class SavedModel:
     """Whose checkpoint it is."""
 
     table: Table
@@ -53,7 +53,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Part:
+class DirectoryContents:
     """This rank's part of one directory of a save."""
 
     root: Path
@@ -72,7 +72,7 @@ class _Job:
 
     under: CollectiveOperation
     step: int
-    parts: tuple[Part, ...]
+    parts: tuple[DirectoryContents, ...]
     ready: tuple[Iterable[Ready], ...]
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -80,7 +80,7 @@ class _Job:
 class Saver:
     """One rank's end of every save; at most one runs at a time."""
 
-    def __init__(self, model: Model, coordinator: Coordinator) -> None:
+    def __init__(self, model: SavedModel, coordinator: Coordinator) -> None:
         self._model, self._coordinator = model, coordinator
         self._pool = PinnedMemoryPool()
         self._reserving: threading.Thread | None = None
@@ -93,7 +93,7 @@ class Saver:
         purpose: str,
         step: int,
         check: Callable[[], object],
-        parts: Callable[[], Sequence[Part]],
+        parts: Callable[[], Sequence[DirectoryContents]],
         *,
         wait: bool,
     ) -> None:
@@ -143,7 +143,11 @@ class Saver:
             ) from failure
 
     def _job(
-        self, under: CollectiveOperation, step: int, parts: tuple[Part, ...], wait: bool
+        self,
+        under: CollectiveOperation,
+        step: int,
+        parts: tuple[DirectoryContents, ...],
+        wait: bool,
     ) -> _Job:
         if wait:
             ready = tuple(written_from(part.items, self._host_memory) for part in parts)
@@ -211,14 +215,14 @@ class Saver:
                 write_records(partial, self._coordinator.rank, ready, part.objects)
         job.under.wait_for_all("written")
 
-    def _complete(self, job: _Job, part: Part, partial: Path) -> None:
+    def _complete(self, job: _Job, part: DirectoryContents, partial: Path) -> None:
         """Rank 0's final work: write everything besides the records."""
         merged = merge(partial, self._coordinator.size)
         files = write_small_files(partial, merged, part.common)
         if manifest.WEIGHTS in part.contains:
             files |= _write_side_files(partial, self._model.side)
         table, topology = self._model.table, self._model.topology
-        stated = Manifest(
+        stated = CheckpointManifest(
             id=job.id,
             step=job.step,
             contains=part.contains,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_policy.checkpoint import manifest as manifests
-from megatron_policy.checkpoint.manifest import NAME, OPTIMIZER, Manifest
+from megatron_policy.checkpoint.manifest import NAME, OPTIMIZER, CheckpointManifest
 from megatron_policy.converters.files import contained, publishing, renaming
 from megatron_policy.converters.files.locking import locked
 from megatron_policy.errors import CheckpointError, ConversionError
@@ -85,7 +85,7 @@ def commit(root: str | Path, step: int) -> None:
         ) from error
 
 
-def companion(weights: Manifest, optimizer_path: str | Path) -> Path:
+def companion(weights: CheckpointManifest, optimizer_path: str | Path) -> Path:
     """The directory with the optimizer's state of the same save.
 
     `optimizer_path` is that directory or the one it was saved to. NoOptimizer if it has none, or

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from threading import Lock
 
-from megatron_policy.checkpoint.manifest import NAME, REMEDY, Manifest, read
+from megatron_policy.checkpoint.manifest import NAME, REMEDY, CheckpointManifest, read
 from megatron_policy.converters.files.locking import opened
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dist_files import DistReader
@@ -27,7 +27,7 @@ _STEP = 2**20
 """Bytes read at a time: few enough to be still in the CPU's cache when they are digested."""
 
 
-def verify(root: Path, tell: Callable[[int, int], None] | None = None) -> Manifest:
+def verify(root: Path, tell: Callable[[int, int], None] | None = None) -> CheckpointManifest:
     """The checkpoint's manifest if every byte matches it; otherwise CheckpointError."""
     manifest = read(root)
     check_files(root, manifest)
@@ -35,7 +35,7 @@ def verify(root: Path, tell: Callable[[int, int], None] | None = None) -> Manife
     return manifest
 
 
-def check_files(root: Path, manifest: Manifest) -> None:
+def check_files(root: Path, manifest: CheckpointManifest) -> None:
     """CheckpointError if a file is missing or too short, or a file without records is damaged."""
     problems = []
     for name, records in manifest.records.items():
@@ -61,7 +61,7 @@ def check_files(root: Path, manifest: Manifest) -> None:
     _raise(problems)
 
 
-def records_share(manifest: Manifest, part: int, parts: int) -> list[Share]:
+def records_share(manifest: CheckpointManifest, part: int, parts: int) -> list[Share]:
     """The records that `part` of `parts` checks: equally many bytes each, file after file.
 
     Each record is in exactly one part: the one that contains its middle.

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_policy.checkpoint.background_thread import Beside
-from megatron_policy.checkpoint.manifest import Record as Sealed
-from megatron_policy.checkpoint.manifest import dtype_name
+from megatron_policy.checkpoint.manifest import ByteRange, dtype_name
 from megatron_policy.checkpoint.staging import Ready
 from megatron_policy.converters.files.publishing import write_file
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dist_records import framing
-from megatron_policy.converters.formats.dist_writing import Layout, Record, small_files
+from megatron_policy.converters.formats.dist_writing import DistLayout, Record, small_files
 from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.errors import CheckpointError
 from megatron_policy.formats.digests import Digest
@@ -85,9 +84,9 @@ def _digest(parts: list[memoryview]) -> str:
 class Merged:
     """All ranks' records, as the checkpoint's metadata and its manifest list them."""
 
-    layout: Layout
+    layout: DistLayout
     tensors: Mapping[str, tuple[torch.dtype, Shape]]
-    records: Mapping[str, tuple[Sealed, ...]]
+    records: Mapping[str, tuple[ByteRange, ...]]
 
 
 def merge(directory: Path, ranks: int) -> Merged:
@@ -97,7 +96,7 @@ def merge(directory: Path, ranks: int) -> Merged:
     """
     records: list[Record] = []
     tensors: dict[str, tuple[torch.dtype, Shape]] = {}
-    sealed: dict[str, tuple[Sealed, ...]] = {}
+    sealed: dict[str, tuple[ByteRange, ...]] = {}
     for rank in range(ranks):
         file = Path(f"__{rank}_0.distcp")
         done = _note_of(directory, rank)
@@ -108,9 +107,9 @@ def merge(directory: Path, ranks: int) -> Merged:
             where = (file, each.offset, each.length)
             records.append(Record(each.key, dtype, each.origin, each.sizes, *where))
         if done:
-            sealed[file.name] = tuple(Sealed(r.offset, r.length, r.digest) for r in done)
+            sealed[file.name] = tuple(ByteRange(r.offset, r.length, r.digest) for r in done)
     shapes = {key: shape for key, (_, shape) in tensors.items()}
-    return Merged(Layout(tuple(records), shapes, ()), tensors, sealed)
+    return Merged(DistLayout(tuple(records), shapes, ()), tensors, sealed)
 
 
 def write_small_files(

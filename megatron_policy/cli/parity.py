@@ -12,7 +12,7 @@ from megatron_policy.cli.options import Precision, in_options
 from megatron_policy.cli.output import say
 
 if TYPE_CHECKING:
-    from megatron_policy.parity import Difference, Parity
+    from megatron_policy.parity import Deviation, Parity
 
 
 def parity(
@@ -98,7 +98,7 @@ def _lines(result: Parity) -> Iterator[str]:
         yield _row(f"layer {number}", difference)
 
 
-def _row(name: str, difference: Difference, limit: float | None = None) -> str:
+def _row(name: str, difference: Deviation, limit: float | None = None) -> str:
     numbers = [difference.max, difference.mean, difference.relative]
     cells = [f"{number:10.1e}" for number in (*numbers, *([] if limit is None else [limit]))]
     beyond = limit is not None and not difference.max <= limit

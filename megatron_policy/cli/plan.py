@@ -188,7 +188,7 @@ def _planned(
     from megatron_policy.config.layout import check_layout, layer_split, topology_of
     from megatron_policy.convert.headers import read_headers
     from megatron_policy.converters.table import bind
-    from megatron_policy.refit.plan import Model, plan_refit
+    from megatron_policy.refit.plan import RefitModel, plan_refit
 
     seen = read_headers(source)
     table = bind(seen.config)
@@ -203,7 +203,7 @@ def _planned(
         topology,
         split,
         plan_refit(
-            Model(table, split, seen.dtypes, trained, topology.tp),
+            RefitModel(table, split, seen.dtypes, trained, topology.tp),
             bucket_bytes=bucket_bytes,
             dtype=None if dtype is None else getattr(torch, dtype.value),
         ),

@@ -15,7 +15,7 @@ from megatron_policy.cli.progress import transfer
 from megatron_policy.cli.sizes import show_size
 
 if TYPE_CHECKING:
-    from megatron_policy.checkpoint.manifest import Manifest
+    from megatron_policy.checkpoint.manifest import CheckpointManifest
 
 COMPLETE = "complete: every digest matches"
 
@@ -75,7 +75,7 @@ def _saved_at(path: str) -> Path | None:
     return tracker.find(path) if tracker.is_saved(path) else None
 
 
-def _verify_saved(root: Path) -> Manifest:
+def _verify_saved(root: Path) -> CheckpointManifest:
     from megatron_policy.checkpoint import verifying
 
     with transfer("checked") as tell:

@@ -57,7 +57,7 @@ def cut(info: Info, copies: tuple[torch.dtype, ...], scratch: int, max_memory: i
     return Blocks(info, min(elements, info.elements), copies, scratch)
 
 
-class Buffer:
+class BlockBuffer:
     """The one buffer for all blocks; the system only allocates the pages that are used."""
 
     def __init__(self, max_memory: int) -> None:

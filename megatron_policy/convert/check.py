@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_policy.convert.blockwise import Buffer, check_memory, cut
+from megatron_policy.convert.blockwise import BlockBuffer, check_memory, cut
 from megatron_policy.convert.convert import damaged_tensor
 from megatron_policy.convert.open_checkpoint import Opened, open_checkpoint
 from megatron_policy.convert.plan import DEFAULT_MAX_MEMORY
@@ -15,7 +15,7 @@ from megatron_policy.converters.formats.dist_files import find
 from megatron_policy.converters.formats.hf_files import MANIFEST
 from megatron_policy.errors import ConversionError
 from megatron_policy.formats.digests import Digest
-from megatron_policy.formats.manifest import Manifest, read_manifest
+from megatron_policy.formats.manifest import DirectoryManifest, read_manifest
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Check:
 
     root: Path
     kind: str
-    manifest: Manifest
+    manifest: DirectoryManifest
     tensors: int
     nbytes: int
     problems: tuple[str, ...]
@@ -49,7 +49,7 @@ def check(
             raise _without_digests(opened.root)
         problems = [*opened.problems.values()]
         total = sum(info.nbytes for info in opened.infos.values())
-        stated, done, buffer = opened.manifest.tensors, 0, Buffer(max_memory)
+        stated, done, buffer = opened.manifest.tensors, 0, BlockBuffer(max_memory)
         for name in sorted({*stated} - {*opened.infos}):
             problems.append(f"{opened.root} lacks {name}, which its {MANIFEST} names")
         for name, info in opened.infos.items():
@@ -65,7 +65,7 @@ def check(
         )
 
 
-def _digest_of(opened: Opened, name: str, buffer: Buffer, max_memory: int) -> str:
+def _digest_of(opened: Opened, name: str, buffer: BlockBuffer, max_memory: int) -> str:
     info, digest = opened.infos[name], Digest()
     plan = cut(info, (info.dtype,), opened.tensors.scratch(name, info.dtype), max_memory)
     for first, (values,), spare in buffer.blocks(plan):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_policy.convert.blockwise import Buffer, check_memory, cut
+from megatron_policy.convert.blockwise import BlockBuffer, check_memory, cut
 from megatron_policy.convert.convert import damaged_tensor
 from megatron_policy.convert.open_checkpoint import Opened, open_checkpoint
 from megatron_policy.convert.plan import DEFAULT_MAX_MEMORY
@@ -103,7 +103,7 @@ class _Comparing:
         self._max_memory, self._progress = max_memory, progress
         self._found: list[Difference] = []
         self._counts: Counter[str] = Counter()
-        self._buffer = Buffer(max_memory)
+        self._buffer = BlockBuffer(max_memory)
         self._passed_over: list[str] = []
         self._done = 0
         self._total = sum(info.nbytes for side in self._sides for info in side.infos.values())

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_policy.convert.blockwise import Buffer
+from megatron_policy.convert.blockwise import BlockBuffer
 from megatron_policy.convert.open_checkpoint import HF
 from megatron_policy.convert.plan import (
     DEFAULT_MAX_MEMORY,
@@ -32,7 +32,7 @@ from megatron_policy.converters.formats.hf_files import MANIFEST
 from megatron_policy.errors import ConversionError, ExportError
 from megatron_policy.formats import digests
 from megatron_policy.formats.digests import Digest
-from megatron_policy.formats.manifest import Manifest
+from megatron_policy.formats.manifest import DirectoryManifest
 from megatron_policy.version import VERSION
 
 Progress = Callable[[int, int], None]
@@ -91,7 +91,7 @@ def convert(
         return Report(ready.plan, content_digest(manifest))
 
 
-def content_digest(manifest: Manifest) -> str:
+def content_digest(manifest: DirectoryManifest) -> str:
     """One digest for all tensors, independent of the format."""
     lines = (
         f"{name} {info.dtype} {list(info.shape)} {digest}\n"
@@ -100,7 +100,7 @@ def content_digest(manifest: Manifest) -> str:
     return digests.of_bytes("".join(lines).encode())
 
 
-def _write(ready: Prepared, progress: Progress) -> Manifest:
+def _write(ready: Prepared, progress: Progress) -> DirectoryManifest:
     """Write all files into the writer's root, the manifest last, and flush them to the disk."""
     target, writer = ready.target, ready.writer
     check_copies(ready.source, ready.table)
@@ -116,8 +116,8 @@ def _write(ready: Prepared, progress: Progress) -> Manifest:
         files[name] = _write_file(ready, name, content)
     tensors = {name: (ready.infos[name], digest) for name, digest in written.items()}
     source = {name: (ready.source.infos[name], digest) for name, digest in read.items()}
-    origin = _origin(ready, content_digest(Manifest(source, {}, {})))
-    manifest = Manifest(tensors, files, origin)
+    origin = _origin(ready, content_digest(DirectoryManifest(source, {}, {})))
+    manifest = DirectoryManifest(tensors, files, origin)
     _write_file(ready, MANIFEST, manifest.encoded())
     writer.sync([*target.sizes, *map(Path, files), Path(MANIFEST)])
     return manifest
@@ -125,7 +125,7 @@ def _write(ready: Prepared, progress: Progress) -> Manifest:
 
 def _write_tensors(ready: Prepared, progress: Progress) -> tuple[dict[str, str], dict[str, str]]:
     """Convert all tensors and return their digests, as read and as written."""
-    buffer, total, done = Buffer(ready.max_memory), ready.plan.bytes_read, 0
+    buffer, total, done = BlockBuffer(ready.max_memory), ready.plan.bytes_read, 0
     stated = ready.source.manifest.tensors if ready.source.manifest else {}
     read: dict[str, str] = {}
     written: dict[str, str] = {}

@@ -19,7 +19,7 @@ from megatron_policy.converters.formats.stored import Stored
 from megatron_policy.converters.table import Entry, Table, bind
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.formats import digests
-from megatron_policy.formats.manifest import Manifest, read_manifest
+from megatron_policy.formats.manifest import DirectoryManifest, read_manifest
 from megatron_policy.formats.tensors import (
     FileTensors,
     Info,
@@ -50,7 +50,7 @@ class Opened:
     table: Table | None
     side_files: Mapping[str, Path]
     """Config, tokenizer and generation settings, by their names in HF format."""
-    manifest: Manifest | None
+    manifest: DirectoryManifest | None
     extents: Extents
     """For each file with tensors, the bytes of these: (first, end) each."""
     keys: Mapping[str, str]
@@ -78,7 +78,9 @@ def open_checkpoint(path: str | Path, files: RawFiles, config: Path | None = Non
     return _opened(root, files, lambda manifest: _open_mcore(found, files, manifest, config))
 
 
-def _opened(root: Path, files: RawFiles, read: Callable[[Manifest | None], Opened]) -> Opened:
+def _opened(
+    root: Path, files: RawFiles, read: Callable[[DirectoryManifest | None], Opened]
+) -> Opened:
     manifest = read_manifest(root)
     problems = _damaged(root, manifest, files, None)
     if unfit := [words for name, words in problems.items() if Path(name).name in _READ]:
@@ -105,7 +107,7 @@ _WITH_TENSORS = (".safetensors", ".distcp")
 _HF_MARKS = ("config.json", hf_files.SINGLE, hf_files.INDEX)
 
 
-def _open_hf(root: Path, files: RawFiles, manifest: Manifest | None) -> Opened:
+def _open_hf(root: Path, files: RawFiles, manifest: DirectoryManifest | None) -> Opened:
     stored: dict[str, Stored] = {}
     extents: dict[Path, list[tuple[int, int]]] = {}
     for file, held in hf_files.inventory(root).items():
@@ -136,7 +138,7 @@ def _table_if_known(root: Path) -> Table | None:
 
 
 def _open_mcore(
-    root: Path, files: RawFiles, manifest: Manifest | None, config: Path | None
+    root: Path, files: RawFiles, manifest: DirectoryManifest | None, config: Path | None
 ) -> Opened:
     side_files = _side_files(root, config)
     table = bind(read_config(_config_of(root, config)))
@@ -191,7 +193,9 @@ def _parameters(
     return stored, keys
 
 
-def _as_stated(infos: Mapping[str, Info], manifest: Manifest, root: Path) -> dict[str, Info]:
+def _as_stated(
+    infos: Mapping[str, Info], manifest: DirectoryManifest, root: Path
+) -> dict[str, Info]:
     """The tensors in the dtypes they had in HF format: tensors that share a key share its dtype
     there.
     """
@@ -205,7 +209,7 @@ def _as_stated(infos: Mapping[str, Info], manifest: Manifest, root: Path) -> dic
 
 
 def _damaged(
-    root: Path, manifest: Manifest | None, files: RawFiles, extents: Extents | None
+    root: Path, manifest: DirectoryManifest | None, files: RawFiles, extents: Extents | None
 ) -> dict[str, str]:
     """The files whose bytes, other than those of tensors, contradict the manifest.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_policy.convert.blockwise import LEAST_BYTES, Buffer, cut
+from megatron_policy.convert.blockwise import LEAST_BYTES, BlockBuffer, cut
 from megatron_policy.convert.open_checkpoint import Opened
 from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConversionError
@@ -27,7 +27,7 @@ def _equal(opened: Opened, name: str, original: str) -> bool:
         return False
     plan = cut(one, (one.dtype, other.dtype), 0, LEAST_BYTES)
     none = torch.empty(0, dtype=torch.uint8)
-    for first, (left, right), _ in Buffer(LEAST_BYTES).blocks(plan):
+    for first, (left, right), _ in BlockBuffer(LEAST_BYTES).blocks(plan):
         opened.tensors.read(name, first, left, none)
         opened.tensors.read(original, first, right, none)
         if not torch.equal(_comparable(left, right), _comparable(right, left)):

@@ -23,7 +23,7 @@ MAPPING = 1
 
 
 @dataclass(frozen=True)
-class Manifest:
+class DirectoryManifest:
     """Digests of tensors by HF name and of files, and the origin as plain values."""
 
     tensors: Mapping[str, tuple[Info, str]]
@@ -51,12 +51,12 @@ class Manifest:
         return sealed(strict_json.encoded(content, indent=1))
 
 
-def read_manifest(root: Path) -> Manifest | None:
+def read_manifest(root: Path) -> DirectoryManifest | None:
     """The manifest of a checkpoint, None if it has none; ConversionError if it is damaged."""
     path = root / MANIFEST
     try:
         content = _unsealed(contained.read(contained.inside(root, MANIFEST), MAX_BYTES))
-        return Manifest(
+        return DirectoryManifest(
             {name: _tensor(*entry) for name, entry in _entries(content, "tensors")},
             {_file(root, name): _text(stated) for name, stated in _entries(content, "files")},
             _origin(content),

@@ -72,7 +72,7 @@ class FileTensors:
         return 0
 
 
-class Share(NamedTuple):
+class TensorShare(NamedTuple):
     """The part of an HF tensor in one parameter, and where it is stored; a write can have several
     places.
     """
@@ -85,7 +85,7 @@ class Share(NamedTuple):
 class ParameterTensors:
     """Tensors whose elements are in Megatron-Core's parameters, along the blocks of their rows."""
 
-    def __init__(self, shares: Mapping[str, Sequence[Share]], files: RawFiles) -> None:
+    def __init__(self, shares: Mapping[str, Sequence[TensorShare]], files: RawFiles) -> None:
         self._shares, self._files = shares, files
 
     def read(self, name: str, first: int, values: Tensor, scratch: Tensor) -> None:
@@ -139,16 +139,16 @@ class ParameterTensors:
 
 def shares_of(
     entries: Sequence[Entry], arch: Architecture, stored: Mapping[str, tuple[Stored, ...]]
-) -> dict[str, list[Share]]:
+) -> dict[str, list[TensorShare]]:
     """The shares of each HF tensor in the parameters, which `stored` has by name."""
     known: dict[Row, list[tuple[int, Correspondence]]] = {}
-    shares: dict[str, list[Share]] = {}
+    shares: dict[str, list[TensorShare]] = {}
     for entry in entries:
         if entry.row not in known:
             blocks = blocks_of(entry.row, arch, 0, 1)
             known[entry.row] = [(block.part, Correspondence.of(block)) for block in blocks]
         for part, block in known[entry.row]:
-            share = Share(stored[entry.megatron], block, block.span)
+            share = TensorShare(stored[entry.megatron], block, block.span)
             shares.setdefault(entry.hf[part], []).append(share)
     return shares
 

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from megatron_policy.lm_head.fused_gradients import Known, gradients
 from megatron_policy.lm_head.fused_tiles import (
-    Buffer,
     HeadShape,
-    Tile,
+    MatrixBuffer,
     Tiling,
+    VocabTile,
     buffer,
     calculation_dtype,
     finish_logits,
@@ -148,7 +148,7 @@ def _local_sums(
     local_NK: torch.Tensor,
     head: HeadShape,
     plan: Tiling,
-    products: Buffer,
+    products: MatrixBuffer,
     entropy: bool,
 ) -> _Sums:
     """Sums over this rank's slice of the vocabulary; leaves the last tile in `products`."""
@@ -169,7 +169,9 @@ def _local_sums(
     return sums
 
 
-def _take_targets(sums: _Sums, logits_RW: torch.Tensor, local_RK: torch.Tensor, tile: Tile) -> None:
+def _take_targets(
+    sums: _Sums, logits_RW: torch.Tensor, local_RK: torch.Tensor, tile: VocabTile
+) -> None:
     index_RK, here_RK = place_of_targets(local_RK, tile)
     found_RK = logits_RW.gather(1, index_RK)
     sums.target_NK.copy_(torch.where(here_RK, found_RK, sums.target_NK))

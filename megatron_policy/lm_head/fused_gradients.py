@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from megatron_policy.lm_head.fused_tiles import (
-    Buffer,
     HeadShape,
-    Tile,
+    MatrixBuffer,
     Tiling,
+    VocabTile,
     buffer,
     calculation_dtype,
     finish_logits,
@@ -47,7 +47,7 @@ def gradients(
     head: HeadShape,
     chunk: int,
     needed: tuple[bool, bool],
-    last: Buffer | None,
+    last: MatrixBuffer | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of `hidden_ND`, from this rank's slice alone, and of `weight_VD`, each if it is
     `needed`.
@@ -96,13 +96,13 @@ class _Buffers:
     and for terms of sums.
     """
 
-    products: Buffer
-    work: Buffer
-    terms: Buffer
+    products: MatrixBuffer
+    work: MatrixBuffer
+    terms: MatrixBuffer
 
 
 def _buffers(
-    plan: Tiling, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, products: Buffer | None
+    plan: Tiling, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, products: MatrixBuffer | None
 ) -> _Buffers:
     dtype, device = weight_VD.dtype, weight_VD.device
     exact = calculation_dtype(weight_VD)
@@ -115,7 +115,12 @@ def _buffers(
 
 
 def _of_logits(
-    product_RW: torch.Tensor, rows: slice, tile: Tile, known: Known, head: HeadShape, work: Buffer
+    product_RW: torch.Tensor,
+    rows: slice,
+    tile: VocabTile,
+    known: Known,
+    head: HeadShape,
+    work: MatrixBuffer,
 ) -> torch.Tensor:
     """The gradient with respect to the products `h.w` of a strip."""
     logits_RW = finish_logits(product_RW, head, work)
@@ -146,7 +151,7 @@ def _of_logits(
 
 
 def _add_product(
-    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, terms: Buffer
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, terms: MatrixBuffer
 ) -> None:
     """`total += left @ right`, by a matrix product in their dtype."""
     if total.dtype == left.dtype:

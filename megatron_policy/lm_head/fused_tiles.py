@@ -39,7 +39,7 @@ class HeadShape:
 
 
 @dataclass(frozen=True)
-class Tile:
+class VocabTile:
     """A rectangle of tokens and entries."""
 
     rows: slice
@@ -61,12 +61,12 @@ class Tiling:
     width: int
     strip: int
 
-    def columns(self) -> Iterator[list[Tile]]:
+    def columns(self) -> Iterator[list[VocabTile]]:
         """All tiles, grouped by their entries."""
         for entries in _ranges(0, self.real, self.width):
-            yield [Tile(rows, entries) for rows in _ranges(0, self.tokens, self.height)]
+            yield [VocabTile(rows, entries) for rows in _ranges(0, self.tokens, self.height)]
 
-    def strips(self, tile: Tile) -> Iterator[tuple[slice, slice]]:
+    def strips(self, tile: VocabTile) -> Iterator[tuple[slice, slice]]:
         """The rows of each strip, among all tokens and among those of the tile."""
         for rows in _ranges(tile.rows.start, tile.rows.stop, self.strip):
             yield rows, slice(rows.start - tile.rows.start, rows.stop - tile.rows.start)
@@ -87,7 +87,7 @@ def _ranges(start: int, stop: int, step: int) -> Iterator[slice]:
 
 
 @dataclass(frozen=True)
-class Buffer:
+class MatrixBuffer:
     """Memory for one matrix at a time, of any shape that fits."""
 
     flat: torch.Tensor
@@ -96,9 +96,9 @@ class Buffer:
         return self.flat[: rows * columns].view(rows, columns)
 
 
-def buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Buffer:
+def buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> MatrixBuffer:
     """A buffer for matrices of up to `rows * columns` elements."""
-    return Buffer(torch.empty(rows * columns, dtype=dtype, device=device))
+    return MatrixBuffer(torch.empty(rows * columns, dtype=dtype, device=device))
 
 
 def calculation_dtype(weight_VD: torch.Tensor) -> torch.dtype:
@@ -107,7 +107,7 @@ def calculation_dtype(weight_VD: torch.Tensor) -> torch.dtype:
 
 
 def multiply(
-    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, tile: Tile, out: Buffer
+    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, tile: VocabTile, out: MatrixBuffer
 ) -> torch.Tensor:
     """`h.w` of a tile `[R, W]`, in the dtype of the weights, as in the model's head."""
     hidden_RD, weight_WD = hidden_ND[tile.rows], weight_VD[tile.entries]
@@ -115,7 +115,7 @@ def multiply(
     return torch.mm(hidden_RD, weight_WD.t(), out=product_RW)
 
 
-def finish_logits(product_RW: torch.Tensor, head: HeadShape, out: Buffer) -> torch.Tensor:
+def finish_logits(product_RW: torch.Tensor, head: HeadShape, out: MatrixBuffer) -> torch.Tensor:
     """The logits `[R, W]` of products `h.w`."""
     logits_RW = out.view(*product_RW.shape).copy_(product_RW)
     if head.softcap is not None:
@@ -125,7 +125,7 @@ def finish_logits(product_RW: torch.Tensor, head: HeadShape, out: Buffer) -> tor
     return logits_RW if factor == 1.0 else logits_RW.mul_(factor)
 
 
-def place_of_targets(local_RK: torch.Tensor, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+def place_of_targets(local_RK: torch.Tensor, tile: VocabTile) -> tuple[torch.Tensor, torch.Tensor]:
     """Each target's index among the entries of a tile, int64 `[R, K]`, and whether it is there; the
     index of a target outside the tile has no meaning.
     """

@@ -18,7 +18,7 @@ from megatron_policy.packing.dynamic import dynamic_bins
 
 
 @dataclass(frozen=True)
-class Span:
+class MicrobatchSpan:
     """One microbatch: rows `[start, end)` of a data-parallel rank's share of a global batch.
 
     `length` is the number of positions: of each row if they are padded, of all together if they are
@@ -34,7 +34,7 @@ class Span:
 class Plan:
     """The microbatches of one data-parallel rank, of every global batch in its data in order."""
 
-    batches: tuple[tuple[Span, ...], ...]
+    batches: tuple[tuple[MicrobatchSpan, ...], ...]
     packed: bool
 
     @property
@@ -60,7 +60,7 @@ class Plan:
         try:
             batches = tuple(
                 tuple(
-                    Span(int(start), int(end), int(length))
+                    MicrobatchSpan(int(start), int(end), int(length))
                     for (start, end), length in zip(pairs, each, strict=True)
                 )
                 for pairs, each in zip(indices, lengths, strict=True)  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def consecutive(plans: Sequence[Plan]) -> Plan:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankPlan:
     """One data-parallel rank's part of a global batch: which rows, in the order of its plan."""
 
     rows: tuple[int, ...]
@@ -132,7 +132,7 @@ def plan_rows(
     multiple: int,
     cost: Cost,
     width: int | None = None,
-) -> list[Share]:
+) -> list[RankPlan]:
     """Every rank's part of the rows of one global batch, with the same number of microbatches each,
     a multiple of `multiple`, and costs as equal as the algorithm allows.
 
@@ -177,7 +177,7 @@ def _levelled(shares: list[Bins], sizes: Sequence[int], capacity: int, cost: Cos
     return found
 
 
-def _share(bins: Bins, sizes: Sequence[int], cost: Cost, packed: bool) -> Share:
+def _share(bins: Bins, sizes: Sequence[int], cost: Cost, packed: bool) -> RankPlan:
     ordered = sorted(
         (sorted(bin_) for bin_ in bins), key=lambda b: (-_cost(b, sizes, cost, packed), b)
     )
@@ -185,6 +185,6 @@ def _share(bins: Bins, sizes: Sequence[int], cost: Cost, packed: bool) -> Share:
     for bin_ in ordered:
         taken = [sizes[row] for row in bin_]
         end = start + len(bin_)
-        spans.append(Span(start, end, sum(taken) if packed else max(taken, default=0)))
+        spans.append(MicrobatchSpan(start, end, sum(taken) if packed else max(taken, default=0)))
         start = end
-    return Share(tuple(row for bin_ in ordered for row in bin_), Plan((tuple(spans),), packed))
+    return RankPlan(tuple(row for bin_ in ordered for row in bin_), Plan((tuple(spans),), packed))

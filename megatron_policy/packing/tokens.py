@@ -23,7 +23,7 @@ FILLER = -1
 
 
 @dataclass(frozen=True)
-class Segment:
+class PackedSequence:
     """One sequence with its padding, `[start, start + length)` among the positions of all ranks;
     several packed sequences make a row.
     """
@@ -33,7 +33,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Piece:
+class CausalRectangle:
     """A causal rectangle of attention: this rank's queries `[query, query + queries)` see the keys
     `[key, key + keys)` of all ranks. The last query sees all of them, the one before it all but the
     last, and so on (aligned at the lower right corner).
@@ -57,7 +57,7 @@ class TokenLayout:
 
     rows: int
     width: int
-    segments: tuple[Segment, ...]
+    segments: tuple[PackedSequence, ...]
     columns_CT: torch.Tensor
     """For each rank, which of all ranks' positions it has."""
     sources_CTR: torch.Tensor
@@ -121,17 +121,19 @@ class TokenLayout:
         within = torch.arange(self.full_length, device=device) - starts.repeat_interleave(lengths)
         return within[self.columns_CT[rank]]
 
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
+    def pieces(self, rank: int) -> tuple[CausalRectangle, ...]:
         """The pieces of rank `rank`'s causal attention; its queries in order, each once."""
         if self.ranks == 1:
-            return tuple(Piece(s.start, s.length, s.start, s.length) for s in self.segments)
+            return tuple(
+                CausalRectangle(s.start, s.length, s.start, s.length) for s in self.segments
+            )
         found = []
         for segment in self.segments:
             chunk = segment.length // (2 * self.ranks)
             first = segment.start // self.ranks
             for index, number in enumerate((rank, 2 * self.ranks - 1 - rank)):
                 query = first + index * chunk
-                found.append(Piece(query, chunk, segment.start, (number + 1) * chunk))
+                found.append(CausalRectangle(query, chunk, segment.start, (number + 1) * chunk))
         return tuple(found)
 
 
@@ -142,7 +144,7 @@ def padded_layout(rows: int, width: int, multiple: int, ranks: int) -> TokenLayo
     length = round_up(width, multiple)
     source_BS = torch.full((rows, length), FILLER)
     source_BS[:, :width] = torch.arange(rows * width).view(rows, width)
-    return _layout(rows, width, (Segment(0, length),), source_BS.T, ranks)
+    return _layout(rows, width, (PackedSequence(0, length),), source_BS.T, ranks)
 
 
 def packed_layout(
@@ -160,25 +162,25 @@ def packed_layout(
         padded = round_up(length, segment_multiple)
         part = torch.full((padded,), FILLER)
         part[:length] = row * width + torch.arange(length)
-        segments.append(Segment(start, padded))
+        segments.append(PackedSequence(start, padded))
         parts.append(part)
         start += padded
     missing = round_up(max(start, 1), total_multiple) - start
     if missing:
-        segments.append(Segment(start, missing))
+        segments.append(PackedSequence(start, missing))
         parts.append(torch.full((missing,), FILLER))
     source_T1 = torch.cat(parts).unsqueeze(1)
     return _layout(len(lengths), width, tuple(segments), source_T1, ranks)
 
 
 def _layout(
-    rows: int, width: int, segments: tuple[Segment, ...], source_TR: torch.Tensor, ranks: int
+    rows: int, width: int, segments: tuple[PackedSequence, ...], source_TR: torch.Tensor, ranks: int
 ) -> TokenLayout:
     columns_CT = torch.stack([_zigzag(segments, rank, ranks) for rank in range(ranks)])
     return TokenLayout(rows, width, segments, columns_CT, source_TR[columns_CT])
 
 
-def _zigzag(segments: Sequence[Segment], rank: int, ranks: int) -> torch.Tensor:
+def _zigzag(segments: Sequence[PackedSequence], rank: int, ranks: int) -> torch.Tensor:
     if ranks == 1:
         return torch.arange(sum(segment.length for segment in segments))
     parts = []

@@ -15,7 +15,7 @@ from megatron_policy.errors import ConfigError
 from megatron_policy.parity.policy_side import join, policy_section, read_policy
 from megatron_policy.parity.ranks import read_on_ranks
 from megatron_policy.parity.reference import read_reference
-from megatron_policy.parity.result import Difference, Job, Parity, Reading
+from megatron_policy.parity.result import Deviation, Job, ModelOutputs, Parity
 
 ROWS = 2
 """Sequences: more than one, so that rows cannot be mistaken for positions."""
@@ -82,12 +82,12 @@ def compare(
     limits = _limits(job, reference or model, theirs, tolerance)
     ours = read_policy(job) if tp * pp == 1 else join(job, read_on_ranks(job))
     _check_vocabulary(ours, theirs)
-    layers = {n: Difference.between(ours.layers[n], theirs.layers[n]) for n in sorted(ours.layers)}
+    layers = {n: Deviation.between(ours.layers[n], theirs.layers[n]) for n in sorted(ours.layers)}
     return Parity(
         job,
         table.family,
-        Difference.between(ours.logits, theirs.logits),
-        Difference.between(ours.logprobs, theirs.logprobs),
+        Deviation.between(ours.logits, theirs.logits),
+        Deviation.between(ours.logprobs, theirs.logprobs),
         layers,
         *limits,
     )
@@ -104,7 +104,9 @@ def _check(arch: Architecture, tokens: int, world: int) -> None:
         )
 
 
-def _limits(job: Job, model: str, theirs: Reading, tolerance: float | None) -> tuple[float, float]:
+def _limits(
+    job: Job, model: str, theirs: ModelOutputs, tolerance: float | None
+) -> tuple[float, float]:
     """Limits of logits and of logprobs: as given, from the table, or from the reference's own
     rounding.
     """
@@ -113,12 +115,12 @@ def _limits(job: Job, model: str, theirs: Reading, tolerance: float | None) -> t
         return limit, limit
     exact = read_reference(model, job, "float32", per_layer=False)
     return (
-        BF16_NOISE * Difference.between(theirs.logits, exact.logits).max,
-        BF16_NOISE * Difference.between(theirs.logprobs, exact.logprobs).max,
+        BF16_NOISE * Deviation.between(theirs.logits, exact.logits).max,
+        BF16_NOISE * Deviation.between(theirs.logprobs, exact.logprobs).max,
     )
 
 
-def _check_vocabulary(ours: Reading, theirs: Reading) -> None:
+def _check_vocabulary(ours: ModelOutputs, theirs: ModelOutputs) -> None:
     if ours.logits.shape != theirs.logits.shape:
         raise ConfigError(
             f"the models have vocabularies of {ours.logits.size(-1)} and "

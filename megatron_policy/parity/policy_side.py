@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.parity.result import Job, Reading
+from megatron_policy.parity.result import Job, ModelOutputs
 from megatron_policy.policy import MegatronPolicy
 
 
-def read_policy(job: Job) -> Reading:
+def read_policy(job: Job) -> ModelOutputs:
     """Run the model: all logits and logprobs, and the outputs of this rank's layers.
 
     Under sequence parallelism the outputs have this tensor-parallel rank's share of the positions.
@@ -38,12 +38,12 @@ def read_policy(job: Job) -> Reading:
             values, indices = policy.topk_logits(data, job.vocab_size, micro_batch_size=job.rows)
         logits_BSV = torch.empty_like(values).scatter_(-1, indices, values)
         logprobs_BS = policy.logprobs(data, micro_batch_size=job.rows)[:, 1:]
-        return Reading(logits_BSV, logprobs_BS, layers)
+        return ModelOutputs(logits_BSV, logprobs_BS, layers)
     finally:
         policy.shutdown()
 
 
-def join(job: Job, readings: Sequence[Reading]) -> Reading:
+def join(job: Job, readings: Sequence[ModelOutputs]) -> ModelOutputs:
     """Join the readings of all ranks, in rank order: tensor-parallel ranks are adjacent."""
     layers: dict[int, torch.Tensor] = {}
     for first in range(0, len(readings), job.tp):
@@ -52,7 +52,7 @@ def join(job: Job, readings: Sequence[Reading]) -> Reading:
             shares = [reading.layers[number] for reading in stage]
             whole_BSD = torch.cat(shares, dim=1) if job.sequence_parallel else hidden_BSD
             layers[number] = whole_BSD[:, : job.tokens]
-    return Reading(readings[0].logits, readings[0].logprobs, layers)
+    return ModelOutputs(readings[0].logits, readings[0].logprobs, layers)
 
 
 def policy_section(job: Job) -> dict[str, Any]:

@@ -21,14 +21,14 @@ import torch
 from megatron_policy import errors
 from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.parity.policy_side import read_policy
-from megatron_policy.parity.result import Job, Reading
+from megatron_policy.parity.result import Job, ModelOutputs
 
 GRACE_S = 3.0  # for the other ranks to report after one has failed
 POLL_S = 0.05
 JOB = "job.json"
 
 
-def read_on_ranks(job: Job) -> list[Reading]:
+def read_on_ranks(job: Job) -> list[ModelOutputs]:
     """The reading of each rank of the layout, in rank order.
 
     Raises the error of the first rank that failed, unchanged if it is one for users, and as a
@@ -121,10 +121,10 @@ def _story(folder: Path, rank: int, code: int, report: dict[str, str] | None) ->
     return f"rank {rank} {how}{last}"
 
 
-def _load(folder: Path, rank: int) -> Reading:
+def _load(folder: Path, rank: int) -> ModelOutputs:
     content = torch.load(_reading(folder, rank), weights_only=True)
     nothing = torch.empty(0)
-    return Reading(
+    return ModelOutputs(
         content.get("logits", nothing), content.get("logprobs", nothing), content["layers"]
     )
 

@@ -19,11 +19,11 @@ from megatron_policy.converters.formats.safetensors_format import Extent
 from megatron_policy.converters.registry import family_of
 from megatron_policy.device import current_device
 from megatron_policy.errors import ConfigError
-from megatron_policy.parity.result import Job, Reading
+from megatron_policy.parity.result import Job, ModelOutputs
 
 
 @torch.no_grad()
-def read_reference(model: str, job: Job, dtype: str, per_layer: bool) -> Reading:
+def read_reference(model: str, job: Job, dtype: str, per_layer: bool) -> ModelOutputs:
     """Load the checkpoint in transformers as `dtype` and run it on the job's tokens.
 
     The model is released afterwards. ConfigError if transformers cannot load it or compute with it.
@@ -39,7 +39,7 @@ def read_reference(model: str, job: Job, dtype: str, per_layer: bool) -> Reading
         raise ConfigError(f"transformers cannot compute with {model}: {error}") from error
     logprobs_BSV = logits_BSV[:, :-1].log_softmax(-1)
     logprobs_BS = logprobs_BSV.gather(-1, tokens_BS[:, 1:].unsqueeze(-1)).squeeze(-1)
-    return Reading(logits_BSV, logprobs_BS, layers)
+    return ModelOutputs(logits_BSV, logprobs_BS, layers)
 
 
 def _load(model: str, dtype: str) -> Any:

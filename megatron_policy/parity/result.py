@@ -38,7 +38,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ModelOutputs:
     """fp32 on the CPU: `logits` `[B, S, V]`, `logprobs` `[B, S - 1]` of each next token, and the
     `layers`' outputs `[B, S, D]` by global number.
     """
@@ -49,7 +49,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Deviation:
     """Between two tensors, elementwise: the largest and the mean absolute difference, and the
     largest absolute value of the reference.
     """
@@ -59,7 +59,7 @@ class Difference:
     scale: float
 
     @classmethod
-    def between(cls, ours: torch.Tensor, reference: torch.Tensor) -> Difference:
+    def between(cls, ours: torch.Tensor, reference: torch.Tensor) -> Deviation:
         """The difference; NaN if either is NaN, which exceeds every limit."""
         apart = (ours.double() - reference.double()).abs()
         scale = float(reference.abs().max())
@@ -77,9 +77,9 @@ class Parity:
 
     job: Job
     family: str
-    logits: Difference
-    logprobs: Difference
-    layers: Mapping[int, Difference]
+    logits: Deviation
+    logprobs: Deviation
+    layers: Mapping[int, Deviation]
     logits_limit: float
     logprobs_limit: float
 

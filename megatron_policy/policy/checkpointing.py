@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from megatron_policy.checkpoint import common_state, tracker
 from megatron_policy.checkpoint.contents import Contents, Rest
-from megatron_policy.checkpoint.loading import Found, Loader, LoadPlan
+from megatron_policy.checkpoint.loading import FoundCheckpoint, Loader, LoadPlan
 from megatron_policy.checkpoint.report import LoadReport, check_host_data
-from megatron_policy.checkpoint.saving import Model, Part, Saver, write_tokenizer
+from megatron_policy.checkpoint.saving import DirectoryContents, SavedModel, Saver, write_tokenizer
 from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.files.publishing import check_replaceable
 from megatron_policy.converters.files.raw_files import RawFiles
@@ -54,7 +54,7 @@ class Checkpoints:
         self._coordinator = Coordinator(store, session.rank, size, config.checkpoint_timeout_s)
         side_files(locate(config.model_name))  # raises on every rank or on none
         self._side = side_contents(config.model_name) if session.rank == 0 else {}
-        model = Model(self._engine.table, session.topology, self._side)
+        model = SavedModel(self._engine.table, session.topology, self._side)
         self._saver = Saver(model, self._coordinator)
         session.engine.pending_reads.add(self._saver.copied)
         if config.megatron_cfg.checkpoint.async_save:
@@ -103,7 +103,7 @@ class Checkpoints:
             if tokenizer_path is not None and self._session.rank == 0:
                 write_tokenizer(self._side, self._tokenizer, Path(tokenizer_path))
 
-        def parts() -> list[Part]:
+        def parts() -> list[DirectoryContents]:
             if onload:
                 memory.onload(need.holds)
             memory.ready("save_checkpoint()", need)
@@ -179,13 +179,13 @@ class Checkpoints:
         return ("momentum_buffer",) if settings.sgd_momentum else ()
 
     @contextmanager
-    def _changing(self, found: Found) -> Iterator[None]:
+    def _changing(self, found: FoundCheckpoint) -> Iterator[None]:
         """During a load the policy is unusable; it stays marked as such if the load fails."""
         self._session.state.begin_load(str(found.root))
         yield
         self._session.state.end_load()
 
-    def _prepared(self, found: Found, files: RawFiles) -> tuple[LoadPlan, Rest]:
+    def _prepared(self, found: FoundCheckpoint, files: RawFiles) -> tuple[LoadPlan, Rest]:
         """Look up everything that will be read and set, before anything is changed."""
         engine = self._engine
         held = self._contents.held(with_states=found.optimizer is not None)

@@ -31,7 +31,7 @@ from megatron_policy.policy.generation import TextGenerator
 from megatron_policy.policy.session import Session
 from megatron_policy.refit.delivery import Transport, deliver
 from megatron_policy.refit.iterate import tensors
-from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.transports.disk import (
     DEFAULT_MAX_SHARD_BYTES,
     export_checkpoint,
@@ -206,7 +206,7 @@ class MegatronPolicy:
         stream = tensors(self.exporter, self.exporter.plan(dtype=dtype))
         return self.memory.during("export()", SEND_WEIGHTS, stream)
 
-    def refit(self, sink: Transport) -> Manifest:
+    def refit(self, sink: Transport) -> RefitManifest:
         """Send the weights to an inference engine; returns what this rank has sent. RefitError, on
         every rank, if any rank's engine refused or did not answer in time; the policy stays usable.
         """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.digest import algorithm_for, digest
-from megatron_policy.refit.manifest import Manifest, Sent
+from megatron_policy.refit.manifest import RefitManifest, Sent
 from megatron_policy.renamed import renamed_name
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class TransportSession(Protocol):
     def filled(self, tensor: RefitTensor, room: BufferSlice) -> None:
         """All its elements have been written."""
 
-    def finish(self, manifest: Manifest) -> None:
+    def finish(self, manifest: RefitManifest) -> None:
         """Send what is left, and return when the other side has accepted everything.
 
         `manifest` lists what was placed here. RefitError if it was refused.
@@ -56,7 +56,7 @@ class Transport(Protocol):
         """This rank's end; None if it only helps to gather. May raise."""
 
 
-def deliver(exporter: Exporter, sink: Transport, step: int) -> Manifest:
+def deliver(exporter: Exporter, sink: Transport, step: int) -> RefitManifest:
     """Send all weights, as they are after `step` optimizer steps; return what this rank has sent.
 
     Collective over all ranks. RefitError on all of them if any failed; the policy is unharmed.
@@ -114,8 +114,8 @@ class _Delivery:
             with self._attempt():
                 self._session.close()
 
-    def manifest(self, step: int) -> Manifest:
-        return Manifest(step, self._algorithm, self._sent)
+    def manifest(self, step: int) -> RefitManifest:
+        return RefitManifest(step, self._algorithm, self._sent)
 
     def _attempt(self) -> _Attempt:
         return _Attempt(self)

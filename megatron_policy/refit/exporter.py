@@ -15,7 +15,7 @@ from megatron_policy.coordination.collectives import BoundedCollectives
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S
 from megatron_policy.parallel.topology import Coords, Topology
 from megatron_policy.refit.export import Filled, Place, Sources, stream_alone, stream_together
-from megatron_policy.refit.plan import Model, RefitPlan, plan_refit
+from megatron_policy.refit.plan import RefitModel, RefitPlan, plan_refit
 
 if TYPE_CHECKING:
     from megatron_policy.interfaces.engine import TrainingEngine
@@ -49,7 +49,7 @@ class Exporter:
         self.source_dtypes = engine.source_dtypes
         self.table = engine.table
         self._sources = Sources(engine.held, engine.table.architecture)
-        self._model = Model(
+        self._model = RefitModel(
             engine.table,
             place.split,
             engine.source_dtypes,

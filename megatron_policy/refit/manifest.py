@@ -41,7 +41,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class RefitManifest:
     """All tensors of one refit by Hugging Face name, in the order they were sent.
 
     `step` is the number of optimizer steps taken so far; `algorithm` names the digest.
@@ -72,7 +72,7 @@ class Manifest:
         return json.dumps(content, ensure_ascii=False).encode()
 
     @classmethod
-    def decoded(cls, content: bytes) -> Manifest:
+    def decoded(cls, content: bytes) -> RefitManifest:
         """The inverse of `encoded`; RefitError for anything else or for inconsistent totals."""
         try:
             said = json.loads(content)

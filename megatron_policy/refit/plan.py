@@ -157,7 +157,7 @@ class RefitPlan:
 
 
 @dataclass(frozen=True)
-class Model:
+class RefitModel:
     """The input of a plan.
 
     `dtypes` are those of the HF tensors in the checkpoint, `precision` is the dtype of the
@@ -172,7 +172,7 @@ class Model:
 
 
 def plan_refit(
-    model: Model,
+    model: RefitModel,
     *,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     dtype: torch.dtype | None = None,
@@ -245,7 +245,7 @@ def _pack(group: Sequence[tuple[RefitTensor, int]], used: int) -> Pack:
 
 
 def _items(
-    chosen: Sequence[tuple[int, Entry, int]], model: Model, dtype: torch.dtype | None
+    chosen: Sequence[tuple[int, Entry, int]], model: RefitModel, dtype: torch.dtype | None
 ) -> Iterator[Item]:
     architecture = model.table.architecture
     shapes = model.table.hf_shapes()

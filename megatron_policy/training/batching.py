@@ -22,7 +22,7 @@ from megatron_policy.packing.microbatch import (
     padded_microbatch,
 )
 from megatron_policy.packing.multiples import Multiples, round_up
-from megatron_policy.packing.plan import Plan, Span, plan_rows
+from megatron_policy.packing.plan import MicrobatchSpan, Plan, plan_rows
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.training.checks import check_size, checked_lengths
 from megatron_policy.training.longest import Longest
@@ -37,7 +37,7 @@ class GlobalBatch:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ScoringBatches:
     """Microbatches, and for each that is not a filler the caller's rows it holds."""
 
     microbatches: list[Microbatch]
@@ -103,7 +103,7 @@ class Batcher:
         batches = self._by_own_plan(data) if plan is None else self._planned(data, plan)
         return _as_the_caller_counts(self._only(batches, "a part of a global batch"), data)
 
-    def for_reading(self, data: BatchedDataDict, at_once: int) -> Reading:
+    def for_reading(self, data: BatchedDataDict, at_once: int) -> ScoringBatches:
         """All rows of `data`, `at_once` rows or one microbatch's token budget at a time."""
         check_size("micro_batch_size, rows that are read at once,", at_once)
         plan = _given(data, self.reading)
@@ -114,14 +114,16 @@ class Batcher:
             rows = [order[start : start + size] for start in range(0, data.size, size)]
             # All microbatches must have the same shape: the last row is repeated to fill up.
             filled = data.select_indices([*order, *[data.size - 1] * (-data.size % size)])
-            return Reading(self.in_step(self._side_by_side(filled, size), len(rows), data), rows)
+            return ScoringBatches(
+                self.in_step(self._side_by_side(filled, size), len(rows), data), rows
+            )
         if plan is None:
             data, plan, order = self._own_plan(data, self.reading)
         batch = self._only(self._planned(data, plan), "what is only read")
         spans = [span for span in plan.batches[0] if span.start < span.end]
         rows = [order[span.start : span.end] for span in spans]
         count = len(batch.microbatches)
-        return Reading(self.in_step(batch.microbatches, count, data), rows)
+        return ScoringBatches(self.in_step(batch.microbatches, count, data), rows)
 
     def in_step(
         self, microbatches: Sequence[Microbatch], count: int, data: BatchedDataDict
@@ -216,7 +218,7 @@ class Batcher:
         return batches[0]
 
     def _microbatch(
-        self, batch: BatchedDataDict, span: Span, packed: bool, width: int
+        self, batch: BatchedDataDict, span: MicrobatchSpan, packed: bool, width: int
     ) -> Microbatch:
         if span.start == span.end:
             return self._filler(batch)

@@ -22,11 +22,11 @@ from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.errors import ConfigError, WorkerError
-from megatron_policy.parity import LIMITS, Difference, Parity
+from megatron_policy.parity import LIMITS, Deviation, Parity
 from megatron_policy.parity import ranks as parity_ranks
 from megatron_policy.parity.policy_side import join, read_policy
 from megatron_policy.parity.reference import read_reference
-from megatron_policy.parity.result import Job, Reading
+from megatron_policy.parity.result import Job, ModelOutputs
 from tests.dist.test_launch import ROOT
 from tests.exact import Exact, InDouble, assert_equal
 
@@ -58,7 +58,7 @@ def job_for(path: Path, layout: str = "one rank", **changes: Any) -> Job:
     return Job(**settings | changes)
 
 
-def read(job: Job) -> Reading:
+def read(job: Job) -> ModelOutputs:
     prepare_platform()
     device.join_process_group(60.0)
     return read_policy(job)
@@ -165,8 +165,8 @@ def test_parity_does_not_hold_where_a_single_value_is_off(broken: float) -> None
     reference = torch.zeros(2, 3, 5)
     off = reference.clone()
     off[1, 2, 4] = broken
-    fine = Difference.between(reference, reference)
-    wrong = Difference.between(off, reference)
+    fine = Deviation.between(reference, reference)
+    wrong = Deviation.between(off, reference)
     limit = LIMITS["float32"]
     job = job_of_nothing()
     assert Parity(job, "x", fine, fine, {}, limit, limit).holds

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_policy.errors import RefitError
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.refit.buffers import Buffer, BufferSlice
-from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.plan import RefitPlan, RefitTensor
 from tests.dist.test_export import tensors_of
 from tests.dist.test_refit_export import LAYOUTS, config_of
@@ -39,7 +39,7 @@ class TransportSession:
     def filled(self, tensor: RefitTensor, room: BufferSlice) -> None:
         self.found[tensor.name] = room.tensor(tensor.shape, tensor.dtype)
 
-    def finish(self, manifest: Manifest) -> None:
+    def finish(self, manifest: RefitManifest) -> None:
         if self._at == "finish":
             self._act()
 

@@ -18,7 +18,7 @@ import torch
 from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.refit.delivery import deliver
-from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.plan import RefitTensor
 from megatron_policy.refit.receive.collective import join_collective
 from megatron_policy.refit.transports.collective.transport import Collective, CollectiveSession
@@ -61,7 +61,7 @@ class Group:
             self._exporter, "127.0.0.1", port, engines + 1, timeout_s=TIMEOUT_S, secret=SECRET
         )
 
-    def refit(self, seed: int, during: Any = lambda name: None) -> Manifest:
+    def refit(self, seed: int, during: Any = lambda name: None) -> RefitManifest:
         trainer = Trainer(weights(seed), TIMEOUT_S, during)
         return deliver(trainer, self.group.sink(), step=seed)
 

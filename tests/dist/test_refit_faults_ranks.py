@@ -17,7 +17,7 @@ import pytest
 
 from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.plan import RefitTensor
 from megatron_policy.refit.transports.collective.transport import Collective, CollectiveTransport
 from tests import collective_engine, refit_engine
@@ -75,7 +75,7 @@ class Stalling:
     def filled(self, tensor: RefitTensor, room: Any) -> None:
         self._outlet.filled(tensor, room)
 
-    def finish(self, manifest: Manifest) -> None:
+    def finish(self, manifest: RefitManifest) -> None:
         if self._outlet:
             self._outlet.finish(manifest)
 

@@ -13,7 +13,7 @@ import torch
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.engines.megatron.layers import context_parallel
 from megatron_policy.lm_head.output import Output
-from megatron_policy.packing.tokens import Piece, TokenLayout
+from megatron_policy.packing.tokens import CausalRectangle, TokenLayout
 from megatron_policy.training import batching, losses, step
 from tests.invariance.cases import Cell
 from tests.invariance.measure import run_cell
@@ -37,8 +37,8 @@ def run_broken(name: str, config: Mapping[str, Any], data: BatchedDataDict) -> d
 
 
 def _one_piece(patch: pytest.MonkeyPatch) -> None:
-    def whole(self: TokenLayout, rank: int) -> tuple[Piece, ...]:
-        return (Piece(0, self.full_length, 0, self.full_length),)
+    def whole(self: TokenLayout, rank: int) -> tuple[CausalRectangle, ...]:
+        return (CausalRectangle(0, self.full_length, 0, self.full_length),)
 
     patch.setattr(TokenLayout, "pieces", whole)
 
@@ -109,7 +109,9 @@ def _gradient_of_fillers(patch: pytest.MonkeyPatch) -> None:
 def _results_in_the_order_of_the_plan(patch: pytest.MonkeyPatch) -> None:
     for_reading = batching.Batcher.for_reading
 
-    def in_order(self: batching.Batcher, data: BatchedDataDict, at_once: int) -> batching.Reading:
+    def in_order(
+        self: batching.Batcher, data: BatchedDataDict, at_once: int
+    ) -> batching.ScoringBatches:
         read = for_reading(self, data, at_once)
         order = iter(range(data.size))
         return replace(read, rows=[list(islice(order, len(rows))) for rows in read.rows])

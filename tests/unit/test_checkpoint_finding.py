@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_policy.checkpoint import manifest, tracker
-from megatron_policy.checkpoint.manifest import NAME, Manifest
+from megatron_policy.checkpoint.manifest import NAME, CheckpointManifest
 from megatron_policy.checkpoint.tracker import TRACKER, commit, companion, complete, find
 from megatron_policy.errors import CheckpointError
 from tests.unit.training_checkpoints import make_save
@@ -103,7 +103,7 @@ def test_the_optimizer_of_the_same_save_is_found_by_its_id(run: Path, tmp_path: 
     assert companion(weights, other) == other / ".iter_0000004.partial-01"
 
 
-def optimizer_refused(weights: Manifest, path: Path) -> str:
+def optimizer_refused(weights: CheckpointManifest, path: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         companion(weights, path)
     assert str(path) in str(caught.value)

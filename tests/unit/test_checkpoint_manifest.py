@@ -14,7 +14,7 @@ import torch
 
 from megatron_policy.checkpoint import manifest as manifests
 from megatron_policy.checkpoint.fingerprint import current_versions, digest_of
-from megatron_policy.checkpoint.manifest import NAME, Manifest, Record
+from megatron_policy.checkpoint.manifest import NAME, ByteRange, CheckpointManifest
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.errors import CheckpointError
@@ -22,7 +22,7 @@ from megatron_policy.formats.digests import UNSEALED, sealed
 from tests.unit.published import COMMON, PUBLISHED
 from tests.unit.published_experts import PUBLISHED_EXPERTS
 
-MANIFEST = Manifest(
+MANIFEST = CheckpointManifest(
     id="00ff",
     step=12,
     contains=("weights", "random"),
@@ -32,7 +32,7 @@ MANIFEST = Manifest(
     family="qwen2",
     config="abcd",
     tensors={"größe.weight": (torch.bfloat16, (3, 4)), "scalar": (torch.float32, ())},
-    records={"__0_0.distcp": (Record(0, 10, "aa"), Record(10, 5, "bb")), "__1_0.distcp": ()},
+    records={"__0_0.distcp": (ByteRange(0, 10, "aa"), ByteRange(10, 5, "bb")), "__1_0.distcp": ()},
     files={"hf/config.json": "cc"},
 )
 
@@ -57,7 +57,7 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(MANIFEST.encoded())
     found = manifests.read(tmp_path)
     assert found == MANIFEST and found.root == tmp_path and found.nbytes == 15
-    assert isinstance(found.records["__0_0.distcp"][0], Record)
+    assert isinstance(found.records["__0_0.distcp"][0], ByteRange)
     empty = dataclasses.replace(MANIFEST, tensors={}, records={}, files={})
     (tmp_path / NAME).write_bytes(empty.encoded())
     assert manifests.read(tmp_path) == empty

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_policy.checkpoint import manifest as manifests
-from megatron_policy.checkpoint.manifest import NAME, Manifest, Record
+from megatron_policy.checkpoint.manifest import NAME, ByteRange, CheckpointManifest
 from megatron_policy.checkpoint.verifying import (
     SHOWN,
     check_files,
@@ -120,14 +120,14 @@ def test_of_many_problems_the_first_are_named(tmp_path: Path) -> None:
         check_files(tmp_path, make_manifest({}, files=many))
 
 
-def make_manifest(lengths: dict[str, list[int]], **fields: object) -> Manifest:
+def make_manifest(lengths: dict[str, list[int]], **fields: object) -> CheckpointManifest:
     records = {}
     for name, each in lengths.items():
         starts = [sum(each[:number]) for number in range(len(each))]
-        records[name] = tuple(map(Record, starts, each, [name] * len(each)))
+        records[name] = tuple(map(ByteRange, starts, each, [name] * len(each)))
     values = {"id": "", "step": 0, "contains": (), "optimizer_elsewhere": False}
     values |= {"versions": {}, "layout": {}, "family": "", "config": "", "tensors": {}}
-    return Manifest(**values | {"records": records, "files": {}} | fields)
+    return CheckpointManifest(**values | {"records": records, "files": {}} | fields)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 64])

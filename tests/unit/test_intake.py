@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.digest import algorithm_for, digest
-from megatron_policy.refit.manifest import Manifest, Sent
+from megatron_policy.refit.manifest import RefitManifest, Sent
 from megatron_policy.refit.receive.receiver import Receiver
 from tests.refit_engine import SmallEngine, bits, zeros
 from tests.refit_trainer import FORMS, weights
 
 
-def manifest_of(tensors: dict[str, torch.Tensor], step: int = 1) -> Manifest:
+def manifest_of(tensors: dict[str, torch.Tensor], step: int = 1) -> RefitManifest:
     algorithm = algorithm_for(torch.zeros(1))
-    return Manifest(
+    return RefitManifest(
         step,
         algorithm,
         {n: Sent(tuple(t.shape), t.dtype, digest(t, algorithm)) for n, t in tensors.items()},
@@ -161,10 +161,10 @@ def test_digests_of_another_algorithm_are_refused_and_can_be_asked_for() -> None
     intake = receiver.assembler()
     intake.take(list(NEW.items()))
     with pytest.raises(RefitError, match="same kind of device"):
-        intake.finish(Manifest(1, other, same))
+        intake.finish(RefitManifest(1, other, same))
     intake = receiver.assembler(other)
     intake.take(list(NEW.items()))
-    assert intake.finish(Manifest(1, other, same)).step == 1
+    assert intake.finish(RefitManifest(1, other, same)).step == 1
 
 
 def test_a_load_that_raises_is_a_refusal_with_its_reason() -> None:
@@ -177,7 +177,7 @@ def test_a_load_that_raises_is_a_refusal_with_its_reason() -> None:
 
 def test_an_empty_refit_is_no_refit_of_a_model() -> None:
     with pytest.raises(RefitError, match="10 missing"):
-        make()[1].assembler().finish(Manifest(1, "xxh3_64", {}))
+        make()[1].assembler().finish(RefitManifest(1, "xxh3_64", {}))
 
 
 def test_the_memory_kept_between_refits_is_used_again_and_can_be_released() -> None:

@@ -26,10 +26,10 @@ import zmq
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.delivery import deliver
-from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.transports.ipc.address import path_of
 from megatron_policy.refit.transports.ipc.exported_buffer import ExportedBuffer
-from megatron_policy.refit.transports.ipc.protocol import Dialect, Pack, understood
+from megatron_policy.refit.transports.ipc.protocol import Dialect, PackMessage, understood
 from megatron_policy.refit.transports.ipc.replies import ReplySocket
 from megatron_policy.refit.transports.ipc.requests import RequestSocket
 from megatron_policy.refit.transports.ipc.transport import IpcStream, address_of
@@ -87,7 +87,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"ipc://{tmp_path_factory.mktemp('s')}/t.sock"
 
 
-def send(address: str, seed: int, buffer_bytes: int = BUFFER, **exporter: Any) -> Manifest:
+def send(address: str, seed: int, buffer_bytes: int = BUFFER, **exporter: Any) -> RefitManifest:
     """One refit from this process, of the weights of that seed, which is also the step."""
     sink = IpcStream(address, buffer_bytes=buffer_bytes)
     return deliver(StandIn(weights(seed), **exporter), sink, step=seed)
@@ -200,11 +200,11 @@ def flipped(filled: Any, tensor: Any, room: BufferSlice) -> None:
     filled(tensor, room)
 
 
-def without(manifest: Manifest) -> Manifest:
+def without(manifest: RefitManifest) -> RefitManifest:
     return replace(manifest, tensors={k: v for k, v in manifest.tensors.items() if k != "norm"})
 
 
-def with_more(manifest: Manifest) -> Manifest:
+def with_more(manifest: RefitManifest) -> RefitManifest:
     return replace(manifest, tensors={**manifest.tensors, "more": manifest.tensors["norm"]})
 
 
@@ -499,8 +499,8 @@ def test_a_handle_of_gpu_memory_is_let_through() -> None:
         True,
     )
     handle = ((torch.Tensor, torch.Size([8]), (1,), 0, *storage),)
-    sent = Dialect().question(Pack(handle, ["a"], 512))
-    assert understood(sent) == Pack(handle, ["a"], 512)
+    sent = Dialect().question(PackMessage(handle, ["a"], 512))
+    assert understood(sent) == PackMessage(handle, ["a"], 512)
     for field, other in (("dtype", "load"), ("device", "0"), ("handle", 7), ("handle", "zz")):
         said = json.loads(sent)
         said["handle"]["device"][field] = other
@@ -568,7 +568,7 @@ def test_a_pack_larger_than_its_memory_is_refused_by_name(
         return line.hear()
 
     assert said(Dialect().opening(FORMS)) == b"ack"
-    refused = said(Dialect().question(Pack(lent.handle(), ["norm", "embed"], 3584)))
+    refused = said(Dialect().question(PackMessage(lent.handle(), ["norm", "embed"], 3584)))
     assert refused.startswith(b"refused: embed does not fit")
     line.close()
     lent.close()

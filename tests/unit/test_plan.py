@@ -18,7 +18,7 @@ from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.cost import sequence_cost
 from megatron_policy.packing.multiples import NARROWEST, Multiples
-from megatron_policy.packing.plan import Plan, Share, Span, consecutive, plan_rows
+from megatron_policy.packing.plan import MicrobatchSpan, Plan, RankPlan, consecutive, plan_rows
 from megatron_policy.packing.tokens import packed_layout, padded_layout
 
 COST = sequence_cost(hidden_size=8)
@@ -33,7 +33,7 @@ SETTINGS = [
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=40)
 
 
-def spans_of(share: Share) -> list[tuple[Span, list[int]]]:
+def spans_of(share: RankPlan) -> list[tuple[MicrobatchSpan, list[int]]]:
     (spans,) = share.plan.batches
     return [(span, list(share.rows[span.start : span.end])) for span in spans]
 
@@ -81,7 +81,9 @@ def test_every_rank_computes_its_costliest_microbatch_first(lengths: list[int], 
 def test_a_batch_of_fewer_rows_than_ranks_leaves_ranks_with_empty_microbatches() -> None:
     shares = plan_rows([5, 3], PACKED, 4, 1, COST)
     assert sorted(share.rows for share in shares) == [(), (), (0,), (1,)]
-    assert [share.plan.batches[0][0] for share in shares if not share.rows] == [Span(0, 0, 0)] * 2
+    assert [share.plan.batches[0][0] for share in shares if not share.rows] == [
+        MicrobatchSpan(0, 0, 0)
+    ] * 2
 
 
 def test_a_row_that_is_too_long_is_named_with_its_key() -> None:
@@ -91,7 +93,7 @@ def test_a_row_that_is_too_long_is_named_with_its_key() -> None:
     with pytest.raises(BatchError, match=r"row 0 has 61 tokens \(64 with padding\)"):
         plan_rows([61], Batching("dynamic", 62, 8), 1, 1, COST)
     (share,) = plan_rows([61], Batching("dynamic", 62, 8), 1, 1, COST, width=61)
-    assert share.plan.batches == ((Span(0, 1, 61),),)
+    assert share.plan.batches == ((MicrobatchSpan(0, 1, 61),),)
 
 
 @pytest.mark.parametrize("settings", [PACKED, DYNAMIC])
@@ -128,9 +130,14 @@ def test_a_plan_of_the_host_is_read_as_it_is() -> None:
         micro_batch_lengths=[[8, 4], [8]],
         elem_counts_per_gb=[3, 2],
     )
-    assert Plan.of(packed) == Plan(((Span(0, 2, 8), Span(2, 3, 4)), (Span(0, 2, 8),)), packed=True)
+    assert Plan.of(packed) == Plan(
+        ((MicrobatchSpan(0, 2, 8), MicrobatchSpan(2, 3, 4)), (MicrobatchSpan(0, 2, 8),)),
+        packed=True,
+    )
     dynamic = host(4, micro_batch_indices=[[[0, 1], [1, 4]]], micro_batch_lengths=[[8, 4]])
-    assert Plan.of(dynamic) == Plan(((Span(0, 1, 8), Span(1, 4, 4)),), packed=False)
+    assert Plan.of(dynamic) == Plan(
+        ((MicrobatchSpan(0, 1, 8), MicrobatchSpan(1, 4, 4)),), packed=False
+    )
     assert Plan.of(host(4)) is None
 
 

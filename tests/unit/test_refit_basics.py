@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.digest import DEVICE, HOST, algorithm_for, digest
-from megatron_policy.refit.manifest import Manifest, Sent
+from megatron_policy.refit.manifest import RefitManifest, Sent
 
 ALGORITHMS = (HOST, DEVICE)
 
@@ -66,11 +66,11 @@ SENT = {
     "b": Sent((), torch.float32, 0),
     "c": Sent((0, 4), torch.int64, 7),
 }
-MANIFEST = Manifest(12, HOST, SENT)
+MANIFEST = RefitManifest(12, HOST, SENT)
 
 
 def test_a_manifest_comes_back_and_accepts_what_it_lists() -> None:
-    again = Manifest.decoded(MANIFEST.encoded())
+    again = RefitManifest.decoded(MANIFEST.encoded())
     assert again == MANIFEST
     assert list(again.tensors) == list(SENT)
     assert again.total_bytes == 12 + 4
@@ -114,7 +114,7 @@ def _changed(**fields: object) -> bytes:
 )
 def test_what_is_no_manifest_is_refused(content: bytes) -> None:
     with pytest.raises(RefitError, match="manifest cannot be read"):
-        Manifest.decoded(content)
+        RefitManifest.decoded(content)
 
 
 def test_a_room_shows_a_tensor_in_its_buffer() -> None:

@@ -23,7 +23,7 @@ from megatron_policy.parallel.topology import LayerSplit
 from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.export import Sources, _Rounds, stream_alone
 from megatron_policy.refit.plan import (
-    Model,
+    RefitModel,
     RefitPlan,
     RefitTensor,
     packed,
@@ -36,11 +36,11 @@ from tests.checkpoints import ALL_FAMILIES
 SLACK = 1.02
 
 
-def model_of(path: Path, slots: int = 1, stages: int = 1, precision=torch.float32) -> Model:
+def model_of(path: Path, slots: int = 1, stages: int = 1, precision=torch.float32) -> RefitModel:
     table = bind(read_config(path))
     dtypes = {name: tensor.dtype for name, tensor in files(path).items()}
     split = LayerSplit.of(table.architecture.num_layers, stages)
-    return Model(table, split, dtypes, precision, slots)
+    return RefitModel(table, split, dtypes, precision, slots)
 
 
 def files(path: Path) -> dict[str, torch.Tensor]:

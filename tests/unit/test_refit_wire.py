@@ -20,9 +20,9 @@ from megatron_policy.refit.transports.collective.chunks import (
 )
 from megatron_policy.refit.transports.collective.stream_layout import (
     ALIGNMENT,
-    Layout,
-    Slot,
     Stream,
+    StreamLayout,
+    StreamSlot,
 )
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def model_of(sizes: list[tuple[int, int]]) -> tuple[Stream, dict[str, torch.Tens
         nbytes = elements * DTYPES[dtype].itemsize
         raw = torch.randint(256, (nbytes,), dtype=torch.uint8, generator=random)
         tensors[f"t{number}"] = raw.view(DTYPES[dtype]).view(-1, *[1] * (number % 3))
-    slots = [Slot(name, tuple(t.shape), t.dtype, 0) for name, t in tensors.items()]
+    slots = [StreamSlot(name, tuple(t.shape), t.dtype, 0) for name, t in tensors.items()]
     return Stream.of(slots), tensors
 
 
@@ -114,14 +114,14 @@ def test_a_writer_holds_one_chunk_and_the_largest_tensor_that_spans_two() -> Non
 
 @given(SIZES, SIZES)
 def test_a_layout_survives_its_encoding(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
-    layout = Layout((model_of(a)[0], model_of(b)[0]))
-    assert Layout.decoded(layout.encoded()) == layout
+    layout = StreamLayout((model_of(a)[0], model_of(b)[0]))
+    assert StreamLayout.decoded(layout.encoded()) == layout
 
 
 @pytest.mark.parametrize("content", [b"", b"{}x", b"[[1]]", b'[[["a",[1],"manual_seed"]]]'])
 def test_a_layout_that_is_none_is_refused(content: bytes) -> None:
     with pytest.raises(RefitError, match="list of tensors cannot be read"):
-        Layout.decoded(content)
+        StreamLayout.decoded(content)
 
 
 def test_the_engines_side_imports_neither_megatron_nor_ray() -> None:

@@ -62,6 +62,7 @@ NAMES = [
     ("refit.delivery", "Sink", "refit.delivery", "Transport"),
     ("refit.delivery", "Outlet", "refit.delivery", "TransportSession"),
     ("refit.buffers", "Room", "refit.buffers", "BufferSlice"),
+    ("parity", "Difference", "parity", "Deviation"),
     ("device", "prepare_platform", "engines.megatron.platform", "prepare_platform"),
 ]
 

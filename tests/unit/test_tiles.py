@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 
 from megatron_policy.engines.megatron.layers import tiles as module
 from megatron_policy.engines.megatron.layers.tiles import BLOCK, cut, mask, tiles
-from megatron_policy.packing.tokens import Piece, packed_layout
+from megatron_policy.packing.tokens import CausalRectangle, packed_layout
 
 PIECES = st.lists(
     st.tuples(st.integers(0, 3 * BLOCK), st.integers(0, 2 * BLOCK)), min_size=1, max_size=4
 )
 
 
-def pieces_of(drawn: list[tuple[int, int]]) -> list[Piece]:
+def pieces_of(drawn: list[tuple[int, int]]) -> list[CausalRectangle]:
     """Of so many queries, with so many keys before them."""
     pieces, query, key = [], 0, 0
     for queries, before in drawn:
-        pieces.append(Piece(query, queries, key, queries + before))
+        pieces.append(CausalRectangle(query, queries, key, queries + before))
         query, key = query + queries, key + queries + before
     return pieces
 
@@ -67,7 +67,7 @@ def test_a_window_that_holds_a_whole_sequence_needs_no_mask() -> None:
 
 def test_a_mask_shows_each_query_the_keys_of_its_window(monkeypatch) -> None:
     monkeypatch.setattr(module, "BLOCK", 4)
-    for tile in tiles([Piece(0, 6, 0, 9)], 2):
+    for tile in tiles([CausalRectangle(0, 6, 0, 9)], 2):
         bias = mask(tile, torch.zeros((), dtype=torch.bfloat16))
         assert bias.dtype == torch.bfloat16 and bias.shape == (tile.queries, tile.keys)
         for row, shown in enumerate((bias == 0).tolist()):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from megatron_policy.checkpoint import tracker
-from megatron_policy.checkpoint.manifest import NAME, Manifest, Record
-from megatron_policy.converters.formats.dist_keys import Place
+from megatron_policy.checkpoint.manifest import NAME, ByteRange, CheckpointManifest
+from megatron_policy.converters.formats.dist_keys import KeyedSlice
 from megatron_policy.converters.formats.dist_writing import (
     Parameter,
     framing_of,
@@ -21,12 +21,12 @@ from megatron_policy.formats.digests import of_bytes
 SHAPES = {"one.weight": (5, 3), "two.weight": (7, 4), "three.bias": (6,)}
 
 
-def make_save(root: Path, step: int, **fields: Any) -> Manifest:
+def make_save(root: Path, step: int, **fields: Any) -> CheckpointManifest:
     """A complete directory of that step in `root`, without a tracker; `fields` of its manifest."""
     place = tracker.directory(root, step)
     (place / "hf").mkdir(parents=True)
     (place / "hf" / "config.json").write_text('{"model_type": "qwen2"}')
-    parameters = [Parameter(Place(k, (), ()), torch.float32, s) for k, s in SHAPES.items()]
+    parameters = [Parameter(KeyedSlice(k, (), ()), torch.float32, s) for k, s in SHAPES.items()]
     layout = lay_out(parameters, (), 4000)
     contents = {path: bytearray(step % 251 for _ in range(n)) for path, n in layout.sizes.items()}
     for path, offset, around in framing_of(layout):
@@ -36,10 +36,10 @@ def make_save(root: Path, step: int, **fields: Any) -> Manifest:
     files = [path for path in sorted(place.rglob("*")) if path.is_file()]
     for path, content in contents.items():
         (place / path).write_bytes(content)
-    records: dict[str, list[Record]] = {}
+    records: dict[str, list[ByteRange]] = {}
     for record in layout.records:
         held = contents[record.path][record.offset : record.offset + record.length]
-        entry = Record(record.offset, record.length, of_bytes(bytes(held)))
+        entry = ByteRange(record.offset, record.length, of_bytes(bytes(held)))
         records.setdefault(record.path.name, []).append(entry)
     values: dict[str, Any] = {
         "id": f"{step:032x}",
@@ -54,7 +54,7 @@ def make_save(root: Path, step: int, **fields: Any) -> Manifest:
         "records": {name: tuple(entries) for name, entries in records.items()},
         "files": {str(path.relative_to(place)): of_bytes(path.read_bytes()) for path in files},
     }
-    manifest = Manifest(**values | fields)
+    manifest = CheckpointManifest(**values | fields)
     (place / NAME).write_bytes(manifest.encoded())
     return manifest
 

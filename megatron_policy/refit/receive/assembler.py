@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.digest import algorithm_for, digest
-from megatron_policy.refit.manifest import Form, Manifest, Sent, listed
+from megatron_policy.refit.manifest import Form, RefitManifest, Sent, listed
 
 Load = Callable[[list[tuple[str, Tensor]]], object]
 """Copies weights, by Hugging Face name, into an engine, which must not keep the tensors."""
@@ -79,7 +79,7 @@ class WeightAssembler:
         if not self._engine.staged:
             self._load(taken)
 
-    def finish(self, manifest: Manifest) -> Manifest:
+    def finish(self, manifest: RefitManifest) -> RefitManifest:
         """Check that the whole set arrived as it was sent, and let the engine load it."""
         engine = self._engine
         if engine.expected is not None:

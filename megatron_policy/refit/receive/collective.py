@@ -15,7 +15,7 @@ from megatron_policy.coordination.control_store import ControlStore
 from megatron_policy.coordination.process_group import BoundedProcessGroup, PendingCollective
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S, checked_timeout
 from megatron_policy.errors import ConfigError, RefitError
-from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.receive.assembler import WeightAssembler
 from megatron_policy.refit.receive.staging import readers_of
 from megatron_policy.refit.transports.collective.handshake import (
@@ -32,7 +32,7 @@ from megatron_policy.refit.transports.collective.handshake import (
     sent_manifest,
     understood,
 )
-from megatron_policy.refit.transports.collective.stream_layout import Layout
+from megatron_policy.refit.transports.collective.stream_layout import StreamLayout
 
 
 def join_collective(
@@ -71,7 +71,7 @@ def join_collective(
 
 def receive_collective(
     assembler: WeightAssembler, group: CollectiveGroup, timeout_s: float
-) -> Manifest:
+) -> RefitManifest:
     """Receive one refit; see `CollectiveGroup.receive`."""
     return group.receive(assembler, timeout_s)
 
@@ -81,7 +81,7 @@ class _Call:
     """A refit that this engine takes part in."""
 
     number: int
-    layout: Layout
+    layout: StreamLayout
     bucket_bytes: int
     made_in: tuple[int, ...]
     """For each sender, the handshake in which its group was made."""
@@ -97,12 +97,12 @@ class CollectiveGroup:
         # Distinguishes this process from a replacement started in its place.
         self._process = uuid.uuid4().hex
         self._session, self._last = "", 0
-        self._layout: tuple[str, Layout] = ("", Layout(()))
+        self._layout: tuple[str, StreamLayout] = ("", StreamLayout(()))
         self._joined: dict[
             int, tuple[int, BoundedProcessGroup]
         ] = {}  # by sender: the handshake that made the group, and the group
 
-    def receive(self, assembler: WeightAssembler, timeout_s: float | None = None) -> Manifest:
+    def receive(self, assembler: WeightAssembler, timeout_s: float | None = None) -> RefitManifest:
         """Receive one refit: the next that the trainer begins, or one that waits for this engine.
 
         Returns when the engine has loaded all weights. RefitError if the trainer does not begin,
@@ -190,10 +190,10 @@ class CollectiveGroup:
         made_in = tuple(answer["group"] for answer in answers)
         return _Call(number, layout, offer["bucket_bytes"], made_in)
 
-    def _known_layout(self, digest: str, deadline: float, missing: str) -> Layout:
+    def _known_layout(self, digest: str, deadline: float, missing: str) -> StreamLayout:
         if self._layout[0] != digest:
             content = self._store.get(layout_note(digest), _left(deadline), missing)
-            self._layout = (digest, Layout.decoded(content))
+            self._layout = (digest, StreamLayout.decoded(content))
         return self._layout[1]
 
     def _join(self, call: _Call, limit: float) -> None:
@@ -234,11 +234,11 @@ class CollectiveGroup:
             if not assembler.staged:
                 start(sender, number + 1)
 
-    def _manifest(self, call: _Call, limit: float) -> Manifest:
+    def _manifest(self, call: _Call, limit: float) -> RefitManifest:
         """The manifest of what all senders have sent."""
         missing = f"the trainer has not said within {limit:g} s what it has sent"
         parts = [
-            Manifest.decoded(
+            RefitManifest.decoded(
                 sent_manifest(self._store.get(note(call.number, "sent", s), limit, missing))
             )
             for s in range(len(call.made_in))
@@ -247,7 +247,7 @@ class CollectiveGroup:
         if len(kinds) > 1:
             raise RefitError(f"the trainer's pipeline stages sent different steps: {sorted(kinds)}")
         tensors = {name: sent for part in parts for name, sent in part.tensors.items()}
-        return Manifest(parts[0].step, parts[0].algorithm, tensors)
+        return RefitManifest(parts[0].step, parts[0].algorithm, tensors)
 
     def _trainers_words(self, call: _Call) -> list[str]:
         """Why senders have given up, if any have."""

@@ -12,7 +12,7 @@ from megatron_policy.converters.formats.hf_files import MANIFEST, HfReader
 from megatron_policy.errors import ConversionError, RefitError
 from megatron_policy.formats.manifest import read_manifest
 from megatron_policy.refit.digest import HOST
-from megatron_policy.refit.manifest import Manifest, Sent
+from megatron_policy.refit.manifest import RefitManifest, Sent
 from megatron_policy.refit.receive.assembler import WeightAssembler
 
 _PORTION = 256 * 2**20  # bytes given to the engine at a time
@@ -20,7 +20,7 @@ _PORTION = 256 * 2**20  # bytes given to the engine at a time
 
 def receive_directory(
     assembler_of: Callable[[str], WeightAssembler], path: str | os.PathLike[str]
-) -> Manifest:
+) -> RefitManifest:
     """Receive one refit: the weights now in `path`; does not wait for new ones.
 
     `assembler_of` takes the name of the digest algorithm. RefitError if there is no complete
@@ -54,7 +54,7 @@ def _portions(reader: HfReader) -> Iterator[list[str]]:
     yield names
 
 
-def _manifest_of(root: Path) -> Manifest:
+def _manifest_of(root: Path) -> RefitManifest:
     """The manifest of what the directory should hold."""
     if not root.is_dir():
         raise RefitError(f"{root} is no directory: the trainer has published nothing there")
@@ -68,4 +68,4 @@ def _manifest_of(root: Path) -> Manifest:
         name: Sent(info.shape, info.dtype, int(digest, 16))
         for name, (info, digest) in stated.tensors.items()
     }
-    return Manifest(stated.step, HOST, tensors)
+    return RefitManifest(stated.step, HOST, tensors)

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_policy import device
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.buffers import aligned
-from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.receive.assembler import WeightAssembler
 from megatron_policy.refit.transports.ipc import protocol
 from megatron_policy.refit.transports.ipc.address import remove_if_dead
@@ -26,7 +26,7 @@ _Places = Mapping[str, tuple[tuple[int, ...], int]]
 """Where tensors are in flat memory: shape, and offset in elements."""
 
 
-def receive_stream(assembler: WeightAssembler, address: str, timeout_s: float) -> Manifest:
+def receive_stream(assembler: WeightAssembler, address: str, timeout_s: float) -> RefitManifest:
     """Receive one refit from the trainer that listens at the address; see `Receiver`."""
     try:
         line = ReplySocket(address, "trainer", timeout_s)
@@ -39,7 +39,7 @@ def receive_stream(assembler: WeightAssembler, address: str, timeout_s: float) -
         raise
 
 
-def _answered(assembler: WeightAssembler, line: ReplySocket) -> Manifest:
+def _answered(assembler: WeightAssembler, line: ReplySocket) -> RefitManifest:
     """Answer the trainer's requests up to the last one."""
     while True:
         content = line.receive()
@@ -54,10 +54,10 @@ def _answered(assembler: WeightAssembler, line: ReplySocket) -> Manifest:
 
 
 def _taken(
-    assembler: WeightAssembler, said: protocol.Pack | dict[str, Any] | Manifest
-) -> Manifest | None:
+    assembler: WeightAssembler, said: protocol.PackMessage | dict[str, Any] | RefitManifest
+) -> RefitManifest | None:
     """Carry out a request; return the manifest if it was the last."""
-    if isinstance(said, Manifest):
+    if isinstance(said, RefitManifest):
         return assembler.finish(said)
     if isinstance(said, dict):
         assembler.announce(said)
@@ -69,7 +69,7 @@ def _taken(
 
 
 def _packed(
-    assembler: WeightAssembler, pack: protocol.Pack, memory: Tensor
+    assembler: WeightAssembler, pack: protocol.PackMessage, memory: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a pack, as views of `memory`."""
     offset = 0

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S, checked_timeout
-from megatron_policy.refit.manifest import Manifest, forms
+from megatron_policy.refit.manifest import RefitManifest, forms
 from megatron_policy.refit.receive.assembler import Engine, Load, WeightAssembler
 
 
@@ -71,7 +71,7 @@ class Receiver:
 
     # Each transport is imported on use: an engine need not install what the others need.
 
-    def receive_ipc_stream(self, address: str) -> Manifest:
+    def receive_ipc_stream(self, address: str) -> RefitManifest:
         """Receive one refit from a trainer here that binds `ipc://<path>` (`IpcStream`)."""
         from megatron_policy.refit.receive.ipc import receive_stream
 
@@ -87,18 +87,18 @@ class Receiver:
         unfinished, self._unfinished = self._unfinished, None  # an error discards it
         self._unfinished = receive_handles(unfinished, self.assembler, handles, device_id)
 
-    def finish_ipc(self, manifest: Manifest) -> Manifest:
+    def finish_ipc(self, manifest: RefitManifest) -> RefitManifest:
         """End a refit by `receive_ipc_handles`: check all that arrived, and load it."""
         unfinished, self._unfinished = self._unfinished, None
         return (unfinished or self.assembler()).finish(manifest)
 
-    def receive_collective(self, group: Any) -> Manifest:
+    def receive_collective(self, group: Any) -> RefitManifest:
         """Receive one refit from a trainer in the same process group."""
         from megatron_policy.refit.receive.collective import receive_collective
 
         return receive_collective(self.assembler(), group, self.timeout_s)
 
-    def receive_directory(self, path: str | os.PathLike[str]) -> Manifest:
+    def receive_directory(self, path: str | os.PathLike[str]) -> RefitManifest:
         """Receive one refit from a directory that a trainer has published."""
         from megatron_policy.refit.receive.disk import receive_directory
 

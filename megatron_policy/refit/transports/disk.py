@@ -20,13 +20,13 @@ from megatron_policy.converters.formats.hf_files import MANIFEST, side_contents
 from megatron_policy.converters.formats.safetensors_format import Shape, encode
 from megatron_policy.errors import ConfigError, ExportError, RefitError
 from megatron_policy.formats.digests import of_bytes
-from megatron_policy.formats.manifest import Manifest as DirectoryManifest
+from megatron_policy.formats.manifest import DirectoryManifest
 from megatron_policy.formats.tensors import Info
 from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.digest import HOST, algorithm_for, digest
 from megatron_policy.refit.file_plan import ExportFile, ExportPlan, plan_export
-from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.plan import RefitPlan
 from megatron_policy.version import VERSION
 
@@ -72,7 +72,7 @@ class DirectorySession:
         except Exception as error:
             self._failure = error
 
-    def finish(self, manifest: Manifest) -> None:
+    def finish(self, manifest: RefitManifest) -> None:
         """See `delivery.TransportSession`; collective over all ranks."""
         if manifest.algorithm == HOST:
             self._digests = {name: sent.digest for name, sent in manifest.tensors.items()}
@@ -191,7 +191,7 @@ def export_checkpoint(
 
 
 @dataclass(frozen=True)
-class Place:
+class ExportDestination:
     """Where rank 0 has decided to write an export, or why it cannot."""
 
     partial: str = ""
@@ -222,7 +222,7 @@ class HfDirectory:
         self.path, self.source, self.overwrite = path, source, overwrite
         self._max_shard_bytes = max_shard_bytes
         self._files: tuple[Exporter, ExportPlan] | None = None
-        self._place: Place | None = None
+        self._place: ExportDestination | None = None
         self._staged: publishing.Staged | None = None
 
     def files(self, exporter: Exporter) -> ExportPlan:
@@ -244,7 +244,7 @@ class HfDirectory:
             return RefitPlan((), 1, (at.pp,), exporter.bucket_bytes)
         return exporter.plan(names=names, own_stage=True, as_stored=True)
 
-    def prepare(self, exporter: Exporter) -> Place:
+    def prepare(self, exporter: Exporter) -> ExportDestination:
         """Make the directory to write to. Collective over all ranks, which learn its path from
         rank 0; no other export, of this job or another, uses it.
         """
@@ -255,7 +255,7 @@ class HfDirectory:
         except BaseException:
             self.drop()
             raise
-        self._place = Place(**json.loads(told))
+        self._place = ExportDestination(**json.loads(told))
         return self._place
 
     def open(self, exporter: Exporter, plan: RefitPlan) -> DirectorySession | None:
@@ -280,7 +280,7 @@ class HfDirectory:
         if staged is not None:
             staged.drop()
 
-    def _make(self, exporter: Exporter) -> Place:
+    def _make(self, exporter: Exporter) -> ExportDestination:
         files = self.files(exporter)
         try:
             side = side_contents(self.source)  # before anything is written
@@ -291,11 +291,11 @@ class HfDirectory:
             hf_writing.write_index(partial, files.weight_map, files.total_bytes)
         except ConfigError as error:
             self.drop()
-            return Place(refusal=str(error), is_config=True)
+            return ExportDestination(refusal=str(error), is_config=True)
         except Exception as error:
             self.drop()
-            return Place(refusal=f"{type(error).__name__}: {error}")
-        return Place(str(partial))
+            return ExportDestination(refusal=f"{type(error).__name__}: {error}")
+        return ExportDestination(str(partial))
 
 
 def plan_files(exporter: Exporter, max_shard_bytes: int) -> ExportPlan:

@@ -19,7 +19,7 @@ from megatron_policy.workers.cluster.calls import gather, put, stored
 from megatron_policy.workers.cluster.environment import Seat, worker_env
 from megatron_policy.workers.cluster.failure import Failure, error_of, first_cause, is_refusal
 from megatron_policy.workers.cluster.futures import stand_by
-from megatron_policy.workers.cluster.processes import Place, all_gone, place_of
+from megatron_policy.workers.cluster.processes import ProcessLocation, all_gone, place_of
 from megatron_policy.workers.cluster.virtual_cluster import RayVirtualCluster, Slot
 from megatron_policy.workers.cluster.watch import Watch
 
@@ -58,7 +58,7 @@ class WorkerGroup:
         self.name = f"{name}-{uuid.uuid4().hex[:6]}"
         self._cluster = cluster
         self._workers: list[Any] = []
-        self._places: tuple[Place, ...] = ()
+        self._places: tuple[ProcessLocation, ...] = ()
         self._broken: WorkerError | None = None
         self._watch = Watch(timeout_s)
         slots = cluster.slots(workers_per_node)

@@ -15,7 +15,7 @@ GONE_S = 10.0
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessLocation:
     """Where a worker runs: its Ray node, that node's address, and its process id there."""
 
     node: str
@@ -23,13 +23,13 @@ class Place:
     address: str
 
 
-def place_of(_worker: Any) -> Place:
+def place_of(_worker: Any) -> ProcessLocation:
     """Where this worker process runs."""
     node = ray.get_runtime_context().get_node_id()
-    return Place(node, os.getpid(), ray.util.get_node_ip_address())
+    return ProcessLocation(node, os.getpid(), ray.util.get_node_ip_address())
 
 
-def place_in_books(worker: Any) -> Place | None:
+def place_in_books(worker: Any) -> ProcessLocation | None:
     """Where a worker runs that is still in its constructor, from Ray's records; None if it has no
     process yet, or if Ray does not tell.
     """
@@ -38,13 +38,13 @@ def place_in_books(worker: Any) -> Place | None:
 
         entry = state.actors(actor_id=worker._actor_id.hex())
         address = entry["Address"]
-        place = Place(address["NodeID"], int(entry["Pid"]), address["IPAddress"])
+        place = ProcessLocation(address["NodeID"], int(entry["Pid"]), address["IPAddress"])
     except (ImportError, AttributeError, KeyError, TypeError):  # not a public API of Ray
         return None
     return place if place.pid > 0 else None
 
 
-def all_gone(workers: Sequence[Any], places: Sequence[Place]) -> bool:
+def all_gone(workers: Sequence[Any], places: Sequence[ProcessLocation]) -> bool:
     """Wait until Ray reports these workers dead and their processes on this node are gone."""
     deadline = time.monotonic() + GONE_S
     here = ray.get_runtime_context().get_node_id()

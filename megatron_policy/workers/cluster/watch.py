@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megatron_policy.workers.cluster.environment import python_path
 from megatron_policy.workers.cluster.failure import Failure
 from megatron_policy.workers.cluster.heartbeat import Beat, HeartReader, beats_of
-from megatron_policy.workers.cluster.processes import Place, place_in_books
+from megatron_policy.workers.cluster.processes import ProcessLocation, place_in_books
 
 _LOOKS = 8  # checks within the limit
 _REMEDY = "The key worker_timeout_s sets how long the driver waits for it."
@@ -25,7 +25,7 @@ _REMEDY = "The key worker_timeout_s sets how long the driver waits for it."
 class _Heart:
     """What is known about one rank; `quiet_s` counts from its last beat."""
 
-    place: Place | None = None
+    place: ProcessLocation | None = None
     beat: Beat | None = None
     quiet_s: float = 0.0
 
@@ -50,7 +50,7 @@ class Watch:
         """Watch these actors, given in rank order, even while they are being constructed."""
         self._workers, self._hearts = tuple(workers), [_Heart() for _ in workers]
 
-    def placed(self, places: Sequence[Place]) -> None:
+    def placed(self, places: Sequence[ProcessLocation]) -> None:
         """Set where each worker says that it runs."""
         for heart, place in zip(self._hearts, places, strict=True):
             heart.place = place

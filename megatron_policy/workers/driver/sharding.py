@@ -18,7 +18,7 @@ from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.interfaces import LossFunction
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.cost import Cost, sequence_cost
-from megatron_policy.packing.plan import Share, consecutive, plan_rows
+from megatron_policy.packing.plan import RankPlan, consecutive, plan_rows
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.training.checks import (
     check_loss_inputs,
@@ -155,7 +155,7 @@ def planned_shards(
     size = global_batch_size or data.size
     _check_whole(data, size)
     batching.check(lengths, data["input_ids"].size(1))
-    shares: list[list[Share]] = []
+    shares: list[list[RankPlan]] = []
     for start in range(0, data.size, size):
         part, width = lengths[start : start + size], data["input_ids"].size(1)
         shares.append(

@@ -21,7 +21,7 @@ from megatron_policy.engines.megatron.layers.context_parallel import gather_keys
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams
 from megatron_policy.engines.megatron.layers.tile_attention import explicit, fused, fused_bias
 from megatron_policy.engines.megatron.layers.tiles import cut, mask, tiles
-from megatron_policy.packing.tokens import Piece
+from megatron_policy.packing.tokens import CausalRectangle
 
 
 class TorchAttention(MegatronModule):
@@ -70,7 +70,9 @@ class TorchAttention(MegatronModule):
         whose keys are all on this rank; `S < K` means the last S positions of a cache of K.
         """
         assert attention_mask is None and attention_bias is None
-        pieces: tuple[Piece, ...] = (Piece(0, query_SBNH.size(0), 0, key_KBGH.size(0)),)
+        pieces: tuple[CausalRectangle, ...] = (
+            CausalRectangle(0, query_SBNH.size(0), 0, key_KBGH.size(0)),
+        )
         if packed_seq_params is not None:
             pieces = packed_seq_params.pieces
             if packed_seq_params.order is not None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_policy.device import current_device
-from megatron_policy.packing.tokens import Piece, TokenLayout
+from megatron_policy.packing.tokens import CausalRectangle, TokenLayout
 
 
 @dataclass(kw_only=True)
@@ -25,7 +25,7 @@ class SequenceParams(PackedSeqParams):
     qkv_format: str = "sbhd"
     positions: torch.Tensor
     """Positions of this rank's tokens within their sequences, int64 `[T]`, on the device."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[CausalRectangle, ...]
     """The pieces of this rank's attention."""
     longest: int
     """Length of the longest sequence, including its filler, over all ranks."""

@@ -14,10 +14,10 @@ from torch.nn.attention.bias import causal_lower_right
 
 from megatron_policy.device import is_accelerated
 from megatron_policy.engines.megatron.layers.scales import softcap
-from megatron_policy.engines.megatron.layers.tiles import Tile, mask
+from megatron_policy.engines.megatron.layers.tiles import AttentionTile, mask
 
 
-def fused_bias(tile: Tile, like: torch.Tensor) -> Any:
+def fused_bias(tile: AttentionTile, like: torch.Tensor) -> Any:
     """The bias `fused` needs for a tile; None if the tile is square or all keys are seen."""
     if tile.reach is None and tile.queries in (1, tile.keys):
         return None

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_policy.packing.tokens import Piece
+from megatron_policy.packing.tokens import CausalRectangle
 
 # Queries per tile of a window: few enough that most keys of the tile are in all their windows.
 BLOCK = 512
@@ -20,7 +20,7 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class Tile:
+class AttentionTile:
     """Queries `[query, query + queries)` see keys `[key, key + keys)`, aligned at the lower right
     corner. If `reach` is not None, a query sees no key further back than that.
     """
@@ -37,25 +37,27 @@ class Tile:
         return self.queries, self.keys, self.reach
 
 
-def tiles(pieces: Iterable[Piece], reach: int | None, explicit: bool = False) -> tuple[Tile, ...]:
+def tiles(
+    pieces: Iterable[CausalRectangle], reach: int | None, explicit: bool = False
+) -> tuple[AttentionTile, ...]:
     """The tiles of these pieces, in the order of their queries; `reach` is that of a sliding
     window, in positions before a query's own.
 
     With a window or explicit scores a tile has at most one block of queries.
     """
-    found: list[Tile] = []
+    found: list[AttentionTile] = []
     for piece in pieces:
         if piece.queries == 0:
             continue
         whole = reach is None or piece.keys <= reach + 1
         if whole and not explicit:
-            found.append(Tile(piece.query, piece.queries, piece.key, piece.keys, None))
+            found.append(AttentionTile(piece.query, piece.queries, piece.key, piece.keys, None))
         else:
             found.extend(_blocks(piece, reach))
     return tuple(found)
 
 
-def _blocks(piece: Piece, reach: int | None) -> Iterator[Tile]:
+def _blocks(piece: CausalRectangle, reach: int | None) -> Iterator[AttentionTile]:
     before = piece.keys - piece.queries
     for start in range(0, piece.queries, BLOCK):
         queries = min(BLOCK, piece.queries - start)
@@ -67,10 +69,10 @@ def _blocks(piece: Piece, reach: int | None) -> Iterator[Tile]:
                 seen += -seen % _ALIGNMENT
             keys = min(end, seen)
             hidden = reach if keys > reach + 1 else None
-        yield Tile(piece.query + start, queries, piece.key + end - keys, keys, hidden)
+        yield AttentionTile(piece.query + start, queries, piece.key + end - keys, keys, hidden)
 
 
-def mask(tile: Tile, like: torch.Tensor) -> torch.Tensor:
+def mask(tile: AttentionTile, like: torch.Tensor) -> torch.Tensor:
     """The bias on the tile's scores, `[Q, K]`: 0 where a query sees a key, -inf elsewhere."""
     key = torch.arange(tile.keys, device=like.device)
     query = key[tile.keys - tile.queries :].unsqueeze(1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_policy.coordination.process_group import PendingCollective
 from megatron_policy.refit.buffers import Buffer, BufferSlice
-from megatron_policy.refit.transports.collective.stream_layout import Slot, Stream
+from megatron_policy.refit.transports.collective.stream_layout import Stream, StreamSlot
 
 
 class Writer:
@@ -129,7 +129,7 @@ class ChunkReader:
             self._next += 1
         return done
 
-    def _pieced(self, slot: Slot, first: int, end: int) -> Tensor | None:
+    def _pieced(self, slot: StreamSlot, first: int, end: int) -> Tensor | None:
         if self._aside is None:
             nbytes = slot.end - slot.offset
             self._aside = torch.empty(nbytes, dtype=torch.uint8, device=self._chunk.device)
@@ -147,7 +147,7 @@ def views_of(stream: Stream, memory: Tensor) -> dict[str, Tensor]:
     return {slot.name: _view_of(slot, memory) for slot in stream.slots}
 
 
-def _view_of(slot: Slot, memory: Tensor, first: int = 0) -> Tensor:
+def _view_of(slot: StreamSlot, memory: Tensor, first: int = 0) -> Tensor:
     """The tensor in `memory`, which begins at byte `first` of the stream."""
     if slot.end == slot.offset:  # its offset may be misaligned for its dtype
         return torch.empty(slot.shape, dtype=slot.dtype, device=memory.device)
@@ -155,12 +155,12 @@ def _view_of(slot: Slot, memory: Tensor, first: int = 0) -> Tensor:
     return flat.view(slot.dtype).view(slot.shape)
 
 
-def _fits(slot: Slot, size: int) -> bool:
+def _fits(slot: StreamSlot, size: int) -> bool:
     """Whether the tensor lies in one chunk, aligned for its dtype."""
     first, within = divmod(slot.offset, size)
     return slot.end <= (first + 1) * size and within % slot.dtype.itemsize == 0
 
 
-def _begun(slot: Slot, end: int) -> bool:
+def _begun(slot: StreamSlot, end: int) -> bool:
     """Whether any part of the tensor, or an empty tensor, lies before byte `end` of the stream."""
     return slot.offset < end or slot.end <= end

@@ -28,7 +28,7 @@ import xxhash
 
 from megatron_policy.coordination.control_store import ControlStore
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.transports.collective.stream_layout import Layout
+from megatron_policy.refit.transports.collective.stream_layout import StreamLayout
 
 CALL = "call"
 ACCEPTED = b""
@@ -125,7 +125,7 @@ class SenderHandshake:
         self.number += 1
         self._said_go = False
 
-    def offer(self, layout: Layout, bucket_bytes: int) -> None:
+    def offer(self, layout: StreamLayout, bucket_bytes: int) -> None:
         """Publish the offer to the engines; only sender 0 does."""
         content = layout.encoded()
         digest, senders = xxhash.xxh3_64_hexdigest(content), len(layout.streams)

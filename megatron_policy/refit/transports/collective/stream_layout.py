@@ -31,7 +31,7 @@ class Described(Protocol):
 
 
 @dataclass(frozen=True)
-class Slot:
+class StreamSlot:
     """One tensor's position: `offset` bytes from the start of its stream."""
 
     name: str
@@ -49,16 +49,16 @@ class Slot:
 class Stream:
     """What one sender sends: tensors one after another, at offsets aligned to `ALIGNMENT`."""
 
-    slots: tuple[Slot, ...]
+    slots: tuple[StreamSlot, ...]
 
     @classmethod
     def of(cls, tensors: Sequence[Described]) -> Stream:
         """The stream of these tensors in this order."""
-        slots: list[Slot] = []
+        slots: list[StreamSlot] = []
         end = 0
         for tensor in tensors:
             offset = -(-end // ALIGNMENT) * ALIGNMENT
-            slots.append(Slot(tensor.name, tensor.shape, tensor.dtype, offset))
+            slots.append(StreamSlot(tensor.name, tensor.shape, tensor.dtype, offset))
             end = slots[-1].end
         return cls(tuple(slots))
 
@@ -74,7 +74,7 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StreamLayout:
     """The streams of all senders of a refit."""
 
     streams: tuple[Stream, ...]
@@ -88,7 +88,7 @@ class Layout:
         return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
 
     @classmethod
-    def decoded(cls, content: bytes) -> Layout:
+    def decoded(cls, content: bytes) -> StreamLayout:
         """The inverse of `encoded`; RefitError for anything else."""
         try:
             return cls(tuple(_stream(said) for said in json.loads(content)))
@@ -101,7 +101,7 @@ class Layout:
 
 def _stream(said: list[tuple[str, list[int], str]]) -> Stream:
     return Stream.of(
-        [Slot(name, tuple(map(int, shape)), _dtype(dtype), 0) for name, shape, dtype in said]
+        [StreamSlot(name, tuple(map(int, shape)), _dtype(dtype), 0) for name, shape, dtype in said]
     )
 
 

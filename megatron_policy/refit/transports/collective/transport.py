@@ -18,10 +18,10 @@ from megatron_policy.coordination.process_group import BoundedProcessGroup, Pend
 from megatron_policy.coordination.timeouts import ENGINE_SHARE, checked_timeout
 from megatron_policy.errors import ConfigError
 from megatron_policy.refit.buffers import BufferSlice
-from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.transports.collective.chunks import Writer
 from megatron_policy.refit.transports.collective.handshake import SenderHandshake, group_name, heard
-from megatron_policy.refit.transports.collective.stream_layout import Layout, Stream
+from megatron_policy.refit.transports.collective.stream_layout import Stream, StreamLayout
 
 if TYPE_CHECKING:
     from megatron_policy.refit.exporter import Exporter
@@ -203,10 +203,10 @@ class CollectiveTransport:
         )
 
 
-def _layout(plan: RefitPlan, by_stage: bool) -> Layout:
+def _layout(plan: RefitPlan, by_stage: bool) -> StreamLayout:
     if not by_stage:
-        return Layout((Stream.of(plan.tensors),))
-    return Layout(
+        return StreamLayout((Stream.of(plan.tensors),))
+    return StreamLayout(
         tuple(Stream.of([t for t in plan.tensors if t.stage == stage]) for stage in plan.stages)
     )
 
@@ -233,7 +233,7 @@ class CollectiveSession:
         with heard(self._member.caller.objections):
             self._writer.filled(tensor.name, room)
 
-    def finish(self, manifest: Manifest) -> None:
+    def finish(self, manifest: RefitManifest) -> None:
         """See `delivery.TransportSession`."""
         with self._exporter.alive():  # for ranks that wait: engines may be slow to load
             with heard(self._member.caller.objections):

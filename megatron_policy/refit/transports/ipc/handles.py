@@ -20,7 +20,7 @@ from megatron_policy import device
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.buffers import BufferSlice, aligned
 from megatron_policy.refit.digest import algorithm_for, digest
-from megatron_policy.refit.manifest import Manifest, Sent
+from megatron_policy.refit.manifest import RefitManifest, Sent
 from megatron_policy.refit.transports.ipc.exported_buffer import ExportedBuffer
 from megatron_policy.refit.transports.ipc.shared_memory import DIRECTORY
 
@@ -79,7 +79,7 @@ class IpcHandles:
         rebuilds = [(dtype, lent.rebuild(dtype)) for dtype, lent in self._lent.items()]
         return {device.device_id(): (True, rebuilds, offsets)}
 
-    def manifest(self, step: int) -> Manifest:
+    def manifest(self, step: int) -> RefitManifest:
         """The manifest of what was exported since the last one, for the engine to check; ends a
         refit. RefitError if that is nothing, or of another step.
         """
@@ -87,7 +87,7 @@ class IpcHandles:
             raise RefitError("nothing was lent since the last refit: call `weights` first")
         self._check_step(step)
         sent, self._sent = self._sent, {}
-        return Manifest(step, algorithm_for(self._exporter.probe), sent)
+        return RefitManifest(step, algorithm_for(self._exporter.probe), sent)
 
     def release(self) -> None:
         """Release all exported memory, and drop an unfinished refit."""

@@ -5,7 +5,7 @@ The trainer sends requests (ZeroMQ REQ, bound at `ipc:///tmp/<device id>.sock`),
 
     {"say": "announce", "version": 2, "tensors": {name: [dtype, shape]}}
     {"say": "pack", "handle": .., "names": [..], "used_bytes": ..}
-    {"say": "complete", "manifest": ..}     the end: `Manifest.encoded()` as a string
+    {"say": "complete", "manifest": ..}     the end: `RefitManifest.encoded()`
 
 A pack is the tensors of these names, in this order, row-major, each at a multiple of 512 bytes in
 the memory that the handle opens; `used_bytes` is where the next one would start. The reply `ack`
@@ -29,7 +29,7 @@ import torch
 
 from megatron_policy.device import shared as on_gpu
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.manifest import Form, Manifest
+from megatron_policy.refit.manifest import Form, RefitManifest
 from megatron_policy.refit.transports.ipc.shared_memory import Handle
 
 VERSION = 2
@@ -41,7 +41,7 @@ _SAME = "Use the same version of megatron_policy on both sides"
 
 
 @dataclass(frozen=True)
-class Pack:
+class PackMessage:
     """Tensors in exported memory."""
 
     handle: object
@@ -67,7 +67,7 @@ class Dialect:
         tensors = {name: [_word(dtype), list(shape)] for name, (shape, dtype) in announced.items()}
         return _said(_ANNOUNCE, version=VERSION, tensors=tensors)
 
-    def question(self, pack: Pack) -> bytes:
+    def question(self, pack: PackMessage) -> bytes:
         """The request for a pack."""
         handle, names = pack.handle, list(pack.names)
         if self.end is None:
@@ -75,14 +75,14 @@ class Dialect:
         own = (_HOST_MEMORY, *astuple(handle)) if isinstance(handle, Handle) else handle
         return pickle.dumps((own, names, pack.used_bytes))
 
-    def closing(self, manifest: Manifest) -> bytes:
+    def closing(self, manifest: RefitManifest) -> bytes:
         """The last request."""
         if self.end is None:
             return _said(_COMPLETE, manifest=manifest.encoded().decode())
         return pickle.dumps(self.end)
 
 
-def understood(content: bytes) -> Pack | dict[str, Form] | Manifest:
+def understood(content: bytes) -> PackMessage | dict[str, Form] | RefitManifest:
     """Decode a request of our dialect. RefitError for anything else."""
     try:
         match json.loads(content):
@@ -91,11 +91,11 @@ def understood(content: bytes) -> Pack | dict[str, Form] | Manifest:
                     raise ValueError(f"it is of version {version!r}, this side reads {VERSION}")
                 return {name: _form(*said) for name, said in tensors.items()}
             case {"say": "complete", "manifest": str(manifest)}:
-                return Manifest.decoded(manifest.encode())
+                return RefitManifest.decoded(manifest.encode())
             case {"say": "pack", "handle": handle, "names": list(names), "used_bytes": size}:
                 if not all(isinstance(name, str) for name in names):
                     raise ValueError("a tensor's name is a string")
-                return Pack(_handle(handle), names, _count(size))
+                return PackMessage(_handle(handle), names, _count(size))
     except RefitError:
         raise
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:

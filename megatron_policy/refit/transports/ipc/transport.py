@@ -13,7 +13,7 @@ from megatron_policy import device
 from megatron_policy.coordination.timeouts import ENGINE_SHARE
 from megatron_policy.errors import ConfigError
 from megatron_policy.refit.buffers import BufferSlice
-from megatron_policy.refit.manifest import Manifest
+from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.plan import Pack, RefitPlan, RefitTensor, packed
 from megatron_policy.refit.transports.ipc import protocol
 from megatron_policy.refit.transports.ipc.exported_buffer import ExportedBuffer
@@ -171,13 +171,13 @@ class _Session:
         assert lent is not None
         dialect, names = self._dialect, [tensor.name for tensor in pack.tensors]
         # A handle is for single use: a repeated request makes a new one.
-        self._ask(lambda: dialect.question(protocol.Pack(lent.handle(), names, pack.nbytes)))
+        self._ask(lambda: dialect.question(protocol.PackMessage(lent.handle(), names, pack.nbytes)))
         self._at = 0
         if self._lender.alone:
             self._hear()
             self._lender.take_back()
 
-    def finish(self, manifest: Manifest) -> None:
+    def finish(self, manifest: RefitManifest) -> None:
         with self._exporter.alive():  # for ranks that wait: the engine may be slow to load
             self._hear()
             self._lender.close()  # the engine may need the memory when it loads
