@@ -220,14 +220,14 @@ def _meanings(fields: Fields, written: Mapping[str, Any], arch: Architecture) ->
 
     Includes fields of the file that its class renames or that have the default of every model.
     """
-    told = set()
+    handled = set()
     for use in fields.uses():
-        told.add(use.name.split(".")[0])
+        handled.add(use.name.split(".")[0])
         if use.outcome == TRANSLATED and not use.why:
             use = replace(use, why=_meaning(use, arch))
         yield use
     for name, value in written.items():
-        if name not in told:
+        if name not in handled:
             why = IGNORED.get(name, "transformers reads it into other fields, or it is the default")
             yield FieldUse(name, value, IGNORED_FIELD, why)
 

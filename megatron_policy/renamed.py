@@ -89,6 +89,15 @@ def renamed_name(module: str, name: str, names: Mapping[str, str]) -> Any:
     return getattr(importlib.import_module(home), new)
 
 
+def warn_renamed(old: str, new: str) -> None:
+    """Warn the caller of a method or attribute of the last release that it is `new` now."""
+    warnings.warn(
+        f"{old} is `{new}` now. The old name goes with the next release",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+
+
 def install() -> None:
     """Make the old paths importable.
 

@@ -84,9 +84,9 @@ class Refits:
         self._policy.memory.ready("a refit by handles")
         names = [tensor.name for tensor in self._policy.exporter.plan().tensors]
         for first in range(0, len(names), 20):
-            lent = self._handles.weights(names[first : first + 20])
+            handles = self._handles.weights(names[first : first + 20])
             if self._engine is not None:
-                self._engine.call("handles", lent)
+                self._engine.call("handles", handles)
         manifest = self._handles.manifest(self._policy.steps)
         if self._engine is not None:
             self._engine.call("finish", manifest)
@@ -95,8 +95,8 @@ class Refits:
         if self._group is None:
             self._join()
         assert self._group is not None
-        sink = self._group.sink()
-        self._while_it("collective", None, lambda: self._policy.refit(sink))
+        transport = self._group.transport()
+        self._while_it("collective", None, lambda: self._policy.refit(transport))
 
     def _by_directory(self) -> None:
         path = self._folder / "weights"
@@ -134,22 +134,22 @@ def session(
     Collective: every rank must iterate to the end. The engine and the reports belong to rank 0;
     `folder` is the same for all.
     """
-    told: Report | None = None
+    report: Report | None = None
     refits = Refits(policy, engine, folder)
     try:
         for transport in TRANSPORTS * rounds:
             losses = [train_step(policy) for _ in range(steps)]  # while the engine generates
-            if engine is not None and told is not None:
-                yield replace(told, continuation=engine.result())
+            if engine is not None and report is not None:
+                yield replace(report, continuation=engine.result())
             started = time.monotonic()
             refits.by(transport)
             seconds = time.monotonic() - started
             difference = compare(policy, engine)
-            told = Report(policy.steps, transport, losses[-1], seconds, difference, [])
+            report = Report(policy.steps, transport, losses[-1], seconds, difference, [])
             if engine is not None:
                 engine.begin("generate", PROMPT, CONTINUATION)
-        if engine is not None and told is not None:
-            yield replace(told, continuation=engine.result())
+        if engine is not None and report is not None:
+            yield replace(report, continuation=engine.result())
     finally:
         refits.close()
 

@@ -136,7 +136,7 @@ class Contents:
             OURS: ours,
         }
 
-    def examined(self, found: FoundCheckpoint, reading: LoadPlan) -> Rest:
+    def examined(self, found: FoundCheckpoint, plan: LoadPlan) -> Rest:
         """What the checkpoint has besides tensors; CheckpointError if any of it is unusable."""
         ours = read_ours(found.root)
         if found.optimizer is not None and not {"schedule", "optimizer_step"} <= ours.keys():
@@ -147,7 +147,7 @@ class Contents:
         if dict(found.weights.layout) != layout_of(self._topology):
             why = "they belong to the ranks of another layout, and start from the seed here"
             return Rest(ours, None, why)
-        content = reading.weights.object_bytes(self._random_key)
+        content = plan.weights.object_bytes(self._random_key)
         if content is not None:
             random_states.check(content)
         return Rest(ours, content, "the checkpoint has none of this rank")

@@ -70,7 +70,7 @@ class Loader:
         self._under.wait_for_all(name)
         return outcome
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """End the load on all ranks; see `CollectiveOperation.leave_together`."""
         self._under.leave_together()
 

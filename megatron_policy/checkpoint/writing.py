@@ -125,7 +125,7 @@ def write_small_files(
 def _note_of(directory: Path, rank: int) -> list[Written]:
     path = directory / _NOTE.format(rank)
     try:
-        told = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(
             f"rank {rank} has written its part, but there is no {path} here: every node has to "
@@ -134,5 +134,5 @@ def _note_of(directory: Path, rank: int) -> list[Written]:
     path.unlink()
     return [
         Written(key, dtype, tuple(shape), tuple(origin), tuple(sizes), offset, length, digest)
-        for key, dtype, shape, origin, sizes, offset, length, digest in told
+        for key, dtype, shape, origin, sizes, offset, length, digest in content
     ]

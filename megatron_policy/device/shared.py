@@ -69,16 +69,16 @@ def share(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
 
 def plain(arguments: Sequence[Any]) -> dict[str, Any]:
     """The arguments from `share` as plain values, for a message."""
-    told: dict[str, Any] = dict(zip(_FIELDS, arguments, strict=True))
-    size, dtype = list(told["size"]), str(told["dtype"]).removeprefix("torch.")
-    told |= {"size": size, "stride": list(told["stride"]), "dtype": dtype}
-    told |= {name: None if told[name] is None else told[name].hex() for name in _BYTES}
-    return {name: value for name, value in told.items() if name not in _CLASSES}
+    fields: dict[str, Any] = dict(zip(_FIELDS, arguments, strict=True))
+    size, dtype = list(fields["size"]), str(fields["dtype"]).removeprefix("torch.")
+    fields |= {"size": size, "stride": list(fields["stride"]), "dtype": dtype}
+    fields |= {name: None if fields[name] is None else fields[name].hex() for name in _BYTES}
+    return {name: value for name, value in fields.items() if name not in _CLASSES}
 
 
-def arguments(told: Mapping[str, Any]) -> tuple[Any, ...]:
+def arguments(fields: Mapping[str, Any]) -> tuple[Any, ...]:
     """The inverse of `plain`. ValueError, TypeError or LookupError for anything else."""
-    made: dict[str, Any] = dict(told) | _CLASSES
+    made: dict[str, Any] = dict(fields) | _CLASSES
     dtype = getattr(torch, made["dtype"], None)
     if made.keys() != set(_FIELDS) or not isinstance(dtype, torch.dtype):
         raise ValueError("these are not the arguments of a tensor on a GPU")

@@ -97,7 +97,7 @@ class StorageOffloader:
             self._pool.reset()
         elif self._pool is not None:
             for each in arrived:
-                self._pool.give_back(each.copy or ())
+                self._pool.release(each.copy or ())
 
 
 def _pairs(

@@ -63,7 +63,7 @@ class PinnedMemoryPool:
         self._used = -(-end // ALIGNMENT) * ALIGNMENT
         return tuple(pieces)
 
-    def give_back(self, region: PoolSlice) -> None:
+    def release(self, region: PoolSlice) -> None:
         """Take a slice back, for reuse at the same size."""
         self._returned[sum(piece.numel() for piece in region)].append(region)
 

@@ -49,7 +49,7 @@ def join(job: Job, readings: Sequence[ModelOutputs]) -> ModelOutputs:
     for first in range(0, len(readings), job.tp):
         stage = readings[first : first + job.tp]
         for number, hidden_BSD in stage[0].layers.items():
-            shares = [reading.layers[number] for reading in stage]
+            shares = [outputs.layers[number] for outputs in stage]
             whole_BSD = torch.cat(shares, dim=1) if job.sequence_parallel else hidden_BSD
             layers[number] = whole_BSD[:, : job.tokens]
     return ModelOutputs(readings[0].logits, readings[0].logprobs, layers)

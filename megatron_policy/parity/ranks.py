@@ -54,9 +54,9 @@ def main(folder: Path) -> None:
     """Run one rank: write the reading or the error into `folder`."""
     rank = int(os.environ["RANK"])
     try:
-        reading = read_policy(Job(**json.loads((folder / JOB).read_text())))
-        content = {"logits": reading.logits, "logprobs": reading.logprobs} if rank == 0 else {}
-        torch.save({**content, "layers": dict(reading.layers)}, _reading(folder, rank))
+        outputs = read_policy(Job(**json.loads((folder / JOB).read_text())))
+        content = {"logits": outputs.logits, "logprobs": outputs.logprobs} if rank == 0 else {}
+        torch.save({**content, "layers": dict(outputs.layers)}, _reading(folder, rank))
     except Exception as error:  # raised again in the process that waits for this one
         report = {"kind": type(error).__name__, "message": str(error)}
         _report(folder, rank).write_text(json.dumps(report))

@@ -137,10 +137,10 @@ class Checkpoints:
         found = loader.find(weights, optimizer, moments=moments, fresh=fresh_optimizer)
         loader.verify(found)
         prepared = loader.opened(partial(self._prepared, found))
-        with prepared as (reading, rest), self._changing(found):
-            loader.together("read", lambda: self._fill(reading))
+        with prepared as (plan, rest), self._changing(found):
+            loader.together("read", lambda: self._fill(plan))
             report = loader.together("restored", lambda: self._contents.restored(found, rest))
-        loader.part()
+        loader.leave()
         if self._session.rank == 0:
             _log.log(logging.WARNING if report.not_restored else logging.INFO, "%s", report)
         return report
@@ -189,11 +189,11 @@ class Checkpoints:
         """Look up everything that will be read and set, before anything is changed."""
         engine = self._engine
         held = self._contents.held(with_states=found.optimizer is not None)
-        reading = LoadPlan(found, files, engine.table, engine.place, held)
-        return reading, self._contents.examined(found, reading)
+        plan = LoadPlan(found, files, engine.table, engine.place, held)
+        return plan, self._contents.examined(found, plan)
 
-    def _fill(self, reading: LoadPlan) -> None:
-        reading.fill()
+    def _fill(self, plan: LoadPlan) -> None:
+        plan.fill()
         if self._session.state.awaits_weights:
             refuse_unfilled((entry.megatron, parameter) for entry, parameter in self._engine.held)
             self._session.state.fill()

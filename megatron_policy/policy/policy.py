@@ -36,6 +36,7 @@ from megatron_policy.refit.transports.disk import (
     DEFAULT_MAX_SHARD_BYTES,
     export_checkpoint,
 )
+from megatron_policy.renamed import warn_renamed
 from megatron_policy.training import step
 from megatron_policy.training.accumulate import GradientAccumulator
 from megatron_policy.training.batching import batcher_of
@@ -47,7 +48,8 @@ class MegatronPolicy:
 
     Every rank of the layout makes one, under torchrun, in Ray workers, or alone in one process.
     Every method is collective: all ranks call it in the same order. Each data-parallel replica
-    passes its own rows, and all ranks of a replica pass the same rows. `split` trains in parts.
+    passes its own rows, and all ranks of a replica pass the same rows. `accumulator` takes a
+    step in parts.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class MegatronPolicy:
         self._batcher = batcher_of(self.config, self.topology, self._engine.table.architecture)
         self._scorer = Scorer(self._engine, self._batcher, self.config.logprob_batch_size)
         self.exporter, self.memory = self._session.exporter, self._session.memory
-        self.split = GradientAccumulator(
+        self.accumulator = GradientAccumulator(
             self.config,
             self._engine,
             self._batcher,
@@ -102,6 +104,12 @@ class MegatronPolicy:
         self._checkpoints = Checkpoints(self._session, self.config, tokenizer, draws)
         self.loaded = self._checkpoints.start_from(weights_path, optimizer_path)
         self.steps = 0 if self.loaded is None else self.loaded.step
+
+    @property
+    def split(self) -> GradientAccumulator:
+        """The name of the last release for `accumulator`."""
+        warn_renamed("MegatronPolicy.split", "accumulator")
+        return self.accumulator
 
     def train(
         self,
@@ -206,12 +214,12 @@ class MegatronPolicy:
         stream = tensors(self.exporter, self.exporter.plan(dtype=dtype))
         return self.memory.during("export()", SEND_WEIGHTS, stream)
 
-    def refit(self, sink: Transport) -> RefitManifest:
+    def refit(self, transport: Transport) -> RefitManifest:
         """Send the weights to an inference engine; returns what this rank has sent. RefitError, on
         every rank, if any rank's engine refused or did not answer in time; the policy stays usable.
         """
         self.memory.ready("refit()", SEND_WEIGHTS)
-        return deliver(self.exporter, sink, self.steps)
+        return deliver(self.exporter, transport, self.steps)
 
     def save_checkpoint(
         self,

@@ -56,14 +56,14 @@ class Transport(Protocol):
         """This rank's end; None if it only helps to gather. May raise."""
 
 
-def deliver(exporter: Exporter, sink: Transport, step: int) -> RefitManifest:
+def deliver(exporter: Exporter, transport: Transport, step: int) -> RefitManifest:
     """Send all weights, as they are after `step` optimizer steps; return what this rank has sent.
 
     Collective over all ranks. RefitError on all of them if any failed; the policy is unharmed.
     """
     exporter.begin()
-    plan = sink.plan(exporter)
-    delivery = _Delivery(sink, exporter, plan)
+    plan = transport.plan(exporter)
+    delivery = _Delivery(transport, exporter, plan)
     try:
         if plan is not None:
             for tensor, room in exporter.stream(plan, delivery.place):
@@ -78,14 +78,14 @@ def deliver(exporter: Exporter, sink: Transport, step: int) -> RefitManifest:
 class _Delivery:
     """Calls a transport session until its first failure, which it records."""
 
-    def __init__(self, sink: Transport, exporter: Exporter, plan: RefitPlan | None) -> None:
+    def __init__(self, transport: Transport, exporter: Exporter, plan: RefitPlan | None) -> None:
         self.failure: Exception | None = None
         self._session: TransportSession | None = None
         self._sent: dict[str, Sent] = {}
         self._algorithm = algorithm_for(exporter.probe)
         if plan is not None:
             with self._attempt():
-                self._session = sink.open(exporter, plan)
+                self._session = transport.open(exporter, plan)
 
     def place(self, tensor: RefitTensor) -> BufferSlice | None:
         room: BufferSlice | None = None

@@ -126,7 +126,7 @@ class Exporter:
         """Collective over all ranks: RefitError on all of them, with reasons, if any failed."""
         self._collectives.check_all_succeeded(failure)
 
-    def told(self, words: str | None) -> str:
+    def broadcast_text(self, words: str | None) -> str:
         """The words that rank 0 passes. Collective over all ranks; the others pass None."""
         number = torch.zeros(1, dtype=torch.int64, device=self.device)
         if words is not None:
@@ -135,7 +135,7 @@ class Exporter:
         self.sum(number)
         return self._collectives.messages.read(str(int(number)))
 
-    def part(self) -> None:
+    def leave_together(self) -> None:
         """End an operation that `agree` does not end."""
         self._collectives.leave_together()
 

@@ -31,7 +31,7 @@ from megatron_policy.training.optimizer_step import UNCHANGED, take_step
 from megatron_policy.training.results import completed, result_of
 from megatron_policy.training.rollback import Rollback
 from megatron_policy.training.step import run, shared, sizes_of
-from megatron_policy.training.sync_microbatches import cut_in_step
+from megatron_policy.training.sync_microbatches import cut_synchronized
 
 BEGIN, PART, FINISH, ABORT = (
     "begin_train_step()",
@@ -207,7 +207,7 @@ class GradientAccumulator:
             check_loss_inputs(step.loss_fn, checked, vocab_size)
             return [self._batcher.for_part(checked, step.mbs)]
 
-        (batch,) = cut_in_step(cut, self._batcher, self._engine.groups.dp)
+        (batch,) = cut_synchronized(cut, self._batcher, self._engine.groups.dp)
         return batch
 
     def _total(self, step: OpenStep) -> ValidCounts:

@@ -52,7 +52,7 @@ class Batcher:
     """
 
     training: Batching
-    reading: Batching
+    scoring: Batching
     multiples: Multiples
     topology: Topology
     cost: Cost
@@ -103,29 +103,29 @@ class Batcher:
         batches = self._by_own_plan(data) if plan is None else self._planned(data, plan)
         return _as_the_caller_counts(self._only(batches, "a part of a global batch"), data)
 
-    def for_reading(self, data: BatchedDataDict, at_once: int) -> ScoringBatches:
+    def for_scoring(self, data: BatchedDataDict, at_once: int) -> ScoringBatches:
         """All rows of `data`, `at_once` rows or one microbatch's token budget at a time."""
         check_size("micro_batch_size, rows that are read at once,", at_once)
-        plan = _given(data, self.reading)
+        plan = _given(data, self.scoring)
         order: Sequence[int] = range(data.size)
         rows: list[Sequence[int]]
-        if self.reading.kind == "padded":
+        if self.scoring.kind == "padded":
             size = min(at_once, data.size)
             rows = [order[start : start + size] for start in range(0, data.size, size)]
             # All microbatches must have the same shape: the last row is repeated to fill up.
             filled = data.select_indices([*order, *[data.size - 1] * (-data.size % size)])
             return ScoringBatches(
-                self.in_step(self._side_by_side(filled, size), len(rows), data), rows
+                self.filled_up(self._side_by_side(filled, size), len(rows), data), rows
             )
         if plan is None:
-            data, plan, order = self._own_plan(data, self.reading)
+            data, plan, order = self._own_plan(data, self.scoring)
         batch = self._only(self._planned(data, plan), "what is only read")
         spans = [span for span in plan.batches[0] if span.start < span.end]
         rows = [order[span.start : span.end] for span in spans]
         count = len(batch.microbatches)
-        return ScoringBatches(self.in_step(batch.microbatches, count, data), rows)
+        return ScoringBatches(self.filled_up(batch.microbatches, count, data), rows)
 
-    def in_step(
+    def filled_up(
         self, microbatches: Sequence[Microbatch], count: int, data: BatchedDataDict
     ) -> list[Microbatch]:
         """`count` microbatches, rounded up to whole rounds of the interleaved schedule; fillers
@@ -254,7 +254,7 @@ def batcher_of(config: PolicyConfig, topology: Topology, architecture: Architect
     multiples = multiples_of(config)
     return Batcher(
         training=batching_of(config, training=True),
-        reading=batching_of(config, training=False),
+        scoring=batching_of(config, training=False),
         multiples=multiples,
         topology=topology,
         cost=sequence_cost(architecture.hidden_size),

@@ -87,9 +87,9 @@ class Scorer:
         engine, where = self.engine, current_device()
         data = checked_batch(data, engine.vocab_size)
         tokens_BS = data["input_ids"]
-        checked_lengths(data, self.batcher.reading)
+        checked_lengths(data, self.batcher.scoring)
         self.batcher.longest.check(data)
-        cut = self.batcher.for_reading(data, rows or self.rows)
+        cut = self.batcher.for_scoring(data, rows or self.rows)
         parts = engine.forward(cut.microbatches, read)
         found: list[torch.Tensor] = []
         for index, (rest, dtype) in enumerate(kinds):

@@ -32,7 +32,7 @@ from megatron_policy.training.losses import (
 from megatron_policy.training.optimizer_step import UNCHANGED, left_by, take_step
 from megatron_policy.training.results import OptimStats, TrainResult, completed, result_of
 from megatron_policy.training.rollback import Rollback
-from megatron_policy.training.sync_microbatches import cut_in_step
+from megatron_policy.training.sync_microbatches import cut_synchronized
 
 Kept = list[tuple[torch.Tensor, Metrics, list[Wrong]]]
 """The last stage's loss, metrics and faults of each microbatch that is not a filler; empty on other
@@ -143,7 +143,7 @@ def train(
     global batch whose loss or gradient cannot be trained on: neither it nor those after it change
     anything.
     """
-    batches = cut_in_step(
+    batches = cut_synchronized(
         lambda: _cut(engine, batcher, data, loss_fn, global_batch_size, micro_batch_size),
         batcher,
         engine.groups.dp,

@@ -14,7 +14,7 @@ from megatron_policy.errors import BatchError
 from megatron_policy.training.batching import Batcher, GlobalBatch
 
 
-def cut_in_step(
+def cut_synchronized(
     cut: Callable[[], list[GlobalBatch]], batcher: Batcher, group: dist.ProcessGroup
 ) -> list[GlobalBatch]:
     """Call `cut` on this rank's data, and fill up each global batch to the largest number of
@@ -39,7 +39,7 @@ def cut_in_step(
         )
     counts = largest([len(batch.microbatches) for batch in batches], group)
     return [
-        GlobalBatch(batch.data, batcher.in_step(batch.microbatches, count, batch.data))
+        GlobalBatch(batch.data, batcher.filled_up(batch.microbatches, count, batch.data))
         for batch, count in zip(batches, counts, strict=True)
     ]
 

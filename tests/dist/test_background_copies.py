@@ -104,9 +104,9 @@ def read_in_every_way(policy: MegatronPolicy) -> None:
 
 
 def a_step_in_parts(policy: MegatronPolicy) -> None:
-    policy.split.begin(LOSSES["token"]())
-    policy.split.microbatch(batch(policy))
-    policy.split.finish()
+    policy.accumulator.begin(LOSSES["token"]())
+    policy.accumulator.microbatch(batch(policy))
+    policy.accumulator.finish()
 
 
 def move(policy: MegatronPolicy) -> None:
@@ -145,7 +145,7 @@ def save_and_change(config: dict[str, Any], root: Path, changes: list[str]) -> d
             settle=policy._session.settle,
             still=policy._engine.pending_reads.wait,
         )
-        policy.split._memory = policy.memory
+        policy.accumulator._memory = policy.memory
         train(policy, [0])
         policy.save_checkpoint(**paths(root / "first"))
         for number, name in enumerate(changes):

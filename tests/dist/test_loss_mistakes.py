@@ -195,11 +195,11 @@ def follow_a_gradient_that_is_not_finite(config: dict[str, Any]) -> list[str]:
         share, said = own_share(policy, good()), []
         with unchanged(policy):
             said.append(hear(lambda: policy.train(share, NoGradientOfSqrt(1), **micro(policy))))
-        policy.split.begin(NoGradientOfSqrt(1), **micro(policy))
+        policy.accumulator.begin(NoGradientOfSqrt(1), **micro(policy))
         with unchanged(policy):
-            policy.split.microbatch(share)
-            said.append(hear(policy.split.finish))
-            policy.split.abort()
+            policy.accumulator.microbatch(share)
+            said.append(hear(policy.accumulator.finish))
+            policy.accumulator.abort()
         result = policy.train(share, LOSSES["sequence"](), **micro(policy))
         assert result["grad_norm"].isfinite().all()
         return said
@@ -225,16 +225,20 @@ def fail_in_a_part(config: dict[str, Any]) -> dict[str, list[str]]:
         share = own_share(policy, good())
         for mistake in ("raises", "NaN", "detached", "no metrics"):
             loss = Mistaken("sequence", mistake, rank=1, call=2)
-            policy.split.begin(loss, **micro(policy))
+            policy.accumulator.begin(loss, **micro(policy))
             with unchanged(policy):
-                policy.split.microbatch(share.slice(0, 2))
-                part = partial(policy.split.microbatch, share)
-                heard = [hear(part), hear(part, ValueError), hear(policy.split.finish, ConfigError)]
-                policy.split.abort()
+                policy.accumulator.microbatch(share.slice(0, 2))
+                part = partial(policy.accumulator.microbatch, share)
+                heard = [
+                    hear(part),
+                    hear(part, ValueError),
+                    hear(policy.accumulator.finish, ConfigError),
+                ]
+                policy.accumulator.abort()
             said[mistake] = heard
-        policy.split.begin(LOSSES["sequence"](), **micro(policy))
-        policy.split.microbatch(share)
-        said["loss"] = policy.split.finish()["loss"].tolist()
+        policy.accumulator.begin(LOSSES["sequence"](), **micro(policy))
+        policy.accumulator.microbatch(share)
+        said["loss"] = policy.accumulator.finish()["loss"].tolist()
         return said
 
 
@@ -298,7 +302,7 @@ def train_on_typos(config: dict[str, Any]) -> dict[str, list[str]]:
             with unchanged(policy):
                 said[name] = [
                     hear(partial(policy.train, share, loss, **micro(policy))),
-                    hear(partial(policy.split.begin, loss, **micro(policy))),
+                    hear(partial(policy.accumulator.begin, loss, **micro(policy))),
                 ]
         policy.train(share, LOSSES["token"](), **micro(policy))
     return said

@@ -54,11 +54,11 @@ def evaluate(policy: MegatronPolicy, data: Any) -> float:
 
 
 def part(policy: MegatronPolicy, data: Any) -> None:
-    policy.split.begin(LOSSES["sequence"](), mbs=1)
+    policy.accumulator.begin(LOSSES["sequence"](), mbs=1)
     try:
-        policy.split.microbatch(data)
+        policy.accumulator.microbatch(data)
     finally:
-        policy.split.abort()
+        policy.accumulator.abort()
 
 
 def train_on_malformed(config: dict[str, Any]) -> dict[str, str]:

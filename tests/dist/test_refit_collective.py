@@ -52,7 +52,7 @@ def refit_train_refit(
         )
         exported, manifests = [], []
         for _ in range(2):
-            manifests.append(policy.refit(group.sink(BUCKET)))
+            manifests.append(policy.refit(group.transport(BUCKET)))
             exported.append(bits({name: t.clone() for name, t in policy.export()}))
             policy.train(own_share(policy, data), LOSSES["token"](), mbs=1)
         own = policy.exporter.plan(own_stage=train is not None, bucket_bytes=BUCKET)

@@ -131,7 +131,7 @@ def hand_over_to_worker(path: Path, staged: bool) -> list[tuple[bool, Any]]:
     try:
         for receive, arguments, sink in (
             (worker.refit_from_stream, [{device.device_id(): address}], IpcStream(address)),
-            (worker.refit_from_group, [], group.sink()),
+            (worker.refit_from_group, [], group.transport()),
         ):
             train_step(policy)
             thread = Thread(target=receive, args=arguments, daemon=True)

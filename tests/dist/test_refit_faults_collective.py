@@ -63,7 +63,7 @@ class Group:
 
     def refit(self, seed: int, during: Any = lambda name: None) -> RefitManifest:
         trainer = Trainer(weights(seed), TIMEOUT_S, during)
-        return deliver(trainer, self.group.sink(), step=seed)
+        return deliver(trainer, self.group.transport(), step=seed)
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ def refit_with_a_stall(
             timeout_s=TIMEOUT_S,
             secret=SECRET,
         )
-        sink: Any = group.sink(BUCKET)
+        sink: Any = group.transport(BUCKET)
         policy.refit(sink)
         stalling = Stalling(sink, 5, STALL_S) if policy.rank == culprit else sink
         started = time.monotonic()
@@ -154,9 +154,9 @@ def refit_with_an_engine_that_dies(
         )
         started = time.monotonic()
         with pytest.raises(RefitError) as error:
-            policy.refit(group.sink(BUCKET))
+            policy.refit(group.transport(BUCKET))
         seconds = time.monotonic() - started
-        policy.refit(group.sink(BUCKET))
+        policy.refit(group.transport(BUCKET))
         group.close()
         return str(error.value), seconds
 

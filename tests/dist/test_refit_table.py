@@ -107,8 +107,8 @@ def _refits(policy: MegatronPolicy, mail: Mailbox, box: Path, ports: Ports) -> d
                 )
             ),
             "ipc handles": lambda n=number: _lend(policy, handles, mail, n),
-            "collective": lambda: policy.refit(groups["collective"].sink()),
-            "by stage": lambda: policy.refit(groups["by stage"].sink()),
+            "collective": lambda: policy.refit(groups["collective"].transport()),
+            "by stage": lambda: policy.refit(groups["by stage"].transport()),
             "disk": lambda n=number: policy.refit(
                 HfDirectory(box / f"disk {n}", policy.config.model_name)
             ),

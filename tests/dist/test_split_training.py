@@ -155,10 +155,10 @@ def in_parts(policy: MegatronPolicy, loss: Any, name: str) -> dict[str, Any]:
         return in_one_go(policy, loss, name)
     if name == "after a failure":
         fail(policy, share_of(policy, name))
-    policy.split.begin(loss, mbs=1)
+    policy.accumulator.begin(loss, mbs=1)
     for part in parts_of(policy, name):
-        policy.split.microbatch(part)
-    return policy.split.finish()
+        policy.accumulator.microbatch(part)
+    return policy.accumulator.finish()
 
 
 def parts_of(policy: MegatronPolicy, name: str) -> list[BatchedDataDict]:
@@ -182,15 +182,18 @@ def cut(data: BatchedDataDict, sizes: Sequence[int]) -> list[BatchedDataDict]:
 
 def fail(policy: MegatronPolicy, share: BatchedDataDict) -> None:
     """A step that is begun and dropped after its loss raised."""
-    policy.split.begin(Failing(), mbs=1)
-    policy.split.microbatch(share.slice(0, 1))
+    policy.accumulator.begin(Failing(), mbs=1)
+    policy.accumulator.microbatch(share.slice(0, 1))
     with pytest.raises(LossError, match="raised ArithmeticError: the second microbatch"):
-        policy.split.microbatch(share.slice(1, 2))
-    for go_on in (lambda: policy.split.microbatch(share.slice(1, 2)), policy.split.finish):
+        policy.accumulator.microbatch(share.slice(1, 2))
+    for go_on in (
+        lambda: policy.accumulator.microbatch(share.slice(1, 2)),
+        policy.accumulator.finish,
+    ):
         with pytest.raises(ConfigError, match=r"LossError: call abort_train_step\(\)"):
             go_on()
-    policy.split.abort()
-    policy.split.abort()
+    policy.accumulator.abort()
+    policy.accumulator.abort()
 
 
 class Rounding(NamedTuple):
@@ -305,7 +308,7 @@ class Mismeasured(TokenNLL):
 def mistakes(config: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Everything that is refused around and within a step, and what that step came to."""
     with open_policy(config) as policy:
-        split, share = policy.split, share_of(policy, "at once")
+        split, share = policy.accumulator, share_of(policy, "at once")
         split.abort()
         for early in (lambda: split.microbatch(share), split.finish):
             refuse(early, r"no training step is open, call begin_train_step\(\) first")
@@ -361,8 +364,8 @@ def refuse(call: Callable[[], Any], match: str, kind: type[Exception] = ConfigEr
 
 def without_optimizer(config: dict[str, Any]) -> None:
     with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
-        refuse(lambda: policy.split.begin(TokenNLL()), "init_optimizer=False")
-        policy.split.abort()
+        refuse(lambda: policy.accumulator.begin(TokenNLL()), "init_optimizer=False")
+        policy.accumulator.abort()
 
 
 def first_step(config: dict[str, Any]) -> dict[str, Any]:

@@ -107,16 +107,16 @@ def _gradient_of_fillers(patch: pytest.MonkeyPatch) -> None:
 
 
 def _results_in_the_order_of_the_plan(patch: pytest.MonkeyPatch) -> None:
-    for_reading = batching.Batcher.for_reading
+    for_scoring = batching.Batcher.for_scoring
 
     def in_order(
         self: batching.Batcher, data: BatchedDataDict, at_once: int
     ) -> batching.ScoringBatches:
-        read = for_reading(self, data, at_once)
+        read = for_scoring(self, data, at_once)
         order = iter(range(data.size))
         return replace(read, rows=[list(islice(order, len(rows))) for rows in read.rows])
 
-    patch.setattr(batching.Batcher, "for_reading", in_order)
+    patch.setattr(batching.Batcher, "for_scoring", in_order)
 
 
 def _entropy_without_gradient(patch: pytest.MonkeyPatch) -> None:

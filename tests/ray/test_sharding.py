@@ -47,7 +47,7 @@ def test_the_driver_refuses_sizes_and_plans_that_cannot_be_dealt(training: Batch
             dealer.to_train(data, TokenNLL(), *sizes)
     assert sum(shard.size for shard in dealer.to_train(data, TokenNLL(), 4, 1)) == 4
     data.micro_batch_indices = [[[0, 4]]]
-    for deal in (lambda: dealer.to_train(data, TokenNLL(), 4, 1), lambda: dealer.to_read(data)):
+    for deal in (lambda: dealer.to_train(data, TokenNLL(), 4, 1), lambda: dealer.to_score(data)):
         with pytest.raises(BatchError, match="pass the data without it"):
             deal()
 

@@ -14,7 +14,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams, sequence_params
-from megatron_policy.engines.megatron.layers.te_attention import EngineAttention, engine_attention
+from megatron_policy.engines.megatron.layers.te_attention import TEAttention, te_attention
 from megatron_policy.packing.tokens import packed_layout, padded_layout
 
 HEADS, HEAD_DIM = 2, 8
@@ -85,7 +85,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
     return context.permute(2, 0, 1, 3).flatten(2)
 
 
-def build(ranks: int = 1, **more: Any) -> EngineAttention:
+def build(ranks: int = 1, **more: Any) -> TEAttention:
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HEADS * HEAD_DIM,
@@ -94,8 +94,8 @@ def build(ranks: int = 1, **more: Any) -> EngineAttention:
         context_parallel_size=ranks,
         **more,
     )
-    attention: EngineAttention = build_module(
-        engine_attention(Engine),
+    attention: TEAttention = build_module(
+        te_attention(Engine),
         config=config,
         layer_number=1,
         attn_mask_type=AttnMaskType.causal,
@@ -114,7 +114,7 @@ def states(positions: int, rows: int, dtype: torch.dtype = torch.bfloat16) -> li
     ]
 
 
-def call(attention: EngineAttention, given: list[torch.Tensor], params: Any) -> torch.Tensor:
+def call(attention: TEAttention, given: list[torch.Tensor], params: Any) -> torch.Tensor:
     context: torch.Tensor = attention(
         *given, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=params
     )

@@ -124,7 +124,7 @@ def test_what_is_not_the_complete_set_is_refused_and_the_next_refit_succeeds(
         for names in calls:
             handles = lent.weights(names)
             if flip and "norm" in names:
-                lent._lent[torch.bfloat16].buffer.memory[1] ^= 1
+                lent._exported[torch.bfloat16].buffer.memory[1] ^= 1
             process.call(engine.receive_handles, handles)
         process.call(engine.finish, lent.manifest(step))
 

@@ -6,8 +6,11 @@ import importlib
 import sys
 
 import pytest
+import torch
 
 from megatron_policy.converters.registry import FAMILIES
+from megatron_policy.policy import MegatronPolicy
+from megatron_policy.refit.transports.collective.transport import Collective
 from megatron_policy.renamed import PACKAGE, RENAMED
 
 SHOWN = {
@@ -74,3 +77,14 @@ def test_an_old_name_gives_the_new_one_and_warns(home: str, old: str, now: str, 
         assert getattr(module, old) is getattr(other, new)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         module.nothing  # noqa: B018
+
+
+def test_old_names_of_methods_and_attributes_lead_to_the_new_ones_and_warn() -> None:
+    policy = object.__new__(MegatronPolicy)
+    policy.accumulator = object()
+    with pytest.warns(DeprecationWarning, match=r"MegatronPolicy\.split is `accumulator` now"):
+        assert policy.split is policy.accumulator
+    group = object.__new__(Collective)
+    with pytest.warns(DeprecationWarning, match=r"Collective\.sink is `transport` now"):
+        old = group.sink(512, torch.bfloat16)
+    assert vars(old) == vars(group.transport(512, torch.bfloat16))

@@ -47,7 +47,7 @@ def test_a_region_given_back_is_lent_again_for_its_size() -> None:
     pool = small_pool()
     regions = [pool.take(size) for size in SIZES]
     made = pool.nbytes
-    pool.give_back(regions[3])
+    pool.release(regions[3])
     assert spans(pool.take(SIZES[3])) == spans(regions[3])
     assert pool.nbytes == made
 

@@ -133,5 +133,5 @@ class MegatronEngine:
         """Break the references that would keep the model and its process groups alive."""
         forget_routing(self.pipeline.chunks)
         if self.trainable is not None:
-            self.trainable.let_go()
+            self.trainable.detach()
         drop_groups()

@@ -24,7 +24,7 @@ from megatron_policy.engines.megatron.layers.parallel_layer import ParallelLayer
 from megatron_policy.engines.megatron.layers.qk_norm import AllHeadsRMSNorm, EachHeadLayerNorm
 from megatron_policy.engines.megatron.layers.residual import residual_sum
 from megatron_policy.engines.megatron.layers.self_attention import LayerAttention
-from megatron_policy.engines.megatron.layers.te_attention import engine_attention
+from megatron_policy.engines.megatron.layers.te_attention import te_attention
 from megatron_policy.engines.megatron.model_config import LOCAL, TRANSFORMER_ENGINE
 from megatron_policy.errors import ConfigError
 
@@ -102,7 +102,7 @@ def _engine_layer(architecture: Architecture, layer: int) -> ModuleSpec:
     else:
         _adapt_attention(parts.self_attention, architecture)
         inner = parts.self_attention.submodules
-        inner.core_attention = engine_attention(inner.core_attention)
+        inner.core_attention = te_attention(inner.core_attention)
     return spec
 
 

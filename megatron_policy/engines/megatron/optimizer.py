@@ -39,7 +39,7 @@ class WrappedModel:
     scheduler: OptimizerParamScheduler
     pending_reads: PendingReads
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Remove the optimizer from the model's config.
 
         A distributed optimizer's parameters are views of the model's, whose graph holds its

@@ -19,7 +19,7 @@ Load = Callable[[list[tuple[str, Tensor]]], object]
 
 
 @dataclass
-class Engine:
+class EngineState:
     """What an engine keeps between refits.
 
     `step` is the step of the last set it accepted. `mixed` is true from when it begins to load
@@ -37,7 +37,7 @@ class Engine:
 class WeightAssembler:
     """Assembles one refit. Any method may raise RefitError, which refuses the set and ends this."""
 
-    def __init__(self, engine: Engine, algorithm: str | None = None) -> None:
+    def __init__(self, engine: EngineState, algorithm: str | None = None) -> None:
         """`algorithm` is the manifest's digest algorithm; None: the one for the tensors' device."""
         self.arrived: dict[str, Sent] = {}
         self._engine, self._algorithm = engine, algorithm

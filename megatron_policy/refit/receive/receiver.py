@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S, checked_timeout
 from megatron_policy.refit.manifest import RefitManifest, forms
-from megatron_policy.refit.receive.assembler import Engine, Load, WeightAssembler
+from megatron_policy.refit.receive.assembler import EngineState, Load, WeightAssembler
 
 
 class Receiver:
@@ -38,7 +38,7 @@ class Receiver:
         piece as weights arrive, and a refit that fails half-way leaves the engine `mixed`.
         """
         self.timeout_s = checked_timeout(timeout_s)
-        self._engine = Engine(load, None if expected is None else forms(expected), staged)
+        self._engine = EngineState(load, None if expected is None else forms(expected), staged)
         self._unfinished: WeightAssembler | None = None
 
     @property

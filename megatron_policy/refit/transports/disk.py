@@ -42,10 +42,15 @@ class DirectorySession:
     """
 
     def __init__(
-        self, sink: HfDirectory, exporter: Exporter, plan: ExportPlan, partial: Path
+        self, transport: HfDirectory, exporter: Exporter, plan: ExportPlan, partial: Path
     ) -> None:
         """`partial` is the directory that all ranks write to."""
-        self._sink, self._exporter, self._plan, self._partial = sink, exporter, plan, partial
+        self._transport, self._exporter, self._plan, self._partial = (
+            transport,
+            exporter,
+            plan,
+            partial,
+        )
         at, tp = exporter.coords, exporter.topology.tp
         writer = at.dp * tp + at.tp
         own = [f for f in plan.files if at.cp == 0 and (f.stage, f.writer) == (at.pp, writer)]
@@ -77,14 +82,14 @@ class DirectorySession:
         if manifest.algorithm == HOST:
             self._digests = {name: sent.digest for name, sent in manifest.tensors.items()}
         names = list(self._plan.weight_map)
-        told = torch.zeros(len(names) + 1, dtype=torch.int64)
+        totals = torch.zeros(len(names) + 1, dtype=torch.int64)
         for index, name in enumerate(names):
             if name in self._digests:
-                told[index] = _signed(self._digests[name])
-        told[-1] = self._failure is not None
-        told = told.to(self._exporter.device)
-        self._exporter.sum(told)
-        *digests, failed = told.tolist()
+                totals[index] = _signed(self._digests[name])
+        totals[-1] = self._failure is not None
+        totals = totals.to(self._exporter.device)
+        self._exporter.sum(totals)
+        *digests, failed = totals.tolist()
         if self._failure is not None:
             raise self._failure
         if failed == 0 and self._exporter.rank == 0:
@@ -94,7 +99,7 @@ class DirectorySession:
         """See `delivery.TransportSession`; an incomplete directory is removed."""
         for file in self._written.values():
             file.close()
-        self._sink.drop()
+        self._transport.drop()
 
     def _write(self, name: str, tensor: Tensor) -> None:
         file, host = self._file_of[name], tensor.cpu()
@@ -111,14 +116,14 @@ class DirectorySession:
     def _publish(self, digests: Mapping[str, int], step: int) -> None:
         found = directory_manifest(
             self._partial,
-            self._sink.source,
+            self._transport.source,
             self._exporter.table.family,
             self._plan,
             digests,
             step,
         )
         publishing.write_file(self._partial / MANIFEST, found.encoded())
-        self._sink.publish()
+        self._transport.publish()
 
 
 def directory_manifest(
@@ -175,18 +180,18 @@ def export_checkpoint(
     `step` is the number of optimizer steps taken so far. ConfigError if `path` is taken,
     ExportError if a rank cannot write; the policy is then unharmed and nothing is published.
     """
-    sink = HfDirectory(path, source, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
+    transport = HfDirectory(path, source, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
     try:
         exporter.begin()
-        place = sink.prepare(exporter)
+        place = transport.prepare(exporter)
         if not place.refusal:
-            deliver(exporter, sink, step)
+            deliver(exporter, transport, step)
             return
-        exporter.part()
+        exporter.leave_together()
     except RefitError as error:
         raise ExportError(str(error)) from error
     finally:
-        sink.drop()
+        transport.drop()
     raise ConfigError(place.refusal) if place.is_config else ExportError(f"rank 0: {place.refusal}")
 
 
@@ -251,11 +256,11 @@ class HfDirectory:
         self.drop()
         try:
             made = self._make(exporter) if exporter.rank == 0 else None
-            told = exporter.told(None if made is None else json.dumps(asdict(made)))
+            agreed = exporter.broadcast_text(None if made is None else json.dumps(asdict(made)))
         except BaseException:
             self.drop()
             raise
-        self._place = ExportDestination(**json.loads(told))
+        self._place = ExportDestination(**json.loads(agreed))
         return self._place
 
     def open(self, exporter: Exporter, plan: RefitPlan) -> DirectorySession | None:

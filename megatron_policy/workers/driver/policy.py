@@ -164,10 +164,10 @@ class Policy(
         """Continue right-padded prompts `input_ids` [B, S], `input_lengths` [B]; see
         `GenerationOutputSpec` for the result.
         """
-        dealt = self._dispatcher.to_continue(_batch(data))
-        answers = self._workers.run_sharded("generate", data=dealt.shards, greedy=greedy)
+        sharded = self._dispatcher.to_generate(_batch(data))
+        answers = self._workers.run_sharded("generate", data=sharded.shards, greedy=greedy)
         pad_id = getattr(self._tokenizer, "pad_token_id", None) or 0
-        return dealt.restored(answers, {"output_ids": pad_id})
+        return sharded.restored(answers, {"output_ids": pad_id})
 
     def export_hf(
         self, path: PathLike, *, max_shard_bytes: int | None = None, overwrite: bool = False
@@ -206,8 +206,8 @@ class Policy(
             group.kill()
 
     def _ask(self, method: str, data: Mapping[str, Any], **kwargs: Any) -> BatchedDataDict:
-        dealt = self._dispatcher.to_read(_batch(data))
-        return dealt.restored(self._workers.run_sharded(method, data=dealt.shards, **kwargs))
+        sharded = self._dispatcher.to_score(_batch(data))
+        return sharded.restored(self._workers.run_sharded(method, data=sharded.shards, **kwargs))
 
 
 def _batch(data: Mapping[str, Any]) -> BatchedDataDict:

@@ -64,7 +64,7 @@ class BatchDispatcher:
     topology: Topology
     vocab_size: int
     training: Batching
-    reading: Batching
+    scoring: Batching
     cost: Cost
     longest: Longest
 
@@ -73,12 +73,12 @@ class BatchDispatcher:
         cls, config: PolicyConfig, topology: Topology, architecture: Architecture
     ) -> BatchDispatcher:
         """The dispatcher that `config` requests, for this model."""
-        training, reading = (batching_of(config, training=each) for each in (True, False))
+        training, scoring = (batching_of(config, training=each) for each in (True, False))
         return cls(
             topology,
             architecture.vocab_size,
             training,
-            reading,
+            scoring,
             sequence_cost(architecture.hidden_size),
             Longest.of(config, architecture),
         )
@@ -113,17 +113,17 @@ class BatchDispatcher:
         lengths = checked_lengths(data, self.training)
         return planned_shards(data, lengths, self.training, self.topology, self.cost).shards
 
-    def to_read(self, data: BatchedDataDict) -> ShardedBatch:
+    def to_score(self, data: BatchedDataDict) -> ShardedBatch:
         """Each rank's rows of the whole batch; BatchError naming invalid data."""
         _refuse_plan(data)
         data = checked_batch(data, self.vocab_size)
-        lengths = checked_lengths(data, self.reading)
+        lengths = checked_lengths(data, self.scoring)
         self.longest.check(data)
-        if self.reading.kind == "padded":
+        if self.scoring.kind == "padded":
             return ShardedBatch(even_shards(data, self.topology.dp), data.size)
-        return planned_shards(data, lengths, self.reading, self.topology, self.cost)
+        return planned_shards(data, lengths, self.scoring, self.topology, self.cost)
 
-    def to_continue(self, prompts: BatchedDataDict) -> ShardedBatch:
+    def to_generate(self, prompts: BatchedDataDict) -> ShardedBatch:
         """Each rank's prompts; BatchError naming one that cannot be continued."""
         prompts = checked_batch(prompts, self.vocab_size)
         checked_prompts(prompts, self.vocab_size, self.longest.tokens)

@@ -24,18 +24,18 @@ class WorkerAccumulation:
         """Open a step that advances the schedule by `gbs` samples; padded data are split into
         microbatches of `mbs` rows. ConfigError while one is open.
         """
-        self.policy.split.begin(loss_fn, gbs, mbs)
+        self.policy.accumulator.begin(loss_fn, gbs, mbs)
 
     def train_microbatch(self, data: Mapping[str, Any]) -> None:
         """Add the gradients of any number of this data-parallel rank's rows. A BatchError leaves
         the step as it was; after any other error it can only be aborted.
         """
-        self.policy.split.microbatch(data)
+        self.policy.accumulator.microbatch(data)
 
     def finish_train_step(self) -> dict[str, Any]:
         """Take the step; return what `train` does for one global batch."""
-        return self.policy.split.finish()
+        return self.policy.accumulator.finish()
 
     def abort_train_step(self) -> None:
         """Drop the open step, if any, and its gradients."""
-        self.policy.split.abort()
+        self.policy.accumulator.abort()

@@ -129,7 +129,7 @@ class WorkerRefit:
         refuse_scales(kv_scales)
         if self._collective is None:
             raise RefitError("no engine has joined: call init_collective first")
-        self.policy.refit(self._collective.sink(buffer_size_bytes))
+        self.policy.refit(self._collective.transport(buffer_size_bytes))
 
     def _release_handles(self) -> None:
         """Free the memory of `get_weights_ipc_handles`."""

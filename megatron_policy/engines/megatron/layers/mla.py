@@ -32,7 +32,7 @@ from megatron_policy.engines.megatron.layers.rope import (
     inverse_frequencies,
 )
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams
-from megatron_policy.engines.megatron.layers.te_attention import engine_attention
+from megatron_policy.engines.megatron.layers.te_attention import te_attention
 
 
 def latent_fields(architecture: Architecture) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def latent_attention_spec(architecture: Architecture, with_te: bool) -> ModuleSp
         from megatron.core.extensions import transformer_engine as te
 
         column, row = te.TEColumnParallelLinear, te.TERowParallelLinear
-        core = engine_attention(te.TEDotProductAttention)
+        core = te_attention(te.TEDotProductAttention)
     norm = ModuleSpec(module=LatentNorm, params={"own_eps": mla.layernorm_epsilon})
     return ModuleSpec(
         module=LatentAttention,

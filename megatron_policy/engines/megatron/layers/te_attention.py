@@ -21,12 +21,12 @@ from megatron_policy.engines.megatron.layers.sequences import SequenceParams
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def engine_attention(engine: Callable[..., torch.nn.Module]) -> ModuleSpec:
+def te_attention(engine: Callable[..., torch.nn.Module]) -> ModuleSpec:
     """The spec for core attention; `engine` is Megatron-Core's `TEDotProductAttention`."""
-    return ModuleSpec(module=EngineAttention, params={"engine": engine})
+    return ModuleSpec(module=TEAttention, params={"engine": engine})
 
 
-class EngineAttention(MegatronModule):
+class TEAttention(MegatronModule):
     """Transformer Engine attention, with torch's for calls that it does not support."""
 
     def __init__(

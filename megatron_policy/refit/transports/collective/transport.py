@@ -22,6 +22,7 @@ from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.transports.collective.chunks import Writer
 from megatron_policy.refit.transports.collective.handshake import SenderHandshake, group_name, heard
 from megatron_policy.refit.transports.collective.stream_layout import Stream, StreamLayout
+from megatron_policy.renamed import warn_renamed
 
 if TYPE_CHECKING:
     from megatron_policy.refit.exporter import Exporter
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 class Collective:
     """A trainer's membership in a group with inference engines; every training rank has one.
 
-    It is kept from refit to refit; `sink` returns the transport for each of them.
+    It is kept from refit to refit; `transport` returns the transport for each of them.
     """
 
     @classmethod
@@ -86,13 +87,20 @@ class Collective:
         """Number of broadcasts that this rank has sent."""
         return 0 if self.member is None else self.member.broadcasts
 
-    def sink(
+    def transport(
         self, bucket_bytes: int | None = None, dtype: torch.dtype | None = None
     ) -> CollectiveTransport:
         """The transport for refits in broadcasts of `bucket_bytes` (None: the policy's), with
         tensors in their own dtypes or in `dtype`.
         """
         return CollectiveTransport(self, bucket_bytes, dtype)
+
+    def sink(
+        self, bucket_bytes: int | None = None, dtype: torch.dtype | None = None
+    ) -> CollectiveTransport:
+        """The name of the last release for `transport`."""
+        warn_renamed("Collective.sink", "transport")
+        return self.transport(bucket_bytes, dtype)
 
     def close(self) -> None:
         """Leave for good; once rank 0 has left, engines cannot connect any more."""
@@ -173,7 +181,7 @@ class CollectiveTransport:
     def __init__(
         self, group: Collective, bucket_bytes: int | None, dtype: torch.dtype | None
     ) -> None:
-        """See `Collective.sink`."""
+        """See `Collective.transport`."""
         self._group, self._bucket_bytes, self._dtype = group, bucket_bytes, dtype
 
     def plan(self, exporter: Exporter) -> RefitPlan | None:

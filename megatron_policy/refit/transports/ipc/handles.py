@@ -38,7 +38,7 @@ class IpcHandles:
     def __init__(self, exporter: Exporter, directory: str = DIRECTORY) -> None:
         """Without a GPU, the memory is allocated in `directory`."""
         self._exporter, self._directory = exporter, directory
-        self._lent: dict[torch.dtype, ExportedBuffer] = {}
+        self._exported: dict[torch.dtype, ExportedBuffer] = {}
         self._sent: dict[str, Sent] = {}
         self._step: int | None = None
 
@@ -66,8 +66,12 @@ class IpcHandles:
             self._take_back()
 
         def place(tensor: RefitTensor) -> BufferSlice | None:
-            lent = self._lent
-            return BufferSlice(lent[tensor.dtype].buffer, places[tensor.name]) if lent else None
+            exported = self._exported
+            return (
+                BufferSlice(exported[tensor.dtype].buffer, places[tensor.name])
+                if exported
+                else None
+            )
 
         for tensor, room in exporter.stream(plan, place):
             if room is not None:
@@ -76,7 +80,7 @@ class IpcHandles:
                 self._sent[tensor.name] = Sent(tensor.shape, tensor.dtype, value)
         exporter.agree(failure)
         offsets = {t.name: places[t.name] // t.dtype.itemsize for t in plan.tensors}
-        rebuilds = [(dtype, lent.rebuild(dtype)) for dtype, lent in self._lent.items()]
+        rebuilds = [(dtype, exported.rebuild(dtype)) for dtype, exported in self._exported.items()]
         return {device.device_id(): (True, rebuilds, offsets)}
 
     def manifest(self, step: int) -> RefitManifest:
@@ -106,12 +110,12 @@ class IpcHandles:
     def _lend(self, places: dict[str, int], tensors: Sequence[RefitTensor]) -> None:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             nbytes = max(places[t.name] + t.nbytes for t in tensors if t.dtype == dtype)
-            self._lent[dtype] = ExportedBuffer(nbytes, self._exporter.device, self._directory)
+            self._exported[dtype] = ExportedBuffer(nbytes, self._exporter.device, self._directory)
 
     def _take_back(self) -> None:
-        for lent in self._lent.values():
-            lent.close()
-        self._lent = {}
+        for exported in self._exported.values():
+            exported.close()
+        self._exported = {}
 
 
 def _places(tensors: Sequence[RefitTensor]) -> dict[str, int]:

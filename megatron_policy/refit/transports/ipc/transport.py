@@ -83,18 +83,18 @@ class IpcStream:
             return None
         on_host = exporter.device.type == "cpu"
         half = (self._buffer_bytes or (HOST_BUFFER_BYTES if on_host else GPU_BUFFER_BYTES)) // 2
-        lender = _Lender(packed(plan.tensors, half), half, exporter.device, self._directory)
+        buffers = _PackBuffers(packed(plan.tensors, half), half, exporter.device, self._directory)
         line = RequestSocket(address, "engine", exporter.timeout_s * ENGINE_SHARE)
-        outlet = _Session(line, lender, self._dialect, exporter)
+        session = _Session(line, buffers, self._dialect, exporter)
         try:
-            outlet.begin(plan)
+            session.begin(plan)
         except BaseException:
-            outlet.close()
+            session.close()
             raise
-        return outlet
+        return session
 
 
-class _Lender:
+class _PackBuffers:
     """Provides the buffers of packs: two used alternately, and a separate one for a large pack."""
 
     def __init__(
@@ -106,19 +106,19 @@ class _Lender:
         self._where, self._directory = where, directory
         self._halves: list[ExportedBuffer] = []
         self._count = 0
-        self.lent: ExportedBuffer | None = None
+        self.exported: ExportedBuffer | None = None
         self.pack = Pack((), (), 0)
 
     def next(self) -> None:
-        """Begin the next pack: sets `pack`, and `lent` as its buffer."""
+        """Begin the next pack: sets `pack`, and `exported` as its buffer."""
         self.pack = next(self._packs)
         if self.alone:
-            self.lent = ExportedBuffer(self.pack.nbytes, self._where, self._directory)
+            self.exported = ExportedBuffer(self.pack.nbytes, self._where, self._directory)
             return
         # The half used longer ago: it was acknowledged before the other one was sent.
         again = self._halves.pop(0) if len(self._halves) == 2 else None
-        self.lent = again or ExportedBuffer(self._size, self._where, self._directory)
-        self._halves.append(self.lent)
+        self.exported = again or ExportedBuffer(self._size, self._where, self._directory)
+        self._halves.append(self.exported)
 
     @property
     def alone(self) -> bool:
@@ -127,15 +127,15 @@ class _Lender:
 
     def take_back(self) -> None:
         """Release the pack's buffer, if it has its own."""
-        if self.alone and self.lent is not None:
-            self.lent.close()
-            self.lent = None
+        if self.alone and self.exported is not None:
+            self.exported.close()
+            self.exported = None
 
     def close(self) -> None:
         """Release all buffers."""
         self.take_back()
-        for lent in self._halves:
-            lent.close()
+        for exported in self._halves:
+            exported.close()
         self._halves.clear()
 
 
@@ -143,10 +143,10 @@ class _Session:
     """One rank's end of one stream; see `TransportSession`."""
 
     def __init__(
-        self, line: RequestSocket, lender: _Lender, dialect: Dialect, exporter: Exporter
+        self, line: RequestSocket, buffers: _PackBuffers, dialect: Dialect, exporter: Exporter
     ) -> None:
         self._exporter = exporter
-        self._line, self._lender, self._dialect = line, lender, dialect
+        self._line, self._buffers, self._dialect = line, buffers, dialect
         self._at = 0  # number of tensors in the pack so far
         self._asked = False  # whether a reply is outstanding
 
@@ -158,29 +158,31 @@ class _Session:
 
     def place(self, tensor: RefitTensor) -> BufferSlice | None:
         if self._at == 0:
-            self._lender.next()
-        pack, lent = self._lender.pack, self._lender.lent
-        assert lent is not None and pack.tensors[self._at].name == tensor.name, tensor.name
-        return BufferSlice(lent.buffer, pack.offsets[self._at])
+            self._buffers.next()
+        pack, exported = self._buffers.pack, self._buffers.exported
+        assert exported is not None and pack.tensors[self._at].name == tensor.name, tensor.name
+        return BufferSlice(exported.buffer, pack.offsets[self._at])
 
     def filled(self, tensor: RefitTensor, room: BufferSlice) -> None:
         self._at += 1
-        pack, lent = self._lender.pack, self._lender.lent
+        pack, exported = self._buffers.pack, self._buffers.exported
         if self._at < len(pack.tensors):
             return
-        assert lent is not None
+        assert exported is not None
         dialect, names = self._dialect, [tensor.name for tensor in pack.tensors]
         # A handle is for single use: a repeated request makes a new one.
-        self._ask(lambda: dialect.question(protocol.PackMessage(lent.handle(), names, pack.nbytes)))
+        self._ask(
+            lambda: dialect.question(protocol.PackMessage(exported.handle(), names, pack.nbytes))
+        )
         self._at = 0
-        if self._lender.alone:
+        if self._buffers.alone:
             self._hear()
-            self._lender.take_back()
+            self._buffers.take_back()
 
     def finish(self, manifest: RefitManifest) -> None:
         with self._exporter.alive():  # for ranks that wait: the engine may be slow to load
             self._hear()
-            self._lender.close()  # the engine may need the memory when it loads
+            self._buffers.close()  # the engine may need the memory when it loads
             self._ask(lambda: self._dialect.closing(manifest))
             self._hear()
 
@@ -188,7 +190,7 @@ class _Session:
         try:
             self._line.close()
         finally:
-            self._lender.close()
+            self._buffers.close()
 
     def _ask(self, question: Callable[[], bytes]) -> None:
         self._hear()
