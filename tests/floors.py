@@ -66,6 +66,21 @@ FILE_LINES, FUNCTION_LINES, CLASS_LINES = 400, 60, 250
 # Public classes of one name in two modules; Protocols may have it.
 SAME_CLASS_NAME = {"MegatronPolicyWorker": "NeMo RL finds its worker by this name"}
 
+# A file this short with one importer belongs into that importer; Protocols and families may stand
+# alone, and what has a reason to.
+FRAGMENT_LINES = 60
+FRAGMENTS = {
+    "coordination.rank_messages": "its importer has the lines that a file aims at",
+    "engines.megatron.layers.*": "a module of the model is a file",
+    "hosts.nemo_rl.*": "a peculiarity of the host is a file, and its worker is long",
+    "hosts.own_driver": "loaded by its entry point",
+    "memory.move_model": "its importer is in a room above, and imports it only when asked to move",
+    "refit.receive.staging": "its importer has more lines than a file aims at",
+    "training.reference": "its importer is in a room above",
+    "workers.driver.*": "the host's methods of one subject are a file",
+    "workers.worker.*": "the host's methods of one subject are a file",
+}
+
 
 @dataclass(frozen=True)
 class Module:
@@ -244,6 +259,45 @@ def check_class_names(modules: list[Module]) -> list[str]:
         for name, found in sorted(places.items())
         if len(found) > 1 and name not in SAME_CLASS_NAME
     ]
+
+
+def check_fragments(modules: list[Module]) -> list[str]:
+    """Short files with at most one importer, which belong into it; and exceptions for nothing."""
+    known = {module.name for module in modules}
+    importers: dict[str, set[str]] = {}
+    for module in modules:
+        for _, target in _imports(module) if module.name else ():
+            if target.split(".")[0] == PACKAGE:
+                importers.setdefault(_longest_known(target, known), set()).add(module.name)
+    found = {
+        module.name: f"{module.path}: {module.source.count(chr(10))} lines, imported by "
+        f"{', '.join(importers.get(module.name, ())) or 'nobody'}: they belong into one file"
+        for module in modules
+        if module.source.count("\n") <= FRAGMENT_LINES
+        and len(importers.get(module.name, ())) <= 1
+        and not _stands_alone(module)
+    }
+    unused = [name for name in FRAGMENTS if not any(_matches(each, (name,)) for each in found)]
+    return [
+        *(text for name, text in found.items() if not _matches(name, tuple(FRAGMENTS))),
+        *(f"{name} is no fragment: leave it out of FRAGMENTS" for name in unused if name in known),
+    ]
+
+
+def _stands_alone(module: Module) -> bool:
+    """Packages, programs, families, and modules of nothing but Protocols."""
+    if module.is_package or floor_of(module.name) == 0 or module.name.endswith("__main__"):
+        return True
+    if module.name.startswith("converters.families."):
+        return True
+    defined = [
+        node for node in module.tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+    ]
+    return bool(defined) and all(
+        isinstance(node, ast.ClassDef)
+        and any(ast.unparse(base).startswith("Protocol") for base in node.bases)
+        for node in defined
+    )
 
 
 def check_swallowed_errors(modules: list[Module]) -> list[str]:

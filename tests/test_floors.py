@@ -13,6 +13,7 @@ from tests.floors import (
     check_class_names,
     check_floors,
     check_foreign_imports,
+    check_fragments,
     check_lengths,
     check_names,
     check_swallowed_errors,
@@ -26,6 +27,7 @@ CHECKS = (
     check_foreign_imports,
     check_names,
     check_class_names,
+    check_fragments,
     check_lengths,
     check_swallowed_errors,
 )
@@ -234,6 +236,22 @@ def test_two_classes_of_one_name_are_reported_but_not_protocols_or_private_ones(
     )
     (problem,) = check_class_names(modules)
     assert problem == "two classes Part: megatron_policy/batch.py:1, megatron_policy/errors.py:1"
+
+
+def test_a_short_file_with_one_importer_is_reported_unless_it_may_stand_alone(tmp_path) -> None:
+    modules = tree(
+        tmp_path,
+        INIT="from .refit.whole import f",
+        refit__INIT="",
+        refit__whole="from .piece import x\nfrom .shared import y\nfrom .shape import Z\n" * 30,
+        refit__piece="x = 1",
+        refit__shared="y = 1",
+        refit__other="from .shared import y\n" * 61,
+        refit__shape="class Z(Protocol): ...",
+        converters__families__llama="TABLE = ()",
+    )
+    (problem,) = check_fragments(modules)
+    assert problem.startswith("megatron_policy/refit/piece.py: 0 lines, imported by refit.whole")
 
 
 @pytest.mark.parametrize("handler", ["except:", "except Exception:", "except BaseException:"])

@@ -5,14 +5,16 @@ one checkpoint.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 
-from megatron_policy.checkpoint.background_thread import Beside
 from megatron_policy.checkpoint.manifest import ByteRange, dtype_name
 from megatron_policy.checkpoint.staging import Ready
 from megatron_policy.converters.files.publishing import write_file
@@ -20,10 +22,14 @@ from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dist_records import framing
 from megatron_policy.converters.formats.dist_writing import DistLayout, Record, small_files
 from megatron_policy.converters.rows.blocks import Shape
+from megatron_policy.coordination.timeouts import start_thread
 from megatron_policy.errors import CheckpointError
 from megatron_policy.formats.digests import Digest
 
 _NOTE = ".rank-{}.json"
+
+In = TypeVar("In")
+Out = TypeVar("Out")
 
 
 class Written(NamedTuple):
@@ -48,7 +54,7 @@ def write_records(
     path = directory / f"__{rank}_0.distcp"
     done: list[Written] = []
     end = 0
-    with RawFiles(writable=True) as files, Beside(_digest) as digests:
+    with RawFiles(writable=True) as files, BackgroundWorker(_digest) as digests:
         for record, parts in _records(ready, objects):
             digests.give(parts)  # while the bytes are written
             files.write(path, end, parts)
@@ -136,3 +142,48 @@ def _note_of(directory: Path, rank: int) -> list[Written]:
         Written(key, dtype, tuple(shape), tuple(origin), tuple(sizes), offset, length, digest)
         for key, dtype, shape, origin, sizes, offset, length, digest in content
     ]
+
+
+class BackgroundWorker(Generic[In, Out]):
+    """A background thread that works on one item at a time: `give` it one, then `take` the result.
+
+    A background save may outlive the script. The executors of `concurrent.futures` accept no work
+    while the interpreter waits for its last threads. No thread can be started then either; the work
+    is then done in place.
+    """
+
+    def __init__(self, work: Callable[[In], Out]) -> None:
+        """`work` must not raise."""
+        self._given: SimpleQueue[In | None] = SimpleQueue()
+        self._done: SimpleQueue[Out] = SimpleQueue()
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name="background-worker", daemon=True)
+        self._works = start_thread(self._thread)
+
+    def give(self, thing: In) -> None:
+        """Start work on `thing`."""
+        if self._works:
+            self._given.put(thing)
+        else:
+            self._done.put(self._work(thing))
+
+    def take(self) -> Out:
+        """The result of the oldest thing given whose result was not taken yet; waits for it."""
+        return self._done.get()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._works:
+            self._given.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (thing := self._given.get()) is not None:
+            self._done.put(self._work(thing))

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_policy.convert.blockwise import BlockBuffer
-from megatron_policy.convert.open_checkpoint import HF
+from megatron_policy.convert.blockwise import LEAST_BYTES, BlockBuffer, cut
+from megatron_policy.convert.open_checkpoint import HF, Opened
 from megatron_policy.convert.plan import (
     DEFAULT_MAX_MEMORY,
     DEFAULT_MAX_SHARD_SIZE,
@@ -24,11 +24,11 @@ from megatron_policy.convert.plan import (
     prepared,
     side_path,
 )
-from megatron_policy.convert.tied_copies import check_copies
 from megatron_policy.convert.training_checkpoint import check_bytes, is_saved
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.publishing import check_replaceable, new_directory
 from megatron_policy.converters.formats.hf_files import MANIFEST
+from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConversionError, ExportError
 from megatron_policy.formats import digests
 from megatron_policy.formats.digests import Digest
@@ -129,10 +129,10 @@ def _write_tensors(ready: Prepared, progress: Progress) -> tuple[dict[str, str],
     stated = ready.source.manifest.tensors if ready.source.manifest else {}
     read: dict[str, str] = {}
     written: dict[str, str] = {}
-    for name, cut in ready.blocks.items():
+    for name, blocks in ready.blocks.items():
         before = Digest()
-        after = Digest() if len(cut.copies) > 1 else before
-        for first, (values, *cast), scratch in buffer.blocks(cut):
+        after = Digest() if len(blocks.copies) > 1 else before
+        for first, (values, *cast), scratch in buffer.blocks(blocks):
             ready.source.tensors.read(name, first, values, scratch)
             before.update(values)
             for copy in cast:
@@ -233,3 +233,31 @@ def _check_room(final: Path, needed: int) -> None:
         raise ExportError(
             f"{final} needs {needed:,} bytes, but {there} has {math.floor(free):,} left"
         )
+
+
+def check_copies(opened: Opened, table: Table) -> None:
+    """Raise ConversionError naming a tied copy that differs from its original."""
+    for name, original in table.copies().items():
+        if name in opened.infos and original in opened.infos and not _equal(opened, name, original):
+            raise ConversionError(
+                f"{opened.root}: {name} differs from {original}, but config.json says they are one "
+                "tensor; set tie_word_embeddings to false, or remove the one that is not meant"
+            )
+
+
+def _equal(opened: Opened, name: str, original: str) -> bool:
+    one, other = opened.infos[name], opened.infos[original]
+    if one.shape != other.shape:
+        return False
+    plan = cut(one, (one.dtype, other.dtype), 0, LEAST_BYTES)
+    none = torch.empty(0, dtype=torch.uint8)
+    for first, (left, right), _ in BlockBuffer(LEAST_BYTES).blocks(plan):
+        opened.tensors.read(name, first, left, none)
+        opened.tensors.read(original, first, right, none)
+        if not torch.equal(_comparable(left, right), _comparable(right, left)):
+            return False
+    return True
+
+
+def _comparable(values: Tensor, other: Tensor) -> Tensor:
+    return values if values.dtype == other.dtype else values.double()

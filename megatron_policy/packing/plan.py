@@ -13,7 +13,6 @@ from megatron_policy.packing.balance import levelled
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.bins import BALANCED, Bins, checked_algorithm, pack
 from megatron_policy.packing.cost import Cost
-from megatron_policy.packing.deal import deal
 from megatron_policy.packing.dynamic import dynamic_bins
 
 
@@ -149,7 +148,7 @@ def plan_rows(
         bins = dynamic_bins(sizes, settings.capacity, total, cost)
     packed = settings.kind == "packed"
     costs = [_cost(bin_, sizes, cost, packed) for bin_ in bins]
-    shares = [[bins[number] for number in numbers] for numbers in deal(costs, ranks)]
+    shares = [[bins[number] for number in numbers] for numbers in assign_to_ranks(costs, ranks)]
     if packed and checked_algorithm(settings.algorithm) == BALANCED:
         shares = _levelled(shares, sizes, settings.capacity, cost)
     return [_share(share, sizes, cost, packed) for share in shares]
@@ -188,3 +187,24 @@ def _share(bins: Bins, sizes: Sequence[int], cost: Cost, packed: bool) -> RankPl
         spans.append(MicrobatchSpan(start, end, sum(taken) if packed else max(taken, default=0)))
         start = end
     return RankPlan(tuple(row for bin_ in ordered for row in bin_), Plan((tuple(spans),), packed))
+
+
+def assign_to_ranks(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Assign bins to `ranks`, the same number to each, with total costs as equal as possible.
+
+    The costliest bin first goes to the rank with the lowest load that lacks bins; swaps follow.
+    Each rank has its bins from the costliest to the cheapest, so that what the ranks compute at the
+    same time costs about the same. `ranks` divides the number of bins.
+    """
+    share, left = divmod(len(costs), ranks)
+    assert left == 0, f"{len(costs)} bins are not assigned evenly to {ranks} ranks"
+    assigned: list[list[int]] = [[] for _ in range(ranks)]
+    load = [0.0] * ranks
+    for bin_ in sorted(range(len(costs)), key=lambda b: (-costs[b], b)):
+        open_ = [rank for rank in range(ranks) if len(assigned[rank]) < share]
+        rank = min(open_, key=lambda r: (load[r], r))
+        assigned[rank].append(bin_)
+        load[rank] += costs[bin_]
+    # Each bin has size 1 and no rank has room for another: only swaps keep the counts.
+    assigned = levelled(assigned, range(ranks), [1] * len(costs), costs, share)
+    return [sorted(bins, key=lambda b: (-costs[b], b)) for bins in assigned]

@@ -30,7 +30,7 @@ from megatron_policy.policy.checkpointing import AnyPath, Checkpoints, source_dt
 from megatron_policy.policy.generation import TextGenerator
 from megatron_policy.policy.session import Session
 from megatron_policy.refit.delivery import Transport, deliver
-from megatron_policy.refit.iterate import tensors
+from megatron_policy.refit.exporter import tensors
 from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.transports.disk import (
     DEFAULT_MAX_SHARD_BYTES,

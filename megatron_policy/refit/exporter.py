@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,9 @@ from megatron_policy.config.numbers import DEFAULT_BUCKET_BYTES
 from megatron_policy.coordination.collectives import BoundedCollectives
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S
 from megatron_policy.parallel.topology import Coords, Topology
+from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.export import Filled, Place, Sources, stream_alone, stream_together
-from megatron_policy.refit.plan import RefitModel, RefitPlan, plan_refit
+from megatron_policy.refit.plan import RefitModel, RefitPlan, RefitTensor, plan_refit
 
 if TYPE_CHECKING:
     from megatron_policy.interfaces.engine import TrainingEngine
@@ -170,3 +172,20 @@ class Exporter:
         if not plan.gathers:
             return stream_alone(plan, self._sources, place)
         return stream_together(plan, self._sources, place, joined.tp, joined.pp)
+
+
+def tensors(exporter: Exporter, plan: RefitPlan) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each HF tensor of the plan by name, in its own memory, which the caller may keep.
+
+    The iteration ends when every rank has reached its end; RefitError if one of them does not.
+    """
+
+    def place(tensor: RefitTensor) -> BufferSlice:
+        return BufferSlice(Buffer.on(exporter.device, tensor.nbytes), 0)
+
+    exporter.begin()
+    for tensor, room in exporter.stream(plan, place):
+        assert room is not None
+        yield tensor.name, room.tensor(tensor.shape, tensor.dtype)
+    # Even if nothing was exchanged: another rank may not have reached its first tensor yet.
+    exporter.agree(None)

@@ -11,7 +11,7 @@ import torch
 
 from megatron_policy.engines.megatron.optimizer_shards import optimizer_shards
 from megatron_policy.engines.megatron.optimizer_state import MegatronOptimizerState
-from megatron_policy.engines.megatron.schedule_state import restore_schedule, schedule_state
+from megatron_policy.engines.megatron.trainable import restore_schedule, schedule_state
 from megatron_policy.interfaces.engine import KINDS, MAIN
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle

@@ -19,7 +19,7 @@ import torch
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import ConfigError
-from megatron_policy.hosts.nemo_rl import groups, refit
+from megatron_policy.hosts.nemo_rl import refit
 from megatron_policy.hosts.nemo_rl.checkpoints import as_host_means
 from megatron_policy.hosts.nemo_rl.host_imports import part_or_none
 from megatron_policy.hosts.nemo_rl.layout import AXES, check_layout_of_host
@@ -323,17 +323,17 @@ def test_a_host_before_its_own_group_takes_the_engines(monkeypatch: pytest.Monke
             "PyNcclCommunicator",
         ): lambda met, device: ("communicator", met),
     }
-    monkeypatch.setattr(groups, "part_or_none", lambda *name: parts.get(name))
-    joined = groups.join_engines("here", 7, 1, 4, {})
+    monkeypatch.setattr(refit, "part_or_none", lambda *name: parts.get(name))
+    joined = refit.join_engines("here", 7, 1, 4, {})
     assert joined == ("communicator", ("here", 7, 1, 4))
     parts.clear()
     with pytest.raises(NotImplementedError, match="vLLM, whose group it would take"):
-        groups.join_engines("here", 7, 1, 4, {})
+        refit.join_engines("here", 7, 1, 4, {})
 
 
 def test_a_host_with_a_group_of_its_own_makes_it_in_its_own_way() -> None:
     with host_with(PARTS):
-        group = groups.join_engines("here", 7, 1, 4, {"nccl_peer": None})
+        group = refit.join_engines("here", 7, 1, 4, {"nccl_peer": None})
     assert isinstance(group, Meeting) and group.peer == "nemo"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_policy.packing.deal import deal
+from megatron_policy.packing.plan import assign_to_ranks
 
 COSTS = st.integers(1, 5).flatmap(
     lambda ranks: st.tuples(
@@ -22,7 +22,7 @@ COSTS = st.integers(1, 5).flatmap(
 @given(COSTS)
 def test_every_rank_gets_equally_many_bins_from_the_costliest_to_the_cheapest(case) -> None:
     ranks, costs = case
-    dealt = deal(costs, ranks)
+    dealt = assign_to_ranks(costs, ranks)
     assert sorted(number for bins in dealt for number in bins) == list(range(len(costs)))
     assert {len(bins) for bins in dealt} == {len(costs) // ranks}
     for bins in dealt:
@@ -32,13 +32,13 @@ def test_every_rank_gets_equally_many_bins_from_the_costliest_to_the_cheapest(ca
 @given(COSTS)
 def test_no_rank_exceeds_the_mean_by_more_than_the_costliest_bin(case) -> None:
     ranks, costs = case
-    loads = [sum(costs[number] for number in bins) for bins in deal(costs, ranks)]
+    loads = [sum(costs[number] for number in bins) for bins in assign_to_ranks(costs, ranks)]
     assert max(loads) <= sum(costs) / ranks + max(costs, default=0.0) + 1e-6
 
 
 def test_costs_that_can_be_equal_are() -> None:
     costs = [8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
-    assert [sum(costs[b] for b in bins) for bins in deal(costs, 4)] == [9.0] * 4
+    assert [sum(costs[b] for b in bins) for bins in assign_to_ranks(costs, 4)] == [9.0] * 4
     # The costliest first makes 18 and 16 of these; a swap follows.
     costs = [9.0, 8.0, 6.0, 5.0, 4.0, 2.0]
-    assert [sum(costs[b] for b in bins) for bins in deal(costs, 2)] == [17.0, 17.0]
+    assert [sum(costs[b] for b in bins) for bins in assign_to_ranks(costs, 2)] == [17.0, 17.0]

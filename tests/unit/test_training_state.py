@@ -11,7 +11,7 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_policy.engines.megatron.optimizer_state import MegatronOptimizerState
-from megatron_policy.engines.megatron.schedule_state import restore_schedule, schedule_state
+from megatron_policy.engines.megatron.trainable import restore_schedule, schedule_state
 from megatron_policy.errors import CheckpointError
 from megatron_policy.interfaces.engine import StateTensor
 from megatron_policy.weights.load import mark_unfilled, refuse_unfilled

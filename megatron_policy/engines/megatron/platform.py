@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from megatron_policy.device import is_accelerated
-from megatron_policy.engines.megatron import cpu_platform, unbound_names
+from megatron_policy.engines.megatron import cpu_platform
 
 
 def prepare_platform() -> bool:
@@ -14,5 +16,52 @@ def prepare_platform() -> bool:
     """
     if not is_accelerated():
         cpu_platform.apply()
-    unbound_names.bind()
+    bind_unbound_names()
     return not is_accelerated()
+
+
+def bind_unbound_names() -> None:
+    """Bind names that some Megatron-Core releases use without Transformer Engine but bind only with
+    it, to values that mean "there is no Transformer Engine". Names that are bound are left alone.
+
+    Independent of the device: a machine with a GPU and without Transformer Engine needs them too.
+    """
+    recomputation()
+    router_kernel()
+    latent_attention()
+
+
+def recomputation() -> None:
+    """Selective recomputation of norms asks an unbound class whether fp8 is on."""
+    import megatron.core.tensor_parallel.random as mcore_random
+
+    if not hasattr(mcore_random, "FP8GlobalStateManager"):
+        mcore_random.FP8GlobalStateManager = _NoFp8
+        mcore_random.activation_recompute_forward = lambda **k: contextlib.nullcontext()
+        mcore_random.fp8_autocast = lambda *a, **k: contextlib.nullcontext()
+
+
+def router_kernel() -> None:
+    """The router tests an unbound name to see whether a fused matrix product exists."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def latent_attention() -> None:
+    """MLA assumes that Transformer Engine is installed if its names import."""
+    import megatron.core.transformer.multi_latent_attention as mcore_mla
+
+    if mcore_mla.HAVE_TE and not isinstance(mcore_mla.TELinear, type):
+        mcore_mla.HAVE_TE = False
+
+
+class _NoFp8:
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+    @staticmethod
+    def get_fp8_recipe() -> None:
+        return None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,24 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.config import MegatronConfig
-from megatron_policy.engines.megatron import accumulation, schedule_state
-from megatron_policy.engines.megatron.optimizer import WrappedModel, wrap_model
+from megatron_policy.engines.megatron.optimizer import WrappedModel, finalize_gradients, wrap_model
 from megatron_policy.engines.megatron.optimizer_state import MegatronOptimizerState
+from megatron_policy.errors import CheckpointError
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.weights.load import Held
+
+_SETTINGS = (
+    "init_lr",
+    "max_lr",
+    "min_lr",
+    "lr_warmup_steps",
+    "lr_decay_steps",
+    "lr_decay_style",
+    "start_wd",
+    "end_wd",
+    "wd_incr_steps",
+    "wd_incr_style",
+)
 
 
 @dataclass(frozen=True)
@@ -38,16 +51,44 @@ class MegatronTrainable(WrappedModel):
         return float(self.scheduler.get_wd())
 
     def zero_gradients(self) -> None:
-        """See `Trainable`."""
-        accumulation.zero_gradients(self)
+        """Zero the gradient buffers and drop gradients held elsewhere."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
 
-    def accumulating(self) -> AbstractContextManager[None]:
-        """See `Trainable`."""
-        return accumulation.accumulating(self)
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Within this context a run of the schedule adds to each rank's own gradients and reduces
+        nothing.
+
+        The schedule would reduce in two ways. First, a gradient bucket is sent when the last
+        microbatch has filled it, and schedules leave `no_sync` for that one. Here `no_sync` is held
+        from outside and theirs does nothing. Second, each run finalizes the gradients at its end,
+        regardless of `no_sync`. A second run would sum already summed values, in buffers where a
+        distributed optimizer's reduction has left only this rank's share valid.
+        """
+        config = self.chunks[0].config
+        hooks = (config.no_sync_func, config.finalize_model_grads_func)
+        with ExitStack() as stack:
+            for chunk in self.chunks:
+                stack.enter_context(chunk.no_sync())
+            config.no_sync_func, config.finalize_model_grads_func = nullcontext, _reduce_nothing
+            try:
+                yield
+            finally:
+                config.no_sync_func, config.finalize_model_grads_func = hooks
 
     def reduce_gradients(self, factor: float) -> None:
-        """See `Trainable`."""
-        accumulation.reduce_accumulated(self, factor)
+        """Multiply the accumulated gradients by `factor` and do once what a schedule does at its
+        end: sum over data-parallel ranks, layer norms over tensor-parallel ranks, tied embeddings
+        over stages, and the routers' counts.
+        """
+        for chunk in self.chunks:
+            chunk.scale_gradients(factor)
+            if chunk.ddp_config.overlap_grad_reduce:
+                # No microbatch has sent the buckets.
+                chunk.start_grad_sync()
+        finalize_gradients(self.pending_reads, list(self.chunks))
 
     def advance_schedule(self, samples: int) -> None:
         """See `Trainable`."""
@@ -55,11 +96,11 @@ class MegatronTrainable(WrappedModel):
 
     def schedule_state(self) -> dict[str, Any]:
         """See `Trainable`."""
-        return schedule_state.schedule_state(self)
+        return schedule_state(self)
 
     def restore_schedule(self, state: Mapping[str, Any]) -> dict[str, tuple[object, object]]:
         """See `Trainable`."""
-        return schedule_state.restore_schedule(self, state)
+        return restore_schedule(self, state)
 
 
 def make_trainable(
@@ -76,3 +117,38 @@ def make_trainable(
         chunks, config, settings, global_batch_size, data_parallel_size, pending_reads, held
     )
     return MegatronTrainable(parts.chunks, parts.optimizer, parts.scheduler, parts.pending_reads)
+
+
+def _reduce_nothing(*args: Any, **kwargs: Any) -> None:
+    """With no function at all, a schedule would omit more than the reduction."""
+
+
+def schedule_state(model: WrappedModel) -> dict[str, Any]:
+    """`num_steps`, the samples that the schedule has counted, and its settings by Megatron-Core's
+    names: numbers and strings.
+    """
+    scheduler = model.scheduler
+    return {"num_steps": scheduler.num_steps} | {n: getattr(scheduler, n) for n in _SETTINGS}
+
+
+def restore_schedule(
+    model: WrappedModel, state: Mapping[str, Any]
+) -> dict[str, tuple[object, object]]:
+    """Continue from the sample at which `state` was taken, by the configuration's own schedule,
+    which sets all groups' rates.
+
+    Returns the settings that differ, each as (in `state`, configured); None means that `state`
+    lacks it. CheckpointError without a count.
+    """
+    steps = state.get("num_steps")
+    if not isinstance(steps, int) or steps < 0:
+        raise CheckpointError(
+            f"the checkpoint does not say how far its schedule has come: num_steps is {steps!r}. "
+            "Load another checkpoint, or load this one with fresh_optimizer"
+        )
+    configured = schedule_state(model)
+    # Set directly: Megatron-Core's own load adds to the count and takes rates from the file.
+    model.scheduler.num_steps = steps
+    model.scheduler.step(increment=0)
+    saved = {name: state.get(name) for name in _SETTINGS}
+    return {n: (saved[n], configured[n]) for n in _SETTINGS if saved[n] != configured[n]}

@@ -4,6 +4,8 @@ arguments and types. Importing it imports neither Megatron-Core nor the host.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,9 +18,8 @@ from megatron_policy.device.profiling import device_name
 from megatron_policy.hosts.nemo_rl.checkpoints import as_host_means
 from megatron_policy.hosts.nemo_rl.data_plane import DataPlane
 from megatron_policy.hosts.nemo_rl.layout import check_layout_of_host
-from megatron_policy.hosts.nemo_rl.logging_setup import make_audible
 from megatron_policy.hosts.nemo_rl.losses import adapted, set_aside
-from megatron_policy.hosts.nemo_rl.not_built import NOT_BUILT
+from megatron_policy.hosts.nemo_rl.not_built import NOT_BUILT, refuses
 from megatron_policy.hosts.nemo_rl.refit import HostRefit
 from megatron_policy.hosts.nemo_rl.result_types import in_host_types, training_result
 from megatron_policy.hosts.nemo_rl.sampling import (
@@ -32,7 +33,6 @@ from megatron_policy.hosts.nemo_rl.worker_info import (
     node_and_device,
     tensor_parallel_attributes,
 )
-from megatron_policy.workers.not_implemented import refuses
 from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
 
 
@@ -187,6 +187,22 @@ class NemoRLWorker(DataPlane, HostRefit, MegatronPolicyWorkerImpl):
     def _about_model(self) -> dict[str, Any]:
         precision = getattr(torch, self.policy.config.precision)
         return {"gpu_name": device_name(), "model_dtype": precision}
+
+
+def make_audible() -> None:
+    """On rank 0, send this package's log from level INFO up to the worker's output: keys without
+    effect, what a start from a checkpoint has restored. An existing level or handlers are kept;
+    other ranks would log the same.
+    """
+    log = logging.getLogger("megatron_policy")
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if log.level == logging.NOTSET:
+        log.setLevel(logging.INFO)
+    if not log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        log.addHandler(handler)
 
 
 @ray.remote

@@ -18,10 +18,9 @@ from megatron_policy.parallel.topology import Topology
 from megatron_policy.workers.cluster.calls import gather, put, stored
 from megatron_policy.workers.cluster.environment import Seat, worker_env
 from megatron_policy.workers.cluster.failure import Failure, error_of, first_cause, is_refusal
-from megatron_policy.workers.cluster.futures import stand_by
 from megatron_policy.workers.cluster.processes import ProcessLocation, all_gone, place_of
 from megatron_policy.workers.cluster.virtual_cluster import RayVirtualCluster, Slot
-from megatron_policy.workers.cluster.watch import Watch
+from megatron_policy.workers.cluster.watch import Watch, stand_by
 
 # Workers that were asked to shut down get this long before they are killed.
 GOODBYE_S = 5.0

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megatron_policy.coordination.timeouts import start_thread
 from megatron_policy.workers.cluster.environment import python_path
 from megatron_policy.workers.cluster.failure import Failure
 from megatron_policy.workers.cluster.heartbeat import Beat, HeartReader, beats_of
 from megatron_policy.workers.cluster.processes import ProcessLocation, place_in_books
+
+Owner = TypeVar("Owner")
+
+log = logging.getLogger("megatron_policy.workers")
 
 _LOOKS = 8  # checks within the limit
 _REMEDY = "The key worker_timeout_s sets how long the driver waits for it."
@@ -194,3 +202,35 @@ class _FarPost:
             return None
         self._answered = True
         return beats
+
+
+def stand_by(
+    refs: Sequence[ray.ObjectRef],
+    watch: Watch,
+    give_up: Callable[[Owner, Sequence[Failure]], None],
+    owner: Owner,
+) -> None:
+    """Watch the ranks in a background thread until all have answered; `refs` are in rank order.
+    Those that `watch` finds lost are logged and passed to `give_up`. The thread does not keep
+    `owner` alive, and ends with it.
+    """
+    # Not Ray's own wait: it must not be running in a thread when the interpreter ends.
+    answers = [ref.future() for ref in refs]
+    living = weakref.ref(owner)
+
+    def look() -> None:
+        given_up: set[int] = set()
+        while wait(answers, timeout=watch.interval_s).not_done:
+            owner = living()
+            if owner is None or not ray.is_initialized():
+                return
+            watch.look()
+            waiting = {rank for rank, answer in enumerate(answers) if not answer.done()}
+            if lost := watch.lost(waiting - given_up):
+                given_up.update(failure.rank for failure in lost)
+                for failure in lost:
+                    log.error("%s and is ended. %s", failure.headline(), failure.text)
+                give_up(owner, lost)
+            del owner
+
+    start_thread(threading.Thread(target=look, daemon=True, name="worker-watch"))
