@@ -1,0 +1,69 @@
+"""The table of docs/interface.md: complete on both sides, and every row is what a worker does."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_policy import MegatronPolicy, Policy
+from megatron_policy.training.accumulate import GradientAccumulator
+from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "interface.md"
+RENAMED = {"split"}  # names of the last release
+SAME_AS = {"offload_to_cpu": "offload_after_refit"}  # one method of the worker serves both
+SEEN_AS = {
+    "broadcast_weights_for_collective": "self.policy.refit(self._collective.transport(",
+    "get_refit_manifest": "self._handles.manifest(",
+    "get_refit_secret": "self._collective.secret",
+    "get_weights_ipc_handles": "IpcHandles(self.policy.exporter)",
+    "init_collective": "Collective.join(",
+}
+"""What a worker's method uses where that is not written as in the table."""
+
+
+def cells() -> list[tuple[list[str], list[str]]]:
+    """The names in the first two columns of each row."""
+    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:2] == "| "]
+    split = [row.strip("|").split("|") for row in rows[1:]]
+    return [(re.findall(r"`([^`]+)`", ours), re.findall(r"`([^`]+)`", s)) for ours, s, _ in split]
+
+
+PAIRS = [(ours[0], theirs) for ours, names in cells() if len(ours) == 1 for theirs in names]
+
+
+def public(owner: type) -> set[str]:
+    """The methods and properties of this project that a class shows."""
+    return {
+        name
+        for name in dir(owner)
+        if not name.startswith("_")
+        and (inspect.isfunction(getattr(owner, name)) or isinstance(getattr(owner, name), property))
+    }
+
+
+def test_every_method_of_a_rank_is_in_the_table() -> None:
+    named = {name for ours, _ in cells() for name in ours}
+    steps = {f"accumulator.{name}" for name in public(GradientAccumulator)}
+    assert (public(MegatronPolicy) - RENAMED) | steps <= named
+    plain = {name for name in named if "(" not in name and "." not in name}
+    assert plain - {"loaded"} == public(MegatronPolicy) - RENAMED
+
+
+def test_every_method_of_the_driver_is_in_the_table_once() -> None:
+    named = [name for _, theirs in cells() for name in theirs]
+    assert sorted(named) == sorted(public(Policy))
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_a_worker_carries_out_the_drivers_method_by_the_ranks(ours: str, theirs: str) -> None:
+    source = inspect.getsource(getattr(MegatronPolicyWorkerImpl, SAME_AS.get(theirs, theirs)))
+    if theirs in SEEN_AS:
+        assert SEEN_AS[theirs] in source
+    else:
+        begins = ours.partition("...")[0]
+        end = "" if begins.endswith("(") else r"(?!\w)"
+        assert re.search(rf"self\.policy\.{re.escape(begins)}{end}", source)
