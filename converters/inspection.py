@@ -22,6 +22,7 @@ from megatron_policy.converters.config_fields import (
     shown,
 )
 from megatron_policy.converters.rows.blocks import Shape
+from megatron_policy.converters.rows.shards import split_dimension, unpadded_shape
 from megatron_policy.errors import ConversionError
 
 from .registry import family_of
@@ -156,15 +157,13 @@ def _weights(
 ) -> Iterator[Weight]:
     arch = table.architecture
     for entry in table.entries:
-        rows, *tail = entry.row.local_shape(arch, 1)
-        padding = entry.row.pad_rows(arch, 0, 1)
         expected = entry.row.hf_shapes(arch)
         yield Weight(
             megatron=entry.row.megatron,
-            shape=(rows - padding, *tail),
-            padding=padding,
+            shape=unpadded_shape(entry.row, arch),
+            padding=entry.row.pad_rows(arch, 0, 1),
             row=type(entry.row).__name__,
-            split=_split(entry),
+            split=_split(entry, arch),
             hf=entry.row.hf,
             hf_shapes=expected,
             found=tuple(_short(dtypes[n]) if n in dtypes else "" for n in entry.hf),
@@ -177,10 +176,10 @@ def _weights(
         )
 
 
-def _split(entry: Entry) -> str:
+def _split(entry: Entry, arch: Architecture) -> str:
     if not entry.row.owns:
         return "as what it copies"
-    dim = entry.row.shard_dim
+    dim = split_dimension(entry.row, arch)
     return "held whole by every rank" if dim is None else f"split along dimension {dim}"
 
 

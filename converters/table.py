@@ -17,6 +17,7 @@ from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.config_fields import Fields, shown
 from megatron_policy.converters.config_fields.quantisation import found_in
 from megatron_policy.converters.rows import Ignore, Role, Row, Shape
+from megatron_policy.converters.rows.blocks import of_expert
 from megatron_policy.converters.rows.expert_rows import Stacked
 from megatron_policy.errors import ConversionError
 
@@ -114,13 +115,22 @@ class Table:
                 "Correct the checkpoint or its config.json, or give the family's TABLE another row."
             )
 
-    def check_megatron(self, found: Mapping[str, Shape], tp: int, entries: Sequence[Entry]) -> None:
-        """Raise ConversionError unless a built chunk's parameters (canonical names) match
-        `entries`.
+    def check_megatron(
+        self,
+        found: Mapping[str, Shape],
+        tp: int,
+        entries: Sequence[Entry],
+        *,
+        expert_tp: int | None = None,
+    ) -> None:
+        """Raise ConversionError unless a chunk's parameters (canonical names) match `entries`.
+
+        `tp` ranks split them; `expert_tp` those of experts, as many as `tp` if None.
         """
+        sizes = {False: tp, True: tp if expert_tp is None else expert_tp}
         expected = {
             entry.megatron: Expected(
-                entry.row.local_shape(self.architecture, tp),
+                entry.row.local_shape(self.architecture, sizes[of_expert(entry.row)]),
                 f"filled from {' + '.join(entry.hf)} ({type(entry.row).__name__} row)",
             )
             for entry in entries
@@ -236,7 +246,7 @@ def _entries(rows: Sequence[Row], architecture: Architecture) -> tuple[Entry, ..
 
 
 def _layer_entries(row: Row, layer: int, architecture: Architecture) -> Iterator[Entry]:
-    if "{expert}" not in row.megatron:
+    if not of_expert(row):
         yield _entry(row, {"{layer}": layer}, layer)
         return
     assert architecture.moe is not None, f"{row.megatron} is a row of a model with experts"

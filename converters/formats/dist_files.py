@@ -19,6 +19,7 @@ from megatron_policy.converters.files.contained import expanded, inside, read
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.rows import Vocab
 from megatron_policy.converters.rows.blocks import Shape
+from megatron_policy.converters.rows.shards import unpadded_shape
 from megatron_policy.converters.table import Entry
 from megatron_policy.errors import ConfigError, ConversionError
 
@@ -76,8 +77,7 @@ class DistReader:
         A vocabulary can have more rows in the file: padding, which is left out. None when the
         checkpoint has no such key. `prefix` precedes the keys of an optimizer's state.
         """
-        rows, *tail = entry.row.local_shape(arch, 1)
-        shape = (rows - entry.row.pad_rows(arch, 0, 1), *tail)
+        shape = unpadded_shape(entry.row, arch)
         places = (replace(place, key=prefix + place.key) for place in readable(entry, arch))
         return self._find(places, shape, padded=isinstance(entry.row, Vocab))
 

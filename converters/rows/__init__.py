@@ -1,5 +1,5 @@
 """Rows: which elements of Hugging Face tensors are which elements of a rank's shard. Read
-`blocks.py` (the contract, and the copy) first, then `kinds.py`, `expert_rows.py` and `runs.py`.
+`blocks.py` (the contract, and the copy) first, then `kinds.py` and `shards.py`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from .kinds import (
     Columns,
     GateUp,
     Ignore,
+    OneTensor,
     Qkv,
     Role,
     Row,
+    RowBase,
     Rows,
     Shape,
     Tied,
@@ -31,9 +33,11 @@ __all__ = [
     "Columns",
     "GateUp",
     "Ignore",
+    "OneTensor",
     "Qkv",
     "Role",
     "Row",
+    "RowBase",
     "Rows",
     "Shape",
     "Tied",

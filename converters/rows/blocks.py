@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
+EXPERT = "{expert}"
+
 
 @dataclass(frozen=True)
 class Block:
@@ -88,14 +90,6 @@ class Row(Hashable, Protocol):
     def keeps_dtype(self) -> bool:
         """Whether the parameter keeps its own dtype, whatever the model's is."""
 
-    @property
-    def shard_dim(self) -> int | None:
-        """Dimension split over the tensor-parallel ranks; None: each holds the whole parameter."""
-
-    @property
-    def stripes(self) -> int:
-        """Number of equal sections along `shard_dim`; every rank holds its part of each."""
-
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         """Shapes of the HF tensors."""
 
@@ -107,6 +101,11 @@ class Row(Hashable, Protocol):
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         """Shard `rank` of `size` as disjoint blocks that cover all of it except its padding."""
+
+
+def of_expert(row: Row) -> bool:
+    """Whether every expert has a parameter of its own: the experts' axes place it."""
+    return EXPERT in row.megatron
 
 
 @lru_cache(maxsize=4096)

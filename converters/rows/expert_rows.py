@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from megatron_policy.converters.architecture import Architecture
 
-from .blocks import Block, Role, Shape, even, nth
-from .kinds import ALL
+from .blocks import Block, Shape, even, nth
+from .kinds import ALL, RowBase
 
 
 @dataclass(frozen=True)
-class StackedGateUp:
+class StackedGateUp(RowBase):
     """Input projection of one expert's gated MLP; HF stacks all, gate and up rows interleaved.
 
     HF keeps weights transposed: [experts, hidden, 2 x ffn]; biases are [experts, 2 x ffn].
     """
 
-    megatron: str
-    hf: tuple[str]
     tail: tuple[str, ...]
     """Dimensions after the rows: ("hidden_size",) of a weight, () of a bias."""
-    when: str = ""
-    role: Role = Role.MATRIX
     expert: int = 0
-    owns: ClassVar[bool] = True
-    keeps_dtype: ClassVar[bool] = False
-    shard_dim: ClassVar[int | None] = 0
-    stripes: ClassVar[int] = 2
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         experts, rows = arch.shape(("moe.experts", "moe.ffn_hidden_size"))
@@ -37,9 +28,6 @@ class StackedGateUp:
     def local_shape(self, arch: Architecture, size: int) -> Shape:
         (rows,) = arch.shape(("moe.ffn_hidden_size",))
         return (2 * even(rows, size, self), *arch.shape(self.tail))
-
-    def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
-        return 0
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         (stack,), local = self.hf_shapes(arch), self.local_shape(arch, size)
@@ -55,22 +43,14 @@ class StackedGateUp:
 
 
 @dataclass(frozen=True)
-class StackedRows:
+class StackedRows(RowBase):
     """Output projection of one expert's gated MLP; HF stacks all: [experts, ffn, out],
     transposed.
     """
 
-    megatron: str
-    hf: tuple[str]
     dims: tuple[str, str]
     """Output and input dimensions."""
-    when: str = ""
     expert: int = 0
-    role: ClassVar[Role] = Role.MATRIX
-    owns: ClassVar[bool] = True
-    keeps_dtype: ClassVar[bool] = False
-    shard_dim: ClassVar[int | None] = 1
-    stripes: ClassVar[int] = 1
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         experts, out, inner = arch.shape(("moe.experts", *self.dims))
@@ -80,9 +60,6 @@ class StackedRows:
         out, inner = arch.shape(self.dims)
         return (out, even(inner, size, self))
 
-    def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
-        return 0
-
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         (stack,), local = self.hf_shapes(arch), self.local_shape(arch, size)
         index = (nth(self.expert, 1), nth(rank, local[1]))
@@ -90,28 +67,17 @@ class StackedRows:
 
 
 @dataclass(frozen=True)
-class StackedWhole:
+class StackedWhole(RowBase):
     """A replicated vector of one expert; HF stacks those of all experts: [experts, ...]."""
 
-    megatron: str
-    hf: tuple[str]
     dims: tuple[str, ...]
-    when: str = ""
-    role: Role = Role.MATRIX
     expert: int = 0
-    owns: ClassVar[bool] = True
-    keeps_dtype: ClassVar[bool] = False
-    shard_dim: ClassVar[int | None] = None
-    stripes: ClassVar[int] = 1
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         return (arch.shape(("moe.experts", *self.dims)),)
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
         return arch.shape(self.dims)
-
-    def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
-        return 0
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         (stack,), local = self.hf_shapes(arch), arch.shape(self.dims)

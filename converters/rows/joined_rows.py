@@ -7,20 +7,18 @@ from typing import ClassVar
 
 from megatron_policy.converters.architecture import Architecture
 
-from .blocks import Block, Role, Shape
-from .kinds import GateUp, Qkv
+from .blocks import Block, Shape
+from .kinds import GateUp, OfAnother, Qkv
 
 
 @dataclass(frozen=True)
-class Joined:
+class Joined(OfAnother):
     """Another row's Megatron parameter, with its HF tensors joined along their rows."""
 
     hf: tuple[str]
     of: Qkv | GateUp
     """The names of the parts in `of.hf` are not used."""
     owns: ClassVar[bool] = True
-    keeps_dtype: ClassVar[bool] = False
-    shard_dim: ClassVar[int | None] = 0
 
     @property
     def megatron(self) -> str:
@@ -30,23 +28,9 @@ class Joined:
     def when(self) -> str:
         return self.of.when
 
-    @property
-    def role(self) -> Role:
-        return self.of.role
-
-    @property
-    def stripes(self) -> int:
-        return self.of.stripes
-
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         shapes = self.of.hf_shapes(arch)
         return ((sum(rows for rows, *_ in shapes), *shapes[0][1:]),)
-
-    def local_shape(self, arch: Architecture, size: int) -> Shape:
-        return self.of.local_shape(arch, size)
-
-    def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
-        return self.of.pad_rows(arch, rank, size)
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         local = self.local_shape(arch, size)

@@ -6,8 +6,9 @@ packing and sharding (blocks.py) all follow those.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from megatron_policy.converters.architecture import Architecture, padded_vocab
@@ -33,9 +34,11 @@ __all__ = [
     "Columns",
     "GateUp",
     "Ignore",
+    "OneTensor",
     "Qkv",
     "Role",
     "Row",
+    "RowBase",
     "Rows",
     "Shape",
     "Tied",
@@ -54,28 +57,49 @@ ALL = (slice(None),)
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Replicated: every tensor-parallel rank holds the whole tensor."""
+class RowBase(ABC):
+    """What rows have in common. A row is a frozen dataclass of it that adds `blocks` and shapes."""
 
     megatron: str
-    hf: tuple[str]
-    dims: tuple[str, ...]
-    when: str = ""
-    role: Role = Role.MATRIX
-    keeps_dtype: bool = False
+    hf: tuple[str, ...]
+    when: str = field(default="", kw_only=True)
+    role: Role = field(default=Role.MATRIX, kw_only=True)
+    keeps_dtype: bool = field(default=False, kw_only=True)
     """The parameter keeps its own dtype, whatever the model's precision; nothing casts it."""
     owns: ClassVar[bool] = True
-    shard_dim: ClassVar[int | None] = None
-    stripes: ClassVar[int] = 1
+
+    def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
+        return 0
+
+    @abstractmethod
+    def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
+        """See `Row`."""
+
+    @abstractmethod
+    def local_shape(self, arch: Architecture, size: int) -> Shape:
+        """See `Row`."""
+
+    @abstractmethod
+    def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
+        """See `Row`."""
+
+
+@dataclass(frozen=True)
+class OneTensor(RowBase):
+    """A row with one HF tensor of the dimensions `dims`."""
+
+    dims: tuple[str, ...]
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         return (arch.shape(self.dims),)
 
+
+@dataclass(frozen=True)
+class Whole(OneTensor):
+    """Replicated: every tensor-parallel rank holds the whole tensor."""
+
     def local_shape(self, arch: Architecture, size: int) -> Shape:
         return arch.shape(self.dims)
-
-    def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
-        return 0
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         shape = arch.shape(self.dims)
@@ -83,28 +107,12 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Columns:
+class Columns(OneTensor):
     """ColumnParallelLinear: the output dimension (first) is split over the ranks."""
-
-    megatron: str
-    hf: tuple[str]
-    dims: tuple[str, ...]
-    when: str = ""
-    role: Role = Role.MATRIX
-    owns: ClassVar[bool] = True
-    keeps_dtype: ClassVar[bool] = False
-    shard_dim: ClassVar[int | None] = 0
-    stripes: ClassVar[int] = 1
-
-    def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        return (arch.shape(self.dims),)
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
         rows, *tail = arch.shape(self.dims)
         return (even(rows, size, self), *tail)
-
-    def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
-        return 0
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         local = self.local_shape(arch, size)
@@ -112,28 +120,12 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(OneTensor):
     """RowParallelLinear: the input dimension (second) is split over the ranks."""
-
-    megatron: str
-    hf: tuple[str]
-    dims: tuple[str, str]
-    when: str = ""
-    role: ClassVar[Role] = Role.MATRIX
-    owns: ClassVar[bool] = True
-    keeps_dtype: ClassVar[bool] = False
-    shard_dim: ClassVar[int | None] = 1
-    stripes: ClassVar[int] = 1
-
-    def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        return (arch.shape(self.dims),)
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
         out, inner = arch.shape(self.dims)
         return (out, even(inner, size, self))
-
-    def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
-        return 0
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         local = self.local_shape(arch, size)
@@ -141,19 +133,11 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Qkv:
+class Qkv(RowBase):
     """Fused attention input: for each group, the query heads, then the key and value heads."""
 
-    megatron: str
-    hf: tuple[str, str, str]
     tail: tuple[str, ...]
     """Dimensions after the rows: ("hidden_size",) of a weight, () of a bias."""
-    when: str = ""
-    role: Role = Role.MATRIX
-    owns: ClassVar[bool] = True
-    keeps_dtype: ClassVar[bool] = False
-    shard_dim: ClassVar[int | None] = 0
-    stripes: ClassVar[int] = 1
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         tail = arch.shape(self.tail)
@@ -161,9 +145,6 @@ class Qkv:
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
         return (even(arch.query_size + 2 * arch.kv_size, size, self), *arch.shape(self.tail))
-
-    def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
-        return 0
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         if arch.num_query_groups % size:
@@ -198,18 +179,10 @@ class Qkv:
 
 
 @dataclass(frozen=True)
-class GateUp:
+class GateUp(RowBase):
     """Gated MLP input: each rank holds its rows of the gate, then its rows of the up projection."""
 
-    megatron: str
-    hf: tuple[str, str]
     dims: tuple[str, ...]
-    when: str = ""
-    role: Role = Role.MATRIX
-    owns: ClassVar[bool] = True
-    keeps_dtype: ClassVar[bool] = False
-    shard_dim: ClassVar[int | None] = 0
-    stripes: ClassVar[int] = 2
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         return (arch.shape(self.dims),) * 2
@@ -217,9 +190,6 @@ class GateUp:
     def local_shape(self, arch: Architecture, size: int) -> Shape:
         rows, *tail = arch.shape(self.dims)
         return (2 * even(rows, size, self), *tail)
-
-    def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
-        return 0
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         shape, local = arch.shape(self.dims), self.local_shape(arch, size)
@@ -230,21 +200,8 @@ class GateUp:
 
 
 @dataclass(frozen=True)
-class Vocab:
+class Vocab(OneTensor):
     """Split over the vocabulary, padded with zero rows so that every rank holds the same number."""
-
-    megatron: str
-    hf: tuple[str]
-    dims: tuple[str, ...]
-    when: str = ""
-    role: ClassVar[Role] = Role.MATRIX
-    owns: ClassVar[bool] = True
-    keeps_dtype: ClassVar[bool] = False
-    shard_dim: ClassVar[int | None] = 0
-    stripes: ClassVar[int] = 1
-
-    def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        return (arch.shape(self.dims),)
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
         rows, *tail = arch.shape(self.dims)
@@ -262,18 +219,34 @@ class Vocab:
         return (Block(0, shape, (slice(first, first + real),), local, (slice(0, real),)),)
 
 
+class OfAnother:
+    """What a row has from the row `of`, of whose parameter it states other HF tensors or a copy."""
+
+    of: Row
+
+    @property
+    def role(self) -> Role:
+        return self.of.role
+
+    @property
+    def keeps_dtype(self) -> bool:
+        return self.of.keeps_dtype
+
+    def local_shape(self, arch: Architecture, size: int) -> Shape:
+        return self.of.local_shape(arch, size)
+
+    def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
+        return self.of.pad_rows(arch, rank, size)
+
+
 @dataclass(frozen=True)
-class Tied:
+class Tied(OfAnother):
     """A tied copy of another row's parameter, on the stage that needs it: filled, not exported."""
 
     megatron: str
     of: Vocab
     when: str = ""
-    role: ClassVar[Role] = Role.MATRIX
     owns: ClassVar[bool] = False
-    keeps_dtype: ClassVar[bool] = False
-    shard_dim: ClassVar[int | None] = 0
-    stripes: ClassVar[int] = 1
 
     @property
     def hf(self) -> tuple[str, ...]:
@@ -281,12 +254,6 @@ class Tied:
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         return self.of.hf_shapes(arch)
-
-    def local_shape(self, arch: Architecture, size: int) -> Shape:
-        return self.of.local_shape(arch, size)
-
-    def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
-        return self.of.pad_rows(arch, rank, size)
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         return self.of.blocks(arch, rank, size)

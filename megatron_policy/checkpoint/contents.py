@@ -63,11 +63,11 @@ class Contents:
 
     def held(self, *, with_states: bool) -> list[local_shards.LocalShard]:
         """Weights and the optimizer's state, which is created if there is none yet."""
-        held, place = self._engine.held, self._engine.place
-        found = local_shards.weights(held, place)
+        where = (self._engine.held, self._engine.table.architecture, self._engine.place)
+        found = local_shards.weights(*where)
         if with_states and self._training is not None:
             self._training.materialize()
-            found += local_shards.states(held, place, self._training)
+            found += local_shards.states(*where, self._training)
         return found
 
     def parts(

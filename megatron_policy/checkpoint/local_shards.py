@@ -9,14 +9,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_policy.checkpoint.slices import Slice, in_pieces, shares, slices, whole_shape
+from megatron_policy.checkpoint.slices import Slice, in_pieces, shares, slices
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.formats.dist_keys import KeyedSlice, written
 from megatron_policy.converters.formats.dist_writing import CHUNK_BYTES
-from megatron_policy.converters.rows.blocks import Shape
+from megatron_policy.converters.rows.blocks import Row, Shape
+from megatron_policy.converters.rows.shards import is_split, unpadded_shape
 from megatron_policy.converters.table import Entry
 from megatron_policy.interfaces.engine import OptimizerState
-from megatron_policy.parallel.topology import Coords, Placement
+from megatron_policy.parallel.topology import Placement
 from megatron_policy.weights.load import Held
 
 WEIGHTS = ""
@@ -49,7 +50,7 @@ class WriteItem:
     """Flat, with as many elements as the box of `sizes`."""
 
 
-def weights(held: Held, place: Placement) -> list[LocalShard]:
+def weights(held: Held, architecture: Architecture, place: Placement) -> list[LocalShard]:
     """This rank's parameters and persistent buffers."""
     return [
         LocalShard(
@@ -58,19 +59,21 @@ def weights(held: Held, place: Placement) -> list[LocalShard]:
             parameter.detach().view(-1),
             0,
             parameter.numel(),
-            _alike(entry, place, distributed=False),
+            _alike(entry.row, architecture, place, distributed=False),
         )
         for entry, parameter in held
     ]
 
 
-def states(held: Held, place: Placement, training: OptimizerState) -> list[LocalShard]:
+def states(
+    held: Held, architecture: Architecture, place: Placement, training: OptimizerState
+) -> list[LocalShard]:
     """This rank's part of the optimizer's state, if there is any yet."""
     entries = {id(parameter): entry for entry, parameter in held}
     found = []
     for state in training.tensors():
         entry = entries[id(state.parameter)]
-        alike = _alike(entry, place, training.distributed)
+        alike = _alike(entry.row, architecture, place, training.distributed)
         found.append(LocalShard(entry, state.kind, state.tensor, state.first, state.last, alike))
     return found
 
@@ -95,8 +98,8 @@ def located(
     shard: LocalShard, architecture: Architecture, place: Placement
 ) -> Iterator[tuple[Slice, Tensor]]:
     """Yield the local shard box by box: its place in the unsharded parameter, and its memory."""
-    tp, size = place.coords.tp, place.topology.tp
-    for piece in slices(shard.entry.row, architecture, tp, size, shard.first, shard.last):
+    row, at = shard.entry.row, place.shard_of(shard.entry.row)
+    for piece in slices(row, architecture, *at, shard.first, shard.last):
         yield piece, _memory(shard, piece)
 
 
@@ -112,16 +115,17 @@ def state_prefix(kind: str) -> str:
     return "" if kind == WEIGHTS else f"optimizer.state.{kind}."
 
 
-def _alike(entry: Entry, place: Placement, distributed: bool) -> tuple[int, int]:
+def _alike(
+    row: Row, architecture: Architecture, place: Placement, distributed: bool
+) -> tuple[int, int]:
     """(index, count) of this rank among those that share the writing of a parameter, or of a state
-    that a distributed optimizer splits over data- and context-parallel ranks.
+    that a distributed optimizer splits over the ranks which hold the same shard.
     """
-    at: Coords = place.coords
-    size = place.topology
-    data, index = (1, 0) if distributed else (size.dp * size.cp, at.dp * size.cp + at.cp)
-    if entry.row.shard_dim is not None:
-        return index, data
-    return index * size.tp + at.tp, data * size.tp
+    index, count = (0, 1) if distributed else place.copy_of(row)
+    shard = place.shard_of(row)
+    if is_split(row, architecture, shard.size):
+        return index, count
+    return index * shard.size + shard.rank, count * shard.size
 
 
 def _own_share(shards: Sequence[LocalShard]) -> Iterator[tuple[LocalShard, int, int]]:
@@ -138,11 +142,11 @@ def _own_share(shards: Sequence[LocalShard]) -> Iterator[tuple[LocalShard, int, 
 def _items(
     shard: LocalShard, first: int, last: int, architecture: Architecture, place: Placement
 ) -> Iterator[WriteItem]:
-    row, at = shard.entry.row, place.coords.tp
+    row, at = shard.entry.row, place.shard_of(shard.entry.row)
     places = written(shard.entry, architecture)
-    whole = whole_shape(row, architecture)
+    whole = unpadded_shape(row, architecture)
     most = CHUNK_BYTES // shard.tensor.element_size()
-    for piece in slices(row, architecture, at, place.topology.tp, first, last):
+    for piece in slices(row, architecture, *at, first, last):
         for part in in_pieces(piece, most):
             # If layer specs name a norm in two ways, its states are read under either name.
             for where in places if shard.kind == WEIGHTS else places[:1]:

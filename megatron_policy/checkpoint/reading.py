@@ -17,10 +17,9 @@ from megatron_policy.checkpoint.slices import Slice
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.stored import Chunk, Stored
 from megatron_policy.converters.rows.blocks import Shape
-from megatron_policy.converters.rows.runs import Box
+from megatron_policy.converters.rows.regions import Box, Region, runs
 from megatron_policy.device import host_buffer, synchronize
 from megatron_policy.formats.tensors import flat_bytes
-from megatron_policy.weights.geometry import Region, runs
 
 BUFFER_BYTES = 32 << 20
 

@@ -1,18 +1,19 @@
 """Maps ranges of a rank's flat parameter to boxes of the unsharded parameter.
 
-Pure arithmetic, in elements, along the stripes that a row splits over ranks.
+Pure arithmetic, in elements.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.rows.blocks import Row, Shape
-from megatron_policy.converters.rows.runs import Box, boxes
+from megatron_policy.converters.rows.regions import boxes, dot, strides
+from megatron_policy.converters.rows.shards import spans
 
 
 class Slice(NamedTuple):
@@ -29,53 +30,34 @@ class Slice(NamedTuple):
         return math.prod(self.sizes)
 
 
-class Span(NamedTuple):
-    """Indices along the sharded dimension: in the shard, and in the whole."""
-
-    own: int
-    whole: int
-    length: int
-
-
-def whole_shape(row: Row, architecture: Architecture) -> Shape:
-    """Shape of the unsharded parameter, without the padding of a vocabulary."""
-    first, *tail = row.local_shape(architecture, 1)
-    return (first - row.pad_rows(architecture, 0, 1), *tail)
-
-
-def spans(row: Row, architecture: Architecture, rank: int, size: int) -> tuple[Span, ...]:
-    """Where shard `rank` of `size` is in the whole; padding is left out."""
-    dim = 0 if row.shard_dim is None else row.shard_dim
-    local = row.local_shape(architecture, size)[dim]
-    real = local - row.pad_rows(architecture, rank, size)
-    stripe = local // row.stripes
-    before = 0 if row.shard_dim is None else rank * stripe
-    whole = row.local_shape(architecture, 1)[dim] // row.stripes
-    found = [
-        Span(n * stripe, n * whole + before, min(stripe, real - n * stripe))
-        for n in range(row.stripes)
-    ]
-    return tuple(span for span in found if span.length > 0)
-
-
 def slices(
     row: Row, architecture: Architecture, rank: int, size: int, first: int, last: int
 ) -> Iterator[Slice]:
     """Elements `first` to `last` (exclusive) of the flat shard, without padding, in order."""
-    dim = 0 if row.shard_dim is None else row.shard_dim
     shape = row.local_shape(architecture, size)
-    strides = [math.prod(shape[n + 1 :]) for n in range(len(shape))]
+    steps, held = strides(shape), spans(row, architecture, rank, size)
     for box in boxes(shape, first, last):
-        for span in spans(row, architecture, rank, size):
-            low, high = max(box[dim][0], span.own), min(box[dim][1], span.own + span.length)
-            if low >= high:
-                continue
-            cut: Box = (*box[:dim], (low, high), *box[dim + 1 :])
-            assert cut == box or all(b - a == 1 for a, b in box[:dim]), (row, box)
-            origin = [begin for begin, _ in cut]
-            own = sum(at * stride for at, stride in zip(origin, strides, strict=True))
-            origin[dim] += span.whole - span.own
-            yield Slice(own, tuple(origin), tuple(end - begin for begin, end in cut))
+        cuts = [
+            [
+                (max(low, span.own), min(high, span.own + span.length), span.whole - span.own)
+                for span in along
+                if low < span.own + span.length and span.own < high
+            ]
+            for (low, high), along in zip(box, held, strict=True)
+        ]
+        for cut in product(*cuts):
+            origin, sizes = [low for low, _, _ in cut], tuple(high - low for low, high, _ in cut)
+            assert _is_run(shape, sizes), (row, box)
+            whole = tuple(low + move for low, _, move in cut)
+            yield Slice(dot(origin, steps), whole, sizes)
+
+
+def _is_run(shape: Shape, sizes: Shape) -> bool:
+    """Whether a box of `sizes` is contiguous in a tensor of that shape: below the first dimension
+    that it has more than one index of, it has all.
+    """
+    first = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))
+    return sizes[first + 1 :] == shape[first + 1 :]
 
 
 def in_pieces(piece: Slice, most: int) -> Iterator[Slice]:

@@ -16,6 +16,7 @@ from megatron_policy.cli.sizes import parse_size, show_size
 if TYPE_CHECKING:
     from megatron_policy.config import PolicyConfig
     from megatron_policy.convert.headers import Headers
+    from megatron_policy.converters.architecture import Architecture
     from megatron_policy.converters.table import Entry, Table
     from megatron_policy.parallel.topology import LayerSplit, Topology
     from megatron_policy.refit.plan import RefitPlan, RefitTensor
@@ -39,7 +40,8 @@ def lines(planned: Planned) -> Iterator[str]:
 
 def tensor_lines(planned: Planned) -> Iterator[str]:
     """One line per tensor, in the order in which they are sent."""
-    split = {name: _split(entry) for entry in planned.table.exported() for name in entry.hf}
+    arch = planned.table.architecture
+    split = {name: _split(entry, arch) for entry in planned.table.exported() for name in entry.hf}
     number = _bucket_numbers(planned.plan)
     yield "tensors, in the order in which they come"
     for tensor in planned.plan.tensors:
@@ -50,10 +52,12 @@ def tensor_lines(planned: Planned) -> Iterator[str]:
         )
 
 
-def _split(entry: Entry) -> str:
-    row, dim = entry.row, entry.row.shard_dim
+def _split(entry: Entry, arch: Architecture) -> str:
+    from megatron_policy.converters.rows.shards import split_dimension
+
+    dim = split_dimension(entry.row, arch)
     how = "held whole" if dim is None else f"split along dimension {dim}"
-    return f"{type(row).__name__}, {how} in {entry.megatron}"
+    return f"{type(entry.row).__name__}, {how} in {entry.megatron}"
 
 
 def _stages(planned: Planned) -> Iterator[str]:

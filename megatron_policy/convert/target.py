@@ -25,6 +25,7 @@ from megatron_policy.converters.formats.hf_files import INDEX
 from megatron_policy.converters.formats.hf_writing import index_of
 from megatron_policy.converters.formats.safetensors_format import encode
 from megatron_policy.converters.formats.stored import Stored
+from megatron_policy.converters.rows.shards import unpadded_shape
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.formats.tensors import (
     FileTensors,
@@ -84,8 +85,7 @@ def mcore_target(
     parameters: list[Parameter] = []
     counts: dict[str, int] = {}
     for entry in entries:
-        first, *tail = entry.row.local_shape(arch, 1)
-        shape = (first - entry.row.pad_rows(arch, 0, 1), *tail)
+        shape = unpadded_shape(entry.row, arch)
         places = written(entry, arch)
         parameters += [Parameter(place, dtypes[place.key], shape) for place in places]
         counts[entry.megatron] = len(places)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import NamedTuple, Protocol
 
 from megatron_policy.errors import ConfigError
 
@@ -19,11 +20,44 @@ class Coords:
 
 
 @dataclass(frozen=True)
+class ExpertCoords:
+    """One rank's coordinate on each axis of the experts' grid: pipeline, data, expert, tensor."""
+
+    pp: int
+    edp: int
+    ep: int
+    etp: int
+
+
+class Shard(NamedTuple):
+    """Shard `rank` of the `size` equal ones of a parameter that is split."""
+
+    rank: int
+    size: int
+
+
+class Copy(NamedTuple):
+    """Copy `number` of the `copies` of a shard that ranks hold."""
+
+    number: int
+    copies: int
+
+
+class Named(Protocol):
+    """What of a row decides which axes split its parameter."""
+
+    @property
+    def megatron(self) -> str:
+        """Name template of the parameter: with {expert} if every expert has its own."""
+
+
+@dataclass(frozen=True)
 class Topology:
     """Sizes of the axes: tensor, context, expert, data, pipeline, and model chunks per stage.
 
     Ranks count pp-major, then dp, cp, and tp fastest: Megatron-Core's order "tp-cp-ep-dp-pp".
-    Experts are spread over data- and context-parallel ranks, so `ep` adds no ranks.
+    Experts are on the same ranks in a grid of their own, with `etp` (as many as `tp` if None)
+    fastest, then `ep`, then their data-parallel ranks `edp`, which are those left.
     """
 
     tp: int = 1
@@ -32,12 +66,31 @@ class Topology:
     dp: int = 1
     pp: int = 1
     vpp: int = 1
+    etp: int | None = None
 
     def __post_init__(self) -> None:
         for axis in fields(self):
             size = getattr(self, axis.name)
-            if size < 1:
+            if size is not None and size < 1:
                 raise ConfigError(f"topology: {axis.name} is {size}; every axis has 1 rank or more")
+        stage = self.tp * self.cp * self.dp
+        if stage % (self.expert_tp * self.ep):
+            legal = [n for n in range(1, stage + 1) if stage % (self.expert_tp * n) == 0]
+            fix = f"ep can be one of {legal}" if legal else f"etp must divide {stage}"
+            raise ConfigError(
+                f"topology: etp {self.expert_tp} x ep {self.ep} does not divide the {stage} ranks "
+                f"(tp x cp x dp) of a pipeline stage; {fix}"
+            )
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel ranks of experts."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def edp(self) -> int:
+        """Data-parallel ranks of experts: how many hold the same ones."""
+        return self.tp * self.cp * self.dp // (self.expert_tp * self.ep)
 
     @property
     def world_size(self) -> int:
@@ -58,6 +111,14 @@ class Topology:
             at, size = getattr(coords, axis.name), getattr(self, axis.name)
             assert 0 <= at < size, f"{axis.name} coordinate {at} is outside 0..{size - 1}"
         return ((coords.pp * self.dp + coords.dp) * self.cp + coords.cp) * self.tp + coords.tp
+
+    def expert_coords(self, rank: int) -> ExpertCoords:
+        """Coordinates of a global rank in the experts' grid."""
+        assert 0 <= rank < self.world_size, f"rank {rank} is outside 0..{self.world_size - 1}"
+        rest, etp = divmod(rank, self.expert_tp)
+        rest, ep = divmod(rest, self.ep)
+        pp, edp = divmod(rest, self.edp)
+        return ExpertCoords(pp=pp, edp=edp, ep=ep, etp=etp)
 
     def reporters(self) -> tuple[int, ...]:
         """Ranks with pp = cp = tp = 0 in order of dp: the driver uses what these return."""
@@ -176,6 +237,25 @@ class Placement:
     topology: Topology
     coords: Coords
     split: LayerSplit
+
+    def shard_of(self, row: Named) -> Shard:
+        """Which shard of the row's parameter this rank holds, whatever axis splits it. Which
+        elements are in it follows from the row's blocks; a replicated parameter is the same in all.
+        """
+        if "{expert}" in row.megatron:
+            return Shard(self._expert_coords.etp, self.topology.expert_tp)
+        return Shard(self.coords.tp, self.topology.tp)
+
+    def copy_of(self, row: Named) -> Copy:
+        """Which copy of its shard of the row's parameter this rank holds."""
+        if "{expert}" in row.megatron:
+            return Copy(self._expert_coords.edp, self.topology.edp)
+        at, size = self.coords, self.topology
+        return Copy(at.dp * size.cp + at.cp, size.dp * size.cp)
+
+    @property
+    def _expert_coords(self) -> ExpertCoords:
+        return self.topology.expert_coords(self.topology.rank(self.coords))
 
     def layers(self, chunk: int) -> range:
         """Global numbers of the layers in this rank's model chunk `chunk`."""

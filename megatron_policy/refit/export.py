@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.rows.regions import Region, Run, runs
 from megatron_policy.converters.table import Entry
 from megatron_policy.coordination.process_group import BoundedProcessGroup, PendingCollective
 from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.plan import Item, RefitPlan, RefitTensor
-from megatron_policy.weights.geometry import Region, Run, overlaps, runs, segments
+from megatron_policy.weights.geometry import overlaps, segments
 
 Place = Callable[[RefitTensor], BufferSlice | None]
 """Where to write a tensor's elements, if anywhere; may wait for memory to become free."""

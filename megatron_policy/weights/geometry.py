@@ -1,63 +1,18 @@
-"""Maps a rank's elements of an HF tensor to its parameter, as strided boxes on both sides.
+"""What a rank sends of an HF tensor: segments of its parameter, as strided regions on both sides.
 
 Pure arithmetic over a row's blocks.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import product
 from typing import NamedTuple
 
-import torch
-
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.rows.blocks import Block, Row, Shape, blocks_of
-from megatron_policy.converters.rows.runs import boxes
-
-
-class Region(NamedTuple):
-    """A box of a flat tensor, in elements: the arguments of `as_strided`."""
-
-    size: Shape
-    stride: Shape
-    offset: int
-
-    def cut(self, box: tuple[tuple[int, int], ...]) -> Region:
-        """The part of it in `box`, given as (first, end) per dimension."""
-        return Region(
-            tuple(high - low for low, high in box),
-            self.stride,
-            self.offset + sum(low * step for (low, _), step in zip(box, self.stride, strict=True)),
-        )
-
-
-class Run(NamedTuple):
-    """Elements that are contiguous on both sides: the first index on each, and how many."""
-
-    hf: int
-    own: int
-    length: int
-
-
-def runs(hf: Region, own: Region) -> tuple[Run, ...]:
-    """The elements of two boxes of one size, in the fewest runs that are contiguous in both."""
-    inner, length = len(hf.size), 1
-    while inner and (
-        hf.size[inner - 1] == 1 or hf.stride[inner - 1] == own.stride[inner - 1] == length
-    ):
-        inner -= 1
-        length *= hf.size[inner]
-    outer = [
-        [(index * a, index * b) for index in range(size)]
-        for size, a, b in zip(hf.size[:inner], hf.stride, own.stride, strict=False)
-    ]
-    return tuple(
-        Run(hf.offset + sum(a for a, _ in at), own.offset + sum(b for _, b in at), length)
-        for at in product(*outer)
-    )
+from megatron_policy.converters.rows.blocks import Row, blocks_of
+from megatron_policy.converters.rows.regions import Region, boxes, regions
+from megatron_policy.converters.rows.shards import is_split
 
 
 class Segment(NamedTuple):
@@ -73,13 +28,13 @@ class Segment(NamedTuple):
     def pieces(self, begin: int, end: int) -> Iterator[tuple[int, Region, Region]]:
         """Elements `begin` to `end` of the run as boxes: (place in the range, HF, parameter)."""
         place = 0
-        if (begin, end) == (0, self.elements) and self.elements == math.prod(self.hf.size):
+        if (begin, end) == (0, self.elements) and self.elements == self.hf.elements:
             yield 0, self.hf, self.own
             return
         for box in boxes(self.hf.size, self.first + begin, self.first + end):
             hf = self.hf.cut(box)
             yield place, hf, self.own.cut(box)
-            place += math.prod(hf.size)
+            place += hf.elements
 
 
 @lru_cache(maxsize=4096)
@@ -91,11 +46,9 @@ def segments(
     Of a parameter that every rank holds whole, each rank sends an equal run. All ranks' segments
     together cover the elements of all ranks' blocks, each once.
     """
-    blocks = [b for b in blocks_of(row, architecture, slot, slots) if b.part == part]
-    hf_shape = row.hf_shapes(architecture)[part]
-    own_shape = row.local_shape(architecture, slots)
-    whole = [_segment(block, hf_shape, own_shape) for block in blocks]
-    if row.shard_dim is not None or slots == 1:
+    held = [b for b in blocks_of(row, architecture, slot, slots) if b.part == part]
+    whole = [Segment(hf, own, 0, hf.elements) for hf, own in map(regions, held)]
+    if slots == 1 or is_split(row, architecture, slots):
         return tuple(whole)
     share = -(-sum(segment.elements for segment in whole) // slots)
     return tuple(_cut(whole, slot * share, (slot + 1) * share))
@@ -121,18 +74,6 @@ def overlaps(
             for place, hf, own in segment.pieces(low, high):
                 yield at + low - begin + place, hf, own
         at += segment.elements
-
-
-def _segment(block: Block, hf_shape: Shape, own_shape: Shape) -> Segment:
-    hf = torch.empty(hf_shape, device="meta").view(block.hf_view)[block.hf_index]
-    own = torch.empty(own_shape, device="meta").view(block.shard_view)[block.shard_index]
-    own = own.mT if block.transposed else own
-    assert hf.shape == own.shape, block
-    return Segment(_region(hf), _region(own), 0, hf.numel())
-
-
-def _region(view: torch.Tensor) -> Region:
-    return Region(tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
 
 
 def _cut(whole: list[Segment], begin: int, end: int) -> Iterator[Segment]:

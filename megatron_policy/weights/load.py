@@ -39,7 +39,7 @@ def held_entries(chunks: Sequence[torch.nn.Module], table: Table, place: Placeme
         offset = layers.start if len(layers) else 0
         parameters = {canonical_name(name, offset): p for name, p in _weights(chunk)}
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
-        table.check_megatron(shapes, place.topology.tp, entries)
+        table.check_megatron(shapes, place.topology.tp, entries, expert_tp=place.topology.expert_tp)
         held += [(entry, parameters[entry.megatron]) for entry in entries]
     return held
 
@@ -62,17 +62,16 @@ def load_parameters(held: Held, reader: HfReader, table: Table, place: Placement
     ConversionError unless the files hold exactly the table's tensors, as plain floats. Copies that
     a tied checkpoint can include are compared with their originals; each rank compares its share.
     """
-    topology, coords = place.topology, place.coords
+    topology = place.topology
     table.check_hf(reader.shapes, reader.dtypes)
-    reader.check_copies(table.copies(), topology.rank(coords), topology.world_size)
+    reader.check_copies(table.copies(), topology.rank(place.coords), topology.world_size)
     for entry, parameter in held:
         fill_shard(
             entry.row,
             table.architecture,
             parameter.data,
             [reader.part(name) for name in entry.hf],
-            coords.tp,
-            topology.tp,
+            *place.shard_of(entry.row),
         )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from megatron_policy.converters import table as tables
 from megatron_policy.converters.formats.hf_files import HfReader
+from megatron_policy.converters.rows.shards import split_dimension
 from megatron_policy.engines.megatron import assemble
 from megatron_policy.errors import ConversionError
 from tests.checkpoints import make_checkpoint
@@ -55,7 +56,7 @@ def partition_dims(config: dict[str, Any]) -> list[tuple[str, int | None, int | 
         return [
             (
                 entry.megatron,
-                entry.row.shard_dim,
+                split_dimension(entry.row, policy._engine.table.architecture),
                 p.partition_dim if getattr(p, "tensor_model_parallel", False) else None,
             )
             for entry, p in policy._engine.held

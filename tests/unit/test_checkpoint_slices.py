@@ -10,12 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_policy.checkpoint.slices import in_pieces, shares, slices, whole_shape
+from megatron_policy.checkpoint.slices import in_pieces, shares, slices
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.architecture.traits import Moe, Scoring
-from megatron_policy.converters.rows import Row, shard
+from megatron_policy.converters.rows import Row, Whole, shard
 from megatron_policy.converters.rows.expert_rows import StackedGateUp, StackedRows, StackedWhole
 from megatron_policy.converters.rows.joined_rows import Joined
+from megatron_policy.converters.rows.shards import unpadded_shape
 from megatron_policy.errors import ConversionError
 from tests.unit.test_rows import ROWS, SIZES, model
 
@@ -50,7 +51,7 @@ def test_a_slice_of_a_shard_is_that_box_of_the_whole(row: Row, data) -> None:
     whole = torch.arange(1, torch.Size(row.local_shape(arch, 1)).numel() + 1)
     whole = whole.view(row.local_shape(arch, 1))
     pieces = [shard(row, arch, whole, rank, size) for rank in range(size)]
-    real = whole[: whole_shape(row, arch)[0]] if whole.dim() else whole
+    real = whole[: unpadded_shape(row, arch)[0]] if whole.dim() else whole
     seen = torch.zeros_like(real)
     for rank, own in enumerate(pieces):
         flat = own.flatten()
@@ -66,7 +67,7 @@ def test_a_slice_of_a_shard_is_that_box_of_the_whole(row: Row, data) -> None:
             held = flat[piece.own : piece.own + piece.elements]
             assert torch.equal(held.view(piece.sizes), real[box])
             seen[box] += 1
-    held_by = size if row.shard_dim is None else 1
+    held_by = size if isinstance(row, Whole | StackedWhole) else 1
     assert (seen == held_by).all()
 
 

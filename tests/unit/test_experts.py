@@ -15,7 +15,16 @@ from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.architecture.traits import Activation, Mla, Moe, QkNorm, Scoring
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_files import HfReader
-from megatron_policy.converters.rows import fill_parts, fill_shard, pack, shard, unpack, unshard
+from megatron_policy.converters.rows import (
+    Whole,
+    fill_parts,
+    fill_shard,
+    pack,
+    shard,
+    unpack,
+    unshard,
+)
+from megatron_policy.converters.rows.expert_rows import StackedWhole
 from megatron_policy.converters.table import Table, bind, canonical_name
 from megatron_policy.errors import ConversionError
 from tests.checkpoints import make_checkpoint
@@ -24,6 +33,7 @@ from tests.unit.published import COMMON
 from tests.unit.published_experts import PUBLISHED_EXPERTS
 
 DRAWS = 4
+REPLICATED = (Whole, StackedWhole)
 FURTHER = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "embed_tokens.weight")
 FURTHER += ("shared_head.norm.weight", "shared_head.head.weight")
 
@@ -62,7 +72,7 @@ def test_every_element_comes_back_bit_for_bit_from_shards_of_every_size(drawn: l
                 for entry in table.exported():
                     shards = shards_of(table, entry, reader, size)
                     for rank, piece in enumerate(shards):
-                        whole = entry.row.shard_dim is None
+                        whole = isinstance(entry.row, REPLICATED)
                         where = (0, 1) if whole else (rank, size)
                         parts = [back[name] for name in entry.hf]
                         fill_parts(entry.row, table.architecture, parts, piece, *where)
@@ -90,7 +100,7 @@ def test_unpack_inverts_pack_and_unshard_shard_for_every_row_of_an_expert(
             parts = [torch.randn(shape) for shape in entry.row.hf_shapes(arch)]
             whole = pack(entry.row, arch, parts)
             assert torch.equal(pack(entry.row, arch, unpack(entry.row, arch, whole)), whole)
-            if entry.expert is not None and entry.row.shard_dim is not None:
+            if entry.expert is not None and not isinstance(entry.row, REPLICATED):
                 halves = [shard(entry.row, arch, whole, rank, 2) for rank in (0, 1)]
                 assert torch.equal(unshard(entry.row, arch, halves), whole)
 

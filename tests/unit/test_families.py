@@ -14,7 +14,7 @@ from megatron_policy.converters.files.publishing import new_directory
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.formats.hf_writing import copy_side_files, write_index, write_shard
-from megatron_policy.converters.rows import fill_parts, fill_shard
+from megatron_policy.converters.rows import Whole, fill_parts, fill_shard
 from megatron_policy.converters.table import Table, bind
 from tests.unit.published import COMMON, LLAMA3, PUBLISHED
 
@@ -160,7 +160,7 @@ def test_the_ranks_read_each_byte_once_and_what_they_all_hold_once_each(checkpoi
     everywhere = sum(
         2 * torch.Size(shapes[name]).numel()
         for entry in entries
-        if entry.row.shard_dim is None
+        if isinstance(entry.row, Whole)
         for name in entry.hf
     )
     assert sum(read) == total + (tp - 1) * everywhere

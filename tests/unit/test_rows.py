@@ -178,25 +178,25 @@ def test_every_hf_element_is_in_one_shard_and_every_shard_element_is_filled(
             filled.view(block.shard_view)[block.shard_index] += 1
         real = filled.shape[0] - row.pad_rows(arch, rank, size)
         assert (filled[:real] == 1).all() and (filled[real:] == 0).all()
-    replicas = size if row.shard_dim is None else 1
+    replicas = size if isinstance(row, Whole) else 1
     assert all((count == replicas).all() for count in uses)
 
 
 @every_row
 @thorough
 @given(arch=models(), most=st.sampled_from(SIZES))
-def test_a_shard_differs_from_the_whole_only_along_the_declared_dimension(
+def test_a_shard_differs_from_the_whole_only_along_the_dimension_that_is_split(
     row: Row, arch: Architecture, most: int
 ) -> None:
     size = largest(row, arch, most)
     whole, local = row.local_shape(arch, 1), row.local_shape(arch, size)
-    if row.shard_dim is None:
+    if isinstance(row, Whole):
         assert local == whole
     elif isinstance(row, Vocab | Tied):
         assert local[0] * size == padded_vocab(arch.vocab_size, size)
         assert local[1:] == whole[1:]
     else:
-        split = [n * size if dim == row.shard_dim else n for dim, n in enumerate(local)]
+        split = [n * size if dim == isinstance(row, Rows) else n for dim, n in enumerate(local)]
         assert tuple(split) == whole
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from megatron_policy.converters.formats.stored import Chunk, Stored, tiled
 from megatron_policy.converters.rows.blocks import Block
-from megatron_policy.converters.rows.runs import Correspondence, boxes
+from megatron_policy.converters.rows.regions import boxes
+from megatron_policy.converters.rows.runs import Correspondence
 
 
 @st.composite

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_policy.errors import ConfigError
-from megatron_policy.parallel.topology import Coords, LayerSplit, Topology
+from megatron_policy.parallel.topology import Coords, ExpertCoords, LayerSplit, Topology
 
 SIZE = st.integers(1, 4)
 
@@ -41,6 +41,55 @@ def test_groups_along_every_axis_equal_those_of_megatron_core(
             at = grid.coords(rank)
             ours.setdefault(Coords(**(vars(at) | {axis: 0})), []).append(rank)
         assert sorted(ours.values()) == sorted(theirs.get_ranks(axis)), axis
+
+
+@st.composite
+def expert_grids(draw: st.DrawFn) -> Topology:
+    """Any grid whose experts fit on its ranks."""
+    tp, cp, dp, pp = (draw(SIZE) for _ in range(4))
+    stage = tp * cp * dp
+    etp = draw(st.sampled_from([n for n in range(1, stage + 1) if stage % n == 0]))
+    ep = draw(st.sampled_from([n for n in range(1, stage // etp + 1) if stage // etp % n == 0]))
+    return Topology(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, etp=etp)
+
+
+@settings(max_examples=40, deadline=None)
+@given(grid=expert_grids())
+def test_groups_along_every_axis_of_the_experts_equal_those_of_megatron_core(
+    grid: Topology,
+) -> None:
+    from megatron.core.parallel_state import RankGenerator
+
+    # As `initialize_model_parallel` makes them for experts: no context parallelism of their own.
+    theirs = RankGenerator(
+        tp=grid.etp, ep=grid.ep, dp=grid.edp, pp=grid.pp, cp=1, order="tp-cp-ep-dp-pp"
+    )
+    for axis, name in (("etp", "tp"), ("ep", "ep"), ("edp", "dp"), ("pp", "pp")):
+        ours: dict[ExpertCoords, list[int]] = {}
+        for rank in range(grid.world_size):
+            at = grid.expert_coords(rank)
+            ours.setdefault(ExpertCoords(**(vars(at) | {axis: 0})), []).append(rank)
+        assert sorted(ours.values()) == sorted(theirs.get_ranks(name)), axis
+
+
+def test_experts_are_split_over_as_many_ranks_as_other_parameters_if_nothing_else_is_said() -> None:
+    grid = Topology(tp=2, cp=2, dp=2, ep=2)
+    assert (grid.expert_tp, grid.edp) == (2, 2)
+    assert (Topology(tp=2, dp=2, etp=1).expert_tp, Topology(tp=2, dp=2, etp=1).edp) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tp": 2, "dp": 2, "ep": 3}, r"etp 2 x ep 3 does not .* ep can be one of \[1, 2\]"),
+        ({"tp": 2, "cp": 2, "ep": 2, "etp": 4}, r"ep can be one of \[1\]"),
+        ({"tp": 2, "etp": 3}, "etp must divide 2"),
+        ({"tp": 2, "etp": 0}, "etp is 0"),
+    ],
+)
+def test_experts_that_do_not_fit_on_the_ranks_are_refused(sizes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Topology(**sizes)
 
 
 def test_reporters_are_the_first_rank_of_each_data_parallel_replica() -> None:

@@ -1,0 +1,106 @@
+"""Which elements a shard holds, derived from blocks, against shards of numbered tensors."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.rows import (
+    Block,
+    Columns,
+    GateUp,
+    Qkv,
+    Row,
+    Rows,
+    Shape,
+    Vocab,
+    Whole,
+    shard,
+)
+from megatron_policy.converters.rows.expert_rows import StackedGateUp, StackedRows, StackedWhole
+from megatron_policy.converters.rows.shards import is_split, spans, split_dimension, unpadded_shape
+from megatron_policy.errors import ConversionError
+from tests.unit.test_checkpoint_slices import EXPERTS, architecture, legal
+from tests.unit.test_rows import ROWS, model
+
+MLP = ("ffn_hidden_size", "hidden_size")
+
+
+@pytest.mark.parametrize("row", [*ROWS, *EXPERTS], ids=lambda row: f"{type(row).__name__}")
+def test_spans_are_where_the_indices_of_a_shard_are_in_the_whole(row: Row) -> None:
+    for size, arch in legal(row):
+        shape = row.local_shape(arch, 1)
+        whole = torch.arange(torch.Size(shape).numel()).view(shape)
+        real = unpadded_shape(row, arch)
+        for rank in range(size):
+            # Padding of a shard is 0, as is the first element, which only the first shard has.
+            held = shard(row, arch, whole + 1, rank, size) - 1
+            own = torch.unravel_index(torch.nonzero((held >= 0).flatten()).flatten(), held.shape)
+            there = torch.unravel_index(held[own], whole.shape)
+            for dim, along in enumerate(spans(row, arch, rank, size)):
+                assert all(a.own + a.length <= b.own for a, b in pairwise(along))
+                found = torch.full((held.shape[dim],), -1)
+                for span in along:
+                    found[span.own : span.own + span.length] = torch.arange(
+                        span.whole, span.whole + span.length
+                    )
+                unpadded = there[dim] < real[dim]
+                assert torch.equal(found[own[dim]][unpadded], there[dim][unpadded])
+
+
+@pytest.mark.parametrize(
+    ("row", "dimension"),
+    [
+        (Whole("norm", ("n",), ("hidden_size",)), None),
+        (Columns("up", ("u",), MLP), 0),
+        (Rows("down", ("d",), ("hidden_size", "ffn_hidden_size")), 1),
+        (GateUp("gate_up", ("g", "u"), MLP), 0),
+        (Qkv("qkv", ("q", "k", "v"), ("hidden_size",)), 0),
+        (Vocab("embedding", ("e",), ("vocab_size", "hidden_size")), 0),
+        (StackedGateUp("fc1", ("g",), ("hidden_size",), expert=2), 0),
+        (StackedRows("fc2", ("d",), ("hidden_size", "moe.ffn_hidden_size"), expert=1), 1),
+        (StackedWhole("bias", ("b",), ("hidden_size",), expert=1), None),
+    ],
+)
+def test_the_dimension_that_ranks_split(row: Row, dimension: int | None) -> None:
+    arch = architecture(2)
+    assert split_dimension(row, arch) == dimension
+    assert is_split(row, arch, 2) == (dimension is not None)
+    assert not is_split(row, arch, 1)
+
+
+def test_a_vocabulary_that_fits_on_the_first_of_several_ranks_is_split_all_the_same() -> None:
+    row, arch = Vocab("e", ("e",), ("vocab_size", "hidden_size")), model(vocab_size=100)
+    assert is_split(row, arch, 4) and spans(row, arch, 3, 4) == ((), ())
+
+
+def test_a_parameter_that_no_number_of_ranks_can_split_is_held_whole() -> None:
+    row = Columns("one", ("o",), ("moe.chosen",))
+    assert split_dimension(row, architecture(1)) == 0
+    single = Columns("one", ("o",), ("num_query_groups",))
+    assert split_dimension(single, architecture(1)) is None
+
+
+def test_a_size_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ConversionError, match="12 cannot be split over 5"):
+        spans(Columns("up", ("u",), MLP), model(), 0, 5)
+
+
+def test_a_row_of_another_package_needs_no_more_than_its_blocks() -> None:
+    """Halves of every head on either rank: no declared dimension could say so."""
+
+    class Interleaved(Columns):
+        def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
+            whole, local = arch.shape(self.dims), self.local_shape(arch, size)
+            hf: Shape = (local[0], size, *whole[1:])
+            index = (slice(None), slice(rank, rank + 1))
+            return (Block(0, hf, index, (local[0], 1, *local[1:]), (slice(None),)),)
+
+    row, arch = Interleaved("up", ("u",), MLP), model()
+    rows, columns = spans(row, arch, 1, 2)
+    assert [span.whole for span in rows] == [1, 3, 5, 7, 9, 11]
+    assert all(span.length == 1 for span in rows) and columns == ((0, 0, 8),)
+    assert split_dimension(row, arch) == 0
