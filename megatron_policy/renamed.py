@@ -24,7 +24,7 @@ RENAMED = {
     "converters.dense": "converters.families.shared.dense",
     "converters.expert_rows": "converters.rows.expert_rows",
     "converters.experts": "converters.families.shared.experts",
-    "converters.joined_rows": "converters.rows.joined_rows",
+    "converters.joined_rows": "converters.rows.kinds",
     "converters.mla": "converters.families.shared.mla",
     "converters.norm_rows": "converters.families.shared.norm_rows",
     "converters.rope_fields": "converters.config_fields.rope_fields",

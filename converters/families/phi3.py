@@ -7,8 +7,7 @@ from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.config_fields.rope_fields import take_rope
 from megatron_policy.converters.families.shared import dense
 from megatron_policy.converters.families.shared.dense import H
-from megatron_policy.converters.rows import GateUp, Qkv
-from megatron_policy.converters.rows.joined_rows import Joined
+from megatron_policy.converters.rows import GateUp, Joined, Qkv
 
 _JOINED = {
     Qkv: H + "self_attn.qkv_proj.weight",

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from megatron_policy.checkpoint.slices import in_pieces, shares, slices
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.architecture.traits import Moe, Scoring
-from megatron_policy.converters.rows import Row, Whole, shard
+from megatron_policy.converters.rows import Joined, Row, Whole, shard
 from megatron_policy.converters.rows.expert_rows import StackedGateUp, StackedRows, StackedWhole
-from megatron_policy.converters.rows.joined_rows import Joined
 from megatron_policy.converters.rows.shards import unpadded_shape
 from megatron_policy.errors import ConversionError
 from tests.unit.test_rows import ROWS, SIZES, model

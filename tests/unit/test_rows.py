@@ -15,6 +15,7 @@ from megatron_policy.converters.rows import (
     Columns,
     GateUp,
     Ignore,
+    Joined,
     Qkv,
     Row,
     Rows,
@@ -28,7 +29,6 @@ from megatron_policy.converters.rows import (
     unpack,
     unshard,
 )
-from megatron_policy.converters.rows.joined_rows import Joined
 from megatron_policy.errors import ConversionError
 
 TABLES = [
