@@ -178,7 +178,7 @@ def _weights(
 
 def _split(entry: Entry, arch: Architecture) -> str:
     if not entry.row.owns:
-        return "as what it copies"
+        return "split like its original"
     dim = split_dimension(entry.row, arch)
     return "held whole by every rank" if dim is None else f"split along dimension {dim}"
 

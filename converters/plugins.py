@@ -25,11 +25,11 @@ def find(group: str, name: str, builtin: Collection[str]) -> EntryPoint | None:
     found = [entry for entry in entry_points(group=group) if entry.name == name]
     if found and name in builtin:
         raise ConversionError(
-            f"{described(found[0])} has a name that is built in: rename it, or uninstall that one"
+            f"{described(found[0])} has a built-in name: rename it, or uninstall its package"
         )
     if len(found) > 1:
         raise ConversionError(
-            f"{described(found[0])} has the name of another, in {_package(found[1])}: "
+            f"{described(found[0])} has the same name as one in {_package(found[1])}: "
             "uninstall one of the two"
         )
     return found[0] if found else None

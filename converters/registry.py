@@ -93,7 +93,7 @@ def family_of(model_type: str) -> Family:
     known = sorted({*FAMILIES, *plugins.names(GROUP)})
     close = difflib.get_close_matches(model_type, known, n=1)
     raise ConversionError(
-        f"no model family {model_type!r}; there are {', '.join(known)}"
+        f"there is no model family {model_type!r}; known are {', '.join(known)}"
         + (f" (did you mean {close[0]}?)" if close else "")
         + f". A package can add one through the entry point group {GROUP}."
     )

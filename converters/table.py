@@ -111,7 +111,7 @@ class Table:
         seen = {name: shape for name, shape in shapes.items() if name not in self.ignored}
         if problems := compare(expected, seen, f"no row of {self.family} uses it"):
             raise ConversionError(
-                f"the checkpoint is no {self.family} model as its config.json says:\n{problems}\n"
+                f"the checkpoint is not the {self.family} model of its config.json:\n{problems}\n"
                 "Correct the checkpoint or its config.json, or give the family's TABLE another row."
             )
 
@@ -287,5 +287,5 @@ def _refuse_vectors_as_matrices(
         if row.role is Role.MATRIX and len(row.local_shape(architecture, 1)) < 2:
             raise ConversionError(
                 f"the table of {family} says that {name} is a matrix, but it has one dimension: "
-                "give its row role=Role.BIAS, Role.NORM or Role.SINK, by which weight decay goes"
+                "give its row role=Role.BIAS, Role.NORM or Role.SINK, which sets its weight decay"
             )

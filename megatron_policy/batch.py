@@ -59,7 +59,7 @@ class BatchedDataDict(UserDict[str, Any]):
     def slice(self, start: int, end: int) -> BatchedDataDict:
         """Rows `start` to `end` (exclusive); both must lie within the batch."""
         if not 0 <= start <= end <= self.size:
-            raise ValueError(f"rows {start} to {end} are not within the {self.size} rows there are")
+            raise ValueError(f"rows {start} to {end} are not within the batch's {self.size} rows")
         return self._each(lambda value: value[start:end])
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> BatchedDataDict:
@@ -91,7 +91,7 @@ class BatchedDataDict(UserDict[str, Any]):
     def make_microbatch_iterator_with_dynamic_shapes(
         self, sequence_dim: int = 1
     ) -> Iterator[BatchedDataDict]:
-        """The planned microbatches of this global batch, with tensors cut to each one's length in
+        """The planned microbatches of this global batch, with tensors cut to the length of each in
         dimension `sequence_dim`.
         """
         for start, end, length in _spans(self):
@@ -130,8 +130,8 @@ class BatchedDataDict(UserDict[str, Any]):
         batch_size = self.size if batch_size is None else batch_size
         if batch_size < 1 or self.size % batch_size or batch_size % shards:
             raise ValueError(
-                f"{self.size} rows cannot be dealt to {shards} shards in groups of {batch_size}: "
-                f"rows must be a multiple of the group, and the group one of {shards}"
+                f"{self.size} rows cannot be split over {shards} shards in groups of {batch_size}: "
+                f"rows must be a multiple of the group, and the group a multiple of {shards}"
             )
         share = batch_size // shards
         starts = range(0, self.size, batch_size)
@@ -148,14 +148,14 @@ class BatchedDataDict(UserDict[str, Any]):
         rows = chosen.tolist()
         bad = [row for row in rows if not -self.size <= row < self.size]
         if bad:
-            raise ValueError(f"row {bad[0]} is not within the {self.size} rows there are")
+            raise ValueError(f"row {bad[0]} is not within the batch's {self.size} rows")
         return self._each(lambda value: _pick(value, chosen, rows))
 
     def reorder_data(self, reorded_indices: Sequence[int]) -> None:
         """Move row i to position `reorded_indices[i]`, in place; undoes `select_indices`."""
         if sorted(reorded_indices) != list(range(self.size)):
             raise ValueError(
-                f"a new order of {self.size} rows names each once, not {list(reorded_indices)}"
+                f"a new order of {self.size} rows must name each once, not {list(reorded_indices)}"
             )
         order = sorted(range(self.size), key=lambda row: reorded_indices[row])
         self.data = self.select_indices(order).data

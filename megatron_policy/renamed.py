@@ -62,8 +62,8 @@ class RenamedModules(MetaPathFinder, Loader):
         """Fill the module with the contents of the new one."""
         new = f"{PACKAGE}.{RENAMED[module.__name__.partition('.')[2]]}"
         warnings.warn(
-            f"{module.__name__} has moved to {new}: import it from there. The old path goes with "
-            "the next release",
+            f"{module.__name__} has moved to {new}: import it from there. The old path "
+            "will be removed in the next release",
             DeprecationWarning,
             stacklevel=2,
         )
@@ -81,8 +81,8 @@ def renamed_name(module: str, name: str, names: Mapping[str, str]) -> Any:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     home, _, new = names[name].partition(":")
     warnings.warn(
-        f"{module}.{name} is {home}.{new} now: import that. The old name goes with the next "
-        "release",
+        f"{module}.{name} is {home}.{new} now: import that. The old name will be removed "
+        "in the next release",
         DeprecationWarning,
         stacklevel=3,
     )

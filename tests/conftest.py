@@ -76,7 +76,7 @@ def skip_without_gpus(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays: no later collection of garbage has to look at it."""
+    """What exists by now stays: no later collection of garbage has to look at it."""
     gc.collect()
     gc.freeze()
 

@@ -28,7 +28,7 @@ LATE_S = 1.0
 
 
 class Leaving(BaseException):
-    """A rank leaves without a word, as at an interrupt."""
+    """A rank leaves without a message, as at an interrupt."""
 
 
 _place: list[Place] = []

@@ -27,7 +27,7 @@ MISTAKES: dict[str, tuple[Callable[[torch.Tensor, dict[str, Any]], Any], str]] =
         lambda loss, metrics: (loss.detach().requires_grad_(), metrics),
         "is detached from the model",
     ),
-    "a float": (lambda loss, metrics: (loss.item(), metrics), "which is no scalar"),
+    "a float": (lambda loss, metrics: (loss.item(), metrics), "which is not a scalar"),
     "a vector": (lambda loss, metrics: (loss * torch.ones(3), metrics), "of shape (3,)"),
     "no metrics": (lambda loss, metrics: loss, "returned a Tensor: a loss returns"),
     "None": (lambda loss, metrics: None, "returned a NoneType: a loss returns"),

@@ -1,4 +1,4 @@
-"""A process beside the test's, which calls functions it is sent; knows nothing of what they do."""
+"""A process beside the test's, which calls functions it is sent, whatever they do."""
 
 from __future__ import annotations
 

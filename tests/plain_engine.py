@@ -248,7 +248,7 @@ class Trainable:
 
     def restore_schedule(self, state: Mapping[str, Any]) -> dict[str, tuple[object, object]]:
         if not isinstance(state.get("num_steps"), int):
-            raise CheckpointError("the checkpoint does not say how far its schedule has come")
+            raise CheckpointError("the checkpoint does not say how far its schedule has advanced")
         self._samples = state["num_steps"]
         return {}
 

@@ -45,7 +45,7 @@ def lines() -> Iterator[str]:
         yield f"module {name}"
         for member in sorted(wanted or module.__all__):
             yield from _described(member, getattr(module, member))
-    yield "import paths that go with the next release"
+    yield "import paths that will be removed in the next release"
     yield from (f"  megatron_policy.{old} -> {new}" for old, new in sorted(RENAMED.items()))
     yield "entry points"
     found = distribution("megatron-policy").entry_points
@@ -80,7 +80,7 @@ def _of_this_package(owner: type, member: str) -> bool:
 
 
 def _signature(value: Any) -> str:
-    """As it is written, but defaults that are no plain values are `...`."""
+    """As it is written, but defaults that are not plain values are `...`."""
     try:
         signature = inspect.signature(value)
     except (TypeError, ValueError):

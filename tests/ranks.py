@@ -1,4 +1,4 @@
-"""A pool of rank processes for a test session; knows nothing of what the functions it runs do."""
+"""A pool of rank processes for a test session; independent of the functions that it runs."""
 
 from __future__ import annotations
 

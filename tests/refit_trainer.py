@@ -46,7 +46,7 @@ class Plan:
     tensors: tuple[RefitTensor, ...]
 
     def info(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """As the real one's."""
+        """As for the real one."""
         return {t.name: (t.shape, t.dtype) for t in self.tensors}
 
 
@@ -89,7 +89,7 @@ class StandIn:
     def stream(
         self, plan: Plan, place: Callable[[RefitTensor], BufferSlice | None]
     ) -> Iterator[tuple[RefitTensor, BufferSlice | None]]:
-        """As the real one's."""
+        """As for the real one."""
         for tensor in plan.tensors:
             room = place(tensor)
             if room is not None:

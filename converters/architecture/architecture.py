@@ -120,7 +120,7 @@ class Architecture:
         if self.moe is not None and self.moe.experts * self.num_layers > MOST_EXPERTS:
             raise ConversionError(
                 f"{self.moe.experts} experts in {self.num_layers} layers are more than "
-                f"{MOST_EXPERTS} in all"
+                f"{MOST_EXPERTS} in total"
             )
         for name in _FACTORS:
             value = getattr(self, name)

@@ -93,7 +93,7 @@ class Rope:
         if self.base <= 1 or not 2 <= size <= head_dim or head_dim % 2:
             raise ConversionError(
                 f"rotary embedding of base {self.base:g} cannot rotate {size} channels of heads of "
-                f"{head_dim}: it needs a base above 1, and an even head size of which some rotate"
+                f"{head_dim}: it needs a base above 1, and an even head size with 2 or more rotated"
             )
         if isinstance(self.scaling, DynamicScaling) and size < 4:
             raise ConversionError(f"dynamic scaling needs 4 rotated channels or more, not {size}")

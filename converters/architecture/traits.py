@@ -87,8 +87,8 @@ class Moe:
             )
         if self.chosen > self.experts // self.groups * self.groups_chosen:
             raise ConversionError(
-                f"{self.chosen} experts cannot be chosen of {self.experts} in {self.groups_chosen} "
-                f"of {self.groups} groups"
+                f"{self.chosen} experts cannot be chosen from {self.experts} in "
+                f"{self.groups_chosen} of {self.groups} groups"
             )
 
     @property

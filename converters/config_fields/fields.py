@@ -34,19 +34,19 @@ IGNORED: Mapping[str, str] = {
     "_attn_implementation_autoset": "how Hugging Face computes attention",
     "_name_or_path": "where the config came from",
     "architectures": "compared with the family's own",
-    "bos_token_id": "the tokenizer's business",
+    "bos_token_id": "belongs to the tokenizer",
     "dtype": "the precision is chosen by the policy's config",
-    "eos_token_id": "the tokenizer's business",
+    "eos_token_id": "belongs to the tokenizer",
     "gradient_checkpointing": "recomputation is chosen by the policy's config",
-    "id2label": "names of a classification head, which is not here",
-    "initializer_range": "weights are loaded, never drawn",
-    "label2id": "names of a classification head, which is not here",
+    "id2label": "names of a classification head, which this model lacks",
+    "initializer_range": "weights are loaded, never initialised at random",
+    "label2id": "names of a classification head, which this model lacks",
     "model_type": "chose the family",
     "output_attentions": "what a Hugging Face forward call returns",
     "output_hidden_states": "what a Hugging Face forward call returns",
-    "pad_token_id": "the tokenizer's business",
+    "pad_token_id": "belongs to the tokenizer",
     "return_dict": "what a Hugging Face forward call returns",
-    "tokenizer_class": "the tokenizer's business",
+    "tokenizer_class": "belongs to the tokenizer",
     "torch_dtype": "the precision is chosen by the policy's config",
     "torchscript": "how Hugging Face exports",
     "transformers.js_config": "how the model runs in browsers",
@@ -60,7 +60,7 @@ IGNORED: Mapping[str, str] = {
 
 # Explains a field that no family takes, given its value.
 _HINTS: Mapping[str, Callable[[Any], str]] = {"quantization_config": quantisation.refusal}
-_UNKNOWN = "unknown field; remove it if it has no bearing on the model"
+_UNKNOWN = "unknown field; remove it if it does not affect the model"
 SHOWN_CHARACTERS = 120
 """Of a value in a message: lists in configs can name every layer and expert."""
 
@@ -116,7 +116,7 @@ class Fields:
         """Refuse the field unless it is absent, null or one of `allowed`."""
         value = self.take(name, None)
         if value is not None and value not in allowed:
-            self.refuse(name, value, f"{why}; can be {' or '.join(map(repr, allowed))}")
+            self.refuse(name, value, f"{why}; it can be {' or '.join(map(repr, allowed))}")
         elif value is not None:
             self._note(name, TRANSLATED, why)
 

@@ -72,7 +72,7 @@ def _either(
     if value is None:
         return fields.take(outer, default)
     # A release that only knows the outer field adds its default to a config without it.
-    fields.ignore(outer, "rope_parameters has the last word")
+    fields.ignore(outer, "rope_parameters takes precedence")
     return value
 
 
@@ -87,7 +87,7 @@ def _scaling(fields: Fields, section: Fields) -> Scaling | None:
         case "linear":
             return LinearScaling(_number(section, "factor"))
         case "dynamic":
-            section.ignore(_ORIGINAL, "transformers goes by max_position_embeddings")
+            section.ignore(_ORIGINAL, "transformers uses max_position_embeddings")
             return DynamicScaling(_number(section, "factor"), longest)
         case "llama3":
             return Llama3Scaling(

@@ -33,7 +33,7 @@ def architecture(fields: Fields) -> Architecture:
 
 def take_activation(fields: Fields) -> Activation:
     """The MLP's activation function, which Gemma's configs name twice."""
-    fields.ignore("hidden_act", "hidden_activation has the last word")
+    fields.ignore("hidden_act", "hidden_activation takes precedence")
     return dense.take_activation(fields, "hidden_activation")
 
 

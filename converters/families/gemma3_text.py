@@ -25,7 +25,7 @@ def architecture(fields: Fields) -> Architecture:
     if cap := fields.take("attn_logit_softcapping", None):
         fields.refuse("attn_logit_softcapping", cap, "transformers does not apply it in Gemma 3")
     for name in ("sliding_window_pattern", "_sliding_window_pattern"):
-        fields.ignore(name, "layer_types says it layer by layer")
+        fields.ignore(name, "layer_types states it for each layer")
     window, windowed = dense.take_windows(fields)
     whole, of_windowed = take_ropes_by_window(fields)
     return dense.architecture(

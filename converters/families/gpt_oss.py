@@ -45,14 +45,14 @@ TABLE: tuple[Row | Ignore, ...] = (
 def architecture(fields: Fields) -> Architecture:
     """The architecture a GptOssConfig describes."""
     experts.ignore_balancing(fields)
-    fields.expect("swiglu_alpha", (1.702,), "the gate's sigmoid is of 1.702 x")
+    fields.expect("swiglu_alpha", (1.702,), "the gate is x * sigmoid(1.702 x)")
     fields.expect("swiglu_limit", (7.0,), "gate and up projections are clamped at 7")
-    fields.ignore("initial_context_length", "transformers goes by the rotary embedding's own")
+    fields.ignore("initial_context_length", "transformers uses that of the rotary embedding")
     chosen = fields.take("num_experts_per_tok")
     fields.expect("experts_per_token", (chosen,), "num_experts_per_tok under another name")
     window, windowed = dense.take_windows(fields)
     bias = fields.take("attention_bias", True)
-    fields.ignore("hidden_act", "experts have a clamped SwiGLU whatever it says")
+    fields.ignore("hidden_act", "experts always have a clamped SwiGLU")
     common = dense.architecture(
         fields,
         activation=Activation.CLAMPED_SWIGLU,

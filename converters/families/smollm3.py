@@ -11,7 +11,7 @@ TABLE = (*dense.ENDS, *dense.BLOCK, *dense.LINEAR_BIAS)
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture a SmolLM3Config describes."""
-    fields.ignore("no_rope_layer_interval", "no_rope_layers says it layer by layer")
+    fields.ignore("no_rope_layer_interval", "no_rope_layers states it for each layer")
     fields.ignore("pretraining_tp", "only the order of summation in pretraining")
     # Despite its name, the field has a 1 for layers with rotary embedding.
     rotated = fields.take("no_rope_layers")[: fields.take("num_hidden_layers")]

@@ -38,7 +38,7 @@ TABLE = (
 def architecture(fields: Fields) -> Architecture:
     """The architecture a Starcoder2Config describes."""
     for name in ("norm_type", "mlp_type"):
-        fields.ignore(name, "transformers has one kind of it in StarCoder2")
+        fields.ignore(name, "transformers supports one kind of it in StarCoder2")
     bias = fields.take("use_bias", True)
     return dense.architecture(
         fields,

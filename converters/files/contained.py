@@ -39,7 +39,7 @@ def inside(root: Path, name: str) -> Path:
     places = [base, *_blobs(base), *_allowed()]
     if not any(real.is_relative_to(place) for place in places):
         raise ConversionError(
-            f"{path} is a link to {real}, outside of the checkpoint: put the file itself there, or "
+            f"{path} is a link to {real}, outside the checkpoint: put the file itself there, or "
             f"list the directory in the environment variable {LINKS} if the link is yours"
         )
     return path
@@ -83,4 +83,4 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     os.close(handle)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    raise OSError(errno.EINVAL, "it is not a regular file", str(path))

@@ -27,7 +27,7 @@ LOCK_TIMEOUT_S = 60.0
 _LOOK_S = 0.01
 
 LEFT_AFTER_S = 24 * 3600.0
-"""A directory whose lock tells nothing is considered abandoned if unchanged for this long."""
+"""A directory whose lock cannot show its use is considered abandoned if unchanged for this long."""
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors of file systems without locks."""
@@ -81,8 +81,8 @@ def _is_left(partial: Path, held: bool) -> bool:
     if time.time() - _last_change(partial) > LEFT_AFTER_S:
         return True
     _log.warning(
-        "%s stays: whether its writer still runs cannot be told from here. It is removed when it "
-        "has been unchanged for %g hours; remove it if that process has ended",
+        "%s was not removed: its writer may still be running, which cannot be checked from here. "
+        "It is removed once unchanged for %g hours; remove it if that process has ended",
         partial,
         LEFT_AFTER_S / 3600,
     )
@@ -111,7 +111,7 @@ def _lock(handle: int, directory: Path, wait: bool) -> bool:
             if time.monotonic() > end:
                 raise BlockingIOError(
                     errno.EWOULDBLOCK,
-                    "another process, which saves there too, does not let go of it",
+                    "another process, which also saves there, keeps it locked",
                     str(directory),
                 )
             time.sleep(_LOOK_S)

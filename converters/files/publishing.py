@@ -133,7 +133,7 @@ def check_replaceable(destination: str | Path, overwrite: bool) -> Path:
     if not final.exists() or (final.is_dir() and not any(final.iterdir())):
         return final
     if not any(all(any(final.glob(name)) for name in marks) for marks in _MARKS):
-        raise ConfigError(f"{final} exists and is no checkpoint; choose another path")
+        raise ConfigError(f"{final} exists and is not a checkpoint; choose another path")
     if not overwrite:
         raise ConfigError(
             f"{final} exists; choose another path, or replace it: --overwrite, or overwrite=True"

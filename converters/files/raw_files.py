@@ -44,7 +44,7 @@ class RawFiles:
                     if not more:
                         raise ConversionError(
                             f"{path} is truncated: it ends after {offset + got} bytes, "
-                            f"{wanted - got} too early. Fetch or write the checkpoint again."
+                            f"{wanted - got} bytes too early. Fetch or write the checkpoint again."
                         )
                     got += more
                 offset += wanted
@@ -102,7 +102,7 @@ class RawFiles:
 
 def not_written(path: Path, error: OSError) -> ExportError:
     """The error for a file that could not be written."""
-    return ExportError(f"{path} cannot be written: {error.strerror}; nothing was left of it")
+    return ExportError(f"{path} cannot be written: {error.strerror}; nothing of it was kept")
 
 
 def _batches(views: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:

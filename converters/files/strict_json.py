@@ -62,7 +62,7 @@ def _finite(text: str) -> float:
 
 
 def _refuse(text: str) -> NoReturn:
-    raise ValueError(f"it has {text}, which is no number that JSON knows")
+    raise ValueError(f"it has {text}, which is not a number in JSON")
 
 
 def _check_depth(value: Any) -> None:
@@ -81,4 +81,4 @@ def _check_depth(value: Any) -> None:
 
 
 def _too_deep() -> str:
-    return f"its values lie more than {MAX_DEPTH} deep in each other"
+    return f"its values are nested more than {MAX_DEPTH} deep"

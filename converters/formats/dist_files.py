@@ -30,7 +30,7 @@ from .stored import Chunk, Stored
 
 FORMAT = "metadata.json"
 _MAX_BYTES = 2**20
-"""Of the files that say what a directory is."""
+"""Size limit of the files that say what a directory is."""
 _LATEST = "latest_checkpointed_iteration.txt"
 
 # The two halves of a gated MLP have their own keys if Megatron-Core was told to write them so.
@@ -50,7 +50,7 @@ def find(path: str | Path) -> Path | None:
         return inside(root, "release") if (root / "release" / FORMAT).is_file() else None
     latest = _content(inside(root, _LATEST)).decode(errors="replace").strip()
     if re.fullmatch(r"[0-9]{1,18}|release", latest) is None:
-        raise ConfigError(f"{root / _LATEST} holds {latest[:40]!r}, which names no checkpoint")
+        raise ConfigError(f"{root / _LATEST} holds {latest[:40]!r}, not a checkpoint's name")
     name = latest if latest == "release" else f"iter_{int(latest):07d}"
     if not (root / name).is_dir():
         raise ConfigError(f"{root / _LATEST} names {latest!r}, but there is no {root / name}")
@@ -166,7 +166,7 @@ def _content(path: Path) -> bytes:
 def _check_format(root: Path) -> None:
     for name in (FORMAT, METADATA):
         if not (root / name).is_file():
-            raise ConfigError(f"{root} has no {name}: the checkpoint was not written to its end")
+            raise ConfigError(f"{root} has no {name}: the checkpoint is incomplete")
         inside(root, name)
     try:
         backend = strict_json.parse(read(root / FORMAT, _MAX_BYTES))["sharded_backend"]

@@ -23,7 +23,7 @@ from .unpickled import Made, Name, unpickled
 
 METADATA = ".metadata"
 MAX_BYTES = 2**30
-"""Of the file. With a hundred thousand tensors in a million chunks it is a tenth of that."""
+"""Size limit of the file: ten times that of a hundred thousand tensors in a million chunks."""
 MAX_DIMENSIONS = 64
 """The maximum for torch tensors."""
 
@@ -107,7 +107,7 @@ def read_metadata(root: Path) -> tuple[dict[str, Key], dict[str, _Where]]:
     except OSError as error:
         raise ConversionError(f"{path} cannot be read: {error.strerror}") from error
     except RecursionError as error:
-        raise ConversionError(f"{path} is unreadable: its values lie too deep") from error
+        raise ConversionError(f"{path} is unreadable: its values are nested too deeply") from error
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise ConversionError(f"{path} is unreadable: {error}") from error
 
@@ -119,7 +119,7 @@ def _belongs(name: Name) -> bool:
 def _state(value: Any, module: str, name: str) -> dict[str, Any]:
     """The state of an object of that torch class."""
     if not _is(value, module, name) or type(value.state) is not dict:
-        raise ValueError(f"it has something else where a {name} belongs")
+        raise ValueError(f"it has another object where a {name} belongs")
     return value.state
 
 
@@ -149,7 +149,7 @@ def _all_chunks(held: dict[str, Made]) -> Iterator[list[Made]]:
         if _is(described, "metadata", "TensorStorageMetadata"):
             chunks = _state(described, "metadata", "TensorStorageMetadata")["chunks"]
             if type(chunks) is not list:
-                raise ValueError("the chunks of a tensor are no list")
+                raise ValueError("the chunks of a tensor are not a list")
             yield chunks
 
 
@@ -176,14 +176,14 @@ def _check_files(root: Path, places: Iterable[RecordLocation]) -> None:
     for name, end in ends.items():
         path = root / name
         if path.parent != root or not path.name:
-            raise ConversionError(f"{root / METADATA} names {name}, which is not beside it")
+            raise ConversionError(f"{root / METADATA} names {name}, which is not next to it")
         inside(root, name)
         if not path.is_file():
             raise ConversionError(f"{root} lacks {name}, which its {METADATA} names")
         if path.stat().st_size < end:
             raise ConversionError(
-                f"{path} is truncated: it has {path.stat().st_size} bytes, its records end at "
-                f"{end}. Copy or save the checkpoint again."
+                f"{path} is truncated: it has {path.stat().st_size} bytes, but its records end "
+                f"at {end}. Copy or save the checkpoint again."
             )
 
 
@@ -202,7 +202,7 @@ def _key(
     for origin, sizes in chunks:
         place = places.get((name, origin))
         if place is None:
-            raise ConversionError(f"{root / METADATA}: no file is said to hold {name} {origin}")
+            raise ConversionError(f"{root / METADATA}: it names no file for {name} {origin}")
         if place.encoded:
             raise ConversionError(f"{root / METADATA}: {name} is encoded, which cannot be read")
         if place.length < math.prod(sizes) * dtype.itemsize:

@@ -67,7 +67,7 @@ def data_offset(
         raise
     except Exception as error:  # a damaged archive or pickle can raise anything
         raise ConversionError(
-            f"{path}: the record at byte {offset} is damaged, or not of {list(shape)} {dtype}: "
+            f"{path}: the record at byte {offset} is damaged, or is not {list(shape)} {dtype}: "
             f"{' '.join(str(error).split())[:200]}"
         ) from error
 

@@ -40,7 +40,7 @@ def read_config(model: str | Path) -> dict[str, Any]:
     config = written_config(model)
     kind = config.get("model_type")
     if not isinstance(kind, str):
-        raise _unreadable(model, f"its model_type is {kind!r:.100}, which names no family")
+        raise _unreadable(model, f"its model_type is {kind!r:.100}, not the name of a family")
     if kind not in FAMILIES:
         family_of(kind)  # importing the package that adds it may register it with transformers
     from transformers import CONFIG_MAPPING, PretrainedConfig
@@ -60,7 +60,7 @@ def written_config(model: str | Path) -> dict[str, Any]:
     try:
         config = strict_json.parse(read(path, MAX_BYTES), finite=False)
         if not isinstance(config, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
         _check_layers(config)
     except OSError as error:
         raise _unreadable(model, error.strerror) from error

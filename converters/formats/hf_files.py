@@ -26,7 +26,7 @@ MAX_INDEX_BYTES = 100_000_000
 """Also the limit for the header of a safetensors file."""
 
 MANIFEST = "megatron_policy.json"
-"""A converted checkpoint's origin and digests; not copied, since it holds for this one alone."""
+"""A converted checkpoint's origin and digests; not copied, since it applies only to this one."""
 
 # Names of files with weights, and of their indices; all others belong to config or tokenizer.
 _WEIGHTS = re.compile(r".+\.(safetensors|index\.json|bin|pt|pth|gguf|h5|msgpack|onnx)")
@@ -167,7 +167,7 @@ def _files(root: Path) -> dict[Path, set[str]]:
         index = strict_json.parse(read(inside(root, INDEX), MAX_INDEX_BYTES))
         for name, file in index["weight_map"].items():
             if not isinstance(file, str) or Path(file).name != file:
-                raise ValueError(f"it names {file!r:.200}, which is no file beside it")
+                raise ValueError(f"it names {file!r:.200}, which is not a file next to it")
             files.setdefault(root / file, set()).add(name)
     except ConversionError:
         raise
@@ -175,7 +175,7 @@ def _files(root: Path) -> dict[Path, set[str]]:
         raise ConversionError(f"{root / INDEX} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConversionError(
-            f"{root / INDEX} is no index of safetensors: {error!r:.2000}"
+            f"{root / INDEX} is not an index of safetensors: {error!r:.2000}"
         ) from error
     if absent := sorted(path.name for path in files if not path.is_file()):
         raise ConversionError(f"{root} lacks files that its index names: {', '.join(absent)}")
@@ -200,5 +200,5 @@ def _read_header(path: Path) -> dict[str, Extent]:
         raise ConversionError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConversionError(
-            f"{path} is truncated or no safetensors file: {error}. Fetch it again."
+            f"{path} is truncated or not a safetensors file: {error}. Fetch it again."
         ) from error

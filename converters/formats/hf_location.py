@@ -24,13 +24,17 @@ def locate(model: str | Path, files: list[str] | None = None) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise ConfigError(f"model {str(model)!r} is no directory, but a file")
+        raise ConfigError(f"model {str(model)!r} is not a directory, but a file")
     is_name = _REPOSITORY.fullmatch(str(model)) is not None
     slip = path.parent != Path() and path.parent.is_dir()
     if slip and not is_name:
-        raise ConfigError(f"model {str(model)!r} is no directory: {path.parent} has {_names(path)}")
+        raise ConfigError(
+            f"model {str(model)!r} is not a directory: {path.parent} has {_names(path)}"
+        )
     if not is_name:
-        raise ConfigError(f"model {str(model)!r} is no directory, nor the name of a hub repository")
+        raise ConfigError(
+            f"model {str(model)!r} is neither a directory nor the name of a hub repository"
+        )
     from huggingface_hub import snapshot_download
 
     try:
@@ -43,8 +47,8 @@ def locate(model: str | Path, files: list[str] | None = None) -> Path:
     except (OSError, ValueError) as error:
         if slip:
             raise ConfigError(
-                f"model {str(model)!r} is no directory: {path.parent} has {_names(path)}. If a hub "
-                f"repository is meant, fetch it first: hf download {model}"
+                f"model {str(model)!r} is not a directory: {path.parent} has {_names(path)}. If a "
+                f"hub repository is meant, fetch it first: hf download {model}"
             ) from error
         raise no_such_model(model, error) from error
     return Path(fetched)
@@ -52,7 +56,7 @@ def locate(model: str | Path, files: list[str] | None = None) -> Path:
 
 def no_such_model(model: str | Path, error: Exception) -> ConfigError:
     """The error for a name that is neither a directory nor an available repository."""
-    return ConfigError(f"model {str(model)!r} is no directory here, nor on the hub: {error}")
+    return ConfigError(f"model {str(model)!r} is neither a directory here nor on the hub: {error}")
 
 
 def _names(beside: Path) -> str:

@@ -36,7 +36,7 @@ class ShardFile:
 
     def complete(self) -> None:
         """Wait until the file is on the disk, and close it; all tensors must have come."""
-        assert not self._awaited, f"never came: {', '.join(self._awaited)}"
+        assert not self._awaited, f"never written: {', '.join(self._awaited)}"
         flush(self._file)
         self._file.close()
 

@@ -60,7 +60,7 @@ def decode(file: BinaryIO, size: int) -> dict[str, Extent]:
     if 8 + length > size:
         raise ValueError(f"it ends after {size} bytes, within its header")
     if length > MAX_HEADER_BYTES:
-        raise ValueError(f"its header would have {length} bytes, at most {MAX_HEADER_BYTES} can be")
+        raise ValueError(f"its header has {length} bytes; the limit is {MAX_HEADER_BYTES}")
     try:
         entries = parse(file.read(length))
         entries.pop("__metadata__", None)
@@ -85,9 +85,9 @@ def _extent(name: str, entry: Mapping[str, Any], data: int, size: int) -> Extent
     first, last = entry["data_offsets"]
     numbers = (first, last, *entry["shape"])
     if any(type(number) is not int for number in numbers):
-        raise TypeError(f"shape and offsets of {name} are no whole numbers")
+        raise TypeError(f"shape and offsets of {name} are not whole numbers")
     if len(numbers) > 2 + MAX_DIMENSIONS or max(numbers) >= 2**63:
-        raise ValueError(f"no tensor has such a shape or such offsets as {name}")
+        raise ValueError(f"shape and offsets of {name} are not those of a tensor")
     extent = Extent(data + first, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
     if min(numbers) < 0 or extent.end != data + last:
         raise ValueError(f"the offsets of {name} contradict its shape")

@@ -72,7 +72,7 @@ class _Reader:
             step = steps.get(code)
             if step is None:
                 raise ValueError(
-                    f"its instruction {bytes([code])!r} at byte {self.at - 1} has no place in it"
+                    f"its instruction {bytes([code])!r} at byte {self.at - 1} is not allowed"
                 )
             step(self)
         return stack.pop()
@@ -101,7 +101,7 @@ class _Reader:
     def long(self, size: int) -> None:
         length = self.number(size)
         if length > MAX_INTEGER_BYTES:
-            raise ValueError(f"an integer of {length} bytes at byte {self.at} has no place in it")
+            raise ValueError(f"an integer of {length} bytes at byte {self.at} is not allowed")
         self.integer(length, signed=True)
 
     def real(self) -> None:

@@ -36,7 +36,7 @@ class Block:
 
 class Role(Enum):
     """What a parameter is to its module. Code that treats some of them differently, such as weight
-    decay, goes by this: the number of dimensions does not tell.
+    decay, uses this: the number of dimensions does not show it.
     """
 
     MATRIX = "matrix"

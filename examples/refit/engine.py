@@ -46,7 +46,7 @@ class Engine:
         """
         for name, (shape, *_) in info.items():
             if name not in self.weights or tuple(self.weights[name].shape) != tuple(shape):
-                raise ValueError(f"the trainer has {name} {tuple(shape)}, this engine has not")
+                raise ValueError(f"the trainer has {name} {tuple(shape)}, but this engine does not")
         self.receiver = Receiver(self.load, expected=info, timeout_s=self.timeout_s)
 
     def stream(self, address: str) -> int:

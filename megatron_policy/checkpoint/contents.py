@@ -142,7 +142,7 @@ class Contents:
         if found.optimizer is not None and not {"schedule", "optimizer_step"} <= ours.keys():
             raise CheckpointError(
                 f"{found.root} does not say where the optimizer's schedule is: it was saved "
-                "without optimizer_path. Load it with fresh_optimizer=True and without one"
+                "without optimizer_path. Load it without optimizer_path, with fresh_optimizer=True"
             )
         if dict(found.weights.layout) != layout_of(self._topology):
             why = "they belong to the ranks of another layout, and start from the seed here"
@@ -150,7 +150,7 @@ class Contents:
         content = plan.weights.object_bytes(self._random_key)
         if content is not None:
             random_states.check(content)
-        return Rest(ours, content, "the checkpoint has none of this rank")
+        return Rest(ours, content, "the checkpoint has none for this rank")
 
     def restored(self, found: FoundCheckpoint, rest: Rest) -> LoadReport:
         """Restore counters, schedule and random states, and report on the load."""
@@ -186,6 +186,6 @@ class Contents:
         self._training.set_step(found.weights.step if counted is None else counted)
         changed = self._engine.trainable.restore_schedule(ours["schedule"])
         return {
-            f"schedule.{name}": f"{old} in the checkpoint; the configuration's {new} holds"
+            f"schedule.{name}": f"{old} in the checkpoint; the configuration's {new} is used"
             for name, (old, new) in changed.items()
         }

@@ -140,7 +140,7 @@ class Loader:
         except manifest.NoOptimizer as error:
             if not fresh:
                 raise
-            return FoundCheckpoint(root, weights, None, None, f"a new one was asked for; {error}")
+            return FoundCheckpoint(root, weights, None, None, f"a new one was requested; {error}")
         return FoundCheckpoint(root, weights, place, state, "")
 
     def _optimizer(
@@ -176,7 +176,7 @@ def _check_moments(root: Path, stated: CheckpointManifest, moments: tuple[str, .
     if missing := [kind for kind in moments if kind not in there]:
         raise manifest.NoOptimizer(
             f"{root} is of another optimizer: it has {', '.join(sorted(there)) or 'no state'}, "
-            f"this policy's needs {', '.join(missing)}; {FRESH}"
+            f"but this policy's needs {', '.join(missing)}; {FRESH}"
         )
 
 

@@ -109,7 +109,7 @@ def read(directory: str | Path) -> CheckpointManifest:
         raise CheckpointError(str(error)) from error
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
-            f"{path} is missing: was the checkpoint written to its end, and by this package? "
+            f"{path} is missing: is the checkpoint complete, and was it written by this package? "
             "Load another checkpoint"
         ) from error
     except OSError as error:
@@ -128,13 +128,13 @@ def check_model(manifest: CheckpointManifest, family: str, config: str) -> None:
     where = manifest.root or "the checkpoint"
     if manifest.family != family:
         raise CheckpointError(
-            f"{where} is of a {manifest.family} model, this policy's is {family}: "
-            "load a checkpoint of this model, or make the policy from that one's config"
+            f"{where} is of a {manifest.family} model, but this policy's is {family}: "
+            "load a checkpoint of this model, or make the policy from its config"
         )
     if manifest.config != config:
         raise CheckpointError(
-            f"{where} is of another {family} model than this policy's: their config.json differ, "
-            "and the checkpoint's is in its directory hf/; load a checkpoint of this model"
+            f"{where} is of a different {family} model from this policy's: their config.json "
+            "differ, and the checkpoint's is in its directory hf/; load a checkpoint of this model"
         )
 
 
@@ -144,12 +144,12 @@ def _unsealed(path: Path, text: bytes) -> dict[str, Any]:
         kept = is_sealed(text, content["digest"])
         number, versions = content["format"], content.get("versions")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        _damaged(path, f"it is no manifest ({error!r:.200})", error)
+        _damaged(path, f"it is not a manifest ({error!r:.200})", error)
     if type(number) is int and number > FORMAT:
         newer = isinstance(versions, dict) and versions.get("megatron_policy")
         raise CheckpointError(
             f"{path} was written by megatron-policy {newer or 'of a newer version'}: install that "
-            f"or newer (it is of format {number}, {VERSION} reads {FORMAT})"
+            f"or a newer one (it is of format {number}, {VERSION} reads {FORMAT})"
             + ("" if kept else "; or it is damaged: its content contradicts its digest")
         )
     if not kept:
@@ -190,14 +190,14 @@ def _parsed(content: Mapping[str, Any], root: Path) -> CheckpointManifest:
 def _entries(content: Mapping[str, Any], name: str) -> Iterable[tuple[str, Any]]:
     entries = content[name]
     if not isinstance(entries, dict):
-        raise ValueError(f"its {name} are no JSON object")
+        raise ValueError(f"its {name} are not a JSON object")
     return entries.items()
 
 
 def _tensor(dtype: str, shape: list[int]) -> tuple[torch.dtype, Shape]:
     found = getattr(torch, dtype)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{dtype!r} is no dtype")
+        raise ValueError(f"{dtype!r} is not a dtype")
     return found, tuple(map(_count, shape))
 
 

@@ -47,7 +47,7 @@ def check_host_data(value: Any, name: str = "host_data") -> None:
     if isinstance(value, Mapping) and (type(value) is dict or name == "host_data"):
         for key, each in value.items():
             if type(key) not in (str, int, bool, float):
-                raise ConfigError(f"{name} has the key {key!r}: keys are strings or numbers")
+                raise ConfigError(f"{name} has the key {key!r}: keys must be strings or numbers")
             check_host_data(each, f"{name}[{key!r}]")
         return
     raise ConfigError(

@@ -44,7 +44,7 @@ SIDE = "hf"
 
 @dataclass(frozen=True)
 class SavedModel:
-    """Whose checkpoint it is."""
+    """The model that is saved."""
 
     table: Table
     topology: Topology
@@ -138,7 +138,7 @@ class Saver:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise CheckpointError(
-                f"the save that was under way has failed, the checkpoint before it is the last: "
+                f"the running save has failed; the checkpoint before it is still the last: "
                 f"{failure}"
             ) from failure
 

@@ -94,8 +94,8 @@ def companion(weights: CheckpointManifest, optimizer_path: str | Path) -> Path:
     root = contained.expanded(optimizer_path)
     if not root.is_dir():
         raise manifests.NoOptimizer(
-            f"{root} does not exist, to take the optimizer's state from. Give the directory it was "
-            "saved to, or load with fresh_optimizer=True to start a new one"
+            f"the optimizer's state cannot be read: {root} does not exist. Give the directory it "
+            "was saved to, or load with fresh_optimizer=True to start a new one"
         )
     seen: list[str] = []
     for path in _candidates(root, weights.step):
@@ -151,7 +151,7 @@ def _tracked(root: Path) -> Path:
         raise CheckpointError(f"{tracker} cannot be read: {error.strerror}") from error
     fix = f"write the step of a checkpoint into it ({_instead(root)}), or load one by its path"
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise CheckpointError(f"{tracker} holds {text[:40]!r}, which is no step; {fix}")
+        raise CheckpointError(f"{tracker} holds {text[:40]!r}, which is not a step; {fix}")
     found = directory(root, int(text))
     if not found.is_dir():
         raise CheckpointError(f"{tracker} names step {text}, but there is no {found}; {fix}")
@@ -167,7 +167,7 @@ def _instead(root: Path) -> str:
     if found := complete(root):
         return f"it has {_listed(found)}"
     if any(root.glob(f".{PATTERN}.partial-*")):
-        return "a save to it was not finished, and none before"
+        return "a save to it was not finished, and no other before it"
     return f"it has no complete {PATTERN} directory"
 
 

@@ -44,7 +44,9 @@ def check_files(root: Path, manifest: CheckpointManifest) -> None:
         if not path.is_file():
             problems.append(f"{root} lacks {name}, which its {NAME} names")
         elif (size := path.stat().st_size) < end:
-            problems.append(f"{path} is truncated: it has {size} bytes, its records end at {end}")
+            problems.append(
+                f"{path} is truncated: it has {size} bytes, but its records end at {end}"
+            )
     buffer = memoryview(bytearray(_STEP))
     for name, stated in manifest.files.items():
         path = root / name

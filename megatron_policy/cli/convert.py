@@ -42,17 +42,20 @@ def convert(
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The directory to make.")],
     to: Annotated[Format, typer.Option(help="The format of DST.")],
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Cast the weights to this; they stay as they are without.")
+        Dtype | None, typer.Option(help="Cast the weights to this; without it they keep their own.")
     ] = None,
     max_memory: MaxMemory = MAX_MEMORY,  # type: ignore[assignment]
     max_shard_size: Annotated[
         int,
         typer.Option(
-            parser=parse_size, metavar="SIZE", help="Most bytes of a file of DST, such as 5GB."
+            parser=parse_size,
+            metavar="SIZE",
+            help="Limit for the size of a file of DST, such as 5GB.",
         ),
     ] = "5GB",  # type: ignore[assignment]
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, say what would be written, stop.")
+        bool,
+        typer.Option("--dry-run", help="Check everything, show what would be written, and stop."),
     ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace DST if it is a checkpoint.")
@@ -61,7 +64,7 @@ def convert(
 ) -> None:
     """Convert a checkpoint, block by block; needs no GPU and holds no model in memory.
 
-    DST appears when it is complete. A run that was ended can simply be repeated.
+    DST appears when it is complete. An interrupted run can simply be repeated.
     """
     _refuse_itself(source, destination)
     with one_line_errors(), arguments_as_options():
@@ -99,4 +102,4 @@ def _lines(report: Report) -> Iterator[str]:
 def _refuse_itself(source: str, destination: Path) -> None:
     first, second = (os.path.realpath(os.path.expanduser(path)) for path in (source, destination))
     if first == second:
-        raise typer.BadParameter(f"SRC and DST are both {destination}; DST must be another place")
+        raise typer.BadParameter(f"SRC and DST are both {destination}; DST must be another path")

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 def inspect(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of either format.")],
-    every: Annotated[bool, typer.Option("--all", help="Every layer and expert by itself.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Show every layer and expert separately.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
     config: Config = None,
 ) -> None:

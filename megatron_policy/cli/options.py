@@ -34,7 +34,7 @@ def parse_memory(text: str) -> int:
     """Parse a size that is large enough to work with."""
     size = parse_size(text)
     if size < LEAST_MEMORY:
-        raise typer.BadParameter(f"{text} is too little; it must be at least 1MiB")
+        raise typer.BadParameter(f"{text} is too small; it must be at least 1MiB")
     return size
 
 
@@ -43,7 +43,7 @@ MaxMemory = Annotated[
     typer.Option(
         parser=parse_memory,
         metavar="SIZE",
-        help="Most bytes of weights in memory at a time; at least 1MiB.",
+        help="Limit for the weights in memory at a time; at least 1MiB.",
     ),
 ]
 Config = Annotated[

@@ -20,19 +20,21 @@ def parity(
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
     sequence_parallel: Annotated[
-        bool, typer.Option("--sequence-parallel", help="Share positions between the tp ranks too.")
+        bool, typer.Option("--sequence-parallel", help="Also split positions over the tp ranks.")
     ] = False,
-    dtype: Annotated[Precision, typer.Option(help="What both compute in.")] = Precision.float32,
+    dtype: Annotated[
+        Precision, typer.Option(help="Dtype that both models compute in.")
+    ] = Precision.float32,
     tokens: Annotated[int, typer.Option(min=2, help="Length of the two random sequences.")] = 64,
-    seed: Annotated[int, typer.Option(help="Of the random tokens.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random tokens.")] = 0,
     per_layer: Annotated[
-        bool, typer.Option("--per-layer", help="Compare the output of every decoder layer too.")
+        bool, typer.Option("--per-layer", help="Also compare the output of every decoder layer.")
     ] = False,
     tolerance: Annotated[
         float | None,
         typer.Option(
             min=0.0,
-            help="Largest difference of a logit or a logprob; 1e-4 in float32, in bfloat16 three "
+            help="Largest difference of a logit or a logprob: 1e-4 in float32, in bfloat16 three "
             "times Hugging Face's own distance from float32.",
         ),
     ] = None,

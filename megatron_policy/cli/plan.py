@@ -32,7 +32,7 @@ def lines(planned: Planned) -> Iterator[str]:
     )
     yield from _stages(planned)
     yield f"exchange: {_exchange(plan)}" + "; 1 to agree at the end" * (topology.world_size > 1)
-    yield f"memory at the peak, on each rank: at most {_peak(plan)}"
+    yield f"peak memory of each rank: at most {_peak(plan)}"
     largest = max(plan.tensors, key=lambda tensor: tensor.nbytes)
     yield f"largest tensor: {largest.name}, {show_size(largest.nbytes)}"
     yield from _buckets(plan)
@@ -43,7 +43,7 @@ def tensor_lines(planned: Planned) -> Iterator[str]:
     arch = planned.table.architecture
     split = {name: _split(entry, arch) for entry in planned.table.exported() for name in entry.hf}
     number = _bucket_numbers(planned.plan)
-    yield "tensors, in the order in which they come"
+    yield "tensors, in the order in which they are sent"
     for tensor in planned.plan.tensors:
         dtype = str(tensor.dtype).removeprefix("torch.")
         yield (
@@ -99,7 +99,7 @@ def _round(plan: RefitPlan) -> int:
 def _buckets(plan: RefitPlan) -> Iterator[str]:
     buckets = _in_buckets(plan)
     what = "rounds" if plan.gathers else "packs"
-    yield f"buckets ({what} of at most {show_size(plan.bucket_bytes)}) and what is in them"
+    yield f"buckets ({what} of at most {show_size(plan.bucket_bytes)}) and their tensors"
     for number, tensors in enumerate(buckets):
         names = tensors[0].name
         if len(tensors) > 1:
@@ -147,7 +147,10 @@ class Planned:
 
 def plan(
     refit: Annotated[
-        str, typer.Option("--refit", metavar="CHECKPOINT", help="Of the model that is trained.")
+        str,
+        typer.Option(
+            "--refit", metavar="CHECKPOINT", help="A checkpoint of the model that is trained."
+        ),
     ],
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
@@ -156,15 +159,19 @@ def plan(
     cp: Annotated[int, typer.Option(min=1, help="Context-parallel ranks.")] = 1,
     bucket_size: Annotated[
         int,
-        typer.Option(parser=parse_size, metavar="SIZE", help="Most bytes that a collective moves."),
+        typer.Option(
+            parser=parse_size, metavar="SIZE", help="Limit for the bytes that a collective moves."
+        ),
     ] = "512MiB",  # type: ignore[assignment]
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Hand the weights over in this, not as in CHECKPOINT.")
+        Dtype | None, typer.Option(help="Dtype of the sent weights, if not that of CHECKPOINT.")
     ] = None,
     precision: Annotated[
-        Precision, typer.Option(help="What the model is trained in.")
+        Precision, typer.Option(help="Dtype that the model is trained in.")
     ] = Precision.bfloat16,
-    tensors: Annotated[bool, typer.Option("--tensors", help="A line for every tensor.")] = False,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="Print a line for every tensor.")
+    ] = False,
 ) -> None:
     """Show which rank sends what, in how many collectives, and how much memory that takes.
 

@@ -20,11 +20,11 @@ def run(
         str, typer.Argument(metavar="PROGRAM", help="A script; after -m, a module.")
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="What the program is given.")
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments for the program.")
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="PROGRAM is a module's name.")] = False,
     host: Annotated[
-        str, typer.Option(help="The framework that is to start this package's workers.")
+        str, typer.Option(help="The framework that starts this package's workers.")
     ] = "nemo_rl",
 ) -> None:
     """Run a framework's program, such as NeMo RL's run_grpo.py, with this package's workers.

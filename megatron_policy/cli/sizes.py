@@ -15,11 +15,11 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     prefix = match[2].lower() if match else "?"
     if match is None or prefix == "i":
-        raise typer.BadParameter(f"{text!r} is no size; write for example 64MiB, 5GB or 1048576")
+        raise typer.BadParameter(f"{text!r} is not a size; write for example 64MiB, 5GB or 1048576")
     unit = 1000 ** _DECIMAL.index(prefix) if prefix in _DECIMAL else 1024 ** _BINARY.index(prefix)
     size = int(float(match[1]) * unit)
     if size < 1:
-        raise typer.BadParameter(f"{text!r} is nothing; it must be at least one byte")
+        raise typer.BadParameter(f"{text!r} is too small; it must be at least one byte")
     return size
 
 

@@ -22,7 +22,10 @@ COMPLETE = "complete: every digest matches"
 
 def verify(
     a: Annotated[
-        str, typer.Argument(metavar="A", help="A checkpoint of either format, or of a training.")
+        str,
+        typer.Argument(
+            metavar="A", help="A checkpoint of either format, or a training checkpoint."
+        ),
     ],
     b: Annotated[str | None, typer.Argument(metavar="B", help="Another one.")] = None,
     max_memory: MaxMemory = MAX_MEMORY,  # type: ignore[assignment]
@@ -63,9 +66,9 @@ def _compare(a: str, b: str, max_memory: int, config: Path | None) -> None:
     if found.passed_over:
         first, *more = found.passed_over
         others = f" and {len(more)} more" if more else ""
-        say(f"in one of them only, and feeding nothing: {first}{others}")
+        say(f"in only one of them, and unused: {first}{others}")
     for path, root, has in zip((a, b), saved, found.has_digests, strict=True):
-        say(f"{path} {'is what its digests say' if root or has else 'has no digests'}")
+        say(f"{path} {'matches its digests' if root or has else 'has no digests'}")
 
 
 def _saved_at(path: str) -> Path | None:
@@ -92,7 +95,7 @@ def _saved(root: Path) -> Iterator[str]:
     files = f"{len(found.records)} file{'s' * (len(found.records) != 1)}"
     yield f"{len(found.tensors)} tensors, {show_size(found.nbytes)} in {files}"
     if found.optimizer_elsewhere:
-        yield f"the optimizer's state of save {found.id} is elsewhere, to be verified by itself"
+        yield f"the optimizer's state of save {found.id} is elsewhere: verify it separately"
 
 
 def _converted(path: str, max_memory: int, config: Path | None) -> Iterator[str]:
@@ -102,7 +105,7 @@ def _converted(path: str, max_memory: int, config: Path | None) -> Iterator[str]
         found = check(path, max_memory=max_memory, progress=tell, config=config)
     if found.problems:
         listed = "".join(f"\n  {words}" for words in found.problems)
-        fail(f"{found.root} is not what its digests say:{listed}")
+        fail(f"{found.root} does not match its digests:{listed}")
     origin, step = found.manifest.origin, found.manifest.step
     behind = "" if step is None else f"step {step}, "
     size = f"{found.tensors} tensors, {show_size(found.nbytes)}"

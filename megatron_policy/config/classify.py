@@ -169,7 +169,7 @@ def _unknown(prefix: str, name: str) -> str:
         keys = ", ".join(key for key in siblings if _applies(KEYS[prefix + key]))
         hint = f"its keys are {keys}."
     return (
-        f"policy.{prefix}{name} is unknown: {hint} If the host knows it and it may stay without "
+        f"policy.{prefix}{name} is unknown: {hint} If the host knows it and it can stay without "
         f"effect, add {prefix + name!r} to policy.ignore_unknown_keys"
     )
 

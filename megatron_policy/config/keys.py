@@ -25,7 +25,7 @@ from megatron_policy.config.sections import (
 _ENGINE = "belongs to the host's inference engines, not to the policy's own generate"
 _HOST = "read by the host's driver, not by the worker"
 _OTHER = "belongs to the host's other workers, which this project does not run"
-_QUANT = "bears on quantised training only, and quant_cfg is rejected"
+_QUANT = "affects quantised training only, and quant_cfg is rejected"
 
 _POLICY: Rules = {
     **each(
@@ -67,10 +67,10 @@ _POLICY: Rules = {
         """quant_calib_data quant_calib_size quant_batch_size quant_sequence_length
         disable_modelopt_layer_spec""",
     ),
-    "quant_cfg": Rejected("quantised training is not built"),
+    "quant_cfg": Rejected("quantised training is not supported"),
     "env_vars": Rejected("workers get the variables of megatron_cfg.env_vars; put them there"),
     "dequantize_base_checkpoint": Rejected("store the checkpoint in bfloat16 or float32"),
-    "is_vlm": Rejected("vision-language models are not built"),
+    "is_vlm": Rejected("vision-language models are not supported"),
 }
 
 _TOKENIZER: Rules = {
@@ -84,9 +84,9 @@ _TOKENIZER: Rules = {
 _GENERATION: Rules = {
     "temperature": Applied("log-probabilities are at this temperature, too"),
     **each(Applied("of the policy's own generate"), "max_new_tokens top_p top_k stop_token_ids"),
-    "backend": Ignored("the caller chooses whom it asks to generate"),
+    "backend": Ignored("the caller chooses which engine generates"),
     "stop_strings": Rejected("generate stops at tokens; put their ids into stop_token_ids"),
-    "bad_words": Rejected("the policy's own generate bans no words"),
+    "bad_words": Rejected("the policy's own generate cannot ban words"),
     "ignore_eos": Rejected("generate ends a row at the tokenizer's end of sequence"),
     "val_temperature": Rejected("generate has one temperature", same_as="generation.temperature"),
     "val_top_p": Rejected("generate has one top_p", same_as="generation.top_p"),
@@ -124,7 +124,7 @@ _BATCHING: Rules = {
 
 _DYNAMIC: Rules = _BATCHING | {
     "sequence_length_round": Applied(),
-    "algorithm": Ignored("bears on sequence_packing only"),
+    "algorithm": Ignored("affects sequence_packing only"),
 }
 
 _PACKING: Rules = _BATCHING | {
@@ -139,30 +139,30 @@ SECTIONS: dict[str, Rules] = {
     "sequence_packing.": _PACKING,
     "generation.": _GENERATION,
     "generation.colocated.": {
-        "enabled": Ignored("says where engines are: read where the worker meets them"),
+        "enabled": Ignored("says where engines run: read when the worker connects to them"),
         **each(Ignored(_HOST), "resources *"),
     },
     "tokenizer.": _TOKENIZER,
     "dtensor_cfg.": _DTENSOR,
     "hf_config_overrides.": {
         # Recipes for models with experts set it to 0, which is what is computed here anyway.
-        "router_aux_loss_coef": Rejected("losses that balance experts are not built"),
+        "router_aux_loss_coef": Rejected("losses that balance experts are not supported"),
         "*": Rejected("write the change into the model's config.json"),
     },
     "draft.": switched_off(
-        "training a draft model beside the policy is not built",
+        "training a draft model with the policy is not supported",
         "a draft model",
         "model_name loss_weight num_layers aux_layer_indices",
     ),
     "router_replay.": switched_off(
-        "replaying the routes of experts is not built", "replayed routes", ""
+        "replaying the routes of experts is not supported", "replayed routes", ""
     ),
     "reward_model_cfg.": switched_off(
-        "reward models are not built", "reward models", "reward_model_type"
+        "reward models are not supported", "reward models", "reward_model_type"
     ),
     "pretrained_checkpoint.": {
         "path": Rejected("weights come from the Hugging Face files of model_name"),
-        **each(Ignored("bears on path only"), "format *"),
+        **each(Ignored("affects path only"), "format *"),
     },
 }
 """Rules by the path of a section, with its trailing dot; `*` stands for any other key of it."""

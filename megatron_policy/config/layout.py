@@ -109,9 +109,9 @@ def microbatches(global_batch_size: int, micro_batch_size: int, topology: Topolo
         below = global_batch_size // step * step
         legal = " or ".join(str(size) for size in (below, below + step) if size)
         raise ConfigError(
-            f"global batch size {global_batch_size} (train_global_batch_size, or gbs) is no "
-            f"multiple of micro batch size {micro_batch_size} (train_micro_batch_size, or mbs) x "
-            f"{topology.dp} data-parallel ranks{stages} = {step}: use {legal}"
+            f"global batch size {global_batch_size} (train_global_batch_size, or gbs) is not "
+            f"a multiple of micro batch size {micro_batch_size} (train_micro_batch_size, or mbs) "
+            f"x {topology.dp} data-parallel ranks{stages} = {step}: use {legal}"
         )
     return global_batch_size // unit
 
@@ -147,7 +147,7 @@ def _recomputed(config: PolicyConfig, split: LayerSplit) -> Iterator[str]:
     )
     if method == "block" and number > counts[-1]:
         yield (
-            f"{asked} layers of each model chunk cannot be recomputed, which has {held}: use 1 to "
+            f"{asked} is more than the layers of each model chunk, which has {held}: use 1 to "
             f"{counts[-1]}"
         )
     elif method == "uniform" and (common := math.gcd(*counts)) % number:
@@ -161,7 +161,7 @@ def _recomputed(config: PolicyConfig, split: LayerSplit) -> Iterator[str]:
 def _not_built(config: PolicyConfig) -> Iterator[str]:
     size = config.megatron_cfg.expert_model_parallel_size
     if size != 1:
-        yield f"policy.megatron_cfg.expert_model_parallel_size={size} is not built yet: use 1"
+        yield f"policy.megatron_cfg.expert_model_parallel_size={size} is not supported yet: use 1"
 
 
 def _tensor_parallel(
@@ -217,7 +217,7 @@ def _budgets(config: PolicyConfig) -> Iterator[str]:
 
 
 def _balancing(config: PolicyConfig, architecture: Shape) -> Iterator[str]:
-    """Report settings of an expert router that are not built."""
+    """Report settings of an expert router that are not supported."""
     megatron, moe = config.megatron_cfg, architecture.moe
     if moe is None:
         return
@@ -225,16 +225,16 @@ def _balancing(config: PolicyConfig, architecture: Shape) -> Iterator[str]:
     if kind not in (None, "none"):
         yield (
             f"policy.megatron_cfg.moe_router_load_balancing_type={kind!r} adds to the loss, which "
-            "is not built: use 'none'"
+            "is not supported: use 'none'"
         )
     if moe.correction_bias and megatron.moe_router_bias_update_rate:
         yield (
             "policy.megatron_cfg.moe_router_bias_update_rate="
-            f"{megatron.moe_router_bias_update_rate} moves the router's bias, which is not built: "
-            "use 0"
+            f"{megatron.moe_router_bias_update_rate} moves the router's bias, which is not "
+            "supported: use 0"
         )
     if megatron.moe_router_dtype not in (None, "fp32", "fp64"):
         yield (
-            f"policy.megatron_cfg.moe_router_dtype={megatron.moe_router_dtype!r} is no precision "
-            "of routers: use 'fp32' or 'fp64', or null for that of the model"
+            f"policy.megatron_cfg.moe_router_dtype={megatron.moe_router_dtype!r} is not a "
+            "router precision: use 'fp32' or 'fp64', or null for the model's"
         )

@@ -19,20 +19,20 @@ from megatron_policy.config.sections import (
 )
 
 MEMORY = "saves memory only; results are the same without it"
-TEXT = "bears on vision, audio and video towers only; the built-in model families are text only"
-_BALANCING = "bears on losses that balance experts, which are not built"
-_FILES = "what goes where is worked out at every save and load"
-_FP16 = "bears on float16 training only, and fp16 is rejected"
+TEXT = "affects vision, audio and video towers only; the built-in model families are text only"
+_BALANCING = "affects losses that balance experts, which are not supported"
+_FILES = "the plan is computed at every save and load"
+_FP16 = "affects float16 training only, and fp16 is rejected"
 _FP32 = "optimizer states and main parameters are always fp32"
 _FP32_NAMES = ("float32", "fp32", "torch.float32")
-_GRAPHS = "bears on captured CUDA graphs only; nothing is captured here"
+_GRAPHS = "affects captured CUDA graphs only; nothing is captured here"
 _KERNEL = "chooses kernels only; the implementation picks its own"
 _LOG = "logs only"
-_MTP = "bears on multi-token prediction only, and mtp_num_layers is rejected"
-_MUON = "bears on optimizers that `optimizer` does not offer"
-_NORMALISED = "losses are divided by global counts and gradients summed, whatever it says"
-_OVERRIDE = "the model's config.json counts; write the change there"
-_WSD = "bears on lr_decay_style 'WSD' only, which is not among its values"
+_MTP = "affects multi-token prediction only, and mtp_num_layers is rejected"
+_MUON = "affects optimizers that `optimizer` does not offer"
+_NORMALISED = "losses are always divided by global counts, and gradients are summed"
+_OVERRIDE = "the model's config.json decides; write the change there"
+_WSD = "affects lr_decay_style 'WSD' only, which is not among its values"
 
 _LAYOUT: Rules = {
     **each(
@@ -44,9 +44,11 @@ _LAYOUT: Rules = {
     "virtual_pipeline_model_parallel_size": Applied("model chunks of each pipeline stage"),
     "expert_model_parallel_size": Applied("only 1 is built"),
     "expert_tensor_parallel_size": Ignored(
-        "experts are shared out like all else over tensor-parallel ranks; results are the same"
+        "experts are split over tensor-parallel ranks like all else; results are the same"
     ),
-    "pipeline_dtype": Rejected("stages exchange what they compute in", same_as="precision"),
+    "pipeline_dtype": Rejected(
+        "stages exchange tensors of the dtype of precision", same_as="precision"
+    ),
     "pipeline_model_parallel_layout": Rejected(
         "use num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
     ),
@@ -54,13 +56,13 @@ _LAYOUT: Rules = {
     "account_for_loss_in_pipeline_split": Rejected("use num_layers_in_last_pipeline_stage"),
     "use_gloo_process_groups": Ignored("process groups follow from the device"),
     "env_vars": Applied("environment variables of the workers"),
-    "_override_": Ignored("a mark by which the host composes its files"),
+    "_override_": Ignored("a mark for the host, which composes its files"),
 }
 
 _COMPUTATION: Rules = {
     "activation_checkpointing": Applied(),
     **each(
-        Applied("counts where activation_checkpointing is on"),
+        Applied("used where activation_checkpointing is on"),
         "recompute_granularity recompute_method recompute_num_layers recompute_modules",
     ),
     "transformer_impl": Applied("'auto', 'local' or 'transformer_engine'"),
@@ -88,7 +90,7 @@ _COMPUTATION: Rules = {
         "calculate_per_token_loss cp_normalize do_not_average_loss scale_loss_by_dp_cp_size",
     ),
     **each(
-        Ignored("bears on fp8 training only, and fp8_cfg.enabled is rejected"),
+        Ignored("affects fp8 training only, and fp8_cfg.enabled is rejected"),
         "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
     ),
 }
@@ -97,12 +99,12 @@ _MODEL: Rules = {
     "train_iters": Applied("the length of the schedule where lr_decay_iters is not given"),
     "converter_type": Ignored("the checkpoint's config.json names the model family"),
     **each(
-        Ignored("every start reads the Hugging Face files anew"),
+        Ignored("every start reads the Hugging Face files again"),
         "force_reconvert_from_hf force_overwrite_initial_ckpt",
     ),
     "layernorm_epsilon": Rejected(_OVERRIDE),
     "model_overrides": Rejected(_OVERRIDE),
-    "mtp_num_layers": Rejected("multi-token prediction is not built"),
+    "mtp_num_layers": Rejected("multi-token prediction is not supported"),
     **each(Ignored(_MTP), "mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads"),
     **each(
         Ignored(TEXT),
@@ -123,7 +125,7 @@ _EXPERTS: Rules = {
     "moe_router_dtype": Applied("fp32 or fp64; null means what the model's family computes in"),
     "moe_router_load_balancing_type": Applied("of models with experts only 'none' is built"),
     "moe_router_bias_update_rate": Applied("of routers with a correction bias only 0 is built"),
-    "moe_aux_loss_coeff": Rejected("losses that balance experts are not built"),
+    "moe_aux_loss_coeff": Rejected("losses that balance experts are not supported"),
     **each(Rejected(_OVERRIDE), "moe_router_num_groups moe_router_group_topk"),
     "moe_router_enable_expert_bias": Ignored("follows from the model's config.json"),
     **each(Ignored(_BALANCING), "moe_per_layer_logging track_moe_metrics"),
@@ -145,7 +147,7 @@ _OPTIMIZER: Rules = {
     ),
     "lr": Applied("policy.learning_rate where it is not given"),
     "clip_grad": Applied("policy.max_grad_norm where it is not given"),
-    "fp16": Rejected("float16 training is not built; use precision bfloat16 or float32"),
+    "fp16": Rejected("float16 training is not supported; use precision bfloat16 or float32"),
     "bf16": Ignored("follows from precision; main parameters are always fp32"),
     "params_dtype": Ignored("parameters have the dtype of precision, main parameters are fp32"),
     **each(
@@ -165,10 +167,10 @@ _OPTIMIZER: Rules = {
     **each(Rejected("all parameters share one learning rate"), "decoupled_lr decoupled_min_lr"),
     "apply_wd_to_qk_layernorm": Rejected("norms, biases and sinks have no weight decay"),
     "grad_norm_skip_threshold": Rejected(
-        "no step is left out for its gradient's norm", only=(float("inf"),)
+        "no step is skipped for its gradient norm", only=(float("inf"),)
     ),
-    "reuse_grad_buf_for_mxfp8_param_ag": Rejected("fp8 training is not built"),
-    "fp8_recipe": Ignored("bears on fp8 training only, and fp8_cfg.enabled is rejected"),
+    "reuse_grad_buf_for_mxfp8_param_ag": Rejected("fp8 training is not supported"),
+    "fp8_recipe": Ignored("affects fp8 training only, and fp8_cfg.enabled is rejected"),
     **each(
         Ignored(_FP16), "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis"
     ),
@@ -197,16 +199,16 @@ _SCHEDULER: Rules = {
     "lr_decay_samples": Rejected("use lr_decay_iters"),
     **each(Ignored(_WSD), "lr_wsd_decay_style lr_wsd_decay_iters"),
     "no_weight_decay_cond_type": Rejected("norms, biases and sinks alone have no weight decay"),
-    "use_checkpoint_opt_param_scheduler": Rejected("the schedule of the configuration counts"),
-    "override_opt_param_scheduler": Ignored("the schedule of the configuration always counts"),
+    "use_checkpoint_opt_param_scheduler": Rejected("the schedule of the configuration is used"),
+    "override_opt_param_scheduler": Ignored("the schedule of the configuration is always used"),
 }
 
 _DDP: Rules = {
     **each(Applied(), "grad_reduce_in_fp32 overlap_grad_reduce"),
     "overlap_param_gather": Applied("where the distributed optimizer spreads parameters"),
     "average_in_collective": Ignored(_NORMALISED),
-    "use_custom_fsdp": Rejected("Megatron's own sharded data parallelism is not built"),
-    "data_parallel_sharding_strategy": Ignored("bears on use_custom_fsdp only"),
+    "use_custom_fsdp": Rejected("Megatron's own sharded data parallelism is not supported"),
+    "data_parallel_sharding_strategy": Ignored("affects use_custom_fsdp only"),
 }
 
 _CHECKPOINT: Rules = {
@@ -231,13 +233,13 @@ MEGATRON_SECTIONS: dict[str, Rules] = {
     "megatron_cfg.distributed_data_parallel_config.": _DDP,
     "megatron_cfg.checkpoint.": _CHECKPOINT,
     "megatron_cfg.peft.": switched_off(
-        "adapters (LoRA) are not built; all weights are trained",
+        "adapters (LoRA) are not supported; all weights are trained",
         "adapters",
         """target_modules exclude_modules dim alpha dropout dropout_position lora_A_init_method
         lora_B_init_method a2a_experimental lora_dtype""",
     ),
     "megatron_cfg.fp8_cfg.": switched_off(
-        "fp8 training is not built; use precision bfloat16",
+        "fp8 training is not supported; use precision bfloat16",
         "fp8 training",
         "fp8 fp8_recipe fp8_param force_clear_fp8_caches",
     ),
@@ -247,7 +249,7 @@ MEGATRON_SECTIONS: dict[str, Rules] = {
             """freeze_vision_model freeze_vision_projection freeze_sound_encoder
             freeze_sound_projection""",
         ),
-        **each(Rejected("freezing parts of the model is not built"), "freeze_language_model *"),
+        **each(Rejected("freezing parts of the model is not supported"), "freeze_language_model *"),
     },
 }
 """Rules by the path of a section, with its trailing dot; `*` stands for any other key of it."""

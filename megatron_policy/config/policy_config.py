@@ -40,7 +40,7 @@ class PolicyConfig(PolicySection):
         """Check a host's `policy` section and fill in what follows from other keys.
 
         Raises ConfigError for unknown keys, wrong types, contradictions, and keys that ask for
-        what is not built.
+        what is not supported.
         """
         if isinstance(raw, PolicyConfig):
             config = raw
@@ -51,9 +51,11 @@ class PolicyConfig(PolicySection):
             config = _validate(cls, classified.kept)
             unknown = classified.ignored.keys() & set(config.ignore_unknown_keys)
             if unknown:
-                _log.warning("unknown keys, ignored as asked for: %s", ", ".join(sorted(unknown)))
+                _log.warning("unknown keys, ignored as requested: %s", ", ".join(sorted(unknown)))
         else:
-            raise ConfigError(f"a policy's configuration is a mapping, not a {type(raw).__name__}")
+            raise ConfigError(
+                f"a policy's configuration must be a mapping, not a {type(raw).__name__}"
+            )
         config = complete(config)
         check(config)
         return config

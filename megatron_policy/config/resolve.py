@@ -143,7 +143,7 @@ def _batching(config: PolicySection) -> Iterator[str]:
         if section.enabled and section.train_mb_tokens is None:
             yield (
                 f"policy.{name} is enabled without a size: give it train_mb_tokens or "
-                "logprob_mb_tokens, the tokens of a microbatch (each counts for both where the "
+                "logprob_mb_tokens, the tokens of a microbatch (each is used for both if the "
                 "other is missing)"
             )
     if packing.enabled:
@@ -171,16 +171,19 @@ def _schedule(megatron: MegatronConfig) -> Iterator[str]:
     if optimizer.min_lr > optimizer.lr:
         yield (
             f"policy.megatron_cfg.optimizer.min_lr={optimizer.min_lr} is above lr={optimizer.lr}: "
-            "min_lr is at most lr"
+            "min_lr must be at most lr"
         )
     if schedule.lr_warmup_init > optimizer.lr:
         yield (
             f"{at}.lr_warmup_init={schedule.lr_warmup_init} is above optimizer.lr={optimizer.lr}: "
-            "warm-up starts at or below lr"
+            "warm-up must start at or below lr"
         )
     start, end = schedule.start_weight_decay, schedule.end_weight_decay
     if start > end:
-        yield f"{at}.start_weight_decay={start} is above end_weight_decay={end}: it is at most that"
+        yield (
+            f"{at}.start_weight_decay={start} is above end_weight_decay={end}: it must be at most "
+            "that"
+        )
     elif start != end and schedule.weight_decay_incr_style == "constant":
         yield (
             f"{at}.start_weight_decay={start} differs from end_weight_decay={end}: make them "
@@ -193,8 +196,8 @@ def _schedule(megatron: MegatronConfig) -> Iterator[str]:
         )
     elif schedule.lr_decay_iters <= schedule.lr_warmup_iters:
         yield (
-            f"{at}.lr_decay_iters={schedule.lr_decay_iters} ends within the warm-up: it is more "
-            f"than lr_warmup_iters={schedule.lr_warmup_iters}"
+            f"{at}.lr_decay_iters={schedule.lr_decay_iters} ends within the warm-up: it must be "
+            f"more than lr_warmup_iters={schedule.lr_warmup_iters}"
         )
 
 

@@ -57,5 +57,5 @@ def switched_off(why: str, what: str, names: str) -> Rules:
     """
     return {
         "enabled": Rejected(why),
-        **each(Ignored(f"bears on {what} only"), f"{names} *"),
+        **each(Ignored(f"affects {what} only"), f"{names} *"),
     }

@@ -24,7 +24,7 @@ def load(path: Path) -> Any:
     if not path.is_file():
         raise ConfigError(f"there is no configuration file {path}")
     if path.stat().st_size > MAX_BYTES:
-        raise ConfigError(f"{path} has more than {MAX_BYTES} bytes: it is no configuration")
+        raise ConfigError(f"{path} has more than {MAX_BYTES} bytes: it is not a configuration")
     try:
         loader = yaml.SafeLoader(path.read_bytes())
         try:
@@ -36,7 +36,7 @@ def load(path: Path) -> Any:
         finally:
             loader.dispose()
     except RecursionError as error:
-        raise ConfigError(f"{path}: its values lie too deep in each other") from error
+        raise ConfigError(f"{path}: its values are nested too deeply") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, ArithmeticError, LookupError) as error:
@@ -59,15 +59,15 @@ def _measure(
 ) -> int:
     """The number of values that the node expands to."""
     if node in above:
-        raise ValueError(f"what stands in line {_line(node)} contains itself")
+        raise ValueError(f"the value in line {_line(node)} contains itself")
     if depth > MAX_DEPTH:
-        raise ValueError(f"line {_line(node)} lies more than {MAX_DEPTH} values deep")
+        raise ValueError(f"line {_line(node)} is nested more than {MAX_DEPTH} values deep")
     if node not in sizes:
         above.add(node)
         size = 1 + sum(_measure(each, sizes, above, depth + 1) for each in _within(node))
         above.discard(node)
         if size > MAX_VALUES:
-            raise ValueError(f"what stands in line {_line(node)} has more than {MAX_VALUES} values")
+            raise ValueError(f"the value in line {_line(node)} has more than {MAX_VALUES} values")
         sizes[node] = size
     return sizes[node]
 

@@ -76,6 +76,6 @@ def _digest_of(opened: Opened, name: str, buffer: BlockBuffer, max_memory: int) 
 
 def _without_digests(root: Path) -> ConversionError:
     return ConversionError(
-        f"{root} has no digests, so nothing of it can be checked: give a second checkpoint to "
+        f"{root} has no digests, so it cannot be checked: give a second checkpoint to "
         "compare it with"
     )

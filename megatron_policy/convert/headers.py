@@ -61,7 +61,7 @@ def _dist_headers(root: Path, config: str | Path | None) -> Headers:
     place = expanded(config) if config else inside(root, SIDE)
     if not place.exists():
         raise ConfigError(
-            f"{root} does not say which model it is of; give its config.json with --config"
+            f"{root} does not say which model it belongs to; give its config.json with --config"
         )
     fields, written = read_config(place), written_config(place)
     with RawFiles() as files:

@@ -96,7 +96,7 @@ def _refuse_others(path: str | Path) -> None:
         raise ConfigError(f"{root} is a file; a checkpoint is a directory")
     if root.is_dir() and not any((root / name).is_file() for name in _HF_MARKS):
         raise ConfigError(
-            f"{root} is no checkpoint: it has neither {', '.join(_HF_MARKS)} (Hugging Face) "
+            f"{root} is not a checkpoint: it has neither {', '.join(_HF_MARKS)} (Hugging Face) "
             f"nor {dist_files.FORMAT} (Megatron-Core)"
         )
 
@@ -186,7 +186,7 @@ def _parameters(
         ]
         more = f"\n  and {len(lines) - 20} more" if len(lines) > 20 else ""
         raise ConversionError(
-            f"{reader.root} is no {table.family} model as its config.json says:\n"
+            f"{reader.root} is not the {table.family} model of its config.json:\n"
             + "\n".join(lines[:20])
             + more
         )
@@ -243,7 +243,7 @@ def _config_of(root: Path, config: Path | None) -> Path:
     if config is not None:
         given = expanded(config)
         if not given.exists():
-            raise ConfigError(f"there is no {given} to take the model's config from")
+            raise ConfigError(f"the model's config cannot be read: there is no {given}")
         return given
     if (root / SIDE / "config.json").is_file():
         return inside(root, SIDE)

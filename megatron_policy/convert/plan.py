@@ -186,7 +186,7 @@ def _check_directions(opened: Opened, destination: Path, to: str) -> None:
         )
     final, root = (Path(os.path.realpath(expanded(path))) for path in (destination, opened.root))
     if final == root or final in root.parents or root in final.parents:
-        raise ConfigError(f"{destination} is inside of {opened.root}, or around it: choose another")
+        raise ConfigError(f"{destination} is inside {opened.root}, or contains it: choose another")
 
 
 def _bound(opened: Opened) -> Table:

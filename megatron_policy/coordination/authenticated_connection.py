@@ -82,7 +82,7 @@ class AuthenticatedConnection:
         return header, body
 
     def close(self) -> None:
-        """Close it, also under a thread of this process that waits in it."""
+        """Close it, even while a thread of this process waits in it."""
         hang_up(self._connection)
 
     def _mac(self, direction: bytes, number: int, *content: bytes) -> bytes:
@@ -115,18 +115,18 @@ def connect(connection: socket.socket, secret: bytes, timeout_s: float) -> Authe
     greeting = _read(connection, len(_GREETING), timeout_s)
     if greeting != _GREETING:
         raise RefitError(
-            "what listens there keeps no refit group of this version of megatron-policy"
+            "what listens there does not host a refit group of this version of megatron-policy"
         )
     both = _read(connection, _NONCE, end - time.monotonic()) + secrets.token_bytes(_NONCE)
     connection.sendall(both[_NONCE:] + _proof(secret, b"guest", both))
     said = _read(connection, 1 + _MAC, end - time.monotonic())
     if not hmac.compare_digest(b"\1" + _proof(secret, b"host", both), said):
-        raise WrongSecret("it has another secret than this process")
+        raise WrongSecret("its secret is a different one")
     return AuthenticatedConnection(connection, _proof(secret, b"frames", both), host=False)
 
 
 def hang_up(connection: socket.socket) -> None:
-    """Close a socket under all threads of this process."""
+    """Close a socket, even while threads of this process use it."""
     with contextlib.suppress(OSError):  # the other side was first
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

@@ -26,7 +26,7 @@ class Coordinator:
         """No wait is longer than `timeout_s` seconds without a heartbeat."""
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self.lost_a_rank = False
-        """Whether a rank did not come to the end of an operation."""
+        """Whether a rank did not reach the end of an operation."""
         self._store, self._number, self._cleaned = store, 0, 0
         # The store can outlive a policy: the next policy's keys must be new to it.
         policies = 0 if size == 1 else store.add(f"barrier/of rank {rank}", 1)
@@ -52,7 +52,7 @@ class Coordinator:
 
 
 _KEYS = ("failed", "left", "beats", "purpose", "value", "done")
-"""The other keys of an operation, but for those of the ranks that are gone."""
+"""The other keys of an operation, except those of the ranks that are gone."""
 
 _NAMES = (
     "where",
@@ -69,11 +69,11 @@ _NAMES = (
 """The messages and barriers of operations: `clean_up_before` deletes all keys by name."""
 
 _ALL, _GIVEN_UP = "all", "given up"
-"""What a barrier says: all ranks have arrived, or one has given up waiting before they had."""
+"""What a barrier says: all ranks have arrived, or one gave up waiting before they had."""
 
 
 _WORDS = "words: "
-"""Before a message: the store takes an empty value for none, and would let it be decided over."""
+"""Precedes a message: to the store an empty value is none, which another rank could replace."""
 
 
 class CollectiveOperation:
@@ -100,7 +100,7 @@ class CollectiveOperation:
         key = f"{self._root}/purpose"
         first = self._call(lambda: self._store.compare_set(key, "", purpose)).decode()
         if first != purpose:
-            words = f"one rank is to {first}, another to {purpose}: call it on all ranks alike"
+            words = f"one rank is to {first}, another to {purpose}: call it alike on all ranks"
             self._fail(words)
             self._leave()
             raise CheckpointError(words)
@@ -135,7 +135,7 @@ class CollectiveOperation:
         first = self._call(lambda: self._store.compare_set(key, "", found)).decode()
         if first != found:
             raise CheckpointError(
-                f"this rank has found {found}, another {first}: all of them have to see the same "
+                f"this rank has found {found}, another {first}: all ranks have to see the same "
                 "directories"
             )
 
@@ -223,8 +223,8 @@ class CollectiveOperation:
         raise CheckpointError(words)
 
     def _leave(self, *, with_all: bool = True) -> None:
-        """Return when all other ranks have given up too, or stopped beating: a driver takes ranks
-        that still work after one has failed for stuck.
+        """Return when all other ranks have given up too, or stopped beating: ranks that still
+        work after one has failed look stuck to a driver.
         """
         if self._left:
             return

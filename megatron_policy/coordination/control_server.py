@@ -53,7 +53,7 @@ class ControlServer:
             except OSError:
                 if self._closed:
                     return
-                time.sleep(_PAUSE_S)  # who came has left again, or there are no descriptors left
+                time.sleep(_PAUSE_S)  # the client has left again, or no descriptors are free
                 continue
             self._admit(connection)
             thread = threading.Thread(
@@ -84,7 +84,7 @@ class ControlServer:
         hang_up(connection)
 
     def _serve(self, connection: socket.socket) -> None:
-        # What breaks here is one connection: the process at its other end hears of it.
+        # Only this connection breaks; the process at its other end notices that.
         try:
             with contextlib.suppress(OSError, RefitError):
                 if self._closed:

@@ -53,7 +53,7 @@ class ControlStore:
                 self._server = ControlServer(ip, port, self._secret, self._values)
             except OSError as error:
                 raise RefitError(
-                    f"the refit group cannot be kept at {ip}:{port}: {error.strerror}. Choose an "
+                    f"the refit group cannot be hosted at {ip}:{port}: {error.strerror}. Choose an "
                     "address of this machine that engines can reach, and a free port"
                 ) from error
 
@@ -154,8 +154,8 @@ class ControlStore:
             except WrongSecret as error:
                 ip, port = self._at
                 raise RefitError(
-                    f"the refit group at {ip}:{port} refuses this process: {error}. Give it that "
-                    "of the trainer: `Collective.secret`, or the driver's `get_refit_secret()`"
+                    f"the refit group at {ip}:{port} refuses this process: {error}. Give it the "
+                    "trainer's: `Collective.secret`, or the driver's `get_refit_secret()`"
                 ) from error
             except RefitError as error:
                 raise RefitError(self._words(str(error))) from error

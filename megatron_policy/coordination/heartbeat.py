@@ -55,7 +55,7 @@ class Heartbeat:
         over = threading.Event()
 
         def beat() -> None:
-            with suppress(CheckpointError, RefitError):  # the next call in the body hears of it
+            with suppress(CheckpointError, RefitError):  # the next call in the body reports it
                 while not over.wait(self._interval_s):
                     self._add(1)
 

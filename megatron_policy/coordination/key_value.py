@@ -52,7 +52,7 @@ class Request:
             } if do in _KINDS and all(isinstance(key, str) for key in keys):
                 if 0 <= timeout_s <= _LONGEST_S and (keys or do in (WAIT, DROP, COUNT)):
                     return cls(do, tuple(keys), float(timeout_s), number, body)
-        raise RefitError(f"a request to the refit group means nothing: {_shown(header)}")
+        raise RefitError(f"a request to the refit group is not understood: {_shown(header)}")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Reply:
                 if error:
                     raise RefitError(error)
                 return cls(found, number, body)
-        raise RefitError(f"an answer of the refit group means nothing: {_shown(header)}")
+        raise RefitError(f"an answer of the refit group is not understood: {_shown(header)}")
 
 
 class KeyValue(Protocol):
@@ -125,7 +125,7 @@ class KeyValueStore:
     def _added(self, key: str, number: int) -> Reply:
         before = self._contents.get(key, b"0")
         if not before.removeprefix(b"-").isdigit():
-            raise RefitError(f"the note {key} of the refit group is no number: {_shown(before)}")
+            raise RefitError(f"the note {key} of the refit group is not a number: {_shown(before)}")
         total = int(before) + number
         self._contents[key] = b"%d" % total
         self._changed.notify_all()

@@ -23,7 +23,7 @@ _FORMAT = 1
 _DIGEST_BYTES = 16
 _ENGINE = "megatron."  # the first engine's name, fixed by existing files
 _UNREADABLE = (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError)
-"""What torch raises for bytes that it has not written."""
+"""What torch raises for bytes that it did not write."""
 
 
 class EngineRandom(Protocol):
@@ -126,8 +126,8 @@ def _parsed(content: bytes) -> dict[str, Any]:
     digest, rest = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     if digest != _digest(rest):
         raise CheckpointError(
-            f"the random numbers' states ({len(content)} bytes) are damaged: they do not have the "
-            "digest that they begin with. Load another checkpoint, or copy this one anew"
+            f"the random numbers' states ({len(content)} bytes) are damaged: they contradict "
+            "the digest that they begin with. Load another checkpoint, or copy this one again"
         )
     try:
         states: dict[str, Any] = torch.load(io.BytesIO(rest), weights_only=True)
@@ -139,8 +139,8 @@ def _parsed(content: bytes) -> dict[str, Any]:
         ) from error
     if found != _FORMAT:
         raise CheckpointError(
-            f"the random numbers' states have format {found}, which this version, that knows "
-            f"format {_FORMAT}, cannot read: load them with a newer one"
+            f"the random numbers' states have format {found}, which this version cannot read: it "
+            f"reads format {_FORMAT}. Load them with a newer one"
         )
     return states
 
@@ -148,17 +148,15 @@ def _parsed(content: bytes) -> dict[str, Any]:
 def _mismatch(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
     """Why `saved` cannot replace `own`, or None if it can."""
     if missing := own.keys() - saved.keys():
-        return f"the checkpoint has no random numbers of {_listed(missing)}, drawn from here"
+        return f"the checkpoint has no random numbers of {_listed(missing)}, which is used here"
     if unknown := saved.keys() - own.keys():
-        return (
-            f"nothing here draws random numbers of {_listed(unknown)}, as the checkpoint has them"
-        )
+        return f"the checkpoint has random numbers of {_listed(unknown)}, which is not used here"
     torches = {name: each for name, each in own.items() if isinstance(each, torch.Tensor)}
     other = [name for name, each in torches.items() if saved[name].shape != each.shape]
     other += ["numpy"] if saved["numpy"][0] != own["numpy"][0] else []
     other += ["python"] if saved["python"][0] != own["python"][0] else []
     return (
-        f"the checkpoint's random numbers are made in another way: {_listed(other)}"
+        f"the checkpoint's random numbers come from a different kind of: {_listed(other)}"
         if other
         else None
     )

@@ -81,11 +81,11 @@ def _damaged(path: Path, what: object) -> ConversionError:
 def _unsealed(text: bytes) -> dict[str, Any]:
     content = strict_json.parse(text, finite=False)  # a model's config may have infinities
     if not isinstance(content, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     if not is_sealed(text, _text(content["digest"])):
         raise ValueError("its content contradicts its digest")
     if content["format"] != FORMAT:
-        raise ValueError(f"it is of format {content['format']}, this version reads {FORMAT}")
+        raise ValueError(f"it is of format {content['format']}, but this version reads {FORMAT}")
     return content
 
 
@@ -100,7 +100,7 @@ def _origin(content: Mapping[str, Any]) -> dict[str, Any]:
 def _entries(content: Mapping[str, Any], name: str) -> Iterable[tuple[str, Any]]:
     entries = content[name]
     if not isinstance(entries, dict):
-        raise ValueError(f"its {name} are no JSON object")
+        raise ValueError(f"its {name} are not a JSON object")
     return entries.items()
 
 
@@ -112,7 +112,7 @@ def _file(root: Path, name: str) -> str:
 def _tensor(dtype: str, shape: list[int], digest: str) -> tuple[Info, str]:
     found = getattr(torch, dtype)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{dtype!r} is no dtype")
+        raise ValueError(f"{dtype!r} is not a dtype")
     return Info(found, tuple(map(_count, shape))), _text(digest)
 
 

@@ -45,7 +45,7 @@ def find_host(name: str) -> Host:
     """
     points = _points()
     if name not in points:
-        raise ConfigError(f"there is no host {name!r}; known are {', '.join(sorted(points))}")
+        raise ConfigError(f"there is no host {name!r}; known hosts: {', '.join(sorted(points))}")
     host = points[name].load()()
     if not isinstance(host, Host):
         raise ConfigError(

@@ -29,7 +29,7 @@ from megatron_policy.lm_head.fused_tiles import (
 class Known:
     """What the forward pass has saved, and the loss's gradients with respect to its two results.
 
-    `local_NK` are the targets relative to this rank's slice, outside of it for those of other
+    `local_NK` are the targets relative to this rank's slice, outside it for those of other
     ranks. Without `grad_entropy_N` the loss does not depend on the entropy.
     """
 

@@ -128,7 +128,7 @@ class DeviceMemory:
             )
         if self._policy.step_open and Kind.GRADIENTS not in target.holds:
             raise ConfigError(
-                f"the {target.name} state would lose gradients: {STEP_OPEN}. To read in between, "
+                f"the {target.name} state would lose gradients: {STEP_OPEN}. To score in between, "
                 "call prepare_for_lp_inference(keep_train_buffers=True)"
             )
         failure = None
@@ -155,8 +155,8 @@ class DeviceMemory:
             why, failure = str(error), failure or error
         if failure is not None:
             raise TransitionError(
-                f"no way to the {target.name} state: {why}. Make room and repeat the call: it goes "
-                "on where it stopped"
+                f"the policy could not go to the {target.name} state: {why}. Free memory and "
+                "repeat the call: it continues where it stopped"
             ) from failure
 
     def offload(self, what: str | Iterable[str]) -> None:

@@ -51,7 +51,9 @@ def checked_algorithm(name: str | None) -> str:
     found = BALANCED if name is None else name.lower()
     if found not in ALGORITHMS:
         legal = ", ".join(ALGORITHMS)
-        raise ConfigError(f"policy.sequence_packing.algorithm={name!r} is none: use one of {legal}")
+        raise ConfigError(
+            f"policy.sequence_packing.algorithm={name!r} is unknown: use one of {legal}"
+        )
     return found
 
 

@@ -72,7 +72,9 @@ class Topology:
         for axis in fields(self):
             size = getattr(self, axis.name)
             if size is not None and size < 1:
-                raise ConfigError(f"topology: {axis.name} is {size}; every axis has 1 rank or more")
+                raise ConfigError(
+                    f"topology: {axis.name} is {size}; every axis must have 1 rank or more"
+                )
         stage = self.tp * self.cp * self.dp
         if stage % (self.expert_tp * self.ep):
             legal = [n for n in range(1, stage + 1) if stage % (self.expert_tp * n) == 0]

@@ -99,8 +99,8 @@ def _check(arch: Architecture, tokens: int, world: int) -> None:
         raise ConfigError(f"{tokens} tokens: the model takes up to {most}, and a logprob needs 2")
     if 0 < accelerators() < world:
         raise ConfigError(
-            f"{world} ranks need {world} GPUs, and {accelerators()} can be seen; "
-            "with CUDA_VISIBLE_DEVICES= set to nothing they run on the CPU"
+            f"{world} ranks need {world} GPUs, but {accelerators()} can be seen; "
+            "with an empty CUDA_VISIBLE_DEVICES they run on the CPU"
         )
 
 

@@ -116,8 +116,8 @@ def _story(folder: Path, rank: int, code: int, report: dict[str, str] | None) ->
     if report is not None:
         return f"rank {rank} failed: {report['kind']}: {report['message']}"
     said = _log(folder, rank).read_text(errors="replace").strip().splitlines()
-    last = f"; it said last: {said[-1]}" if said else ""
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
+    last = f"; its last output: {said[-1]}" if said else ""
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     return f"rank {rank} {how}{last}"
 
 

@@ -215,7 +215,7 @@ def check_export(export: AnyPath | None, *saved: AnyPath | None) -> None:
     for root in filter(None, map(_absolute, saved)):
         if target == root or root in target.parents or target in root.parents:
             raise ConfigError(
-                f"hf_export={target} and checkpoints in {root}: choose a directory of its own"
+                f"hf_export={target} overlaps checkpoints in {root}: choose a separate directory"
             )
     check_replaceable(target, overwrite=True)
 

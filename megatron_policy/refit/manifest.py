@@ -77,7 +77,9 @@ class RefitManifest:
         try:
             said = json.loads(content)
             if said["format"] != FORMAT:
-                raise ValueError(f"it is of format {said['format']}, this version reads {FORMAT}")
+                raise ValueError(
+                    f"it is of format {said['format']}, but this version reads {FORMAT}"
+                )
             tensors = {name: _sent(*entry) for name, entry in said["tensors"].items()}
             found = cls(int(said["step"]), str(said["algorithm"]), tensors)
             if (len(tensors), found.total_bytes) != (said["total_tensors"], said["total_bytes"]):
@@ -133,5 +135,5 @@ def _form(sent: Sent) -> str:
 def _sent(dtype: str, shape: list[int], digest: str) -> Sent:
     kind = getattr(torch, dtype)
     if not isinstance(kind, torch.dtype):
-        raise ValueError(f"{dtype} is no dtype")
+        raise ValueError(f"{dtype} is not a dtype")
     return Sent(tuple(map(int, shape)), kind, int(digest, 16))

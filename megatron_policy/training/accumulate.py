@@ -62,7 +62,7 @@ class OpenStep:
         """ConfigError once a part has failed half-way: the accumulated gradients are incomplete."""
         if self.failed:
             raise ConfigError(
-                f"{operation} would go on with gradients that are incomplete, since {self.failed}: "
+                f"{operation} would continue with incomplete gradients, since {self.failed}: "
                 f"call {ABORT} and begin again"
             )
 
@@ -153,7 +153,7 @@ class GradientAccumulator:
         self._memory.check(FINISH, CONTINUE_STEP)
         if not step.parts and not step.failed:
             raise ConfigError(
-                f"{FINISH} has nothing to step with: call {PART} before, or {ABORT} instead"
+                f"{FINISH} has nothing to step with: call {PART} first, or {ABORT} instead"
             )
         counts = self._total(step)
         with _marking(step, "its end failed"):

@@ -105,7 +105,7 @@ class Batcher:
 
     def for_scoring(self, data: BatchedDataDict, at_once: int) -> ScoringBatches:
         """All rows of `data`, `at_once` rows or one microbatch's token budget at a time."""
-        check_size("micro_batch_size, rows that are read at once,", at_once)
+        check_size("micro_batch_size, rows that are scored at once,", at_once)
         plan = _given(data, self.scoring)
         order: Sequence[int] = range(data.size)
         rows: list[Sequence[int]]
@@ -119,7 +119,7 @@ class Batcher:
             )
         if plan is None:
             data, plan, order = self._own_plan(data, self.scoring)
-        batch = self._only(self._planned(data, plan), "what is only read")
+        batch = self._only(self._planned(data, plan), "what is only scored")
         spans = [span for span in plan.batches[0] if span.start < span.end]
         rows = [order[span.start : span.end] for span in spans]
         count = len(batch.microbatches)
@@ -150,12 +150,12 @@ class Batcher:
         if left:
             raise BatchError(
                 f"global batch size {global_batch_size} (train_global_batch_size, or gbs) cannot "
-                f"be shared out evenly to {self.topology.dp} data-parallel ranks: make it a "
+                f"be split evenly over {self.topology.dp} data-parallel ranks: make it a "
                 "multiple, or let the driver plan the batch"
             )
         if data.size % share or not data.size:
             raise BatchError(
-                f"{data.size} samples on a data-parallel rank are no whole number of global "
+                f"{data.size} samples on a data-parallel rank are not a whole number of global "
                 f"batches, of which each rank has {share} samples: pass a multiple of "
                 f"{global_batch_size} samples"
             )

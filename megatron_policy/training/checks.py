@@ -30,7 +30,7 @@ def checked_batch(data: Any, vocab_size: int) -> BatchedDataDict:
     batch = BatchedDataDict(data)
     odd = [key for key in batch if not isinstance(key, str)]
     if odd:
-        raise BatchError(f"the data have the key {odd[0]!r}; keys are strings")
+        raise BatchError(f"the data have the key {odd[0]!r}; keys must be strings")
     batch["input_ids"] = checked_tokens(batch, vocab_size)
     rows = batch["input_ids"].size(0)
     if batch.get("input_lengths") is not None:

@@ -94,7 +94,7 @@ class Call:
         if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.is_complex():
             is_tensor = isinstance(value, torch.Tensor)
             has = f"{value.dtype} of shape {tuple(value.shape)}" if is_tensor else type(value)
-            return f"returned as its value {has}, which is no scalar: {_CONTRACT}"
+            return f"returned as its value {has}, which is not a scalar: {_CONTRACT}"
         if torch.is_grad_enabled() and not (_leads_to(value, given) or self._is_nothing(value)):
             return (
                 f"returned a {value.dtype} that is detached from the model and has no gradient: "
@@ -163,7 +163,7 @@ class _Carried(torch.autograd.Function):
 
 def _raised(name: str, error: Exception) -> Wrong:
     frames = list(_frames_of_loss(error.__traceback__))
-    text = str(error).strip() or "without a word"
+    text = str(error).strip() or "without a message"
     at = f" ({_place(frames)})" if frames else ""
     trace = "".join(
         [

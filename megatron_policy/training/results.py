@@ -65,14 +65,14 @@ class TrainResult(dict[str, Any]):
         return self[self._renamed(key)]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As of any mapping."""
+        """As `dict.get`."""
         try:
             return self[key]
         except KeyError:
             return default
 
     def pop(self, key: str, *default: Any) -> Any:
-        """As of any mapping."""
+        """As `dict.pop`."""
         old = key in self.RENAMED and not super().__contains__(key)
         return super().pop(self._renamed(key) if old else key, *default)
 
@@ -86,13 +86,13 @@ class TrainResult(dict[str, Any]):
         return joined if joined is NotImplemented else TrainResult(joined)
 
     def copy(self) -> TrainResult:
-        """As of any mapping."""
+        """As `dict.copy`."""
         return TrainResult(self)
 
     def _renamed(self, key: str) -> str:
         warnings.warn(
-            f"{key!r} of a training result is called {self.RENAMED[key]!r} now; the old name goes "
-            "with the next release",
+            f"{key!r} of a training result is called {self.RENAMED[key]!r} now; the old name will "
+            "be removed in the next release",
             DeprecationWarning,
             stacklevel=3,
         )

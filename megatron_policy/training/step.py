@@ -42,8 +42,8 @@ stages.
 
 @dataclass(frozen=True)
 class BatchLosses:
-    """One global batch on one data-parallel rank: its loss summed over microbatches, and each
-    one's metrics. A fault on any rank makes the gradients NaN on every rank.
+    """One global batch on one data-parallel rank: its loss summed over microbatches, and the
+    metrics of each. A fault on any rank makes the gradients NaN on every rank.
     """
 
     loss: float
@@ -102,7 +102,7 @@ def shared(
     engine: TrainingEngine, batch: GlobalBatch, kept: Kept, loss_fn: LossFunction, number: int
 ) -> tuple[float, tuple[Metrics, ...], tuple[Fault, ...]]:
     """From what `run` kept: the loss summed over the microbatches of `batch`, the `number`-th of a
-    call, each one's metrics, and their faults. All stages get the same.
+    call, the metrics of each, and their faults. All stages get the same.
     """
     plain, faults = [], []
     rows = [microbatch.rows for microbatch in batch.microbatches if not microbatch.filler]

@@ -77,6 +77,6 @@ def check_mask(key: str, mask: Any, shape: tuple[int, ...]) -> None:
         where = odd.nonzero()[0].tolist()
         at = f"row {where[0]}" + (f" at position {where[1]}" if where[1:] else "")
         raise BatchError(
-            f"{key!r} has {mask[tuple(where)]} in {at}; masks are 0, which masks out, or positive, "
-            f"and {LARGEST_MASK} at most, so that they can be added up"
+            f"{key!r} has {mask[tuple(where)]} in {at}; masks are 0, which masks out, or positive "
+            f"and at most {LARGEST_MASK}, so that they can be added up"
         )

@@ -124,7 +124,7 @@ def random_of(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
 
 
 def everything_of(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
-    """All that this rank would go on with."""
+    """All that this rank would continue with."""
     found = {f"weight {name}": p for name, p in weights_of(policy).items()}
     if policy._engine.trainable is not None:
         found |= {f"optimizer {name}": p for name, p in optimizer_of(policy).items()}

@@ -182,7 +182,7 @@ def fake(site: Path, name: str, entries: str, source: str) -> None:
         ("new", "new = broken_family:FAMILY", "1 / 0", "cannot be imported: ZeroDivisionError"),
         ("new", "new = broken_family:FAMILY", "", "cannot be imported: AttributeError"),
         ("new", "new = broken_family:FAMILY", "FAMILY = {}", "is not a Family but a dict"),
-        ("llama", "llama = broken_family:FAMILY", "", "has a name that is built in"),
+        ("llama", "llama = broken_family:FAMILY", "", "has a built-in name"),
     ],
 )
 def test_a_package_with_a_fault_is_named_with_its_entry_point(

@@ -228,7 +228,7 @@ def fail_to_copy(config: dict[str, Any], root: Path) -> dict[str, Any]:
         train(policy, [1])
         with replaced(staging, "_copy", failing):
             policy.save_checkpoint(**paths(root))
-            train(policy, [2])  # which does not wait for ever
+            train(policy, [2])  # which does not wait forever
             with pytest.raises(CheckpointError) as error:
                 policy.finalize_async_save()
         left = [each for at in paths(root).values() for each in leftovers(at)]

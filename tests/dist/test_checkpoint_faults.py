@@ -237,8 +237,8 @@ def attempts(
 
 
 WORDS = {name: words for name, (_, words) in DAMAGE.items()} | {
-    "another size": "of another qwen2 model",
-    "another family": "of a qwen3 model, this policy's is qwen2",
+    "another size": "of a different qwen2 model",
+    "another family": "of a qwen3 model, but this policy's is qwen2",
 }
 
 

@@ -137,7 +137,7 @@ def save_under_fire(config: dict[str, Any], root: Path, moment: Moment, pids: li
                 policy.save_checkpoint(**paths(root))
                 policy.finalize_async_save()
             except CheckpointError as error:
-                heard = str(error) or "an error without a word"
+                heard = str(error) or "an error without a message"
         return heard, time.monotonic() - started, steps.names
 
 

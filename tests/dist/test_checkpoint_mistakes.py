@@ -94,8 +94,8 @@ def test_a_call_that_one_rank_cannot_make_fails_on_all_and_the_next_works(
     for seen in ranks.run(2, fail_alone, config, tmp_path):
         assert "Not a directory" in seen["tokenizer"]
         assert "host_data['a'] is a set" in seen["host data"]
-        assert "choose a directory of its own" in seen["export"]
-        assert "call it on all ranks alike" in seen["paths"]
+        assert "choose a separate directory" in seen["export"]
+        assert "call it alike on all ranks" in seen["paths"]
         assert "fresh_optimizer" in seen["load"]
         assert (seen["saved"], seen["step"]) == ([], 2)
     assert leftovers(tmp_path / "weights") == leftovers(tmp_path / "optimizer") == []
@@ -182,7 +182,7 @@ def test_an_optimizer_that_one_rank_does_not_find_starts_anew_on_none(
     ranks: RankPool, model: Path, tmp_path: Path
 ) -> None:
     for said, changed in ranks.run(2, seen_by_one, config_of(model, TP2), tmp_path):
-        assert "all of them have to see the same directories" in said
+        assert "all ranks have to see the same directories" in said
         assert changed == []
 
 
@@ -264,7 +264,7 @@ def test_a_model_that_has_gone_fails_a_save_with_an_export_before_anything_is_wr
     own = shutil.copytree(model, tmp_path / "model")
     config = config_of(own, TP2)
     for said, step in ranks.run(2, export_without_the_model, config, own, tmp_path / "run"):
-        assert f"model {str(own)!r} is no directory" in said and step == 0
+        assert f"model {str(own)!r} is not a directory" in said and step == 0
 
 
 def refused_at_once(config: dict[str, Any]) -> str:

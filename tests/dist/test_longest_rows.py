@@ -40,7 +40,9 @@ def refused(config: dict[str, Any], length: int) -> dict[str, Any]:
             said.append(str(raised.value))
         same = all(torch.equal(before[name], p) for name, p in policy.named_parameters())
         for wrong in (True, 1.0, -1):
-            with pytest.raises(BatchError, match=f"read at once, is {wrong}: pass a whole number"):
+            with pytest.raises(
+                BatchError, match=f"scored at once, is {wrong}: pass a whole number"
+            ):
                 policy.logprobs(rows(length, length), micro_batch_size=wrong)
             with pytest.raises(BatchError, match=f"k is {wrong}; it must be a whole number"):
                 policy.topk_logits(rows(length, length), wrong)

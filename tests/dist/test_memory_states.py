@@ -346,7 +346,7 @@ def no_host_memory(config: dict[str, Any]) -> None:
             return torch.empty(nbytes, dtype=torch.uint8)
 
         memory = memory_of(policy, pool=lambda: PinnedMemoryPool(allocate, 1 << 16))
-        with pytest.raises(TransitionError, match="no way to the idle state: no host memory"):
+        with pytest.raises(TransitionError, match="could not go to the idle state: no host memory"):
             policy.memory.enter(IDLE)
         assert memory.state.holds == {Kind.PARAMETERS}
         read(policy)

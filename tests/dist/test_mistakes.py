@@ -148,7 +148,7 @@ def test_what_no_rank_can_compute_is_refused_on_all_of_them(ranks, checkpoints, 
 
 
 class WordyLoss(SequenceNLL):
-    """Returns a metric that is no number."""
+    """Returns a metric that is not a number."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
         loss, metrics = super().__call__(*args, **kwargs)

@@ -154,7 +154,7 @@ def test_the_rank_that_died_is_blamed_rather_than_those_that_waited_for_it(tmp_p
     (tmp_path / "rank1.log").write_text("loading\nterminating\n")
     with pytest.raises(WorkerError) as caught:
         parity_ranks._check(tmp_path, [1, -9])
-    assert str(caught.value) == "rank 1 was ended by SIGKILL; it said last: terminating"
+    assert str(caught.value) == "rank 1 was ended by SIGKILL; its last output: terminating"
     with pytest.raises(WorkerError, match="rank 0 failed: RuntimeError: Connection closed"):
         parity_ranks._check(tmp_path, [1, 0])
     parity_ranks._check(tmp_path, [0, 0])

@@ -131,7 +131,7 @@ DAMAGE: dict[Callable[[Path], None], str] = {
     _lose_a_file: "safetensors",
     _lose_the_manifest: "names a step",
     _damage_the_manifest: "contradicts its digest",
-    shutil.rmtree: "is no directory",
+    shutil.rmtree: "is not a directory",
 }
 
 
@@ -225,7 +225,7 @@ TIMEOUT_S, STALL_S = 3.0, 7.5
 
 
 def stall_while_writing(config: dict[str, Any], path: Path) -> float:
-    """Rank 1 is away amid a file; how long this rank waits, before one that works."""
+    """Rank 1 stops in the middle of a file; how long this rank waits, before one that works."""
     with open_policy(config | {"refit_timeout_s": TIMEOUT_S}, **UNUSED) as policy:
         original = hf_writing.ShardFile.put
 

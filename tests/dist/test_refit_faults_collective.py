@@ -1,5 +1,5 @@
-"""Faults in a group of trainers and engines: heard of in time on the living side, and mended by the
-next refit.
+"""Faults in a group of trainers and engines: the other side notices them in time, and the next
+refit works.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def engine(engines: list[OtherProcess], group: Group) -> OtherProcess:
 
 
 def alive(engines: list[OtherProcess], number: int) -> OtherProcess:
-    """That process, or another where a test has ended it or left it amid a call."""
+    """That process, or another where a test has ended it or left it during a call."""
     with contextlib.suppress(OSError, EOFError, RefitError):
         if engines[number].call(os.getpid) == engines[number].pid:
             return engines[number]
@@ -141,7 +141,7 @@ def test_an_engine_without_the_secret_is_refused_and_the_one_that_has_it_is_serv
     with pytest.raises(ConfigError, match=r"secret=.*get_refit_secret"):
         join_collective("127.0.0.1", group.port, 1, 2)
     stranger = joined(engines, 1, group.port, rank=1, secret="what another trainer has made")
-    with pytest.raises(RefitError, match="refuses this process: it has another secret"):
+    with pytest.raises(RefitError, match="refuses this process: its secret is a different one"):
         stranger.call(collective_engine.receive)
     assert_refits(group, joined(engines, 0, group.port), 1)
     assert stranger.call(refit_engine.state)[1] is None
@@ -173,7 +173,9 @@ def test_a_note_that_cannot_be_read_is_named(
 
 
 def test_a_port_that_is_taken_is_named(group: Group) -> None:
-    with pytest.raises(RefitError, match=f"cannot be kept at 127.0.0.1:{group.port}.*a free port"):
+    with pytest.raises(
+        RefitError, match=f"cannot be hosted at 127.0.0.1:{group.port}.*a free port"
+    ):
         Group(group.port)
 
 
@@ -202,7 +204,7 @@ def test_all_engines_have_the_weights_and_one_that_refuses_is_named(
 
 def test_an_engine_that_is_not_there_is_named(group: Group) -> None:
     started = time.monotonic()
-    with pytest.raises(RefitError, match=r"engine 0 is not there within 2\.25 s"):
+    with pytest.raises(RefitError, match=r"engine 0 did not get ready within 2\.25 s"):
         group.refit(1)
     assert time.monotonic() - started < IN_TIME_S
 
@@ -401,5 +403,5 @@ def test_sizes_that_leave_no_engine_are_refused(world: int, train: int | None, l
 
 @pytest.mark.parametrize(("rank", "train"), [(0, None), (3, None), (1, 2), (3, 2)])
 def test_the_rank_of_no_engine_is_refused(rank: int, train: int | None) -> None:
-    with pytest.raises(ConfigError, match="is no engine's"):
+    with pytest.raises(ConfigError, match="is not an engine's"):
         join_collective("127.0.0.1", 1, rank, 3, train, secret=SECRET)

@@ -1,4 +1,4 @@
-"""A training rank or an engine that fails amid a refit of several ranks: all others hear of it in
+"""A training rank or an engine that fails during a refit of several ranks: all others hear of it in
 time, and the next refit works.
 """
 
@@ -41,7 +41,7 @@ def engines() -> Iterator[list[OtherProcess]]:
 
 
 def alive(engines: list[OtherProcess], number: int) -> OtherProcess:
-    """That process, or another where a test has ended it or left it amid a call."""
+    """That process, or another where a test has ended it or left it during a call."""
     with contextlib.suppress(OSError, EOFError, RefitError):
         if engines[number].call(os.getpid) == engines[number].pid:
             return engines[number]

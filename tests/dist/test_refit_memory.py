@@ -51,7 +51,7 @@ def peak_of_a_refit(path: Path, cfg: dict[str, int], addresses: dict[int, str]) 
 
 @contextmanager
 def _watched() -> Iterator[list[int]]:
-    """Bytes of this process that are no file's, before, all through and after the body."""
+    """Bytes of this process that belong to no file, before, during and after the body."""
     samples, done = [_own_bytes()], threading.Event()
 
     def watch() -> None:

@@ -58,11 +58,11 @@ def misuse(path: Path) -> dict[str, torch.Tensor]:
 def _mixed_handles(policy: MegatronPolicy, batch: Any) -> None:
     handles = IpcHandles(policy.exporter)
     names = list(policy.exporter.plan().info())
-    with pytest.raises(RefitError, match="nothing was lent"):
+    with pytest.raises(RefitError, match="nothing was exported"):
         handles.manifest(policy.steps)
     handles.weights(names[:3], policy.steps)
     policy.train(batch, TokenNLL())
-    with pytest.raises(RefitError, match=r"lent at step 1, this is step 2.*Begin again"):
+    with pytest.raises(RefitError, match=r"exported at step 1, and this is step 2.*Begin again"):
         handles.weights(names[3:], policy.steps)
     handles.weights(names, policy.steps)
     assert list(handles.manifest(policy.steps).tensors) == names

@@ -47,7 +47,7 @@ def unread(config: dict[str, Any], bare: Path) -> None:
     drop_groups()
     config |= {"model_name": str(bare)}
     first, *others = read.table.hf_shapes()
-    with pytest.raises(CheckpointError, match=f"another model .* does not know {first}"):
+    with pytest.raises(CheckpointError, match=f"not of the model .* does not have {first}"):
         assembled(config, {name: read.source_dtypes[name] for name in others})
     drop_groups()
     assembly = assembled(config, read.source_dtypes)

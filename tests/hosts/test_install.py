@@ -191,7 +191,9 @@ def test_a_host_that_has_changed_is_refused_and_left_alone(
 ) -> None:
     registry = importlib.import_module(redirect.ENVIRONMENTS)
     change(groups, registry)
-    with pytest.raises(ConfigError, match=f"not built as megatron-policy knows it: .*{named}"):
+    with pytest.raises(
+        ConfigError, match=f"differs from those that megatron-policy knows: .*{named}"
+    ):
         host.install()
     builder = getattr(groups, "RayWorkerBuilder", None)
     assert not hasattr(getattr(builder, "__init__", None), "_megatron_policy")

@@ -164,7 +164,7 @@ def test_another_host_can_be_named(programs: Path) -> None:
         (("command", "nowhere.py"), {}, 2, "there is no script 'nowhere.py'"),
         (("module", "-m", "no.where"), {}, 2, "there is no module 'no.where'"),
         (("module",), {}, 2, "name a script, or a module after -m"),
-        (("command", "--host", "verl", __file__), {}, 2, "there is no host 'verl'; known are"),
+        (("command", "--host", "verl", __file__), {}, 2, "there is no host 'verl'; known hosts:"),
         (("module", __file__), {}, 1, "NeMo RL is not installed in"),
         (("command", __file__), {}, 1, "NeMo RL is not installed in"),
         (
@@ -246,5 +246,5 @@ def test_a_changed_nemo_rl_is_refused_where_the_environment_asks_for_ours(
         PYTHONPATH=path,
         NEMO_RL_MEGATRON_BACKEND="megatron_policy",
     )
-    assert "ConfigError: this NeMo RL is not built as megatron-policy knows it" in told.stderr
+    assert "ConfigError: this NeMo RL differs from those that megatron-policy knows" in told.stderr
     assert told.returncode == 1

@@ -159,12 +159,12 @@ def test_a_host_that_renames_at_once_keeps_its_checkpoint_and_the_log_tells_what
     assert "async_save has no effect" in said
     assert "keys without effect: " in said and "checkpoint.ckpt_assume_constant_structure" in said
     assert "step_1/weights/iter_0000000, step 0: restored weights" in said
-    assert "not restored: optimizer (a new one was asked for" in said
+    assert "not restored: optimizer (a new one was requested" in said
 
 
 def test_every_refused_method_names_itself_and_a_reason() -> None:
     for name, reason in NOT_BUILT.items():
-        with pytest.raises(NotImplementedError, match=f"^{name} is not built: ") as raised:
+        with pytest.raises(NotImplementedError, match=f"^{name} is not implemented: ") as raised:
             getattr(NemoRLWorker, name)(None, any="thing")
         assert reason in str(raised.value)
 
@@ -242,7 +242,7 @@ def check_reading(worker: NemoRLWorker, data: BatchedDataDict) -> None:
     worker.get_logprobs_presharded(meta=data, micro_batch_size=4)
     assert cfg["read"] == ("float32", TOKENIZER)
     assert ("prev_logprobs" in cfg) == (worker.policy.rank == 0)
-    with pytest.raises(NotImplementedError, match="train_microbatch_presharded is not built"):
+    with pytest.raises(NotImplementedError, match="train_microbatch_presharded is not implemented"):
         worker.train_microbatch_presharded(meta=data)
 
 
@@ -327,7 +327,7 @@ def test_a_host_before_its_own_group_takes_the_engines(monkeypatch: pytest.Monke
     joined = refit.join_engines("here", 7, 1, 4, {})
     assert joined == ("communicator", ("here", 7, 1, 4))
     parts.clear()
-    with pytest.raises(NotImplementedError, match="vLLM, whose group it would take"):
+    with pytest.raises(NotImplementedError, match="vLLM, whose group would be used"):
         refit.join_engines("here", 7, 1, 4, {})
 
 

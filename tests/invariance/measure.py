@@ -1,4 +1,4 @@
-"""What every rank of a cell runs: reads, trains for two steps, reads again; knows no oracle.
+"""What every rank of a cell runs: reads, trains for two steps, reads again; without the oracle.
 
 Shapes: B rows of this data-parallel rank, S positions, K candidates.
 """

@@ -1,5 +1,5 @@
-"""Small worker classes with real processes behind them, for the tests of the worker group; they
-know no model.
+"""Small worker classes with real processes behind them, for the tests of the worker group, without
+a model.
 """
 
 from __future__ import annotations

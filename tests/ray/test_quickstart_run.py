@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "quickstart" / "run.
 
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """`run.py` in a folder and with an import path that know nothing of the checkout."""
+    """`run.py` in a folder and with an import path that do not lead to the checkout."""
     env = {name: v for name, v in os.environ.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
     command = [sys.executable, str(SCRIPT), *options]
     return subprocess.run(

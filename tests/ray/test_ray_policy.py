@@ -159,7 +159,7 @@ def test_batches_that_do_not_divide_are_refused_and_the_policy_goes_on(untrained
     def evaluate(rows: int, **sizes: int) -> torch.Tensor:
         return untrained.train(batch(rows=rows), TokenNLL(), eval_mode=True, **sizes)["loss"]
 
-    with pytest.raises(ConfigError, match="7 samples, which is no multiple of gbs=4"):
+    with pytest.raises(ConfigError, match="7 samples, which is not a multiple of gbs=4"):
         evaluate(7)
     with pytest.raises(ConfigError, match="make gbs a multiple of 2"):
         evaluate(8, gbs=3)

@@ -169,7 +169,7 @@ def test_the_row_that_is_too_long_is_the_callers() -> None:
 
 
 def test_planned_data_are_whole_global_batches() -> None:
-    with pytest.raises(ConfigError, match="3 samples, which is no multiple of gbs=2"):
+    with pytest.raises(ConfigError, match="3 samples, which is not a multiple of gbs=2"):
         planned_shards(uneven([1, 1, 1]), [1, 1, 1], PACKED, Topology(), COST, 2)
     with pytest.raises(ConfigError, match="no rows"):
         planned_shards(BatchedDataDict(), [], PACKED, Topology(), COST)

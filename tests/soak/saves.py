@@ -99,7 +99,7 @@ def act(case: Case, config: dict[str, Any], root: Path) -> None:
         try:
             policy.export_hf(root)
         except ConfigError as error:
-            assert "exists and is no checkpoint" in str(error), error
+            assert "exists and is not a checkpoint" in str(error), error
         else:
             raise AssertionError("it was not refused")
 

@@ -1,4 +1,4 @@
-"""Policy sections as NeMo RL's drivers hand them over; knows nothing of what becomes of them."""
+"""Policy sections as NeMo RL's drivers hand them over, without what becomes of them."""
 
 from __future__ import annotations
 

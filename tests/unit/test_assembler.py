@@ -122,9 +122,9 @@ def test_a_tensor_that_comes_twice_is_refused(together: bool) -> None:
 
 def test_a_tensor_of_another_model_is_refused_when_it_comes() -> None:
     intake = make()[1].assembler()
-    with pytest.raises(RefitError, match="other, which this model has not"):
+    with pytest.raises(RefitError, match="other, which this model lacks"):
         intake.take([("other", NEW["norm"])])
-    with pytest.raises(RefitError, match=r"norm is .*should be"):
+    with pytest.raises(RefitError, match=r"norm is .*but must be"):
         intake.take([("norm", NEW["norm"].float())])
 
 

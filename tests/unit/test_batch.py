@@ -120,12 +120,12 @@ def test_reordering_undoes_a_selection(rows: list[int]) -> None:
 
 def test_a_selection_may_repeat_rows_and_count_from_the_end() -> None:
     assert order(batch(3).select_indices(torch.tensor([2, 2, -3]))) == [2, 2, 0]
-    with pytest.raises(ValueError, match="row 3 is not within the 3 rows"):
+    with pytest.raises(ValueError, match="row 3 is not within the batch's 3 rows"):
         batch(3).select_indices([3])
 
 
 def test_an_order_that_loses_a_row_is_refused() -> None:
-    with pytest.raises(ValueError, match="names each once"):
+    with pytest.raises(ValueError, match="must name each once"):
         batch(3).reorder_data([0, 0, 1])
 
 

@@ -115,7 +115,9 @@ def test_modified_first_fit_decreasing_pairs_short_rows_beside_long_ones() -> No
 
 def test_names_of_algorithms_may_be_in_capitals_and_others_are_answered_with_all() -> None:
     assert pack([1, 2], 3, "FIRST_FIT_DECREASING", cost=COST) == [[1, 0]]
-    with pytest.raises(ConfigError, match="'best_fit' is none: use one of balanced, concatenative"):
+    with pytest.raises(
+        ConfigError, match="'best_fit' is unknown: use one of balanced, concatenative"
+    ):
         pack([1], 3, "best_fit", cost=COST)
 
 

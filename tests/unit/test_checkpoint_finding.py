@@ -1,4 +1,4 @@
-"""A training run's checkpoint is found, or it is said what is there instead."""
+"""A training run's checkpoint is found, or the error says what was found instead."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def test_the_tracker_decides_and_without_it_the_highest_step_that_is_complete(ru
 def test_a_directory_named_for_a_step_is_taken_at_its_word(run: Path) -> None:
     (run / "iter_0000004" / NAME).unlink()
     assert find(run / "iter_0000004") == run / "iter_0000004"
-    with pytest.raises(CheckpointError, match="missing: was the checkpoint written to its end"):
+    with pytest.raises(
+        CheckpointError, match="missing: is the checkpoint complete, and was it written by"
+    ):
         manifest.read(find(run / "iter_0000004"))
 
 
@@ -59,7 +61,7 @@ def test_where_nothing_is_the_error_says_what_to_give(tmp_path: Path) -> None:
     assert "is a file: give the directory" in refused(tmp_path / "file")
     assert "it has no complete iter_* directory" in refused(tmp_path)
     (tmp_path / ".iter_0000012.partial-0123").mkdir()
-    assert "a save to it was not finished, and none before" in refused(tmp_path)
+    assert "a save to it was not finished, and no other before it" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["7", "release", "", "-2", "\0\xff", "²", "4" * 5000, "4 30"])

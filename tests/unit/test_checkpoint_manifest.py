@@ -87,7 +87,7 @@ def test_what_is_no_manifest_is_damaged(tmp_path: Path, text: str) -> None:
 
 
 def test_a_missing_manifest_asks_whether_the_save_was_finished(tmp_path: Path) -> None:
-    assert "missing: was the checkpoint written to its end" in refused(tmp_path)
+    assert "missing: is the checkpoint complete, and was it written by" in refused(tmp_path)
     assert "missing" in refused(tmp_path / "nowhere")
     (tmp_path / NAME).mkdir()
     assert "cannot be read: Is a directory" in refused(tmp_path)
@@ -100,12 +100,13 @@ def test_a_newer_format_names_the_version_to_install_whatever_else_it_has(tmp_pa
 
     path = write(tmp_path, newer)
     said = refused(tmp_path)
-    assert "written by megatron-policy 3.1: install that or newer" in said
+    assert "written by megatron-policy 3.1: install that or a newer one" in said
     assert "damaged" not in said
     # Edited by hand, or sealed in a way that only the newer version knows.
     path.write_bytes(path.read_bytes().replace(b"elsewhere", b"elsewhen!"))
     assert (
-        "3.1: install that or newer" in (said := refused(tmp_path)) and "or it is damaged" in said
+        "3.1: install that or a newer one" in (said := refused(tmp_path))
+        and "or it is damaged" in said
     )
     write(tmp_path, lambda content: content.update(format=2, versions=None))
     assert "of a newer version: install" in refused(tmp_path)
@@ -124,7 +125,7 @@ def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
     [
         ({"step": "twelve"}, "twelve"),
         ({"tensors": {"a": ["float31", [2]]}}, "float31"),
-        ({"tensors": {"a": ["Tensor", [2]]}}, "'Tensor' is no dtype"),
+        ({"tensors": {"a": ["Tensor", [2]]}}, "'Tensor' is not a dtype"),
         ({"tensors": [1]}, "damaged"),
         ({"records": {"a": [[1, 2]]}}, "damaged"),
         ({"records": {"a": [[1, -2, "x"]]}}, "-2 bytes from 1 on"),
@@ -143,7 +144,7 @@ def test_another_model_is_refused_by_family_and_by_config(tmp_path: Path) -> Non
     manifests.check_model(found, "qwen2", "abcd")
     with pytest.raises(CheckpointError, match=f"{tmp_path} is of a qwen2 model.* is llama"):
         manifests.check_model(found, "llama", "abcd")
-    with pytest.raises(CheckpointError, match=f"{tmp_path} is of another qwen2 model"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path} is of a different qwen2 model"):
         manifests.check_model(found, "qwen2", "abce")
 
 

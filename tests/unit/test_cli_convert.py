@@ -59,7 +59,7 @@ def test_there_and_back_prints_results_on_stdout_and_the_transfer_on_stderr(
     assert re.fullmatch(r"converted: \S+ kB in \S+ s, \S+ [kMG]?B/s\n", noise)
     code, said, noise = run("verify", source, back)
     assert code == 0 and said.startswith(f"equal: {tensors} tensors, ")
-    assert f"{back} is what its digests say" in said and f"{source} has no digests" in said
+    assert f"{back} matches its digests" in said and f"{source} has no digests" in said
     assert noise.startswith("compared: ")
     for name, tensor in load_file(source / "model.safetensors").items():
         assert torch.equal(load_file(back / "model.safetensors")[name], tensor)
@@ -94,7 +94,7 @@ def test_what_exists_is_kept_unless_it_may_be_replaced(checkpoint, tmp_path: Pat
     assert (place / "mine").exists()
     assert run(*arguments, "--overwrite")[0] == 0
     assert not (place / "mine").exists()
-    # A directory that is no checkpoint is never replaced.
+    # A directory that is not a checkpoint is never replaced.
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis").write_text("x")
     refused("convert", source, tmp_path / "home", "--to", "mcore", "--overwrite")
@@ -143,7 +143,7 @@ def test_one_converted_checkpoint_is_compared_with_its_own_digests(
     code, said, noise = run("verify", back)
     assert (code, said) == (1, "") and noise.startswith("checked: ")
     error = noise.splitlines()[-1]
-    assert error.startswith(f"error: {back} is not what its digests say: ")
+    assert error.startswith(f"error: {back} does not match its digests: ")
     for words in ("lacks model.norm.weight", "another has no digest", f"{NAME} is damaged"):
         assert words in error
 
@@ -157,7 +157,7 @@ def test_one_checkpoint_without_digests_cannot_be_checked(
         path = tmp_path / "copy"
         shutil.copytree(there, path)
         (path / "megatron_policy.json").unlink()
-    assert f"{path} has no digests, so nothing of it can be checked" in refused("verify", path)
+    assert f"{path} has no digests, so it cannot be checked" in refused("verify", path)
 
 
 @pytest.mark.parametrize("place", ["run", "directory"])

@@ -51,9 +51,9 @@ def test_sizes_are_shown_with_three_digits() -> None:
 
 def test_a_message_of_several_lines_becomes_one_with_the_first_of_its_list() -> None:
     listed = "\n".join(f"  item {n}" for n in range(SHOWN_ITEMS + 3))
-    said = one_line(f"these differ:\n{listed}\nmend it.")
+    said = one_line(f"these differ:\n{listed}\nfix it.")
     assert said.startswith("these differ: item 0; item 1;")
-    assert said.endswith(f"item {SHOWN_ITEMS - 1}; and 3 more; mend it.")
+    assert said.endswith(f"item {SHOWN_ITEMS - 1}; and 3 more; fix it.")
     assert one_line("one") == "one"
     assert one_line("a:\n  b\n  c") == "a: b; c"
 

@@ -27,7 +27,7 @@ def plan(path: Path | str, *options: str) -> tuple[int, str, str]:
 
 def cells(said: str) -> dict[str, list[str]]:
     """The lines of `--tensors` by name, each in its columns."""
-    listed = said.split("tensors, in the order in which they come\n")[1]
+    listed = said.split("tensors, in the order in which they are sent\n")[1]
     rows = [line.strip().split("  ") for line in listed.splitlines()]
     return {row[0]: row[1:] for row in rows}
 
@@ -168,7 +168,7 @@ def test_no_weight_is_read(checkpoint: Checkpoint, tmp_path: Path) -> None:
         (("--pp", "3"), 1, "4 layers do not split evenly over --pp 3; use one of [1, 2, 4]"),
         (("--vpp", "2"), 1, "--vpp 2 needs --pp of at least 2"),
         (("--bucket-size", "1kB"), 1, "a refit bucket of 1000 bytes is too small: give 4096"),
-        (("--bucket-size", "much"), 2, "'much' is no size"),
+        (("--bucket-size", "much"), 2, "'much' is not a size"),
         (("--dtype", "int8"), 2, "int8"),
         (("--tp", "0"), 2, "--tp"),
     ],

@@ -128,7 +128,9 @@ def test_two_ways_to_make_microbatches_are_refused() -> None:
 
 def test_an_algorithm_that_is_none_is_answered_with_those_that_are() -> None:
     packing = {"enabled": True, "train_mb_tokens": 64, "algorithm": "best_fit"}
-    with pytest.raises(ConfigError, match="algorithm='best_fit' is none: use one of balanced, con"):
+    with pytest.raises(
+        ConfigError, match="algorithm='best_fit' is unknown: use one of balanced, con"
+    ):
         PolicyConfig.parse(minimal(sequence_packing=packing))
     PolicyConfig.parse(minimal(sequence_packing=packing | {"enabled": False}))
     host = packing | {"algorithm": "MODIFIED_FIRST_FIT_DECREASING"}
@@ -223,7 +225,7 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
         ({"checkpoint_timeout_s": 0}, "checkpoint_timeout_s: .*greater than 0, not 0"),
         ({"collective_timeout_s": 0}, "collective_timeout_s: .*greater than 0, not 0"),
         ({"worker_timeout_s": 0.5}, "worker_timeout_s: .*greater than or equal to 1, not 0.5"),
-        ({OPTIMIZER + "min_lr": 1.0}, "min_lr is at most lr"),
+        ({OPTIMIZER + "min_lr": 1.0}, "min_lr must be at most lr"),
         ({OPTIMIZER + "fp16": True}, "fp16=True would change results"),
         ({SCHEDULER + "lr_decay_style": "WSD"}, "'constant', 'linear', 'cosine' or 'inverse-"),
         ({SCHEDULER + "lr_decay_style": "cosine"}, "lr_decay_iters is missing: give it"),
@@ -278,7 +280,7 @@ def test_everything_wrong_is_said_at_once() -> None:
 
 
 def test_a_configuration_that_is_no_mapping_is_refused() -> None:
-    with pytest.raises(ConfigError, match="is a mapping, not a list"):
+    with pytest.raises(ConfigError, match="must be a mapping, not a list"):
         PolicyConfig.parse([1])  # type: ignore[arg-type]
 
 

@@ -37,7 +37,7 @@ def test_an_installed_package_can_add_a_family(tmp_path, monkeypatch) -> None:
     assert table.family == "miniature" and table.hf_shapes() == small().hf_shapes()
     with pytest.raises(ConversionError, match="is not a Family"):
         family_of("broken")
-    with pytest.raises(ConversionError, match=r"there are broken, .*llama, miniature, "):
+    with pytest.raises(ConversionError, match=r"known are broken, .*llama, miniature, "):
         family_of("nothing")
 
 
@@ -49,7 +49,7 @@ def test_every_field_is_taken_ignored_or_named() -> None:
     with pytest.raises(ConversionError) as caught:
         fields.finish({"b": "harmless"})
     said = str(caught.value)
-    assert "odd = 'no': it must be; can be 'yes'" in said
+    assert "odd = 'no': it must be; it can be 'yes'" in said
     assert "c = 3: unknown field" in said and "deep.y = 2: unknown field" in said
     assert all(f"\n  {name} = " not in said for name in "abd") and "deep.x" not in said
 
@@ -80,14 +80,14 @@ def test_what_became_of_every_field_is_told_once() -> None:
         "width": ("translated", ""),
         "heads": ("translated", "taken as 4"),
         "kind": ("translated", "one of two"),
-        "odd": ("refused", "it must be; can be 'yes'; for another reason"),
+        "odd": ("refused", "it must be; it can be 'yes'; for another reason"),
         "mark": ("ignored", "only a mark"),
         "use_cache": ("ignored", "how Hugging Face generates"),
-        "late": ("refused", "unknown field; remove it if it has no bearing on the model"),
+        "late": ("refused", "unknown field; remove it if it does not affect the model"),
         "nothing": ("ignored", "null"),
         "rope.base": ("translated", ""),
         "rope.deep.x": ("translated", ""),
-        "rope.rest": ("refused", "unknown field; remove it if it has no bearing on the model"),
+        "rope.rest": ("refused", "unknown field; remove it if it does not affect the model"),
     }
     early = {use.name: (use.outcome, use.why) for use in fields.uses("the end came")}
     changed = {name for name in told if told[name] != early[name]}

@@ -1,4 +1,4 @@
-"""Nothing outside of a checkpoint's directory is read or copied, whatever its files name."""
+"""Nothing outside a checkpoint's directory is read or copied, whatever its files name."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_an_index_names_only_files_beside_it(model: Path, tmp_path: Path, form: 
     }
     (model / INDEX).write_text(json.dumps(index))
     said = refusal(model)
-    assert repr(wrong) in said and "no file beside it" in said
-    with pytest.raises(ConversionError, match="no file beside it"):
+    assert repr(wrong) in said and "not a file next to it" in said
+    with pytest.raises(ConversionError, match="not a file next to it"):
         HfReader(model)
 
 
@@ -86,7 +86,7 @@ def test_a_link_out_of_the_directory_is_refused_with_where_it_leads(
     name = linkable(model)[which]
     real = move_out(model / name, tmp_path / "elsewhere")
     said = refusal(model)
-    assert f"{model / name} is a link to {real}, outside of the checkpoint" in said
+    assert f"{model / name} is a link to {real}, outside the checkpoint" in said
     assert LINKS in said
     (tmp_path / "by another name").symlink_to(tmp_path / "elsewhere")
     monkeypatch.setenv(LINKS, f"/nowhere{os.pathsep}{tmp_path / 'by another name'}")
@@ -183,7 +183,7 @@ def test_a_tracker_names_a_step_or_release(tmp_path: Path, text: str) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text(text)
-    assert "which names no checkpoint" in (said := refusal(tmp_path / "run", "hf"))
+    assert "not a checkpoint's name" in (said := refusal(tmp_path / "run", "hf"))
     assert len(said) < 400
 
 

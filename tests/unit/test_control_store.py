@@ -94,7 +94,7 @@ def test_a_board_listens_at_the_announced_address_and_nowhere_else(host: Control
 
 
 def test_an_address_that_is_not_this_machines_is_named() -> None:
-    with pytest.raises(RefitError, match=r"cannot be kept at 192\.0\.2\.1:20999.*this machine"):
+    with pytest.raises(RefitError, match=r"cannot be hosted at 192\.0\.2\.1:20999.*this machine"):
         ControlStore("192.0.2.1", 20999, 1.0, SECRET, host=True)
 
 
@@ -107,7 +107,7 @@ def test_who_has_another_secret_is_refused_at_once_by_name(host: ControlStore) -
         lambda: stranger.process_group("group", 1, 2, 600.0),
     ):
         with pytest.raises(
-            RefitError, match=r"refuses this process: it has another secret.*trainer"
+            RefitError, match=r"refuses this process: its secret is a different one.*trainer"
         ):
             ask()
         assert not stranger.connected
@@ -182,7 +182,7 @@ def test_a_host_without_the_secret_is_not_taken_for_the_trainer() -> None:
 
         with ThreadPoolExecutor(1) as threads:
             pretending = threads.submit(pretend)
-            with pytest.raises(RefitError, match="another secret"):
+            with pytest.raises(RefitError, match="secret is a different one"):
                 board.put("weights", b"")
             pretending.result(20)
 
@@ -208,7 +208,7 @@ def test_a_request_that_means_nothing_is_answered_with_its_words(
     with closing(ControlClient("127.0.0.1", host.port, SECRET.encode(), 20.0, 20.0)) as holder:
         sealed: AuthenticatedConnection = holder._host
         sealed.send(header, b"", 20.0)
-        with pytest.raises(RefitError, match="means nothing"):
+        with pytest.raises(RefitError, match="is not understood"):
             Reply.decoded(*sealed.receive(20.0))
         assert holder.perform(Request("get", ("note",), 20.0)).body == b"here", "it goes on"
 
@@ -216,7 +216,7 @@ def test_a_request_that_means_nothing_is_answered_with_its_words(
 def test_a_sum_of_what_is_no_number_is_refused_by_name(host: ControlStore) -> None:
     request = Request("add", ("note",), number=1)
     holder = ControlClient("127.0.0.1", host.port, SECRET.encode(), 20.0, 20.0)
-    with closing(holder), pytest.raises(RefitError, match=r"the note note .* is no number"):
+    with closing(holder), pytest.raises(RefitError, match=r"the note note .* is not a number"):
         holder.perform(request)
 
 

@@ -267,7 +267,7 @@ def test_an_existing_destination_is_replaced_only_on_request_and_never_if_it_is_
     other = tmp_path / "thesis"
     other.mkdir()
     (other / "thesis.tex").write_text("mine")
-    with pytest.raises(ConfigError, match="no checkpoint"):
+    with pytest.raises(ConfigError, match="is not a checkpoint"):
         convert(path, other, "mcore", overwrite=True)
     assert os.listdir(other) == ["thesis.tex"]
 
@@ -342,7 +342,7 @@ def test_a_directory_that_only_has_a_config_is_never_replaced(tmp_path: Path) ->
     (app / "config.json").write_text("{}")
     for mark in ("config.json", "metadata.json"):
         (app / mark).write_text("{}")
-        with pytest.raises(ConfigError, match="is no checkpoint"):
+        with pytest.raises(ConfigError, match="is not a checkpoint"):
             convert(model, app, "mcore", overwrite=True)
     assert {path.name for path in app.iterdir()} == {"config.json", "metadata.json"}
 

@@ -1,4 +1,4 @@
-"""Errors reach the driver as they were raised; knows no process."""
+"""Errors reach the driver as they were raised; without processes."""
 
 import pickle
 

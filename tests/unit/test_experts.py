@@ -238,7 +238,7 @@ def test_a_config_is_read_as_transformers_reads_it(
     ("family", "fields", "said"),
     [
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
-        ("mixtral", {"num_experts_per_tok": 5}, "5 experts cannot be chosen of 4"),
+        ("mixtral", {"num_experts_per_tok": 5}, "5 experts cannot be chosen from 4"),
         ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
         ("qwen3_moe", {"n_routed_experts": 4}, "n_routed_experts = 4: unknown field"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False"),

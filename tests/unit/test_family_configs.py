@@ -151,7 +151,11 @@ def test_a_config_is_read_as_transformers_reads_it(
 @pytest.mark.parametrize(
     ("family", "fields", "said"),
     [
-        ("llama", {"hidden_act": "relu"}, "hidden_act = 'relu': the MLP can have silu, swish, "),
+        (
+            "llama",
+            {"hidden_act": "relu"},
+            "hidden_act = 'relu': the MLP's activation can be silu, swish, ",
+        ),
         ("gemma2", {"hidden_activation": "relu"}, "hidden_activation = 'relu'"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ("gemma3_text", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping = 5.0"),

@@ -159,7 +159,7 @@ def test_a_header_that_makes_no_sense_is_named(tmp_path: Path, entry: object, sa
 
 def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes(struct.pack("<Q", 20) + b"PK this is not json." + bytes(40))
-    assert "no safetensors file" in refusal(tmp_path)
+    assert "not a safetensors file" in refusal(tmp_path)
 
 
 def test_missing_files_of_an_index_are_all_named(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_an_index_that_lies_is_refused_with_both_lies(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": [1]}'])
 def test_an_index_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / INDEX).write_text(content)
-    assert f"{tmp_path / INDEX} is no index" in refusal(tmp_path)
+    assert f"{tmp_path / INDEX} is not an index" in refusal(tmp_path)
 
 
 def test_a_checkpoint_without_safetensors_says_what_it_has_instead(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_checkpoint_without_safetensors_says_what_it_has_instead(tmp_path: Pat
 def test_a_model_that_is_nowhere_is_refused_by_name(tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
     for ask in (locate, read_config, HfReader):
-        with pytest.raises(ConfigError, match="nowhere' is no directory"):
+        with pytest.raises(ConfigError, match="nowhere' is not a directory"):
             ask(nowhere)
 
 
@@ -202,7 +202,7 @@ def test_a_model_that_is_nowhere_is_refused_by_name(tmp_path: Path) -> None:
         (None, "has no config.json"),
         ("{", "cannot be read"),
         ("{}", "cannot be read"),
-        ("[]", "it is no JSON object"),
+        ("[]", "it is not a JSON object"),
         ('{"model_type": "llama", "hidden_size": "wide"}', "cannot be read"),
     ],
 )
@@ -338,6 +338,6 @@ def test_a_directory_of_something_else_is_never_replaced(tmp_path: Path) -> None
     export(out, "into an empty directory")
     (out / "config.json").rename(out / "thesis.tex")
     for overwrite in (False, True):
-        with pytest.raises(ConfigError, match="is no checkpoint"):
+        with pytest.raises(ConfigError, match="is not a checkpoint"):
             Staged([out], overwrite)
     assert sorted(os.listdir(out)) == ["model.safetensors", "thesis.tex"]

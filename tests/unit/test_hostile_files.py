@@ -428,7 +428,7 @@ def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(monkeypatch: Any) 
         "a b",
         "~/no/x",
     ):
-        with pytest.raises(ConfigError, match="is no directory"):
+        with pytest.raises(ConfigError, match="is not a directory"):
             read_config(path)
     with pytest.raises(AssertionError, match="asked"):
         read_config("org/name")

@@ -1,4 +1,4 @@
-"""The interfaces have the members that algorithms call; knows no implementation."""
+"""The interfaces have the members that algorithms call; independent of implementations."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_every_bit_arrives_and_again_a_step_later(
 
 
 def host_receiver(handles: Handles, wanted: str) -> dict[str, torch.Tensor]:
-    """What a receiver does that knows shapes and the protocol, but nothing of us."""
+    """What a receiver does that knows shapes and the protocol, but not this package."""
     packed, rebuilds, offsets = handles[wanted]
     assert packed is True
     flat = {}
@@ -241,6 +241,6 @@ def test_a_manifest_without_handles_is_refused() -> None:
     manifest = lent.manifest(1)
     with pytest.raises(RefitError, match="missing"):
         receiver().finish_ipc(manifest)
-    with pytest.raises(RefitError, match="nothing was lent"):
+    with pytest.raises(RefitError, match="nothing was exported"):
         lent.manifest(2)
     lent.release()

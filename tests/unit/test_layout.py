@@ -184,7 +184,7 @@ def test_interleaved_stages_need_whole_rounds_of_microbatches() -> None:
 
 def test_expert_parallelism_is_not_built_and_says_so() -> None:
     key = "expert_model_parallel_size"
-    assert f"{key}=2 is not built yet: use 1" in refusal(config(**{key: 2}), shape(), 2)
+    assert f"{key}=2 is not supported yet: use 1" in refusal(config(**{key: 2}), shape(), 2)
 
 
 def test_context_parallel_ranks_are_part_of_a_replica() -> None:

@@ -42,7 +42,7 @@ def test_chunks_give_log_softmax_and_its_gradient(shape: tuple[int, int], chunk:
 
 
 class Made(TorchDispatchMode):
-    """Elements of the largest tensor made that is no view of `given`."""
+    """Elements of the largest tensor made that is not a view of `given`."""
 
     def __init__(self, given: torch.Tensor) -> None:
         super().__init__()

@@ -122,7 +122,7 @@ def test_when_one_cannot_be_published_the_others_are_what_they_were(
             for partial in partials:
                 write(partial, before)
     with (
-        pytest.raises(ConfigError, match=r"two exists and is no checkpoint"),
+        pytest.raises(ConfigError, match=r"two exists and is not a checkpoint"),
         new_directories(places, overwrite=True) as partials,
     ):
         for partial in partials:
@@ -258,7 +258,7 @@ def test_what_another_machine_wrote_stays_and_is_named_until_it_is_old(
     for text in ("first", "second"):
         publish_once(out, text)
         assert sorted(os.listdir(tmp_path)) == [other.name, "out"]
-        assert str(other) in caplog.text and "cannot be told from here" in caplog.text
+        assert str(other) in caplog.text and "cannot be checked from here" in caplog.text
         caplog.clear()
     age(other)
     publish_once(out, "third")

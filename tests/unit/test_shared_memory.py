@@ -202,7 +202,7 @@ def test_the_room_of_a_closed_memory_is_free_although_a_tensor_of_it_is_held(tin
     view = made.tensor().fill_(1)
     assert free(tiny) == 0 and not made.close()
     assert free(tiny) == MIB
-    view.sum()  # and may be read
+    view.sum()  # and can be read
 
 
 def limited(pipe: Any) -> None:

@@ -81,7 +81,7 @@ def test_gradients_of_overlapping_cuts_add_up() -> None:
     x = torch.randn(7, 2, dtype=torch.float64, requires_grad=True)
     assert [part.tolist() for part in cut(x, ranges)] == [x[a : a + n].tolist() for a, n in ranges]
     assert torch.autograd.gradcheck(lambda x: torch.cat(cut(x, ranges)), (x,))
-    # One that nothing depends on is no part of the sum.
+    # One that nothing depends on is not part of the sum.
     parts = cut(x, ranges)
     (grad,) = torch.autograd.grad(parts[1].sum(), x)
     assert grad[:, 0].tolist() == [0, 0, 1, 1, 1, 1, 0]

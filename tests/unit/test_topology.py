@@ -1,4 +1,4 @@
-"""The rank grid and the layer split equal Megatron-Core's own; knows no process group."""
+"""The rank grid and the layer split equal Megatron-Core's own, without process groups."""
 
 import pytest
 from hypothesis import given, settings

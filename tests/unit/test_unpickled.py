@@ -175,7 +175,7 @@ def nested(depth: int) -> bytes:
 
 
 BOMBS = {
-    "a hash that takes for ever": pickle.EMPTY_DICT + nested(80) + pickle.NONE + pickle.SETITEM,
+    "a hash that takes forever": pickle.EMPTY_DICT + nested(80) + pickle.NONE + pickle.SETITEM,
     "a set of the same": b"\x8f(" + nested(80) + b"\x90",
     "an integer of a gigabyte": pickle.LONG4 + struct.pack("<i", 2**30),
     "an integer of ten bytes": pickle.LONG1 + b"\x0a" + b"\x7f" * 10,

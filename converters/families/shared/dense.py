@@ -186,7 +186,7 @@ def take_activation(fields: Fields, name: str) -> Activation:
     """The MLP's activation function from the field of that name."""
     value = fields.take(name)
     if value not in ACTIVATIONS:
-        fields.refuse(name, value, f"the MLP can have {', '.join(ACTIVATIONS)}")
+        fields.refuse(name, value, f"the MLP's activation can be {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS.get(value, Activation.SILU)
 
 
@@ -194,7 +194,7 @@ def take_windows(fields: Fields) -> tuple[int | None, tuple[bool, ...]]:
     """The architecture's `window` and `windowed`, if each layer either slides or sees
     everything.
     """
-    fields.ignore("max_window_layers", "layer_types says it layer by layer")
+    fields.ignore("max_window_layers", "layer_types states it for each layer")
     window = fields.take("sliding_window", None)
     if not fields.take("use_sliding_window", True):
         window = None
@@ -203,7 +203,7 @@ def take_windows(fields: Fields) -> tuple[int | None, tuple[bool, ...]]:
         fields.refuse("layer_types", layers, "must name every layer")
     for kind in dict.fromkeys(layers):
         if kind not in ("full_attention", "sliding_attention"):
-            fields.refuse("layer_types", kind, "layers are of full_attention or sliding_attention")
+            fields.refuse("layer_types", kind, "must be full_attention or sliding_attention")
     windowed = tuple(kind == "sliding_attention" for kind in layers)
     if not any(windowed):
         return None, ()

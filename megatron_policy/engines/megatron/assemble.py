@@ -144,7 +144,7 @@ def _fill(
             return dict(reader.dtypes)
     if unknown := sorted(table.hf_shapes().keys() - source_dtypes.keys()):
         raise CheckpointError(
-            f"the checkpoint is of another model than {config.model_name}: it does not know "
+            f"the checkpoint is not of the model {config.model_name}: it does not have "
             f"{', '.join(unknown[:_SHOWN])}. Set policy.model_name to the model it was saved from"
         )
     mark_unfilled(held)

@@ -43,7 +43,9 @@ def refuse_second_policy() -> None:
     hold one policy at a time.
     """
     if parallel_state.model_parallel_is_initialized():
-        raise ConfigError("a policy is open in this process: call its shutdown() before a new one")
+        raise ConfigError(
+            "a policy is open in this process: call its shutdown() before making a new one"
+        )
 
 
 def drop_groups() -> None:

@@ -143,8 +143,8 @@ def restore_schedule(
     steps = state.get("num_steps")
     if not isinstance(steps, int) or steps < 0:
         raise CheckpointError(
-            f"the checkpoint does not say how far its schedule has come: num_steps is {steps!r}. "
-            "Load another checkpoint, or load this one with fresh_optimizer"
+            f"the checkpoint does not say how far its schedule has advanced: num_steps is "
+            f"{steps!r}. Load another checkpoint, or load this one with fresh_optimizer"
         )
     configured = schedule_state(model)
     # Set directly: Megatron-Core's own load adds to the count and takes rates from the file.

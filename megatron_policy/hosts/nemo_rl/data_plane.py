@@ -77,7 +77,9 @@ class DataPlane:
         if self._made_seat is None:
             self._made_seat = _make_seat(self, method)
         if not hasattr(self._made_seat, method):
-            raise NotImplementedError(f"{method} is not built: this NeMo RL's {_MIXIN} has none")
+            raise NotImplementedError(
+                f"{method} is not implemented: this NeMo RL's {_MIXIN} lacks it"
+            )
         return self._made_seat
 
 
@@ -87,7 +89,7 @@ def _make_seat(worker: DataPlane, method: str) -> Any:
         mixin = part(_MODULE, _MIXIN)
     except ImportError as error:
         raise NotImplementedError(
-            f"{method} is not built: rows come from NeMo RL's data plane, whose {_MODULE} "
+            f"{method} is not implemented: rows come from NeMo RL's data plane, whose {_MODULE} "
             f"cannot be imported here: {error}"
         ) from error
     seat = type("DataPlaneSeat", (mixin,), {})()

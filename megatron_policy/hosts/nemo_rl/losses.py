@@ -16,7 +16,7 @@ from megatron_policy.hosts.nemo_rl.result_types import host_batch
 _PREPARED = "distillation"
 _REFUSED = {
     "distillation_cross_tokenizer": "teachers with another tokenizer are not supported; distil "
-    "from one of the same tokenizer",
+    "from one with the same tokenizer",
     "draft": "training a draft model is not supported; set policy.draft.enabled to false",
 }
 

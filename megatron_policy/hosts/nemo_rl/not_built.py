@@ -11,7 +11,7 @@ Class = TypeVar("Class", bound=type)
 _FP8 = "an fp8 key-value cache is not supported"
 _HTTP = "refits to SGLang over HTTP are not supported; use vLLM"
 _CROSS_TOKENIZER = (
-    "teachers with another tokenizer are not supported; a teacher of the same tokenizer is, by "
+    "teachers with another tokenizer are not supported; one with the same tokenizer is, by "
     "get_topk_logits"
 )
 _MEGATRON_GENERATION = (
@@ -22,7 +22,7 @@ _RESHARD = (
     "policy.generation.refit_cfg at its default transport"
 )
 _ENGINES = "checkpoint engines as a refit transport are not supported; use the default transport"
-_SPARSE = "refits of differences only are not supported; use the default transport"
+_SPARSE = "refits of only the differences are not supported; use the default transport"
 
 NOT_BUILT: dict[str, str] = {
     "score": "reward models, whose head gives one number per sequence, are not supported",
@@ -63,7 +63,7 @@ def refuses(methods: Mapping[str, str]) -> Callable[[Class], Class]:
 
 def _refusing(cls: type, name: str, reason: str) -> Callable[..., NoReturn]:
     def method(self: object, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"{name} is not built: {reason}.")
+        raise NotImplementedError(f"{name} is not implemented: {reason}.")
 
     # As if defined in `cls`, so that it pickles as a reference.
     method.__module__, method.__qualname__ = cls.__module__, f"{cls.__qualname__}.{name}"

@@ -113,8 +113,8 @@ def _environments(registry: ModuleType) -> MutableMapping[str, str]:
 
 def _refuse(what: str) -> NoReturn:
     raise ConfigError(
-        f"this NeMo RL is not built as megatron-policy knows it: {what}. Its workers cannot be "
-        "replaced: use a megatron-policy that knows this NeMo RL, or run without it."
+        f"this NeMo RL differs from those that megatron-policy knows: {what}. Its workers cannot "
+        "be replaced: use a megatron-policy that knows this NeMo RL, or run without it."
     )
 
 
@@ -142,7 +142,7 @@ def _worker_for(name: Any, environments: MutableMapping[str, str]) -> Any:
     if isinstance(name, str) and name.startswith("nemo_rl.") and name.endswith(_SAME_CLASS):
         _refuse(f"it starts {name}, which is not one of {', '.join(THEIR_WORKERS)}")
     if isinstance(name, str) and name.rpartition(".")[2].startswith("Megatron"):
-        _tell(f"{name} is NeMo RL's own: megatron-policy has nothing to start instead of it")
+        _tell(f"{name} is NeMo RL's own: megatron-policy has no replacement for it")
     return name
 
 

@@ -154,9 +154,9 @@ def join_engines(ip: str, port: int, rank: int, world_size: int, options: Mappin
     kind = part_or_none("vllm.distributed.device_communicators.pynccl", "PyNcclCommunicator")
     if meeting is None or kind is None:
         raise NotImplementedError(
-            "init_collective is not built for this NeMo RL: it has no "
-            "nemo_rl.distributed.stateless_process_group, and vLLM, whose group it would take, is "
-            "not installed where training runs"
+            "init_collective is not implemented for this NeMo RL: it has no "
+            "nemo_rl.distributed.stateless_process_group, and vLLM, whose group would be used, "
+            "is not installed where training runs"
         )
     met = meeting.create(host=ip, port=port, rank=rank, world_size=world_size)
     return kind(met, device=here)

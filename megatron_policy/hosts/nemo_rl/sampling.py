@@ -26,7 +26,7 @@ def refuse_filters(config: PolicyConfig) -> None:
         if value != off:
             raise ConfigError(
                 f"policy.generation.{key} is {value}: this NeMo RL would train on the tokens that "
-                f"are left over by it, and this policy reads whole distributions. Set {key} to "
+                f"it keeps, but this policy uses whole distributions. Set {key} to "
                 f"{'null' if off is None else off} (temperature is applied)"
             )
 
@@ -47,8 +47,8 @@ def refuse_lone_generation(world_size: int) -> None:
     module = "nemo_rl.models.generation.megatron.megatron_generation"
     if world_size > 1 and part_or_none(module, "MegatronGeneration") is not None:
         raise NotImplementedError(
-            "policy.generation.backend 'megatron' is not built for this NeMo RL with more than one "
-            "worker: it gives all prompts to the first one. Use vLLM"
+            "policy.generation.backend 'megatron' is not supported for this NeMo RL with more than "
+            "one worker: it gives all prompts to the first one. Use vLLM"
         )
 
 

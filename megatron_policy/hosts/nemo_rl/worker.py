@@ -42,7 +42,7 @@ class NemoRLWorker(DataPlane, HostRefit, MegatronPolicyWorkerImpl):
 
     Versions are detected by what can be imported and what a call passes, never by number. Arguments
     and results are those of the host's own Megatron worker; returned batches are the host's
-    `BatchedDataDict` if it exists. Methods that are not built refuse with a reason (`not_built`).
+    `BatchedDataDict` if it exists. Other methods refuse with a reason (`not_built`).
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class NemoRLWorker(DataPlane, HostRefit, MegatronPolicyWorkerImpl):
         if skip_weight_load:
             raise NotImplementedError(
                 "skip_weight_load: the weights would come by swap_weights_via_reshard, which is "
-                f"not built: {NOT_BUILT['swap_weights_via_reshard']}"
+                f"not implemented: {NOT_BUILT['swap_weights_via_reshard']}"
             )
         make_audible()
         parsed = as_host_means(PolicyConfig.parse(config), weights_path, optimizer_path)

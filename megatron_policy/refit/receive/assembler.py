@@ -70,7 +70,7 @@ class WeightAssembler:
                 "prepare_refit_info returned"
             )
         if name not in self._forms:
-            raise self._refusal(f"the trainer sends {name}, which this model has not")
+            raise self._refusal(f"the trainer sends {name}, which this model lacks")
         return self._forms[name]
 
     def take(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -112,7 +112,7 @@ class WeightAssembler:
         if name in self.arrived:
             raise self._refusal(f"the trainer sent {name} twice")
         if self._forms is not None and self.form(name) != form:
-            raise self._refusal(f"{name} is {form}, and should be {self.form(name)}")
+            raise self._refusal(f"{name} is {form}, but must be {self.form(name)}")
         if self._engine.staged:
             tensor = self._kept(name, tensor)
         if self._algorithm is None:

@@ -57,12 +57,12 @@ def join_collective(
     trainers = 1 if train_world_size is None else train_world_size
     if not trainers <= rank < world_size:
         raise ConfigError(
-            f"rank {rank} is no engine's: they have {trainers} .. {world_size - 1} in a group of "
-            f"{world_size} with {trainers} training rank(s)"
+            f"rank {rank} is not an engine's: those are {trainers} .. {world_size - 1} in a group "
+            f"of {world_size} with {trainers} training rank(s)"
         )
     if secret is None:
         raise ConfigError(
-            f"the refit group at {ip}:{port} takes only engines with the trainer's secret. Give "
+            f"the refit group at {ip}:{port} accepts only engines with the trainer's secret. Give "
             "secret=: `Collective.secret` of the trainer, or the driver's `get_refit_secret()`"
         )
     store = ControlStore(ip, port, timeout_s, secret)
@@ -122,7 +122,7 @@ class CollectiveGroup:
         return manifest
 
     def close(self) -> None:
-        """Leave; the remaining engines need another process in this one's place."""
+        """Leave; the remaining engines need another process in place of this one."""
         self._leave()
         self._store.close()
 
@@ -157,7 +157,7 @@ class CollectiveGroup:
         """Report this engine ready; None if the handshake began with another process in its
         place.
         """
-        missing = f"the trainer has not gone on with its refit within {limit:g} s"
+        missing = f"the trainer has not continued its refit within {limit:g} s"
         content = self._store.get(note(number, "offer"), _left(deadline), missing)
         offer = understood("offer", content, layout=str, senders=int, bucket_bytes=int)
         layout = self._known_layout(offer["layout"], deadline, missing)

@@ -57,7 +57,7 @@ def _portions(reader: HfReader) -> Iterator[list[str]]:
 def _manifest_of(root: Path) -> RefitManifest:
     """The manifest of what the directory should hold."""
     if not root.is_dir():
-        raise RefitError(f"{root} is no directory: the trainer has published nothing there")
+        raise RefitError(f"{root} is not a directory: the trainer has published nothing there")
     stated = read_manifest(root)
     if stated is None or stated.step is None:
         raise RefitError(

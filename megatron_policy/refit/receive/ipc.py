@@ -104,10 +104,10 @@ def receive_handles(
         rebuilds, offsets = dict(rebuilds), dict(offsets)
     except (TypeError, ValueError) as error:
         raise RefitError(
-            "handles of weights are (True, [(dtype, handle), ...], {name: offset})"
+            "handles of weights must be (True, [(dtype, handle), ...], {name: offset})"
         ) from error
     if not packed:
-        raise RefitError("handles of single tensors are not understood, only packed ones")
+        raise RefitError("handles of single tensors are not supported, only packed ones")
     first = next(iter(unfinished.arrived), None) if unfinished else None
     assembler = begin() if unfinished is None or first in offsets else unfinished
     forms = {name: assembler.form(name) for name in offsets}
@@ -145,5 +145,5 @@ def _of_device(handles: Mapping[str, Any], device_id: str | None) -> Any:
         return next(iter(handles.values()))
     raise RefitError(
         f"the trainer sent weights for {', '.join(sorted(handles))}, none for {wanted}. Trainer "
-        "and engine must use the same device; or say which with `device_id`"
+        "and engine must use the same device; or choose one with `device_id`"
     )

@@ -29,7 +29,7 @@ GOODBYE_S = 5.0
 class WorkerGroup:
     """One actor of `actor_class` per rank of `topology`, in the slots of `cluster`.
 
-    The constructor returns when every worker has been constructed, or raises the first one's error
+    The constructor returns when every worker has been constructed, or raises the first error
     and leaves no process. `actor_class` is a class decorated with `ray.remote`; each worker is
     constructed with `kwargs`. If a worker has a method `shutdown`, it is called before it is ended.
 
@@ -63,7 +63,7 @@ class WorkerGroup:
         slots = cluster.slots(workers_per_node)
         if len(slots) != topology.world_size:
             raise ConfigError(
-                f"the layout has {topology.world_size} ranks ({topology}) and the cluster gives "
+                f"the layout has {topology.world_size} ranks ({topology}), but the cluster gives "
                 f"{len(slots)} workers; make them equal."
             )
         cluster.claim(self.name)

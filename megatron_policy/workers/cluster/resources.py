@@ -11,7 +11,7 @@ import ray
 from megatron_policy.coordination.rendezvous import PORTS
 from megatron_policy.errors import ConfigError, WorkerError
 
-# CPUs only place a worker: with bundles of whole CPUs, more ranks than cores would wait for ever,
+# CPUs only place a worker: with bundles of whole CPUs, more ranks than cores would wait forever,
 # and the user's own tasks with them.
 CPU_SHARE = 0.01
 

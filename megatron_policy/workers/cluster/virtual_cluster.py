@@ -85,7 +85,7 @@ class RayVirtualCluster:
         if placement_group_strategy not in STRATEGIES:
             raise ConfigError(
                 f"placement_group_strategy is {placement_group_strategy!r}; "
-                f"Ray knows {', '.join(STRATEGIES)}."
+                f"Ray supports {', '.join(STRATEGIES)}."
             )
         self.use_gpus = use_gpus
         self.max_colocated_worker_groups = max_colocated_worker_groups

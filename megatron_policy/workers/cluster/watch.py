@@ -229,7 +229,7 @@ def stand_by(
             if lost := watch.lost(waiting - given_up):
                 given_up.update(failure.rank for failure in lost)
                 for failure in lost:
-                    log.error("%s and is ended. %s", failure.headline(), failure.text)
+                    log.error("%s and will be ended. %s", failure.headline(), failure.text)
                 give_up(owner, lost)
             del owner
 

@@ -126,6 +126,6 @@ def _united(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
     united: dict[str, Any] = {}
     for answer in answers:
         if twice := sorted(united.keys() & answer.keys()):
-            raise RefitError(f"two workers say that they compute on {', '.join(twice)}")
+            raise RefitError(f"two workers report the same device: {', '.join(twice)}")
         united |= answer
     return united

@@ -183,7 +183,7 @@ def training_shards(
     share, left = divmod(global_batch_size, ranks)
     if left or share % micro_batch_size:
         raise ConfigError(
-            f"gbs={global_batch_size} cannot be dealt to {ranks} data-parallel ranks in "
+            f"gbs={global_batch_size} cannot be split over {ranks} data-parallel ranks in "
             f"microbatches of mbs={micro_batch_size}: make gbs a multiple of "
             f"{ranks * micro_batch_size}."
         )
@@ -246,8 +246,9 @@ def _check_whole(data: BatchedDataDict, global_batch_size: int) -> None:
         raise ConfigError("the data have no rows; pass at least one.")
     if data.size % global_batch_size:
         raise ConfigError(
-            f"the data have {data.size} samples, which is no multiple of gbs={global_batch_size}: "
-            "drop or pad the rest (padding rows have sample_mask 0), or pass another gbs."
+            f"the data have {data.size} samples, which is not a multiple of "
+            f"gbs={global_batch_size}: drop or pad the rest (padding rows have sample_mask 0), "
+            "or pass another gbs."
         )
 
 

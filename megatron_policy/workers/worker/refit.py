@@ -84,7 +84,7 @@ class WorkerRefit:
         call; an engine completes its refit with it (`Receiver.finish_ipc`).
         """
         if self._handles is None:
-            raise RefitError("nothing was handed out: call get_weights_ipc_handles first")
+            raise RefitError("nothing was exported: call get_weights_ipc_handles first")
         return {device.device_id(): self._handles.manifest(self.policy.steps)}
 
     def init_collective(
@@ -163,4 +163,4 @@ def _elements(tensor: RefitTensor) -> int:
 
 def refuse_scales(kv_scales: Any) -> None:
     if kv_scales is not None:
-        raise ConfigError("kv_scales: an fp8 key-value cache is not built; leave it None")
+        raise ConfigError("kv_scales: an fp8 key-value cache is not supported; leave it None")

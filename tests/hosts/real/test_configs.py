@@ -1,5 +1,5 @@
 """Every configuration that the host ships, for this package's worker: accepted, or refused for what
-is not built.
+is not supported.
 """
 
 from __future__ import annotations

@@ -105,6 +105,6 @@ def test_dpo_runs_three_steps_and_saves(script: Script, tmp_path: Path) -> None:
 
 def test_grpo_runs_three_steps_with_rollouts_of_the_policy(script: Script, tmp_path: Path) -> None:
     if newer():
-        pytest.skip("this NeMo RL asks an engine of Megatron's to generate, which is not built")
+        pytest.skip("this NeMo RL asks an engine of Megatron's to generate, which is not supported")
     script("run_grpo_math.py", "grpo.yaml", f"checkpointing.checkpoint_dir={tmp_path}")
     assert saved(tmp_path) == ["step_3"]

@@ -140,7 +140,7 @@ class SenderHandshake:
 
     def ready(self) -> list[dict[str, Any]]:
         """Each engine's `ready` message; RefitError if one is not ready in time, or refuses."""
-        missing = "is not there within {:g} s: does it run, and receive?"
+        missing = "did not get ready within {:g} s: is it running, and receiving?"
         answers = [
             understood("ready", content, process=str, groups=dict)
             for content in self._from_engines("ready", missing)
@@ -158,7 +158,7 @@ class SenderHandshake:
     def finish(self, manifest: bytes) -> None:
         """Publish the manifest, and wait until all engines accept; RefitError if one does not."""
         self._put("sent", self._sender, _SENT + manifest)
-        missing = "has not said within {:g} s that it accepts the weights"
+        missing = "did not say within {:g} s that it accepts the weights"
         for engine, verdict in enumerate(self._from_engines("verdict", missing)):
             if verdict != ACCEPTED:
                 raise RefitError(f"engine {engine}: {verdict.decode(errors='replace')}")

@@ -112,5 +112,5 @@ def _word(dtype: torch.dtype) -> str:
 def _dtype(word: str) -> torch.dtype:
     dtype = getattr(torch, word)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{word} is no dtype")
+        raise ValueError(f"{word} is not a dtype")
     return dtype

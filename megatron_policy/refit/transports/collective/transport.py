@@ -252,7 +252,7 @@ class CollectiveSession:
     def close(self) -> None:
         """See `delivery.TransportSession`."""
         if not self._accepted:
-            self._member.give_up("what failed there is in its log")
+            self._member.give_up("its log says what failed")
 
     def _send(self, chunk: Tensor) -> PendingCollective:
         return self._channel.broadcast(chunk, 0)

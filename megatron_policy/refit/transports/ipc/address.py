@@ -21,8 +21,8 @@ def path_of(address: str) -> str:
     path = address.removeprefix(SCHEME)
     if path == address or not os.path.isabs(path) or len(os.fsencode(path)) > _LONGEST:
         raise ConfigError(
-            f"{address!r} is no address on this machine; write ipc:///tmp/<name>.sock, with a path "
-            f"of at most {_LONGEST} bytes"
+            f"{address!r} is not an address on this machine; write ipc:///tmp/<name>.sock, with a "
+            f"path of at most {_LONGEST} bytes"
         )
     return path
 

@@ -85,7 +85,7 @@ def open_exported(handle: object, consume: Callable[[Tensor], None]) -> None:
         if not attached.close():
             raise RefitError(
                 "the engine holds on to memory that it was given to load, which the trainer will "
-                "overwrite. Let `load` copy what it keeps"
+                "overwrite. `load` must copy what it keeps"
             )
         return
     try:
@@ -120,7 +120,7 @@ def handle_of(rebuild: Any) -> object:
         function, arguments = rebuild
         known = (function.__module__, function.__qualname__) in GLOBALS
     except (TypeError, ValueError, AttributeError) as error:
-        raise RefitError(f"this is no handle of weights: {error}") from error
+        raise RefitError(f"this is not a handle of weights: {error}") from error
     if not known:
-        raise RefitError(f"a handle of weights wants {function} called, which is refused")
+        raise RefitError(f"a handle of weights asks to call {function}, which is refused")
     return Handle(*arguments[:5]) if function is rebuilt else (arguments,)

@@ -88,7 +88,7 @@ class IpcHandles:
         refit. RefitError if that is nothing, or of another step.
         """
         if not self._sent:
-            raise RefitError("nothing was lent since the last refit: call `weights` first")
+            raise RefitError("nothing was exported since the last refit: call `weights` first")
         self._check_step(step)
         sent, self._sent = self._sent, {}
         return RefitManifest(step, algorithm_for(self._exporter.probe), sent)
@@ -103,8 +103,8 @@ class IpcHandles:
         if None not in (before, step) and before != step:
             self._sent = {}
             raise RefitError(
-                f"the policy was trained amid a refit: some weights were lent at step {before}, "
-                f"this is step {step}. Begin again with the first names"
+                f"the policy was trained during a refit: some weights were exported at step "
+                f"{before}, and this is step {step}. Begin again with the first names"
             )
 
     def _lend(self, places: dict[str, int], tensors: Sequence[RefitTensor]) -> None:

@@ -83,8 +83,8 @@ class Link:
 def gone(other: str, address: str) -> str:
     """Error text: the other side disconnected."""
     return (
-        f"the {other} at {address} has gone in the middle of a refit. Look at its log; the next "
-        "refit starts anew"
+        f"the {other} at {address} disconnected in the middle of a refit. Look at its log; the "
+        "next refit starts anew"
     )
 
 
@@ -99,6 +99,6 @@ def silent(other: str, address: str, timeout_s: float) -> str:
 def nobody(other: str, address: str, timeout_s: float) -> str:
     """Error text: the other side never connected."""
     return (
-        f"no {other} came to {address} within {timeout_s:g} s. Start its side of the refit, with "
-        "this address, on this machine"
+        f"no {other} connected to {address} within {timeout_s:g} s. Start its side of the refit, "
+        "with this address, on this machine"
     )

@@ -88,7 +88,7 @@ def understood(content: bytes) -> PackMessage | dict[str, Form] | RefitManifest:
         match json.loads(content):
             case {"say": "announce", "version": version, "tensors": dict(tensors)}:
                 if version != VERSION:
-                    raise ValueError(f"it is of version {version!r}, this side reads {VERSION}")
+                    raise ValueError(f"it is of version {version!r}, but this side reads {VERSION}")
                 return {name: _form(*said) for name, said in tensors.items()}
             case {"say": "complete", "manifest": str(manifest)}:
                 return RefitManifest.decoded(manifest.encode())
@@ -100,9 +100,9 @@ def understood(content: bytes) -> PackMessage | dict[str, Form] | RefitManifest:
         raise
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         raise RefitError(
-            f"the trainer sent what cannot be read: {content[:80]!a}: {error}. {_SAME}"
+            f"the trainer sent a request that cannot be read: {content[:80]!a}: {error}. {_SAME}"
         ) from error
-    raise RefitError(f"the trainer sent what means nothing here: {content[:80]!a}. {_SAME}")
+    raise RefitError(f"the trainer sent an unknown request: {content[:80]!a}. {_SAME}")
 
 
 def refusal(error: Exception) -> bytes:
@@ -139,7 +139,7 @@ def _handle(said: Any) -> object:
 def _form(word: str, shape: Sequence[int]) -> Form:
     dtype = getattr(torch, word)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{word} is no dtype")
+        raise ValueError(f"{word} is not a dtype")
     return tuple(map(_count, shape)), dtype
 
 
@@ -149,5 +149,5 @@ def _word(dtype: torch.dtype) -> str:
 
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no size or number")
+        raise ValueError(f"{value!r} is not a size or number")
     return value

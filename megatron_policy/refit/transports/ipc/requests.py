@@ -43,7 +43,7 @@ class _Door:
         except OSError as error:
             self.listener.close()
             raise RefitError(
-                f"the trainer cannot make the socket {path}: {error}. Remove what stands there, or "
+                f"the trainer cannot make the socket {path}: {error}. Remove the file there, or "
                 "give the refit another address"
             ) from error
 
@@ -204,7 +204,7 @@ class RequestSocket:
         while link.here - {self._engine}:
             if time.monotonic() >= end:
                 raise RefitError(
-                    f"more than one {self._other} came to {self.address}. Give each an address of "
-                    "its own"
+                    f"more than one {self._other} connected to {self.address}. Give each its own "
+                    "address"
                 )
             link.wait(end)

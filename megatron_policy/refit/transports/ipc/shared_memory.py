@@ -17,7 +17,7 @@ from megatron_policy.errors import RefitError
 DIRECTORY = "/dev/shm"
 _REACH = (
     "Trainer and engine must run at the same time, on the same machine, as the same user and with "
-    "the same process numbers (of containers: in one, or with --pid=host); send the weights again"
+    "the same process numbers (in one container, or with --pid=host); send the weights again"
 )
 
 
@@ -98,7 +98,7 @@ def create(nbytes: int, directory: str = DIRECTORY) -> SharedMemory:
         raise RefitError(
             f"the trainer cannot get {nbytes:,} bytes of shared memory: {error.strerror} "
             f"({_free(directory)} free in {directory}). Give the refit a smaller buffer, or the "
-            "machine more of this memory (a container: --shm-size)"
+            "machine more of this memory (for a container: --shm-size)"
         ) from error
     mapping.madvise(mmap.MADV_DONTFORK)  # or a forked process would keep it
     return SharedMemory(mapping, nbytes, fd)
@@ -138,7 +138,7 @@ def _check(handle: Handle, found: os.stat_result) -> None:
     same = stat.S_ISREG(found.st_mode) and found.st_ino == handle.inode
     if not same or found.st_size < handle.nbytes or _started(handle.pid) != handle.started:
         raise RefitError(
-            f"process {handle.pid} has given the shared memory back, or is another one by now. "
+            f"process {handle.pid} has released the shared memory, or is a different one by now. "
             + _REACH
         )
 

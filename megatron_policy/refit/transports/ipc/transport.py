@@ -69,7 +69,9 @@ class IpcStream:
         if self._addresses is None:
             return exporter.plan()
         if absent := [rank for rank in self._addresses if not 0 <= rank < grid.world_size]:
-            raise ConfigError(f"there are no ranks {absent} to give weights: {grid.world_size} run")
+            raise ConfigError(
+                f"there are no ranks {absent} to send weights from: {grid.world_size} ranks run"
+            )
         served = {(at.dp, at.cp) for at in map(grid.coords, self._addresses)}
         return exporter.plan() if (own.dp, own.cp) in served else None
 
