@@ -33,7 +33,7 @@ def locate(model: str | Path, files: list[str] | None = None) -> Path:
         )
     if not is_name:
         raise ConfigError(
-            f"model {str(model)!r} is neither a directory nor the name of a hub repository"
+            f"model {str(model)!r} is not a directory, nor the name of a hub repository"
         )
     from huggingface_hub import snapshot_download
 
@@ -56,7 +56,7 @@ def locate(model: str | Path, files: list[str] | None = None) -> Path:
 
 def no_such_model(model: str | Path, error: Exception) -> ConfigError:
     """The error for a name that is neither a directory nor an available repository."""
-    return ConfigError(f"model {str(model)!r} is neither a directory here nor on the hub: {error}")
+    return ConfigError(f"model {str(model)!r} is not a directory here, nor on the hub: {error}")
 
 
 def _names(beside: Path) -> str:

@@ -189,9 +189,9 @@ def test_an_engine_that_dies_fails_all_ranks_and_another_one_is_served(
         (
             "stall",
             "did not take part within 4 s|has left, or was ended",
-            "trainer at .* (gone|silent)",
+            "trainer at .* (disconnected|silent)",
         ),
-        ("full", r"the trainer cannot get [\d,]+ bytes", "trainer at .* gone"),
+        ("full", r"the trainer cannot get [\d,]+ bytes", "trainer at .* disconnected"),
     ],
 )
 def test_a_fault_on_the_way_fails_both_sides_and_the_next_refit_succeeds(
@@ -247,7 +247,7 @@ def test_a_rank_that_is_killed_fails_the_engine_and_the_other_rank(
     heard = end_of(process)
     with pytest.raises(RankFailure, match="rank0 died"):
         trainers.results()
-    assert "gone" in heard or "cannot open" in heard
+    assert "disconnected" in heard or "cannot open" in heard
     held, step, mixed, _ = process.call(engine.state)
     assert held == engine.bits(engine.zeros(forms_of(path))) and step is None and not mixed
     assert not os.path.exists(path_of(address))

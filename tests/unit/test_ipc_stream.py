@@ -129,7 +129,7 @@ def test_an_engine_killed_while_loading_fails_the_sender_and_the_next_refit_succ
     start: Callable[..., OtherProcess], others: list[OtherProcess], address: str, staged: bool
 ) -> None:
     process = start(die_at_load=1 if staged else 2, staged=staged)
-    with pytest.raises(RefitError, match=r"engine .* (gone|silent)"):
+    with pytest.raises(RefitError, match=r"engine .* (disconnected|silent)"):
         send(address, 1, timeout_s=SHORT)
     with pytest.raises((EOFError, ConnectionResetError)):
         process.result()
@@ -149,7 +149,7 @@ def test_an_engine_killed_in_the_middle_fails_the_sender(
         if name == "layers.3.weight":
             process.kill()
 
-    with pytest.raises(RefitError, match=r"engine .* (gone|silent)"):
+    with pytest.raises(RefitError, match=r"engine .* (disconnected|silent)"):
         send(address, 1, timeout_s=SHORT, during=kill)
 
 
@@ -159,7 +159,7 @@ def test_a_trainer_killed_in_the_middle_fails_the_engine_and_leaves_nothing(
 ) -> None:
     process = start(staged=staged, timeout_s=SHORT)
     others[1].begin(send_and_die, address, 1, "layers.4.weight")
-    with pytest.raises(RefitError, match=r"trainer .* (gone|silent)|cannot open"):
+    with pytest.raises(RefitError, match=r"trainer .* (disconnected|silent)|cannot open"):
         process.result(3 * SHORT)
     others[1].kill()
     others[1] = OtherProcess()
@@ -299,7 +299,7 @@ def test_a_trainer_that_gives_up_ends_the_engines_wait(
     with pytest.raises(RuntimeError, match="somewhere else"):
         send(address, 1, during=fail)
     # On a busy machine it may all be over before the engine opens what it was told of.
-    with pytest.raises(RefitError, match=r"trainer .* gone|cannot open"):
+    with pytest.raises(RefitError, match=r"trainer .* disconnected|cannot open"):
         process.result(10)
     assert process.call(engine.state)[0] == ZEROS
 
@@ -319,7 +319,7 @@ def test_a_full_shared_memory_fails_the_refit_and_a_smaller_buffer_succeeds(
         with pytest.raises(RefitError, match=r"the trainer cannot get .* smaller buffer") as full:
             refit(3 * MIB)
         assert free(tiny) == MIB and full.value.__cause__ is not None
-        with pytest.raises(RefitError, match=r"trainer .* gone"):
+        with pytest.raises(RefitError, match=r"trainer .* disconnected"):
             process.result()
         process.begin(engine.receive, address)
         refit(MIB)
@@ -328,7 +328,7 @@ def test_a_full_shared_memory_fails_the_refit_and_a_smaller_buffer_succeeds(
 
 
 def test_an_engine_that_never_comes_fails_the_refit_in_time(address: str) -> None:
-    with pytest.raises(RefitError, match=r"no engine came to .* within 0.75 s"):
+    with pytest.raises(RefitError, match=r"no engine connected to .* within 0.75 s"):
         send(address, 1, timeout_s=1.0)
     assert os.listdir(os.path.dirname(path_of(address))) == []
 
@@ -337,7 +337,7 @@ def test_a_trainer_that_never_comes_fails_the_engine_in_time(
     start: Callable[..., OtherProcess], address: str
 ) -> None:
     process = start(timeout_s=0.5)
-    with pytest.raises(RefitError, match=r"no trainer came to .* within 0.5 s"):
+    with pytest.raises(RefitError, match=r"no trainer connected to .* within 0.5 s"):
         process.result(10)
 
 
