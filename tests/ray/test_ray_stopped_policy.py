@@ -37,15 +37,33 @@ def prepare_refit_info(policy: Policy, path: Path) -> Any:
     return policy.prepare_refit_info()
 
 
-@pytest.mark.parametrize("layout", [TP2, DP2], ids=["tp2", "dp2"])
-@pytest.mark.parametrize("verb", [train, get_logprobs, save_checkpoint, prepare_refit_info])
+EVERY_VERB = pytest.mark.parametrize(
+    ("verb", "layout"),
+    [
+        pytest.param(train, TP2, id="train-tp2"),
+        pytest.param(get_logprobs, DP2, id="get_logprobs-dp2"),
+        pytest.param(save_checkpoint, DP2, id="save_checkpoint-dp2"),
+        pytest.param(prepare_refit_info, TP2, id="prepare_refit_info-tp2"),
+        # Whichever verb and layout, the driver watches its workers in one place.
+        pytest.param(train, DP2, id="train-dp2", marks=pytest.mark.sweep),
+        pytest.param(get_logprobs, TP2, id="get_logprobs-tp2", marks=pytest.mark.sweep),
+        pytest.param(save_checkpoint, TP2, id="save_checkpoint-tp2", marks=pytest.mark.sweep),
+        pytest.param(prepare_refit_info, DP2, id="prepare_refit_info-dp2", marks=pytest.mark.sweep),
+    ],
+)
+
+
+@EVERY_VERB
 def test_every_verb_ends_where_a_worker_is_stopped_and_names_it(
     make_policy: PolicyMaker,
     tmp_path: Path,
     layout: dict[str, Any],
     verb: Callable[[Policy, Path], Any],
 ) -> None:
+    """After a step that takes longer than a worker can be stopped, which is taken."""
     policy = make_policy(layout, worker_timeout_s=LIMIT_S)
+    if verb is train or verb is get_logprobs:  # one verb of each layout
+        assert policy.train(batch(), Slow(LONG_S))["grad_norm"].isfinite().all()
     pids = policy.worker_group.pids
     os.kill(pids[1], signal.SIGSTOP)
     wait_until_stopped(pids[1])
@@ -59,7 +77,9 @@ def test_every_verb_ends_where_a_worker_is_stopped_and_names_it(
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-@pytest.mark.parametrize("layout", [TP2, DP2], ids=["tp2", "dp2"])
+@pytest.mark.parametrize(
+    "layout", [TP2, pytest.param(DP2, marks=pytest.mark.sweep)], ids=["tp2", "dp2"]
+)
 def test_futures_of_init_collective_end_where_a_worker_is_stopped_and_name_it(
     make_policy: PolicyMaker, layout: dict[str, Any]
 ) -> None:
@@ -83,15 +103,6 @@ def test_a_worker_stopped_inside_its_step_is_named_and_gone(
         policy.train(batch(), Troubled(tmp_path, stop_on=1))
     assert policy.shutdown()
     assert not still_running(tmp_path, within_s=0)
-
-
-@pytest.mark.parametrize("layout", [TP2, DP2], ids=["tp2", "dp2"])
-def test_a_step_that_takes_longer_than_a_worker_may_be_stopped_is_taken(
-    make_policy: PolicyMaker, layout: dict[str, Any]
-) -> None:
-    policy = make_policy(layout, worker_timeout_s=LIMIT_S)
-    assert policy.train(batch(), Slow(LONG_S))["grad_norm"].isfinite().all()
-    assert policy.shutdown()
 
 
 def test_collectives_of_rays_workers_end_after_the_configured_time(
