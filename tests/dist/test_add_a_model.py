@@ -13,11 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from megatron_policy.cli import app
 from megatron_policy.converters.registry import family_of
 from megatron_policy.errors import ConversionError
 from tests.dist.test_docs import python_blocks
 from tests.dist.test_launch import ROOT
+from tests.other_process import OtherProcess
 
 DOCUMENT = "docs/add-a-model.md"
 
@@ -98,35 +101,28 @@ def seed_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# Runs each command as the shell would, in one process: importing the libraries takes longest.
-RUNNER = """
-import json, sys
-from typer.testing import CliRunner
-from megatron_policy.cli import app
-for line in json.loads(sys.argv[1]):
-    result = CliRunner().invoke(app, line.split()[1:])
-    fault = result.exception
-    trace = "" if fault is None or isinstance(fault, SystemExit) else f"{fault!r}"
-    print(json.dumps([line, result.exit_code, result.stdout, result.stderr + trace]))
-"""
-
-
 def run(commands: list[str], cwd: Path, *sites: Path) -> dict[str, tuple[int, str, str]]:
     """Exit code, stdout and stderr of each command, with what is installed in `sites`."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (*sites, ROOT)))
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER, json.dumps(commands)],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    return {line: (code, out, error) for line, code, out, error in results}
+    process = OtherProcess()
+    try:
+        process.begin(invoke, commands, cwd, [str(site) for site in sites])
+        results: dict[str, tuple[int, str, str]] = process.result(timeout=600.0)
+    finally:
+        process.kill()
+    return results
+
+
+def invoke(commands: list[str], cwd: Path, sites: list[str]) -> dict[str, tuple[int, str, str]]:
+    """What `run` says, one command after another in this process, which is for nothing else."""
+    sys.path[:0] = sites
+    os.chdir(cwd)
+    results = {}
+    for line in commands:
+        result = CliRunner().invoke(app, line.split()[1:])
+        fault = result.exception
+        trace = "" if fault is None or isinstance(fault, SystemExit) else f"{fault!r}"
+        results[line] = (result.exit_code, result.stdout, result.stderr + trace)
+    return results
 
 
 def test_the_documents_package_inspects_converts_verifies_and_computes_like_hf(
