@@ -9,6 +9,8 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Ray's workers get their share of a busy machine: by default every other process comes before them.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
