@@ -38,9 +38,8 @@ TESTS = (
     "tests/dist/test_resume.py",
     "tests/dist/test_split_training.py",
     "tests/dist/test_weight_decay.py",
-    "tests/ray/test_mistakes_in_batches.py",
     "tests/ray/test_ray_batching.py",
-    "tests/ray/test_ray_policy.py",
+    "tests/ray/test_ray_training.py",
 )
 """All that compare by `tests.exact`, but for those that need GPUs."""
 

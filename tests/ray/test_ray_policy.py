@@ -1,148 +1,31 @@
-"""The driver's policy over real workers, against the Hugging Face model in one process."""
+"""The driver's policy over two replicas that do not train: what it refuses, reads and tells."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
 import torch
-from transformers import AutoModelForCausalLM
 
 from megatron_policy import MegatronPolicyWorker, Policy
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import BatchError, ConfigError, ExportError
 from megatron_policy.workers import RayVirtualCluster
-from tests import oracle
-from tests.exact import Exact, assert_equal, load_hf
 from tests.losses import TokenNLL
 from tests.ray.policies import (
     DP2,
     GBS,
     LENGTH,
-    PP2,
-    ROWS,
     TOKENIZER,
-    TP2,
     VOCAB,
-    PolicyMaker,
     batch,
     config_of,
     under_the_reference,
 )
-
-
-@pytest.mark.parametrize("layout", [TP2, PP2, DP2], ids=["tp2", "pp2", "dp2"])
-def test_two_workers_do_what_one_process_of_transformers_does(
-    make_policy: PolicyMaker,
-    checkpoint: Callable[..., Path],
-    tmp_path: Path,
-    layout: dict[str, Any],
-) -> None:
-    path = checkpoint("qwen2", vocab=VOCAB)
-    policy = make_policy(layout)
-    data = batch()
-
-    assert_logprobs(policy.get_logprobs(data)["logprobs"], path, data)
-    assert_logprobs_of_a_part(policy, path, data)
-    assert_topk(policy, path, data)
-    assert_greedy_tokens(policy, load_hf(path), data)
-
-    policy.prepare_for_training()
-    more = batch(seed=1, rows=GBS)
-    everything = BatchedDataDict.from_batches([data, more])
-    hf = oracle.Learned.of(path, everything, GBS, oracle.token_level)
-    evaluated = policy.train(data, TokenNLL(), eval_mode=True)
-    assert evaluated["loss"].shape == (ROWS // GBS,)
-    results = policy.train(data, TokenNLL())
-    in_parts = train_in_parts(policy, more)
-    policy.finish_training()
-    assert results["loss"].shape == (2,) and results["grad_norm"].shape == (1,)
-    for index, loss in enumerate(results["loss"]):
-        hf.assert_same_loss(loss, index)
-    hf.assert_same_norm(results["grad_norm"], 1)
-    metrics = results["microbatch_metrics"]
-    assert len(metrics["loss"]) == ROWS, "microbatches of one row, of all data-parallel ranks"
-    hf.assert_same_total(sum(metrics["loss"]) * 2, 0, 1)
-    hf.assert_same_loss(in_parts["loss"], 2)
-    hf.assert_same_norm(in_parts["grad_norm"], 2)
-    hf.assert_same_total(sum(in_parts["microbatch_metrics"]["loss"]), 2)
-
-    reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
-    assert_logprobs(reference, path, data)
-    policy.export_hf(tmp_path / "exported")
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    for name, weight in exported.named_parameters():
-        hf.assert_same_weight(weight.data, hf.exact.weights[name], name)
-    assert_logprobs(policy.get_logprobs(data)["logprobs"], tmp_path / "exported", data)
-    assert policy.shutdown()
-    assert policy.shutdown()
-
-
-def train_in_parts(policy: Policy, data: BatchedDataDict) -> dict[str, Any]:
-    """One step, after one that is dropped and calls that have to wait; one part is one row, so that
-    a data-parallel rank has none.
-    """
-    with pytest.raises(ConfigError, match=r"call begin_train_step\(\) first"):
-        policy.train_microbatch(data)
-    policy.begin_train_step(TokenNLL())
-    policy.train_microbatch(data.slice(1, 4))
-    policy.abort_train_step()
-    policy.begin_train_step(TokenNLL())
-    with pytest.raises(ConfigError, match=r"nothing to step with: call train_microbatch\(\)"):
-        policy.finish_train_step()
-    policy.train_microbatch(data.slice(0, 1))
-    with pytest.raises(ConfigError, match="a training step is open"):
-        policy.finish_training()
-    with pytest.raises(BatchError, match="sample_mask"):
-        policy.train_microbatch({"input_ids": data["input_ids"]})
-    policy.train_microbatch(data.slice(1, 4))
-    return policy.finish_train_step()
-
-
-def assert_logprobs(found: torch.Tensor, path: Path, data: BatchedDataDict) -> None:
-    expected = Exact.of(path, partial(oracle.hf_logprobs, tokens=data["input_ids"]))
-    assert found.shape == data["input_ids"].shape
-    assert not found[:, 0].any()
-    inside = torch.arange(1, LENGTH) < data["input_lengths"].unsqueeze(1)
-    assert_equal("logprobs", found[:, 1:][inside], expected[inside])
-
-
-def assert_logprobs_of_a_part(policy: Policy, path: Path, data: BatchedDataDict) -> None:
-    """Five rows do not divide over two ranks; the caller must not notice."""
-    part = data.slice(0, 5)
-    assert_logprobs(policy.get_logprobs(part)["logprobs"], path, part)
-
-
-def assert_topk(policy: Policy, path: Path, data: BatchedDataDict) -> None:
-    found = policy.get_topk_logits(data.slice(0, 3), k=4)
-    logits = Exact.of(path, lambda m: m(data["input_ids"][:3]).logits)
-    inside = torch.arange(LENGTH) < data["input_lengths"][:3].unsqueeze(1)
-    expected = logits.value.topk(4, dim=-1).values[inside]
-    assert_equal("logits", found["topk_logits"][inside], replace(logits, value=expected))
-    assert torch.equal(logits.value.gather(-1, found["topk_indices"])[inside], expected)
-
-
-def assert_greedy_tokens(policy: Policy, model: Any, data: BatchedDataDict) -> None:
-    """Unequal prompts, more of them than divide; the longest of each rank differ."""
-    prompts = data.slice(0, 3)
-    found = policy.generate(prompts, greedy=True)
-    for row, length in enumerate(prompts["input_lengths"].tolist()):
-        tokens = prompts["input_ids"][row, :length]
-        with torch.no_grad():
-            for _ in range(6):
-                following = model(tokens.unsqueeze(0)).logits[0, -1].argmax()
-                tokens = torch.cat([tokens, following.view(1)])
-        end = int(found["unpadded_sequence_lengths"][row])
-        assert found["output_ids"][row, :end].tolist() == tokens.tolist()
-        assert int(found["generation_lengths"][row]) == 6
-        assert not found["output_ids"][row, end:].any(), "padding is the tokenizer's pad token"
 
 
 @pytest.fixture(scope="module")

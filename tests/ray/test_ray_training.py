@@ -1,33 +1,38 @@
-"""Mistakes in losses and batches leave a policy of workers usable, and what it computes right."""
+"""Training over real workers, against the Hugging Face model in one process; mistakes in losses and
+batches leave the policy usable, and what it computes right.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from megatron_policy import Policy
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import BatchError, ConfigError, LossError, WorkerError
 from megatron_policy.workers import RayVirtualCluster
 from tests import oracle
-from tests.exact import Exact, assert_equal
+from tests.exact import Exact, assert_equal, load_hf
 from tests.losses import SequenceNLL, TokenNLL
 from tests.malformed import malformed
 from tests.mistaken import MISTAKES, READING, Mistaken, NoGradientOfSqrt
 from tests.ray.policies import (
     DP2,
     GBS,
+    LENGTH,
     PP2,
+    ROWS,
     TOKENIZER,
     TP2,
     VOCAB,
-    PolicyMaker,
     batch,
     config_of,
 )
@@ -87,31 +92,134 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def replicas(checkpoint: Callable[..., Path]) -> Iterator[tuple[Policy, Oracle]]:
-    """Two data-parallel workers that every mistake of this file is made with, and what they know.
-    Each test finds the policy right and leaves it so.
-    """
+def trained(
+    request: pytest.FixtureRequest, checkpoint: Callable[..., Path]
+) -> Iterator[tuple[Policy, Oracle]]:
+    """Two workers, and what they should know. Each test finds the policy right and leaves it so."""
     cluster = RayVirtualCluster([2], use_gpus=False)
-    policy = Policy(cluster, config_of(checkpoint, DP2), TOKENIZER)
+    policy = Policy(cluster, config_of(checkpoint, request.param), TOKENIZER)
     yield policy, Oracle(checkpoint("qwen2", vocab=VOCAB))
+    assert policy.shutdown()
     assert policy.shutdown()
     cluster.shutdown()
 
 
-def test_two_replicas_compute_the_right_numbers_after_every_loss_that_failed(
-    replicas: tuple[Policy, Oracle],
+ALL_LAYOUTS = pytest.mark.parametrize(
+    "trained", [DP2, TP2, PP2], ids=["dp2", "tp2", "pp2"], indirect=True
+)
+REPLICAS = pytest.mark.parametrize("trained", [DP2], ids=["dp2"], indirect=True)
+
+
+@ALL_LAYOUTS
+def test_two_workers_do_what_one_process_of_transformers_does(
+    trained: tuple[Policy, Oracle], tmp_path: Path
 ) -> None:
-    make_every_mistake(*replicas)
+    policy, truth = trained
+    path, data = truth.path, batch()
+    assert not truth.taken, "the first test of a policy"
+
+    assert_logprobs(policy.get_logprobs(data)["logprobs"], path, data)
+    assert_logprobs_of_a_part(policy, path, data)
+    assert_topk(policy, path, data)
+    assert_greedy_tokens(policy, load_hf(path), data)
+
+    policy.prepare_for_training()
+    more = batch(seed=1, rows=GBS)
+    everything = BatchedDataDict.from_batches([data, more])
+    hf = oracle.Learned.of(path, everything, GBS, oracle.token_level)
+    evaluated = policy.train(data, TokenNLL(), eval_mode=True)
+    assert evaluated["loss"].shape == (ROWS // GBS,)
+    results = policy.train(data, TokenNLL())
+    in_parts = train_in_parts(policy, more)
+    policy.finish_training()
+    assert results["loss"].shape == (2,) and results["grad_norm"].shape == (1,)
+    for index, loss in enumerate(results["loss"]):
+        hf.assert_same_loss(loss, index)
+    hf.assert_same_norm(results["grad_norm"], 1)
+    for step in (data.slice(0, GBS), data.slice(GBS, ROWS), more):
+        truth.take(step)
+    metrics = results["microbatch_metrics"]
+    assert len(metrics["loss"]) == ROWS, "microbatches of one row, of all data-parallel ranks"
+    hf.assert_same_total(sum(metrics["loss"]) * 2, 0, 1)
+    hf.assert_same_loss(in_parts["loss"], 2)
+    hf.assert_same_norm(in_parts["grad_norm"], 2)
+    hf.assert_same_total(sum(in_parts["microbatch_metrics"]["loss"]), 2)
+
+    reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+    assert_logprobs(reference, path, data)
+    policy.export_hf(tmp_path / "exported")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    for name, weight in exported.named_parameters():
+        hf.assert_same_weight(weight.data, hf.exact.weights[name], name)
+    assert_logprobs(policy.get_logprobs(data)["logprobs"], tmp_path / "exported", data)
 
 
-@pytest.mark.parametrize("layout", [TP2, PP2], ids=["tp2", "pp2"])
-def test_a_replica_of_two_computes_the_right_numbers_after_every_loss_that_failed(
-    make_policy: PolicyMaker, checkpoint: Callable[..., Path], layout: dict[str, Any]
+def train_in_parts(policy: Policy, data: BatchedDataDict) -> dict[str, Any]:
+    """One step, after one that is dropped and calls that have to wait; one part is one row, so that
+    a data-parallel rank has none.
+    """
+    with pytest.raises(ConfigError, match=r"call begin_train_step\(\) first"):
+        policy.train_microbatch(data)
+    policy.begin_train_step(TokenNLL())
+    policy.train_microbatch(data.slice(1, 4))
+    policy.abort_train_step()
+    policy.begin_train_step(TokenNLL())
+    with pytest.raises(ConfigError, match=r"nothing to step with: call train_microbatch\(\)"):
+        policy.finish_train_step()
+    policy.train_microbatch(data.slice(0, 1))
+    with pytest.raises(ConfigError, match="a training step is open"):
+        policy.finish_training()
+    with pytest.raises(BatchError, match="sample_mask"):
+        policy.train_microbatch({"input_ids": data["input_ids"]})
+    policy.train_microbatch(data.slice(1, 4))
+    return policy.finish_train_step()
+
+
+def assert_logprobs(found: torch.Tensor, path: Path, data: BatchedDataDict) -> None:
+    expected = Exact.of(path, partial(oracle.hf_logprobs, tokens=data["input_ids"]))
+    assert found.shape == data["input_ids"].shape
+    assert not found[:, 0].any()
+    inside = torch.arange(1, LENGTH) < data["input_lengths"].unsqueeze(1)
+    assert_equal("logprobs", found[:, 1:][inside], expected[inside])
+
+
+def assert_logprobs_of_a_part(policy: Policy, path: Path, data: BatchedDataDict) -> None:
+    """Five rows do not divide over two ranks; the caller must not notice."""
+    part = data.slice(0, 5)
+    assert_logprobs(policy.get_logprobs(part)["logprobs"], path, part)
+
+
+def assert_topk(policy: Policy, path: Path, data: BatchedDataDict) -> None:
+    found = policy.get_topk_logits(data.slice(0, 3), k=4)
+    logits = Exact.of(path, lambda m: m(data["input_ids"][:3]).logits)
+    inside = torch.arange(LENGTH) < data["input_lengths"][:3].unsqueeze(1)
+    expected = logits.value.topk(4, dim=-1).values[inside]
+    assert_equal("logits", found["topk_logits"][inside], replace(logits, value=expected))
+    assert torch.equal(logits.value.gather(-1, found["topk_indices"])[inside], expected)
+
+
+def assert_greedy_tokens(policy: Policy, model: Any, data: BatchedDataDict) -> None:
+    """Unequal prompts, more of them than divide; the longest of each rank differ."""
+    prompts = data.slice(0, 3)
+    found = policy.generate(prompts, greedy=True)
+    for row, length in enumerate(prompts["input_lengths"].tolist()):
+        tokens = prompts["input_ids"][row, :length]
+        with torch.no_grad():
+            for _ in range(6):
+                following = model(tokens.unsqueeze(0)).logits[0, -1].argmax()
+                tokens = torch.cat([tokens, following.view(1)])
+        end = int(found["unpadded_sequence_lengths"][row])
+        assert found["output_ids"][row, :end].tolist() == tokens.tolist()
+        assert int(found["generation_lengths"][row]) == 6
+        assert not found["output_ids"][row, end:].any(), "padding is the tokenizer's pad token"
+
+
+@ALL_LAYOUTS
+def test_a_policy_computes_the_right_numbers_after_every_loss_that_failed(
+    trained: tuple[Policy, Oracle],
 ) -> None:
-    make_every_mistake(make_policy(layout), Oracle(checkpoint("qwen2", vocab=VOCAB)))
-
-
-def make_every_mistake(policy: Policy, truth: Oracle) -> None:
+    policy, truth = trained
+    policy.prepare_for_training()
     for mistake, (_, message) in MISTAKES.items():
         for kind in ("token", "sequence"):
             with pytest.raises(LossError) as caught:
@@ -136,10 +244,11 @@ class Everywhere(SequenceNLL):
         return kwargs["next_token_logprob"].sum(), {}
 
 
+@REPLICAS
 def test_the_message_names_the_driver_s_rows_and_the_line_of_the_loss(
-    replicas: tuple[Policy, Oracle],
+    trained: tuple[Policy, Oracle],
 ) -> None:
-    policy, truth = replicas
+    policy, truth = trained
     with pytest.raises(LossError) as caught:
         policy.train(batch(), Mistaken("token", "raises", rank=1, call=3), mbs=1)
     # Two global batches of 4, of which the second rank has rows 2, 3 and 6, 7.
@@ -153,10 +262,11 @@ def test_the_message_names_the_driver_s_rows_and_the_line_of_the_loss(
     truth.check_reading(policy)
 
 
+@REPLICAS
 def test_a_part_that_failed_can_be_dropped_and_the_next_step_is_right(
-    replicas: tuple[Policy, Oracle],
+    trained: tuple[Policy, Oracle],
 ) -> None:
-    policy, truth = replicas
+    policy, truth = trained
     for mistake in ("raises", "NaN"):
         policy.begin_train_step(Mistaken("token", mistake, rank=1))
         with pytest.raises(LossError, match=r"on data-parallel replica 1 \(rows 3\)"):
@@ -167,11 +277,12 @@ def test_a_part_that_failed_can_be_dropped_and_the_next_step_is_right(
         truth.check_step(policy)
 
 
+@REPLICAS
 @pytest.mark.parametrize("loss", [TokenNLL, None, "token", lambda logits: logits])
 def test_what_is_no_loss_is_refused_before_a_worker_is_asked(
-    replicas: tuple[Policy, Oracle], monkeypatch: pytest.MonkeyPatch, loss: Any
+    trained: tuple[Policy, Oracle], monkeypatch: pytest.MonkeyPatch, loss: Any
 ) -> None:
-    policy, _ = replicas
+    policy, _ = trained
     for ask in ("run_sharded", "run_all"):
         monkeypatch.setattr(policy.worker_group, ask, unasked)
     for call in (
@@ -186,8 +297,9 @@ def unasked(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("the workers were asked")
 
 
-def test_what_cannot_leave_the_process_is_named(replicas: tuple[Policy, Oracle]) -> None:
-    (policy, truth), loss = replicas, TokenNLL()
+@REPLICAS
+def test_what_cannot_leave_the_process_is_named(trained: tuple[Policy, Oracle]) -> None:
+    (policy, truth), loss = trained, TokenNLL()
     loss.lock = threading.Lock()  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="loss_fn, a TokenNLL, cannot be sent"):
         policy.train(good(), loss)
@@ -197,11 +309,12 @@ def test_what_cannot_leave_the_process_is_named(replicas: tuple[Policy, Oracle])
     truth.check_step(policy)
 
 
+@REPLICAS
 def test_a_policy_computes_the_right_numbers_after_every_malformed_batch(
-    replicas: tuple[Policy, Oracle],
+    trained: tuple[Policy, Oracle],
 ) -> None:
     """Each is refused as itself, or is computed with; none breaks the workers."""
-    policy, truth = replicas
+    policy, truth = trained
     refused = 0
     for call in (evaluate, Policy.get_logprobs):
         for number, (name, data) in enumerate(malformed(good)):
