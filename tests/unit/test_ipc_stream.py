@@ -373,7 +373,7 @@ def test_an_engine_leaves_with_the_trainer_it_has_answered(address: str) -> None
         assert asked.result(20)[1] == b"ack"
     trainer.close()
     following = RequestSocket(address, "engine", 0.5)
-    with pytest.raises(RefitError, match="no engine came"):
+    with pytest.raises(RefitError, match="no engine connected"):
         following.ask(lambda: b"the first of the next refit")
     engine.close()
     following.close()
@@ -409,7 +409,7 @@ def test_an_engine_that_leaves_without_an_answer_fails_the_refit_where_no_other_
             gone.connect(address)
             refit = threads.submit(send, address, 1, timeout_s=4.0)
             assert gone.poll(20_000)
-        with pytest.raises(RefitError, match="no engine came"):
+        with pytest.raises(RefitError, match="no engine connected"):
             refit.result(30)
 
 
