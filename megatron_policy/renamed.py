@@ -92,7 +92,7 @@ def renamed_name(module: str, name: str, names: Mapping[str, str]) -> Any:
 def warn_renamed(old: str, new: str) -> None:
     """Warn the caller of a method or attribute of the last release that it is `new` now."""
     warnings.warn(
-        f"{old} is `{new}` now. The old name goes with the next release",
+        f"{old} is `{new}` now. The old name will be removed in the next release",
         DeprecationWarning,
         stacklevel=3,
     )

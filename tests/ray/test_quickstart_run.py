@@ -8,19 +8,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ray
 from transformers import AutoTokenizer
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "quickstart" / "run.py"
 
 
-def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
     """`run.py` in a folder and with an import path that do not lead to the checkout."""
-    env = {name: v for name, v in os.environ.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
+    inherited = {n: v for n, v in os.environ.items() if n not in ("PYTHONPATH", "RAY_ADDRESS")}
     command = [sys.executable, str(SCRIPT), *options]
     return subprocess.run(
         command,
         cwd=folder,
-        env=env,
+        env=inherited | env,
         text=True,
         timeout=600,
         check=False,
@@ -46,7 +47,8 @@ def test_the_quickstart_leaves_a_policy_that_transformers_agrees_with(tmp_path: 
 def test_a_layout_that_does_not_fit_ends_the_quickstart_with_the_legal_values(
     tmp_path: Path,
 ) -> None:
-    done = run(tmp_path, "--workers", "2", "--tp", "3")
+    address = ray.get_runtime_context().gcs_address  # that of the session, and none to be started
+    done = run(tmp_path, "--workers", "2", "--tp", "3", RAY_ADDRESS=address)
     assert done.returncode == 2, done.stdout
     assert "tensor_model_parallel_size" in done.stdout
     assert "Traceback" not in done.stdout

@@ -365,18 +365,16 @@ def test_the_socket_of_a_killed_trainer_does_not_keep_the_next_one_away(
 
 
 def test_an_engine_leaves_with_the_trainer_it_has_answered(address: str) -> None:
-    trainer, engine = RequestSocket(address, "engine", 20.0), ReplySocket(address, "trainer", 20.0)
-    with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(lambda: (trainer.ask(lambda: b"the last"), trainer.hear()))
-        assert engine.receive() == b"the last"
-        engine.send(b"ack")
-        assert asked.result(20)[1] == b"ack"
-    trainer.close()
-    following = RequestSocket(address, "engine", 0.5)
-    with pytest.raises(RefitError, match="no engine connected"):
-        following.ask(lambda: b"the first of the next refit")
-    engine.close()
-    following.close()
+    with contextlib.closing(ReplySocket(address, "trainer", 20.0)) as engine:
+        with contextlib.closing(RequestSocket(address, "engine", 20.0)) as trainer:
+            with ThreadPoolExecutor(1) as threads:
+                asked = threads.submit(lambda: (trainer.ask(lambda: b"the last"), trainer.hear()))
+                assert engine.receive() == b"the last"
+                engine.send(b"ack")
+                assert asked.result(20)[1] == b"ack"
+        with contextlib.closing(RequestSocket(address, "engine", 0.5)) as following:
+            with pytest.raises(RefitError, match="no engine connected"):
+                following.ask(lambda: b"the first of the next refit")
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["our receiver", "the host's"])
