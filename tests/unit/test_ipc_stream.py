@@ -365,16 +365,18 @@ def test_the_socket_of_a_killed_trainer_does_not_keep_the_next_one_away(
 
 
 def test_an_engine_leaves_with_the_trainer_it_has_answered(address: str) -> None:
-    with contextlib.closing(ReplySocket(address, "trainer", 20.0)) as engine:
-        with contextlib.closing(RequestSocket(address, "engine", 20.0)) as trainer:
-            with ThreadPoolExecutor(1) as threads:
-                asked = threads.submit(lambda: (trainer.ask(lambda: b"the last"), trainer.hear()))
-                assert engine.receive() == b"the last"
-                engine.send(b"ack")
-                assert asked.result(20)[1] == b"ack"
-        with contextlib.closing(RequestSocket(address, "engine", 0.5)) as following:
-            with pytest.raises(RefitError, match="no engine connected"):
-                following.ask(lambda: b"the first of the next refit")
+    with contextlib.ExitStack() as stack:
+        trainer = RequestSocket(address, "engine", 20.0)
+        with contextlib.closing(trainer), ThreadPoolExecutor(1) as threads:
+            engine = stack.enter_context(contextlib.closing(ReplySocket(address, "trainer", 20.0)))
+            asked = threads.submit(lambda: (trainer.ask(lambda: b"the last"), trainer.hear()))
+            assert engine.receive() == b"the last"
+            engine.send(b"ack")
+            assert asked.result(20)[1] == b"ack"
+        following = RequestSocket(address, "engine", 0.5)
+        stack.callback(following.close)
+        with pytest.raises(RefitError, match="no engine connected"):
+            following.ask(lambda: b"the first of the next refit")
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["our receiver", "the host's"])
