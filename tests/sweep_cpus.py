@@ -114,7 +114,8 @@ def run_tests(name: str, threads: int, arguments: list[str]) -> Run:
     """The tests in a process of their own, whose output is also shown."""
     title = f"{name}, {threads} thread{'s' * (threads > 1)}"
     print(f"=== {title}", flush=True)
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", *arguments, *TESTS]
+    options = ["-q", "--no-header", "-m", ""]  # with those that are marked sweep
+    command = [sys.executable, "-m", "pytest", *options, *arguments, *TESTS]
     done = subprocess.run(
         command, cwd=ROOT, env=environment_of(name, threads), stdout=subprocess.PIPE, text=True
     )
