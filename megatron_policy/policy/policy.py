@@ -261,6 +261,10 @@ class MegatronPolicy:
 
 
 def _megatron_core() -> EngineBuilder:
-    from megatron_policy.engines.megatron import assemble  # imported only if used
+    """Imported only if it is used; prepared before Megatron-Core compiles what it decorates."""
+    from megatron_policy.engines.megatron.platform import prepare_platform
+
+    prepare_platform()
+    from megatron_policy.engines.megatron import assemble
 
     return assemble

@@ -49,11 +49,17 @@ def test_every_patch_tells_its_reason() -> None:
     assert all((patch.__doc__ or "").strip() for patch in cpu_platform.PATCHES)
 
 
-def test_importing_patches_nothing() -> None:
+def test_importing_patches_nothing_and_using_megatron_core_imports_no_compiler() -> None:
     code = (
-        "import torch; before = torch.empty, torch.Tensor.type, torch.cuda.current_device\n"
-        "import megatron_policy.policy, megatron_policy.engines.megatron.cpu_platform\n"
-        "assert (torch.empty, torch.Tensor.type, torch.cuda.current_device) == before"
+        "import sys, torch\n"
+        "before = torch.empty, torch.Tensor.type, torch.cuda.current_device\n"
+        "compile_ = torch.compile\n"
+        "import megatron_policy.policy.policy, megatron_policy.engines.megatron.cpu_platform\n"
+        "assert (torch.empty, torch.Tensor.type, torch.cuda.current_device) == before\n"
+        "megatron_policy.policy.policy._megatron_core()\n"
+        "assert torch.compile is compile_\n"
+        "if not torch.cuda.is_available():\n"
+        "    assert 'torch._inductor.compile_fx' not in sys.modules, 'a compiler was imported'\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=600)
 

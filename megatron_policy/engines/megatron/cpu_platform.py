@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -144,11 +144,23 @@ def compilation() -> None:
     """Megatron-Core's jit fuser is torch.compile, which would need a C++ compiler in every rank:
     run eagerly.
     """
-    import megatron.core.jit as jit
+    with _nothing_compiled():
+        import megatron.core.jit as jit
     import torch._dynamo
 
     jit.disable_jit_fuser()
     torch._dynamo.config.disable = True  # for what was decorated before this call
+
+
+@contextlib.contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """Leave functions as they are: what torch.compile imports for the first one takes a second."""
+    compile_ = torch.compile
+    torch.compile = lambda function=None, **options: function or (lambda later: later)
+    try:
+        yield
+    finally:
+        torch.compile = compile_
 
 
 def random_state() -> None:
