@@ -4,22 +4,11 @@
 
 from __future__ import annotations
 
-from .kinds import (
+from .blocks import (
     Block,
-    Columns,
-    GateUp,
-    Ignore,
-    Joined,
-    OneTensor,
-    Qkv,
     Role,
     Row,
-    RowBase,
-    Rows,
     Shape,
-    Tied,
-    Vocab,
-    Whole,
     blocks_of,
     fill_parts,
     fill_shard,
@@ -27,6 +16,19 @@ from .kinds import (
     shard,
     unpack,
     unshard,
+)
+from .kinds import (
+    Columns,
+    GateUp,
+    Ignore,
+    Joined,
+    OneTensor,
+    Qkv,
+    RowBase,
+    Rows,
+    Tied,
+    Vocab,
+    Whole,
 )
 
 __all__ = [

@@ -1,7 +1,5 @@
-"""The layout algebra: maps elements of HF tensors to elements of a rank's Megatron shard.
-
-A row names both sides and describes their correspondence once, as blocks; loading, exporting,
-packing and sharding (blocks.py) all follow those.
+"""The kinds of rows: each names both sides and describes their correspondence once, as blocks.
+Loading, exporting, packing and sharding (`blocks.py`) all follow those.
 """
 
 from __future__ import annotations
@@ -13,46 +11,7 @@ from typing import ClassVar
 
 from megatron_policy.converters.architecture import Architecture, padded_vocab
 
-from .blocks import (
-    Block,
-    Role,
-    Row,
-    Shape,
-    blocks_of,
-    even,
-    fill_parts,
-    fill_shard,
-    nth,
-    pack,
-    shard,
-    unpack,
-    unshard,
-)
-
-__all__ = [
-    "Block",
-    "Columns",
-    "GateUp",
-    "Ignore",
-    "Joined",
-    "OneTensor",
-    "Qkv",
-    "Role",
-    "Row",
-    "RowBase",
-    "Rows",
-    "Shape",
-    "Tied",
-    "Vocab",
-    "Whole",
-    "blocks_of",
-    "fill_parts",
-    "fill_shard",
-    "pack",
-    "shard",
-    "unpack",
-    "unshard",
-]
+from .blocks import Block, Role, Row, Shape, even, nth
 
 ALL = (slice(None),)
 
