@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from benchmarks.scorecard import Row
+from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -25,6 +23,25 @@ class Measurement:
     runs: Mapping[str, tuple[float, ...]]
     verified: str
     beside: Mapping[str, float] = field(default_factory=dict)
+
+
+Measure = Callable[[Path, int], Measurement]
+"""Takes a working folder and a number of repetitions."""
+
+LOWER, HIGHER = "lower", "higher"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A ratio with its `limit` and our `goal`; `skipped` says why a row has no `measure`."""
+
+    number: int
+    what: str
+    limit: float
+    goal: float
+    better: str = LOWER
+    measure: Measure | None = None
+    skipped: str = ""
 
 
 def ratio_of_minima(numerator: tuple[float, ...], denominator: tuple[float, ...]) -> float:

@@ -15,8 +15,8 @@ from pathlib import Path
 # A script's own folder is on the path, the project's is not.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.results import line_of, summary, versions
-from benchmarks.scorecard import SCORECARD, Row, chosen
+from benchmarks.results import Row, line_of, summary, versions
+from benchmarks.scorecard import SCORECARD, chosen
 
 RESULTS = Path(__file__).resolve().parent / "results.jsonl"
 

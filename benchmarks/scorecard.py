@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 
 from benchmarks import (
     checkpointing,
@@ -15,26 +13,7 @@ from benchmarks import (
     packing,
     training,
 )
-from benchmarks.results import Measurement
-
-Measure = Callable[[Path, int], Measurement]
-"""Takes a working folder and a number of repetitions."""
-
-LOWER, HIGHER = "lower", "higher"
-
-
-@dataclass(frozen=True)
-class Row:
-    """A ratio with its `limit` and our `goal`; `skipped` says why a row has no `measure`."""
-
-    number: int
-    what: str
-    limit: float
-    goal: float
-    better: str = LOWER
-    measure: Measure | None = None
-    skipped: str = ""
-
+from benchmarks.results import HIGHER, Row
 
 SCORECARD: tuple[Row, ...] = (
     Row(

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.results import Measurement, line_of, meets, ratio_of_minima, summary
+from benchmarks.results import HIGHER, Measurement, Row, line_of, meets, ratio_of_minima, summary
 from benchmarks.run import main
-from benchmarks.scorecard import HIGHER, SCORECARD, Row, chosen
+from benchmarks.scorecard import SCORECARD, chosen
 from tests.ranks import RankPool
 
 MEASURED = Row(1, "ours / floor", limit=1.0, goal=2.0, measure=lambda folder, repetitions: SLOW)
