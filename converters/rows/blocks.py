@@ -100,7 +100,11 @@ class Row(Hashable, Protocol):
         """Rows at the end of this shard that no HF element fills: vocabulary padding, zeros."""
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        """Shard `rank` of `size` as disjoint blocks that cover all of it except its padding."""
+        """Shard `rank` of `size` as disjoint blocks that cover all of it except its padding.
+
+        Along each dimension a shard holds some indices of the unsharded parameter, the same ones
+        wherever the others stand: every combination of them.
+        """
 
 
 def of_expert(row: Row) -> bool:

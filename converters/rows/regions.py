@@ -34,6 +34,11 @@ class Region(NamedTuple):
         """The number of elements."""
         return math.prod(self.size)
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The flat indices of the first element and the last."""
+        return self.offset, self.offset + dot([size - 1 for size in self.size], self.stride)
+
     def cut(self, box: Box) -> Region:
         """The part of it in `box`."""
         return Region(

@@ -30,6 +30,10 @@ class Slice(NamedTuple):
         return math.prod(self.sizes)
 
 
+_Cuts = list[tuple[int, int, int]]
+"""Along a dimension: first and last (exclusive) index in the shard, and how far to move them."""
+
+
 def slices(
     row: Row, architecture: Architecture, rank: int, size: int, first: int, last: int
 ) -> Iterator[Slice]:
@@ -45,19 +49,27 @@ def slices(
             ]
             for (low, high), along in zip(box, held, strict=True)
         ]
-        for cut in product(*cuts):
-            origin, sizes = [low for low, _, _ in cut], tuple(high - low for low, high, _ in cut)
-            assert _is_run(shape, sizes), (row, box)
-            whole = tuple(low + move for low, _, move in cut)
-            yield Slice(dot(origin, steps), whole, sizes)
+        for single in _outer(shape, cuts):
+            for cut in product(*single):
+                origin = [low for low, _, _ in cut]
+                whole = tuple(low + move for low, _, move in cut)
+                yield Slice(dot(origin, steps), whole, tuple(high - low for low, high, _ in cut))
 
 
-def _is_run(shape: Shape, sizes: Shape) -> bool:
-    """Whether a box of `sizes` is contiguous in a tensor of that shape: below the first dimension
-    that it has more than one index of, it has all.
+def _outer(shape: Shape, cuts: list[_Cuts]) -> Iterator[list[_Cuts]]:
+    """The same cuts, index by index along every dimension above one that is cut inside: the rest of
+    each is contiguous.
     """
-    first = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))
-    return sizes[first + 1 :] == shape[first + 1 :]
+    inside = [dim for dim, of in enumerate(cuts) if [(a, b) for a, b, _ in of] != [(0, shape[dim])]]
+    if not inside or not cuts:
+        yield cuts
+        return
+    singles = [
+        [(at, at + 1, move) for low, high, move in of for at in range(low, high)]
+        for of in cuts[: inside[-1]]
+    ]
+    for index in product(*singles):
+        yield [*([one] for one in index), *cuts[inside[-1] :]]
 
 
 def in_pieces(piece: Slice, most: int) -> Iterator[Slice]:

@@ -56,7 +56,6 @@ def topology_of(config: PolicyConfig, world_size: int) -> Topology:
     return Topology(
         tp=tp,
         cp=cp,
-        ep=megatron.expert_model_parallel_size,
         dp=world_size // replica,
         pp=pp,
         vpp=megatron.virtual_pipeline_model_parallel_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_policy.config.numbers import DEFAULT_BUCKET_BYTES
+from megatron_policy.converters.table import Entry
 from megatron_policy.coordination.collectives import BoundedCollectives
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S
-from megatron_policy.parallel.topology import Coords, Topology
+from megatron_policy.errors import ConfigError
+from megatron_policy.parallel.topology import Coords, Placement, Shard, Topology
 from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.export import Filled, Place, Sources, stream_alone, stream_together
 from megatron_policy.refit.plan import RefitModel, RefitPlan, RefitTensor, plan_refit
@@ -44,6 +46,7 @@ class Exporter:
         `bucket_bytes` plus 2 %. Engines get `dtype`; None: the checkpoint's own.
         """
         place = engine.place
+        _refuse_other_shards(place, [entry for entry, _ in engine.held])
         self.topology: Topology = place.topology
         self.coords: Coords = place.coords
         self.rank = place.topology.rank(place.coords)
@@ -189,3 +192,16 @@ def tensors(exporter: Exporter, plan: RefitPlan) -> Iterator[tuple[str, torch.Te
         yield tensor.name, room.tensor(tensor.shape, tensor.dtype)
     # Even if nothing was exchanged: another rank may not have reached its first tensor yet.
     exporter.agree(None)
+
+
+def _refuse_other_shards(place: Placement, held: Iterable[Entry]) -> None:
+    """ConfigError unless every parameter is split over the ranks that exchange shards."""
+    exchanged = Shard(place.coords.tp, place.topology.tp)
+    for entry in held:
+        if (shard := place.shard_of(entry.row)) != exchanged or place.topology.ep > 1:
+            raise ConfigError(
+                f"{entry.megatron} is split over {shard.size} tensor-parallel and "
+                f"{place.topology.ep} expert-parallel ranks, but refits and exports exchange "
+                f"shards over {exchanged.size} tensor-parallel ranks: set expert_tensor_parallel_size to "
+                f"{exchanged.size} and expert_model_parallel_size to 1"
+            )

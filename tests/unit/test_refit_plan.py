@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from megatron_policy.converters.formats.hf_files import read_config
-from megatron_policy.converters.rows import fill_shard
-from megatron_policy.converters.table import Table, bind
+from megatron_policy.converters.rows import Rows, fill_shard
+from megatron_policy.converters.table import Entry, Table, bind
 from megatron_policy.coordination.process_group import PendingCollective
 from megatron_policy.errors import ConfigError, RefitError
-from megatron_policy.parallel.topology import LayerSplit
+from megatron_policy.parallel.topology import LayerSplit, Placement, Topology
 from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.export import Sources, _Rounds, stream_alone
+from megatron_policy.refit.exporter import _refuse_other_shards
 from megatron_policy.refit.plan import (
     RefitModel,
     RefitPlan,
@@ -211,3 +212,27 @@ def test_packs_hold_every_tensor_in_order_aligned_and_within_their_capacity(
             assert offset >= ends
             ends = offset + tensor.nbytes
         assert ends <= pack.nbytes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "refused"),
+    [
+        ({"tp": 2, "dp": 2}, False),
+        ({"tp": 2, "dp": 2, "etp": 1}, True),
+        ({"tp": 1, "dp": 4, "etp": 2}, True),
+        ({"tp": 1, "dp": 4, "ep": 2}, True),
+    ],
+)
+def test_experts_on_other_ranks_than_those_that_exchange_shards_are_refused(
+    sizes: dict[str, int], refused: bool
+) -> None:
+    topology = Topology(**sizes)
+    place = Placement(topology, topology.coords(0), LayerSplit.of(1, 1))
+    weight = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight"
+    row = Rows("experts.{expert}.fc2", ("down",), ("hidden_size", "ffn_hidden_size"))
+    held = [Entry(weight, ("down",), row, 0, "layer", 1)]
+    if not refused:
+        _refuse_other_shards(place, held)
+        return
+    with pytest.raises(ConfigError, match=r"local_experts\.1.*set expert_tensor_parallel_size to"):
+        _refuse_other_shards(place, held)

@@ -196,7 +196,10 @@ def test_a_shard_differs_from_the_whole_only_along_the_dimension_that_is_split(
         assert local[0] * size == padded_vocab(arch.vocab_size, size)
         assert local[1:] == whole[1:]
     else:
-        split = [n * size if dim == isinstance(row, Rows) else n for dim, n in enumerate(local)]
+        split = [
+            n * size if dim == (1 if isinstance(row, Rows) else 0) else n
+            for dim, n in enumerate(local)
+        ]
         assert tuple(split) == whole
 
 
@@ -206,6 +209,23 @@ def test_more_ranks_than_groups_cut_inside_a_group_and_inside_a_head() -> None:
     parts = [torch.arange(8), torch.arange(8, 10), torch.arange(10, 12)]
     held = [shard(row, arch, pack(row, arch, parts), rank, 4).tolist() for rank in range(4)]
     assert held == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+
+
+@thorough
+@given(arch=models(), most=st.sampled_from(SIZES), tail=st.sampled_from([(), ("hidden_size",)]))
+def test_heads_by_group_and_by_ranges_of_rows_are_the_same_shard(
+    arch: Architecture, most: int, tail: tuple[str, ...]
+) -> None:
+    row = Qkv("qkv", ("q", "k", "v"), tail)
+    size, parts = largest(row, arch, most), numbered(row, arch)
+    for rank in range(size):
+        by_rows = torch.full(row.local_shape(arch, size), -1)
+        for block in row.cuts(arch, rank, size):
+            taken = parts[block.part].view(block.hf_view)[block.hf_index]
+            by_rows.view(block.shard_view)[block.shard_index] = taken
+        held = torch.empty_like(by_rows)
+        fill_shard(row, arch, held, parts, rank, size)
+        assert torch.equal(held, by_rows)
 
 
 def test_few_blocks_describe_a_shard() -> None:

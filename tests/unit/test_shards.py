@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
+from megatron_policy.checkpoint.slices import slices
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.rows import (
     Block,
     Columns,
     GateUp,
+    Joined,
     Qkv,
     Row,
     Rows,
@@ -21,6 +24,7 @@ from megatron_policy.converters.rows import (
     shard,
 )
 from megatron_policy.converters.rows.expert_rows import StackedGateUp, StackedRows, StackedWhole
+from megatron_policy.converters.rows.regions import Indices, Region
 from megatron_policy.converters.rows.shards import is_split, spans, split_dimension, unpadded_shape
 from megatron_policy.errors import ConversionError
 from tests.unit.test_checkpoint_slices import EXPERTS, architecture, legal
@@ -104,3 +108,97 @@ def test_a_row_of_another_package_needs_no_more_than_its_blocks() -> None:
     assert [span.whole for span in rows] == [1, 3, 5, 7, 9, 11]
     assert all(span.length == 1 for span in rows) and columns == ((0, 0, 8),)
     assert split_dimension(row, arch) == 0
+
+
+class TwoInputs(Rows):
+    """The input is two tensors side by side, each split over the ranks: two runs of columns."""
+
+    def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
+        whole, local = arch.shape(self.dims), self.local_shape(arch, size)
+        half, mine = whole[1] // 2, local[1] // 2
+        every = slice(None)
+        return tuple(
+            Block(
+                0,
+                whole,
+                (every, slice(part * half + rank * mine, part * half + (rank + 1) * mine)),
+                local,
+                (every, slice(part * mine, (part + 1) * mine)),
+            )
+            for part in (0, 1)
+        )
+
+
+@pytest.mark.parametrize("ends", [(0, 48), (0, 5), (5, 20), (4, 4), (1, 47)])
+def test_a_shard_with_two_runs_of_columns_is_cut_row_by_row(ends: tuple[int, int]) -> None:
+    row, arch = TwoInputs("down", ("d",), ("hidden_size", "ffn_hidden_size")), model()
+    assert spans(row, arch, 1, 2) == (((0, 0, 8),), ((0, 3, 3), (3, 9, 3)))
+    whole = torch.arange(96).view(8, 12)
+    held = shard(row, arch, whole, 1, 2).flatten()
+    seen = torch.zeros(48, dtype=torch.int64)
+    for piece in slices(row, arch, 1, 2, *ends):
+        box = tuple(slice(a, a + n) for a, n in zip(piece.origin, piece.sizes, strict=True))
+        own = slice(piece.own, piece.own + piece.elements)
+        assert torch.equal(held[own].view(piece.sizes), whole[box])
+        seen[own] += 1
+    assert seen[slice(*ends)].eq(1).all() and seen.sum() == ends[1] - ends[0]
+
+
+class Crossed(Columns):
+    """The right half of a shard's columns comes from other rows than the left half."""
+
+    def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
+        whole, local = arch.shape(self.dims), self.local_shape(arch, size)
+        half = whole[1] // 2
+        return tuple(
+            Block(
+                0,
+                whole,
+                (slice(at * local[0], (at + 1) * local[0]), slice(part * half, (part + 1) * half)),
+                local,
+                (slice(None), slice(part * half, (part + 1) * half)),
+            )
+            for part, at in enumerate((rank, size - 1 - rank))
+        )
+
+
+class Swapped(Columns):
+    """One block, but the whole has its columns in another order below its first rows."""
+
+    def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
+        whole, local = arch.shape(self.dims), self.local_shape(arch, size)
+        rows = slice(rank * local[0], (rank + 1) * local[0])
+        if size > 1:
+            return (Block(0, whole, (rows,), local, (slice(None),)),)
+        half, top = whole[1] // 2, slice(0, 3)
+        low, left, right = slice(3, None), slice(0, half), slice(half, None)
+        return (
+            Block(0, whole, (top,), local, (top,)),
+            Block(0, whole, (low, left), local, (low, right)),
+            Block(0, whole, (low, right), local, (low, left)),
+        )
+
+
+@pytest.mark.parametrize("kind", [Crossed, Swapped])
+def test_a_row_whose_shards_are_no_product_of_indices_is_refused_by_name(
+    kind: type[Columns],
+) -> None:
+    with pytest.raises(ConversionError, match=rf"up: shard 0 of 2 of this {kind.__name__} row"):
+        spans(kind("up", ("u",), MLP), model(), 0, 2)
+
+
+def test_many_groups_in_a_joined_tensor_take_no_time_that_grows_with_their_square() -> None:
+    groups = model(num_attention_heads=64, num_query_groups=64)
+    row = Joined(("qkv",), Qkv("qkv", ("q", "k", "v"), ("hidden_size",)))
+    calls: list[int] = []
+    find = Region.find
+
+    def counted(self: Region, flat: Indices) -> tuple[Any, list[Indices]]:
+        calls.append(len(flat))
+        return find(self, flat)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Region, "find", counted)
+        spans.__wrapped__(row, groups, 1, 2)
+    blocks = len(row.blocks(groups, 0, 1))
+    assert blocks >= 3 * 64 and sum(calls) < 20 * blocks * row.local_shape(groups, 1)[0]
