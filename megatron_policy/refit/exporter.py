@@ -202,6 +202,7 @@ def _refuse_other_shards(place: Placement, held: Iterable[Entry]) -> None:
             raise ConfigError(
                 f"{entry.megatron} is split over {shard.size} tensor-parallel and "
                 f"{place.topology.ep} expert-parallel ranks, but refits and exports exchange "
-                f"shards over {exchanged.size} tensor-parallel ranks: set expert_tensor_parallel_size to "
-                f"{exchanged.size} and expert_model_parallel_size to 1"
+                f"shards over {exchanged.size} tensor-parallel ranks: set "
+                f"expert_tensor_parallel_size to {exchanged.size} and "
+                "expert_model_parallel_size to 1"
             )

@@ -101,9 +101,13 @@ def seed_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(commands: list[str], cwd: Path, *sites: Path) -> dict[str, tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each command, with what is installed in `sites`."""
-    process = OtherProcess()
+def run(
+    commands: list[str], cwd: Path, *sites: Path, clean: bool = False
+) -> dict[str, tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each command, with what is installed in `sites`; in a process
+    that has imported nothing else if it is to be `clean`.
+    """
+    process = OtherProcess(clean=clean)
     try:
         process.begin(invoke, commands, cwd, [str(site) for site in sites])
         results: dict[str, tuple[int, str, str]] = process.result(timeout=600.0)
@@ -157,7 +161,7 @@ def test_a_row_that_is_left_out_is_named_as_the_document_says(
     project = package(tmp_path / "project", "lacking", lacking, 'seed_oss = "lacking:FAMILY"')
     install(project, tmp_path / "site")
     line = "megatron-policy inspect seed-oss"
-    code, out, said = run([line], seed_oss, tmp_path / "site")[line]
+    code, out, said = run([line], seed_oss, tmp_path / "site", clean=True)[line]
     assert code == 1 and "no row of seed_oss uses it" in out
     assert said.startswith(blocks("text")[1].strip()), said
 

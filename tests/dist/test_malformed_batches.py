@@ -24,10 +24,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "packed": {"sequence_packing": {"enabled": True} | TOKENS},
     "dynamic": {"dynamic_batching": {"enabled": True} | TOKENS},
 }
-# Dynamic microbatches are planned as packed ones are and computed as padded ones are.
-ALL_KINDS = pytest.mark.parametrize(
-    "kind", ["padded", "packed", pytest.param("dynamic", marks=pytest.mark.sweep)]
-)
 GENERATING = {"generation": {"max_new_tokens": 2, "stop_token_ids": []}}
 INTEGERS = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -79,7 +75,11 @@ def train_on_malformed(config: dict[str, Any]) -> dict[str, str]:
         return said
 
 
-@ALL_KINDS
+@pytest.mark.parametrize(
+    # Dynamic microbatches, of which the next test reads all, are computed as padded ones are.
+    "kind",
+    ["padded", "packed", pytest.param("dynamic", marks=pytest.mark.sweep)],
+)
 def test_every_malformed_batch_of_one_rank_is_refused_on_all_or_computed(
     ranks, checkpoints, kind: str
 ) -> None:
@@ -112,7 +112,7 @@ def read_malformed(config: dict[str, Any]) -> list[str]:
         return said
 
 
-@ALL_KINDS
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_malformed_batch_that_is_read_is_refused_or_computed(
     ranks, checkpoints, kind: str
 ) -> None:

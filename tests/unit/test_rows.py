@@ -196,10 +196,8 @@ def test_a_shard_differs_from_the_whole_only_along_the_dimension_that_is_split(
         assert local[0] * size == padded_vocab(arch.vocab_size, size)
         assert local[1:] == whole[1:]
     else:
-        split = [
-            n * size if dim == (1 if isinstance(row, Rows) else 0) else n
-            for dim, n in enumerate(local)
-        ]
+        along = 1 if isinstance(row, Rows) else 0
+        split = [n * size if dim == along else n for dim, n in enumerate(local)]
         assert tuple(split) == whole
 
 

@@ -180,9 +180,7 @@ class Swapped(Columns):
 
 
 @pytest.mark.parametrize("kind", [Crossed, Swapped])
-def test_a_row_whose_shards_are_no_product_of_indices_is_refused_by_name(
-    kind: type[Columns],
-) -> None:
+def test_a_row_whose_shards_are_not_products_of_indices_is_refused(kind: type[Columns]) -> None:
     with pytest.raises(ConversionError, match=rf"up: shard 0 of 2 of this {kind.__name__} row"):
         spans(kind("up", ("u",), MLP), model(), 0, 2)
 
