@@ -114,8 +114,10 @@ class BatchedDataDict(UserDict[str, Any]):
 
     def chunk(self, rank: int, chunks: int) -> BatchedDataDict:
         """The `rank`-th of `chunks` equal parts."""
-        if not 0 <= rank < chunks or self.size % chunks:
-            raise ValueError(f"{self.size} rows have no part {rank} of {chunks} equal parts")
+        if not 0 <= rank < chunks:
+            raise ValueError(f"shard {rank} of {chunks} is out of range for {self.size} rows")
+        if self.size % chunks:
+            raise ValueError(f"{self.size} rows cannot be cut into {chunks} equal shards")
         share = self.size // chunks
         return self.slice(rank * share, (rank + 1) * share)
 
@@ -222,7 +224,9 @@ def _spans(batch: BatchedDataDict) -> list[tuple[int, int, int]]:
     """Start, end and length of each microbatch; ValueError without a plan of one global batch."""
     indices, lengths = batch.micro_batch_indices, batch.micro_batch_lengths
     if indices is None or lengths is None or len(indices) != 1 or len(lengths) != 1:
-        raise ValueError("the batch carries no plan of one global batch: take one with get_batch")
+        raise ValueError(
+            "the batch has no plan for a single global batch; select one with get_batch()"
+        )
     return [(s, e, length) for (s, e), length in zip(indices[0], lengths[0], strict=True)]
 
 

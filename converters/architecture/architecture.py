@@ -128,8 +128,8 @@ class Architecture:
                 raise ConversionError(f"{name} must be a positive number, not {value!r}")
         if self.num_attention_heads % self.num_query_groups:
             raise ConversionError(
-                f"{self.num_attention_heads} attention heads cannot be shared evenly by "
-                f"{self.num_query_groups} key/value heads: it must be a multiple of them"
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_query_groups})"
             )
         rotated = self.mla.qk_rope_head_dim if self.mla else self.kv_channels
         for rope in filter(None, (self.rope, self.window_rope)):

@@ -92,8 +92,8 @@ class Rope:
         size, pairs = self.size(head_dim), (self.size(head_dim) + 1) // 2
         if self.base <= 1 or not 2 <= size <= head_dim or head_dim % 2:
             raise ConversionError(
-                f"rotary embedding of base {self.base:g} cannot rotate {size} channels of heads of "
-                f"{head_dim}: it needs a base above 1, and an even head size with 2 or more rotated"
+                "rope_theta must be > 1, and 2 or more channels of an even head size must be "
+                f"rotated (got base {self.base:g}, {size} of {head_dim} channels)"
             )
         if isinstance(self.scaling, DynamicScaling) and size < 4:
             raise ConversionError(f"dynamic scaling needs 4 rotated channels or more, not {size}")

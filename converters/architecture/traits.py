@@ -83,7 +83,8 @@ class Moe:
         if self.experts % self.groups or self.groups_chosen > self.groups:
             raise ConversionError(
                 f"{self.experts} experts in {self.groups} groups, {self.groups_chosen} of them "
-                "chosen: groups must be equally large, and there must be enough of them"
+                "chosen: experts must divide evenly into groups, and topk_group must not "
+                "exceed n_group"
             )
         if self.chosen > self.experts // self.groups * self.groups_chosen:
             raise ConversionError(

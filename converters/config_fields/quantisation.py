@@ -51,7 +51,7 @@ def advice(method: str) -> str:
         if config
         else "dequantise it with the tool that made it"
     )
-    return f"quantised weights cannot be converted; take the unquantised checkpoint, or {how}"
+    return f"quantised weights cannot be converted; use the unquantised checkpoint, or {how}"
 
 
 def refusal(section: Any) -> str:

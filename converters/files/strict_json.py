@@ -41,7 +41,7 @@ def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
             twice[name[:_SHOWN_CHARACTERS]] = None
         seen.add(name)
     more = f" and {len(twice) - _SHOWN} more" if len(twice) > _SHOWN else ""
-    raise ValueError(f"it names {', '.join(list(twice)[:_SHOWN])}{more} twice")
+    raise ValueError(f"duplicate keys: {', '.join(list(twice)[:_SHOWN])}{more}")
 
 
 def encoded(value: Any, indent: int | None = None) -> bytes:

@@ -119,8 +119,13 @@ def _belongs(name: Name) -> bool:
 def _state(value: Any, module: str, name: str) -> dict[str, Any]:
     """The state of an object of that torch class."""
     if not _is(value, module, name) or type(value.state) is not dict:
-        raise ValueError(f"it has another object where a {name} belongs")
+        raise ValueError(f"expected a {name}, found {_kind(value)}")
     return value.state
+
+
+def _kind(value: Any) -> str:
+    """What a value is, in words of bounded length: the repr of nested tuples has no bound."""
+    return f"a {value.by!s:.200}" if type(value) is Made else f"a {type(value).__name__}"
 
 
 def _is(value: Any, module: str, name: str) -> bool:
@@ -229,19 +234,18 @@ def _size(value: Any) -> Shape:
     if type(value) is Made and value.by == Name("torch", "Size") and len(value.arguments) == 1:
         (value,) = value.arguments
     if type(value) not in (tuple, list) or len(value) > MAX_DIMENSIONS:
-        raise ValueError("it has something else where a shape belongs")
+        raise ValueError(f"expected a shape, found {_kind(value)}")
     return tuple(map(_count, value))
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
-        # Not the value: the repr of a tuple of shared tuples has no bound.
-        said = value if type(value) is int else f"a {type(value).__name__}"
-        raise ValueError(f"it has {said} where a size or an offset belongs")
+        said = value if type(value) is int else _kind(value)
+        raise ValueError(f"expected a size or an offset, found {said}")
     return value
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise ValueError("it has something else where a name belongs")
+        raise ValueError(f"expected a name, found {_kind(value)}")
     return value

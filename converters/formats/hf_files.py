@@ -102,7 +102,7 @@ class HfReader:
                 if not torch.equal(copy, first):
                     raise ConversionError(
                         f"{name} differs from {original}, but config.json says they are one tensor;"
-                        " set tie_word_embeddings to false, or remove the one that is not meant"
+                        " set tie_word_embeddings to false, or delete the tensor you do not want"
                     )
 
     def close(self) -> None:

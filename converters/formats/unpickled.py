@@ -162,7 +162,7 @@ class _Reader:
         if found is None:
             found = self._names[module, name] = Name(module, name)
             if not self._belongs(found):
-                raise ValueError(f"it names {str(found)[:200]}, which does not belong there")
+                raise ValueError(f"it references {str(found)[:200]}, which is not allowed here")
         self._stack.append(found)
 
     def name_of_lines(self) -> None:

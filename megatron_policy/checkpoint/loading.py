@@ -175,8 +175,9 @@ def _check_moments(root: Path, stated: CheckpointManifest, moments: tuple[str, .
     there = {key[before:].partition(".")[0] for key in keys}
     if missing := [kind for kind in moments if kind not in there]:
         raise manifest.NoOptimizer(
-            f"{root} is of another optimizer: it has {', '.join(sorted(there)) or 'no state'}, "
-            f"but this policy's needs {', '.join(missing)}; {FRESH}"
+            f"{root} was saved by a different optimizer: it has "
+            f"{', '.join(sorted(there)) or 'no state'}, but this policy's "
+            f"needs {', '.join(missing)}; {FRESH}"
         )
 
 

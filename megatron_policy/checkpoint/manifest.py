@@ -211,7 +211,7 @@ def _record(offset: int, length: int, digest: str) -> ByteRange:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r:.40} stands where a number belongs")
+        raise ValueError(f"expected a number, found {value!r:.40}")
     return value
 
 

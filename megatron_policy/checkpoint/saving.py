@@ -138,7 +138,7 @@ class Saver:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise CheckpointError(
-                f"the running save has failed; the checkpoint before it is still the last: "
+                "the save in progress failed; the previous checkpoint is still the latest: "
                 f"{failure}"
             ) from failure
 

@@ -96,7 +96,7 @@ def _lines(report: Report) -> Iterator[str]:
     )
     yield f"digest of its tensors {report.digest}; the source {compared} digests"
     if plan.dropped:
-        yield f"left out, since they feed nothing: {', '.join(plan.dropped)}"
+        yield f"skipped (no parameter uses them): {', '.join(plan.dropped)}"
 
 
 def _refuse_itself(source: str, destination: Path) -> None:

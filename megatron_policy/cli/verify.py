@@ -95,7 +95,8 @@ def _saved(root: Path) -> Iterator[str]:
     files = f"{len(found.records)} file{'s' * (len(found.records) != 1)}"
     yield f"{len(found.tensors)} tensors, {show_size(found.nbytes)} in {files}"
     if found.optimizer_elsewhere:
-        yield f"the optimizer's state of save {found.id} is elsewhere: verify it separately"
+        elsewhere = f"the optimizer state of save {found.id} is in another directory"
+        yield f"{elsewhere}: verify it separately"
 
 
 def _converted(path: str, max_memory: int, config: Path | None) -> Iterator[str]:

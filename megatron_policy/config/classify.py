@@ -169,8 +169,8 @@ def _unknown(prefix: str, name: str) -> str:
         keys = ", ".join(key for key in siblings if _applies(KEYS[prefix + key]))
         hint = f"its keys are {keys}."
     return (
-        f"policy.{prefix}{name} is unknown: {hint} If the host knows it and it can stay without "
-        f"effect, add {prefix + name!r} to policy.ignore_unknown_keys"
+        f"policy.{prefix}{name} is unknown: {hint} If the host uses it and it is safe to ignore "
+        f"here, add {prefix + name!r} to policy.ignore_unknown_keys"
     )
 
 

@@ -241,7 +241,7 @@ def check_copies(opened: Opened, table: Table) -> None:
         if name in opened.infos and original in opened.infos and not _equal(opened, name, original):
             raise ConversionError(
                 f"{opened.root}: {name} differs from {original}, but config.json says they are one "
-                "tensor; set tie_word_embeddings to false, or remove the one that is not meant"
+                "tensor; set tie_word_embeddings to false, or delete the tensor you do not want"
             )
 
 

@@ -72,7 +72,10 @@ class AuthenticatedConnection:
         lengths = _read(self._connection, _LENGTHS.size, timeout_s)
         header_bytes, body_bytes = _LENGTHS.unpack(lengths)
         if header_bytes > _HEADER_BYTES or body_bytes > _BODY_BYTES:
-            raise ConnectionAbortedError(f"a message of {header_bytes} + {body_bytes} bytes came")
+            raise ConnectionAbortedError(
+                f"received a message of {header_bytes} + {body_bytes} bytes, over the limit of "
+                f"{_HEADER_BYTES} + {_BODY_BYTES}"
+            )
         header = _read(self._connection, header_bytes, timeout_s)
         body = _read(self._connection, body_bytes, timeout_s)
         mac = self._mac(self._in, self._received, lengths, header, body)
@@ -115,7 +118,7 @@ def connect(connection: socket.socket, secret: bytes, timeout_s: float) -> Authe
     greeting = _read(connection, len(_GREETING), timeout_s)
     if greeting != _GREETING:
         raise RefitError(
-            "what listens there does not host a refit group of this version of megatron-policy"
+            "the process listening there is not a refit group of this version of megatron-policy"
         )
     both = _read(connection, _NONCE, end - time.monotonic()) + secrets.token_bytes(_NONCE)
     connection.sendall(both[_NONCE:] + _proof(secret, b"guest", both))

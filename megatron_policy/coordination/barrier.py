@@ -215,7 +215,7 @@ class CollectiveOperation:
             raise CheckpointError(said)
         words = (
             f"a rank gave no sign of life for {self._coordinator.timeout_s:g} s while the others "
-            f"waited for {name!r}. Look at its log; checkpoint_timeout_s sets how long to wait"
+            f"waited for {name!r}. Check its log; checkpoint_timeout_s sets how long to wait"
         )
         self._coordinator.lost_a_rank = True
         self._fail(words)

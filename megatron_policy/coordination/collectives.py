@@ -97,7 +97,7 @@ class BoundedCollectives:
         while aborted := self._aborted():
             number, reason = aborted
             if number >= self._number:
-                raise RefitError(f"the others have given up already: {reason}")
+                raise RefitError(f"the other ranks have already aborted: {reason}")
             self._leave(broken=True)  # this rank was not there when they gave up
             self._epoch += 1
         if self._groups is None:
@@ -205,8 +205,8 @@ class BoundedCollectives:
 
         if not self.heartbeat.wait_while_alive(over, self._timeout_s, _LONGEST_PAUSE_S):
             raise RefitError(
-                f"a rank did not take part within {self._timeout_s:g} s. Look at its log; the "
-                "next refit starts anew"
+                f"a rank did not take part within {self._timeout_s:g} s. Check its log; the "
+                "next refit starts from scratch"
             )
         if aborted := self._aborted():
             raise RefitError(aborted[1])

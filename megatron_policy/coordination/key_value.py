@@ -52,7 +52,7 @@ class Request:
             } if do in _KINDS and all(isinstance(key, str) for key in keys):
                 if 0 <= timeout_s <= _LONGEST_S and (keys or do in (WAIT, DROP, COUNT)):
                     return cls(do, tuple(keys), float(timeout_s), number, body)
-        raise RefitError(f"a request to the refit group is not understood: {_shown(header)}")
+        raise RefitError(f"the refit group received an unrecognised request: {_shown(header)}")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Reply:
                 if error:
                     raise RefitError(error)
                 return cls(found, number, body)
-        raise RefitError(f"an answer of the refit group is not understood: {_shown(header)}")
+        raise RefitError(f"the refit group sent an unrecognised answer: {_shown(header)}")
 
 
 class KeyValue(Protocol):

@@ -81,8 +81,8 @@ class BoundedProcessGroup:
             else:
                 what = f"a process did not take part within {self._timeout_s:g} s, or is gone"
             raise RefitError(
-                f"{self.name}: {what} ({str(error).splitlines()[0]}). Look at its log; the next "
-                "refit starts anew"
+                f"{self.name}: {what} ({str(error).splitlines()[0]}). Check its log; the next "
+                "refit starts from scratch"
             ) from error
 
 

@@ -30,7 +30,7 @@ class RankMessages:
         if self._call(lambda: self._store.check([key])):
             message: bytes = self._call(lambda: self._store.get(key))
             return message.decode()
-        raise RefitError("the others have given this up already")
+        raise RefitError("the other ranks have already aborted")
 
     def publish_failure(self, words: str) -> None:
         """Publish why this rank has failed."""

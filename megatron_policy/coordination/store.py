@@ -51,4 +51,4 @@ class StoreCalls:
 def _describe(error: Exception) -> str:
     what = "does not answer" if isinstance(error, TimeoutError) else "has left, or was ended"
     line = (str(error).splitlines() or [type(error).__name__])[0]
-    return f"rank 0, where the ranks meet, {what} ({line}); look at its log"
+    return f"the rendezvous on rank 0 {what} ({line}); check its log"

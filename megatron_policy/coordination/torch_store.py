@@ -82,6 +82,6 @@ class TorchControlStore(dist.Store):
                 raise dist.DistStoreError(f"the refit group's notes: {error}") from error
         if missing and not reply.found:
             raise dist.DistStoreError(
-                f"timeout: {', '.join(request.keys)} did not come within {request.timeout_s:g} s"
+                f"timeout: {', '.join(request.keys)} were not set within {request.timeout_s:g} s"
             )
         return reply

@@ -126,21 +126,21 @@ def _parsed(content: bytes) -> dict[str, Any]:
     digest, rest = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     if digest != _digest(rest):
         raise CheckpointError(
-            f"the random numbers' states ({len(content)} bytes) are damaged: they contradict "
-            "the digest that they begin with. Load another checkpoint, or copy this one again"
+            f"the saved random state ({len(content)} bytes) is corrupt: its digest does not "
+            "match. Load another checkpoint, or copy this one again"
         )
     try:
         states: dict[str, Any] = torch.load(io.BytesIO(rest), weights_only=True)
         found = states["format"]
     except _UNREADABLE as error:
         raise CheckpointError(
-            f"the random numbers' states cannot be read with torch {torch.__version__}: {error}. "
-            "Load them with the version that the checkpoint names"
+            f"the saved random state cannot be read with torch {torch.__version__}: {error}. "
+            "Load it with the version that the checkpoint names"
         ) from error
     if found != _FORMAT:
         raise CheckpointError(
-            f"the random numbers' states have format {found}, which this version cannot read: it "
-            f"reads format {_FORMAT}. Load them with a newer one"
+            f"the saved random state has format {found}, which this version cannot read: it "
+            f"reads format {_FORMAT}. Load it with a newer one"
         )
     return states
 
@@ -148,15 +148,17 @@ def _parsed(content: bytes) -> dict[str, Any]:
 def _mismatch(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
     """Why `saved` cannot replace `own`, or None if it can."""
     if missing := own.keys() - saved.keys():
-        return f"the checkpoint has no random numbers of {_listed(missing)}, which is used here"
+        return f"the checkpoint has no random state for {_listed(missing)}, which this run uses"
     if unknown := saved.keys() - own.keys():
-        return f"the checkpoint has random numbers of {_listed(unknown)}, which is not used here"
+        return (
+            f"the checkpoint has random state for {_listed(unknown)}, which this run does not use"
+        )
     torches = {name: each for name, each in own.items() if isinstance(each, torch.Tensor)}
     other = [name for name, each in torches.items() if saved[name].shape != each.shape]
     other += ["numpy"] if saved["numpy"][0] != own["numpy"][0] else []
     other += ["python"] if saved["python"][0] != own["python"][0] else []
     return (
-        f"the checkpoint's random numbers come from a different kind of: {_listed(other)}"
+        f"the checkpoint's random state comes from a different kind of: {_listed(other)}"
         if other
         else None
     )

@@ -118,11 +118,11 @@ def _tensor(dtype: str, shape: list[int], digest: str) -> tuple[Info, str]:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"it has {value!r:.40} where a number belongs")
+        raise ValueError(f"expected a number, found {value!r:.40}")
     return value
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"it has {value!r:.40} where a text belongs")
+        raise ValueError(f"expected a text, found {value!r:.40}")
     return value

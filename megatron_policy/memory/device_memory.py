@@ -123,8 +123,8 @@ class DeviceMemory:
         """
         if self._policy.user:
             raise ConfigError(
-                f"the policy cannot go to the {target.name} state while {self._policy.user} is at "
-                f"work: it is {self.state} until that ends"
+                f"the policy cannot go to the {target.name} state while {self._policy.user} is "
+                f"running; it stays {self.state} until {self._policy.user} finishes"
             )
         if self._policy.step_open and Kind.GRADIENTS not in target.holds:
             raise ConfigError(

@@ -212,8 +212,7 @@ class Batcher:
     def _only(self, batches: Sequence[GlobalBatch], what: str) -> GlobalBatch:
         if len(batches) != 1:
             raise BatchError(
-                f"the data come with a plan of {len(batches)} global batches; {what} is planned as "
-                "one"
+                f"the data were planned for {len(batches)} global batches; {what} is planned as one"
             )
         return batches[0]
 
@@ -243,7 +242,7 @@ def _given(data: BatchedDataDict, settings: Batching) -> Plan | None:
         settings.kind == "padded" or plan.packed != (settings.kind == "packed")
     ):
         raise BatchError(
-            f"the data come planned for {'packed' if plan.packed else 'dynamic'} microbatches, but "
+            f"the data were planned for {'packed' if plan.packed else 'dynamic'} microbatches, but "
             f"the configuration asks for {settings.kind} ones: make both agree"
         )
     return plan

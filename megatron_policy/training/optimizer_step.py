@@ -12,7 +12,8 @@ from megatron_policy.training.results import OptimStats
 from megatron_policy.training.rollback import Rollback
 
 UNCHANGED = (
-    "No weight, optimizer state, schedule or random number has changed, and the policy goes on."
+    "No weight, optimizer state, schedule or random number has changed, and the policy remains "
+    "usable."
 )
 
 
@@ -52,6 +53,6 @@ def left_by(steps: int) -> str:
     if not steps:
         return UNCHANGED
     return (
-        f"The {steps} optimizer step(s) that the call had taken before stay, the schedule has not "
-        "moved, and the policy goes on."
+        f"The {steps} optimizer step(s) already taken are kept, the schedule has not advanced, "
+        "and the policy remains usable."
     )

@@ -34,8 +34,8 @@ def cut_synchronized(
         raise BatchError("another data-parallel rank has refused its data; its error says why")
     if most != -least:
         raise BatchError(
-            f"{number} global batches on this data-parallel rank, but {-least} to {most} on the "
-            "ranks: pass every rank the same number"
+            f"this data-parallel rank has {number} global batches, but ranks have between "
+            f"{-least} and {most}: pass every rank the same number"
         )
     counts = largest([len(batch.microbatches) for batch in batches], group)
     return [

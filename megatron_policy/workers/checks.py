@@ -21,5 +21,5 @@ def check_device(config: PolicyConfig, use_gpus: bool) -> None:
     if not use_gpus and config.megatron_cfg.transformer_impl == "transformer_engine":
         raise ConfigError(
             "policy.megatron_cfg.transformer_impl is 'transformer_engine', which needs GPUs, but "
-            "the cluster was made with use_gpus=False; use 'auto' or 'local'."
+            "the cluster was made with use_gpus=False; use 'auto' or 'local'"
         )

@@ -102,6 +102,6 @@ def test_the_error_says_whether_a_rank_left_or_gave_no_sign_of_life(
             process.begin(leave_first, config, tmp_path / "run", leaving, what)
         said = processes[1 - leaving].result()
     if leaving == 0:
-        assert "rank 0, where the ranks meet, has left" in said
+        assert "the rendezvous on rank 0 has left" in said
     else:
         assert f"{TIMEOUT_S:g} s" in said

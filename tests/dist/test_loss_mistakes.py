@@ -185,7 +185,7 @@ def test_steps_before_the_one_that_fails_stay_and_are_counted(ranks, checkpoints
     alone = ranks.run(2, first_batch_only, config)
     for each, weights in zip(ranks.run(2, fail_in_the_second_batch, config), alone, strict=True):
         assert "global batch 1 on data-parallel replica 1 (rows 3)" in each["said"]
-        assert "The 1 optimizer step(s) that the call had taken before stay" in each["said"]
+        assert "The 1 optimizer step(s) already taken are kept" in each["said"]
         assert each["steps"] == 1
         assert all(torch.equal(weights[name], each["weights"][name]) for name in weights)
 

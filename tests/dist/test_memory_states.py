@@ -414,7 +414,7 @@ def held(config: dict[str, Any]) -> None:
         ]
         with policy.reference():
             for move in moves:
-                with pytest.raises(ConfigError, match="while the reference policy is at work"):
+                with pytest.raises(ConfigError, match="while the reference policy is running"):
                     move()
             assert memory.state is TRAIN
         policy.memory.enter(LOGPROB)
@@ -479,7 +479,7 @@ def half_read(config: dict[str, Any]) -> None:
         weights = memory.during("export()", SEND_WEIGHTS, policy.named_parameters())
         policy.memory.enter(TRAIN)
         name, _ = next(weights)
-        with pytest.raises(ConfigError, match=r"while export\(\) is at work"):
+        with pytest.raises(ConfigError, match=r"while export\(\) is running"):
             policy.memory.enter(IDLE)
         rest = [name, *(name for name, _ in weights)]
         assert rest == [name for name, _ in policy.named_parameters()]

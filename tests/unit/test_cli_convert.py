@@ -189,7 +189,7 @@ def test_of_a_training_checkpoint_it_is_said_where_to_look_or_what_is_missing(
 ) -> None:
     make_save(tmp_path, 3, contains=("weights",), optimizer_elsewhere=True)
     said = run("verify", tmp_path)[1]
-    assert f"the optimizer's state of save {3:032x} is elsewhere" in said
+    assert f"the optimizer state of save {3:032x} is in another directory" in said
     make_save(tmp_path / "optimizer", 3, contains=("optimizer",))
     error = run("verify", tmp_path / "optimizer", checkpoint("qwen3"))[2].splitlines()[-1]
     assert error.endswith("iter_0000003 has no weights to compare, only optimizer")

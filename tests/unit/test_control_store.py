@@ -208,7 +208,7 @@ def test_a_request_that_means_nothing_is_answered_with_its_words(
     with closing(ControlClient("127.0.0.1", host.port, SECRET.encode(), 20.0, 20.0)) as holder:
         sealed: AuthenticatedConnection = holder._host
         sealed.send(header, b"", 20.0)
-        with pytest.raises(RefitError, match="is not understood"):
+        with pytest.raises(RefitError, match="received an unrecognised request"):
             Reply.decoded(*sealed.receive(20.0))
         assert holder.perform(Request("get", ("note",), 20.0)).body == b"here", "it goes on"
 

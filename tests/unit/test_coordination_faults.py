@@ -106,9 +106,9 @@ def reasons(fault: str, culprit: int, silence: str) -> tuple[str, ...]:
         case "raises", _:
             return (f"rank {culprit}: ",)
         case "killed", 0:
-            return ("rank 0, where the ranks meet, has left, or was ended",)
+            return ("the rendezvous on rank 0 has left, or was ended",)
         case "stopped", 0:  # it can have been silent already for a while
-            return ("rank 0, where the ranks meet, does not answer", silence)
+            return ("the rendezvous on rank 0 does not answer", silence)
         case _:
             return (silence,)
 
@@ -257,7 +257,7 @@ def test_a_rank_that_has_failed_says_why_also_where_the_store_is_gone(
     topology = Topology(dp=2)
     collectives = BoundedCollectives(topology, topology.coords(1), LONG_S, torch.device("cpu"))
     collectives.begin()
-    collectives._call.failure = "rank 0, where the ranks meet, has left"
+    collectives._call.failure = "the rendezvous on rank 0 has left"
     with pytest.raises(RefitError, match="the cause"):
         collectives.check_all_succeeded(RuntimeError("the cause"))
     with pytest.raises(RefitError, match="has left"):
@@ -272,7 +272,7 @@ def test_heartbeats_over_a_store_that_is_gone_end_without_a_word(
 
     def beat(by: int) -> int:
         beaten.set()
-        raise CheckpointError("rank 0, where the ranks meet, has left")
+        raise CheckpointError("the rendezvous on rank 0 has left")
 
     with Heartbeat(beat, 0.1).beating():
         assert beaten.wait(HANG_S)

@@ -67,7 +67,7 @@ def test_plain_json_is_read_as_it_was_written(value: Any) -> None:
         ("[" * 100_000, "deep"),
         ("[" * 65 + "]" * 65, "deep"),
         ('{"a": ' * 3000 + "1" + "}" * 3000, "deep"),
-        ('{"b": [{"a": 1, "a": 2}]}', "names a twice"),
+        ('{"b": [{"a": 1, "a": 2}]}', "duplicate keys: a$"),
         ("[NaN]", "NaN"),
         ("[1, -Infinity]", "-Infinity"),
         ("[1e999]", "1e999"),
@@ -86,7 +86,7 @@ def test_names_that_stand_twice_in_a_header_are_found_in_one_pass(model: Path) -
     entry = '{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
     header = ", ".join(f'"n{number % 100_000}": {entry}' for number in range(200_000))
     write_raw(model / SINGLE, f"{{{header}}}", bytes(4))
-    assert "n0, n1, " in (said := refused("inspect", model)) and "and 99980 more twice" in said
+    assert "n0, n1, " in (said := refused("inspect", model)) and "and 99980 more." in said
 
 
 @pytest.mark.parametrize("shape", [[1] * 100, [2**63, 0], [10**4000, 0], [True]])

@@ -277,7 +277,7 @@ def test_a_size_that_does_not_divide_is_refused_with_the_sizes_that_do(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_attention_heads": 5}, "5 attention heads"),
+        ({"num_attention_heads": 5}, r"num_attention_heads \(5\)"),
         ({"hidden_size": 0}, "hidden_size"),
         ({"vocab_size": 10.0}, "vocab_size"),
         ({"kv_channels": 3}, "even head size"),

@@ -83,9 +83,9 @@ class MegatronOptimizerState:
         counts = {each.steps for each in self._shards()}
         if len(counts) > 1:
             raise CheckpointError(
-                "the optimizer has not taken equally many steps for all parameters of this rank: "
-                f"{', '.join(sorted(map(str, counts)))}. A checkpoint holds one number; let every "
-                "step update all parameters"
+                "parameters of this rank have different step counts "
+                f"({', '.join(sorted(map(str, counts)))}); a checkpoint stores one, so every step "
+                "must update all parameters"
             )
         return next(iter(counts), None)
 

@@ -44,7 +44,8 @@ def refuse_second_policy() -> None:
     """
     if parallel_state.model_parallel_is_initialized():
         raise ConfigError(
-            "a policy is open in this process: call its shutdown() before making a new one"
+            "another policy is already open in this process: call its shutdown() before making a "
+            "new one"
         )
 
 

@@ -65,9 +65,7 @@ class NemoRLWorker(DataPlane, HostRefit, MegatronPolicyWorkerImpl):
         other arguments that are set.
         """
         if processor is not None:
-            raise NotImplementedError(
-                "processor: models that see images or hear sound are not supported; pass None"
-            )
+            raise NotImplementedError("processor: multimodal models are not supported; pass None")
         if skip_weight_load:
             raise NotImplementedError(
                 "skip_weight_load: the weights would come by swap_weights_via_reshard, which is "

@@ -89,8 +89,8 @@ class WeightAssembler:
         if engine.step is not None and manifest.step < engine.step:
             raise self._refusal(
                 f"weights of step {manifest.step} are older than those of step {engine.step}, "
-                "which the engine has accepted. If the trainer went back, set the receiver's "
-                "`step` to None"
+                "which the engine has accepted. If the trainer was rolled back, set the "
+                "receiver's `step` to None"
             )
         if self.arrived and manifest.algorithm != self._algorithm:
             raise self._refusal(

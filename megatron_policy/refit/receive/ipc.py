@@ -22,6 +22,8 @@ from megatron_policy.refit.transports.ipc.replies import ReplySocket
 
 _FAREWELL_S = 2.0  # to flush the last reply
 
+_DIFFERENT_MODELS = "trainer and engine have different models"
+
 _Places = Mapping[str, tuple[tuple[int, ...], int]]
 """Where tensors are in flat memory: shape, and offset in elements."""
 
@@ -77,13 +79,13 @@ def _packed(
         shape, dtype = assembler.form(name)
         size = math.prod(shape) * dtype.itemsize
         if offset + size > memory.numel():
-            raise RefitError(f"{name} does not fit in what the trainer sent: it has another model")
+            raise RefitError(f"{name} does not fit in what the trainer sent: {_DIFFERENT_MODELS}")
         yield name, memory[offset : offset + size].view(dtype).view(shape)
         offset += aligned(size)
     if offset != pack.used_bytes:
         raise RefitError(
             f"a pack of {pack.used_bytes} bytes should have {offset} by the shapes that the engine "
-            "expects: the trainer has another model"
+            f"expects: {_DIFFERENT_MODELS}"
         )
 
 
@@ -112,7 +114,7 @@ def receive_handles(
     assembler = begin() if unfinished is None or first in offsets else unfinished
     forms = {name: assembler.form(name) for name in offsets}
     if unclaimed := {form[1] for form in forms.values()} - rebuilds.keys():
-        raise RefitError(f"the trainer sent no tensor of {unclaimed}: it has another model")
+        raise RefitError(f"the trainer sent no tensor of {unclaimed}: {_DIFFERENT_MODELS}")
     for dtype, rebuild in rebuilds.items():
         mine = {name: (shape, offsets[name]) for name, (shape, d) in forms.items() if d == dtype}
         open_exported(handle_of(rebuild), functools.partial(_take_flat, assembler, dtype, mine))
@@ -131,7 +133,7 @@ def _flat(memory: Tensor, dtype: torch.dtype, where: _Places) -> list[tuple[str,
     taken = []
     for name, (shape, offset) in where.items():
         if not 0 <= offset <= flat.numel() - math.prod(shape):
-            raise RefitError(f"{name} does not fit in what the trainer sent: it has another model")
+            raise RefitError(f"{name} does not fit in what the trainer sent: {_DIFFERENT_MODELS}")
         taken.append((name, flat[offset : offset + math.prod(shape)].view(shape)))
     return taken
 

@@ -112,7 +112,7 @@ def worker_env(
     if taken:
         raise ConfigError(
             f"megatron_cfg.env_vars sets {', '.join(taken)}: the worker group sets these itself. "
-            "Remove them; a launcher without Ray uses MegatronPolicy directly."
+            "Remove them; a launcher without Ray uses MegatronPolicy directly"
         )
     env: dict[str, object] = {
         "RANK": seat.rank,

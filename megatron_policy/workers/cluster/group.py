@@ -64,7 +64,7 @@ class WorkerGroup:
         if len(slots) != topology.world_size:
             raise ConfigError(
                 f"the layout has {topology.world_size} ranks ({topology}), but the cluster gives "
-                f"{len(slots)} workers; make them equal."
+                f"{len(slots)} workers; make them equal"
             )
         cluster.claim(self.name)
         try:
@@ -193,7 +193,7 @@ class WorkerGroup:
         if len(data) != self.topology.dp:
             raise ConfigError(
                 f"{method}: {len(data)} shards for {self.topology.dp} data-parallel ranks; "
-                "give one shard each."
+                "give one shard each"
             )
         shards = [put("data", shard) for shard in data]
         common = stored(kwargs)
@@ -217,7 +217,7 @@ class WorkerGroup:
 
     def _check_usable(self) -> None:
         if not self._workers:
-            raise WorkerError(f"the worker group {self.name} has been shut down; make a new one.")
+            raise WorkerError(f"the worker group {self.name} has been shut down; make a new one")
         if self._broken is not None:
             raise WorkerError(
                 f"the worker group {self.name} is broken, call shutdown() and make a new one. "

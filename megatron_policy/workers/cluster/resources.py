@@ -27,7 +27,7 @@ def refuse_what_ray_lacks(counts: Sequence[int], use_gpus: bool, one_machine: bo
     if not ray.is_initialized():
         raise WorkerError(
             "Ray is not running in this process: call megatron_policy.init_ray() "
-            "(or ray.init) first."
+            "(or ray.init) first"
         )
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     kind, each = ("GPU", 1.0) if use_gpus else ("CPU", CPU_SHARE)
@@ -36,8 +36,7 @@ def refuse_what_ray_lacks(counts: Sequence[int], use_gpus: bool, one_machine: bo
         raise ConfigError(
             f"the cluster asks for {wish(counts, use_gpus)}, but Ray has "
             f"{'; '.join(amounts(node) for node in nodes)}. Ask for at most {max(rooms)} bundles "
-            f"on a node and {sum(rooms)} in all"
-            + (", or pass use_gpus=False." if use_gpus else ".")
+            f"on a node and {sum(rooms)} in all" + (", or pass use_gpus=False" if use_gpus else "")
         )
 
 
@@ -46,15 +45,15 @@ def check_request(counts: tuple[int, ...], use_gpus: bool, per_node: int, coloca
     if not counts or not all(isinstance(count, int) and count >= 1 for count in counts):
         raise ConfigError(
             f"bundle_ct_per_node_list is {list(counts)}; "
-            "give one number of workers >= 1 per node, for example [2]."
+            "give one number of workers >= 1 per node, for example [2]"
         )
     if use_gpus and max(counts) > per_node:
         raise ConfigError(
             f"bundle_ct_per_node_list is {list(counts)} with num_gpus_per_node={per_node}: "
-            f"a bundle takes one GPU, so at most {per_node} fit on a node."
+            f"a bundle takes one GPU, so at most {per_node} fit on a node"
         )
     if colocated < 1:
-        raise ConfigError(f"max_colocated_worker_groups is {colocated}; it must be 1 or more.")
+        raise ConfigError(f"max_colocated_worker_groups is {colocated}; it must be 1 or more")
 
 
 def amounts(resources: dict[str, float]) -> str:

@@ -85,7 +85,7 @@ class RayVirtualCluster:
         if placement_group_strategy not in STRATEGIES:
             raise ConfigError(
                 f"placement_group_strategy is {placement_group_strategy!r}; "
-                f"Ray supports {', '.join(STRATEGIES)}."
+                f"Ray supports {', '.join(STRATEGIES)}"
             )
         self.use_gpus = use_gpus
         self.max_colocated_worker_groups = max_colocated_worker_groups
@@ -154,7 +154,7 @@ class RayVirtualCluster:
             raise ConfigError(
                 f"this cluster has room for {self.max_colocated_worker_groups} worker group(s) and "
                 f"holds {', '.join(self._tenants)}. Shut one down first, or make the cluster with "
-                "a larger max_colocated_worker_groups."
+                "a larger max_colocated_worker_groups"
             )
         self._tenants.append(tenant)
 
@@ -190,7 +190,7 @@ class RayVirtualCluster:
         ):
             raise ConfigError(
                 f"workers_per_node={workers_per_node} does not fit the cluster's bundles "
-                f"{list(self._counts)}: give at least 1 and at most that many per node."
+                f"{list(self._counts)}: give at least 1 and at most that many per node"
             )
         return wanted
 
@@ -215,7 +215,7 @@ class RayVirtualCluster:
                     f"no room for the worker group after {self._timeout_s:g} s: it asks for "
                     f"{wish(self._counts, self.use_gpus)}; free now: "
                     f"{amounts(ray.available_resources())}. Another cluster or task holds "
-                    "the rest: shut it down, or ask for less."
+                    "the rest: shut it down, or ask for less"
                 )
         return groups
 

@@ -133,8 +133,8 @@ class BatchDispatcher:
 def _refuse_plan(data: BatchedDataDict) -> None:
     if data.micro_batch_indices is not None:
         raise BatchError(
-            "the data carry a plan of microbatches (micro_batch_indices), which is one rank's; the "
-            "driver plans for all of them: pass the data without it"
+            "the data carry a plan of microbatches (micro_batch_indices), which applies to "
+            "a single rank, but the driver plans for all: pass the data without it"
         )
 
 
@@ -185,7 +185,7 @@ def training_shards(
         raise ConfigError(
             f"gbs={global_batch_size} cannot be split over {ranks} data-parallel ranks in "
             f"microbatches of mbs={micro_batch_size}: make gbs a multiple of "
-            f"{ranks * micro_batch_size}."
+            f"{ranks * micro_batch_size}"
         )
     _check_whole(data, global_batch_size)
     shards = data.shard_by_batch_size(ranks, global_batch_size)
@@ -204,7 +204,7 @@ def part_shards(data: BatchedDataDict, ranks: int, micro_batch_size: int) -> lis
     if left:
         raise ConfigError(
             f"{data.size} rows cannot be cut into microbatches of mbs={micro_batch_size}: make "
-            "them a multiple (padding rows have sample_mask 0), or pass another mbs."
+            "them a multiple (padding rows have sample_mask 0), or pass another mbs"
         )
     borders = [number * rank // ranks * micro_batch_size for rank in range(ranks + 1)]
     return [_compact(data.slice(*ends), [*range(*ends)]) for ends in pairwise(borders)]
@@ -243,12 +243,12 @@ def merged_training(results: Sequence[Mapping[str, Any]]) -> TrainResult:
 
 def _check_whole(data: BatchedDataDict, global_batch_size: int) -> None:
     if data.size == 0:
-        raise ConfigError("the data have no rows; pass at least one.")
+        raise ConfigError("the data have no rows; pass at least one")
     if data.size % global_batch_size:
         raise ConfigError(
             f"the data have {data.size} samples, which is not a multiple of "
             f"gbs={global_batch_size}: drop or pad the rest (padding rows have sample_mask 0), "
-            "or pass another gbs."
+            "or pass another gbs"
         )
 
 

@@ -76,7 +76,10 @@ class MegatronPolicyWorkerImpl(
         )
         caller = worker_sharding_annotations
         if isinstance(caller, Topology) and caller != self.policy.topology:
-            raise ConfigError(f"the driver laid out {caller}, the config {self.policy.topology}")
+            raise ConfigError(
+                f"the driver uses layout {caller}, but the configuration gives "
+                f"{self.policy.topology}"
+            )
 
     def __repr__(self) -> str:
         return f"MegatronPolicyWorker[rank={os.environ.get('RANK', '?')}]"

@@ -63,8 +63,8 @@ class Collective:
         engines = world_size - (train_world_size or 1)
         if engines < 1:
             raise ConfigError(
-                f"world_size={world_size} leaves no engine beside {train_world_size or 1} training "
-                "rank(s); it counts both"
+                f"world_size={world_size} leaves no rank for an engine: world_size counts "
+                f"{train_world_size or 1} training rank(s) plus engines"
             )
         by_stage = train_world_size is not None
         sender, member = _sender_of(exporter, by_stage), None

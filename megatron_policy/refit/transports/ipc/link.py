@@ -83,16 +83,16 @@ class Link:
 def gone(other: str, address: str) -> str:
     """Error text: the other side disconnected."""
     return (
-        f"the {other} at {address} disconnected in the middle of a refit. Look at its log; the "
-        "next refit starts anew"
+        f"the {other} at {address} disconnected in the middle of a refit. Check its log; the "
+        "next refit starts from scratch"
     )
 
 
 def silent(other: str, address: str, timeout_s: float) -> str:
     """Error text: the other side is connected but silent."""
     return (
-        f"the {other} at {address} was silent for {timeout_s:g} s. Look at its log, or allow more "
-        "time; the next refit starts anew"
+        f"the {other} at {address} was silent for {timeout_s:g} s. Check its log, or allow more "
+        "time; the next refit starts from scratch"
     )
 
 
