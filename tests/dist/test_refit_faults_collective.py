@@ -394,7 +394,8 @@ def test_a_trainer_that_is_stopped_fails_the_engine_in_time(engines: list[OtherP
 
 
 @pytest.mark.parametrize(
-    ("world", "train", "legal"), [(1, None, "no engine"), (3, 2, "1 ranks train"), (1, 1, "no")]
+    ("world", "train", "legal"),
+    [(1, None, "no rank for an engine"), (3, 2, "1 ranks train"), (1, 1, "no")],
 )
 def test_sizes_that_leave_no_engine_are_refused(world: int, train: int | None, legal: str) -> None:
     with pytest.raises(ConfigError, match=legal):

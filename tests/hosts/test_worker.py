@@ -68,7 +68,7 @@ def test_the_drivers_rank_grid_is_ours_or_both_are_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"processor": object()}, NotImplementedError, "processor: models that see"),
+        ({"processor": object()}, NotImplementedError, "processor: multimodal models"),
         ({"skip_weight_load": True}, NotImplementedError, "swap_weights_via_reshard"),
         ({"worker_color": "red"}, ConfigError, "no argument worker_color"),
     ],
