@@ -1,4 +1,5 @@
-"""The public interface as text: names, signatures, entry points, options of the commands.
+"""The public interface as text: names, signatures, entry points, options of the commands
+with their defaults and help.
 
 `python -m tests.public_api` writes tests/public_api.txt anew; change it on purpose only.
 """
@@ -9,6 +10,7 @@ import importlib
 import inspect
 from collections.abc import Iterator
 from dataclasses import is_dataclass
+from enum import Enum
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,12 @@ MODULES = {
     "megatron_policy.convert": None,
     "megatron_policy.converters.architecture": ("Architecture",),
     "megatron_policy.converters.config_fields": ("Fields",),
+    "megatron_policy.converters.families.shared.dense": ("BLOCK", "ENDS", "architecture"),
     "megatron_policy.converters.registry": ("Family",),
     "megatron_policy.converters.rows": ("GateUp", "Qkv", "Role", "Rows", "Vocab", "Whole"),
+    "megatron_policy.coordination.rendezvous": ("reserved_port",),
+    "megatron_policy.device": ("device_id", "synchronize"),
+    "megatron_policy.hosts.nemo_rl": None,
     "megatron_policy.interfaces.engine": ("EngineBuilder", "Trainable", "TrainingEngine"),
     "megatron_policy.interfaces.host": ("Host", "find_host"),
     "megatron_policy.lm_head.logprobs": ("vocab_parallel_logprobs",),
@@ -34,8 +40,9 @@ MODULES = {
     "megatron_policy.refit.transports.disk": ("HfDirectory",),
     "megatron_policy.refit.transports.ipc.handles": ("IpcHandles",),
     "megatron_policy.refit.transports.ipc.transport": ("IpcStream",),
+    "megatron_policy.workers": ("init_ray",),
 }
-"""What the documents import, by module; None is all that a module exports."""
+"""What the documents and examples import, by module; None is all that a module exports."""
 
 
 def lines() -> Iterator[str]:
@@ -103,8 +110,17 @@ def _commands() -> Iterator[str]:
 
     group = get_command(app)
     for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
-        options = [" ".join(each.opts) for each in command.params]
-        yield f"  {name}: {', '.join(options)}"
+        yield f"  {name}"
+        for each in command.params:
+            yield f"    {' '.join(each.opts)} ({_default(each)}): {' '.join(each.help.split())}"
+
+
+def _default(parameter: Any) -> str:
+    """What a command takes if the parameter is not given."""
+    if parameter.required:
+        return "required"
+    value = parameter.default
+    return f"default {value.value if isinstance(value, Enum) else value}"
 
 
 def text() -> str:
