@@ -30,6 +30,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "glm4_moe": _SIGMOID | {"attention_bias": True, "use_qk_norm": True},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": _SOFTMAX | {"shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
     "qwen3_moe": _SOFTMAX | {"norm_topk_prob": True, "mlp_only_layers": [0]},
 }
@@ -83,6 +84,17 @@ def _softmax(rng: random.Random, layers: int, sizes: dict[str, Any]) -> dict[str
         "norm_topk_prob": rng.random() < 0.5,
         "decoder_sparse_step": rng.choice([1, 1, 2]),
         "mlp_only_layers": rng.choice([[], [0], [layers - 1]]),
+    }
+
+
+def _olmoe(rng: random.Random, layers: int, sizes: dict[str, Any]) -> dict[str, Any]:
+    experts = rng.choice([3, 4, 6])
+    return {
+        "head_dim": None,
+        "num_experts": experts,
+        "num_experts_per_tok": rng.randint(1, experts),
+        "norm_topk_prob": rng.random() < 0.5,
+        "attention_bias": rng.random() < 0.5,
     }
 
 
@@ -150,6 +162,7 @@ _DRAWS = {
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
     "mixtral": _mixtral,
+    "olmoe": _olmoe,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
 }

@@ -41,6 +41,7 @@ TRAINED = {
     "deepseek_v3": ("one process", "PP2", "DP2", "PP2xVPP2", "TP2xPP2xDP2+SP"),
     "glm4_moe": ("PP2", "TP2+SP"),
     "gpt_oss": ("one process", "PP2"),
+    "olmoe": ("PP2", "TP2+SP"),
 }
 SMALL = {"hidden": 48, "heads": 4, "layers": 4, "ffn": 40, "vocab": VOCAB}
 

@@ -225,6 +225,18 @@ OF_CHOSEN = Scoring.SOFTMAX_OF_CHOSEN
                 "windowed": (True, False, True),
             },
         ),
+        (
+            "olmoe",
+            {"attention_bias": True},
+            {
+                "moe": moe(ffn_hidden_size=24),
+                "qk_norm": QkNorm.ALL_HEADS,
+                "qkv_bias": True,
+                "proj_bias": True,
+                "uniform_layers": True,
+            },
+        ),
+        ("olmoe", {"norm_topk_prob": True}, {"moe": moe(ffn_hidden_size=24, scoring=OF_CHOSEN)}),
     ],
 )
 def test_a_config_is_read_as_transformers_reads_it(
@@ -253,6 +265,7 @@ def test_a_config_is_read_as_transformers_reads_it(
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
             "rope_parameters = 'DynamicScaling'",
         ),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
         ("glm4_moe", {"index_topk": 4}, "index_topk = 4: unknown field"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0"),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),

@@ -123,13 +123,18 @@ def take_experts(fields: Fields, *names: str) -> int:
     return next(iter(found.values())) if found else int(fields.take(names[0]))
 
 
-def take_softmax_moe(fields: Fields, *, shared_ffn_hidden_size: int = 0) -> Moe:
-    """The mixture of the Qwen families: softmax scores, renormalised or not."""
+def take_softmax_moe(
+    fields: Fields, *, width: str = "moe_intermediate_size", shared_ffn_hidden_size: int = 0
+) -> Moe:
+    """The mixture of the Qwen families: softmax scores, renormalised or not.
+
+    `width` is the name of the field with an expert's inner channels.
+    """
     renormalized = fields.take("norm_topk_prob", False)
     return Moe(
         experts=take_experts(fields, "num_experts", "num_local_experts"),
         chosen=fields.take("num_experts_per_tok"),
-        ffn_hidden_size=fields.take("moe_intermediate_size"),
+        ffn_hidden_size=fields.take(width),
         scoring=Scoring.SOFTMAX_OF_CHOSEN if renormalized else Scoring.SOFTMAX,
         shared_ffn_hidden_size=shared_ffn_hidden_size,
         shared_gate=bool(shared_ffn_hidden_size),

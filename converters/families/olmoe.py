@@ -1,0 +1,29 @@
+"""OLMoE: softmax-scored experts in every layer, queries and keys normalised over all heads."""
+
+from __future__ import annotations
+
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture.traits import QkNorm
+from megatron_policy.converters.config_fields import Fields
+from megatron_policy.converters.families.shared import dense, experts, norm_rows
+from megatron_policy.converters.rows import Ignore, Row
+
+TABLE: tuple[Row | Ignore, ...] = (
+    *dense.ENDS,
+    *dense.NORMS,
+    *dense.ATTENTION,
+    *dense.ATTENTION_BIAS,
+    *norm_rows.ALL_HEADS,
+    *experts.routed(),
+)
+
+
+def architecture(fields: Fields) -> Architecture:
+    """The architecture an OlmoeConfig describes."""
+    experts.ignore_balancing(fields)
+    if (limit := fields.take("clip_qkv", None)) is not None:
+        fields.refuse("clip_qkv", limit, "queries, keys and values are not clipped")
+    bias = fields.take("attention_bias", False)
+    common = dense.architecture(fields, qkv_bias=bias, proj_bias=bias, qk_norm=QkNorm.ALL_HEADS)
+    moe = experts.take_softmax_moe(fields, width="intermediate_size")
+    return experts.with_experts(common, moe, (True,) * common.num_layers)
