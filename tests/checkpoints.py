@@ -21,6 +21,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 3.0,
     },
     "gemma3_text": {"query_pre_attn_scalar": 24, "rope_local_base_freq": 500.0},
+    "glm4": {},
     "granite": {
         "attention_multiplier": 0.3,
         "embedding_multiplier": 3.0,
@@ -41,7 +42,7 @@ not.
 """
 ALL_FAMILIES = FAMILIES | EXPERTS
 _EPSILON = {"cohere": "layer_norm_eps", "starcoder2": "norm_epsilon"}
-HEAD_DIM = ("gemma2", "gemma3_text", "llama", "mistral", "qwen3")
+HEAD_DIM = ("gemma2", "gemma3_text", "glm4", "llama", "mistral", "qwen3")
 HEAD_DIM += ("glm4_moe", "gpt_oss", "mixtral", "qwen3_moe")
 SPECIAL = ("<unk>", "<pad>", "<s>", "</s>")
 TEXT = Path(__file__).resolve().parent.parent / "LICENSE"

@@ -14,7 +14,17 @@ from tests.dist.cases import logits_of, open_policy, policy_config
 from tests.exact import Exact, assert_equal
 
 LENGTH, MODELS = 20, 6
-BIASED = ("cohere", "gemma2", "gemma3_text", "granite", "llama", "olmo2", "qwen3", "smollm3")
+BIASED = (
+    "cohere",
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "granite",
+    "llama",
+    "olmo2",
+    "qwen3",
+    "smollm3",
+)
 BIASED_MLP = ("granite", "llama", "smollm3")
 WINDOWED = ("gemma2", "gemma3_text", "mistral", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2")
 SCALINGS: tuple[dict[str, Any] | None, ...] = (
@@ -67,6 +77,9 @@ def draw(family: str, random: Random) -> dict[str, Any]:
 
 
 def draw_rope(family: str, head_dim: int, random: Random) -> dict[str, Any]:
+    if family == "glm4":
+        fraction = random.choice([0.5, 1.0])
+        return {"partial_rotary_factor": fraction, "rope_scaling": random.choice(SCALINGS)}
     if family != "phi3":
         return {"rope_scaling": random.choice(SCALINGS)}
     fraction = random.choice([0.5, 0.75, 1.0])

@@ -92,6 +92,18 @@ def architecture(path: Path) -> Architecture:
             {"hidden_dropout": 0.25, "embedding_dropout": 0.0, "window": 5},
         ),
         (
+            "glm4",
+            {"head_dim": 8, "rope_theta": 5e4},
+            {
+                "rope": Rope(5e4, fraction=0.5, interleaved=True),
+                "pre_norm": True,
+                "post_norm": True,
+                "qkv_bias": True,
+                "proj_bias": False,
+            },
+        ),
+        ("glm4", {"attention_bias": False}, {"qkv_bias": False, "layernorm_epsilon": 1.5625e-7}),
+        (
             "granite",
             {
                 "attention_multiplier": 0.5,
@@ -160,6 +172,7 @@ def test_a_config_is_read_as_transformers_reads_it(
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ("gemma3_text", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping = 5.0"),
         ("phi3", {"attention_bias": True, "pad_token_id": None}, "attention_bias = True"),
+        ("glm4", {"mlp_bias": True}, "mlp_bias = True: unknown field"),
         ("granite", {"num_local_experts": 8}, "num_local_experts = 8: unknown field"),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv = 8.0: unknown field"),
         ("cohere", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),

@@ -31,6 +31,7 @@ FULL: dict[str, dict[str, Any]] = {
     },
     "gemma2": GEMMA,
     "gemma3_text": GEMMA | {"rope_local_base_freq": 1e3},
+    "glm4": {"attention_bias": True},
     "granite": {
         "attention_bias": True,
         "mlp_bias": True,

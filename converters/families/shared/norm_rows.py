@@ -6,18 +6,20 @@ from megatron_policy.converters.rows import Columns, Role, Whole
 
 from .dense import H, M
 
-_AFTER_ATTENTION = M + "self_attn_bda.norm.weight"
-_AFTER_MLP = M + "mlp_bda.norm.weight"
-
 
 def _norm(megatron: str, hf: str, role: Role = Role.NORM) -> Whole:
     return Whole(megatron, (hf,), ("hidden_size",), role=role)
 
 
-AFTER = (
-    _norm(_AFTER_ATTENTION, H + "post_attention_layernorm.weight"),
-    _norm(_AFTER_MLP, H + "post_feedforward_layernorm.weight"),
-)
+def after(attention: str, mlp: str) -> tuple[Whole, Whole]:
+    """Rows of the norms of the outputs of attention and MLP, by HF's names of them."""
+    return (
+        _norm(M + "self_attn_bda.norm.weight", f"{H}{attention}.weight"),
+        _norm(M + "mlp_bda.norm.weight", f"{H}{mlp}.weight"),
+    )
+
+
+AFTER = after("post_attention_layernorm", "post_feedforward_layernorm")
 """The outputs of attention and MLP are normalised, not their inputs."""
 
 AROUND = (
