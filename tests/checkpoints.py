@@ -31,6 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
     "olmo2": {},
+    "olmo3": {},
     "phi3": {},
     "qwen2": {},
     "qwen3": {},
@@ -79,9 +80,9 @@ def make_checkpoint(
     """Write a checkpoint of `family` (weights, config, tokenizer) and return its path.
 
     `window` is the sliding window in tokens. Of the qwen families, the first `full_layers` layers
-    do without it; Gemma 2 has it on every other layer, Gemma 3 on all but the last, SmolLM3 on
-    every other, which then does without rotary embedding. `max_shard_size` ("40KB" or bytes) splits
-    the weights over files with an index.
+    do without it; Gemma 2 has it on every other layer, Gemma 3 and OLMo 3 on all but the last,
+    SmolLM3 on every other, which then does without rotary embedding. `max_shard_size` ("40KB" or
+    bytes) splits the weights over files with an index.
     Further keywords go to the family's config as they are (`attention_bias=True`, ...).
     The same arguments give the same bytes.
     """
@@ -145,7 +146,7 @@ def _window_fields(
         return {"sliding_window": window}
     if family == "gemma2":
         return {"sliding_window": window or 7}
-    if family == "gemma3_text":
+    if family in ("gemma3_text", "olmo3"):
         types = [slides] * (layers - 1) + [sees_all]
         return {"sliding_window": window or 7, "layer_types": types}
     if family == "smollm3":

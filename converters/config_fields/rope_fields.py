@@ -34,17 +34,20 @@ def take_rope(fields: Fields, *, partial: bool = False, interleaved: bool = Fals
     return _rope(fields, section, "rope_theta", partial, interleaved)
 
 
-def take_ropes_by_window(fields: Fields) -> tuple[Rope, Rope]:
+def take_ropes_by_window(
+    fields: Fields, *, base_of_windowed: str = "rope_local_base_freq"
+) -> tuple[Rope, Rope]:
     """Rotary embeddings of layers that see everything and of those that have the window.
 
-    Gemma 3 has both, as two mappings in `rope_parameters` or as separate fields.
+    Gemma 3 and OLMo 3 have both, as two mappings in `rope_parameters` or as separate fields, of
+    which `base_of_windowed` is the one with the base of windowed layers.
     """
     both = fields.section("rope_parameters")
     whole = both.section("full_attention") if both else fields.section("rope_scaling")
     windowed = both.section("sliding_attention") if both else None
     return (
         _rope(fields, whole, "rope_theta"),
-        _rope(fields, windowed, "rope_local_base_freq"),
+        _rope(fields, windowed, base_of_windowed),
     )
 
 

@@ -123,6 +123,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("TP2+SP", {"window": 5, "head_dim": 32}),
     "glm4": ("TP2+SP", {}),
     "olmo2": ("TP2+SP", {}),
+    "olmo3": ("one process", {"window": 5}),
     "phi3": ("one process", {"partial_rotary_factor": 0.5, "window": 6}),
     "granite": ("PP2", {}),
     "smollm3": ("PP2", {"window": 4}),

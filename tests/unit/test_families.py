@@ -54,6 +54,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {"head_dim": 8, "pad_token_id": None}),
     "granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", {"attention_bias": True}),
+    "olmo3": ("olmo3", {"attention_bias": True, "sliding_window": 4}),
     "smollm3": ("smollm3", {"pad_token_id": None, "mlp_bias": True}),
     "starcoder2": ("starcoder2", {"tie_word_embeddings": True}),
     "starcoder2-without-biases": ("starcoder2", {"use_bias": False}),

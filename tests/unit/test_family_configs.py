@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.rotary import Llama3Scaling, Rope
+from megatron_policy.converters.architecture.rotary import LinearScaling, Llama3Scaling, Rope
 from megatron_policy.converters.architecture.traits import Activation, Norm, QkNorm
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
@@ -37,6 +37,12 @@ def edited(path: Path, family: str, **fields: Any) -> Path:
 
 def architecture(path: Path) -> Architecture:
     return bind(read_config(path)).architecture
+
+
+OF_OLMO3 = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 
 
 @pytest.mark.parametrize(
@@ -120,6 +126,24 @@ def architecture(path: Path) -> Architecture:
         ),
         ("olmo2", {}, {"pre_norm": False, "post_norm": True, "qk_norm": QkNorm.ALL_HEADS}),
         (
+            "olmo3",
+            {
+                "sliding_window": 4,
+                "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+                "rope_parameters": OF_OLMO3,
+            },
+            {
+                "window": 4,
+                "windowed": (True, True, False),
+                "rope": Rope(5e5, LinearScaling(8.0)),
+                "window_rope": Rope(1e4),
+                "qk_norm": QkNorm.ALL_HEADS,
+                "pre_norm": False,
+                "post_norm": True,
+            },
+        ),
+        ("olmo3", {"layer_types": ["full_attention"] * 3}, {"window": None, "window_rope": None}),
+        (
             "smollm3",
             {
                 "no_rope_layers": [1, 0, 1, 0],
@@ -175,6 +199,7 @@ def test_a_config_is_read_as_transformers_reads_it(
         ("glm4", {"mlp_bias": True}, "mlp_bias = True: unknown field"),
         ("granite", {"num_local_experts": 8}, "num_local_experts = 8: unknown field"),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv = 8.0: unknown field"),
+        ("olmo3", {"clip_qkv": 8.0}, "clip_qkv = 8.0: unknown field"),
         ("cohere", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ("llama", {"router_aux_loss_coef": 0.1}, "router_aux_loss_coef = 0.1: unknown field"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),

@@ -41,6 +41,7 @@ FULL: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.5,
     },
     "olmo2": {"attention_bias": True},
+    "olmo3": {"attention_bias": True},
     "phi3": {},
     "smollm3": {
         "attention_bias": True,
@@ -56,7 +57,7 @@ FULL: dict[str, dict[str, Any]] = {
 }
 """Settings under which every row of a family's table applies, but for the one choice of tying."""
 
-BY_LAYER = ("gemma2", "gemma3_text", "gpt_oss", "qwen2", "qwen2_moe", "qwen3", "smollm3")
+BY_LAYER = ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "qwen2", "qwen2_moe", "qwen3", "smollm3")
 
 
 def raw(family: str, layers: int = 3, **changes: Any) -> dict[str, Any]:
@@ -78,7 +79,8 @@ def raw(family: str, layers: int = 3, **changes: Any) -> dict[str, Any]:
         "tie_word_embeddings": False,
         **(
             {"layer_types": ["full_attention"] * layers}
-            if family.startswith(("gemma", "gpt", "qwen", "smollm")) and family != "qwen3_moe"
+            if family.startswith(("gemma", "gpt", "olmo3", "qwen", "smollm"))
+            and family != "qwen3_moe"
             else {}
         ),
         **FULL[family],
