@@ -15,6 +15,7 @@ from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families import (
     cohere,
     deepseek_v3,
+    ernie4_5,
     gemma2,
     gemma3_text,
     glm4,
@@ -60,6 +61,7 @@ FAMILIES = {
         Family(
             "deepseek_v3", deepseek_v3.TABLE, deepseek_v3.architecture, ("DeepseekV3ForCausalLM",)
         ),
+        Family("ernie4_5", ernie4_5.TABLE, ernie4_5.architecture, ("Ernie4_5ForCausalLM",)),
         Family("gemma2", gemma2.TABLE, gemma2.architecture, ("Gemma2ForCausalLM",)),
         Family("gemma3_text", gemma3_text.TABLE, gemma3_text.architecture, ("Gemma3ForCausalLM",)),
         Family("glm4", glm4.TABLE, glm4.architecture, ("Glm4ForCausalLM",)),

@@ -15,6 +15,7 @@ from tests.expert_families import EXPERTS
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.25},
+    "ernie4_5": {},
     "gemma2": {
         "query_pre_attn_scalar": 24,
         "attn_logit_softcapping": 2.0,
@@ -43,7 +44,7 @@ not.
 """
 ALL_FAMILIES = FAMILIES | EXPERTS
 _EPSILON = {"cohere": "layer_norm_eps", "starcoder2": "norm_epsilon"}
-HEAD_DIM = ("gemma2", "gemma3_text", "glm4", "llama", "mistral", "qwen3")
+HEAD_DIM = ("ernie4_5", "gemma2", "gemma3_text", "glm4", "llama", "mistral", "qwen3")
 HEAD_DIM += ("glm4_moe", "gpt_oss", "mixtral", "qwen3_moe")
 SPECIAL = ("<unk>", "<pad>", "<s>", "</s>")
 TEXT = Path(__file__).resolve().parent.parent / "LICENSE"

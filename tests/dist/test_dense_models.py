@@ -58,7 +58,7 @@ def draw(family: str, random: Random) -> dict[str, Any]:
         sizes["mlp_bias"] = random.random() < 0.5
     if family in WINDOWED and random.random() < 0.7:
         sizes["window"] = random.choice([3, 9])
-    if family == "starcoder2":
+    if family in ("ernie4_5", "starcoder2"):
         sizes["use_bias"] = random.random() < 0.5
     if family == "cohere":
         sizes["use_qk_norm"] = random.random() < 0.5

@@ -34,6 +34,7 @@ DECAYED = {
 }
 EVERYTHING = {
     "cohere": {"use_qk_norm": True, "attention_bias": True},
+    "ernie4_5": {"use_bias": True},
     "granite": {"attention_bias": True, "mlp_bias": True},
     "llama": {"attention_bias": True, "mlp_bias": True},
     "smollm3": {"attention_bias": True, "mlp_bias": True},

@@ -51,6 +51,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {"head_dim": 8, "tie_word_embeddings": True}),
     "phi3": ("phi3", {"pad_token_id": None}),
     "phi3-three-heads-per-group": ("phi3", THREE | {"pad_token_id": None}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 8, "tie_word_embeddings": True}),
+    "ernie4_5-biases": ("ernie4_5", {"head_dim": 4, "use_bias": True}),
     "glm4": ("glm4", {"head_dim": 8, "pad_token_id": None}),
     "granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", {"attention_bias": True}),

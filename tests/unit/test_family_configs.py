@@ -98,6 +98,17 @@ OF_OLMO3 = {
             {"hidden_dropout": 0.25, "embedding_dropout": 0.0, "window": 5},
         ),
         (
+            "ernie4_5",
+            {"use_bias": True, "head_dim": 8},
+            {
+                "rope": Rope(5e5, interleaved=True),
+                "qkv_bias": True,
+                "proj_bias": True,
+                "mlp_bias": True,
+                "kv_channels": 8,
+            },
+        ),
+        (
             "glm4",
             {"head_dim": 8, "rope_theta": 5e4},
             {
@@ -196,6 +207,8 @@ def test_a_config_is_read_as_transformers_reads_it(
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ("gemma3_text", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping = 5.0"),
         ("phi3", {"attention_bias": True, "pad_token_id": None}, "attention_bias = True"),
+        ("ernie4_5", {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+        ("ernie4_5", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ("glm4", {"mlp_bias": True}, "mlp_bias = True: unknown field"),
         ("granite", {"num_local_experts": 8}, "num_local_experts = 8: unknown field"),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv = 8.0: unknown field"),

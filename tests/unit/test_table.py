@@ -29,6 +29,7 @@ FULL: dict[str, dict[str, Any]] = {
         "rms_norm_eps": None,
         "use_qk_norm": True,
     },
+    "ernie4_5": {"use_bias": True},
     "gemma2": GEMMA,
     "gemma3_text": GEMMA | {"rope_local_base_freq": 1e3},
     "glm4": {"attention_bias": True},
