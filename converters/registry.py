@@ -16,6 +16,7 @@ from megatron_policy.converters.families import (
     cohere,
     deepseek_v3,
     ernie4_5,
+    exaone4,
     gemma2,
     gemma3_text,
     glm4,
@@ -62,6 +63,7 @@ FAMILIES = {
             "deepseek_v3", deepseek_v3.TABLE, deepseek_v3.architecture, ("DeepseekV3ForCausalLM",)
         ),
         Family("ernie4_5", ernie4_5.TABLE, ernie4_5.architecture, ("Ernie4_5ForCausalLM",)),
+        Family("exaone4", exaone4.TABLE, exaone4.architecture, ("Exaone4ForCausalLM",)),
         Family("gemma2", gemma2.TABLE, gemma2.architecture, ("Gemma2ForCausalLM",)),
         Family("gemma3_text", gemma3_text.TABLE, gemma3_text.architecture, ("Gemma3ForCausalLM",)),
         Family("glm4", glm4.TABLE, glm4.architecture, ("Glm4ForCausalLM",)),

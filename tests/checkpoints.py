@@ -16,6 +16,7 @@ from tests.expert_families import EXPERTS
 FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.25},
     "ernie4_5": {},
+    "exaone4": {},
     "gemma2": {
         "query_pre_attn_scalar": 24,
         "attn_logit_softcapping": 2.0,
@@ -81,9 +82,10 @@ def make_checkpoint(
     """Write a checkpoint of `family` (weights, config, tokenizer) and return its path.
 
     `window` is the sliding window in tokens. Of the qwen families, the first `full_layers` layers
-    do without it; Gemma 2 has it on every other layer, Gemma 3 and OLMo 3 on all but the last,
-    SmolLM3 on every other, which then does without rotary embedding. `max_shard_size` ("40KB" or
-    bytes) splits the weights over files with an index.
+    do without it; Gemma 2 has it on every other layer, Gemma 3 and OLMo 3 on all but the last.
+    SmolLM3 has it on every other layer, which then does without rotary embedding; EXAONE 4 on all
+    but the last, which then does without rotary embedding. `max_shard_size` ("40KB" or bytes)
+    splits the weights over files with an index.
     Further keywords go to the family's config as they are (`attention_bias=True`, ...).
     The same arguments give the same bytes.
     """
@@ -147,6 +149,9 @@ def _window_fields(
         return {"sliding_window": window}
     if family == "gemma2":
         return {"sliding_window": window or 7}
+    if family == "exaone4":
+        types = [sees_all if window is None else slides] * (layers - 1) + [sees_all]
+        return {"sliding_window": window, "layer_types": types}
     if family in ("gemma3_text", "olmo3"):
         types = [slides] * (layers - 1) + [sees_all]
         return {"sliding_window": window or 7, "layer_types": types}

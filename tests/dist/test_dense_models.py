@@ -17,8 +17,8 @@ LENGTH, MODELS = 20, 6
 BIASED = ("cohere", "gemma2", "gemma3_text", "glm4", "granite", "llama", "olmo2", "olmo3", "qwen3")
 BIASED += ("smollm3",)
 BIASED_MLP = ("granite", "llama", "smollm3")
-WINDOWED = ("gemma2", "gemma3_text", "mistral", "olmo3", "phi3", "qwen2", "qwen3", "smollm3")
-WINDOWED += ("starcoder2",)
+WINDOWED = ("exaone4", "gemma2", "gemma3_text", "mistral", "olmo3", "phi3", "qwen2", "qwen3")
+WINDOWED += ("smollm3", "starcoder2")
 SCALINGS: tuple[dict[str, Any] | None, ...] = (
     None,
     {"rope_type": "linear", "factor": 2.5},

@@ -122,6 +122,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("one process", {"window": 6}),
     "gemma3_text": ("TP2+SP", {"window": 5, "head_dim": 32}),
     "ernie4_5": ("PP2", {"use_bias": True}),
+    "exaone4": ("TP2+SP", {"window": 4}),
     "glm4": ("TP2+SP", {}),
     "olmo2": ("TP2+SP", {}),
     "olmo3": ("one process", {"window": 5}),

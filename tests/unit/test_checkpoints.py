@@ -45,7 +45,7 @@ def test_no_tensor_is_constant_and_biases_stand_where_the_family_has_them(
         family in ("glm4", "qwen2", "starcoder2")
     )
     assert any("q_norm" in name for name in tensors) is (
-        family in ("gemma3_text", "olmo2", "olmo3", "qwen3")
+        family in ("exaone4", "gemma3_text", "olmo2", "olmo3", "qwen3")
     )
 
 

@@ -53,6 +53,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-three-heads-per-group": ("phi3", THREE | {"pad_token_id": None}),
     "ernie4_5": ("ernie4_5", {"head_dim": 8, "tie_word_embeddings": True}),
     "ernie4_5-biases": ("ernie4_5", {"head_dim": 4, "use_bias": True}),
+    "exaone4": ("exaone4", {"sliding_window": 4, "sliding_window_pattern": 2}),
     "glm4": ("glm4", {"head_dim": 8, "pad_token_id": None}),
     "granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", {"attention_bias": True}),

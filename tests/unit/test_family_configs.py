@@ -109,6 +109,28 @@ OF_OLMO3 = {
             },
         ),
         (
+            "exaone4",
+            {"sliding_window": 4, "sliding_window_pattern": 2},
+            {
+                "window": 4,
+                "windowed": (True, False, True),
+                "without_rope": (False, True, False),
+                "pre_norm": False,
+                "post_norm": True,
+                "qk_norm": QkNorm.PER_HEAD,
+            },
+        ),
+        (
+            "exaone4",
+            {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+            {"window": None, "without_rope": ()},
+        ),
+        (
+            "exaone4",
+            {"sliding_window": 4, "layer_types": ["full_attention"] * 3},
+            {"window": None, "without_rope": (True, True, True)},
+        ),
+        (
             "glm4",
             {"head_dim": 8, "rope_theta": 5e4},
             {
@@ -209,6 +231,7 @@ def test_a_config_is_read_as_transformers_reads_it(
         ("phi3", {"attention_bias": True, "pad_token_id": None}, "attention_bias = True"),
         ("ernie4_5", {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
         ("ernie4_5", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ("exaone4", {"attention_bias": True}, "attention_bias = True: unknown field"),
         ("glm4", {"mlp_bias": True}, "mlp_bias = True: unknown field"),
         ("granite", {"num_local_experts": 8}, "num_local_experts = 8: unknown field"),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv = 8.0: unknown field"),

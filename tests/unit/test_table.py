@@ -30,6 +30,7 @@ FULL: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
     },
     "ernie4_5": {"use_bias": True},
+    "exaone4": {},
     "gemma2": GEMMA,
     "gemma3_text": GEMMA | {"rope_local_base_freq": 1e3},
     "glm4": {"attention_bias": True},
@@ -58,7 +59,8 @@ FULL: dict[str, dict[str, Any]] = {
 }
 """Settings under which every row of a family's table applies, but for the one choice of tying."""
 
-BY_LAYER = ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "qwen2", "qwen2_moe", "qwen3", "smollm3")
+BY_LAYER = ("exaone4", "gemma2", "gemma3_text", "gpt_oss", "olmo3", "qwen2", "qwen2_moe", "qwen3")
+BY_LAYER += ("smollm3",)
 
 
 def raw(family: str, layers: int = 3, **changes: Any) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def raw(family: str, layers: int = 3, **changes: Any) -> dict[str, Any]:
         "tie_word_embeddings": False,
         **(
             {"layer_types": ["full_attention"] * layers}
-            if family.startswith(("gemma", "gpt", "olmo3", "qwen", "smollm"))
+            if family.startswith(("exaone", "gemma", "gpt", "olmo3", "qwen", "smollm"))
             and family != "qwen3_moe"
             else {}
         ),
