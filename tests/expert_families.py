@@ -16,18 +16,19 @@ _SIGMOID = {
     "routed_scaling_factor": 2.5,
     "first_k_dense_replace": 1,
 }
+_LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "num_key_value_heads": 4,
+}
 _SOFTMAX = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 EXPERTS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": _SIGMOID
-    | {
-        "q_lora_rank": 24,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 10,
-        "num_key_value_heads": 4,
-    },
+    "deepseek_v3": _SIGMOID | _LATENT,
     "glm4_moe": _SIGMOID | {"attention_bias": True, "use_qk_norm": True},
+    "glm4_moe_lite": _SIGMOID | _LATENT,
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
@@ -147,6 +148,11 @@ def _glm4_moe(rng: random.Random, layers: int, sizes: dict[str, Any]) -> dict[st
     }
 
 
+def _glm4_moe_lite(rng: random.Random, layers: int, sizes: dict[str, Any]) -> dict[str, Any]:
+    kinds = [rng.choice(["dense", "sparse"]) for _ in range(layers)]
+    return _deepseek_v3(rng, layers, sizes) | {"mlp_layer_types": kinds}
+
+
 def _gpt_oss(rng: random.Random, layers: int, sizes: dict[str, Any]) -> dict[str, Any]:
     plain = {"rope_type": "default"}
     yarn = {k: v for k, v in YARN.items() if "mscale" not in k} | {"truncate": False}
@@ -160,6 +166,7 @@ def _gpt_oss(rng: random.Random, layers: int, sizes: dict[str, Any]) -> dict[str
 _DRAWS = {
     "deepseek_v3": _deepseek_v3,
     "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _glm4_moe_lite,
     "gpt_oss": _gpt_oss,
     "mixtral": _mixtral,
     "olmoe": _olmoe,

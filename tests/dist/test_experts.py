@@ -40,6 +40,7 @@ TRAINED = {
     "qwen3_moe": ("one process", "PP2", "DP2 distributed optimizer, both overlaps", "TP2+SP"),
     "deepseek_v3": ("one process", "PP2", "DP2", "PP2xVPP2", "TP2xPP2xDP2+SP"),
     "glm4_moe": ("PP2", "TP2+SP"),
+    "glm4_moe_lite": ("PP2", "TP2+SP"),
     "gpt_oss": ("one process", "PP2"),
     "olmoe": ("PP2", "TP2+SP"),
 }

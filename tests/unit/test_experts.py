@@ -214,6 +214,22 @@ OF_CHOSEN = Scoring.SOFTMAX_OF_CHOSEN
             {"moe": SIGMOID, "moe_layers": (), "qk_norm": QkNorm.NONE, "qkv_bias": True},
         ),
         (
+            "glm4_moe_lite",
+            {"num_key_value_heads": 4, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+            {
+                "moe": SIGMOID,
+                "mla": LATENT,
+                "moe_layers": (True, False, True),
+                "kv_channels": 12,
+                "num_query_groups": 4,
+            },
+        ),
+        (
+            "glm4_moe_lite",
+            {"num_key_value_heads": 4, "mlp_layer_types": ["dense"] * 3},
+            {"moe": None, "moe_layers": ()},
+        ),
+        (
             "gpt_oss",
             {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"rope_type": "default"}},
             {
@@ -265,6 +281,13 @@ def test_a_config_is_read_as_transformers_reads_it(
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
             "rope_parameters = 'DynamicScaling'",
         ),
+        ("glm4_moe_lite", {"num_key_value_heads": 4, "rope_interleave": False}, "rope_interleave"),
+        ("glm4_moe_lite", {"num_key_value_heads": 4, "mlp_layer_types": ["sparse"]}, "every layer"),
+        (
+            "glm4_moe_lite",
+            {"num_key_value_heads": 4, "mlp_layer_types": ["dense", "linear", "sparse"]},
+            "mlp_layer_types = 'linear': must be dense or sparse",
+        ),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
         ("glm4_moe", {"index_topk": 4}, "index_topk = 4: unknown field"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0"),
@@ -286,7 +309,7 @@ def test_two_numbers_of_experts_are_refused(tmp_path: Path) -> None:
         bind(raw | {"num_local_experts": 8})
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite"])
 def test_layers_for_speculative_decoding_are_passed_over_and_no_others(
     tmp_path: Path, family: str
 ) -> None:

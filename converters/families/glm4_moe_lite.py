@@ -1,0 +1,36 @@
+"""GLM-4.7 Flash: DeepSeek-V3's latent attention and experts, with dense layers named one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.config_fields import Fields
+from megatron_policy.converters.families.shared import dense, experts, mla
+
+from . import deepseek_v3
+
+TABLE = deepseek_v3.TABLE
+
+
+def architecture(fields: Fields) -> Architecture:
+    """The architecture a Glm4MoeLiteConfig describes."""
+    experts.ignore_balancing(fields)
+    fields.ignore("pretraining_tp", "only the order of summation in pretraining")
+    for name in ("first_k_dense_replace", "moe_layer_freq"):
+        fields.ignore(name, "mlp_layer_types states it for each layer")
+    common = mla.with_latent_attention(dense.architecture(fields), fields)
+    common = replace(common, further_layers=experts.take_further_layers(fields))
+    return experts.with_experts(common, experts.take_sigmoid_moe(fields), _take_layers(fields))
+
+
+def _take_layers(fields: Fields) -> tuple[bool, ...]:
+    """Which layers have experts: all but the first, unless the config says otherwise."""
+    number = fields.take("num_hidden_layers")
+    kinds = fields.take("mlp_layer_types", None) or ["dense"] + ["sparse"] * (number - 1)
+    if len(kinds) != number:
+        fields.refuse("mlp_layer_types", kinds, "must name every layer")
+    for kind in dict.fromkeys(kinds):
+        if kind not in ("dense", "sparse"):
+            fields.refuse("mlp_layer_types", kind, "must be dense or sparse")
+    return tuple(kind == "sparse" for kind in kinds)
