@@ -480,7 +480,7 @@ def _documentation(tree: ast.Module) -> set[int]:
 
 
 def _strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, text) of every string that is no documentation."""
+    """(line, text) of every string except documentation."""
     documentation = _documentation(tree)
     for node in ast.walk(tree):
         if not isinstance(node, ast.Constant) or id(node) in documentation:
@@ -490,7 +490,7 @@ def _strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, text) of every identifier and string that is no documentation."""
+    """(line, text) of every identifier and string except documentation."""
     documentation = _documentation(tree)
     line = 1
     for node in ast.walk(tree):
