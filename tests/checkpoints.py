@@ -46,7 +46,7 @@ not.
 ALL_FAMILIES = FAMILIES | EXPERTS
 _EPSILON = {"cohere": "layer_norm_eps", "starcoder2": "norm_epsilon"}
 HEAD_DIM = ("ernie4_5", "gemma2", "gemma3_text", "glm4", "llama", "mistral", "qwen3")
-HEAD_DIM += ("glm4_moe", "gpt_oss", "mixtral", "qwen3_moe")
+HEAD_DIM += ("glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_moe")
 SPECIAL = ("<unk>", "<pad>", "<s>", "</s>")
 TEXT = Path(__file__).resolve().parent.parent / "LICENSE"
 

@@ -30,6 +30,11 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "glm4_moe": _SIGMOID | {"attention_bias": True, "use_qk_norm": True},
     "glm4_moe_lite": _SIGMOID | _LATENT,
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
+    "minimax_m2": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "partial_rotary_factor": 0.5,
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": _SOFTMAX | {"shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
@@ -153,6 +158,16 @@ def _glm4_moe_lite(rng: random.Random, layers: int, sizes: dict[str, Any]) -> di
     return _deepseek_v3(rng, layers, sizes) | {"mlp_layer_types": kinds}
 
 
+def _minimax_m2(rng: random.Random, layers: int, sizes: dict[str, Any]) -> dict[str, Any]:
+    experts = rng.choice([3, 4, 6])
+    return {
+        "num_local_experts": experts,
+        "num_experts_per_tok": rng.randint(1, experts),
+        "partial_rotary_factor": None,
+        "rotary_dim": rng.choice([4, sizes["head_dim"]]),
+    }
+
+
 def _gpt_oss(rng: random.Random, layers: int, sizes: dict[str, Any]) -> dict[str, Any]:
     plain = {"rope_type": "default"}
     yarn = {k: v for k, v in YARN.items() if "mscale" not in k} | {"truncate": False}
@@ -168,6 +183,7 @@ _DRAWS = {
     "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _glm4_moe_lite,
     "gpt_oss": _gpt_oss,
+    "minimax_m2": _minimax_m2,
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "qwen2_moe": _qwen2_moe,

@@ -118,6 +118,13 @@ def logit_level(model: PreTrainedModel, data: BatchedDataDict) -> torch.Tensor:
     return (entropy * loss_mask(data)).sum() / loss_mask(data).sum()
 
 
+WITHOUT_DECAY = {
+    ("GptOssAttention", "sinks"),
+    ("MiniMaxM2SparseMoeBlock", "e_score_correction_bias"),
+}
+"""What other modules than linear layers, routers, experts and norms hold themselves."""
+
+
 def decays(module: torch.nn.Module, name: str) -> bool:
     """Whether the parameter or buffer `name` of a Hugging Face module has weight decay. The module
     says what it is: matrices of linear layers, embeddings, routers and experts have, what a norm
@@ -129,7 +136,7 @@ def decays(module: torch.nn.Module, name: str) -> bool:
         return name == "weight"
     if kind.endswith("Experts"):
         return not name.endswith("bias")
-    assert kind.endswith("Norm") or (kind, name) == ("GptOssAttention", "sinks"), (kind, name)
+    assert kind.endswith("Norm") or (kind, name) in WITHOUT_DECAY, (kind, name)
     return False
 
 

@@ -42,6 +42,7 @@ TRAINED = {
     "glm4_moe": ("PP2", "TP2+SP"),
     "glm4_moe_lite": ("PP2", "TP2+SP"),
     "gpt_oss": ("one process", "PP2"),
+    "minimax_m2": ("PP2", "TP2+SP"),
     "olmoe": ("PP2", "TP2+SP"),
 }
 SMALL = {"hidden": 48, "heads": 4, "layers": 4, "ffn": 40, "vocab": VOCAB}
@@ -129,6 +130,7 @@ def test_recomputing_activations_changes_no_gradient(ranks, learned) -> None:
         ("deepseek_v3", "TP2+SP"),
         ("glm4_moe", "DP2"),
         ("gpt_oss", "PP2"),
+        ("minimax_m2", "TP2+SP"),
         ("mixtral", "TP2+SP"),
         ("qwen2_moe", "TP2xPP2xDP2+SP"),
     ],

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture import Architecture, Rope
 from megatron_policy.converters.architecture.traits import Activation, Mla, Moe, QkNorm, Scoring
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_files import HfReader
@@ -242,6 +242,23 @@ OF_CHOSEN = Scoring.SOFTMAX_OF_CHOSEN
             },
         ),
         (
+            "minimax_m2",
+            {"head_dim": 16, "rotary_dim": 8},
+            {
+                "moe": moe(
+                    experts=8,
+                    chosen=3,
+                    ffn_hidden_size=24,
+                    scoring=Scoring.SIGMOID,
+                    renormalized=True,
+                    correction_bias=True,
+                ),
+                "rope": Rope(5e6, fraction=0.5),
+                "qk_norm": QkNorm.ALL_HEADS,
+                "qkv_bias": False,
+            },
+        ),
+        (
             "olmoe",
             {"attention_bias": True},
             {
@@ -288,6 +305,11 @@ def test_a_config_is_read_as_transformers_reads_it(
             {"num_key_value_heads": 4, "mlp_layer_types": ["dense", "linear", "sparse"]},
             "mlp_layer_types = 'linear': must be dense or sparse",
         ),
+        ("minimax_m2", {"rotary_dim": 24}, "rotary_dim = 24: contradicts partial_rotary_factor"),
+        ("minimax_m2", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
+        ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size = 8"),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list = [1, 0, 1]: every layer"),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type = 'per_head'"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
         ("glm4_moe", {"index_topk": 4}, "index_topk = 4: unknown field"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0"),

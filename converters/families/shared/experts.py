@@ -15,14 +15,20 @@ from .dense import H, M
 EXPERT = M + "mlp.experts.local_experts.{expert}."
 SHARED = M + "mlp.shared_experts."
 
-CORRECTION_BIAS = Whole(
-    M + "mlp.router.expert_bias",
-    (H + "mlp.gate.e_score_correction_bias",),
-    ("moe.experts",),
-    when="experts moe.correction_bias",
-    role=Role.BIAS,
-    keeps_dtype=True,
-)
+
+def correction_bias(name: str) -> Whole:
+    """The row of the bias that affects which experts are chosen; `name` is HF's, within a layer."""
+    return Whole(
+        M + "mlp.router.expert_bias",
+        (H + name,),
+        ("moe.experts",),
+        when="experts moe.correction_bias",
+        role=Role.BIAS,
+        keeps_dtype=True,
+    )
+
+
+CORRECTION_BIAS = correction_bias("mlp.gate.e_score_correction_bias")
 
 _PREDICTS = "a layer that predicts a further token, which the model's logits do not need"
 _ENDS_OF_FURTHER_LAYERS = (
