@@ -30,6 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
         "residual_multiplier": 0.6,
     },
+    "hunyuan_v1_dense": {},
     "llama": {},
     "mistral": {},
     "olmo2": {},
@@ -45,7 +46,16 @@ not.
 """
 ALL_FAMILIES = FAMILIES | EXPERTS
 _EPSILON = {"cohere": "layer_norm_eps", "starcoder2": "norm_epsilon"}
-HEAD_DIM = ("ernie4_5", "gemma2", "gemma3_text", "glm4", "llama", "mistral", "qwen3")
+HEAD_DIM = (
+    "ernie4_5",
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "hunyuan_v1_dense",
+    "llama",
+    "mistral",
+    "qwen3",
+)
 HEAD_DIM += ("glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_moe")
 SPECIAL = ("<unk>", "<pad>", "<s>", "</s>")
 TEXT = Path(__file__).resolve().parent.parent / "LICENSE"

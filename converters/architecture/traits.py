@@ -32,6 +32,8 @@ class QkNorm(Enum):
     NONE = "none"
     PER_HEAD = "per_head"
     """Head by head, with the same weights for every head."""
+    AFTER_ROTATION = "after_rotation"
+    """As `PER_HEAD`, but after the rotary embedding instead of before it."""
     EACH_HEAD = "each_head"
     """Head by head, with separate weights for each head."""
     ALL_HEADS = "all_heads"

@@ -43,6 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 32, "tied": True},
     "glm4_moe": {},
     "gpt_oss": {},
+    "hunyuan_v1_dense": {},
     "mistral": {"window": 7},
     "olmo2": {},
     "qwen2_moe": {},

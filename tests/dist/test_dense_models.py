@@ -14,7 +14,18 @@ from tests.dist.cases import logits_of, open_policy, policy_config
 from tests.exact import Exact, assert_equal
 
 LENGTH, MODELS = 20, 6
-BIASED = ("cohere", "gemma2", "gemma3_text", "glm4", "granite", "llama", "olmo2", "olmo3", "qwen3")
+BIASED = (
+    "cohere",
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "granite",
+    "hunyuan_v1_dense",
+    "llama",
+    "olmo2",
+    "olmo3",
+    "qwen3",
+)
 BIASED += ("smollm3",)
 BIASED_MLP = ("granite", "llama", "smollm3")
 WINDOWED = ("exaone4", "gemma2", "gemma3_text", "mistral", "olmo3", "phi3", "qwen2", "qwen3")
@@ -72,6 +83,8 @@ def draw_rope(family: str, head_dim: int, random: Random) -> dict[str, Any]:
     if family == "glm4":
         fraction = random.choice([0.5, 1.0])
         return {"partial_rotary_factor": fraction, "rope_scaling": random.choice(SCALINGS)}
+    if family == "hunyuan_v1_dense" and random.random() < 0.4:
+        return {"rope_scaling": {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0}}
     if family != "phi3":
         return {"rope_scaling": random.choice(SCALINGS)}
     fraction = random.choice([0.5, 0.75, 1.0])

@@ -39,6 +39,7 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LONG = {"type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.6]}
 LONG |= {"long_factor": [1.5, 2.5, 4.5, 8.5]}
+ALPHA = {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
     "llama with llama 3 rope scaling": {"family": "llama", "rope_scaling": LLAMA3, "tied": True},
@@ -73,6 +74,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "exaone4 with a window": {"family": "exaone4", "window": 5},
     "glm4": {"family": "glm4"},
     "granite": {"family": "granite", "attention_bias": True, "tied": True},
+    "hunyuan with a wider base": {"family": "hunyuan_v1_dense", "rope_scaling": ALPHA},
     "olmo2": {"family": "olmo2"},
     "olmo3 with yarn scaling": {"family": "olmo3", "rope_scaling": YARN},
     "smollm3 with a window": {"family": "smollm3", "window": 5, "tied": True},
@@ -93,6 +95,7 @@ IN_A_PIPELINE = (
     "exaone4 with a window",
     "glm4",
     "granite",
+    "hunyuan with a wider base",
     "olmo2",
     "olmo3 with yarn scaling",
     "smollm3 with a window",
@@ -156,6 +159,7 @@ def test_recomputing_activations_changes_no_gradient(ranks, checkpoints, layout:
     ("variant", "kind"),
     [
         ("gemma2", "full"),
+        ("hunyuan with a wider base", "selective core attention"),
         ("olmo2", "selective norms and mlp"),
         ("smollm3 with a window", "full by blocks"),
         ("cohere", "selective norms and mlp"),

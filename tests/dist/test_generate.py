@@ -124,6 +124,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("PP2", {"use_bias": True}),
     "exaone4": ("TP2+SP", {"window": 4}),
     "glm4": ("TP2+SP", {}),
+    "hunyuan_v1_dense": ("TP2+SP", {}),
     "olmo2": ("TP2+SP", {}),
     "olmo3": ("one process", {"window": 5}),
     "phi3": ("one process", {"partial_rotary_factor": 0.5, "window": 6}),

@@ -36,6 +36,7 @@ EVERYTHING = {
     "cohere": {"use_qk_norm": True, "attention_bias": True},
     "ernie4_5": {"use_bias": True},
     "granite": {"attention_bias": True, "mlp_bias": True},
+    "hunyuan_v1_dense": {"attention_bias": True},
     "llama": {"attention_bias": True, "mlp_bias": True},
     "smollm3": {"attention_bias": True, "mlp_bias": True},
     "starcoder2": {"use_bias": True},

@@ -56,6 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("exaone4", {"sliding_window": 4, "sliding_window_pattern": 2}),
     "glm4": ("glm4", {"head_dim": 8, "pad_token_id": None}),
     "granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
+    "hunyuan": ("hunyuan_v1_dense", {"head_dim": 8, "attention_bias": True}),
     "olmo2": ("olmo2", {"attention_bias": True}),
     "olmo3": ("olmo3", {"attention_bias": True, "sliding_window": 4}),
     "smollm3": ("smollm3", {"pad_token_id": None, "mlp_bias": True}),

@@ -157,6 +157,20 @@ OF_OLMO3 = {
                 "residual_scale": 0.25,
             },
         ),
+        (
+            "hunyuan_v1_dense",
+            {
+                "head_dim": 8,
+                "rope_theta": 1e4,
+                "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0, "mscale": 1.0},
+            },
+            {
+                "rope": Rope(1e4 * 1000.0 ** (8 / 6)),
+                "qk_norm": QkNorm.AFTER_ROTATION,
+                "qkv_bias": False,
+            },
+        ),
+        ("hunyuan_v1_dense", {"head_dim": 8, "rope_theta": 5e4}, {"rope": Rope(5e4)}),
         ("olmo2", {}, {"pre_norm": False, "post_norm": True, "qk_norm": QkNorm.ALL_HEADS}),
         (
             "olmo3",
@@ -234,6 +248,22 @@ def test_a_config_is_read_as_transformers_reads_it(
         ("exaone4", {"attention_bias": True}, "attention_bias = True: unknown field"),
         ("glm4", {"mlp_bias": True}, "mlp_bias = True: unknown field"),
         ("granite", {"num_local_experts": 8}, "num_local_experts = 8: unknown field"),
+        ("hunyuan_v1_dense", {"head_dim": 8, "use_cla": True}, "use_cla = True"),
+        ("hunyuan_v1_dense", {"head_dim": 8, "use_qk_norm": False}, "use_qk_norm = False"),
+        ("hunyuan_v1_dense", {"head_dim": 8, "mlp_bias": True}, "mlp_bias = True"),
+        (
+            "hunyuan_v1_dense",
+            {
+                "head_dim": 8,
+                "rope_parameters": {
+                    "rope_type": "linear",
+                    "factor": 2.0,
+                    "rope_theta": 1e4,
+                    "alpha": 9.0,
+                },
+            },
+            "rope_parameters.alpha = 9.0: needs rope_type dynamic",
+        ),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv = 8.0: unknown field"),
         ("olmo3", {"clip_qkv": 8.0}, "clip_qkv = 8.0: unknown field"),
         ("cohere", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),

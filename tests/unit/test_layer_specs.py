@@ -28,6 +28,7 @@ from tests.unit.test_rows import model
         ({"norm": Norm.LAYER}, "layer norm without bias"),
         ({"qk_norm": QkNorm.ALL_HEADS}, "query and key norms across heads"),
         ({"qk_norm": QkNorm.EACH_HEAD}, "query and key norms across heads"),
+        ({"qk_norm": QkNorm.AFTER_ROTATION}, "query and key norms after rotation"),
     ],
 )
 def test_what_transformer_engine_cannot_express_is_refused_by_name(

@@ -13,7 +13,16 @@ from megatron_policy.policy import MegatronPolicy
 from megatron_policy.refit.transports.collective.transport import Collective
 from megatron_policy.renamed import PACKAGE, RENAMED
 
-ADDED = {"ernie4_5", "exaone4", "glm4", "glm4_moe_lite", "minimax_m2", "olmo3", "olmoe"}
+ADDED = {
+    "ernie4_5",
+    "exaone4",
+    "glm4",
+    "glm4_moe_lite",
+    "hunyuan_v1_dense",
+    "minimax_m2",
+    "olmo3",
+    "olmoe",
+}
 """Families that are younger than that release."""
 SHOWN = {
     "conversion": ("convert", "verify"),

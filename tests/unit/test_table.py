@@ -42,6 +42,7 @@ FULL: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
         "residual_multiplier": 0.5,
     },
+    "hunyuan_v1_dense": {"attention_bias": True},
     "olmo2": {"attention_bias": True},
     "olmo3": {"attention_bias": True},
     "phi3": {},

@@ -63,7 +63,8 @@ def _beyond_engine(architecture: Architecture) -> list[str]:
         "factor on the residual sum": architecture.residual_scale != 1.0,
         "layer norm without bias": architecture.norm is Norm.LAYER and not architecture.norm_bias,
         "query and key norms across heads": architecture.qk_norm
-        not in (QkNorm.NONE, QkNorm.PER_HEAD),
+        in (QkNorm.ALL_HEADS, QkNorm.EACH_HEAD),
+        "query and key norms after rotation": architecture.qk_norm is QkNorm.AFTER_ROTATION,
     }
     return [name for name, has in features.items() if has]
 
@@ -134,6 +135,9 @@ def _complete_attention(attention: ModuleSpec, architecture: Architecture) -> No
         params={
             "softcap": architecture.attention_softcap,
             "sinks": architecture.attention_sinks,
+            "head_norm": norm_of(architecture)
+            if architecture.qk_norm is QkNorm.AFTER_ROTATION
+            else None,
         },
     )
     parts.q_layernorm = _head_norm(architecture, architecture.num_attention_heads)
@@ -147,7 +151,7 @@ def _adapt_attention(attention: ModuleSpec, architecture: Architecture) -> None:
 
 def _head_norm(architecture: Architecture, heads: int) -> ModuleSpec | type:
     match architecture.qk_norm:
-        case QkNorm.NONE:
+        case QkNorm.NONE | QkNorm.AFTER_ROTATION:
             return IdentityOp
         case QkNorm.PER_HEAD:
             return norm_of(architecture)

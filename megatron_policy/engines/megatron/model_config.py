@@ -108,7 +108,7 @@ def _attention(architecture: Architecture) -> dict[str, Any]:
         "add_qkv_bias": architecture.qkv_bias,
         # This flag makes Megatron-Core sum the gradients of such norms over tensor-parallel ranks,
         # which is right for weights that all heads share.
-        "qk_layernorm": architecture.qk_norm is QkNorm.PER_HEAD,
+        "qk_layernorm": architecture.qk_norm in (QkNorm.PER_HEAD, QkNorm.AFTER_ROTATION),
         "attention_dropout": architecture.attention_dropout,
         "softmax_scale": architecture.attention_scale,
         "rotary_interleaved": architecture.rope.interleaved,

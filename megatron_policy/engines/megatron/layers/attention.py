@@ -13,6 +13,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
@@ -31,6 +32,8 @@ class TorchAttention(MegatronModule):
     Replaces `DotProductAttention` in the local spec. Right padding needs no mask: no valid position
     can see a later one. Scores are materialised only if they are softcapped or there are sinks
     (learnt scores of each head that attend to nothing): the fused kernels support neither.
+    `head_norm` normalizes each query and key head as it arrives, which is after the rotary
+    embedding.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class TorchAttention(MegatronModule):
         softmax_scale: float | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        head_norm: ModuleSpec | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
@@ -50,6 +54,11 @@ class TorchAttention(MegatronModule):
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.softcap = softcap
         self.softmax_offset = _sinks(config) if sinks else None
+        # Megatron-Core sums the gradients of norms of these names over tensor-parallel ranks.
+        self.q_layernorm, self.k_layernorm = (
+            head_norm and head_norm(config, config.kv_channels, eps=config.layernorm_epsilon)
+            for _ in ("q", "k")
+        )
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
@@ -70,6 +79,8 @@ class TorchAttention(MegatronModule):
         whose keys are all on this rank; `S < K` means the last S positions of a cache of K.
         """
         assert attention_mask is None and attention_bias is None
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query_SBNH, key_KBGH = self.q_layernorm(query_SBNH), self.k_layernorm(key_KBGH)
         pieces: tuple[CausalRectangle, ...] = (
             CausalRectangle(0, query_SBNH.size(0), 0, key_KBGH.size(0)),
         )
