@@ -32,6 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "hunyuan_v1_dense": {},
     "llama": {},
+    "ministral3": {},
     "mistral": {},
     "olmo2": {},
     "olmo3": {},
@@ -46,16 +47,8 @@ not.
 """
 ALL_FAMILIES = FAMILIES | EXPERTS
 _EPSILON = {"cohere": "layer_norm_eps", "starcoder2": "norm_epsilon"}
-HEAD_DIM = (
-    "ernie4_5",
-    "gemma2",
-    "gemma3_text",
-    "glm4",
-    "hunyuan_v1_dense",
-    "llama",
-    "mistral",
-    "qwen3",
-)
+HEAD_DIM = ("ernie4_5", "gemma2", "gemma3_text", "glm4", "hunyuan_v1_dense", "llama")
+HEAD_DIM += ("ministral3", "mistral", "qwen3")
 HEAD_DIM += ("glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_moe")
 SPECIAL = ("<unk>", "<pad>", "<s>", "</s>")
 TEXT = Path(__file__).resolve().parent.parent / "LICENSE"
@@ -155,7 +148,7 @@ def _window_fields(
     family: str, layers: int, window: int | None, full_layers: int
 ) -> dict[str, Any]:
     slides, sees_all = "sliding_attention", "full_attention"
-    if family in ("mistral", "phi3", "starcoder2"):
+    if family in ("ministral3", "mistral", "phi3", "starcoder2"):
         return {"sliding_window": window}
     if family == "gemma2":
         return {"sliding_window": window or 7}

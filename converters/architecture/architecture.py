@@ -10,7 +10,7 @@ from typing import Any
 from megatron_policy.errors import ConversionError
 
 from .rotary import Rope
-from .traits import Activation, Mla, Moe, Norm, QkNorm
+from .traits import Activation, Mla, Moe, Norm, QkNorm, QueryGrowth
 
 VOCAB_MULTIPLE = 128
 """A rank's embedding shard has a multiple of this many rows (Megatron's own default)."""
@@ -92,6 +92,8 @@ class Architecture:
     embedding_dropout: float = 0.0
     attention_scale: float | None = None
     """Factor on query-key products; None: 1 / sqrt(head size)."""
+    query_growth: QueryGrowth | None = None
+    """How queries grow with their position; None: they do not."""
     attention_softcap: float | None = None
     """Attention scores s become cap * tanh(s / cap)."""
     attention_sinks: bool = False

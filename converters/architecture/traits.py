@@ -44,6 +44,16 @@ class QkNorm(Enum):
         return self is not QkNorm.NONE
 
 
+@dataclass(frozen=True)
+class QueryGrowth:
+    """The query at position p is multiplied by 1 + `rate` * log(1 + floor(p / `length`)) (Llama 4,
+    2025).
+    """
+
+    rate: float
+    length: int
+
+
 class Scoring(Enum):
     """How router logits become the weights of the chosen experts."""
 

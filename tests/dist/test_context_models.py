@@ -44,6 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {},
     "gpt_oss": {},
     "hunyuan_v1_dense": {},
+    "ministral3": {"rope_scaling": YARN | {"llama_4_scaling_beta": 0.7}},
     "mistral": {"window": 7},
     "olmo2": {},
     "qwen2_moe": {},

@@ -28,7 +28,17 @@ BIASED = (
 )
 BIASED += ("smollm3",)
 BIASED_MLP = ("granite", "llama", "smollm3")
-WINDOWED = ("exaone4", "gemma2", "gemma3_text", "mistral", "olmo3", "phi3", "qwen2", "qwen3")
+WINDOWED = (
+    "exaone4",
+    "gemma2",
+    "gemma3_text",
+    "ministral3",
+    "mistral",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen3",
+)
 WINDOWED += ("smollm3", "starcoder2")
 SCALINGS: tuple[dict[str, Any] | None, ...] = (
     None,
@@ -85,6 +95,10 @@ def draw_rope(family: str, head_dim: int, random: Random) -> dict[str, Any]:
         return {"partial_rotary_factor": fraction, "rope_scaling": random.choice(SCALINGS)}
     if family == "hunyuan_v1_dense" and random.random() < 0.4:
         return {"rope_scaling": {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0}}
+    if family == "ministral3":
+        growth = {"llama_4_scaling_beta": random.choice([0.0, 0.7])}
+        growth["original_max_position_embeddings"] = random.choice([4, 12])
+        return {"rope_scaling": (random.choice(SCALINGS) or {"rope_type": "default"}) | growth}
     if family != "phi3":
         return {"rope_scaling": random.choice(SCALINGS)}
     fraction = random.choice([0.5, 0.75, 1.0])

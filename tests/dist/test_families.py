@@ -40,11 +40,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LONG = {"type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.6]}
 LONG |= {"long_factor": [1.5, 2.5, 4.5, 8.5]}
 ALPHA = {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0}
+GROWING = YARN | {"original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.7}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
     "llama with llama 3 rope scaling": {"family": "llama", "rope_scaling": LLAMA3, "tied": True},
     "llama with biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
     "llama with one head per group": {"family": "llama", "groups": 4, "head_dim": 32},
+    "ministral3 with growing queries": {"family": "ministral3", "rope_scaling": GROWING},
     "mistral with a window": {"family": "mistral", "window": 7},
     "mistral without one": {"family": "mistral"},
     "qwen2 with a window on later layers": {"family": "qwen2", "window": 6, "full_layers": 1},
@@ -86,6 +88,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 IN_A_PIPELINE = (
     "llama with llama 3 rope scaling",
+    "ministral3 with growing queries",
     "mistral with a window",
     "qwen2 with dynamic scaling of longer texts",
     "gemma2",

@@ -118,6 +118,8 @@ def test_greedy_continuations_are_those_of_transformers(ranks, checkpoints, name
         assert done.lengths_B.tolist() == [length + NEW for length in PROMPT_LENGTHS]
 
 
+GROWING = {"rope_type": "default", "original_max_position_embeddings": 3}
+GROWING |= {"llama_4_scaling_beta": 0.7}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("one process", {"window": 6}),
     "gemma3_text": ("TP2+SP", {"window": 5, "head_dim": 32}),
@@ -125,6 +127,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("TP2+SP", {"window": 4}),
     "glm4": ("TP2+SP", {}),
     "hunyuan_v1_dense": ("TP2+SP", {}),
+    "ministral3": ("TP2+SP", {"rope_scaling": GROWING}),
     "olmo2": ("TP2+SP", {}),
     "olmo3": ("one process", {"window": 5}),
     "phi3": ("one process", {"partial_rotary_factor": 0.5, "window": 6}),

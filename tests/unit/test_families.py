@@ -38,6 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_scaling": LLAMA3, "rope_theta": 5e5, "tie_word_embeddings": True},
     ),
+    "ministral3": ("ministral3", {"head_dim": 8, "pad_token_id": None}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 4, "head_dim": 8}),
     "qwen2": ("qwen2", {}),

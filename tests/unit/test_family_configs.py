@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.architecture.rotary import LinearScaling, Llama3Scaling, Rope
-from megatron_policy.converters.architecture.traits import Activation, Norm, QkNorm
+from megatron_policy.converters.architecture.traits import Activation, Norm, QkNorm, QueryGrowth
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConfigError, ConversionError
@@ -39,6 +39,7 @@ def architecture(path: Path) -> Architecture:
     return bind(read_config(path)).architecture
 
 
+GROWING = {"rope_type": "default", "rope_theta": 1e4, "original_max_position_embeddings": 64}
 OF_OLMO3 = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -58,6 +59,16 @@ OF_OLMO3 = {
         ("llama", {"attention_bias": True}, {"qkv_bias": True, "proj_bias": True}),
         ("llama", {"mlp_bias": True}, {"qkv_bias": False, "proj_bias": False, "mlp_bias": True}),
         ("llama", {"head_dim": 8}, {"kv_channels": 8}),
+        (
+            "ministral3",
+            {"sliding_window": 4, "rope_parameters": {**GROWING, "llama_4_scaling_beta": 0.1}},
+            {"window": 4, "rope": Rope(1e4), "query_growth": QueryGrowth(0.1, 64)},
+        ),
+        (
+            "ministral3",
+            {"rope_parameters": {**GROWING, "llama_4_scaling_beta": 0}},
+            {"window": None, "query_growth": None},
+        ),
         ("mistral", {"sliding_window": 4}, {"window": 4, "windowed": ()}),
         ("mistral", {"sliding_window": None}, {"window": None}),
         ("qwen2", {}, {"qkv_bias": True, "proj_bias": False, "qk_norm": QkNorm.NONE}),
@@ -263,6 +274,18 @@ def test_a_config_is_read_as_transformers_reads_it(
                 },
             },
             "rope_parameters.alpha = 9.0: needs rope_type dynamic",
+        ),
+        (
+            "ministral3",
+            {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "original_max_position_embeddings": 0.5,
+                    "llama_4_scaling_beta": 0.1,
+                }
+            },
+            "original_max_position_embeddings = 0.5: must be a positive integer",
         ),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv = 8.0: unknown field"),
         ("olmo3", {"clip_qkv": 8.0}, "clip_qkv = 8.0: unknown field"),

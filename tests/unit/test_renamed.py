@@ -20,6 +20,7 @@ ADDED = {
     "glm4_moe_lite",
     "hunyuan_v1_dense",
     "minimax_m2",
+    "ministral3",
     "olmo3",
     "olmoe",
 }

@@ -53,6 +53,7 @@ FULL: dict[str, dict[str, Any]] = {
     },
     "starcoder2": {"norm_epsilon": 1e-5, "rms_norm_eps": None},
     "llama": {"attention_bias": True, "mlp_bias": True},
+    "ministral3": {},
     "mistral": {"sliding_window": 16},
     "qwen2": {},
     "qwen3": {"attention_bias": True},

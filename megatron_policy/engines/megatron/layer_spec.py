@@ -57,6 +57,7 @@ def _beyond_engine(architecture: Architecture) -> list[str]:
     features = {
         "softcapped attention scores": architecture.attention_softcap is not None,
         "attention sinks": architecture.attention_sinks,
+        "queries that grow with their position": architecture.query_growth is not None,
         "norms after attention and MLP": architecture.post_norm,
         "layers without norms before attention and MLP": not architecture.pre_norm,
         "parallel attention and MLP": architecture.parallel,
@@ -135,6 +136,7 @@ def _complete_attention(attention: ModuleSpec, architecture: Architecture) -> No
         params={
             "softcap": architecture.attention_softcap,
             "sinks": architecture.attention_sinks,
+            "query_growth": architecture.query_growth,
             "head_norm": norm_of(architecture)
             if architecture.qk_norm is QkNorm.AFTER_ROTATION
             else None,

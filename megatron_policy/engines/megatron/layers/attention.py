@@ -17,6 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from megatron_policy.converters.architecture.traits import QueryGrowth
 from megatron_policy.device import current_device
 from megatron_policy.engines.megatron.layers.context_parallel import gather_keys
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams
@@ -47,6 +48,7 @@ class TorchAttention(MegatronModule):
         softcap: float | None = None,
         sinks: bool = False,
         head_norm: ModuleSpec | None = None,
+        query_growth: QueryGrowth | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
@@ -54,6 +56,7 @@ class TorchAttention(MegatronModule):
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.softcap = softcap
         self.softmax_offset = _sinks(config) if sinks else None
+        self.query_growth = query_growth
         # Megatron-Core sums the gradients of norms of these names over tensor-parallel ranks.
         self.q_layernorm, self.k_layernorm = (
             head_norm and head_norm(config, config.kv_channels, eps=config.layernorm_epsilon)
@@ -81,6 +84,8 @@ class TorchAttention(MegatronModule):
         assert attention_mask is None and attention_bias is None
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query_SBNH, key_KBGH = self.q_layernorm(query_SBNH), self.k_layernorm(key_KBGH)
+        if self.query_growth is not None:
+            query_SBNH = _grown(query_SBNH, self.query_growth, key_KBGH.size(0), packed_seq_params)
         pieces: tuple[CausalRectangle, ...] = (
             CausalRectangle(0, query_SBNH.size(0), 0, key_KBGH.size(0)),
         )
@@ -139,6 +144,18 @@ class TorchAttention(MegatronModule):
             forked = tensor_parallel.get_cuda_rng_tracker().fork()
             return forked
         return contextlib.nullcontext()
+
+
+def _grown(
+    query_SBNH: torch.Tensor, growth: QueryGrowth, keys: int, params: SequenceParams | None
+) -> torch.Tensor:
+    """Queries multiplied as their positions require: those of `params`, or the last of `keys`."""
+    if params is None:
+        positions_S = torch.arange(keys - query_SBNH.size(0), keys, device=query_SBNH.device)
+    else:
+        positions_S = params.positions
+    factor_S = 1 + growth.rate * torch.log(1 + torch.floor(positions_S / growth.length))
+    return query_SBNH * factor_S[:, None, None, None].to(query_SBNH.dtype)
 
 
 def _sinks(config: TransformerConfig) -> torch.nn.Parameter:
