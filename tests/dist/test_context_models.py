@@ -39,8 +39,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": {},
     "deepseek_v3": {"rope_scaling": YARN},
+    "exaone4": {"window": 7},
     "gemma2": {},
     "gemma3_text": {"head_dim": 32, "tied": True},
+    "glm4": {},
     "glm4_moe": {},
     "gpt_oss": {},
     "hunyuan_v1_dense": {},
