@@ -102,8 +102,8 @@ class Row(Hashable, Protocol):
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         """Shard `rank` of `size` as disjoint blocks that cover all of it except its padding.
 
-        Along each dimension a shard holds some indices of the unsharded parameter, the same ones
-        wherever the others stand: every combination of them.
+        A shard must be a Cartesian product: along each dimension, it holds a fixed set of indices
+        of the unsharded parameter.
         """
 
 

@@ -179,8 +179,8 @@ class Vocab(OneTensor):
         return (Block(0, shape, (slice(first, first + real),), local, (slice(0, real),)),)
 
 
-class OfAnother:
-    """What a row has from the row `of`, of whose parameter it states other HF tensors or a copy."""
+class ForwardingRow:
+    """Forwards to the row `of`: the same parameter from other HF tensors, or a copy of it."""
 
     of: Row
 
@@ -200,7 +200,7 @@ class OfAnother:
 
 
 @dataclass(frozen=True)
-class Tied(OfAnother):
+class Tied(ForwardingRow):
     """A tied copy of another row's parameter, on the stage that needs it: filled, not exported."""
 
     megatron: str
@@ -220,7 +220,7 @@ class Tied(OfAnother):
 
 
 @dataclass(frozen=True)
-class Joined(OfAnother):
+class Joined(ForwardingRow):
     """Another row's Megatron parameter, with its HF tensors joined along their rows."""
 
     hf: tuple[str]

@@ -40,7 +40,7 @@ def unpadded_shape(row: Row, arch: Architecture) -> Shape:
 @lru_cache(maxsize=4096)
 def spans(row: Row, arch: Architecture, rank: int, size: int) -> tuple[tuple[Span, ...], ...]:
     """For each dimension, where shard `rank` of `size` is in the unsharded parameter; padding is in
-    no span. The shard holds every combination of these indices.
+    no span. The shard is the Cartesian product of these indices.
 
     ConversionError, naming legal sizes, if the row cannot be split over `size` ranks, and if its
     blocks take something else than whole runs of indices along each dimension.
@@ -115,7 +115,7 @@ def _to_whole(flat: Indices, held: list[_Side], whole: list[_Side]) -> Indices:
 
 def _corners(held: list[_Side], whole: list[_Side], local: Shape) -> list[Indices]:
     """Indices of a shard along each dimension, `[N]`: every combination of those at which a block
-    of it, or one of the whole, begins or ends. Between them elements follow each other.
+    of the shard, or one of the whole, begins or ends. Between them the mapping is affine.
     """
     points = [end for _, _, own in held for end in own.ends]
     for part, hf, own in held:

@@ -57,11 +57,11 @@ def slices(
 
 
 def _outer(shape: Shape, cuts: list[_Cuts]) -> Iterator[list[_Cuts]]:
-    """The same cuts, index by index along every dimension above one that is cut inside: the rest of
-    each is contiguous.
+    """Split the cuts into single indices along every dimension outside the innermost one that is
+    cut, so that each result is contiguous in the shard.
     """
     inside = [dim for dim, of in enumerate(cuts) if [(a, b) for a, b, _ in of] != [(0, shape[dim])]]
-    if not inside or not cuts:
+    if not inside:
         yield cuts
         return
     singles = [

@@ -261,7 +261,9 @@ class MegatronPolicy:
 
 
 def _megatron_core() -> EngineBuilder:
-    """Imported only if it is used; prepared before Megatron-Core compiles what it decorates."""
+    """The default engine, imported only when used. The platform is prepared first: importing
+    Megatron-Core then compiles nothing on a CPU.
+    """
     from megatron_policy.engines.megatron.platform import prepare_platform
 
     prepare_platform()
