@@ -91,10 +91,10 @@ class StandIn:
     ) -> Iterator[tuple[RefitTensor, BufferSlice | None]]:
         """As for the real one."""
         for tensor in plan.tensors:
-            room = place(tensor)
-            if room is not None:
-                room.tensor(tensor.shape, tensor.dtype).copy_(self.held[tensor.name])
-            yield tensor, room
+            target = place(tensor)
+            if target is not None:
+                target.tensor(tensor.shape, tensor.dtype).copy_(self.held[tensor.name])
+            yield tensor, target
             self._during(tensor.name)
 
     def agree(self, failure: Exception | None) -> None:

@@ -93,7 +93,7 @@ def _peak(plan: RefitPlan) -> str:
 
 
 def _round(plan: RefitPlan) -> int:
-    return plan.slots * plan.chunk
+    return plan.shards * plan.chunk
 
 
 def _buckets(plan: RefitPlan) -> Iterator[str]:

@@ -36,9 +36,9 @@ class Blocks:
     @property
     def nbytes(self) -> int:
         """Buffer size needed, in bytes."""
-        return sum(map(self.room, self.copies)) + self.elements * self.scratch
+        return sum(map(self.padded_bytes, self.copies)) + self.elements * self.scratch
 
-    def room(self, dtype: torch.dtype) -> int:
+    def padded_bytes(self, dtype: torch.dtype) -> int:
         """Bytes for a copy of a block, up to where the next one can start."""
         return -(-self.elements * dtype.itemsize // 8) * 8
 
@@ -72,7 +72,7 @@ class BlockBuffer:
             for dtype in cut.copies:
                 end = at + count * dtype.itemsize
                 held.append(self._bytes[at:end].view(dtype))
-                at += cut.room(dtype)
+                at += cut.padded_bytes(dtype)
             yield first, tuple(held), self._bytes[at : at + count * cut.scratch]
 
 

@@ -30,8 +30,8 @@ class TransportSession(Protocol):
         other side has finished with memory that is reused.
         """
 
-    def filled(self, tensor: RefitTensor, room: BufferSlice) -> None:
-        """All its elements have been written."""
+    def filled(self, tensor: RefitTensor, target: BufferSlice, /) -> None:
+        """All its elements have been written to `target`, which `place` returned."""
 
     def finish(self, manifest: RefitManifest) -> None:
         """Send what is left, and return when the other side has accepted everything.
@@ -66,8 +66,8 @@ def deliver(exporter: Exporter, transport: Transport, step: int) -> RefitManifes
     delivery = _Delivery(transport, exporter, plan)
     try:
         if plan is not None:
-            for tensor, room in exporter.stream(plan, delivery.place):
-                delivery.filled(tensor, room)
+            for tensor, target in exporter.stream(plan, delivery.place):
+                delivery.filled(tensor, target)
         delivery.finish(step)
     finally:
         delivery.close()
@@ -88,21 +88,21 @@ class _Delivery:
                 self._session = transport.open(exporter, plan)
 
     def place(self, tensor: RefitTensor) -> BufferSlice | None:
-        room: BufferSlice | None = None
+        target: BufferSlice | None = None
         if self._session is not None and self.failure is None:
             with self._attempt():
-                room = self._session.place(tensor)
-        return room
+                target = self._session.place(tensor)
+        return target
 
-    def filled(self, tensor: RefitTensor, room: BufferSlice | None) -> None:
-        if room is None or self._session is None or self.failure is not None:
+    def filled(self, tensor: RefitTensor, target: BufferSlice | None) -> None:
+        if target is None or self._session is None or self.failure is not None:
             return
         with self._attempt():
-            memory = room.bytes(tensor.nbytes)
+            memory = target.bytes(tensor.nbytes)
             self._sent[tensor.name] = Sent(
                 tensor.shape, tensor.dtype, digest(memory, self._algorithm)
             )
-            self._session.filled(tensor, room)
+            self._session.filled(tensor, target)
 
     def finish(self, step: int) -> None:
         if self._session is not None and self.failure is None:

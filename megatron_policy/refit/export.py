@@ -63,12 +63,12 @@ class Sources:
     def copies(self, plan: RefitPlan) -> list[Copies]:
         """The copies made by a rank that holds the whole plan; computed on first use."""
         if id(plan) not in self._copies:
-            found = [self._copies_of(item, plan.slots) for item in plan.items]
+            found = [self._copies_of(item, plan.shards) for item in plan.items]
             self._copies[id(plan)] = (plan, found)  # the plan is kept so that its id is not reused
         return self._copies[id(plan)][1]
 
-    def _copies_of(self, item: Item, slots: int) -> Copies:
-        parts = segments(item.entry.row, self.architecture, item.part, 0, slots)
+    def _copies_of(self, item: Item, shards: int) -> Copies:
+        parts = segments(item.entry.row, self.architecture, item.part, 0, shards)
         parameter = self._held[item.entry.megatron].detach()
         found = [run for part in parts for run in runs(part.hf, part.own)]
         if _are_moved(found, item, parameter):
@@ -92,22 +92,23 @@ class Sources:
 
 def stream_alone(plan: RefitPlan, sources: Sources, place: Place) -> Filled:
     """For a rank that holds the whole plan: copy straight from the parameters."""
-    room: BufferSlice | None = None
+    target: BufferSlice | None = None
     for item, moves, regions in sources.copies(plan):
         if item.first:
-            room = place(item.tensor)
-        if room is not None and moves is not None:
+            target = place(item.tensor)
+        if target is not None and moves is not None:
             parameter, runs_of = moves
-            assert room.offset + item.tensor.nbytes <= room.buffer.nbytes, item.tensor
-            target, source = room.buffer.address + room.offset, parameter.data_ptr()
+            assert target.offset + item.tensor.nbytes <= target.buffer.nbytes, item.tensor
+            to = target.buffer.address + target.offset
+            source = parameter.data_ptr()
             for at, start, nbytes in runs_of:
-                memmove(target + at, source + start, nbytes)
-        elif room is not None:
-            typed, first = _elements(room, item.tensor)
+                memmove(to + at, source + start, nbytes)
+        elif target is not None:
+            typed, first = _elements(target, item.tensor)
             for (size, stride, offset), view in regions:
                 torch.as_strided(typed, size, stride, first + offset).copy_(view)
         if item.last:
-            yield item.tensor, room
+            yield item.tensor, target
 
 
 def stream_together(
@@ -122,35 +123,35 @@ def stream_together(
         return
     rounds = _Rounds(plan, sources, tp, pp)
     under_way = rounds.start(0)
-    room: BufferSlice | None = None
+    target: BufferSlice | None = None
     for number in range(plan.rounds):
         rounds.complete(under_way)
         for item, begin, end in plan.in_round(number):
             if begin == 0 and item.first:
-                room = place(item.tensor)
-            if room is not None:
-                rounds.unpack(item, begin, end, room)
+                target = place(item.tensor)
+            if target is not None:
+                rounds.unpack(item, begin, end, target)
             if end == item.elements and item.last:
-                yield item.tensor, room
+                yield item.tensor, target
         if number + 1 < plan.rounds:
             under_way = rounds.start(number + 1)
 
 
 class _Rounds:
-    """The exchanges of one refit: `slots` parts of a buffer, each a chunk of a rank's stream."""
+    """The exchanges of one refit: a buffer in `shards` parts, each a chunk of a rank's stream."""
 
     def __init__(
         self, plan: RefitPlan, sources: Sources, tp: BoundedProcessGroup, pp: BoundedProcessGroup
     ) -> None:
         self._plan, self._sources, self._tp, self._pp = plan, sources, tp, pp
-        self._buffer = Buffer.on(sources.probe.device, plan.slots * plan.chunk)
-        self._own = tp.rank if plan.slots > 1 else 0
+        self._buffer = Buffer.on(sources.probe.device, plan.shards * plan.chunk)
+        self._own = tp.rank if plan.shards > 1 else 0
 
     def start(self, number: int) -> PendingCollective | None:
         """Pack this rank's elements of a round into its part, and start the exchange."""
         plan, stage = self._plan, self._pp.rank
         stages = sorted({item.tensor.stage for item, _, _ in plan.in_round(number)})
-        memory = self._slot(self._own)
+        memory = self._part(self._own)
         several = len(plan.stages) > 1
         if several and len(stages) > 1:
             memory.zero_()
@@ -164,40 +165,40 @@ class _Rounds:
         return self._pp.broadcast(memory, stages[0]) if len(stages) == 1 else self._pp.sum(memory)
 
     def complete(self, under_way: PendingCollective | None) -> None:
-        """Wait for the exchange; with several stages, the exchange over slots follows here."""
+        """Wait for the exchange; with several stages, tensor-parallel ranks exchange here."""
         if under_way is not None:
             under_way.wait()
-        if len(self._plan.stages) > 1 and self._plan.slots > 1:
+        if len(self._plan.stages) > 1 and self._plan.shards > 1:
             self._tp.all_gather(self._whole()).wait()
 
-    def unpack(self, item: Item, begin: int, end: int, room: BufferSlice) -> None:
-        """Copy elements `begin` to `end` of every slot's run from the buffer to `room`."""
+    def unpack(self, item: Item, begin: int, end: int, target: BufferSlice) -> None:
+        """Copy elements `begin` to `end` of every rank's run from the buffer to `target`."""
         architecture = self._sources.architecture
-        for slot in range(self._plan.slots):
-            parts = segments(item.entry.row, architecture, item.part, slot, self._plan.slots)
-            wire = self._wire(item, begin, end, slot)
+        for rank in range(self._plan.shards):
+            parts = segments(item.entry.row, architecture, item.part, rank, self._plan.shards)
+            sent = self._sent(item, begin, end, rank)
             for place, hf, _ in overlaps(parts, begin, end):
-                _put(room, item.tensor, hf, _piece(wire, place, hf))
+                _put(target, item.tensor, hf, _piece(sent, place, hf))
 
     def _pack(self, item: Item, begin: int, end: int) -> None:
         architecture = self._sources.architecture
-        parts = segments(item.entry.row, architecture, item.part, self._own, self._plan.slots)
-        wire = self._wire(item, begin, end, self._own)
+        parts = segments(item.entry.row, architecture, item.part, self._own, self._plan.shards)
+        sent = self._sent(item, begin, end, self._own)
         for place, hf, own in overlaps(parts, begin, end):
-            _piece(wire, place, hf).copy_(self._sources.view(item.entry, own))
+            _piece(sent, place, hf).copy_(self._sources.view(item.entry, own))
 
-    def _wire(self, item: Item, begin: int, end: int, slot: int) -> Tensor:
-        """The buffer's elements for that range of the item's run in one slot's stream."""
-        size = item.wire.itemsize
+    def _sent(self, item: Item, begin: int, end: int, rank: int) -> Tensor:
+        """The buffer's elements for that range of the item's run in one rank's stream."""
+        size = item.sent_dtype.itemsize
         in_stream = item.start + begin * size
-        first = (slot * self._plan.chunk + in_stream % self._plan.chunk) // size
-        return self._buffer.typed(item.wire)[first : first + end - begin]
+        first = (rank * self._plan.chunk + in_stream % self._plan.chunk) // size
+        return self._buffer.typed(item.sent_dtype)[first : first + end - begin]
 
     def _whole(self) -> Tensor:
-        return self._buffer.memory[: self._plan.slots * self._plan.chunk]
+        return self._buffer.memory[: self._plan.shards * self._plan.chunk]
 
-    def _slot(self, slot: int) -> Tensor:
-        return self._whole().view(self._plan.slots, -1)[slot]
+    def _part(self, rank: int) -> Tensor:
+        return self._whole().view(self._plan.shards, -1)[rank]
 
 
 def _are_moved(found: Sequence[Run], item: Item, parameter: Tensor) -> bool:
@@ -212,17 +213,17 @@ def _line(first: int, length: int) -> Region:
     return Region((length,), (1,), first)
 
 
-def _put(room: BufferSlice, tensor: RefitTensor, region: Region, source: Tensor) -> None:
+def _put(target: BufferSlice, tensor: RefitTensor, region: Region, source: Tensor) -> None:
     """Copy to that region of the tensor in the buffer slice, casting."""
-    typed, first = _elements(room, tensor)
+    typed, first = _elements(target, tensor)
     typed.as_strided(region.size, region.stride, first + region.offset).copy_(source)
 
 
-def _elements(room: BufferSlice, tensor: RefitTensor) -> tuple[Tensor, int]:
+def _elements(target: BufferSlice, tensor: RefitTensor) -> tuple[Tensor, int]:
     """The slice's buffer in the tensor's dtype, and where in its storage the tensor begins."""
-    typed = room.buffer.typed(tensor.dtype)
-    return typed, int(typed.storage_offset()) + room.offset // tensor.dtype.itemsize
+    typed = target.buffer.typed(tensor.dtype)
+    return typed, int(typed.storage_offset()) + target.offset // tensor.dtype.itemsize
 
 
-def _piece(wire: Tensor, place: int, box: Region) -> Tensor:
-    return wire[place : place + math.prod(box.size)].view(box.size)
+def _piece(sent: Tensor, place: int, box: Region) -> Tensor:
+    return sent[place : place + math.prod(box.size)].view(box.size)

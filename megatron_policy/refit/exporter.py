@@ -187,9 +187,9 @@ def tensors(exporter: Exporter, plan: RefitPlan) -> Iterator[tuple[str, torch.Te
         return BufferSlice(Buffer.on(exporter.device, tensor.nbytes), 0)
 
     exporter.begin()
-    for tensor, room in exporter.stream(plan, place):
-        assert room is not None
-        yield tensor.name, room.tensor(tensor.shape, tensor.dtype)
+    for tensor, target in exporter.stream(plan, place):
+        assert target is not None
+        yield tensor.name, target.tensor(tensor.shape, tensor.dtype)
     # Even if nothing was exchanged: another rank may not have reached its first tensor yet.
     exporter.agree(None)
 

@@ -72,11 +72,11 @@ def file_name(index: int, count: int) -> str:
 def _cut(tensors: Iterable[RefitTensor], limit: int) -> list[tuple[RefitTensor, ...]]:
     """Consecutive runs of at most `limit` bytes, with at least one tensor each."""
     shards: list[list[RefitTensor]] = []
-    room = 0
+    left = 0
     for tensor in tensors:
-        if not shards or tensor.nbytes > room:
+        if not shards or tensor.nbytes > left:
             shards.append([])
-            room = limit
+            left = limit
         shards[-1].append(tensor)
-        room -= tensor.nbytes
+        left -= tensor.nbytes
     return [tuple(shard) for shard in shards]

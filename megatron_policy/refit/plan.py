@@ -20,7 +20,7 @@ from megatron_policy.refit.buffers import aligned
 from megatron_policy.weights.geometry import largest_share
 
 SMALLEST_BUCKET_BYTES = 4096
-_WIRE_ALIGNMENT = 16  # bytes; a multiple of every dtype's size
+_STREAM_ALIGNMENT = 16  # bytes; a multiple of every dtype's size
 _ROUNDING = 1.02
 """How far a round may exceed the bucket, so that rounding shares up costs no extra round."""
 
@@ -44,7 +44,7 @@ class RefitTensor:
 class Item:
     """One Megatron parameter's part of one HF tensor: a run in every tensor-parallel rank's stream.
 
-    The run begins at byte `start` of the streams and has `elements` elements of dtype `wire`: as
+    The run begins at byte `start` of the streams and has `elements` elements of `sent_dtype`: as
     many as the rank with the largest share has. `first` and `last` say whether it contains the
     tensor's first elements, and whether it completes the tensor.
     """
@@ -52,7 +52,7 @@ class Item:
     tensor: RefitTensor
     entry: Entry
     part: int
-    wire: torch.dtype
+    sent_dtype: torch.dtype
     start: int
     elements: int
     first: bool
@@ -61,7 +61,7 @@ class Item:
     @property
     def end(self) -> int:
         """The byte after the run."""
-        return self.start + self.elements * self.wire.itemsize
+        return self.start + self.elements * self.sent_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,13 @@ class Pack:
 class RefitPlan:
     """The tensors of one refit in the order in which they are sent, stage after stage.
 
-    Each of `slots` tensor-parallel ranks has a stream with its share of every item; `stages` are
+    Each of `shards` tensor-parallel ranks has a stream with its share of every item; `stages` are
     the pipeline stages that take part. Each round exchanges the next `chunk` bytes of all streams,
-    over the stages and then over the slots.
+    over the stages and then over the tensor-parallel ranks.
     """
 
     items: tuple[Item, ...]
-    slots: int
+    shards: int
     stages: tuple[int, ...]
     bucket_bytes: int
 
@@ -100,23 +100,24 @@ class RefitPlan:
     @property
     def gathers(self) -> bool:
         """Whether ranks have to exchange anything; a rank that holds everything just copies it."""
-        return self.slots > 1 or len(self.stages) > 1
+        return self.shards > 1 or len(self.stages) > 1
 
     @property
     def rounds(self) -> int:
         """Exchanges over each kind of group: stream bytes divided by bucket bytes, rounded up."""
-        most = int(self.bucket_bytes * _ROUNDING) // self.slots // _WIRE_ALIGNMENT * _WIRE_ALIGNMENT
+        most = int(self.bucket_bytes * _ROUNDING) // self.shards
+        most -= most % _STREAM_ALIGNMENT
         return -(-self._stream_bytes // most) if self.gathers else 0
 
     @cached_property
     def chunk(self) -> int:
-        """Bytes of each stream per round; `slots` times this is at most a bucket plus 2 %."""
-        return aligned(-(-self._stream_bytes // max(1, self.rounds)), _WIRE_ALIGNMENT)
+        """Bytes of each stream per round; `shards` times this is at most a bucket plus 2 %."""
+        return aligned(-(-self._stream_bytes // max(1, self.rounds)), _STREAM_ALIGNMENT)
 
     @property
     def collectives(self) -> int:
         """Collective calls of one rank in one refit, not counting the closing agreement."""
-        return self.rounds * ((self.slots > 1) + (len(self.stages) > 1))
+        return self.rounds * ((self.shards > 1) + (len(self.stages) > 1))
 
     @property
     def largest_bytes(self) -> int:
@@ -128,7 +129,7 @@ class RefitPlan:
         begin = number * self.chunk
         for index in range(*self._round_bounds[number]):
             item = self.items[index]
-            size = item.wire.itemsize
+            size = item.sent_dtype.itemsize
             first = max(begin - item.start, 0) // size
             end = min(begin + self.chunk - item.start, item.end - item.start) // size
             yield item, first, end
@@ -168,7 +169,7 @@ class RefitModel:
     split: LayerSplit
     dtypes: Mapping[str, torch.dtype]
     precision: torch.dtype
-    slots: int
+    shards: int
 
 
 def plan_refit(
@@ -188,7 +189,7 @@ def plan_refit(
     if dtype is not None and dtype not in WEIGHT_DTYPES:
         legal = ", ".join(str(kind).removeprefix("torch.") for kind in WEIGHT_DTYPES)
         raise ConfigError(f"weights cannot be handed over as {dtype}; legal: torch's {legal}")
-    least = SMALLEST_BUCKET_BYTES * model.slots
+    least = SMALLEST_BUCKET_BYTES * model.shards
     if bucket_bytes < least:
         raise ConfigError(
             f"a refit bucket of {bucket_bytes} bytes is too small: give {least} or more "
@@ -209,7 +210,7 @@ def plan_refit(
         if wanted is None or name in wanted
     ]
     stages = range(len(model.split.stages)) if stage is None else (stage,)
-    return RefitPlan(tuple(_items(chosen, model, dtype)), model.slots, tuple(stages), bucket_bytes)
+    return RefitPlan(tuple(_items(chosen, model, dtype)), model.shards, tuple(stages), bucket_bytes)
 
 
 def packed(tensors: Sequence[RefitTensor], capacity: int) -> tuple[Pack, ...]:
@@ -262,13 +263,13 @@ def _items(
             entry=entry,
             part=part,
             # The narrower of the two: casting gives the same on either side of the exchange.
-            wire=tensor.dtype if tensor.dtype.itemsize < held.itemsize else held,
+            sent_dtype=tensor.dtype if tensor.dtype.itemsize < held.itemsize else held,
             start=start,
-            elements=largest_share(row, architecture, part, model.slots),
+            elements=largest_share(row, architecture, part, model.shards),
             first=first,
             last=index + 1 == len(chosen) or _name(chosen[index + 1]) != name,
         )
-        start = aligned(item.end, _WIRE_ALIGNMENT)
+        start = aligned(item.end, _STREAM_ALIGNMENT)
         yield item
 
 

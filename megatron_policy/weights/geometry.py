@@ -39,27 +39,27 @@ class Segment(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def segments(
-    row: Row, architecture: Architecture, part: int, slot: int, slots: int
+    row: Row, architecture: Architecture, part: int, rank: int, size: int
 ) -> tuple[Segment, ...]:
-    """What tensor-parallel rank `slot` of `slots` sends of the row's HF tensor `part`, in order.
+    """What tensor-parallel rank `rank` of `size` sends of the row's HF tensor `part`, in order.
 
     Of a parameter that every rank holds whole, each rank sends an equal run. All ranks' segments
     together cover the elements of all ranks' blocks, each once.
     """
-    held = [b for b in blocks_of(row, architecture, slot, slots) if b.part == part]
+    held = [b for b in blocks_of(row, architecture, rank, size) if b.part == part]
     whole = [Segment(hf, own, 0, hf.elements) for hf, own in map(regions, held)]
-    if slots == 1 or is_split(row, architecture, slots):
+    if size == 1 or is_split(row, architecture, size):
         return tuple(whole)
-    share = -(-sum(segment.elements for segment in whole) // slots)
-    return tuple(_cut(whole, slot * share, (slot + 1) * share))
+    share = -(-sum(segment.elements for segment in whole) // size)
+    return tuple(_cut(whole, rank * share, (rank + 1) * share))
 
 
 @lru_cache(maxsize=4096)
-def largest_share(row: Row, architecture: Architecture, part: int, slots: int) -> int:
+def largest_share(row: Row, architecture: Architecture, part: int, size: int) -> int:
     """The largest number of elements that any rank sends of the row's HF tensor `part`."""
     return max(
-        sum(s.elements for s in segments(row, architecture, part, slot, slots))
-        for slot in range(slots)
+        sum(s.elements for s in segments(row, architecture, part, rank, size))
+        for rank in range(size)
     )
 
 

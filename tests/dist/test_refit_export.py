@@ -61,9 +61,9 @@ def streamed(path: Path, cfg: dict[str, int], bucket: int, **options: Any) -> di
             return BufferSlice(Buffer.on(exporter.device, tensor.nbytes), 0)
 
         before = exporter.calls
-        for tensor, room in exporter.stream(plan, place):
-            assert room is not None
-            found.append((tensor.name, room.tensor(tensor.shape, tensor.dtype).clone()))
+        for tensor, target in exporter.stream(plan, place):
+            assert target is not None
+            found.append((tensor.name, target.tensor(tensor.shape, tensor.dtype).clone()))
         calls = exporter.calls - before
         exporter.agree(None)
         assert [name for name, _ in found] == placed == [t.name for t in plan.tensors]
@@ -72,7 +72,7 @@ def streamed(path: Path, cfg: dict[str, int], bucket: int, **options: Any) -> di
             "calls": calls,
             "total": plan.total_bytes,
             "rounds": plan.rounds,
-            "groups": (plan.slots > 1) + (len(plan.stages) > 1),
+            "groups": (plan.shards > 1) + (len(plan.stages) > 1),
             "info": plan.info(),
         }
     finally:

@@ -36,8 +36,8 @@ class TransportSession:
             self._act()
         return BufferSlice(Buffer.on(self._device, tensor.nbytes), 0)
 
-    def filled(self, tensor: RefitTensor, room: BufferSlice) -> None:
-        self.found[tensor.name] = room.tensor(tensor.shape, tensor.dtype)
+    def filled(self, tensor: RefitTensor, target: BufferSlice) -> None:
+        self.found[tensor.name] = target.tensor(tensor.shape, tensor.dtype)
 
     def finish(self, manifest: RefitManifest) -> None:
         if self._at == "finish":

@@ -60,7 +60,7 @@ def forms_of(path: Path) -> dict[str, Any]:
 
 
 class Meddling:
-    """The stream, disturbed on one rank: `act(tensor, room)` is called before each is sent."""
+    """The stream, disturbed on one rank: `act(tensor, target)` is called before each is sent."""
 
     def __init__(self, inner: IpcStream, opening: Any, act: Any) -> None:
         self._inner, self._opening, self._act = inner, opening, act
@@ -74,9 +74,9 @@ class Meddling:
         if outlet is not None:
             filled = outlet.filled
 
-            def disturbed(tensor: Any, room: Any) -> None:
-                self._act(tensor.name, room)
-                filled(tensor, room)
+            def disturbed(tensor: Any, target: Any) -> None:
+                self._act(tensor.name, target)
+                filled(tensor, target)
 
             outlet.filled = disturbed
         return outlet
@@ -87,12 +87,12 @@ def _stall(rank: int) -> None:
         time.sleep(2 * TIMEOUT_S)
 
 
-def _flip(name: str, room: Any) -> None:
+def _flip(name: str, target: Any) -> None:
     if name.endswith("layers.1.self_attn.o_proj.weight"):
-        room.bytes(64)[5] ^= 1
+        target.bytes(64)[5] ^= 1
 
 
-def _die(name: str, room: Any) -> None:
+def _die(name: str, target: Any) -> None:
     if name.endswith("layers.1.self_attn.o_proj.weight"):
         os.kill(os.getpid(), signal.SIGKILL)
 

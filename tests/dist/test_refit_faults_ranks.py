@@ -72,8 +72,8 @@ class Stalling:
             os.kill(os.getpid(), signal.SIGSTOP)
         return self._outlet and self._outlet.place(tensor)
 
-    def filled(self, tensor: RefitTensor, room: Any) -> None:
-        self._outlet.filled(tensor, room)
+    def filled(self, tensor: RefitTensor, target: Any) -> None:
+        self._outlet.filled(tensor, target)
 
     def finish(self, manifest: RefitManifest) -> None:
         if self._outlet:

@@ -229,9 +229,9 @@ def test_an_export_that_lacks_a_tensor_or_changes_one_is_an_error(tmp_path: Path
     target, end, placed = flat_buffer(path), 0, []
     with HfReader(path) as reader:
         for name, shape in reader.shapes.items():
-            tensor, room = RefitTensor(name, shape, torch.bfloat16, 0), BufferSlice(target, end)
-            room.tensor(shape, torch.bfloat16).copy_(reader.tensor(name))
-            placed.append((tensor, room))
+            tensor, place = RefitTensor(name, shape, torch.bfloat16, 0), BufferSlice(target, end)
+            place.tensor(shape, torch.bfloat16).copy_(reader.tensor(name))
+            placed.append((tensor, place))
             end += aligned(tensor.nbytes)
     assert end == target.memory.numel()
     verify(path, placed)

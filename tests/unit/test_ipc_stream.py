@@ -187,17 +187,17 @@ class Meddling:
         outlet = self._inner.open(exporter, plan)
         filled, finish = outlet.filled, outlet.finish
         if self._filled:
-            outlet.filled = lambda tensor, room: self._filled(filled, tensor, room)
+            outlet.filled = lambda tensor, target: self._filled(filled, tensor, target)
         if self._finish:
             outlet.finish = lambda manifest: finish(self._finish(manifest))
         return outlet
 
 
-def flipped(filled: Any, tensor: Any, room: BufferSlice) -> None:
+def flipped(filled: Any, tensor: Any, target: BufferSlice) -> None:
     """One bit of one tensor, after its digest was taken."""
     if tensor.name == "layers.2.weight":
-        room.bytes(tensor.nbytes)[17] ^= 4
-    filled(tensor, room)
+        target.bytes(tensor.nbytes)[17] ^= 4
+    filled(tensor, target)
 
 
 def without(manifest: RefitManifest) -> RefitManifest:

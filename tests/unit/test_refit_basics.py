@@ -121,9 +121,9 @@ def test_a_room_shows_a_tensor_in_its_buffer() -> None:
     buffer = Buffer.on(torch.device("cpu"), 1000)
     assert buffer.memory.numel() == 1024
     buffer.memory.zero_()
-    room = BufferSlice(buffer, 512)
-    room.tensor((2, 3), torch.float32).fill_(1.0)
-    assert room.bytes(24).view(torch.float32).tolist() == [1.0] * 6
+    target = BufferSlice(buffer, 512)
+    target.tensor((2, 3), torch.float32).fill_(1.0)
+    assert target.bytes(24).view(torch.float32).tolist() == [1.0] * 6
     assert not buffer.memory[:512].any()
     assert not buffer.memory[536:].any()
     assert buffer.typed(torch.float32) is buffer.typed(torch.float32)

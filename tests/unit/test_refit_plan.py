@@ -37,11 +37,11 @@ from tests.checkpoints import ALL_FAMILIES
 SLACK = 1.02
 
 
-def model_of(path: Path, slots: int = 1, stages: int = 1, precision=torch.float32) -> RefitModel:
+def model_of(path: Path, size: int = 1, stages: int = 1, precision=torch.float32) -> RefitModel:
     table = bind(read_config(path))
     dtypes = {name: tensor.dtype for name, tensor in files(path).items()}
     split = LayerSplit.of(table.architecture.num_layers, stages)
-    return RefitModel(table, split, dtypes, precision, slots)
+    return RefitModel(table, split, dtypes, precision, size)
 
 
 def files(path: Path) -> dict[str, torch.Tensor]:
@@ -51,13 +51,13 @@ def files(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def shards(table: Table, tensors: dict[str, torch.Tensor], slot: int, slots: int) -> Sources:
+def shards(table: Table, tensors: dict[str, torch.Tensor], rank: int, size: int) -> Sources:
     """One tensor-parallel rank's parameters, as loading fills them."""
     held = []
     for entry in table.exported():
-        shard = torch.empty(entry.row.local_shape(table.architecture, slots))
+        shard = torch.empty(entry.row.local_shape(table.architecture, size))
         parts = [tensors[name] for name in entry.hf]
-        fill_shard(entry.row, table.architecture, shard, parts, slot, slots)
+        fill_shard(entry.row, table.architecture, shard, parts, rank, size)
         held.append((entry, shard))
     return Sources(held, table.architecture)
 
@@ -73,23 +73,23 @@ class Alone:
 
 
 def together(plan: RefitPlan, sources: list[Sources]) -> dict[str, torch.Tensor]:
-    """All slots' exchanges in one process."""
-    everyone: Any = [_Rounds(plan, s, Alone(slot), Alone(0)) for slot, s in enumerate(sources)]
-    rooms: dict[str, BufferSlice] = {}
+    """All ranks' exchanges in one process."""
+    everyone: Any = [_Rounds(plan, s, Alone(rank), Alone(0)) for rank, s in enumerate(sources)]
+    targets: dict[str, BufferSlice] = {}
     for number in range(plan.rounds):
         for rounds in everyone:
             rounds.start(number)
-        for slot, rounds in enumerate(everyone):
-            everyone[0]._slot(slot).copy_(rounds._slot(slot))
+        for rank, rounds in enumerate(everyone):
+            everyone[0]._part(rank).copy_(rounds._part(rank))
         for item, begin, end in plan.in_round(number):
             tensor = item.tensor
-            if tensor.name not in rooms:
-                rooms[tensor.name] = BufferSlice(Buffer.on(torch.device("cpu"), tensor.nbytes), 0)
-            everyone[0].unpack(item, begin, end, rooms[tensor.name])
-    return {t.name: rooms[t.name].tensor(t.shape, t.dtype) for t in plan.tensors}
+            if tensor.name not in targets:
+                targets[tensor.name] = BufferSlice(Buffer.on(torch.device("cpu"), tensor.nbytes), 0)
+            everyone[0].unpack(item, begin, end, targets[tensor.name])
+    return {t.name: targets[t.name].tensor(t.shape, t.dtype) for t in plan.tensors}
 
 
-def slots_of(table: Table) -> list[int]:
+def sizes_of(table: Table) -> list[int]:
     return [n for n in (1, 2, 4) if table.architecture.num_attention_heads % n == 0]
 
 
@@ -99,16 +99,16 @@ def test_shards_become_the_tensors_again_however_their_streams_are_cut(
 ) -> None:
     path = checkpoint(family)
     expected = files(path)
-    for slots in slots_of(bind(read_config(path)))[1:]:
-        model = model_of(path, slots)
-        sources = [shards(model.table, expected, slot, slots) for slot in range(slots)]
-        for bucket in (slots * 4096, slots * 5008, 10**9):
+    for size in sizes_of(bind(read_config(path)))[1:]:
+        model = model_of(path, size)
+        sources = [shards(model.table, expected, rank, size) for rank in range(size)]
+        for bucket in (size * 4096, size * 5008, 10**9):
             plan = plan_refit(model, bucket_bytes=bucket)
             found = together(plan, sources)
             ignored = set(model.table.ignored)
             assert set(found) == set(expected) - ignored
             for name, tensor in found.items():
-                assert torch.equal(tensor, expected[name]), (name, slots, bucket)
+                assert torch.equal(tensor, expected[name]), (name, size, bucket)
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
@@ -121,26 +121,28 @@ def test_one_rank_alone_streams_every_tensor_bit_equal(checkpoint: Any, family: 
         return BufferSlice(Buffer.on(torch.device("cpu"), tensor.nbytes + 512), 512)
 
     seen = []
-    for tensor, room in stream_alone(plan, shards(model.table, expected, 0, 1), place):
-        assert room is not None
-        assert torch.equal(room.tensor(tensor.shape, tensor.dtype), expected[tensor.name])
+    for tensor, target in stream_alone(plan, shards(model.table, expected, 0, 1), place):
+        assert target is not None
+        assert torch.equal(target.tensor(tensor.shape, tensor.dtype), expected[tensor.name])
         seen.append(tensor.name)
     assert len(set(seen)) == len(seen)
     assert seen == [t.name for t in plan.tensors]
     assert set(seen) == set(expected) - set(model.table.ignored)
 
 
-@pytest.mark.parametrize(("slots", "stages"), [(1, 2), (2, 1), (2, 2), (4, 4), (1, 4)])
+@pytest.mark.parametrize(("size", "stages"), [(1, 2), (2, 1), (2, 2), (4, 4), (1, 4)])
 @pytest.mark.parametrize("bucket", [4096 * 4, 30_000, 100_000, 10**9])
 def test_the_rounds_are_as_few_as_the_bytes_need(
-    checkpoint: Any, slots: int, stages: int, bucket: int
+    checkpoint: Any, size: int, stages: int, bucket: int
 ) -> None:
     path = checkpoint("llama", tied=True, groups=4, vocab=512)
-    plan = plan_refit(model_of(path, slots, stages), bucket_bytes=bucket)
-    assert plan.slots * plan.chunk <= 1.03 * bucket, "2 %, and as much for so small ones' alignment"
+    plan = plan_refit(model_of(path, size, stages), bucket_bytes=bucket)
+    assert plan.shards * plan.chunk <= 1.03 * bucket, (
+        "2 %, and as much for the alignment of small ones"
+    )
     assert plan.rounds <= math.ceil(plan.total_bytes * SLACK / bucket)
     assert plan.rounds >= plan.total_bytes // bucket
-    assert plan.collectives == plan.rounds * ((slots > 1) + (stages > 1))
+    assert plan.collectives == plan.rounds * ((size > 1) + (stages > 1))
 
 
 def test_layers_do_not_make_rounds_at_equal_bytes(checkpoint: Any) -> None:
@@ -183,8 +185,8 @@ def test_dtypes_follow_the_checkpoint_or_the_target_and_the_wire_takes_the_narro
     for item in plan.items:
         wide = item.tensor.name in kept
         assert item.tensor.dtype == (torch.float32 if wide else torch.bfloat16)
-        assert item.wire == item.tensor.dtype
-    assert {item.wire for item in plan_refit(model).items} == {torch.float32}
+        assert item.sent_dtype == item.tensor.dtype
+    assert {item.sent_dtype for item in plan_refit(model).items} == {torch.float32}
 
 
 def test_what_cannot_be_planned_is_refused_by_name(checkpoint: Any) -> None:

@@ -57,9 +57,9 @@ def chunks_of(stream: Stream, tensors: dict[str, torch.Tensor], size: int) -> li
     arrived: list[torch.Tensor] = []
     writer = Writer(stream, size, CPU, lambda chunk: Sent(chunk, arrived))
     for name, tensor in tensors.items():
-        room = writer.place(name)
-        room.tensor(tuple(tensor.shape), tensor.dtype).copy_(tensor)
-        writer.filled(name, room)
+        target = writer.place(name)
+        target.tensor(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+        writer.filled(name, target)
     writer.settle()
     return arrived
 
@@ -88,7 +88,7 @@ def test_what_is_written_in_chunks_is_read_from_them_whole_and_once(
     ):
         got: list[tuple[str, bytes]] = []
         for chunk, (first, end) in zip(chunks, bounds, strict=True):
-            reader.room(first, end).copy_(chunk)
+            reader.memory_for(first, end).copy_(chunk)
             got += [(name, raw(tensor)) for name, tensor in reader.complete(first, end)]
         expected = [(name, raw(tensor)) for name, tensor in tensors.items()]
         if stream.nbytes:

@@ -218,8 +218,8 @@ class CollectiveGroup:
 
         def start(sender: int, number: int) -> None:
             if number < len(chunks[sender]):
-                room = readers[sender].room(*chunks[sender][number])
-                pending[sender] = self._joined[sender][1].broadcast(room, 0)
+                memory = readers[sender].memory_for(*chunks[sender][number])
+                pending[sender] = self._joined[sender][1].broadcast(memory, 0)
 
         for sender in range(len(chunks)):
             start(sender, 0)

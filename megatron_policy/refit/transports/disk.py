@@ -70,10 +70,10 @@ class DirectorySession:
             return None
         return BufferSlice(self._buffer, 0)
 
-    def filled(self, tensor: RefitTensor, room: BufferSlice) -> None:
+    def filled(self, tensor: RefitTensor, target: BufferSlice) -> None:
         """See `delivery.TransportSession`."""
         try:
-            self._write(tensor.name, room.tensor(tensor.shape, tensor.dtype))
+            self._write(tensor.name, target.tensor(tensor.shape, tensor.dtype))
         except Exception as error:
             self._failure = error
 

@@ -31,12 +31,12 @@ def refuse_what_ray_lacks(counts: Sequence[int], use_gpus: bool, one_machine: bo
         )
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     kind, each = ("GPU", 1.0) if use_gpus else ("CPU", CPU_SHARE)
-    rooms = [int(node.get(kind, 0) / each) for node in nodes]
-    if sum(counts) > sum(rooms) or (one_machine and max(counts) > max(rooms)):
+    fit = [int(node.get(kind, 0) / each) for node in nodes]
+    if sum(counts) > sum(fit) or (one_machine and max(counts) > max(fit)):
         raise ConfigError(
             f"the cluster asks for {wish(counts, use_gpus)}, but Ray has "
-            f"{'; '.join(amounts(node) for node in nodes)}. Ask for at most {max(rooms)} bundles "
-            f"on a node and {sum(rooms)} in all" + (", or pass use_gpus=False" if use_gpus else "")
+            f"{'; '.join(amounts(node) for node in nodes)}. Ask for at most {max(fit)} bundles "
+            f"on a node and {sum(fit)} in all" + (", or pass use_gpus=False" if use_gpus else "")
         )
 
 

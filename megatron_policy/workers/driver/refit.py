@@ -111,13 +111,13 @@ class DriverRefit:
 
 def _grouped(sizes: Iterable[tuple[str, int]], limit: float) -> list[list[str]]:
     groups: list[list[str]] = []
-    room = 0.0
+    left = 0.0
     for name, nbytes in sizes:
-        if not groups or nbytes > room:
+        if not groups or nbytes > left:
             groups.append([])
-            room = limit
+            left = limit
         groups[-1].append(name)
-        room -= nbytes
+        left -= nbytes
     return groups
 
 

@@ -44,11 +44,11 @@ class Writer:
         self.settle()
         return BufferSlice(self._chunk, slot.offset - self._first)
 
-    def filled(self, name: str, room: BufferSlice) -> None:
+    def filled(self, name: str, target: BufferSlice) -> None:
         """All elements of that tensor have been written."""
         slot, upto = self._slots[name]
         at = slot.offset
-        while room.buffer is self._aside and at < slot.end:
+        while target.buffer is self._aside and at < slot.end:
             self.settle()
             end = min(slot.end, self._first + self._size)
             part = self._aside.memory[at - slot.offset : end - slot.offset]
@@ -74,7 +74,7 @@ class Writer:
 class Reader(Protocol):
     """Unpacks the tensors of a stream from its chunks, which arrive in order."""
 
-    def room(self, first: int, end: int) -> Tensor:
+    def memory_for(self, first: int, end: int) -> Tensor:
         """Where to receive the chunk with these bytes of the stream."""
 
     def complete(self, first: int, end: int) -> list[tuple[str, Tensor]]:
@@ -89,7 +89,7 @@ class WholeReader:
         self._memory, self._views = memory, views
         self._slots, self._next = stream.slots, 0
 
-    def room(self, first: int, end: int) -> Tensor:
+    def memory_for(self, first: int, end: int) -> Tensor:
         """See `Reader`."""
         return self._memory[first:end]
 
@@ -111,7 +111,7 @@ class ChunkReader:
         self._chunk = Buffer.on(device, min(size, stream.nbytes)).memory
         self._aside: Tensor | None = None
 
-    def room(self, first: int, end: int) -> Tensor:
+    def memory_for(self, first: int, end: int) -> Tensor:
         """See `Reader`."""
         return self._chunk[: end - first]
 

@@ -236,10 +236,10 @@ class CollectiveSession:
         with heard(self._member.caller.objections):
             return self._writer.place(tensor.name)
 
-    def filled(self, tensor: RefitTensor, room: BufferSlice) -> None:
+    def filled(self, tensor: RefitTensor, target: BufferSlice) -> None:
         """See `delivery.TransportSession`."""
         with heard(self._member.caller.objections):
-            self._writer.filled(tensor.name, room)
+            self._writer.filled(tensor.name, target)
 
     def finish(self, manifest: RefitManifest) -> None:
         """See `delivery.TransportSession`."""

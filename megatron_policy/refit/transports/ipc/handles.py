@@ -73,9 +73,9 @@ class IpcHandles:
                 else None
             )
 
-        for tensor, room in exporter.stream(plan, place):
-            if room is not None:
-                memory = room.bytes(tensor.nbytes)
+        for tensor, target in exporter.stream(plan, place):
+            if target is not None:
+                memory = target.bytes(tensor.nbytes)
                 value = digest(memory, algorithm_for(memory))
                 self._sent[tensor.name] = Sent(tensor.shape, tensor.dtype, value)
         exporter.agree(failure)

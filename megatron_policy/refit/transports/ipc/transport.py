@@ -165,7 +165,7 @@ class _Session:
         assert exported is not None and pack.tensors[self._at].name == tensor.name, tensor.name
         return BufferSlice(exported.buffer, pack.offsets[self._at])
 
-    def filled(self, tensor: RefitTensor, room: BufferSlice) -> None:
+    def filled(self, tensor: RefitTensor, target: BufferSlice) -> None:
         self._at += 1
         pack, exported = self._buffers.pack, self._buffers.exported
         if self._at < len(pack.tensors):
