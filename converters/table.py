@@ -219,8 +219,8 @@ def _ignored_names(row: Ignore, architecture: Architecture) -> list[str]:
     if "{layer}" in row.hf:
         held = [layer for layer in range(layers) if architecture.holds(row.when, layer)]
         names = [row.hf.replace("{layer}", str(layer)) for layer in held]
-    elif "{further}" in row.hf:
-        names = [row.hf.replace("{further}", str(layer)) for layer in range(layers, end)]
+    elif "{mtp_layer}" in row.hf:
+        names = [row.hf.replace("{mtp_layer}", str(layer)) for layer in range(layers, end)]
     if "{expert}" not in row.hf:
         return names
     experts = architecture.moe.experts if architecture.moe else 0

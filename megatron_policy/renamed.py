@@ -71,6 +71,8 @@ class RenamedModules(MetaPathFinder, Loader):
         for name, value in vars(found).items():
             if not (name.startswith("__") and name.endswith("__")):
                 setattr(module, name, value)
+        # What the new module itself has under a name of the last release.
+        module.__dict__["__getattr__"] = lambda name: getattr(found, name)
 
 
 def renamed_name(module: str, name: str, names: Mapping[str, str]) -> Any:

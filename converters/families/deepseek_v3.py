@@ -19,7 +19,7 @@ _LAYER: tuple[Row | Ignore, ...] = (
     experts.CORRECTION_BIAS,
     *experts.shared("shared_experts"),
 )
-TABLE: tuple[Row | Ignore, ...] = (*dense.ENDS, *_LAYER, *experts.further_layers(_LAYER))
+TABLE: tuple[Row | Ignore, ...] = (*dense.ENDS, *_LAYER, *experts.mtp_layers(_LAYER))
 
 
 def architecture(fields: Fields) -> Architecture:
@@ -30,8 +30,8 @@ def architecture(fields: Fields) -> Architecture:
     fields.ignore("auto_map", "the makers' own code, which transformers replaces")
     for name in ("aux_loss_alpha", "seq_aux"):
         fields.ignore(name, "part of the makers' own loss, which is not used here")
-    common = mla.with_latent_attention(dense.architecture(fields), fields)
-    common = replace(common, further_layers=experts.take_further_layers(fields))
+    common = mla.with_mla(dense.architecture(fields), fields)
+    common = replace(common, further_layers=experts.take_mtp_layers(fields))
     return experts.with_experts(
-        common, experts.take_sigmoid_moe(fields), experts.take_later_layers(fields)
+        common, experts.take_sigmoid_moe(fields), experts.take_layers_after_dense(fields)
     )

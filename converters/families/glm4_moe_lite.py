@@ -19,8 +19,8 @@ def architecture(fields: Fields) -> Architecture:
     fields.ignore("pretraining_tp", "only the order of summation in pretraining")
     for name in ("first_k_dense_replace", "moe_layer_freq"):
         fields.ignore(name, "mlp_layer_types states it for each layer")
-    common = mla.with_latent_attention(dense.architecture(fields), fields)
-    common = replace(common, further_layers=experts.take_further_layers(fields))
+    common = mla.with_mla(dense.architecture(fields), fields)
+    common = replace(common, further_layers=experts.take_mtp_layers(fields))
     return experts.with_experts(common, experts.take_sigmoid_moe(fields), _take_layers(fields))
 
 

@@ -102,7 +102,7 @@ def _data_offset(record: Any) -> int:
 
 
 class _Holes(io.RawIOBase):
-    """A writable sink that keeps what is written, at any offset, and nothing for skipped ranges."""
+    """A writable stream that keeps what is written, at any offset; skipped ranges take nothing."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[int, bytes]] = []

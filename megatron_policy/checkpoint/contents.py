@@ -24,12 +24,12 @@ _KEPT = 4  # kinds of saves: with and without the optimizer, in one directory or
 
 
 @dataclass(frozen=True)
-class Rest:
+class NonTensorState:
     """What a checkpoint has besides tensors, as far as this rank needs it."""
 
     ours: Mapping[str, Any]
     random: bytes | None
-    no_random: str
+    no_random_reason: str
     """Why there are no random states to restore, if there are none."""
 
 
@@ -136,7 +136,7 @@ class Contents:
             OURS: ours,
         }
 
-    def examined(self, found: FoundCheckpoint, plan: LoadPlan) -> Rest:
+    def examined(self, found: FoundCheckpoint, plan: LoadPlan) -> NonTensorState:
         """What the checkpoint has besides tensors; CheckpointError if any of it is unusable."""
         ours = read_ours(found.root)
         if found.optimizer is not None and not {"schedule", "optimizer_step"} <= ours.keys():
@@ -146,13 +146,13 @@ class Contents:
             )
         if dict(found.weights.layout) != layout_of(self._topology):
             why = "they belong to the ranks of another layout, and start from the seed here"
-            return Rest(ours, None, why)
+            return NonTensorState(ours, None, why)
         content = plan.weights.object_bytes(self._random_key)
         if content is not None:
             random_states.check(content)
-        return Rest(ours, content, "the checkpoint has none for this rank")
+        return NonTensorState(ours, content, "the checkpoint has none for this rank")
 
-    def restored(self, found: FoundCheckpoint, rest: Rest) -> LoadReport:
+    def restored(self, found: FoundCheckpoint, rest: NonTensorState) -> LoadReport:
         """Restore counters, schedule and random states, and report on the load."""
         restored = ["weights"]
         missing: dict[str, str] = {}
@@ -164,7 +164,7 @@ class Contents:
             if self._training is not None:
                 self._start_anew()
                 missing["schedule"] = "it starts anew with the optimizer"
-        why = rest.no_random
+        why = rest.no_random_reason
         if rest.random is not None:
             why = random_states.restore(rest.random, self._engine, self._generators) or ""
         if why:

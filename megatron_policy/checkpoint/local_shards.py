@@ -34,7 +34,7 @@ class LocalShard:
     """Flat, `[last - first]`, and live: writing to it changes the policy."""
     first: int
     last: int
-    alike: tuple[int, int]
+    replica: tuple[int, int]
     """(index, count) of this rank among the ranks that hold the same elements."""
 
 
@@ -59,7 +59,7 @@ def weights(held: Held, architecture: Architecture, place: Placement) -> list[Lo
             parameter.detach().view(-1),
             0,
             parameter.numel(),
-            _alike(entry.row, architecture, place, distributed=False),
+            _replica(entry.row, architecture, place, distributed=False),
         )
         for entry, parameter in held
     ]
@@ -73,8 +73,8 @@ def states(
     found = []
     for state in training.tensors():
         entry = entries[id(state.parameter)]
-        alike = _alike(entry.row, architecture, place, training.distributed)
-        found.append(LocalShard(entry, state.kind, state.tensor, state.first, state.last, alike))
+        replica = _replica(entry.row, architecture, place, training.distributed)
+        found.append(LocalShard(entry, state.kind, state.tensor, state.first, state.last, replica))
     return found
 
 
@@ -115,7 +115,7 @@ def state_prefix(kind: str) -> str:
     return "" if kind == WEIGHTS else f"optimizer.state.{kind}."
 
 
-def _alike(
+def _replica(
     row: Row, architecture: Architecture, place: Placement, distributed: bool
 ) -> tuple[int, int]:
     """(index, count) of this rank among those that share the writing of a parameter, or of a state
@@ -132,7 +132,7 @@ def _own_share(shards: Sequence[LocalShard]) -> Iterator[tuple[LocalShard, int, 
     """Each local shard with the range of its parameter's elements that this rank writes."""
     together: defaultdict[tuple[int, int], list[LocalShard]] = defaultdict(list)
     for shard in shards:
-        together[shard.alike].append(shard)
+        together[shard.replica].append(shard)
     for (index, count), group in together.items():
         lengths = [(h.last - h.first, h.tensor.element_size()) for h in group]
         for shard, (a, b) in zip(group, shares(lengths, index, count), strict=True):

@@ -27,11 +27,11 @@ _STEP = 2**20
 """Bytes read at a time: few enough to be still in the CPU's cache when they are digested."""
 
 
-def verify(root: Path, tell: Callable[[int, int], None] | None = None) -> CheckpointManifest:
+def verify(root: Path, progress: Callable[[int, int], None] | None = None) -> CheckpointManifest:
     """The checkpoint's manifest if every byte matches it; otherwise CheckpointError."""
     manifest = read(root)
     check_files(root, manifest)
-    verify_records(root, records_share(manifest, 0, 1), tell)
+    verify_records(root, records_share(manifest, 0, 1), progress)
     return manifest
 
 
@@ -82,20 +82,20 @@ def records_share(manifest: CheckpointManifest, part: int, parts: int) -> list[S
 def verify_records(
     root: Path,
     records: Sequence[Share],
-    tell: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
     threads: int = 1,
 ) -> None:
     """CheckpointError naming the records whose bytes are not those that were written.
 
-    `tell` is called with bytes done and total bytes after each record.
+    `progress` is called with bytes done and total bytes after each record.
     """
-    count = _Count(sum(length for _, _, length, _ in records), tell)
+    count = _Count(sum(length for _, _, length, _ in records), progress)
     with ThreadPoolExecutor(threads) as pool:
-        found = pool.map(lambda share: _verified(root, share, count), _dealt(records, threads))
+        found = pool.map(lambda share: _verified(root, share, count), _assigned(records, threads))
         _raise([problem for problems in found for problem in problems])
 
 
-def _dealt(records: Sequence[Share], count: int) -> list[list[Share]]:
+def _assigned(records: Sequence[Share], count: int) -> list[list[Share]]:
     """The records divided among `count` readers, about as many to each."""
     shares: list[list[Share]] = [[] for _ in range(count)]
     for number, record in enumerate(records):
@@ -106,14 +106,14 @@ def _dealt(records: Sequence[Share], count: int) -> list[list[Share]]:
 class _Count:
     """Counts the bytes done by all threads, and reports them."""
 
-    def __init__(self, total: int, tell: Callable[[int, int], None] | None) -> None:
-        self._total, self._tell, self._done, self._lock = total, tell, 0, Lock()
+    def __init__(self, total: int, progress: Callable[[int, int], None] | None) -> None:
+        self._total, self._progress, self._done, self._lock = total, progress, 0, Lock()
 
     def add(self, length: int) -> None:
-        if self._tell is not None:
+        if self._progress is not None:
             with self._lock:
                 self._done += length
-                self._tell(self._done, self._total)
+                self._progress(self._done, self._total)
 
 
 def _verified(root: Path, records: Sequence[Share], count: _Count) -> list[str]:

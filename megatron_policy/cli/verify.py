@@ -58,13 +58,13 @@ def _compare(a: str, b: str, max_memory: int, config: Path | None) -> None:
     with transfer("compared") as tell:
         found = verify(left, right, max_memory=max_memory, progress=tell, config=config)
     for difference in found.differences:
-        say(f"{difference.kind}: {difference.words}")
+        say(f"{difference.kind}: {difference.message}")
     if not found.equal:
         kinds = ", ".join(f"{kind} {count}" for kind, count in found.summary.items())
         fail(f"{a} and {b} differ: tensors by kind: {kinds}")
     say(f"equal: {found.tensors} tensors, {show_size(found.nbytes)}")
-    if found.passed_over:
-        first, *more = found.passed_over
+    if found.skipped:
+        first, *more = found.skipped
         others = f" and {len(more)} more" if more else ""
         say(f"in only one of them, and unused: {first}{others}")
     for path, root, has in zip((a, b), saved, found.has_digests, strict=True):

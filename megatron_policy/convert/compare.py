@@ -40,7 +40,7 @@ class Difference:
 
     kind: str
     name: str
-    words: str
+    message: str
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Comparison:
     """Bytes of the compared tensors, counted once."""
     has_digests: tuple[bool, bool]
     """Whether each checkpoint has digests of its bytes."""
-    passed_over: tuple[str, ...]
+    skipped: tuple[str, ...]
     """Tensors that only one checkpoint has and that feed nothing."""
 
     @property
@@ -104,7 +104,7 @@ class _Comparing:
         self._found: list[Difference] = []
         self._counts: Counter[str] = Counter()
         self._buffer = BlockBuffer(max_memory)
-        self._passed_over: list[str] = []
+        self._skipped: list[str] = []
         self._done = 0
         self._total = sum(info.nbytes for side in self._sides for info in side.infos.values())
 
@@ -112,8 +112,8 @@ class _Comparing:
         """Compare everything."""
         left, right = self._sides
         for side in self._sides:
-            for name, words in side.problems.items():
-                self._add(DIGEST, name, words)
+            for name, message in side.problems.items():
+                self._add(DIGEST, name, message)
         common = [name for name in left.infos if name in right.infos]
         for one, other in ((left, right), (right, left)):
             for name in one.infos:
@@ -127,13 +127,13 @@ class _Comparing:
             len(common),
             sum(left.infos[name].nbytes for name in common),
             (left.manifest is not None, right.manifest is not None),
-            tuple(self._passed_over),
+            tuple(self._skipped),
         )
 
-    def _add(self, kind: str, name: str, words: str) -> None:
+    def _add(self, kind: str, name: str, message: str) -> None:
         self._counts[kind] += 1
         if len(self._found) < SHOWN:
-            self._found.append(Difference(kind, name, words))
+            self._found.append(Difference(kind, name, message))
 
     def _alone(self, name: str, side: Opened, other: Opened) -> None:
         """Handle a tensor that only one side has: it can feed nothing, or be a tied copy."""
@@ -142,7 +142,7 @@ class _Comparing:
             self._compare(name, (side, name), (side, str(original)))
             return
         if any(name in table.ignored for table in self._tables):
-            self._passed_over.append(name)
+            self._skipped.append(name)
         else:
             self._add(MISSING, name, f"{name} is in {side.root}, but not in {other.root}")
         for _ in self._blocks((side, name)):
@@ -152,7 +152,9 @@ class _Comparing:
         one, other = left[0].infos[left[1]], right[0].infos[right[1]]
         for kind, a, b in ((SHAPE, one.shape, other.shape), (DTYPE, one.dtype, other.dtype)):
             if a != b:
-                self._add(kind, name, f"{name}: {a} in {_words(left)}, {b} in {_words(right)}")
+                self._add(
+                    kind, name, f"{name}: {a} in {_described(left)}, {b} in {_described(right)}"
+                )
                 for tensor in (left, right):
                     for _ in self._blocks(tensor):
                         pass
@@ -165,8 +167,8 @@ class _Comparing:
                     example = f"first at {place}: {x[at[0]].item()} and {y[at[0]].item()}"
                 count += len(at)
         if count:
-            words = f"{name}: {count} of {one.elements} differ, {example}"
-            self._add(VALUES, name, f"{words} ({_words(left)} and {_words(right)})")
+            message = f"{name}: {count} of {one.elements} differ, {example}"
+            self._add(VALUES, name, f"{message} ({_described(left)} and {_described(right)})")
 
     def _blocks(self, *tensors: _Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Yield (first element, values of each tensor) of each block; check the digests at
@@ -208,6 +210,6 @@ _Tensor = tuple[Opened, str]
 """A tensor of one side, by its name there."""
 
 
-def _words(tensor: _Tensor) -> str:
+def _described(tensor: _Tensor) -> str:
     side, name = tensor
     return f"{side.root}: {name}"

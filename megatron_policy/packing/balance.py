@@ -33,7 +33,7 @@ class _State:
     load: list[float]
 
 
-def levelled(
+def rebalanced(
     bins: Sequence[Sequence[int]],
     owners: Sequence[int],
     sizes: Sequence[int],

@@ -109,10 +109,12 @@ def _check(folder: Path, codes: Sequence[int]) -> None:
             raise kind(report["message"])
     # A rank that was killed is the cause; the others fail because they wait for it.
     for rank in sorted(failed, key=lambda rank: (codes[rank] > 0, rank)):
-        raise errors.WorkerError(_story(folder, rank, codes[rank], reports.get(rank)), rank)
+        raise errors.WorkerError(
+            _failure_report(folder, rank, codes[rank], reports.get(rank)), rank
+        )
 
 
-def _story(folder: Path, rank: int, code: int, report: dict[str, str] | None) -> str:
+def _failure_report(folder: Path, rank: int, code: int, report: dict[str, str] | None) -> str:
     if report is not None:
         return f"rank {rank} failed: {report['kind']}: {report['message']}"
     said = _log(folder, rank).read_text(errors="replace").strip().splitlines()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_policy.checkpoint import common_state, tracker
-from megatron_policy.checkpoint.contents import Contents, Rest
+from megatron_policy.checkpoint.contents import Contents, NonTensorState
 from megatron_policy.checkpoint.loading import FoundCheckpoint, Loader, LoadPlan
 from megatron_policy.checkpoint.report import LoadReport, check_host_data
 from megatron_policy.checkpoint.saving import DirectoryContents, SavedModel, Saver, write_tokenizer
@@ -185,7 +185,7 @@ class Checkpoints:
         yield
         self._session.state.end_load()
 
-    def _prepared(self, found: FoundCheckpoint, files: RawFiles) -> tuple[LoadPlan, Rest]:
+    def _prepared(self, found: FoundCheckpoint, files: RawFiles) -> tuple[LoadPlan, NonTensorState]:
         """Look up everything that will be read and set, before anything is changed."""
         engine = self._engine
         held = self._contents.held(with_states=found.optimizer is not None)

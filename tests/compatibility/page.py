@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_policy.config.keys import SECTIONS
 from megatron_policy.config.rules import Applied, Ignored, Nested, Rejected, Rule
-from megatron_policy.hosts.nemo_rl.not_built import NOT_BUILT
+from megatron_policy.hosts.nemo_rl.not_implemented import NOT_IMPLEMENTED
 from tests.hosts.methods import FORMS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
@@ -26,7 +26,7 @@ def render() -> str:
     )
     text = TEMPLATE.read_text(encoding="utf-8").format(
         command=COMMAND,
-        there=_quoted(sorted(set(FORMS) - set(NOT_BUILT))),
+        there=_quoted(sorted(set(FORMS) - set(NOT_IMPLEMENTED))),
         refused=_rows([(_quoted(names), why) for why, names in _by_reason()]),
         keys="\n\n".join(tables),
         count=sum(name != "*" for rules in SECTIONS.values() for name in rules),
@@ -64,8 +64,8 @@ def _said(rule: Rule) -> tuple[str, str]:
 
 
 def _by_reason() -> list[tuple[str, list[str]]]:
-    ordered = sorted(NOT_BUILT, key=lambda name: NOT_BUILT[name])
-    groups = groupby(ordered, key=lambda name: NOT_BUILT[name])
+    ordered = sorted(NOT_IMPLEMENTED, key=lambda name: NOT_IMPLEMENTED[name])
+    groups = groupby(ordered, key=lambda name: NOT_IMPLEMENTED[name])
     return [(why, sorted(names)) for why, names in groups]
 
 

@@ -122,7 +122,7 @@ def write_to_parameters(policy: MegatronPolicy) -> None:
 
 
 CHANGES: dict[str, Callable[[MegatronPolicy, Path], Any]] = {
-    # First: on the CPU a load lends the storages out, which cannot be emptied then.
+    # First: on the CPU a load borrows the storages, which cannot be emptied then.
     "moving": lambda policy, root: move(policy),
     "a step": lambda policy, root: train(policy, [7]),
     "the reference policy": lambda policy, root: policy.reference_logprobs(batch(policy)),

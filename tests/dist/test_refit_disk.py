@@ -43,9 +43,9 @@ def refit_train_refit(config: dict[str, Any], path: Path) -> dict[str, Any]:
         for number in range(2):
             exported.append(bits({name: t.clone() for name, t in policy.export()}))
             before = policy.exporter.calls
-            sink = HfDirectory(path / str(number), config["model_name"], max_shard_bytes=SHARD)
-            sent.append(list(policy.refit(sink).tensors))
-            plan = sink.plan(policy.exporter)
+            transport = HfDirectory(path / str(number), config["model_name"], max_shard_bytes=SHARD)
+            sent.append(list(policy.refit(transport).tensors))
+            plan = transport.plan(policy.exporter)
             calls.append(policy.exporter.calls - before - plan.collectives)
             policy.train(own_share(policy, data), LOSSES["token"](), mbs=1)
         return {"exported": exported, "sent": sent, "calls": calls}

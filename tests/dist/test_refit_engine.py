@@ -129,14 +129,14 @@ def hand_over_to_worker(path: Path, staged: bool) -> list[tuple[bool, Any]]:
         group = Collective.join(policy.exporter, "127.0.0.1", port, 2, timeout_s=TIMEOUT_S)
     worker.refit_join(1, "127.0.0.1", port, 2, secret=group.secret)
     try:
-        for receive, arguments, sink in (
+        for receive, arguments, transport in (
             (worker.refit_from_stream, [{device.device_id(): address}], IpcStream(address)),
             (worker.refit_from_group, [], group.transport()),
         ):
             train_step(policy)
             thread = Thread(target=receive, args=arguments, daemon=True)
             thread.start()
-            policy.refit(sink)
+            policy.refit(transport)
             thread.join(TIMEOUT_S)
             held, sent = worker.model_runner.model.weights, dict(policy.export())
             equal = held.keys() == sent.keys() and all(torch.equal(held[n], sent[n]) for n in sent)
@@ -158,9 +158,9 @@ def test_a_worker_of_vllm_gets_the_weights_through_its_load_weights(
 def test_a_worker_that_has_another_model_refuses(path: Path) -> None:
     worker = Worker()
     worker.refit_prepare({"weight": ([2, 3], "bfloat16")})
-    intake = worker.refit_receiver.assembler()
+    assembler = worker.refit_receiver.assembler()
     with pytest.raises(RefitError, match="not the weights of the engine's model"):
-        intake.announce({"weight": ((3, 2), torch.bfloat16)})
+        assembler.announce({"weight": ((3, 2), torch.bfloat16)})
     assert worker.refit_state() == (None, False)
 
 

@@ -23,7 +23,7 @@ from tests.ranks import RankPool
 TIMEOUT_S = 2.0
 
 
-class TransportSession:
+class KeepingSession:
     """Keeps what comes; does `act` at the tensor number `at`, or when it is finished or opened."""
 
     def __init__(self, device: torch.device, at: Any, act: Any) -> None:
@@ -47,19 +47,19 @@ class TransportSession:
         self.closed += 1
 
 
-class KeepingSink:
+class KeepingTransport:
     def __init__(self, at: Any = None, act: Any = None) -> None:
         self._at, self._act = at, act
-        self.outlet: TransportSession | None = None
+        self.session: KeepingSession | None = None
 
     def plan(self, exporter: Any) -> RefitPlan:
         return exporter.plan(bucket_bytes=16384)
 
-    def open(self, exporter: Any, plan: RefitPlan) -> TransportSession:
+    def open(self, exporter: Any, plan: RefitPlan) -> KeepingSession:
         if self._at == "open":
             self._act()
-        self.outlet = TransportSession(exporter.device, self._at, self._act)
-        return self.outlet
+        self.session = KeepingSession(exporter.device, self._at, self._act)
+        return self.session
 
 
 def _fail() -> None:
@@ -82,23 +82,25 @@ def refit_after_fault(
         if at == "before the first":
             _stall() if policy.rank == culprit else None
         else:
-            policy.refit(KeepingSink())  # the groups are there
-        sink = KeepingSink(at, ACTS[act]) if policy.rank == culprit else KeepingSink()
+            policy.refit(KeepingTransport())  # the groups are there
+        transport = (
+            KeepingTransport(at, ACTS[act]) if policy.rank == culprit else KeepingTransport()
+        )
         started = time.monotonic()
         with pytest.raises(RefitError) as error:
-            policy.refit(sink)
+            policy.refit(transport)
         seconds = time.monotonic() - started
-        closed = sink.outlet.closed if sink.outlet else 1
+        closed = transport.session.closed if transport.session else 1
         dist.barrier()  # the one that was away is back
-        after = KeepingSink()
+        after = KeepingTransport()
         manifest = policy.refit(after)
-        assert after.outlet is not None
-        assert list(manifest.tensors) == list(after.outlet.found)
+        assert after.session is not None
+        assert list(manifest.tensors) == list(after.session.found)
         return {
             "said": str(error.value),
             "seconds": seconds,
             "closed": closed,
-            "tensors": after.outlet.found,
+            "tensors": after.session.found,
         }
     finally:
         policy.shutdown()
@@ -107,7 +109,7 @@ def refit_after_fault(
 def assert_recovered(results: list[dict[str, Any]], path: Path) -> None:
     expected = tensors_of(path)
     for result in results:
-        assert result["closed"] == 1, "an outlet is closed once"
+        assert result["closed"] == 1, "an session is closed once"
         assert result["tensors"].keys() == expected.keys()
         assert all(torch.equal(t, expected[name]) for name, t in result["tensors"].items())
 
@@ -149,31 +151,31 @@ def long_refit(path: Path) -> list[str]:
     policy = MegatronPolicy(config, init_optimizer=False, init_reference_model=False)
     try:
         number = len(policy.exporter.plan().tensors)
-        slow = KeepingSink()
+        slow = KeepingTransport()
         if policy.rank == 1:
-            slow = SlowSink(2.5 * TIMEOUT_S / 2 / number)
+            slow = SlowTransport(2.5 * TIMEOUT_S / 2 / number)
         return list(policy.refit(slow).tensors)
     finally:
         policy.shutdown()
 
 
-class SlowSink(KeepingSink):
+class SlowTransport(KeepingTransport):
     """Takes its time over every tensor."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self._seconds = seconds
 
-    def open(self, exporter: Any, plan: RefitPlan) -> TransportSession:
-        outlet = super().open(exporter, plan)
-        place = outlet.place
+    def open(self, exporter: Any, plan: RefitPlan) -> KeepingSession:
+        session = super().open(exporter, plan)
+        place = session.place
 
         def slow(tensor: RefitTensor) -> BufferSlice:
             time.sleep(self._seconds)
             return place(tensor)
 
-        outlet.place = slow  # type: ignore[method-assign]
-        return outlet
+        session.place = slow  # type: ignore[method-assign]
+        return session
 
 
 def test_a_rank_at_work_is_waited_for_longer_than_the_timeout(
@@ -194,7 +196,7 @@ def two_policies(path: Path, cfg: dict[str, int]) -> list[list[str]]:
                 init_optimizer=False,
                 init_reference_model=False,
             )
-            sent.append(list(policy.refit(KeepingSink()).tensors))
+            sent.append(list(policy.refit(KeepingTransport()).tensors))
             policy.shutdown()
         return sent
     finally:

@@ -35,7 +35,7 @@ IN_TIME_S = 90.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What the sink uses of a plan."""
+    """What the transport uses of a plan."""
 
     tensors: tuple[RefitTensor, ...]
     bucket_bytes: int = BUCKET

@@ -70,16 +70,16 @@ class Meddling:
 
     def open(self, exporter: Any, plan: Any) -> Any:
         self._opening(exporter.rank)
-        outlet = self._inner.open(exporter, plan)
-        if outlet is not None:
-            filled = outlet.filled
+        session = self._inner.open(exporter, plan)
+        if session is not None:
+            filled = session.filled
 
             def disturbed(tensor: Any, target: Any) -> None:
                 self._act(tensor.name, target)
                 filled(tensor, target)
 
-            outlet.filled = disturbed
-        return outlet
+            session.filled = disturbed
+        return session
 
 
 def _stall(rank: int) -> None:
@@ -253,20 +253,20 @@ def test_a_rank_that_is_killed_fails_the_engine_and_the_other_rank(
     assert not os.path.exists(path_of(address))
 
 
-def lend(path: Path, cfg: dict[str, int], directory: str) -> dict[str, Any]:
+def export_by_handle(path: Path, cfg: dict[str, int], directory: str) -> dict[str, Any]:
     """Everything at once, for which there is no room on rank 0, and then in parts."""
     config = config_of(path, cfg) | {"refit_timeout_s": TIMEOUT_S}
     policy = MegatronPolicy(config, init_optimizer=False, init_reference_model=False)
     try:
         names = list(policy.exporter.plan().info())
-        lent = IpcHandles(policy.exporter, *([directory] if policy.rank == 0 else []))
+        handles = IpcHandles(policy.exporter, *([directory] if policy.rank == 0 else []))
         with pytest.raises(RefitError) as error:
-            lent.weights(names)
+            handles.weights(names)
         said = str(error.value)
         del error
-        parts = [list(lent.weights([name]).values()) for name in names]
-        manifest = lent.manifest(7)
-        lent.release()
+        parts = [list(handles.weights([name]).values()) for name in names]
+        manifest = handles.manifest(7)
+        handles.release()
         left = shared_memory_of("self")
         return {"said": said, "parts": len(parts), "sent": list(manifest.tensors), "left": left}
     finally:
@@ -280,7 +280,7 @@ def test_a_rank_without_room_for_its_handles_fails_all_and_less_at_a_time_succee
     path = checkpoint("qwen2", vocab=3000)
     names = list(tensors_of(path))
     with small_disk(tmp_path / "tiny") as tiny:
-        results = ranks.run(world, lend, path, cfg, tiny)
+        results = ranks.run(world, export_by_handle, path, cfg, tiny)
         assert free(tiny) == MIB
     for result in results:
         assert "rank 0: the trainer cannot get" in result["said"]

@@ -51,17 +51,17 @@ def alive(engines: list[OtherProcess], number: int) -> OtherProcess:
 
 
 class Stalling:
-    """A sink on a rank that is stopped before it places a tensor, and goes on after a while."""
+    """A transport on a rank that is stopped before it places a tensor, for a while."""
 
-    def __init__(self, sink: CollectiveTransport, at: int, seconds: float) -> None:
-        self._sink, self._left, self._seconds = sink, at, seconds
-        self._outlet: Any = None
+    def __init__(self, inner: CollectiveTransport, at: int, seconds: float) -> None:
+        self._inner, self._left, self._seconds = inner, at, seconds
+        self._session: Any = None
 
     def plan(self, exporter: Any) -> Any:
-        return self._sink.plan(exporter)
+        return self._inner.plan(exporter)
 
     def open(self, exporter: Any, plan: Any) -> Stalling:
-        self._outlet = self._sink.open(exporter, plan)
+        self._session = self._inner.open(exporter, plan)
         return self
 
     def place(self, tensor: RefitTensor) -> Any:
@@ -70,18 +70,18 @@ class Stalling:
             wake = f"sleep {self._seconds}; kill -CONT {os.getpid()}"
             subprocess.Popen(["sh", "-c", wake])
             os.kill(os.getpid(), signal.SIGSTOP)
-        return self._outlet and self._outlet.place(tensor)
+        return self._session and self._session.place(tensor)
 
     def filled(self, tensor: RefitTensor, target: Any) -> None:
-        self._outlet.filled(tensor, target)
+        self._session.filled(tensor, target)
 
     def finish(self, manifest: RefitManifest) -> None:
-        if self._outlet:
-            self._outlet.finish(manifest)
+        if self._session:
+            self._session.finish(manifest)
 
     def close(self) -> None:
-        if self._outlet:
-            self._outlet.close()
+        if self._session:
+            self._session.close()
 
 
 TIMEOUT_S, STALL_S = 3.0, 7.5
@@ -102,15 +102,15 @@ def refit_with_a_stall(
             timeout_s=TIMEOUT_S,
             secret=SECRET,
         )
-        sink: Any = group.transport(BUCKET)
-        policy.refit(sink)
-        stalling = Stalling(sink, 5, STALL_S) if policy.rank == culprit else sink
+        transport: Any = group.transport(BUCKET)
+        policy.refit(transport)
+        stalling = Stalling(transport, 5, STALL_S) if policy.rank == culprit else transport
         started = time.monotonic()
         with pytest.raises(RefitError) as error:
             policy.refit(stalling)
         seconds = time.monotonic() - started
         time.sleep(max(0.0, STALL_S + 1 - seconds))  # as long as the other one is away
-        after = policy.refit(sink).step
+        after = policy.refit(transport).step
         group.close()
         return str(error.value), seconds, after
 

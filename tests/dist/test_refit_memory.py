@@ -31,12 +31,12 @@ def peak_of_a_refit(path: Path, cfg: dict[str, int], addresses: dict[int, str]) 
     config = config_of(path, cfg) | {"refit_bucket_bytes": BUCKET, "refit_timeout_s": WAIT_S}
     policy = MegatronPolicy(config, init_optimizer=False, init_reference_model=False)
     try:
-        sink = IpcStream(addresses, buffer_bytes=BUCKET)
-        policy.refit(sink)  # plans, groups and the pages of code are there
+        transport = IpcStream(addresses, buffer_bytes=BUCKET)
+        policy.refit(transport)  # plans, groups and the pages of code are there
         extras = []
         for _ in range(REFITS - 1):
             with _watched() as samples:
-                policy.refit(sink)
+                policy.refit(transport)
             extras.append(max(samples) - samples[0])
         plan = policy.exporter.plan()
         return {

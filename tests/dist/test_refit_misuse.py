@@ -12,7 +12,7 @@ from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.refit.transports.ipc.handles import IpcHandles
 from tests.dist.test_refit_export import config_of
-from tests.dist.test_refit_faults import KeepingSink
+from tests.dist.test_refit_faults import KeepingTransport
 from tests.losses import TokenNLL
 from tests.oracle import make_batch
 from tests.ranks import RankPool
@@ -28,7 +28,7 @@ def misuse(path: Path) -> dict[str, torch.Tensor]:
         policy.train(batch, TokenNLL())
         with policy.reference():
             for call in (
-                lambda: policy.refit(KeepingSink()),
+                lambda: policy.refit(KeepingTransport()),
                 lambda: next(policy.export()),
                 lambda: policy.export_hf(path.with_name("never")),
                 lambda: policy.train(batch, TokenNLL()),
@@ -45,12 +45,12 @@ def misuse(path: Path) -> dict[str, torch.Tensor]:
             pass
         half_read.close()
         _mixed_handles(policy, batch)
-        sink = KeepingSink()
-        assert policy.refit(sink).step == policy.steps == 2
+        transport = KeepingTransport()
+        assert policy.refit(transport).step == policy.steps == 2
         with pytest.raises(ConfigError, match=r"cannot be handed over as torch\.int8"):
             next(policy.export(torch.int8))
-        assert sink.outlet is not None
-        return {"sent": sink.outlet.found, "exported": dict(policy.export())}
+        assert transport.session is not None
+        return {"sent": transport.session.found, "exported": dict(policy.export())}
     finally:
         policy.shutdown()
 
@@ -82,11 +82,13 @@ def handed_over(path: Path, dtype: str) -> Any:
     config = config_of(path, {}) | {"refit_dtype": dtype}
     policy = MegatronPolicy(config, init_optimizer=False, init_reference_model=False)
     try:
-        sink = KeepingSink()
-        policy.refit(sink)
+        transport = KeepingTransport()
+        policy.refit(transport)
         policy.export_hf(path.with_name("as-stored"))
-        assert sink.outlet is not None
-        return policy.exporter.plan().info(), {n: t.dtype for n, t in sink.outlet.found.items()}
+        assert transport.session is not None
+        return policy.exporter.plan().info(), {
+            n: t.dtype for n, t in transport.session.found.items()
+        }
     finally:
         policy.shutdown()
 

@@ -140,8 +140,8 @@ def _lend(policy: MegatronPolicy, handles: IpcHandles, mail: Mailbox, number: in
     names = list(policy.exporter.plan().info())
     third = math.ceil(len(names) / 3)
     for part in range(3):
-        lent = handles.weights(names[part * third : (part + 1) * third], policy.steps)
-        mail.put(f"handles {number}.{policy.rank}.{part}", lent)
+        exported = handles.weights(names[part * third : (part + 1) * third], policy.steps)
+        mail.put(f"handles {number}.{policy.rank}.{part}", exported)
         mail.get(f"taken {number}.{policy.rank}.{part}")
     mail.put(f"manifest {number}.{policy.rank}", handles.manifest(policy.steps))
     handles.release()

@@ -1,4 +1,4 @@
-"""Weights of a GPU, lent to another process on it, where there is one."""
+"""Weights of a GPU, shared with another process on it, where there is one."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_every_bit_arrives_over_both_protocols(staged: bool) -> None:
         deliver(trainer(step), IpcStream(buffer_bytes=BUFFER), step)
         assert process.result() == step
         assert process.call(engine.state)[:3] == (engine.bits(weights(step)), step, False)
-    lent = IpcHandles(trainer(3))
+    source = IpcHandles(trainer(3))
     for names in (list(FORMS)[:4], list(FORMS)[4:]):
-        process.call(engine.receive_handles, lent.weights(names))
-    assert process.call(engine.finish, lent.manifest(3)) == 3
+        process.call(engine.receive_handles, source.weights(names))
+    assert process.call(engine.finish, source.manifest(3)) == 3
     assert process.call(engine.state)[:3] == (engine.bits(weights(3)), 3, False)
     process.kill()
-    lent.release()
+    source.release()
 
 
 def host_rebuild(function: Any, arguments: Any) -> float:
@@ -51,14 +51,14 @@ def host_rebuild(function: Any, arguments: Any) -> float:
 
 def test_the_handles_are_what_the_hosts_receivers_take() -> None:
     process = OtherProcess(clean=True, on_gpu=True)
-    lent = IpcHandles(trainer(1))
-    ((name, (packed, rebuilds, offsets)),) = lent.weights(["norm"]).items()
+    source = IpcHandles(trainer(1))
+    ((name, (packed, rebuilds, offsets)),) = source.weights(["norm"]).items()
     assert name == device.device_id() and packed and offsets == {"norm": 0}
     ((_, (function, arguments)),) = rebuilds
     expected = float(weights(1)["norm"].float().sum())
     assert process.call(host_rebuild, function, arguments) == pytest.approx(expected, rel=1e-5)
     process.kill()
-    lent.release()
+    source.release()
 
 
 def test_what_is_no_memory_of_this_gpu_is_refused() -> None:

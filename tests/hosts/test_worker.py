@@ -23,7 +23,7 @@ from megatron_policy.hosts.nemo_rl import refit
 from megatron_policy.hosts.nemo_rl.checkpoints import as_host_means
 from megatron_policy.hosts.nemo_rl.host_imports import part_or_none
 from megatron_policy.hosts.nemo_rl.layout import AXES, check_layout_of_host
-from megatron_policy.hosts.nemo_rl.not_built import NOT_BUILT
+from megatron_policy.hosts.nemo_rl.not_implemented import NOT_IMPLEMENTED
 from megatron_policy.hosts.nemo_rl.sampling import shares_devices
 from megatron_policy.hosts.nemo_rl.worker import NemoRLWorker
 from megatron_policy.interfaces import LossType
@@ -163,7 +163,7 @@ def test_a_host_that_renames_at_once_keeps_its_checkpoint_and_the_log_tells_what
 
 
 def test_every_refused_method_names_itself_and_a_reason() -> None:
-    for name, reason in NOT_BUILT.items():
+    for name, reason in NOT_IMPLEMENTED.items():
         with pytest.raises(NotImplementedError, match=f"^{name} is not implemented: ") as raised:
             getattr(NemoRLWorker, name)(None, any="thing")
         assert reason in str(raised.value)

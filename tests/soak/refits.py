@@ -83,10 +83,10 @@ def _by_stream(engine: OtherProcess, address: str, outcome: Outcome) -> None:
     else:
         kept = outcome.protocol == "host, kept"
         engine.begin(answer, address, outcome.count, outcome.pause_s, kept)
-    sink = IpcStream(address, BUFFER, dialect=Dialect(None if own else END))
+    transport = IpcStream(address, BUFFER, dialect=Dialect(None if own else END))
 
     def refit(value: int) -> None:
-        deliver(StandIn(_weights(value), TIMEOUT_S), sink, step=value)
+        deliver(StandIn(_weights(value), TIMEOUT_S), transport, step=value)
 
     _each(outcome, refit)
     outcome.failures.extend(engine.result(LIMIT_S))

@@ -35,10 +35,10 @@ def make(**options: Any) -> tuple[SmallEngine, Receiver]:
 
 def give(receiver: Receiver, tensors: dict[str, torch.Tensor], step: int = 1) -> None:
     """A whole refit, tensor by tensor."""
-    intake = receiver.assembler()
+    assembler = receiver.assembler()
     for item in tensors.items():
-        intake.take([item])
-    intake.finish(manifest_of(tensors, step))
+        assembler.take([item])
+    assembler.finish(manifest_of(tensors, step))
 
 
 OLD, NEW = weights(1), weights(2)
@@ -55,11 +55,11 @@ def test_a_complete_set_is_loaded_in_whatever_pieces_and_order_it_comes(
     for step, tensors in ((1, OLD), (2, NEW)):
         rest = list(tensors.items())
         random.shuffle(rest)
-        intake = receiver.assembler()
+        assembler = receiver.assembler()
         for size in [*sizes, len(rest)]:
             piece, rest = rest[:size], rest[size:]
-            intake.take([(name, tensor.clone()) for name, tensor in piece])
-        intake.finish(manifest_of(tensors, step))
+            assembler.take([(name, tensor.clone()) for name, tensor in piece])
+        assembler.finish(manifest_of(tensors, step))
         assert bits(engine.weights) == bits(tensors)
         assert receiver.step == step and not receiver.mixed
     assert not staged or len(engine.loads) == 2
@@ -90,9 +90,9 @@ def test_what_is_not_the_set_is_refused_and_the_engine_keeps_the_last(
     engine, receiver = make(expected=expected)
     give(receiver, OLD, 1)
     with pytest.raises(RefitError, match="more" if what == "extra" else "norm"):
-        intake = receiver.assembler()
-        intake.take(list(wrong(what).items()))
-        intake.finish(manifest_of(NEW, 2))
+        assembler = receiver.assembler()
+        assembler.take(list(wrong(what).items()))
+        assembler.finish(manifest_of(NEW, 2))
     assert bits(engine.weights) == bits(OLD) and receiver.step == 1 and not receiver.mixed
     assert len(engine.loads) == 1
     give(receiver, NEW, 2)
@@ -103,9 +103,9 @@ def test_what_is_not_the_set_is_refused_and_the_engine_keeps_the_last(
 def test_without_staging_a_refused_set_leaves_the_engine_mixed_until_the_next(what: str) -> None:
     engine, receiver = make(staged=False)
     with pytest.raises(RefitError, match="weights are mixed"):
-        intake = receiver.assembler()
-        intake.take(list(wrong(what).items()))
-        intake.finish(manifest_of(NEW))
+        assembler = receiver.assembler()
+        assembler.take(list(wrong(what).items()))
+        assembler.finish(manifest_of(NEW))
     assert receiver.mixed and receiver.step is None
     give(receiver, NEW)
     assert not receiver.mixed and bits(engine.weights) == bits(NEW)
@@ -113,19 +113,19 @@ def test_without_staging_a_refused_set_leaves_the_engine_mixed_until_the_next(wh
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_tensor_that_comes_twice_is_refused(together: bool) -> None:
-    intake = make()[1].assembler()
+    assembler = make()[1].assembler()
     twice = [("norm", NEW["norm"]), ("norm", NEW["norm"])]
     with pytest.raises(RefitError, match="norm twice"):
         for piece in [twice] if together else [[item] for item in twice]:
-            intake.take(piece)
+            assembler.take(piece)
 
 
 def test_a_tensor_of_another_model_is_refused_when_it_comes() -> None:
-    intake = make()[1].assembler()
+    assembler = make()[1].assembler()
     with pytest.raises(RefitError, match="other, which this model lacks"):
-        intake.take([("other", NEW["norm"])])
+        assembler.take([("other", NEW["norm"])])
     with pytest.raises(RefitError, match=r"norm is .*but must be"):
-        intake.take([("norm", NEW["norm"].float())])
+        assembler.take([("norm", NEW["norm"].float())])
 
 
 def test_a_manifest_with_less_than_the_engine_expects_is_refused() -> None:
@@ -158,13 +158,13 @@ def test_digests_of_another_algorithm_are_refused_and_can_be_asked_for() -> None
     same = {
         name: replace(s, digest=digest(NEW[name], other)) for name, s in manifest.tensors.items()
     }
-    intake = receiver.assembler()
-    intake.take(list(NEW.items()))
+    assembler = receiver.assembler()
+    assembler.take(list(NEW.items()))
     with pytest.raises(RefitError, match="same kind of device"):
-        intake.finish(RefitManifest(1, other, same))
-    intake = receiver.assembler(other)
-    intake.take(list(NEW.items()))
-    assert intake.finish(RefitManifest(1, other, same)).step == 1
+        assembler.finish(RefitManifest(1, other, same))
+    assembler = receiver.assembler(other)
+    assembler.take(list(NEW.items()))
+    assert assembler.finish(RefitManifest(1, other, same)).step == 1
 
 
 def test_a_load_that_raises_is_a_refusal_with_its_reason() -> None:
@@ -198,11 +198,11 @@ def test_the_memory_kept_between_refits_is_used_again_and_can_be_released() -> N
 def test_what_was_taken_is_not_changed_by_what_is_written_there_later() -> None:
     engine, receiver = make()
     memory = {name: tensor.clone() for name, tensor in NEW.items()}
-    intake = receiver.assembler()
+    assembler = receiver.assembler()
     for name, tensor in memory.items():
-        intake.take([(name, tensor)])
+        assembler.take([(name, tensor)])
         tensor.zero_()
-    intake.finish(manifest_of(NEW))
+    assembler.finish(manifest_of(NEW))
     assert bits(engine.weights) == bits(NEW)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from megatron_policy.workers.cluster.heartbeat import Beat, beats_of
+from megatron_policy.workers.cluster.heartbeat import CpuReading, readings_of
 
 # A process that Ray could have started, by its name.
 WORKER = """
@@ -31,29 +31,29 @@ def worker() -> Iterator[int]:
         process.kill()
 
 
-def beat_of(pid: int) -> Beat:
-    return beats_of([pid])[pid]
+def reading_of(pid: int) -> CpuReading:
+    return readings_of([pid])[pid]
 
 
 def test_a_process_that_is_stopped_shows_no_beat_and_one_that_goes_on_does(worker: int) -> None:
     os.kill(worker, signal.SIGSTOP)
-    wait_for(lambda: beat_of(worker).halted)
-    held = beat_of(worker)
+    wait_for(lambda: reading_of(worker).halted)
+    held = reading_of(worker)
     time.sleep(0.5)
-    assert not beat_of(worker).follows(held)
+    assert not reading_of(worker).follows(held)
     os.kill(worker, signal.SIGCONT)
-    wait_for(lambda: beat_of(worker).follows(held) and not beat_of(worker).halted)
+    wait_for(lambda: reading_of(worker).follows(held) and not reading_of(worker).halted)
 
 
 def test_a_process_that_waits_for_its_machine_counts_as_running() -> None:
-    earlier = Beat(ran_ns=5, wants=False, halted=False)
-    assert not Beat(ran_ns=5, wants=False, halted=False).follows(earlier)
-    assert Beat(ran_ns=5, wants=True, halted=False).follows(earlier)
-    assert Beat(ran_ns=6, wants=False, halted=False).follows(earlier)
+    earlier = CpuReading(ran_ns=5, wants=False, halted=False)
+    assert not CpuReading(ran_ns=5, wants=False, halted=False).follows(earlier)
+    assert CpuReading(ran_ns=5, wants=True, halted=False).follows(earlier)
+    assert CpuReading(ran_ns=6, wants=False, halted=False).follows(earlier)
 
 
 def test_processes_that_are_none_of_rays_are_not_read(worker: int) -> None:
-    assert beats_of([os.getpid(), worker, 2**22 + 1]).keys() == {worker}
+    assert readings_of([os.getpid(), worker, 2**22 + 1]).keys() == {worker}
 
 
 def wait_for(condition: Callable[[], bool], within_s: float = 60.0) -> None:

@@ -1,4 +1,4 @@
-"""Weights lent by handle, some names at a time: what a real other process makes of them."""
+"""Weights shared by handle, some names at a time: what a real other process makes of them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tiny(tmp_path: Path) -> Iterator[str]:
         yield path
 
 
-def lender(seed: int, **exporter: Any) -> IpcHandles:
+def source_of(seed: int, **exporter: Any) -> IpcHandles:
     return IpcHandles(StandIn(weights(seed), **exporter))
 
 
@@ -58,13 +58,13 @@ def test_every_bit_arrives_and_again_a_step_later(
 ) -> None:
     process = start(staged=staged)
     for step in (1, 2):
-        lent = lender(step)
+        source = source_of(step)
         for names in CALLS:
-            process.call(engine.receive_handles, lent.weights(names))
-        manifest = lent.manifest(step)
+            process.call(engine.receive_handles, source.weights(names))
+        manifest = source.manifest(step)
         assert list(manifest.tensors) == NAMES
         assert process.call(engine.finish, manifest) == step
-        lent.release()
+        source.release()
         held, accepted, mixed, _ = process.call(engine.state)
         assert held == engine.bits(weights(step)) and accepted == step and not mixed
 
@@ -89,10 +89,10 @@ def test_the_handles_are_what_the_hosts_receivers_take(
     start: Callable[..., OtherProcess],
 ) -> None:
     process = start()
-    lent = lender(1)
-    process.begin(host_receiver_bits, lent.weights(NAMES), device.device_id())
+    source = source_of(1)
+    process.begin(host_receiver_bits, source.weights(NAMES), device.device_id())
     assert process.result() == engine.bits(weights(1))
-    lent.release()
+    source.release()
 
 
 def host_receiver_bits(handles: Handles, wanted: str) -> engine.Bits:
@@ -103,12 +103,12 @@ def test_what_was_lent_cannot_be_opened_after_the_next_call_or_release(
     start: Callable[..., OtherProcess],
 ) -> None:
     process = start()
-    lent = lender(1)
-    first = lent.weights(["embed"])
-    second = lent.weights(["norm"])
+    source = source_of(1)
+    first = source.weights(["embed"])
+    second = source.weights(["norm"])
     with pytest.raises(RefitError, match="send the weights again"):
         process.call(engine.receive_handles, first)
-    lent.release()
+    source.release()
     with pytest.raises(RefitError, match="send the weights again"):
         process.call(engine.receive_handles, second)
 
@@ -120,13 +120,13 @@ def test_what_is_not_the_complete_set_is_refused_and_the_next_refit_succeeds(
     process = start()
 
     def refit(step: int, calls: Any, flip: bool = False) -> None:
-        lent = lender(step)
+        source = source_of(step)
         for names in calls:
-            handles = lent.weights(names)
+            handles = source.weights(names)
             if flip and "norm" in names:
-                lent._exported[torch.bfloat16].buffer.memory[1] ^= 1
+                source._exported[torch.bfloat16].buffer.memory[1] ^= 1
             process.call(engine.receive_handles, handles)
-        process.call(engine.finish, lent.manifest(step))
+        process.call(engine.finish, source.manifest(step))
 
     refit(3, CALLS)
     fault = {
@@ -148,19 +148,19 @@ def test_a_refit_that_a_trainer_abandoned_does_not_disturb_the_next(
     start: Callable[..., OtherProcess],
 ) -> None:
     process = start()
-    abandoned = lender(1)
+    abandoned = source_of(1)
     process.call(engine.receive_handles, abandoned.weights(CALLS[0]))
-    lent = lender(2)
+    source = source_of(2)
     for names in CALLS:
-        process.call(engine.receive_handles, lent.weights(names))
-    process.call(engine.finish, lent.manifest(2))
+        process.call(engine.receive_handles, source.weights(names))
+    process.call(engine.finish, source.manifest(2))
     assert process.call(engine.state)[0] == engine.bits(weights(2))
-    lent.release()
+    source.release()
     abandoned.release()
 
 
 def lend_and_be_killed() -> Any:
-    kept.append(lender(1))
+    kept.append(source_of(1))
     return kept[-1].weights(CALLS[0])
 
 
@@ -186,22 +186,22 @@ def test_room_for_part_of_it_is_an_error_that_leaves_nothing_and_less_still_fits
     process = start()
     forms = dict.fromkeys(("a", "b"), ((300, 1000), torch.bfloat16))
     held = weights(1, forms)
-    lent = IpcHandles(StandIn(held), directory=tiny)
+    source = IpcHandles(StandIn(held), directory=tiny)
     with pytest.raises(RefitError, match="shared memory"):
-        lent.weights(["a", "b"])
+        source.weights(["a", "b"])
     assert free(tiny) == MIB
     process.call(engine.start, forms, 0, {})
     for name in forms:
-        process.call(engine.receive_handles, lent.weights([name]))
-    process.call(engine.finish, lent.manifest(1))
+        process.call(engine.receive_handles, source.weights([name]))
+    process.call(engine.finish, source.manifest(1))
     assert process.call(engine.state)[0] == engine.bits(held)
-    lent.release()
+    source.release()
     assert free(tiny) == MIB
 
 
 def test_a_name_that_is_unknown_is_an_error_of_the_trainer() -> None:
     with pytest.raises(RefitError, match="other"):
-        lender(1).weights(["embed", "other"])
+        source_of(1).weights(["embed", "other"])
 
 
 def receiver() -> Receiver:
@@ -215,32 +215,32 @@ def test_what_are_no_handles_is_refused(entry: Any) -> None:
 
 
 def test_handles_of_another_device_are_refused_by_name() -> None:
-    lent = lender(1)
-    ((_, entry),) = lent.weights(["norm"]).items()
+    source = source_of(1)
+    ((_, entry),) = source.weights(["norm"]).items()
     with pytest.raises(RefitError, match="here, there, none for"):
         receiver().receive_ipc_handles({"here": entry, "there": entry})
     with pytest.raises(RefitError, match="none for elsewhere"):
         receiver().receive_ipc_handles({"here": entry}, device_id="elsewhere")
     receiver().receive_ipc_handles({"here": entry, "there": entry}, device_id="there")
-    lent.release()
+    source.release()
 
 
 def test_an_offset_beyond_the_end_is_refused() -> None:
-    lent = lender(1)
-    ((_, (packed, rebuilds, offsets)),) = lent.weights(["norm"]).items()
+    source = source_of(1)
+    ((_, (packed, rebuilds, offsets)),) = source.weights(["norm"]).items()
     for offset in (10**6, -1):
         with pytest.raises(RefitError, match="does not fit"):
             receiver().receive_ipc_handles({"x": (packed, rebuilds, {"norm": offset})})
     assert offsets == {"norm": 0}
-    lent.release()
+    source.release()
 
 
 def test_a_manifest_without_handles_is_refused() -> None:
-    lent = lender(1)
-    lent.weights(NAMES)
-    manifest = lent.manifest(1)
+    source = source_of(1)
+    source.weights(NAMES)
+    manifest = source.manifest(1)
     with pytest.raises(RefitError, match="missing"):
         receiver().finish_ipc(manifest)
     with pytest.raises(RefitError, match="nothing was exported"):
-        lent.manifest(2)
-    lent.release()
+        source.manifest(2)
+    source.release()

@@ -175,7 +175,7 @@ def test_a_trainer_killed_in_the_middle_fails_the_engine_and_leaves_nothing(
 
 
 class Meddling:
-    """The stream, with its outlet's `filled` or `finish` replaced."""
+    """The stream, with its session's `filled` or `finish` replaced."""
 
     def __init__(self, inner: IpcStream, filled: Any = None, finish: Any = None) -> None:
         self._inner, self._filled, self._finish = inner, filled, finish
@@ -184,13 +184,13 @@ class Meddling:
         return self._inner.plan(exporter)
 
     def open(self, exporter: Any, plan: Any) -> Any:
-        outlet = self._inner.open(exporter, plan)
-        filled, finish = outlet.filled, outlet.finish
+        session = self._inner.open(exporter, plan)
+        filled, finish = session.filled, session.finish
         if self._filled:
-            outlet.filled = lambda tensor, target: self._filled(filled, tensor, target)
+            session.filled = lambda tensor, target: self._filled(filled, tensor, target)
         if self._finish:
-            outlet.finish = lambda manifest: finish(self._finish(manifest))
-        return outlet
+            session.finish = lambda manifest: finish(self._finish(manifest))
+        return session
 
 
 def flipped(filled: Any, tensor: Any, target: BufferSlice) -> None:
@@ -561,17 +561,17 @@ def test_a_pack_larger_than_its_memory_is_refused_by_name(
 ) -> None:
     process = start()
     line = RequestSocket(address, "engine", 20.0)
-    lent = ExportedBuffer(512, torch.device("cpu"))
+    exported = ExportedBuffer(512, torch.device("cpu"))
 
     def said(content: bytes) -> bytes:
         line.ask(lambda: content)
         return line.hear()
 
     assert said(Dialect().opening(FORMS)) == b"ack"
-    refused = said(Dialect().question(PackMessage(lent.handle(), ["norm", "embed"], 3584)))
+    refused = said(Dialect().question(PackMessage(exported.handle(), ["norm", "embed"], 3584)))
     assert refused.startswith(b"refused: embed does not fit")
     line.close()
-    lent.close()
+    exported.close()
     with pytest.raises(RefitError, match="embed does not fit"):
         process.result()
     assert process.call(engine.state)[0] == ZEROS

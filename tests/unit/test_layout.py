@@ -246,7 +246,7 @@ def test_latent_attention_needs_sequence_parallelism_to_be_split() -> None:
         ("moe_router_dtype", "bf16"),
     ],
 )
-def test_wishes_about_routers_that_are_not_built_are_refused_where_there_are_routers(
+def test_wishes_about_routers_that_are_not_supported_are_refused_where_there_are_routers(
     key: str, value: Any
 ) -> None:
     policy = config(**{key: value})

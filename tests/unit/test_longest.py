@@ -88,15 +88,15 @@ def test_scaling_extends_the_positions_where_the_config_does_not_count_that_in(
 
 def test_the_driver_refuses_rows_that_are_too_long_whatever_is_done_with_them() -> None:
     limits = Longest(8, 100)
-    dealer = BatchDispatcher(Topology(), 9, PADDED, PADDED, sequence_cost(8), longest=limits)
+    dispatcher = BatchDispatcher(Topology(), 9, PADDED, PADDED, sequence_cost(8), longest=limits)
     fitting, long = rows(16, [8, 3]), rows(16, [3, 9])
-    assert dealer.to_train(fitting, TokenNLL(), 2, 1) and dealer.to_score(fitting)
+    assert dispatcher.to_train(fitting, TokenNLL(), 2, 1) and dispatcher.to_score(fitting)
     for deal in (
-        lambda: dealer.to_train(long, TokenNLL(), 2, 1),
-        lambda: dealer.to_train_part(long, TokenNLL(), 1),
-        lambda: dealer.to_score(long),
+        lambda: dispatcher.to_train(long, TokenNLL(), 2, 1),
+        lambda: dispatcher.to_train_part(long, TokenNLL(), 1),
+        lambda: dispatcher.to_score(long),
     ):
         with pytest.raises(BatchError, match="row 1 has 9 tokens; at most max_total_sequence_le"):
             deal()
     with pytest.raises(BatchError, match=r"input_lengths has 9 in row 1; .* at most 8 tokens"):
-        dealer.to_generate(long)
+        dispatcher.to_generate(long)

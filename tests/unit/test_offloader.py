@@ -1,4 +1,4 @@
-"""Host memory that is lent again and again, and storages that are emptied and refilled in place."""
+"""Host memory that is reused, and storages that are emptied and refilled in place."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_after_a_reset_the_same_sizes_get_the_same_memory() -> None:
     assert pool.nbytes == made
 
 
-def test_a_region_given_back_is_lent_again_for_its_size() -> None:
+def test_a_slice_given_back_is_taken_again_for_its_size() -> None:
     pool = small_pool()
     regions = [pool.take(size) for size in SIZES]
     made = pool.nbytes

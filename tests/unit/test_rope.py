@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megatron_policy.converters.architecture.rotary import Rope
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
-from megatron_policy.engines.megatron.layers.mla import LatentRotary
+from megatron_policy.engines.megatron.layers.mla import MlaRotary
 from megatron_policy.engines.megatron.layers.rope import (
     Rotary,
     attention_factor,
@@ -181,7 +181,7 @@ def test_tokens_of_packed_sequences_are_turned_by_their_places_in_them(
 
 
 @pytest.mark.parametrize(
-    "rotary", [Rotary((Rope(1e4),), HEAD), LatentRotary(Rope(1e4), HEAD)], ids=["plain", "latent"]
+    "rotary", [Rotary((Rope(1e4),), HEAD), MlaRotary(Rope(1e4), HEAD)], ids=["plain", "mla"]
 )
 def test_positions_are_never_counted_by_a_rank_that_holds_part_of_them(rotary: Any) -> None:
     split = SimpleNamespace(context_parallel_size=2)

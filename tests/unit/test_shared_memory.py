@@ -230,11 +230,11 @@ def test_a_directory_that_is_not_there_is_named() -> None:
         create(1, "/nowhere")
 
 
-def test_a_lent_buffer_is_gone_when_it_is_closed_although_somebody_holds_it() -> None:
-    lent = ExportedBuffer(1000, HOST)
-    held = lent.buffer
+def test_an_exported_buffer_is_gone_when_it_is_closed_although_somebody_holds_it() -> None:
+    exported = ExportedBuffer(1000, HOST)
+    held = exported.buffer
     held.typed(torch.float32).fill_(2)
-    handle, rebuild = lent.handle(), lent.rebuild(torch.float32)
+    handle, rebuild = exported.handle(), exported.rebuild(torch.float32)
     sums: list[float] = []
     open_exported(handle, lambda memory: sums.append(float(memory.view(torch.float32).sum())))
     open_exported(
@@ -245,23 +245,23 @@ def test_a_lent_buffer_is_gone_when_it_is_closed_although_somebody_holds_it() ->
     changed[6] = 3  # as the host's receivers do
     sums.append(float(function(*changed).sum()))
     assert sums == [512.0] * 3
-    lent.close()
+    exported.close()
     assert held.memory.numel() == 0 and shared_memory_of("self") == []
     with pytest.raises(RefitError):
         open_exported(handle, print)
 
 
 def test_an_engine_that_keeps_a_borrowed_tensor_is_told() -> None:
-    lent = ExportedBuffer(1000, HOST)
+    exported = ExportedBuffer(1000, HOST)
     kept: list[torch.Tensor] = []
     with pytest.raises(RefitError, match="copy what it keeps"):
-        open_exported(lent.handle(), kept.append)
+        open_exported(exported.handle(), kept.append)
     kept.clear()
-    lent.close()
+    exported.close()
 
 
 def test_an_error_that_is_kept_does_not_keep_the_memory() -> None:
-    lent = ExportedBuffer(1000, HOST)
+    exported = ExportedBuffer(1000, HOST)
 
     def fail(memory: torch.Tensor) -> None:
         part = memory[5:]
@@ -271,8 +271,8 @@ def test_an_error_that_is_kept_does_not_keep_the_memory() -> None:
             raise RefitError("no") from error
 
     with pytest.raises(RefitError) as raised:
-        open_exported(lent.handle(), fail)
-    lent.close()
+        open_exported(exported.handle(), fail)
+    exported.close()
     assert shared_memory_of("self") == [] and str(raised.value) == "no"
 
 

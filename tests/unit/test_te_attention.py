@@ -137,7 +137,7 @@ def test_packed_sequences_reach_the_engine_one_behind_the_other() -> None:
     for start, length in [(0, 3), (3, 1), (4, 7), (11, 5)]:
         alone = attend(*(x[start : start + length] for x in given))
         torch.testing.assert_close(context[start : start + length], alone)
-    (seen,) = attention.engine.calls
+    (seen,) = attention.te_module.calls
     told = seen["params"]
     assert seen["shape"] == (16, HEADS, HEAD_DIM)
     assert told.cu_seqlens_q.tolist() == [0, 3, 4, 11, 16]
@@ -153,7 +153,7 @@ def test_a_context_parallel_engine_hears_of_all_ranks_positions(rank: int) -> No
     attention, params = build(2), packed(2, rank)
     given = states(8, 1)
     call(attention, given, params)
-    (seen,) = attention.engine.calls
+    (seen,) = attention.te_module.calls
     assert seen["shape"] == (8, HEADS, HEAD_DIM)
     # Each sequence is filled up to a multiple of four; the engine divides by the ranks itself.
     assert seen["params"].cu_seqlens_q.tolist() == [0, 4, 8, 16]
@@ -166,7 +166,7 @@ def test_padded_rows_reach_the_engine_as_they_are(ranks: int) -> None:
     params = sequence_params(padded_layout(3, 4 * ranks, 4, ranks), Group(ranks))
     assert (params is None) == (ranks == 1)
     context = call(attention, given, params)
-    assert attention.engine.calls == [{"shape": (4, 3, HEADS, HEAD_DIM), "params": None}]
+    assert attention.te_module.calls == [{"shape": (4, 3, HEADS, HEAD_DIM), "params": None}]
     assert torch.equal(context, attend(*given))
 
 
@@ -179,18 +179,18 @@ def test_torch_attends_where_the_engine_cannot() -> None:
         ([states(6, 2)[0][-1:], *states(6, 2)[1:]], None, build(2)),
     ]:
         context = call(attention, given, params)
-        assert not attention.engine.calls
+        assert not attention.te_module.calls
         assert context.shape[:2] == given[0].shape[:2] and context.isfinite().all()
 
 
 def test_a_window_under_context_parallelism_is_torchs() -> None:
     alone, split = build(window_size=(2, 0)), build(2, window_size=(2, 0))
     call(alone, states(16, 1), packed())
-    assert len(alone.engine.calls) == 1
+    assert len(alone.te_module.calls) == 1
     # Of one rank that holds all keys in order: no group to gather them from.
     params = replace(packed(), context_group=None)
     call(split, states(16, 1), params)
-    assert not split.engine.calls
+    assert not split.te_module.calls
     full = build(2, window_size=(2, 0), window_attn_skip_freq=[0])
     call(full, states(8, 1), packed(2))
-    assert len(full.engine.calls) == 1
+    assert len(full.te_module.calls) == 1

@@ -31,7 +31,7 @@ def correction_bias(name: str) -> Whole:
 CORRECTION_BIAS = correction_bias("mlp.gate.e_score_correction_bias")
 
 _PREDICTS = "a layer that predicts a further token, which the model's logits do not need"
-_ENDS_OF_FURTHER_LAYERS = (
+_ENDS_OF_MTP_LAYERS = (
     "embed_tokens.weight",
     "enorm.weight",
     "hnorm.weight",
@@ -96,14 +96,14 @@ def shared(name: str) -> tuple[Row, ...]:
     )
 
 
-def further_layers(rows: Iterable[Row | Ignore]) -> tuple[Ignore, ...]:
+def mtp_layers(rows: Iterable[Row | Ignore]) -> tuple[Ignore, ...]:
     """The tensors of multi-token-prediction layers, which published checkpoints keep after the last
     layer for speculative decoding: an ordinary layer of `rows`, an embedding, norms and a head.
     """
     ordinary = [name for row in rows if not isinstance(row, Ignore) for name in row.hf]
     names = [name for name in ordinary if name.startswith(H)]
-    names += [H + name for name in _ENDS_OF_FURTHER_LAYERS]
-    return tuple(Ignore(name.replace("{layer}", "{further}"), _PREDICTS) for name in names)
+    names += [H + name for name in _ENDS_OF_MTP_LAYERS]
+    return tuple(Ignore(name.replace("{layer}", "{mtp_layer}"), _PREDICTS) for name in names)
 
 
 def with_experts(architecture: Architecture, moe: Moe, layers: Iterable[bool]) -> Architecture:
@@ -175,14 +175,14 @@ def take_sigmoid_moe(fields: Fields) -> Moe:
     )
 
 
-def take_later_layers(fields: Fields) -> tuple[bool, ...]:
+def take_layers_after_dense(fields: Fields) -> tuple[bool, ...]:
     """Which layers have experts when the first `first_k_dense_replace` are dense."""
     fields.expect("moe_layer_freq", (1,), "every layer after the first dense ones has experts")
     first = fields.take("first_k_dense_replace", 0)
     return tuple(layer >= first for layer in range(fields.take("num_hidden_layers")))
 
 
-def take_further_layers(fields: Fields) -> int:
+def take_mtp_layers(fields: Fields) -> int:
     """How many multi-token-prediction layers the checkpoint can have after the last layer."""
     count = int(fields.take("num_nextn_predict_layers", 0))
     fields.ignore("num_nextn_predict_layers", "counts layers that the model's logits do not need")

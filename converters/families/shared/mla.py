@@ -12,6 +12,7 @@ from megatron_policy.converters.architecture.rotary import DynamicScaling, LongS
 from megatron_policy.converters.architecture.traits import Mla
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.rows import Columns, Role, Rows, Whole
+from megatron_policy.renamed import renamed_name
 
 from .dense import H, M
 
@@ -67,7 +68,7 @@ ATTENTION = (
 )
 
 
-def with_latent_attention(architecture: Architecture, fields: Fields) -> Architecture:
+def with_mla(architecture: Architecture, fields: Fields) -> Architecture:
     """The architecture with MLA; of its attention, `architecture` only has the number of heads."""
     heads = architecture.num_attention_heads
     fields.expect("num_key_value_heads", (heads,), "every head has keys and values of its own")
@@ -103,3 +104,10 @@ def _attention_scale(fields: Fields, head_size: int) -> float | None:
     if kind == "default" or not correction or factor <= 1:
         return None
     return float((0.1 * correction * math.log(factor) + 1.0) ** 2 / math.sqrt(head_size))
+
+
+_RENAMED = {"with_latent_attention": "megatron_policy.converters.families.shared.mla:with_mla"}
+
+
+def __getattr__(name: str) -> Any:
+    return renamed_name(__name__, name, _RENAMED)

@@ -18,7 +18,7 @@ from megatron_policy.converters.architecture.traits import Norm, QkNorm
 from megatron_policy.device import is_accelerated
 from megatron_policy.engines.megatron.layers.attention import TorchAttention
 from megatron_policy.engines.megatron.layers.experts import experts_spec
-from megatron_policy.engines.megatron.layers.mla import latent_attention_spec
+from megatron_policy.engines.megatron.layers.mla import mla_spec
 from megatron_policy.engines.megatron.layers.norm import norm_of
 from megatron_policy.engines.megatron.layers.parallel_layer import ParallelLayer
 from megatron_policy.engines.megatron.layers.qk_norm import AllHeadsRMSNorm, EachHeadLayerNorm
@@ -35,7 +35,7 @@ def resolve_implementation(requested: str, architecture: Architecture) -> str:
     """
     installed = importlib.util.find_spec("transformer_engine") is not None
     usable = installed and is_accelerated()
-    beyond = _beyond_engine(architecture)
+    beyond = _beyond_te(architecture)
     if requested == "auto":
         return TRANSFORMER_ENGINE if usable and not beyond else LOCAL
     if requested == TRANSFORMER_ENGINE and beyond:
@@ -52,7 +52,7 @@ def resolve_implementation(requested: str, architecture: Architecture) -> str:
     return requested
 
 
-def _beyond_engine(architecture: Architecture) -> list[str]:
+def _beyond_te(architecture: Architecture) -> list[str]:
     """The model's features that only our torch modules support."""
     features = {
         "softcapped attention scores": architecture.attention_softcap is not None,
@@ -78,7 +78,7 @@ def block_spec(
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TransformerBlockSubmodules(
-            layer_specs=[_engine_layer(architecture, layer) for layer in layers],
+            layer_specs=[_te_layer(architecture, layer) for layer in layers],
             layer_norm=TENorm,
         )
     return TransformerBlockSubmodules(
@@ -87,7 +87,7 @@ def block_spec(
     )
 
 
-def _engine_layer(architecture: Architecture, layer: int) -> ModuleSpec:
+def _te_layer(architecture: Architecture, layer: int) -> ModuleSpec:
     moe = architecture.moe if architecture.has_experts(layer) else None
     experts = None if moe is None else moe.experts
     spec = get_gpt_layer_with_transformer_engine_spec(
@@ -100,7 +100,7 @@ def _engine_layer(architecture: Architecture, layer: int) -> ModuleSpec:
     if experts is not None:
         parts.mlp = experts_spec(architecture, with_te=True)
     if architecture.mla is not None:
-        parts.self_attention = latent_attention_spec(architecture, with_te=True)
+        parts.self_attention = mla_spec(architecture, with_te=True)
     else:
         _adapt_attention(parts.self_attention, architecture)
         inner = parts.self_attention.submodules
@@ -119,7 +119,7 @@ def _local_layer(architecture: Architecture, config: TransformerConfig, layer: i
     if architecture.has_experts(layer):
         parts.mlp = experts_spec(architecture, with_te=False)
     if architecture.mla is not None:
-        parts.self_attention = latent_attention_spec(architecture, with_te=False)
+        parts.self_attention = mla_spec(architecture, with_te=False)
     else:
         _complete_attention(parts.self_attention, architecture)
     if architecture.parallel:
@@ -137,13 +137,13 @@ def _complete_attention(attention: ModuleSpec, architecture: Architecture) -> No
             "softcap": architecture.attention_softcap,
             "sinks": architecture.attention_sinks,
             "query_growth": architecture.query_growth,
-            "head_norm": norm_of(architecture)
+            "post_rope_norm": norm_of(architecture)
             if architecture.qk_norm is QkNorm.AFTER_ROTATION
             else None,
         },
     )
-    parts.q_layernorm = _head_norm(architecture, architecture.num_attention_heads)
-    parts.k_layernorm = _head_norm(architecture, architecture.num_query_groups)
+    parts.q_layernorm = _qk_norm(architecture, architecture.num_attention_heads)
+    parts.k_layernorm = _qk_norm(architecture, architecture.num_query_groups)
 
 
 def _adapt_attention(attention: ModuleSpec, architecture: Architecture) -> None:
@@ -151,7 +151,7 @@ def _adapt_attention(attention: ModuleSpec, architecture: Architecture) -> None:
     attention.params = {**attention.params, "architecture": architecture}
 
 
-def _head_norm(architecture: Architecture, heads: int) -> ModuleSpec | type:
+def _qk_norm(architecture: Architecture, heads: int) -> ModuleSpec | type:
     match architecture.qk_norm:
         case QkNorm.NONE | QkNorm.AFTER_ROTATION:
             return IdentityOp

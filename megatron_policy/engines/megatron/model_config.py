@@ -19,7 +19,7 @@ from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.architecture.traits import Activation, Norm, QkNorm
 from megatron_policy.device import is_accelerated
 from megatron_policy.engines.megatron.layers.experts import expert_fields
-from megatron_policy.engines.megatron.layers.mla import latent_fields
+from megatron_policy.engines.megatron.layers.mla import mla_fields
 from megatron_policy.parallel.topology import Topology
 
 LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
@@ -61,7 +61,7 @@ def transformer_config(
         **_attention(architecture),
         **_mlp(architecture),
         **_DISPATCH | expert_fields(architecture, settings, with_te),
-        **latent_fields(architecture),
+        **mla_fields(architecture),
         **_parallelism(settings, topology, dtype),
         **_recomputation(settings),
         **_kernels(architecture, settings, implementation),

@@ -28,7 +28,7 @@ def bind_unbound_names() -> None:
     """
     recomputation()
     router_kernel()
-    latent_attention()
+    mla()
 
 
 def recomputation() -> None:
@@ -49,7 +49,7 @@ def router_kernel() -> None:
         moe_utils.te_general_gemm = None
 
 
-def latent_attention() -> None:
+def mla() -> None:
     """MLA assumes that Transformer Engine is installed if its names import."""
     import megatron.core.transformer.multi_latent_attention as mcore_mla
 

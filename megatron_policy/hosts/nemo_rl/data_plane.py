@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron_policy.policy import MegatronPolicy
 
 _MODULE, _MIXIN = "nemo_rl.data_plane.worker_mixin", "TQWorkerMixin"
-_LENT = (
+_FORWARDED = (
     "train",
     "get_logprobs",
     "get_reference_policy_logprobs",
@@ -94,7 +94,7 @@ def _make_seat(worker: DataPlane, method: str) -> Any:
         ) from error
     seat = type("DataPlaneSeat", (mixin,), {})()
     seat.cfg, seat.tokenizer = worker._host_config, worker._tokenizer
-    for name in _LENT:
+    for name in _FORWARDED:
         if hasattr(worker, name):
             setattr(seat, name, getattr(worker, name))
     coords, timeout_s = worker.policy.coords, worker.policy.config.collective_timeout_s

@@ -19,7 +19,7 @@ from megatron_policy.hosts.nemo_rl.checkpoints import as_host_means
 from megatron_policy.hosts.nemo_rl.data_plane import DataPlane
 from megatron_policy.hosts.nemo_rl.layout import check_layout_of_host
 from megatron_policy.hosts.nemo_rl.losses import adapted, set_aside
-from megatron_policy.hosts.nemo_rl.not_built import NOT_BUILT, refuses
+from megatron_policy.hosts.nemo_rl.not_implemented import NOT_IMPLEMENTED, refuses
 from megatron_policy.hosts.nemo_rl.refit import HostRefit
 from megatron_policy.hosts.nemo_rl.result_types import in_host_types, training_result
 from megatron_policy.hosts.nemo_rl.sampling import (
@@ -36,13 +36,13 @@ from megatron_policy.hosts.nemo_rl.worker_info import (
 from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
 
 
-@refuses(NOT_BUILT)
+@refuses(NOT_IMPLEMENTED)
 class NemoRLWorker(DataPlane, HostRefit, MegatronPolicyWorkerImpl):
     """One rank under NeMo RL's driver, of 0.3 or later.
 
     Versions are detected by what can be imported and what a call passes, never by number. Arguments
     and results are those of the host's own Megatron worker; returned batches are the host's
-    `BatchedDataDict` if it exists. Other methods refuse with a reason (`not_built`).
+    `BatchedDataDict` if it exists. Other methods refuse with a reason (`not_implemented`).
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class NemoRLWorker(DataPlane, HostRefit, MegatronPolicyWorkerImpl):
         if skip_weight_load:
             raise NotImplementedError(
                 "skip_weight_load: the weights would come by swap_weights_via_reshard, which is "
-                f"not implemented: {NOT_BUILT['swap_weights_via_reshard']}"
+                f"not implemented: {NOT_IMPLEMENTED['swap_weights_via_reshard']}"
             )
         make_audible()
         parsed = as_host_means(PolicyConfig.parse(config), weights_path, optimizer_path)

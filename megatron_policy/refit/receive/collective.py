@@ -225,7 +225,7 @@ class CollectiveGroup:
             start(sender, 0)
         turns = sorted((n, s) for s, of in enumerate(chunks) for n in range(len(of)))
         for number, sender in turns:
-            with heard(lambda: self._trainers_words(call)):
+            with heard(lambda: self._trainer_errors(call)):
                 pending[sender].wait()
             # If each chunk has its own memory, receive the next one while this one is read.
             if assembler.staged:
@@ -249,7 +249,7 @@ class CollectiveGroup:
         tensors = {name: sent for part in parts for name, sent in part.tensors.items()}
         return RefitManifest(parts[0].step, parts[0].algorithm, tensors)
 
-    def _trainers_words(self, call: _Call) -> list[str]:
+    def _trainer_errors(self, call: _Call) -> list[str]:
         """Why senders have given up, if any have."""
         if not self._store.connected:
             return []

@@ -20,7 +20,7 @@ from megatron_policy.refit.transports.ipc.address import remove_if_dead
 from megatron_policy.refit.transports.ipc.exported_buffer import handle_of, open_exported
 from megatron_policy.refit.transports.ipc.replies import ReplySocket
 
-_FAREWELL_S = 2.0  # to flush the last reply
+_LINGER_S = 2.0  # to flush the last reply
 
 _DIFFERENT_MODELS = "trainer and engine have different models"
 
@@ -35,7 +35,7 @@ def receive_stream(assembler: WeightAssembler, address: str, timeout_s: float) -
         try:
             return _answered(assembler, line)
         finally:
-            line.close(min(timeout_s, _FAREWELL_S))
+            line.close(min(timeout_s, _LINGER_S))
     except BaseException:
         remove_if_dead(address)
         raise

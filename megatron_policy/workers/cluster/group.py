@@ -20,10 +20,10 @@ from megatron_policy.workers.cluster.environment import Seat, worker_env
 from megatron_policy.workers.cluster.failure import Failure, error_of, first_cause, is_refusal
 from megatron_policy.workers.cluster.processes import ProcessLocation, all_gone, place_of
 from megatron_policy.workers.cluster.virtual_cluster import RayVirtualCluster, Slot
-from megatron_policy.workers.cluster.watch import Watch, stand_by
+from megatron_policy.workers.cluster.watch import Watch, watch_in_background
 
 # Workers that were asked to shut down get this long before they are killed.
-GOODBYE_S = 5.0
+SHUTDOWN_S = 5.0
 
 
 class WorkerGroup:
@@ -114,7 +114,9 @@ class WorkerGroup:
         so that its future raises Ray's error, in which the worker's name contains the rank.
         """
         refs = self.submit_all(method, **kwargs)
-        stand_by(refs, self._watch, lambda group, lost: group._give_up(method, lost), self)
+        watch_in_background(
+            refs, self._watch, lambda group, lost: group._give_up(method, lost), self
+        )
         return refs
 
     def collect(
@@ -141,7 +143,7 @@ class WorkerGroup:
         if self.usable:
             with _tolerating_failures():
                 ray.wait(
-                    self.submit_all("shutdown"), num_returns=self.world_size, timeout=GOODBYE_S
+                    self.submit_all("shutdown"), num_returns=self.world_size, timeout=SHUTDOWN_S
                 )
         return self.kill()
 

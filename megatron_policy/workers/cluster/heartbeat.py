@@ -18,7 +18,7 @@ _RAYS_NAME = "ray::"
 
 
 @dataclass(frozen=True)
-class Beat:
+class CpuReading:
     """One reading of a process: the CPU time of its threads so far, whether one of them is runnable
     or waits for a disk, and whether a signal or a debugger has stopped the process.
     """
@@ -27,29 +27,29 @@ class Beat:
     wants: bool
     halted: bool
 
-    def follows(self, earlier: Beat) -> bool:
+    def follows(self, earlier: CpuReading) -> bool:
         """Whether the process was running since that reading."""
         return self.wants or self.ran_ns != earlier.ran_ns
 
 
-def beats_of(pids: Iterable[int]) -> dict[int, Beat]:
+def readings_of(pids: Iterable[int]) -> dict[int, CpuReading]:
     """A reading of each of these processes on this machine that is a Ray worker.
 
     Others are left out; the result is empty if the system has no such accounting.
     """
-    found = {pid: _beat_of(_PROCESSES / str(pid)) for pid in pids}
-    return {pid: beat for pid, beat in found.items() if beat is not None}
+    found = {pid: _reading_of(_PROCESSES / str(pid)) for pid in pids}
+    return {pid: reading for pid, reading in found.items() if reading is not None}
 
 
-class HeartReader:
-    """`beats_of` on another node, as an actor."""
+class CpuTimeReader:
+    """`readings_of` on another node, as an actor."""
 
-    def beats(self, pids: list[int]) -> dict[int, Beat]:
-        """See `beats_of`."""
-        return beats_of(pids)
+    def readings(self, pids: list[int]) -> dict[int, CpuReading]:
+        """See `readings_of`."""
+        return readings_of(pids)
 
 
-def _beat_of(process: Path) -> Beat | None:
+def _reading_of(process: Path) -> CpuReading | None:
     try:
         # Another process may have this pid by now, or here: containers have their own pids.
         if not (process / "comm").read_text().startswith(_RAYS_NAME):
@@ -64,7 +64,7 @@ def _beat_of(process: Path) -> Beat | None:
             states.add(_state_of(thread))
             ran.append(int((thread / "schedstat").read_text().split()[0]))
     # If the kernel does not count nanoseconds, only a stopped process can be detected.
-    return Beat(sum(ran), bool(states & set("RD")) or not (ran or halted), halted)
+    return CpuReading(sum(ran), bool(states & set("RD")) or not (ran or halted), halted)
 
 
 def _state_of(process: Path) -> str:

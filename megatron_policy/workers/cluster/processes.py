@@ -29,7 +29,7 @@ def place_of(_worker: Any) -> ProcessLocation:
     return ProcessLocation(node, os.getpid(), ray.util.get_node_ip_address())
 
 
-def place_in_books(worker: Any) -> ProcessLocation | None:
+def recorded_location(worker: Any) -> ProcessLocation | None:
     """Where a worker runs that is still in its constructor, from Ray's records; None if it has no
     process yet, or if Ray does not tell.
     """

@@ -16,7 +16,7 @@ from megatron_policy.errors import ConfigError, WorkerError
 CPU_SHARE = 0.01
 
 
-def wish(counts: Sequence[int], use_gpus: bool) -> str:
+def describe_request(counts: Sequence[int], use_gpus: bool) -> str:
     """The requested resources, in words."""
     each = "1 GPU" if use_gpus else f"{CPU_SHARE} CPU"
     return f"{sum(counts)} bundles of {each} ({list(counts)} per node)"
@@ -34,7 +34,7 @@ def refuse_what_ray_lacks(counts: Sequence[int], use_gpus: bool, one_machine: bo
     fit = [int(node.get(kind, 0) / each) for node in nodes]
     if sum(counts) > sum(fit) or (one_machine and max(counts) > max(fit)):
         raise ConfigError(
-            f"the cluster asks for {wish(counts, use_gpus)}, but Ray has "
+            f"the cluster asks for {describe_request(counts, use_gpus)}, but Ray has "
             f"{'; '.join(amounts(node) for node in nodes)}. Ask for at most {max(fit)} bundles "
             f"on a node and {sum(fit)} in all" + (", or pass use_gpus=False" if use_gpus else "")
         )

@@ -24,8 +24,8 @@ from megatron_policy.workers.cluster.resources import (
     address_and_port,
     amounts,
     check_request,
+    describe_request,
     refuse_what_ray_lacks,
-    wish,
 )
 
 STRATEGIES = ("STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD")
@@ -213,7 +213,7 @@ class RayVirtualCluster:
                     remove_placement_group(each)
                 raise WorkerError(
                     f"no room for the worker group after {self._timeout_s:g} s: it asks for "
-                    f"{wish(self._counts, self.use_gpus)}; free now: "
+                    f"{describe_request(self._counts, self.use_gpus)}; free now: "
                     f"{amounts(ray.available_resources())}. Another cluster or task holds "
                     "the rest: shut it down, or ask for less"
                 )

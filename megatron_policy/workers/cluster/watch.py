@@ -18,8 +18,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megatron_policy.coordination.timeouts import start_thread
 from megatron_policy.workers.cluster.environment import python_path
 from megatron_policy.workers.cluster.failure import Failure
-from megatron_policy.workers.cluster.heartbeat import Beat, HeartReader, beats_of
-from megatron_policy.workers.cluster.processes import ProcessLocation, place_in_books
+from megatron_policy.workers.cluster.heartbeat import CpuReading, CpuTimeReader, readings_of
+from megatron_policy.workers.cluster.processes import ProcessLocation, recorded_location
 
 Owner = TypeVar("Owner")
 
@@ -30,11 +30,11 @@ _REMEDY = "The key worker_timeout_s sets how long the driver waits for it."
 
 
 @dataclass
-class _Heart:
-    """What is known about one rank; `quiet_s` counts from its last beat."""
+class _WatchedWorker:
+    """What is known about one rank; `quiet_s` counts from its last reading."""
 
     place: ProcessLocation | None = None
-    beat: Beat | None = None
+    reading: CpuReading | None = None
     quiet_s: float = 0.0
 
 
@@ -50,18 +50,18 @@ class Watch:
     def __init__(self, limit_s: float) -> None:
         self.limit_s, self.interval_s = limit_s, limit_s / _LOOKS
         self._workers: Sequence[Any] = ()
-        self._hearts: list[_Heart] = []
-        self._posts: dict[str, _HerePost | _FarPost] = {}
+        self._watched: list[_WatchedWorker] = []
+        self._readers: dict[str, _LocalReader | _RemoteReader] = {}
         self._looked, self._lock = time.monotonic(), threading.Lock()
 
     def follow(self, workers: Sequence[Any]) -> None:
         """Watch these actors, given in rank order, even while they are being constructed."""
-        self._workers, self._hearts = tuple(workers), [_Heart() for _ in workers]
+        self._workers, self._watched = tuple(workers), [_WatchedWorker() for _ in workers]
 
     def placed(self, places: Sequence[ProcessLocation]) -> None:
         """Set where each worker says that it runs."""
-        for heart, place in zip(self._hearts, places, strict=True):
-            heart.place = place
+        for worker, place in zip(self._watched, places, strict=True):
+            worker.place = place
 
     def look(self) -> None:
         """Take readings if they are due; call this at least every `interval_s` seconds."""
@@ -70,15 +70,15 @@ class Watch:
             if now - self._looked < self.interval_s / 2:
                 return
             passed, self._looked = min(now - self._looked, 2 * self.interval_s), now
-            for heart, worker in zip(self._hearts, self._workers, strict=True):
-                heart.place = heart.place or place_in_books(worker)
-            for node in {heart.place.node for heart in self._hearts if heart.place}:
+            for worker, actor in zip(self._watched, self._workers, strict=True):
+                worker.place = worker.place or recorded_location(actor)
+            for node in {worker.place.node for worker in self._watched if worker.place}:
                 self._look_at(node, passed)
 
     def lost(self, ranks: Collection[int]) -> list[Failure]:
         """The failures of those `ranks` that have stopped or cannot be reached."""
         with self._lock:
-            found = [self._loss(rank) for rank in range(len(self._hearts)) if rank in ranks]
+            found = [self._loss(rank) for rank in range(len(self._watched)) if rank in ranks]
         return [failure for failure in found if failure is not None]
 
     def held(self, ranks: Collection[int]) -> list[Failure]:
@@ -87,83 +87,83 @@ class Watch:
         """
         with self._lock:
             return [
-                self._stopped(rank, heart)
-                for rank, heart in enumerate(self._hearts)
-                if rank in ranks and heart.quiet_s > 0 and heart.beat and heart.beat.halted
+                self._stopped(rank, worker)
+                for rank, worker in enumerate(self._watched)
+                if rank in ranks and worker.quiet_s > 0 and worker.reading and worker.reading.halted
             ]
 
     def close(self) -> None:
         """End the actors that were started on other nodes."""
         with self._lock:
-            posts, self._posts, self._hearts = self._posts, {}, []
+            readers, self._readers, self._watched = self._readers, {}, []
             self._workers = ()
-        for post in posts.values():
-            post.close()
+        for reader in readers.values():
+            reader.close()
 
     def _look_at(self, node: str, passed: float) -> None:
-        if node not in self._posts:
+        if node not in self._readers:
             here = ray.get_runtime_context().get_node_id()
-            self._posts[node] = _HerePost() if node == here else _FarPost(node)
-        hearts = [heart for heart in self._hearts if heart.place and heart.place.node == node]
-        post = self._posts[node]
-        reading = post.read([heart.place.pid for heart in hearts if heart.place], passed)
-        if reading is None:
+            self._readers[node] = _LocalReader() if node == here else _RemoteReader(node)
+        watched = [worker for worker in self._watched if worker.place and worker.place.node == node]
+        reader = self._readers[node]
+        answer = reader.read([worker.place.pid for worker in watched if worker.place], passed)
+        if answer is None:
             return
-        beats, since = reading
-        for heart in hearts:
-            beat = beats.get(heart.place.pid) if heart.place else None
+        readings, since = answer
+        for worker in watched:
+            reading = readings.get(worker.place.pid) if worker.place else None
             # Ray itself reports a process that is gone; this is about those that exist.
-            still = beat and heart.beat and not beat.follows(heart.beat)
-            heart.quiet_s = heart.quiet_s + since if still else 0.0
-            heart.beat = beat
+            still = reading and worker.reading and not reading.follows(worker.reading)
+            worker.quiet_s = worker.quiet_s + since if still else 0.0
+            worker.reading = reading
 
     def _loss(self, rank: int) -> Failure | None:
-        heart = self._hearts[rank]
-        if heart.place is None:
+        worker = self._watched[rank]
+        if worker.place is None:
             return None
-        post = self._posts.get(heart.place.node)
-        if post is not None and post.quiet_s >= self.limit_s:
+        reader = self._readers.get(worker.place.node)
+        if reader is not None and reader.quiet_s >= self.limit_s:
             return Failure.loss(
                 rank,
                 "cannot be reached",
-                f"Its node, {heart.place.address}, where it is process {heart.place.pid}, has not "
-                f"answered for {post.quiet_s:.0f} s. Look at that machine and its network. "
+                f"Its node, {worker.place.address}, where it is process {worker.place.pid}, has "
+                f"not answered for {reader.quiet_s:.0f} s. Look at that machine and its network. "
                 f"{_REMEDY}",
             )
-        return self._stopped(rank, heart) if heart.quiet_s >= self.limit_s else None
+        return self._stopped(rank, worker) if worker.quiet_s >= self.limit_s else None
 
-    def _stopped(self, rank: int, heart: _Heart) -> Failure:
-        assert heart.place is not None
+    def _stopped(self, rank: int, worker: _WatchedWorker) -> Failure:
+        assert worker.place is not None
         return Failure.loss(
             rank,
             "has stopped",
-            f"Its process {heart.place.pid} on {heart.place.address} exists and has not run for "
-            f"{heart.quiet_s:.0f} s: it was stopped by a signal (SIGSTOP) or a debugger, or its "
+            f"Its process {worker.place.pid} on {worker.place.address} exists and has not run for "
+            f"{worker.quiet_s:.0f} s: it was stopped by a signal (SIGSTOP) or a debugger, or its "
             f"container is frozen. {_REMEDY}",
         )
 
 
-class _HerePost:
+class _LocalReader:
     """Readings of the driver's own node."""
 
     quiet_s = 0.0
 
-    def read(self, pids: list[int], passed: float) -> tuple[dict[int, Beat], float]:
+    def read(self, pids: list[int], passed: float) -> tuple[dict[int, CpuReading], float]:
         """The readings, and the seconds since the previous ones."""
-        return beats_of(pids), passed
+        return readings_of(pids), passed
 
     def close(self) -> None:
         """Do nothing: nothing was started."""
 
 
-class _FarPost:
+class _RemoteReader:
     """Readings of another node, by an actor there; `quiet_s` is the time since it answered."""
 
     def __init__(self, node: str) -> None:
         self.quiet_s, self._since = 0.0, 0.0
         self._answered, self._asked = False, None
         self._reader: Any = (
-            ray.remote(HeartReader)
+            ray.remote(CpuTimeReader)
             .options(
                 num_cpus=0,
                 max_restarts=-1,
@@ -173,38 +173,38 @@ class _FarPost:
             .remote()
         )
 
-    def read(self, pids: list[int], passed: float) -> tuple[dict[int, Beat], float] | None:
+    def read(self, pids: list[int], passed: float) -> tuple[dict[int, CpuReading], float] | None:
         """The same; None if no answer has come since the last call. Requests the next."""
         self._since += passed
         # A new actor answers only once its Python has started.
         self.quiet_s += passed if self._answered else 0.0
-        beats = self._answer()
-        if beats is None and self._asked is not None:
+        readings = self._answer()
+        if readings is None and self._asked is not None:
             return None
-        self._asked = self._reader.beats.remote(pids)
-        if beats is None:
+        self._asked = self._reader.readings.remote(pids)
+        if readings is None:
             return None
         since, self._since = self._since, 0.0
-        return beats, since
+        return readings, since
 
     def close(self) -> None:
         """End the actor."""
         ray.kill(self._reader, no_restart=True)
 
-    def _answer(self) -> dict[int, Beat] | None:
+    def _answer(self) -> dict[int, CpuReading] | None:
         if self._asked is None or not ray.wait([self._asked], timeout=0)[0]:
             return None
         asked, self._asked, self.quiet_s = self._asked, None, 0.0
         try:
-            beats: dict[int, Beat] = ray.get(asked)
+            readings: dict[int, CpuReading] = ray.get(asked)
         except RayError:  # it died and is restarted, unless its node is gone: Ray reports that
             self._answered = False
             return None
         self._answered = True
-        return beats
+        return readings
 
 
-def stand_by(
+def watch_in_background(
     refs: Sequence[ray.ObjectRef],
     watch: Watch,
     give_up: Callable[[Owner, Sequence[Failure]], None],

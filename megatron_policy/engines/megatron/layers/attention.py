@@ -33,7 +33,7 @@ class TorchAttention(MegatronModule):
     Replaces `DotProductAttention` in the local spec. Right padding needs no mask: no valid position
     can see a later one. Scores are materialised only if they are softcapped or there are sinks
     (learnt scores of each head that attend to nothing): the fused kernels support neither.
-    `head_norm` normalizes each query and key head as it arrives, which is after the rotary
+    `post_rope_norm` normalizes each query and key head as it arrives, which is after the rotary
     embedding.
     """
 
@@ -47,7 +47,7 @@ class TorchAttention(MegatronModule):
         softmax_scale: float | None = None,
         softcap: float | None = None,
         sinks: bool = False,
-        head_norm: ModuleSpec | None = None,
+        post_rope_norm: ModuleSpec | None = None,
         query_growth: QueryGrowth | None = None,
         **_: Any,
     ) -> None:
@@ -59,7 +59,8 @@ class TorchAttention(MegatronModule):
         self.query_growth = query_growth
         # Megatron-Core sums the gradients of norms of these names over tensor-parallel ranks.
         self.q_layernorm, self.k_layernorm = (
-            head_norm and head_norm(config, config.kv_channels, eps=config.layernorm_epsilon)
+            post_rope_norm
+            and post_rope_norm(config, config.kv_channels, eps=config.layernorm_epsilon)
             for _ in ("q", "k")
         )
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout

@@ -35,7 +35,7 @@ from megatron_policy.engines.megatron.layers.sequences import SequenceParams
 from megatron_policy.engines.megatron.layers.te_attention import te_attention
 
 
-def latent_fields(architecture: Architecture) -> dict[str, Any]:
+def mla_fields(architecture: Architecture) -> dict[str, Any]:
     """Fields of Megatron-Core's config for MLA; empty if the model has none."""
     mla = architecture.mla
     if mla is None:
@@ -51,7 +51,7 @@ def latent_fields(architecture: Architecture) -> dict[str, Any]:
     }
 
 
-def latent_attention_spec(architecture: Architecture, with_te: bool) -> ModuleSpec:
+def mla_spec(architecture: Architecture, with_te: bool) -> ModuleSpec:
     """The spec Megatron-Core builds a layer's MLA from."""
     mla = architecture.mla
     assert mla is not None
@@ -61,9 +61,9 @@ def latent_attention_spec(architecture: Architecture, with_te: bool) -> ModuleSp
 
         column, row = te.TEColumnParallelLinear, te.TERowParallelLinear
         core = te_attention(te.TEDotProductAttention)
-    norm = ModuleSpec(module=LatentNorm, params={"own_eps": mla.layernorm_epsilon})
+    norm = ModuleSpec(module=MlaNorm, params={"own_eps": mla.layernorm_epsilon})
     return ModuleSpec(
-        module=LatentAttention,
+        module=MlaAttention,
         params={"attn_mask_type": AttnMaskType.causal, "architecture": architecture},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=column,
@@ -79,14 +79,14 @@ def latent_attention_spec(architecture: Architecture, with_te: bool) -> ModuleSp
     )
 
 
-class LatentNorm(RMSNorm):
+class MlaNorm(RMSNorm):
     """The norm of a compressed vector; its epsilon differs from that of the model's other norms."""
 
     def __init__(self, own_eps: float, **kwargs: Any) -> None:
         super().__init__(**kwargs | {"eps": own_eps})
 
 
-class LatentAttention(MLASelfAttention):
+class MlaAttention(MLASelfAttention):
     """MLA with the architecture's angles, softmax scale and norms."""
 
     def __init__(
@@ -100,7 +100,7 @@ class LatentAttention(MLASelfAttention):
         relative = 1.0 if scale is None else scale * math.sqrt(architecture.kv_channels)
         own.rotary_scaling_factor, own.mscale_all_dim = math.e, 10 * (math.sqrt(relative) - 1)
         super().__init__(config=own, **kwargs)
-        self.rotary_pos_emb = LatentRotary(architecture.rope, mla.qk_rope_head_dim)
+        self.rotary_pos_emb = MlaRotary(architecture.rope, mla.qk_rope_head_dim)
         if mla.q_lora_rank is not None:
             self.linear_q_down_proj = DownProjection(own, mla.q_lora_rank)
         self.linear_kv_down_proj = DownProjection(own, mla.down_size)
@@ -146,7 +146,7 @@ class DownProjection(torch.nn.Module):
         return F.linear(x, self.weight), None
 
 
-class LatentRotary(torch.nn.Module):
+class MlaRotary(torch.nn.Module):
     """Angles `[S, 1, 1, head size]` in fp32 of the rotated part of a head, and their factor."""
 
     def __init__(self, rope: Rope, head_dim: int) -> None:

@@ -21,9 +21,9 @@ from megatron_policy.engines.megatron.layers.sequences import SequenceParams
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def te_attention(engine: Callable[..., torch.nn.Module]) -> ModuleSpec:
-    """The spec for core attention; `engine` is Megatron-Core's `TEDotProductAttention`."""
-    return ModuleSpec(module=TEAttention, params={"engine": engine})
+def te_attention(te_module: Callable[..., torch.nn.Module]) -> ModuleSpec:
+    """The spec for core attention; `te_module` is Megatron-Core's `TEDotProductAttention`."""
+    return ModuleSpec(module=TEAttention, params={"te_module": te_module})
 
 
 class TEAttention(MegatronModule):
@@ -35,12 +35,12 @@ class TEAttention(MegatronModule):
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
-        engine: Callable[..., torch.nn.Module],
+        te_module: Callable[..., torch.nn.Module],
         **kwargs: Any,
     ) -> None:
         super().__init__(config=config)
         common = (config, layer_number, attn_mask_type, attention_type)
-        self.engine = engine(*common, **kwargs)
+        self.te_module = te_module(*common, **kwargs)
         self.fallback = TorchAttention(*common, **kwargs)
 
     def forward(
@@ -55,22 +55,22 @@ class TEAttention(MegatronModule):
     ) -> torch.Tensor:
         """As `TorchAttention.forward`."""
         states = (query_SBNH, key_KBGH, value_KBGH)
-        if self._beyond_engine(packed_seq_params, query_SBNH, value_KBGH):
+        if self._beyond_te(packed_seq_params, query_SBNH, value_KBGH):
             context: torch.Tensor = self.fallback(
                 *states, attention_mask, packed_seq_params=packed_seq_params
             )
             return context
         packed = packed_seq_params and packed_seq_params.packed
         if packed is None:
-            context = self.engine(*states, attention_mask, attn_mask_type, attention_bias)
+            context = self.te_module(*states, attention_mask, attn_mask_type, attention_bias)
             return context
         flat = [x.squeeze(1) for x in states]
-        context = self.engine(
+        context = self.te_module(
             *flat, attention_mask, attn_mask_type, attention_bias, packed_seq_params=packed
         )
         return context.reshape(query_SBNH.size(0), 1, -1)
 
-    def _beyond_engine(
+    def _beyond_te(
         self, params: SequenceParams | None, query_SBNH: torch.Tensor, value_KBGH: torch.Tensor
     ) -> bool:
         split: bool = self.config.context_parallel_size > 1
@@ -85,6 +85,6 @@ class TEAttention(MegatronModule):
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Checkpoints hold Transformer Engine's state only: there is nothing else to save."""
-        engine: Any = self.engine
-        kept: dict[str, Any] = engine.sharded_state_dict(*args, **kwargs)
+        te_module: Any = self.te_module
+        kept: dict[str, Any] = te_module.sharded_state_dict(*args, **kwargs)
         return kept

@@ -53,17 +53,17 @@ class IpcHandles:
         if self._sent:
             self._check_step(step)
         self._step = step
-        self._take_back()
+        self._close_buffers()
         exporter = self._exporter
         exporter.begin()
         plan = exporter.plan(names=tuple(names))
         places = _places(plan.tensors)
         failure: Exception | None = None
         try:
-            self._lend(places, plan.tensors)
+            self._allocate(places, plan.tensors)
         except Exception as error:  # agreed on below, after this rank's part in the gathering
             failure = error
-            self._take_back()
+            self._close_buffers()
 
         def place(tensor: RefitTensor) -> BufferSlice | None:
             exported = self._exported
@@ -95,7 +95,7 @@ class IpcHandles:
 
     def release(self) -> None:
         """Release all exported memory, and drop an unfinished refit."""
-        self._take_back()
+        self._close_buffers()
         self._sent = {}
 
     def _check_step(self, step: int | None) -> None:
@@ -107,12 +107,12 @@ class IpcHandles:
                 f"{before}, and this is step {step}. Begin again with the first names"
             )
 
-    def _lend(self, places: dict[str, int], tensors: Sequence[RefitTensor]) -> None:
+    def _allocate(self, places: dict[str, int], tensors: Sequence[RefitTensor]) -> None:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             nbytes = max(places[t.name] + t.nbytes for t in tensors if t.dtype == dtype)
             self._exported[dtype] = ExportedBuffer(nbytes, self._exporter.device, self._directory)
 
-    def _take_back(self) -> None:
+    def _close_buffers(self) -> None:
         for exported in self._exported.values():
             exported.close()
         self._exported = {}

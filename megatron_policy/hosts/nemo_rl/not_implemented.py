@@ -24,7 +24,7 @@ _RESHARD = (
 _ENGINES = "checkpoint engines as a refit transport are not supported; use the default transport"
 _SPARSE = "refits of only the differences are not supported; use the default transport"
 
-NOT_BUILT: dict[str, str] = {
+NOT_IMPLEMENTED: dict[str, str] = {
     "score": "reward models, whose head gives one number per sequence, are not supported",
     "calibrate_qkv_fp8_scales": _FP8,
     "get_full_logits_ipc": _CROSS_TOKENIZER,
