@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 PACKAGE = "megatron_policy"
 _FAMILIES = (
@@ -98,6 +102,29 @@ def warn_renamed(old: str, new: str) -> None:
         DeprecationWarning,
         stacklevel=3,
     )
+
+
+def renamed_argument(old: str, new: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorates a function so that it takes its argument `new` also by the keyword `old` of the
+    last release, with a warning. TypeError if a call has both.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            if old in kwargs:
+                if new in kwargs:
+                    raise TypeError(
+                        f"{function.__qualname__} got both `{old}` and `{new}`, which are the same "
+                        f"argument: give `{new}` only"
+                    )
+                warn_renamed(f"the argument `{old}` of {function.__qualname__}", new)
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 def install() -> None:

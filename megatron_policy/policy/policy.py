@@ -36,7 +36,7 @@ from megatron_policy.refit.transports.disk import (
     DEFAULT_MAX_SHARD_BYTES,
     export_checkpoint,
 )
-from megatron_policy.renamed import warn_renamed
+from megatron_policy.renamed import renamed_argument, warn_renamed
 from megatron_policy.training import step
 from megatron_policy.training.accumulate import GradientAccumulator
 from megatron_policy.training.batching import batcher_of
@@ -214,6 +214,7 @@ class MegatronPolicy:
         stream = tensors(self.exporter, self.exporter.plan(dtype=dtype))
         return self.memory.during("export()", SEND_WEIGHTS, stream)
 
+    @renamed_argument("sink", "transport")
     def refit(self, transport: Transport) -> RefitManifest:
         """Send the weights to an inference engine; returns what this rank has sent. RefitError, on
         every rank, if any rank's engine refused or did not answer in time; the policy stays usable.

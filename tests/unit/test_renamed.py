@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from megatron_policy.converters.registry import FAMILIES
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.refit.transports.collective.transport import Collective
 from megatron_policy.renamed import PACKAGE, RENAMED
+from megatron_policy.training.results import TrainResult
 
 ADDED = {
     "ernie4_5",
@@ -104,3 +109,27 @@ def test_old_names_of_methods_and_attributes_lead_to_the_new_ones_and_warn() -> 
     with pytest.warns(DeprecationWarning, match=r"Collective\.sink is `transport` now"):
         old = group.sink(512, torch.bfloat16)
     assert vars(old) == vars(group.transport(512, torch.bfloat16))
+
+
+def test_the_old_name_of_the_argument_of_refit_works_and_warns(monkeypatch) -> None:
+    policy: Any = object.__new__(MegatronPolicy)
+    policy.memory = SimpleNamespace(ready=lambda *_: None)
+    policy.exporter, policy.steps = "exporter", 7
+    monkeypatch.setattr("megatron_policy.policy.policy.deliver", lambda *given: given)
+    with pytest.warns(DeprecationWarning, match=r"`sink` of MegatronPolicy\.refit is `transport`"):
+        assert policy.refit(sink="a transport") == ("exporter", "a transport", 7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert policy.refit("a transport") == policy.refit(transport="a transport")
+    with pytest.raises(TypeError, match="both `sink` and `transport`"):
+        policy.refit(sink="one", transport="another")
+    with pytest.raises(TypeError, match="transport"), pytest.warns(DeprecationWarning):
+        policy.refit("one", sink="another")
+
+
+def test_the_page_of_the_interface_has_every_name_of_the_last_release() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "interface.md").read_text(encoding="utf-8")
+    _, _, section = page.partition("## Names of the last release")
+    old = {f"{home}.{old}" for home, old, _, _ in NAMES} | set(TrainResult.RENAMED)
+    old |= {"MegatronPolicy.split", "Collective.sink", "refit(sink=...)"}
+    assert old - set(re.findall(r"`([^`]+)`", section)) == set()
