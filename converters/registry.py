@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
 
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.config_fields import Fields
@@ -43,8 +44,6 @@ from megatron_policy.converters.families import (
 )
 from megatron_policy.converters.rows import Ignore, Row
 from megatron_policy.errors import ConversionError
-
-from . import plugins
 
 GROUP = "megatron_policy.models"
 
@@ -118,7 +117,7 @@ def family_of(model_type: str) -> Family:
         return family
     if model_type in REFUSED:
         raise ConversionError(f"{model_type} cannot be converted: {REFUSED[model_type]}")
-    known = sorted({*FAMILIES, *plugins.names(GROUP)})
+    known = sorted({*FAMILIES, *(entry.name for entry in entry_points(group=GROUP))})
     close = difflib.get_close_matches(model_type, known, n=1)
     raise ConversionError(
         f"there is no model family {model_type!r}; known are {', '.join(known)}"
@@ -133,5 +132,39 @@ def added_family(model_type: str) -> Family | None:
     ConversionError naming package and entry point if it cannot be imported, is not a Family, or
     its name is already taken by another package or this one.
     """
-    entry = plugins.find(GROUP, model_type, FAMILIES)
-    return None if entry is None else plugins.load(entry, Family)
+    found = [entry for entry in entry_points(group=GROUP) if entry.name == model_type]
+    if not found:
+        return None
+    if model_type in FAMILIES:
+        raise ConversionError(
+            f"{_described(found[0])} has a built-in name: rename it, or uninstall its package"
+        )
+    if len(found) > 1:  # which one counts would depend on the order of the path
+        raise ConversionError(
+            f"{_described(found[0])} has the same name as one in {_package(found[1])}: "
+            "uninstall one of the two"
+        )
+    return _loaded(found[0])
+
+
+def _loaded(entry: EntryPoint) -> Family:
+    try:
+        value = entry.load()
+    except Exception as error:  # importing a third-party package can raise anything
+        raise ConversionError(
+            f"{_described(entry)} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(value, Family):
+        raise ConversionError(f"{_described(entry)} is not a Family but a {type(value).__name__}")
+    return value
+
+
+def _described(entry: EntryPoint) -> str:
+    """Which entry point of which package, for messages."""
+    return f"entry point {entry.name} = {entry.value} ({entry.group}) in {_package(entry)}"
+
+
+def _package(entry: EntryPoint) -> str:
+    if entry.dist is None:
+        return "an unnamed package"
+    return f"package {entry.dist.metadata['Name']} {entry.dist.version}"

@@ -126,7 +126,7 @@ def test_a_module_that_has_no_floor_is_named(tmp_path) -> None:
         ("architecture__rotary", "def f():\n    from ..rows import blocks", "0 of"),
         ("families__shared__dense", "from megatron_policy.converters import table", "2 of"),
         ("table", "from .formats.hf_files import HfFiles", "4 of"),
-        ("plugins", "if TYPE_CHECKING:\n    from .registry import Family", "3 of"),
+        ("mismatch", "if TYPE_CHECKING:\n    from .registry import Family", "3 of"),
     ],
 )
 def test_an_import_that_goes_up_inside_the_converters_is_reported(
@@ -149,8 +149,8 @@ def test_imports_that_go_down_or_stay_inside_the_converters_are_not_reported(tmp
         converters__rows__kinds="from megatron_policy.errors import ConversionError",
         converters__architecture__traits="",
         converters__table="from .registry import Family",
-        converters__registry="from .rows import blocks\nfrom .plugins import load",
-        converters__plugins="",
+        converters__registry="from .rows import blocks\nfrom .mismatch import compare",
+        converters__mismatch="",
         converters__formats__hf_files="from ..table import Table",
         convert="from megatron_policy.converters.formats import hf_files",
         errors="",
@@ -360,7 +360,7 @@ def test_a_short_file_with_one_importer_is_reported_unless_it_may_stand_alone(tm
         refit__whole="from .piece import x\nfrom .shared import y\nfrom .shape import Z\n" * 30,
         refit__piece="x = 1",
         refit__shared="y = 1",
-        refit__other="from .shared import y\n" * 61,
+        refit__other="from .shared import y\n" * 80,
         refit__shape="class Z(Protocol): ...",
         refit__attribute="class Y(typing.Protocol): ...",
         converters__families__llama="TABLE = ()",
@@ -370,9 +370,15 @@ def test_a_short_file_with_one_importer_is_reported_unless_it_may_stand_alone(tm
     assert check_fragments(modules, {"refit.piece": "for a reason"}) == []
 
 
+@pytest.mark.parametrize(("lines", "fragments"), [(79, 1), (80, 0)])
+def test_a_fragment_has_fewer_than_80_lines(tmp_path, lines, fragments) -> None:
+    modules = tree(tmp_path, refit__piece="\n" * lines)
+    assert len(check_fragments(modules, {})) == fragments
+
+
 @pytest.mark.parametrize("entry", ["refit.*", "refit.gone", "refit.long"])
 def test_an_exception_that_excepts_no_fragment_is_reported(tmp_path, entry) -> None:
-    modules = tree(tmp_path, refit__piece="x = 1", refit__long="x = 1\n" * 61)
+    modules = tree(tmp_path, refit__piece="x = 1", refit__long="x = 1\n" * 80)
     excepted = {"refit.piece": "for a reason", entry: "for a reason"}
     assert check_fragments(modules, excepted) == [f"FRAGMENTS: {entry!r} excepts nothing"]
 

@@ -25,8 +25,12 @@ from megatron_policy.training.batching import Batcher, GlobalBatch
 from megatron_policy.training.checks import check_loss_inputs, check_sizes, check_training_data
 from megatron_policy.training.faults import any_fault, raise_everywhere
 from megatron_policy.training.loss_checks import check_loss
-from megatron_policy.training.loss_normalization import LossNormalization
-from megatron_policy.training.losses import Metrics, ValidCounts, own_counts
+from megatron_policy.training.losses import (
+    LossNormalization,
+    Metrics,
+    ValidCounts,
+    own_counts,
+)
 from megatron_policy.training.optimizer_step import UNCHANGED, take_step
 from megatron_policy.training.results import completed, result_of
 from megatron_policy.training.rollback import Rollback

@@ -1,11 +1,12 @@
-"""Calls a loss in the form it was written for, by either generation of the host's contract.
+"""Calls a loss in the form it was written for, by either generation of the host's contract, and
+says what a step in parts is divided by at its end.
 
 Shapes: B rows, S positions, V this rank's slice of the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.interfaces import LossFunction, LossInputType
+from megatron_policy.errors import ConfigError
+from megatron_policy.interfaces import LossFunction, LossInputType, LossType, MetricNormalizer
 from megatron_policy.lm_head.logprobs import gather_vocab
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing.microbatch import counted, inside
@@ -23,6 +25,12 @@ from megatron_policy.training.checks import candidates_key, loss_kind
 from megatron_policy.training.loss_calls import Call, Wrong, carried
 
 Metrics = dict[str, Any]
+
+_OF_LOSS = {
+    LossType.TOKEN_LEVEL.value: MetricNormalizer.TOKENS.value,
+    LossType.SEQUENCE_LEVEL.value: MetricNormalizer.SEQUENCES.value,
+}
+_KINDS = tuple(kind.value for kind in MetricNormalizer)
 
 
 @dataclass(frozen=True)
@@ -173,3 +181,56 @@ def plain_metrics(metrics: Metrics) -> Metrics:
         key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
         for key, value in metrics.items()
     }
+
+
+@dataclass(frozen=True)
+class LossNormalization:
+    """What a loss is divided by, and which of its metrics are divided by something else; each is a
+    value of `MetricNormalizer`.
+    """
+
+    loss: str
+    metrics: Mapping[str, str]
+
+    @classmethod
+    def of(cls, loss_fn: LossFunction) -> LossNormalization:
+        """Read `loss_type` and `metric_normalizations` of a loss; ConfigError if one is unknown."""
+        loss_kind(loss_fn)  # refuse an unsupported input_type this early
+        name = type(loss_fn).__name__
+        level = _value(getattr(loss_fn, "loss_type", None))
+        if level not in _OF_LOSS:
+            raise ConfigError(
+                f"{name}.loss_type is {level!r}: a step in parts is divided by it in the end, so "
+                f"it must be one of {', '.join(_OF_LOSS)}"
+            )
+        given = getattr(loss_fn, "metric_normalizations", None)
+        metrics = {key: _value(value) for key, value in dict(given or {}).items()}
+        for key, value in metrics.items():
+            if value not in _KINDS:
+                raise ConfigError(
+                    f"{name}.metric_normalizations has {value!r} for {key!r}; legal: "
+                    f"{', '.join(_KINDS)}"
+                )
+        return cls(_OF_LOSS[level], metrics)
+
+    def gradient(self, counts: ValidCounts) -> float:
+        """The divisor of gradient and loss; at least 1, as for a loss that divides itself."""
+        return _divisors_of(counts)[self.loss]
+
+    def divisors(self, counts: ValidCounts) -> Callable[[str], float]:
+        """The divisor of a metric, by its name."""
+        numbers = _divisors_of(counts)
+        return lambda name: numbers[self.metrics.get(name, self.loss)]
+
+
+def _divisors_of(counts: ValidCounts) -> dict[str, float]:
+    return {
+        MetricNormalizer.TOKENS.value: float(counts.tokens.clamp(min=1)),
+        MetricNormalizer.SEQUENCES.value: float(counts.sequences.clamp(min=1)),
+        MetricNormalizer.NONE.value: 1.0,
+    }
+
+
+def _value(member: Any) -> Any:
+    """A host brings its own enumerations: compare values, not members."""
+    return getattr(member, "value", member)
