@@ -17,7 +17,7 @@ from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.config_fields import Fields, shown
 from megatron_policy.converters.config_fields.quantisation import found_in
 from megatron_policy.converters.rows import Ignore, Role, Row, Shape
-from megatron_policy.converters.rows.blocks import of_expert
+from megatron_policy.converters.rows.blocks import EXPERT, of_expert
 from megatron_policy.converters.rows.expert_rows import Stacked
 from megatron_policy.errors import ConversionError
 
@@ -130,7 +130,7 @@ class Table:
         sizes = {False: tp, True: tp if expert_tp is None else expert_tp}
         expected = {
             entry.megatron: Expected(
-                entry.row.local_shape(self.architecture, sizes[of_expert(entry.row)]),
+                entry.row.local_shape(self.architecture, sizes[of_expert(entry.row.megatron)]),
                 f"filled from {' + '.join(entry.hf)} ({type(entry.row).__name__} row)",
             )
             for entry in entries
@@ -221,10 +221,10 @@ def _ignored_names(row: Ignore, architecture: Architecture) -> list[str]:
         names = [row.hf.replace("{layer}", str(layer)) for layer in held]
     elif "{mtp_layer}" in row.hf:
         names = [row.hf.replace("{mtp_layer}", str(layer)) for layer in range(layers, end)]
-    if "{expert}" not in row.hf:
+    if not of_expert(row.hf):
         return names
     experts = architecture.moe.experts if architecture.moe else 0
-    return [name.replace("{expert}", str(expert)) for name in names for expert in range(experts)]
+    return [name.replace(EXPERT, str(expert)) for name in names for expert in range(experts)]
 
 
 def _entries(rows: Sequence[Row], architecture: Architecture) -> tuple[Entry, ...]:
@@ -246,13 +246,13 @@ def _entries(rows: Sequence[Row], architecture: Architecture) -> tuple[Entry, ..
 
 
 def _layer_entries(row: Row, layer: int, architecture: Architecture) -> Iterator[Entry]:
-    if not of_expert(row):
+    if not of_expert(row.megatron):
         yield _entry(row, {"{layer}": layer}, layer)
         return
     assert architecture.moe is not None, f"{row.megatron} is a row of a model with experts"
     for expert in range(architecture.moe.experts):
         own = replace(row, expert=expert) if isinstance(row, Stacked) else row
-        yield _entry(own, {"{layer}": layer, "{expert}": expert}, layer, expert)
+        yield _entry(own, {"{layer}": layer, EXPERT: expert}, layer, expert)
 
 
 def _entry(row: Row, numbers: Mapping[str, int], layer: int, expert: int | None = None) -> Entry:

@@ -4,7 +4,7 @@ first, then `traits.py` (the kinds of norms, activations and experts) and `rotar
 
 from __future__ import annotations
 
-from .architecture import MOST_LAYERS, Architecture, padded_vocab
+from .architecture import MOST_LAYERS, Architecture, VocabShard, padded_vocab, vocab_shard
 from .rotary import Rope
 from .traits import Activation, Mla, Moe, Norm, QkNorm, Scoring
 
@@ -18,5 +18,7 @@ __all__ = [
     "QkNorm",
     "Rope",
     "Scoring",
+    "VocabShard",
     "padded_vocab",
+    "vocab_shard",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_policy.errors import ConversionError
 
@@ -227,3 +227,20 @@ def padded_vocab(vocab_size: int, tp: int, multiple: int = VOCAB_MULTIPLE) -> in
     """Rows of the embedding over all `tp` ranks: `vocab_size` rounded up to multiple * tp."""
     step = multiple * tp
     return -(-vocab_size // step) * step
+
+
+class VocabShard(NamedTuple):
+    """A rank's entries of the vocabulary: `real` of them from `first` on, then padding up to `rows`
+    in all.
+    """
+
+    first: int
+    real: int
+    rows: int
+
+
+def vocab_shard(vocab_size: int, rank: int, tp: int) -> VocabShard:
+    """The shard of tensor-parallel rank `rank` of `tp`; ranks at the end can have padding only."""
+    rows = padded_vocab(vocab_size, tp) // tp
+    first = rank * rows
+    return VocabShard(first, max(0, min(vocab_size - first, rows)), rows)

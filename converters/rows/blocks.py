@@ -107,9 +107,11 @@ class Row(Hashable, Protocol):
         """
 
 
-def of_expert(row: Row) -> bool:
-    """Whether every expert has a parameter of its own: the experts' axes place it."""
-    return EXPERT in row.megatron
+def of_expert(template: str) -> bool:
+    """Whether the parameters of this name template are one for each expert: the experts' axes place
+    them.
+    """
+    return EXPERT in template
 
 
 @lru_cache(maxsize=4096)

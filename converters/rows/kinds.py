@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from megatron_policy.converters.architecture import Architecture, padded_vocab
+from megatron_policy.converters.architecture import Architecture, VocabShard, vocab_shard
 
 from .blocks import Block, Role, Row, Shape, even, nth
 
@@ -110,32 +110,31 @@ class Qkv(RowBase):
         if arch.num_query_groups % size:
             return tuple(self.cuts(arch, rank, size))
         groups, head, tail = arch.num_query_groups, arch.kv_channels, arch.shape(self.tail)
-        mine = groups // size
-        fused = (mine, arch.heads_per_group + 2, head, *tail)
+        mine, per = groups // size, arch.heads_per_group
+        fused = (mine, per + 2, head, *tail)
         return tuple(
             Block(part, (groups, heads, head, *tail), (nth(rank, mine),), fused, (*ALL, at))
-            for part, (heads, at) in enumerate(self._heads(arch))
+            for part, (heads, at) in enumerate(
+                ((per, slice(0, per)), (1, slice(per, per + 1)), (1, slice(per + 1, per + 2)))
+            )
         )
-
-    def _heads(self, arch: Architecture) -> tuple[tuple[int, slice], ...]:
-        """For q, k and v: heads per group, and their range among the heads of a fused group."""
-        per = arch.heads_per_group
-        return (per, slice(0, per)), (1, slice(per, per + 1)), (1, slice(per + 1, per + 2))
 
     def cuts(self, arch: Architecture, rank: int, size: int) -> Iterator[Block]:
         """The blocks as ranges of rows: more ranks than groups split them evenly, even inside a
-        head.
+        head. The ranks hold consecutive runs of the rows of the whole parameter.
         """
-        head, local, shapes = arch.kv_channels, self.local_shape(arch, size), self.hf_shapes(arch)
+        local, shapes = self.local_shape(arch, size), self.hf_shapes(arch)
         low, high = rank * local[0], (rank + 1) * local[0]
+        whole = self.blocks(arch, 0, 1)
         for group in range(arch.num_query_groups):
-            for part, (heads, at) in enumerate(self._heads(arch)):
-                start = (group * (arch.heads_per_group + 2) + at.start) * head
+            for block in whole:
+                (_, heads, head, *_), (_, fused, *_) = block.hf_view, block.shard_view
+                start = (group * fused + block.shard_index[1].start) * head
                 first, last = max(start, low), min(start + heads * head, high)
                 if first < last:
                     move = group * heads * head - start
                     rows, place = slice(first + move, last + move), slice(first - low, last - low)
-                    yield Block(part, shapes[part], (rows,), local, (place,))
+                    yield Block(block.part, shapes[block.part], (rows,), local, (place,))
 
 
 @dataclass(frozen=True)
@@ -164,19 +163,22 @@ class Vocab(OneTensor):
     """Split over the vocabulary, padded with zero rows so that every rank holds the same number."""
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        rows, *tail = arch.shape(self.dims)
-        return (padded_vocab(rows, size) // size, *tail)
+        _, *tail = arch.shape(self.dims)
+        return (self._shard(arch, 0, size).rows, *tail)
 
     def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
-        local = self.local_shape(arch, size)[0]
-        return min(local, max(0, (rank + 1) * local - arch.shape(self.dims)[0]))
+        shard = self._shard(arch, rank, size)
+        return shard.rows - shard.real
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        shape, local = arch.shape(self.dims), self.local_shape(arch, size)
-        first, real = rank * local[0], local[0] - self.pad_rows(arch, rank, size)
+        first, real, _ = self._shard(arch, rank, size)
         if not real:
             return ()
+        shape, local = arch.shape(self.dims), self.local_shape(arch, size)
         return (Block(0, shape, (slice(first, first + real),), local, (slice(0, real),)),)
+
+    def _shard(self, arch: Architecture, rank: int, size: int) -> VocabShard:
+        return vocab_shard(arch.shape(self.dims)[0], rank, size)
 
 
 class ForwardingRow:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
+from megatron_policy.converters.rows.blocks import of_expert
 from megatron_policy.errors import ConfigError
 
 
@@ -244,13 +245,13 @@ class Placement:
         """Which shard of the row's parameter this rank holds, whatever axis splits it. Which
         elements are in it follows from the row's blocks; a replicated parameter is the same in all.
         """
-        if "{expert}" in row.megatron:
+        if of_expert(row.megatron):
             return Shard(self._expert_coords.etp, self.topology.expert_tp)
         return Shard(self.coords.tp, self.topology.tp)
 
     def copy_of(self, row: Named) -> Copy:
         """Which copy of its shard of the row's parameter this rank holds."""
-        if "{expert}" in row.megatron:
+        if of_expert(row.megatron):
             return Copy(self._expert_coords.edp, self.topology.edp)
         at, size = self.coords, self.topology
         return Copy(at.dp * size.cp + at.cp, size.dp * size.cp)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_policy.converters.architecture import Architecture, Rope, padded_vocab
+from megatron_policy.converters.architecture import Architecture, Rope, padded_vocab, vocab_shard
 from megatron_policy.converters.registry import FAMILIES
 from megatron_policy.converters.rows import (
     Columns,
@@ -224,6 +224,18 @@ def test_heads_by_group_and_by_ranges_of_rows_are_the_same_shard(
         held = torch.empty_like(by_rows)
         fill_shard(row, arch, held, parts, rank, size)
         assert torch.equal(held, by_rows)
+
+
+@thorough
+@given(vocab=st.integers(1, 3000), tp=st.sampled_from(SIZES))
+def test_the_shards_of_a_vocabulary_are_its_entries_in_order_and_then_padding(
+    vocab: int, tp: int
+) -> None:
+    whole = [*range(vocab), *[None] * (padded_vocab(vocab, tp) - vocab)]
+    rows = len(whole) // tp
+    for rank in range(tp):
+        first, real, held = vocab_shard(vocab, rank, tp)
+        assert [*range(first, first + real), *[None] * (held - real)] == whole[rank * rows :][:rows]
 
 
 def test_few_blocks_describe_a_shard() -> None:

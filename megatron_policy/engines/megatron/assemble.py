@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import layer_split
-from megatron_policy.converters.architecture import Architecture, padded_vocab
+from megatron_policy.converters.architecture import Architecture, vocab_shard
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.table import Table
 from megatron_policy.engines.megatron.build import build_chunks
@@ -155,11 +155,10 @@ def _head(
     config: PolicyConfig, architecture: Architecture, place: Placement, groups: Groups, model: Any
 ) -> Head:
     """This rank's slice of the head, which the last chunk holds."""
-    slice_size = padded_vocab(architecture.vocab_size, groups.tp.size()) // groups.tp.size()
-    start = place.coords.tp * slice_size
+    shard = vocab_shard(architecture.vocab_size, place.coords.tp, place.topology.tp)
     shape = HeadShape(
-        vocab_start=start,
-        real=max(0, min(architecture.vocab_size - start, slice_size)),
+        vocab_start=shard.first,
+        real=shard.real,
         scale=architecture.logit_scale,
         softcap=architecture.logit_softcap,
         temperature=(config.generation and config.generation.temperature) or 1.0,
