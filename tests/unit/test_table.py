@@ -67,6 +67,7 @@ BY_LAYER += ("smollm3",)
 
 def raw(family: str, layers: int = 3, **changes: Any) -> dict[str, Any]:
     """The fields of a small config."""
+    assert family in FULL, f"give {family} an entry in FULL: settings under which all rows apply"
     return {
         "model_type": family,
         "architectures": list(FAMILIES[family].hf_architectures),
