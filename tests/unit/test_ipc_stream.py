@@ -369,14 +369,14 @@ def test_an_engine_leaves_with_the_trainer_it_has_answered(address: str) -> None
         trainer = RequestSocket(address, "engine", 20.0)
         with contextlib.closing(trainer), ThreadPoolExecutor(1) as threads:
             engine = stack.enter_context(contextlib.closing(ReplySocket(address, "trainer", 20.0)))
-            asked = threads.submit(lambda: (trainer.ask(lambda: b"the last"), trainer.hear()))
+            asked = threads.submit(lambda: (trainer.send(lambda: b"the last"), trainer.receive()))
             assert engine.receive() == b"the last"
             engine.send(b"ack")
             assert asked.result(20)[1] == b"ack"
         following = RequestSocket(address, "engine", 0.5)
         stack.callback(following.close)
         with pytest.raises(RefitError, match="no engine connected"):
-            following.ask(lambda: b"the first of the next refit")
+            following.send(lambda: b"the first of the next refit")
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["our receiver", "the host's"])
@@ -549,8 +549,8 @@ def test_a_message_that_means_nothing_is_answered_with_a_refusal(
 ) -> None:
     process = start()
     line = RequestSocket(address, "engine", 5.0)
-    line.ask(lambda: pickle.dumps(os.system))
-    assert line.hear().startswith(b"refused: ")
+    line.send(lambda: pickle.dumps(os.system))
+    assert line.receive().startswith(b"refused: ")
     line.close()
     with pytest.raises(RefitError, match="cannot be read"):
         process.result()
@@ -564,8 +564,8 @@ def test_a_pack_larger_than_its_memory_is_refused_by_name(
     exported = ExportedBuffer(512, torch.device("cpu"))
 
     def said(content: bytes) -> bytes:
-        line.ask(lambda: content)
-        return line.hear()
+        line.send(lambda: content)
+        return line.receive()
 
     assert said(Dialect().opening(FORMS)) == b"ack"
     refused = said(Dialect().question(PackMessage(exported.handle(), ["norm", "embed"], 3584)))

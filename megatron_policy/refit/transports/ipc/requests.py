@@ -22,7 +22,7 @@ _LEAVING_S = 0.5
 _MOMENT_TO_ANSWER_S = 1.0
 
 
-class _Door:
+class _SocketFile:
     """A socket file that only this user can connect to, until it is shut."""
 
     def __init__(self, path: str) -> None:
@@ -73,7 +73,7 @@ class RequestSocket:
         self._heard = False
         self._engine = -1  # the descriptor of its connection
         self._come_by = 0.0
-        self._door: _Door | None = None
+        self._file: _SocketFile | None = None
         self._link: Link | None = None
         try:
             self._open()
@@ -81,7 +81,7 @@ class RequestSocket:
             self._context.term()
             raise
 
-    def ask(self, question: Callable[[], bytes]) -> None:
+    def send(self, question: Callable[[], bytes]) -> None:
         """Send the request that `question` returns; the previous one must have been answered.
 
         The first request waits for a peer, and is made and sent again if that peer leaves without
@@ -90,13 +90,13 @@ class RequestSocket:
         if not self._heard:
             self._first = question
             self._come_by = time.monotonic() + self._timeout_s
-            self._ask_first()
+            self._send_first()
             return
         self._wait_for_others_to_leave()
         if not self._sent(question):
             raise RefitError(gone(self._other, self.address))
 
-    def hear(self) -> bytes:
+    def receive(self) -> bytes:
         """The reply; RefitError if none comes in time, or the other side disconnects."""
         end = time.monotonic() + self._timeout_s
         while True:
@@ -105,7 +105,7 @@ class RequestSocket:
                     raise RefitError(gone(self._other, self.address))
                 # That peer belonged to another refit.
                 self._reopen()
-                self._ask_first()
+                self._send_first()
                 end = time.monotonic() + self._timeout_s
             elif (answer := self._linked().receive()) is not None:
                 self._heard, self._first = True, None
@@ -117,7 +117,7 @@ class RequestSocket:
         self._hang_up()
         self._context.term()
 
-    def _ask_first(self) -> None:
+    def _send_first(self) -> None:
         """Send the first request to a peer, which may leave before it replies."""
         question = self._first
         assert question is not None, "nothing was asked"
@@ -126,13 +126,13 @@ class RequestSocket:
 
     def _alone(self) -> bool:
         """Whether exactly one engine connected; shuts the socket to others."""
-        link, door = self._linked(), self._door
-        assert door is not None
+        link, file = self._linked(), self._file
+        assert file is not None
         while time.monotonic() < self._come_by and not link.met:
             link.wait(self._come_by)
         if time.monotonic() >= self._come_by:
             raise RefitError(nobody(self._other, self.address, self._timeout_s))
-        door.shut(self._come_by)
+        file.shut(self._come_by)
         link.wait(0.0)
         end = min(self._come_by, time.monotonic() + _LEAVING_S)
         while len(link.here) > 1 and time.monotonic() < end:
@@ -178,10 +178,10 @@ class RequestSocket:
     def _open(self) -> None:
         """Open a new socket for engines."""
         path = path_of(self.address)
-        self._door = _Door(path)
+        self._file = _SocketFile(path)
         self._link = Link(self._context, zmq.REQ)
         # ZeroMQ takes ownership of the descriptor and closes it.
-        self._link.socket.setsockopt(zmq.USE_FD, os.dup(self._door.listener.fileno()))
+        self._link.socket.setsockopt(zmq.USE_FD, os.dup(self._file.listener.fileno()))
         self._link.socket.bind(SCHEME + path)
 
     def _linked(self) -> Link:
@@ -192,10 +192,10 @@ class RequestSocket:
         link, self._link = self._link, None
         if link is not None:
             link.close()
-        door, self._door = self._door, None
-        if door is not None:
-            door.close()
-            door.listener.close()
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+            file.listener.close()
 
     def _wait_for_others_to_leave(self) -> None:
         """Wait out peers that connected just before the shut: ZeroMQ would send to them in turn."""

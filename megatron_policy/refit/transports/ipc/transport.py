@@ -156,7 +156,7 @@ class _Session:
         """Announce the tensors, if the dialect has an announcement."""
         opening = self._dialect.opening(plan.info())
         if opening is not None:
-            self._ask(lambda: opening)
+            self._send(lambda: opening)
 
     def place(self, tensor: RefitTensor) -> BufferSlice | None:
         if self._at == 0:
@@ -173,20 +173,20 @@ class _Session:
         assert exported is not None
         dialect, names = self._dialect, [tensor.name for tensor in pack.tensors]
         # A handle is for single use: a repeated request makes a new one.
-        self._ask(
+        self._send(
             lambda: dialect.question(protocol.PackMessage(exported.handle(), names, pack.nbytes))
         )
         self._at = 0
         if self._buffers.alone:
-            self._hear()
+            self._receive()
             self._buffers.take_back()
 
     def finish(self, manifest: RefitManifest) -> None:
         with self._exporter.alive():  # for ranks that wait: the engine may be slow to load
-            self._hear()
+            self._receive()
             self._buffers.close()  # the engine may need the memory when it loads
-            self._ask(lambda: self._dialect.closing(manifest))
-            self._hear()
+            self._send(lambda: self._dialect.closing(manifest))
+            self._receive()
 
     def close(self) -> None:
         try:
@@ -194,12 +194,12 @@ class _Session:
         finally:
             self._buffers.close()
 
-    def _ask(self, question: Callable[[], bytes]) -> None:
-        self._hear()
-        self._line.ask(question)
+    def _send(self, question: Callable[[], bytes]) -> None:
+        self._receive()
+        self._line.send(question)
         self._asked = True
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         if self._asked:
-            protocol.check_answer(self._line.hear())
+            protocol.check_answer(self._line.receive())
         self._asked = False
