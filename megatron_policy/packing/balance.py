@@ -33,7 +33,7 @@ class _State:
     load: list[float]
 
 
-def rebalanced(
+def levelled(
     bins: Sequence[Sequence[int]],
     owners: Sequence[int],
     sizes: Sequence[int],

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 
 from megatron_policy.errors import BatchError, ConfigError
-from megatron_policy.packing.balance import rebalanced
+from megatron_policy.packing.balance import levelled
 from megatron_policy.packing.cost import Cost
 from megatron_policy.packing.multiples import round_up
 
@@ -73,7 +73,7 @@ def balanced(sizes: Sequence[int], capacity: int, multiple: int, cost: Cost) -> 
         if bins is None and len(fitted) <= number:
             bins = split_to(fitted, number, costs)
         if bins is not None:
-            return rebalanced(bins, range(number), sizes, costs, capacity)
+            return levelled(bins, range(number), sizes, costs, capacity)
         number += multiple
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_policy.errors import BatchError
-from megatron_policy.packing.balance import rebalanced
+from megatron_policy.packing.balance import levelled
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.bins import BALANCED, Bins, checked_algorithm, pack
 from megatron_policy.packing.cost import Cost
@@ -150,7 +150,7 @@ def plan_rows(
     costs = [_cost(bin_, sizes, cost, packed) for bin_ in bins]
     shares = [[bins[number] for number in numbers] for numbers in assign_to_ranks(costs, ranks)]
     if packed and checked_algorithm(settings.algorithm) == BALANCED:
-        shares = _rebalanced(shares, sizes, settings.capacity, cost)
+        shares = _levelled(shares, sizes, settings.capacity, cost)
     return [_share(share, sizes, cost, packed) for share in shares]
 
 
@@ -160,7 +160,7 @@ def _cost(bin_: Sequence[int], sizes: Sequence[int], cost: Cost, packed: bool) -
     return len(bin_) * cost(max((sizes[row] for row in bin_), default=0))
 
 
-def _rebalanced(shares: list[Bins], sizes: Sequence[int], capacity: int, cost: Cost) -> list[Bins]:
+def _levelled(shares: list[Bins], sizes: Sequence[int], capacity: int, cost: Cost) -> list[Bins]:
     """The same shares after exchanges between ranks, and then between the bins of each rank.
 
     A bin of one long sequence can cost more than the mean and another bin of its rank less: only
@@ -168,11 +168,11 @@ def _rebalanced(shares: list[Bins], sizes: Sequence[int], capacity: int, cost: C
     """
     costs = [cost(size) for size in sizes]
     owners = [rank for rank, share in enumerate(shares) for _ in share]
-    bins = rebalanced([bin_ for share in shares for bin_ in share], owners, sizes, costs, capacity)
+    bins = levelled([bin_ for share in shares for bin_ in share], owners, sizes, costs, capacity)
     found = []
     for rank in range(len(shares)):
         own = [bin_ for bin_, owner in zip(bins, owners, strict=True) if owner == rank]
-        found.append(rebalanced(own, range(len(own)), sizes, costs, capacity))
+        found.append(levelled(own, range(len(own)), sizes, costs, capacity))
     return found
 
 
@@ -206,5 +206,5 @@ def assign_to_ranks(costs: Sequence[float], ranks: int) -> list[list[int]]:
         assigned[rank].append(bin_)
         load[rank] += costs[bin_]
     # Each bin has size 1 and no rank has room for another: only swaps keep the counts.
-    assigned = rebalanced(assigned, range(ranks), [1] * len(costs), costs, share)
+    assigned = levelled(assigned, range(ranks), [1] * len(costs), costs, share)
     return [sorted(bins, key=lambda b: (-costs[b], b)) for bins in assigned]

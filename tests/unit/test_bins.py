@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_policy.errors import BatchError, ConfigError
-from megatron_policy.packing.balance import rebalanced
+from megatron_policy.packing.balance import levelled
 from megatron_policy.packing.bins import (
     concatenative,
     first_fit_decreasing,
@@ -135,13 +135,13 @@ def test_splitting_halves_the_costliest_bin_and_leaves_the_others() -> None:
 
 def test_swaps_between_full_bins_even_out_what_owners_have() -> None:
     costs = [1.0, 1.0, 3.0, 3.0]
-    bins = rebalanced([[0, 1], [2, 3]], [0, 1], [5, 5, 5, 5], costs, 10)
+    bins = levelled([[0, 1], [2, 3]], [0, 1], [5, 5, 5, 5], costs, 10)
     assert [sum(costs[item] for item in members) for members in bins] == [4.0, 4.0]
 
 
 def test_an_owner_of_two_bins_is_evened_out_as_a_whole() -> None:
     costs = [9.0, 1.0, 4.0, 4.0, 2.0]
-    bins = rebalanced([[0], [4], [1], [2, 3]], [0, 0, 1, 1], [1] * 5, costs, 2)
+    bins = levelled([[0], [4], [1], [2, 3]], [0, 0, 1, 1], [1] * 5, costs, 2)
     loads = [sum(costs[item] for item in [*bins[a], *bins[a + 1]]) for a in (0, 2)]
     assert loads == [10.0, 10.0]
 
@@ -162,7 +162,7 @@ def test_exchanges_never_raise_the_largest_cost_or_overflow_a_bin(
             found[owner] += load
         return max(found)
 
-    after = rebalanced(bins, who, lengths, [COST(length) for length in lengths], capacity)
+    after = levelled(bins, who, lengths, [COST(length) for length in lengths], capacity)
     assert sorted(row for members in after for row in members) == list(range(len(lengths)))
     assert all(sum(lengths[row] for row in members) <= capacity for members in after)
     assert worst(after) <= worst(bins) * (1 + 1e-9)
