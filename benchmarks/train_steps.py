@@ -115,7 +115,7 @@ def _plain_loop(policy: MegatronPolicy, table: Table) -> tuple[PlainLoop, Held]:
     with HfReader(config.model_name) as reader:
         load_parameters(held, reader, table, place)
     trainable = make_trainable(
-        chunks, model_config, settings, ROWS, topology.dp, PendingReads(), held
+        chunks, model_config, settings, ROWS, PendingReads(), held, architecture, place
     )
     (model,) = trainable.chunks
     return PlainLoop(model, trainable.optimizer, trainable.scheduler), held

@@ -38,6 +38,7 @@ _FUSED_NORMS = {
 }
 # Its grouped experts hold their parameters side by side.
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
+_EXPERT_NAME = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _LAYER_NAME = re.compile(r"(?:module\.)*decoder\.layers\.(\d+)\.(.+)")
 
 
@@ -77,15 +78,18 @@ class Table:
         """Tied copies among the ignored HF tensors, with the names of their originals."""
         return {name: row.equals for name, row in self.ignored.items() if row.equals}
 
-    def entries_of(self, layers: Iterable[int], first: bool, last: bool) -> tuple[Entry, ...]:
+    def entries_of(
+        self, layers: Iterable[int], first: bool, last: bool, experts: range | None = None
+    ) -> tuple[Entry, ...]:
         """The entries of a model chunk of these global layers; `first` has the embedding, `last`
-        the head.
+        the head. Of each layer's experts it has all, or those numbered in `experts`.
         """
         wanted = set(layers)
 
         def held(entry: Entry) -> bool:
             if entry.where == LAYER:
-                return entry.layer in wanted
+                here = experts is None or entry.expert is None or entry.expert in experts
+                return here and entry.layer in wanted
             if entry.where == EMBEDDING:
                 return first
             # A chunk that has the embedding itself needs no tied copy of it.
@@ -203,13 +207,18 @@ def draft(fields: Fields, family: Family | None = None) -> Table:
     return Table(family.name, architecture, entries, ignored)
 
 
-def canonical_name(name: str, layer_offset: int) -> str:
-    """The table's name for a built model's parameter; `layer_offset` is the chunk's first layer."""
+def canonical_name(name: str, layer_offset: int, expert_offset: int = 0) -> str:
+    """The table's name for a built model's parameter; the offsets are the chunk's first layer and
+    the rank's first expert of a layer.
+    """
     match = _LAYER_NAME.fullmatch(name)
     if match is None:
         return re.sub(r"^(module\.)+", "", name)
     layer, rest = match.groups()
     rest = _GROUPED.sub(r"mlp.experts.local_experts.\3.\1.\2", rest)
+    if of_expert := _EXPERT_NAME.fullmatch(rest):
+        expert = int(of_expert.group(1)) + expert_offset
+        rest = f"mlp.experts.local_experts.{expert}.{of_expert.group(2)}"
     return f"decoder.layers.{int(layer) + layer_offset}.{_FUSED_NORMS.get(rest, rest)}"
 
 

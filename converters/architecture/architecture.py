@@ -173,12 +173,10 @@ class Architecture:
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
-        """Inner channels of every kind of MLP in the model."""
-        moe = self.moe
-        dense = (self.ffn_hidden_size,) if moe is None or self.moe_layers else ()
-        if moe is None:
-            return dense
-        return tuple(dict.fromkeys(filter(None, (*dense, *moe.widths))))
+        """Inner channels of the MLPs of dense layers and of shared experts, each once."""
+        dense = (self.ffn_hidden_size,) if self.moe is None or self.moe_layers else ()
+        shared = (self.moe.shared_ffn_hidden_size,) if self.moe else ()
+        return tuple(dict.fromkeys(filter(None, (*dense, *shared))))
 
     @property
     def uniform_layers(self) -> bool:

@@ -105,11 +105,6 @@ class Moe:
             )
 
     @property
-    def widths(self) -> tuple[int, int]:
-        """Inner channels of an expert and of the shared MLP."""
-        return self.ffn_hidden_size, self.shared_ffn_hidden_size
-
-    @property
     def shared_gates(self) -> int:
         """Rows of the shared MLP's gate."""
         return int(self.shared_gate)

@@ -40,7 +40,7 @@ class Shape(Protocol):
 def topology_of(config: PolicyConfig, world_size: int) -> Topology:
     """The grid of `world_size` ranks; the data-parallel size is what the other axes leave.
 
-    Raises ConfigError, naming legal world sizes, when the ranks do not divide.
+    Raises ConfigError, naming legal sizes, when the ranks do not divide.
     """
     megatron = config.megatron_cfg
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
@@ -53,12 +53,30 @@ def topology_of(config: PolicyConfig, world_size: int) -> Topology:
             f"pipeline_model_parallel_size={pp} = {replica} ranks: start {replica}, {2 * replica}, "
             f"{3 * replica}, ... ranks, or make these sizes smaller"
         )
+    ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
+    _check_expert_ranks(world_size // pp, ep, etp, tp)
     return Topology(
         tp=tp,
         cp=cp,
+        ep=ep,
         dp=world_size // replica,
         pp=pp,
         vpp=megatron.virtual_pipeline_model_parallel_size,
+        etp=etp,
+    )
+
+
+def _check_expert_ranks(stage: int, ep: int, etp: int | None, tp: int) -> None:
+    """ConfigError, naming legal sizes, unless experts split over the `stage` ranks of a stage."""
+    shards = tp if etp is None else etp
+    if not stage % (ep * shards):
+        return
+    what = "as many as tensor_model_parallel_size" if etp is None else "expert_tensor_parallel_size"
+    legal = [size for size in range(1, stage + 1) if stage % (size * shards) == 0]
+    fix = f"use one of {legal}" if legal else "make expert_tensor_parallel_size smaller"
+    raise ConfigError(
+        f"policy.megatron_cfg.expert_model_parallel_size={ep} x {shards} ({what}) does not divide "
+        f"the {stage} ranks of a pipeline stage: {fix}, or start another number of ranks"
     )
 
 
@@ -67,7 +85,6 @@ def check_layout(config: PolicyConfig, architecture: Shape, topology: Topology) 
     fit.
     """
     problems = [
-        *_not_built(config),
         *_tensor_parallel(config, architecture, topology),
         *_experts(config, architecture, topology),
         *_balancing(config, architecture),
@@ -157,12 +174,6 @@ def _recomputed(config: PolicyConfig, split: LayerSplit) -> Iterator[str]:
         )
 
 
-def _not_built(config: PolicyConfig) -> Iterator[str]:
-    size = config.megatron_cfg.expert_model_parallel_size
-    if size != 1:
-        yield f"policy.megatron_cfg.expert_model_parallel_size={size} is not supported yet: use 1"
-
-
 def _tensor_parallel(
     config: PolicyConfig, architecture: Shape, topology: Topology
 ) -> Iterator[str]:
@@ -178,9 +189,10 @@ def _tensor_parallel(
         and (groups % size == 0 or (size % groups == 0 and not own))
     ]
     if tp not in legal:
+        channels = f" and {' and '.join(map(str, widths))} feed-forward channels" if widths else ""
         yield (
             f"policy.megatron_cfg.tensor_model_parallel_size={tp} does not divide {heads} "
-            f"attention heads and {' and '.join(map(str, widths))} feed-forward channels, or "
+            f"attention heads{channels}, or "
             f"{'does not divide' if own else 'neither divides nor is a multiple of'} {groups} "
             f"key-value groups{', whose norms differ' if own else ''}: use one of {legal}"
         )
@@ -192,18 +204,50 @@ def _tensor_parallel(
 
 
 def _experts(config: PolicyConfig, architecture: Shape, topology: Topology) -> Iterator[str]:
-    """Report what Megatron-Core splits over tensor-parallel ranks only conditionally, or not at
-    all.
+    """Report sizes that do not divide the experts, and what Megatron-Core splits over
+    tensor-parallel ranks only conditionally, or not at all.
     """
-    if topology.tp == 1:
-        return
-    tp = f"policy.megatron_cfg.tensor_model_parallel_size={topology.tp}"
-    kinds = {"experts": architecture.moe, "latent attention": architecture.mla}
-    present = " and ".join(name for name, kind in kinds.items() if kind is not None)
-    if architecture.moe is not None and architecture.mlp_bias:
-        yield f"{tp} does not fit experts with biases, which Megatron-Core cannot split: use 1"
-    elif present and not config.megatron_cfg.sequence_parallel:
-        yield f"{tp} with {present} needs policy.megatron_cfg.sequence_parallel=true: set it"
+    moe, mla = architecture.moe, architecture.mla
+    if moe is None:
+        if topology.ep > 1:
+            yield (
+                f"policy.megatron_cfg.expert_model_parallel_size={topology.ep} needs a model with "
+                "experts, and this one has none: use 1"
+            )
+    else:
+        yield from _expert_shards(moe, architecture.mlp_bias, topology)
+    if topology.tp > 1 and (moe or mla) and not config.megatron_cfg.sequence_parallel:
+        present = " and ".join(
+            name for name, kind in (("experts", moe), ("latent attention", mla)) if kind is not None
+        )
+        yield (
+            f"policy.megatron_cfg.tensor_model_parallel_size={topology.tp} with {present} needs "
+            "policy.megatron_cfg.sequence_parallel=true: set it"
+        )
+
+
+def _expert_shards(moe: Moe, biased: bool, topology: Topology) -> Iterator[str]:
+    ep, etp = topology.ep, topology.expert_tp
+    if moe.experts % ep:
+        legal = [size for size in range(1, moe.experts + 1) if moe.experts % size == 0]
+        yield (
+            f"policy.megatron_cfg.expert_model_parallel_size={ep} does not divide the "
+            f"{moe.experts} experts of a layer: use one of {legal}"
+        )
+    key = "policy.megatron_cfg.expert_tensor_parallel_size"
+    default = "" if topology.etp else " (not set, so it is tensor_model_parallel_size)"
+    if etp > 1 and biased:
+        yield (
+            f"{key}={etp}{default} does not fit experts with biases, which Megatron-Core cannot "
+            "split: set it to 1"
+        )
+    elif moe.ffn_hidden_size % etp:
+        width = moe.ffn_hidden_size
+        legal = [size for size in range(1, min(width, 128) + 1) if width % size == 0]
+        yield (
+            f"{key}={etp}{default} does not divide the {width} feed-forward channels of an "
+            f"expert: use one of {legal}"
+        )
 
 
 def _budgets(config: PolicyConfig) -> Iterator[str]:

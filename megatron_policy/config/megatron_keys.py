@@ -42,10 +42,8 @@ _LAYOUT: Rules = {
         sequence_parallel""",
     ),
     "virtual_pipeline_model_parallel_size": Applied("model chunks of each pipeline stage"),
-    "expert_model_parallel_size": Applied("only 1 is built"),
-    "expert_tensor_parallel_size": Ignored(
-        "experts are split over tensor-parallel ranks like all else; results are the same"
-    ),
+    "expert_model_parallel_size": Applied("experts of a layer are spread over these ranks"),
+    "expert_tensor_parallel_size": Applied("by default tensor_model_parallel_size"),
     "pipeline_dtype": Rejected(
         "stages exchange tensors of the dtype of precision", same_as="precision"
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from megatron_policy.converters.rows.blocks import of_expert
@@ -122,6 +123,38 @@ class Topology:
         rest, ep = divmod(rest, self.ep)
         pp, edp = divmod(rest, self.edp)
         return ExpertCoords(pp=pp, edp=edp, ep=ep, etp=etp)
+
+    @property
+    def experts_apart(self) -> bool:
+        """Whether other ranks hold copies of an expert's parameters than of all others."""
+        return self.ep > 1 or self.expert_tp != self.tp
+
+    @property
+    def gather_block(self) -> int:
+        """How many consecutive ranks of a stage hold between them all that it has, so that no rank
+        outside is needed to gather it: whole tensor-parallel groups and whole groups of experts.
+        """
+        return math.lcm(self.tp, self.ep * self.expert_tp)
+
+    def block_of(self, rank: int) -> int:
+        """The number of a global rank's `gather_block` in its stage."""
+        return rank % (self.world_size // self.pp) // self.gather_block
+
+    @cached_property
+    def gatherers(self) -> tuple[int, ...]:
+        """The ranks of a stage, numbered from its first, in blocks that share the work of gathering
+        what the stage has. Blocks of further context-parallel ranks would only repeat it.
+        """
+        stage = range(self.world_size // self.pp)
+        first = {self.block_of(rank) for rank in stage if self.coords(rank).cp == 0}
+        return tuple(rank for rank in stage if self.block_of(rank) in first)
+
+    @property
+    def joins_replicas(self) -> bool:
+        """Whether a rank of one data-parallel replica holds experts that another replica needs:
+        then all replicas must run their forward passes together.
+        """
+        return (self.tp * self.cp) % (self.expert_tp * self.ep) != 0
 
     def reporters(self) -> tuple[int, ...]:
         """Ranks with pp = cp = tp = 0 in order of dp: the driver uses what these return."""
@@ -256,9 +289,16 @@ class Placement:
         at, size = self.coords, self.topology
         return Copy(at.dp * size.cp + at.cp, size.dp * size.cp)
 
-    @property
+    @cached_property
     def _expert_coords(self) -> ExpertCoords:
         return self.topology.expert_coords(self.topology.rank(self.coords))
+
+    def experts(self, number: int) -> range:
+        """Which of a layer's `number` experts this rank holds, or a share of."""
+        share, left = divmod(number, self.topology.ep)
+        assert not left, f"{number} experts over {self.topology.ep} expert-parallel ranks"
+        first = self._expert_coords.ep * share
+        return range(first, first + share)
 
     def layers(self, chunk: int) -> range:
         """Global numbers of the layers in this rank's model chunk `chunk`."""

@@ -15,6 +15,7 @@ from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces.engine import TrainingEngine
 from megatron_policy.lm_head.sampling import Continuations, Sampling
 from megatron_policy.training.checks import checked_prompts
+from megatron_policy.training.sync_microbatches import prepared_together
 
 
 class TextGenerator:
@@ -46,19 +47,31 @@ class TextGenerator:
         """
         sampling = _sampling(self._config, self._tokenizer, greedy)
         pad_id = _pad_id(self._tokenizer)
-        prompts_BS, lengths_B = checked_prompts(data, self._engine.vocab_size, self._longest)
-        rows = self._config.generation_batch_size
         return _joined(
             [
                 self._engine.generate(
                     prompts, lengths, sampling, pad_id, self._longest, self._generator
                 )
-                for prompts, lengths in zip(
-                    prompts_BS.split(rows), lengths_B.split(rows), strict=True
-                )
+                for prompts, lengths in self._parts(data)
             ],
             pad_id,
         )
+
+    def _parts(self, data: BatchedDataDict) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Prompts and lengths of the rows that share a cache. Replicas that use each other's
+        experts get the same number of parts, and all refuse what one of them refuses.
+        """
+
+        def cut() -> list[tuple[torch.Tensor, torch.Tensor]]:
+            prompts_BS, lengths_B = checked_prompts(data, self._engine.vocab_size, self._longest)
+            rows = self._config.generation_batch_size
+            return list(zip(prompts_BS.split(rows), lengths_B.split(rows), strict=True))
+
+        if not self._engine.place.topology.joins_replicas:
+            return cut()
+        parts, most = prepared_together(cut, len, self._engine.groups.dp)
+        prompts_BS, lengths_B = parts[0]
+        return parts + [(prompts_BS[:0], lengths_B[:0])] * (most - len(parts))
 
 
 def _joined(parts: Sequence[Continuations], pad_id: int) -> Continuations:

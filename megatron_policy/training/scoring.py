@@ -6,7 +6,7 @@ Shapes: B rows, S positions, K candidates.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,9 @@ from megatron_policy.errors import BatchError
 from megatron_policy.interfaces.engine import TrainingEngine
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing.microbatch import inside
-from megatron_policy.training.batching import Batcher
+from megatron_policy.training.batching import Batcher, ScoringBatches
 from megatron_policy.training.checks import checked_batch, checked_lengths, is_count
+from megatron_policy.training.sync_microbatches import prepared_together
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,8 @@ class Scorer:
     ) -> list[torch.Tensor]:
         """Apply `read` to all rows; returns `[B, S, ...]` for each of `kinds`."""
         engine, where = self.engine, current_device()
-        data = checked_batch(data, engine.vocab_size)
+        data, cut = self._cut(data, rows)
         tokens_BS = data["input_ids"]
-        checked_lengths(data, self.batcher.scoring)
-        self.batcher.longest.check(data)
-        cut = self.batcher.for_scoring(data, rows or self.rows)
         parts = engine.forward(cut.microbatches, read)
         found: list[torch.Tensor] = []
         for index, (rest, dtype) in enumerate(kinds):
@@ -100,3 +98,24 @@ class Scorer:
             shared = engine.share_tensor(whole if engine.is_last_stage else None, whole)
             found.append(shared.cpu())
         return found
+
+    def _cut(
+        self, data: BatchedDataDict, rows: int | None
+    ) -> tuple[BatchedDataDict, ScoringBatches]:
+        """Check and cut the data. Replicas that use each other's experts run the same number of
+        microbatches, and all refuse what one of them refuses.
+        """
+
+        def cut() -> tuple[BatchedDataDict, ScoringBatches]:
+            checked = checked_batch(data, self.engine.vocab_size)
+            checked_lengths(checked, self.batcher.scoring)
+            self.batcher.longest.check(checked)
+            return checked, self.batcher.for_scoring(checked, rows or self.rows)
+
+        if not self.engine.place.topology.joins_replicas:
+            return cut()
+        (checked, own), most = prepared_together(
+            cut, lambda made: len(made[1].microbatches), self.engine.groups.dp
+        )
+        filled = self.batcher.filled_up(own.microbatches, most, checked)
+        return checked, replace(own, microbatches=filled)

@@ -5,6 +5,7 @@ one reported to all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from megatron_policy.device import current_device
 from megatron_policy.errors import BatchError
 from megatron_policy.training.batching import Batcher, GlobalBatch
+
+T = TypeVar("T")
 
 
 def cut_synchronized(
@@ -22,16 +25,8 @@ def cut_synchronized(
 
     What `cut` raises is raised here, and a BatchError on the other ranks, so that none waits.
     """
-    try:
-        batches = cut()
-    except Exception:
-        # Any exception: otherwise the others would wait, or mistake the next call's message.
-        largest([1, 0, 0], group)
-        raise
+    batches, (most, least) = _together(cut, lambda cut: [len(cut), -len(cut)], group)
     number = len(batches)
-    refused, most, least = largest([0, number, -number], group)
-    if refused:
-        raise BatchError("another data-parallel rank has refused its data; its error says why")
     if most != -least:
         raise BatchError(
             f"this data-parallel rank has {number} global batches, but ranks have between "
@@ -42,6 +37,34 @@ def cut_synchronized(
         GlobalBatch(batch.data, batcher.filled_up(batch.microbatches, count, batch.data))
         for batch, count in zip(batches, counts, strict=True)
     ]
+
+
+def prepared_together(
+    prepare: Callable[[], T], count: Callable[[T], int], group: dist.ProcessGroup
+) -> tuple[T, int]:
+    """What `prepare` returns here, and the largest `count` of it on any rank of `group`.
+
+    What `prepare` raises is raised here, and a BatchError on the other ranks, so that none waits.
+    """
+    prepared, (most,) = _together(prepare, lambda own: [count(own)], group)
+    return prepared, most
+
+
+def _together(
+    prepare: Callable[[], T], numbers: Callable[[T], Sequence[int]], group: dist.ProcessGroup
+) -> tuple[T, list[int]]:
+    width = 2  # of every message, so that ranks in different calls at least do not wait
+    try:
+        prepared = prepare()
+    except Exception:
+        # Any exception: otherwise the others would wait, or mistake the next call's message.
+        largest([1, *[0] * width], group)
+        raise
+    own = list(numbers(prepared))
+    refused, *found = largest([0, *own, *[0] * (width - len(own))], group)
+    if refused:
+        raise BatchError("another data-parallel rank has refused its data; its error says why")
+    return prepared, found[: len(own)]
 
 
 def largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:

@@ -31,13 +31,15 @@ def held_entries(chunks: Sequence[torch.nn.Module], table: Table, place: Placeme
     ConversionError unless they match one to one.
     """
     held: Held = []
+    moe = table.architecture.moe
+    experts = None if moe is None else place.experts(moe.experts)
     for index, chunk in enumerate(chunks):
         layers = place.layers(index)
         entries = table.entries_of(
-            layers, first=place.holds_embedding(index), last=place.holds_head(index)
+            layers, place.holds_embedding(index), place.holds_head(index), experts
         )
-        offset = layers.start if len(layers) else 0
-        parameters = {canonical_name(name, offset): p for name, p in _weights(chunk)}
+        offsets = (layers.start if len(layers) else 0, experts.start if experts else 0)
+        parameters = {canonical_name(name, *offsets): p for name, p in _weights(chunk)}
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         table.check_megatron(shapes, place.topology.tp, entries, expert_tp=place.topology.expert_tp)
         held += [(entry, parameters[entry.megatron]) for entry in entries]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -182,9 +183,46 @@ def test_interleaved_stages_need_whole_rounds_of_microbatches() -> None:
         microbatches(6, 2, grid)
 
 
-def test_expert_parallelism_is_not_built_and_says_so() -> None:
-    key = "expert_model_parallel_size"
-    assert f"{key}=2 is not supported yet: use 1" in refusal(config(**{key: 2}), shape(), 2)
+EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "message"),
+    [
+        ({EP: 2}, 2, f"{EP}=2 needs a model with experts, and this one has none: use 1"),
+        ({EP: 3}, 6, rf"{EP}=3 does not divide the 4 experts .* use one of \[1, 2, 4\]"),
+        ({ETP: 5}, 5, rf"{ETP}=5 does not divide the 12 feed-forward .* \[1, 2, 3, 4, 6, 12\]"),
+        ({EP: 4}, 6, rf"{EP}=4 x 1 .* divide the 6 ranks .* use one of \[1, 2, 3, 6\]"),
+        ({EP: 2, ETP: 4}, 2, rf"{EP}=2 x 4 \({ETP}\) .* make {ETP} smaller"),
+        (
+            {"tensor_model_parallel_size": 2, EP: 2, "sequence_parallel": True},
+            2,
+            rf"{EP}=2 x 2 \(as many as tensor_model_parallel_size\) .* use one of \[1\]",
+        ),
+    ],
+)
+def test_sizes_that_do_not_divide_experts_or_ranks_are_refused_with_legal_ones(
+    sizes: dict[str, Any], world: int, message: str
+) -> None:
+    model = shape() if "has none" in message else shape(moe=MOE)
+    assert re.search(message, refusal(config(gbs=world * 4, **sizes), model, world))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world"),
+    [
+        ({EP: 4}, 4),
+        ({EP: 2}, 8),
+        ({"tensor_model_parallel_size": 2, EP: 2, ETP: 1, "sequence_parallel": True}, 2),
+        ({"tensor_model_parallel_size": 2, EP: 2, "sequence_parallel": True}, 4),
+        ({"context_parallel_size": 2, EP: 4, ETP: 2}, 8),
+    ],
+)
+def test_experts_spread_over_the_ranks_of_a_stage(sizes: dict[str, Any], world: int) -> None:
+    policy = config(gbs=world * 4, **sizes)
+    grid = topology_of(policy, world)
+    assert (grid.ep, grid.etp) == (sizes[EP], sizes.get(ETP))
+    check_layout(policy, shape(moe=MOE), grid)
 
 
 def test_context_parallel_ranks_are_part_of_a_replica() -> None:
@@ -225,9 +263,13 @@ def test_experts_need_sequence_parallelism_to_be_split_and_biases_never_are() ->
     split = config(tensor_model_parallel_size=2)
     assert "sequence_parallel=true: set it" in refusal(split, shape(moe=MOE), 2)
     biased = shape(moe=MOE, mlp_bias=True)
-    assert "experts with biases, which Megatron-Core cannot split" in refusal(split, biased, 2)
+    message = refusal(split, biased, 2)
+    assert f"{ETP}=2 (not set, so it is tensor_model_parallel_size) does not fit experts" in message
+    assert "cannot split: set it to 1" in message
     with_it = config(tensor_model_parallel_size=2, sequence_parallel=True)
     check_layout(with_it, shape(moe=MOE), topology_of(with_it, 2))
+    whole = config(tensor_model_parallel_size=2, sequence_parallel=True, **{ETP: 1})
+    check_layout(whole, biased, topology_of(whole, 2))
     check_layout(config(), biased, topology_of(config(), 1))
 
 

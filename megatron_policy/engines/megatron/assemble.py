@@ -116,9 +116,10 @@ def _build(
             model_config,
             settings,
             config.train_global_batch_size,
-            topology.dp * topology.cp,
             pending_reads,
             held,
+            arch,
+            place,
         )
         chunks = trainable.chunks
     last = place.topology.vpp - 1

@@ -40,15 +40,20 @@ def generate(
     result, on the CPU.
 
     All rows share a KV cache. Only one rank of each data-parallel replica draws from `generator`,
-    so its state need not agree between ranks.
+    so its state need not agree between ranks. Replicas that use each other's experts call this
+    together, each with its own prompts or with none.
     """
     lengths_B = lengths_B.to(current_device())
+    if not lengths_B.numel():
+        _accompany(pipeline)
+        return _nothing(prompts_BS)
     total = min(int(lengths_B.max()) + sampling.max_new_tokens, max_length)
     progress = _Progress.start(prompts_BS.to(current_device()), lengths_B, total, pad_id)
     limit_B = (lengths_B + sampling.max_new_tokens).clamp(max=total)
     cache = StaticInferenceContext(prompts_BS.size(0), total)
     with _inference_mode(pipeline):
         while progress.unfinished(limit_B):
+            _any_replica(pipeline, True)
             if outgrown(pipeline.models, cache.sequence_len_offset, progress.position):
                 cache.sequence_len_offset = 0  # recompute the cache for the text so far
                 cache.enable_prefill_mode()
@@ -59,7 +64,32 @@ def generate(
             cache.sequence_len_offset = progress.position
             cache.enable_decode_mode()
             progress.append(tokens_B, logprobs_B, limit_B, sampling.stop_ids)
+    _accompany(pipeline)
     return progress.result(lengths_B)
+
+
+def _any_replica(pipeline: Pipeline, unfinished: bool) -> bool:
+    """Whether any of the replicas that use each other's experts is unfinished; collective then."""
+    if not pipeline.topology.joins_replicas:
+        return unfinished
+    found = torch.tensor(int(unfinished), device=current_device())
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=pipeline.groups.dp)
+    return bool(found)
+
+
+def _accompany(pipeline: Pipeline) -> None:
+    """Run forward steps of one token, which nobody reads, while other replicas need experts of this
+    replica.
+    """
+    token_11 = torch.zeros(1, 1, dtype=torch.long, device=current_device())
+    with _inference_mode(pipeline):
+        while _any_replica(pipeline, False):
+            _relay(pipeline, token_11, StaticInferenceContext(1, 1))
+
+
+def _nothing(prompts_BS: torch.Tensor) -> Continuations:
+    tokens_BT, none_B = prompts_BS[:, :1].cpu(), torch.zeros(0, dtype=torch.long)
+    return Continuations(tokens_BT, none_B, none_B, torch.zeros(tokens_BT.shape))
 
 
 @dataclass

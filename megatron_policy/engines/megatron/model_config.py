@@ -140,6 +140,7 @@ def _parallelism(
         "sequence_parallel": settings.sequence_parallel,
         "context_parallel_size": topology.cp,
         "expert_model_parallel_size": topology.ep,
+        "expert_tensor_parallel_size": topology.expert_tp,
         "pipeline_model_parallel_size": topology.pp,
         "virtual_pipeline_model_parallel_size": topology.vpp if interleaved else None,
         "num_layers_in_first_pipeline_stage": settings.num_layers_in_first_pipeline_stage,

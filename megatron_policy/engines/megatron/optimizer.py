@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.config import MegatronConfig
 from megatron_policy.converters.rows import Role
+from megatron_policy.engines.megatron.gradient_norm import GradientNorm
 from megatron_policy.interfaces.engine import NotFiniteError
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.weights.load import Held
@@ -38,6 +39,7 @@ class WrappedModel:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     pending_reads: PendingReads
+    gradient_norm: GradientNorm
 
     def detach(self) -> None:
         """Remove the optimizer from the model's config.
@@ -57,10 +59,10 @@ class WrappedModel:
         not finite.
         """
         optimizer = self.optimizer
-        norm_of = optimizer.get_grad_norm
+        distributed = bool(self.chunks[0].ddp_config.use_distributed_optimizer)
 
         def finite_norm() -> float:
-            norm = float(norm_of())
+            norm = self.gradient_norm(optimizer, distributed=distributed)
             if not math.isfinite(norm):
                 raise NotFiniteError(norm)
             return norm
@@ -91,13 +93,15 @@ def wrap_model(
     data_parallel_size: int,
     pending_reads: PendingReads,
     held: Held,
+    gradient_norm: GradientNorm,
 ) -> WrappedModel:
     """Wrap loaded chunks for training; the optimizer copies its fp32 main parameters from their
     current values.
 
     `held` are the parameters with their rows: those whose role is a matrix have weight decay.
-    `settings.optimizer.clip_grad` is the L2 norm to which the whole model's gradient is clipped; 0
-    does not clip. `pending_reads` are waited for before a step changes anything.
+    `settings.optimizer.clip_grad` is the L2 norm to which the whole model's gradient, which
+    `gradient_norm` computes, is clipped; 0 does not clip. `pending_reads` are waited for before a
+    step changes anything.
     """
     wrapped = _wrap(chunks, config, settings, data_parallel_size)
     optimizer = get_megatron_optimizer(
@@ -107,7 +111,7 @@ def wrap_model(
         use_gloo_process_groups=False,
     )
     scheduler = _scheduler(optimizer, settings, global_batch_size)
-    model = WrappedModel(wrapped, optimizer, scheduler, pending_reads)
+    model = WrappedModel(wrapped, optimizer, scheduler, pending_reads, gradient_norm)
     _connect(config, model)
     return model
 

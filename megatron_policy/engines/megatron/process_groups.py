@@ -25,6 +25,7 @@ def make_groups(topology: Topology, timeout_s: float) -> Groups:
         virtual_pipeline_model_parallel_size=topology.vpp if topology.vpp > 1 else None,
         context_parallel_size=topology.cp,
         expert_model_parallel_size=topology.ep,
+        expert_tensor_parallel_size=topology.expert_tp,
         distributed_timeout_minutes=timedelta(seconds=timeout_s).total_seconds() / 60,
         order=MEGATRON_ORDER,
         create_gloo_process_groups=False,

@@ -11,10 +11,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.config import MegatronConfig
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.engines.megatron.gradient_norm import GradientNorm, separate_experts
 from megatron_policy.engines.megatron.optimizer import WrappedModel, finalize_gradients, wrap_model
 from megatron_policy.engines.megatron.optimizer_state import MegatronOptimizerState
 from megatron_policy.errors import CheckpointError
 from megatron_policy.memory.pending_reads import PendingReads
+from megatron_policy.parallel.topology import Placement
 from megatron_policy.weights.load import Held
 
 _SETTINGS = (
@@ -108,15 +111,26 @@ def make_trainable(
     config: TransformerConfig,
     settings: MegatronConfig,
     global_batch_size: int,
-    data_parallel_size: int,
     pending_reads: PendingReads,
     held: Held,
+    architecture: Architecture,
+    place: Placement,
 ) -> MegatronTrainable:
     """Wrap loaded chunks for training; see `wrap_model`."""
+    separate_experts(held, place)
     parts = wrap_model(
-        chunks, config, settings, global_batch_size, data_parallel_size, pending_reads, held
+        chunks,
+        config,
+        settings,
+        global_batch_size,
+        place.topology.dp * place.topology.cp,
+        pending_reads,
+        held,
+        GradientNorm.of(held, architecture, place),
     )
-    return MegatronTrainable(parts.chunks, parts.optimizer, parts.scheduler, parts.pending_reads)
+    return MegatronTrainable(
+        parts.chunks, parts.optimizer, parts.scheduler, parts.pending_reads, parts.gradient_norm
+    )
 
 
 def _reduce_nothing(*args: Any, **kwargs: Any) -> None:
