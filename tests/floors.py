@@ -43,7 +43,14 @@ CONVERTERS_FLOORS: tuple[tuple[int, tuple[str, ...]], ...] = (
 
 # Values and arithmetic: no files, no environment, and of foreign packages only PURE_IMPORTS.
 PURE = ("batch", "errors", "version", "config*", "converters*", "interfaces*", "lm_head*")
-PURE += ("packing*", "parallel*", "refit.manifest", "refit.plan", "weights.geometry")
+PURE += (
+    "packing*",
+    "parallel*",
+    "refit.manifest",
+    "refit.plan",
+    "refit.planning",
+    "weights.geometry",
+)
 PURE_IMPORTS = sys.stdlib_module_names | {PACKAGE, "torch", "numpy", "pydantic", "yaml"}
 PURE_FORBIDS = ("environ", "getenv")
 PURE_FORBIDS_IMPORTS = ("mmap", "shutil", "socket", "subprocess", "tempfile")

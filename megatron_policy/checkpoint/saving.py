@@ -247,7 +247,8 @@ def _reserve(pool: PinnedMemoryPool, nbytes: int) -> None:
 def layout_of(topology: Topology) -> dict[str, int]:
     """The sizes of the topology's axes by name."""
     names = ("tp", "cp", "ep", "dp", "pp", "vpp")
-    return {name: getattr(topology, name) for name in names}
+    sizes = {name: getattr(topology, name) for name in names}
+    return sizes if topology.expert_tp == topology.tp else sizes | {"etp": topology.expert_tp}
 
 
 def _write_side_files(partial: Path, side: Mapping[str, bytes]) -> dict[str, bytes]:

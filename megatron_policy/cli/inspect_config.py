@@ -4,6 +4,7 @@ holds what.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -38,7 +39,7 @@ def inspect_config(
 
     with one_line_errors(MISUNDERSTOOD):
         config = PolicyConfig.from_yaml(path)
-        topology = topology_of(config, world_size or _ranks_of_a_replica(config))
+        topology = topology_of(config, world_size or _fewest_ranks(config))
         architecture = _architecture(config)
         check_layout(config, architecture, topology)
     console = Console(highlight=False)
@@ -46,13 +47,13 @@ def inspect_config(
     console.print(_stages(config, architecture, topology))
 
 
-def _ranks_of_a_replica(config: PolicyConfig) -> int:
+def _fewest_ranks(config: PolicyConfig) -> int:
+    """The fewest ranks that hold whole replicas and all experts; legal numbers are multiples."""
     megatron = config.megatron_cfg
-    return (
-        megatron.tensor_model_parallel_size
-        * megatron.pipeline_model_parallel_size
-        * megatron.context_parallel_size
-    )
+    tp, etp = megatron.tensor_model_parallel_size, megatron.expert_tensor_parallel_size
+    experts = megatron.expert_model_parallel_size * (tp if etp is None else etp)
+    stage = math.lcm(tp * megatron.context_parallel_size, experts)
+    return stage * megatron.pipeline_model_parallel_size
 
 
 def _architecture(config: PolicyConfig) -> Architecture:
@@ -97,9 +98,9 @@ def _legal_world_sizes(config: PolicyConfig) -> Iterator[int]:
     from megatron_policy.config.layout import microbatches, pads, topology_of
     from megatron_policy.errors import ConfigError
 
-    replica = _ranks_of_a_replica(config)
-    for replicas in range(1, config.train_global_batch_size + 1):
-        topology = topology_of(config, replica * replicas)
+    fewest = _fewest_ranks(config)
+    for number in range(1, config.train_global_batch_size + 1):
+        topology = topology_of(config, fewest * number)
         try:
             if pads(config):
                 microbatches(

@@ -58,6 +58,8 @@ _OPTION_OF_KEY = (
     ("virtual_pipeline_model_parallel_size", "--vpp"),
     ("pipeline_model_parallel_size", "--pp"),
     ("context_parallel_size", "--cp"),
+    ("expert_model_parallel_size", "--ep"),
+    ("expert_tensor_parallel_size", "--etp"),
 )
 _WITHOUT_OPTION = ", or set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
 

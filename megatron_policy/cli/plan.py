@@ -26,6 +26,8 @@ def lines(planned: Planned) -> Iterator[str]:
     """Totals, what each stage owns, what is exchanged, and the cost."""
     plan, table, topology = planned.plan, planned.table, planned.topology
     axes = " x ".join(f"{axis} {getattr(topology, axis)}" for axis in ("pp", "dp", "cp", "tp"))
+    if table.architecture.moe is not None:
+        axes += f", experts ep {topology.ep} x etp {topology.expert_tp}"
     yield (
         f"{table.family}, {table.architecture.num_layers} layers: {_sum(plan.tensors)}, "
         f"on {topology.world_size} rank{'s' * (topology.world_size > 1)} = {axes}"
@@ -77,13 +79,13 @@ def _exchange(plan: RefitPlan) -> str:
         return "no collective, every rank holds whole tensors"
     calls = plan.collectives
     return (
-        f"{plan.rounds} round{'s' * (plan.rounds > 1)} of {show_size(_round(plan))}, "
+        f"{plan.rounds} round{'s' * (plan.rounds > 1)} of {show_size(plan.round_bytes)}, "
         f"{calls} collective{'s' * (calls > 1)} on each rank"
     )
 
 
 def _peak(plan: RefitPlan) -> str:
-    exchange = _round(plan) if plan.gathers else 0
+    exchange = plan.round_bytes
     bucket = min(plan.bucket_bytes, plan.total_bytes)
     total = exchange + bucket + plan.largest_bytes
     return (
@@ -92,13 +94,10 @@ def _peak(plan: RefitPlan) -> str:
     )
 
 
-def _round(plan: RefitPlan) -> int:
-    return plan.shards * plan.chunk
-
-
 def _buckets(plan: RefitPlan) -> Iterator[str]:
     buckets = _in_buckets(plan)
-    what = "rounds" if plan.gathers else "packs"
+    kinds = {"rounds" if exchange.gathers else "packs" for exchange in plan.exchanges}
+    what = " and ".join(sorted(kinds))
     yield f"buckets ({what} of at most {show_size(plan.bucket_bytes)}) and their tensors"
     for number, tensors in enumerate(buckets):
         names = tensors[0].name
@@ -122,13 +121,15 @@ def _in_buckets(plan: RefitPlan) -> list[list[RefitTensor]]:
     """The tensors with elements in each round, or in each pack if there is no exchange."""
     from megatron_policy.refit.plan import packed
 
-    if not plan.gathers:
-        return [list(pack.tensors) for pack in packed(plan.tensors, plan.bucket_bytes)]
-    rounds = []
-    for number in range(plan.rounds):
-        found = {item.tensor.name: item.tensor for item, _, _ in plan.in_round(number)}
-        rounds.append(list(found.values()))
-    return rounds
+    buckets = []
+    for exchange in plan.exchanges:
+        if not exchange.gathers:
+            packs = packed(exchange.tensors, plan.bucket_bytes)
+            buckets += [list(pack.tensors) for pack in packs]
+        for number in range(exchange.rounds):
+            found = {item.tensor.name: item.tensor for item, _, _ in exchange.in_round(number)}
+            buckets.append(list(found.values()))
+    return buckets
 
 
 def _sum(tensors: Sequence[RefitTensor]) -> str:
@@ -157,6 +158,10 @@ def plan(
     vpp: Annotated[int, typer.Option(min=1, help="Model chunks of a pipeline stage.")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Data-parallel replicas.")] = 1,
     cp: Annotated[int, typer.Option(min=1, help="Context-parallel ranks.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")] = 1,
+    etp: Annotated[
+        int | None, typer.Option(min=1, help="Tensor-parallel ranks of experts, if not as --tp.")
+    ] = None,
     bucket_size: Annotated[
         int,
         typer.Option(
@@ -180,7 +185,7 @@ def plan(
     with one_line_errors():
         from megatron_policy.errors import ConfigError
 
-        sizes = {"tp": tp, "pp": pp, "vpp": vpp, "dp": dp, "cp": cp}
+        sizes = {"tp": tp, "pp": pp, "vpp": vpp, "dp": dp, "cp": cp, "ep": ep, "etp": etp or tp}
         try:
             planned = _planned(refit, sizes, bucket_size, dtype, precision)
         except ConfigError as error:
@@ -199,7 +204,7 @@ def _planned(
     from megatron_policy.config.layout import check_layout, layer_split, topology_of
     from megatron_policy.convert.headers import read_headers
     from megatron_policy.converters.table import bind
-    from megatron_policy.refit.plan import RefitModel, plan_refit
+    from megatron_policy.refit.planning import RefitModel, plan_refit
 
     seen = read_headers(source)
     table = bind(seen.config)
@@ -214,7 +219,7 @@ def _planned(
         topology,
         split,
         plan_refit(
-            RefitModel(table, split, seen.dtypes, trained, topology.tp),
+            RefitModel(table, split, seen.dtypes, trained, topology),
             bucket_bytes=bucket_bytes,
             dtype=None if dtype is None else getattr(torch, dtype.value),
         ),
@@ -248,6 +253,8 @@ def _config(source: str, sizes: dict[str, int], precision: Precision) -> PolicyC
             "pipeline_model_parallel_size": sizes["pp"],
             "virtual_pipeline_model_parallel_size": sizes["vpp"],
             "context_parallel_size": sizes["cp"],
+            "expert_model_parallel_size": sizes["ep"],
+            "expert_tensor_parallel_size": sizes["etp"],
             "sequence_parallel": sizes["tp"] > 1,
         },
     }

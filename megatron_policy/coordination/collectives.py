@@ -29,21 +29,28 @@ _LONGEST_PAUSE_S = 0.05  # between two looks for a key
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """A rank's groups for refits: its tensor-parallel peers, its pipeline peers, all ranks."""
+    """A rank's groups for refits: its tensor-parallel peers, the ranks that hold a layer's experts
+    between them, its pipeline peers, all ranks.
+    """
 
     tp: BoundedProcessGroup
+    experts: BoundedProcessGroup
     pp: BoundedProcessGroup
     world: BoundedProcessGroup
 
     @property
     def calls(self) -> int:
         """Collective calls over them so far."""
-        return self.tp.calls + self.pp.calls + self.world.calls
+        return sum(group.calls for group in self._all)
 
     def close(self, broken: bool = False) -> None:
         """Leave them."""
-        for group in (self.tp, self.pp, self.world):
+        for group in self._all:
             group.close(broken)
+
+    @property
+    def _all(self) -> tuple[BoundedProcessGroup, ...]:
+        return (self.tp, self.experts, self.pp, self.world)
 
 
 class BoundedCollectives:
@@ -178,6 +185,7 @@ class BoundedCollectives:
 
     def _joined(self) -> ProcessGroups:
         at, size = self._coords, self._topology
+        of_experts = size.expert_coords(self.rank)
 
         def group(name: str, rank: int, count: int) -> BoundedProcessGroup:
             where = f"{self._root}/{self._epoch}/{name}"
@@ -185,6 +193,11 @@ class BoundedCollectives:
 
         return ProcessGroups(
             tp=group(f"tp/{at.pp}.{at.dp}.{at.cp}", at.tp, size.tp),
+            experts=group(
+                f"experts/{at.pp}.{of_experts.edp}",
+                of_experts.ep * size.expert_tp + of_experts.etp,
+                size.ep * size.expert_tp if size.experts_apart else 1,
+            ),
             pp=group(f"pp/{at.dp}.{at.cp}.{at.tp}", at.pp, size.pp),
             world=group("world", self.rank, size.world_size),
         )

@@ -57,6 +57,11 @@ class BufferSlice(NamedTuple):
         assert not over, (self.offset, dtype)
         return self.buffer.typed(dtype)[first : first + math.prod(shape)].view(shape)
 
+    def elements(self, dtype: torch.dtype) -> tuple[Tensor, int]:
+        """The buffer in `dtype`, and where in its storage the slice begins."""
+        typed = self.buffer.typed(dtype)
+        return typed, int(typed.storage_offset()) + self.offset // dtype.itemsize
+
     def bytes(self, nbytes: int) -> Tensor:
         """Its bytes, flat."""
         return self.buffer.memory[self.offset : self.offset + nbytes]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_policy.config.numbers import DEFAULT_BUCKET_BYTES
-from megatron_policy.converters.table import Entry
 from megatron_policy.coordination.collectives import BoundedCollectives
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S
-from megatron_policy.errors import ConfigError
-from megatron_policy.parallel.topology import Coords, Placement, Shard, Topology
+from megatron_policy.parallel.topology import Coords, Topology
 from megatron_policy.refit.buffers import Buffer, BufferSlice
-from megatron_policy.refit.export import Filled, Place, Sources, stream_alone, stream_together
-from megatron_policy.refit.plan import RefitModel, RefitPlan, RefitTensor, plan_refit
+from megatron_policy.refit.export import Filled, Place, Sources, stream_alone
+from megatron_policy.refit.plan import RefitPlan, RefitTensor
+from megatron_policy.refit.planning import RefitModel, plan_refit
+from megatron_policy.refit.rounds import rounds_of, stream_together
 
 if TYPE_CHECKING:
     from megatron_policy.interfaces.engine import TrainingEngine
@@ -46,7 +47,6 @@ class Exporter:
         `bucket_bytes` plus 2 %. Engines get `dtype`; None: the checkpoint's own.
         """
         place = engine.place
-        _refuse_other_shards(place, [entry for entry, _ in engine.held])
         self.topology: Topology = place.topology
         self.coords: Coords = place.coords
         self.rank = place.topology.rank(place.coords)
@@ -59,7 +59,7 @@ class Exporter:
             place.split,
             engine.source_dtypes,
             engine.precision,
-            self.topology.tp,
+            self.topology,
         )
         self._plans: dict[object, RefitPlan] = {}
         self._collectives = BoundedCollectives(self.topology, self.coords, timeout_s, self.device)
@@ -123,9 +123,11 @@ class Exporter:
         ranks that gather together must iterate to the end, even those that place nothing.
         RefitError if one of them does not take part in time.
         """
-        if self.topology.world_size == 1:
-            return stream_alone(plan, self._sources, place)
-        return self._watched(plan, place)
+        if self.topology.world_size > 1:
+            return self._watched(plan, place)
+        return chain.from_iterable(
+            stream_alone(exchange, self._sources, place) for exchange in plan.exchanges
+        )
 
     def agree(self, failure: Exception | None) -> None:
         """Collective over all ranks: RefitError on all of them, with reasons, if any failed."""
@@ -172,9 +174,13 @@ class Exporter:
 
     def _streamed(self, plan: RefitPlan, place: Place) -> Filled:
         joined = self._collectives.groups()  # also needed by ranks that only wait
-        if not plan.gathers:
-            return stream_alone(plan, self._sources, place)
-        return stream_together(plan, self._sources, place, joined.tp, joined.pp)
+        for exchange in plan.exchanges:
+            if exchange.gathers:
+                group = joined.experts if exchange.of_experts else joined.tp
+                rounds = rounds_of(exchange, self._sources, group, joined.pp)
+                yield from stream_together(exchange, rounds, place)
+            else:
+                yield from stream_alone(exchange, self._sources, place)
 
 
 def tensors(exporter: Exporter, plan: RefitPlan) -> Iterator[tuple[str, torch.Tensor]]:
@@ -192,17 +198,3 @@ def tensors(exporter: Exporter, plan: RefitPlan) -> Iterator[tuple[str, torch.Te
         yield tensor.name, target.tensor(tensor.shape, tensor.dtype)
     # Even if nothing was exchanged: another rank may not have reached its first tensor yet.
     exporter.agree(None)
-
-
-def _refuse_other_shards(place: Placement, held: Iterable[Entry]) -> None:
-    """ConfigError unless every parameter is split over the ranks that exchange shards."""
-    exchanged = Shard(place.coords.tp, place.topology.tp)
-    for entry in held:
-        if (shard := place.shard_of(entry.row)) != exchanged or place.topology.ep > 1:
-            raise ConfigError(
-                f"{entry.megatron} is split over {shard.size} tensor-parallel and "
-                f"{place.topology.ep} expert-parallel ranks, but refits and exports exchange "
-                f"shards over {exchanged.size} tensor-parallel ranks: set "
-                f"expert_tensor_parallel_size to {exchanged.size} and "
-                "expert_model_parallel_size to 1"
-            )

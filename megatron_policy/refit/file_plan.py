@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from megatron_policy.parallel.topology import Topology
 from megatron_policy.refit.plan import RefitTensor
 
 
@@ -17,6 +18,11 @@ class ExportFile:
     stage: int
     writer: int
     tensors: tuple[RefitTensor, ...]
+
+    def rank_of(self, topology: Topology) -> int:
+        """The global rank that writes it."""
+        stage = topology.world_size // topology.pp
+        return self.stage * stage + topology.gatherers[self.writer]
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,23 @@
-"""Plans what a refit moves, from which rank, in which round, before any byte moves.
+"""What a refit moves, from which rank, in which round; `planning.py` makes the plan.
 
-Pure: the plan depends on the table, the layout and dtypes only, and is the same on every rank.
+Pure: a plan is the same on every rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
-from megatron_policy.config.numbers import DEFAULT_BUCKET_BYTES
-from megatron_policy.converters.table import EMBEDDING, HEAD, WEIGHT_DTYPES, Entry, Table
-from megatron_policy.errors import ConfigError, RefitError
-from megatron_policy.parallel.topology import LayerSplit
+from megatron_policy.converters.table import Entry
 from megatron_policy.refit.buffers import aligned
-from megatron_policy.weights.geometry import largest_share
 
-SMALLEST_BUCKET_BYTES = 4096
-_STREAM_ALIGNMENT = 16  # bytes; a multiple of every dtype's size
+STREAM_ALIGNMENT = 16
+"""Bytes; a multiple of every dtype's size."""
 _ROUNDING = 1.02
 """How far a round may exceed the bucket, so that rounding shares up costs no extra round."""
 
@@ -42,11 +39,12 @@ class RefitTensor:
 
 @dataclass(frozen=True)
 class Item:
-    """One Megatron parameter's part of one HF tensor: a run in every tensor-parallel rank's stream.
+    """One Megatron parameter's part of one HF tensor: a run in every shard's stream.
 
     The run begins at byte `start` of the streams and has `elements` elements of `sent_dtype`: as
-    many as the rank with the largest share has. `first` and `last` say whether it contains the
-    tensor's first elements, and whether it completes the tensor.
+    many as the rank with the largest share has. `owner` is the expert-parallel rank that has them,
+    0 if all have. `first` and `last` say whether it contains the tensor's first elements, and
+    whether it completes the tensor.
     """
 
     tensor: RefitTensor
@@ -57,11 +55,21 @@ class Item:
     elements: int
     first: bool
     last: bool
+    owner: int = 0
 
     @property
     def end(self) -> int:
         """The byte after the run."""
         return self.start + self.elements * self.sent_dtype.itemsize
+
+
+class Part(NamedTuple):
+    """A range of bytes of a round, in every stream, that come from the same ranks."""
+
+    stage: int
+    owner: int
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -74,55 +82,58 @@ class Pack:
 
 
 @dataclass(frozen=True)
-class RefitPlan:
-    """The tensors of one refit in the order in which they are sent, stage after stage.
+class Exchange:
+    """Items that are exchanged over the same group of ranks, in the order in which they are sent.
 
-    Each of `shards` tensor-parallel ranks has a stream with its share of every item; `stages` are
-    the pipeline stages that take part. Each round exchanges the next `chunk` bytes of all streams,
-    over the stages and then over the tensor-parallel ranks.
+    Each of `shards` tensor-parallel ranks has a stream with its share of every item; `owners` is
+    the number of expert-parallel ranks that have different items, and `stages` are the pipeline
+    stages that take part. Each round exchanges the next `chunk` bytes of all streams: over the
+    stages, and then over the shards and from their owner to all.
     """
 
     items: tuple[Item, ...]
     shards: int
     stages: tuple[int, ...]
     bucket_bytes: int
+    owners: int = 1
+    of_experts: bool = False
 
     @cached_property
     def tensors(self) -> tuple[RefitTensor, ...]:
         """Each HF tensor once, in order."""
         return tuple(item.tensor for item in self.items if item.last)
 
-    @cached_property
-    def total_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
     @property
     def gathers(self) -> bool:
         """Whether ranks have to exchange anything; a rank that holds everything just copies it."""
-        return self.shards > 1 or len(self.stages) > 1
+        return self.shards > 1 or self.owners > 1 or len(self.stages) > 1
 
     @property
     def rounds(self) -> int:
         """Exchanges over each kind of group: stream bytes divided by bucket bytes, rounded up."""
         most = int(self.bucket_bytes * _ROUNDING) // self.shards
-        most -= most % _STREAM_ALIGNMENT
+        most -= most % STREAM_ALIGNMENT
         return -(-self._stream_bytes // most) if self.gathers else 0
 
     @cached_property
     def chunk(self) -> int:
         """Bytes of each stream per round; `shards` times this is at most a bucket plus 2 %."""
-        return aligned(-(-self._stream_bytes // max(1, self.rounds)), _STREAM_ALIGNMENT)
+        return aligned(-(-self._stream_bytes // max(1, self.rounds)), STREAM_ALIGNMENT)
+
+    @property
+    def round_bytes(self) -> int:
+        """Bytes of the buffer that rounds use; 0 if there are none."""
+        return self.shards * self.chunk if self.gathers else 0
 
     @property
     def collectives(self) -> int:
-        """Collective calls of one rank in one refit, not counting the closing agreement."""
-        return self.rounds * ((self.shards > 1) + (len(self.stages) > 1))
-
-    @property
-    def largest_bytes(self) -> int:
-        """Bytes of the largest tensor."""
-        return max((tensor.nbytes for tensor in self.tensors), default=0)
+        """Collective calls in one refit, not counting the closing agreement; of experts' owners,
+        which make the most.
+        """
+        if self.owners == 1:
+            return self.rounds * ((self.shards > 1) + (len(self.stages) > 1))
+        parts = sum(len(self.parts(number)) for number in range(self.rounds))
+        return parts * (self.shards + (len(self.stages) > 1))
 
     def in_round(self, number: int) -> Iterator[tuple[Item, int, int]]:
         """Items with elements in that round, and their element range (first, end)."""
@@ -133,6 +144,18 @@ class RefitPlan:
             first = max(begin - item.start, 0) // size
             end = min(begin + self.chunk - item.start, item.end - item.start) // size
             yield item, first, end
+
+    def parts(self, number: int) -> list[Part]:
+        """The round as ranges that come from one stage and owner each; they cover all its bytes."""
+        found: list[Part] = []
+        for item, _, _ in self.in_round(number):
+            source = (item.tensor.stage, item.owner)
+            if not found or (found[-1].stage, found[-1].owner) != source:
+                begin = max(item.start - number * self.chunk, 0)
+                if found:
+                    found[-1] = found[-1]._replace(end=begin)
+                found.append(Part(*source, begin, self.chunk))
+        return found
 
     @cached_property
     def _round_bounds(self) -> tuple[tuple[int, int], ...]:
@@ -152,65 +175,60 @@ class RefitPlan:
     def _stream_bytes(self) -> int:
         return self.items[-1].end if self.items else 0
 
+
+@dataclass(frozen=True)
+class RefitPlan:
+    """The tensors of one refit in the order in which they are sent: those that all ranks of a
+    tensor-parallel group hold between them, then those of experts that other groups hold.
+    """
+
+    exchanges: tuple[Exchange, ...]
+    stages: tuple[int, ...]
+    bucket_bytes: int
+
+    @cached_property
+    def items(self) -> tuple[Item, ...]:
+        """All items, in order."""
+        return tuple(item for exchange in self.exchanges for item in exchange.items)
+
+    @cached_property
+    def tensors(self) -> tuple[RefitTensor, ...]:
+        """Each HF tensor once, in order."""
+        return tuple(tensor for exchange in self.exchanges for tensor in exchange.tensors)
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks have to exchange anything."""
+        return any(exchange.gathers for exchange in self.exchanges)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of all exchanges."""
+        return sum(exchange.rounds for exchange in self.exchanges)
+
+    @property
+    def round_bytes(self) -> int:
+        """Bytes of the largest exchange's buffer: at most a bucket plus 2 %."""
+        return max((exchange.round_bytes for exchange in self.exchanges), default=0)
+
+    @property
+    def collectives(self) -> int:
+        """Collective calls of one rank in one refit; see `Exchange.collectives`."""
+        return sum(exchange.collectives for exchange in self.exchanges)
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest tensor."""
+        return max((tensor.nbytes for tensor in self.tensors), default=0)
+
     def info(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each tensor by name, in the order in which they are sent."""
         return {tensor.name: (tensor.shape, tensor.dtype) for tensor in self.tensors}
-
-
-@dataclass(frozen=True)
-class RefitModel:
-    """The input of a plan.
-
-    `dtypes` are those of the HF tensors in the checkpoint, `precision` is the dtype of the
-    parameters in training.
-    """
-
-    table: Table
-    split: LayerSplit
-    dtypes: Mapping[str, torch.dtype]
-    precision: torch.dtype
-    shards: int
-
-
-def plan_refit(
-    model: RefitModel,
-    *,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    dtype: torch.dtype | None = None,
-    stage: int | None = None,
-    names: Collection[str] | None = None,
-) -> RefitPlan:
-    """The plan for all HF tensors, or those of one pipeline `stage`, or those of `names`.
-
-    Tensors keep the checkpoint's dtype unless `dtype` names another; those that keep their own
-    dtype in training keep it here too. ConfigError if the bucket is too small, RefitError for a
-    name that the model does not have.
-    """
-    if dtype is not None and dtype not in WEIGHT_DTYPES:
-        legal = ", ".join(str(kind).removeprefix("torch.") for kind in WEIGHT_DTYPES)
-        raise ConfigError(f"weights cannot be handed over as {dtype}; legal: torch's {legal}")
-    least = SMALLEST_BUCKET_BYTES * model.shards
-    if bucket_bytes < least:
-        raise ConfigError(
-            f"a refit bucket of {bucket_bytes} bytes is too small: give {least} or more "
-            f"({SMALLEST_BUCKET_BYTES} for each tensor-parallel rank)"
-        )
-    owned = sorted(
-        ((stage_of(entry, model.split), entry) for entry in model.table.exported()),
-        key=lambda pair: pair[0],
-    )
-    if names is not None:
-        _refuse_unknown(names, model.table)
-    wanted = None if names is None else frozenset(names)
-    chosen = [
-        (at, entry, part)
-        for at, entry in owned
-        if stage is None or at == stage
-        for part, name in enumerate(entry.hf)
-        if wanted is None or name in wanted
-    ]
-    stages = range(len(model.split.stages)) if stage is None else (stage,)
-    return RefitPlan(tuple(_items(chosen, model, dtype)), model.shards, tuple(stages), bucket_bytes)
 
 
 def packed(tensors: Sequence[RefitTensor], capacity: int) -> tuple[Pack, ...]:
@@ -230,57 +248,6 @@ def packed(tensors: Sequence[RefitTensor], capacity: int) -> tuple[Pack, ...]:
     return tuple(packs)
 
 
-def stage_of(entry: Entry, split: LayerSplit) -> int:
-    """The pipeline stage that holds the entry's parameter."""
-    if entry.where == EMBEDDING:
-        return 0
-    if entry.where == HEAD:
-        return len(split.stages) - 1
-    assert entry.layer is not None
-    return split.owner(entry.layer)[0]
-
-
 def _pack(group: Sequence[tuple[RefitTensor, int]], used: int) -> Pack:
     tensors, offsets = zip(*group, strict=True)
     return Pack(tensors, offsets, used)
-
-
-def _items(
-    chosen: Sequence[tuple[int, Entry, int]], model: RefitModel, dtype: torch.dtype | None
-) -> Iterator[Item]:
-    architecture = model.table.architecture
-    shapes = model.table.hf_shapes()
-    start, tensor = 0, RefitTensor("", (), model.precision, 0)
-    for index, (stage, entry, part) in enumerate(chosen):
-        name, row = entry.hf[part], entry.row
-        first = tensor.name != name
-        if first:
-            target = model.dtypes[name] if dtype is None or row.keeps_dtype else dtype
-            tensor = RefitTensor(name, shapes[name], target, stage)
-        held = torch.float32 if row.keeps_dtype else model.precision
-        item = Item(
-            tensor=tensor,
-            entry=entry,
-            part=part,
-            # The narrower of the two: casting gives the same on either side of the exchange.
-            sent_dtype=tensor.dtype if tensor.dtype.itemsize < held.itemsize else held,
-            start=start,
-            elements=largest_share(row, architecture, part, model.shards),
-            first=first,
-            last=index + 1 == len(chosen) or _name(chosen[index + 1]) != name,
-        )
-        start = aligned(item.end, _STREAM_ALIGNMENT)
-        yield item
-
-
-def _name(chosen: tuple[int, Entry, int]) -> str:
-    return chosen[1].hf[chosen[2]]
-
-
-def _refuse_unknown(names: Collection[str], table: Table) -> None:
-    known = {name for entry in table.exported() for name in entry.hf}
-    if unknown := sorted(set(names) - known):
-        raise RefitError(
-            f"this {table.family} model has no HF tensor {', '.join(unknown[:8])}; "
-            "ask for names that prepare_refit_info lists"
-        )

@@ -5,6 +5,8 @@ cut; counted before anything moves.
 from __future__ import annotations
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +17,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from megatron_policy.converters.formats.hf_files import read_config
-from megatron_policy.converters.rows import Rows, fill_shard
-from megatron_policy.converters.table import Entry, Table, bind
+from megatron_policy.converters.rows import fill_shard
+from megatron_policy.converters.table import Table, bind
 from megatron_policy.coordination.process_group import PendingCollective
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.parallel.topology import LayerSplit, Placement, Topology
 from megatron_policy.refit.buffers import Buffer, BufferSlice
-from megatron_policy.refit.export import Sources, _Rounds, stream_alone
-from megatron_policy.refit.exporter import _refuse_other_shards
-from megatron_policy.refit.plan import (
-    RefitModel,
-    RefitPlan,
-    RefitTensor,
-    packed,
-    plan_refit,
-)
+from megatron_policy.refit.export import Sources, stream_alone
+from megatron_policy.refit.plan import RefitPlan, RefitTensor, packed
+from megatron_policy.refit.planning import RefitModel, plan_refit
+from megatron_policy.refit.rounds import rounds_of, stream_together
 from tests.checkpoints import ALL_FAMILIES
 
 # What a stream has beside tensors: alignment. (Vocabularies and groups that ranks share unevenly,
@@ -37,11 +34,11 @@ from tests.checkpoints import ALL_FAMILIES
 SLACK = 1.02
 
 
-def model_of(path: Path, size: int = 1, stages: int = 1, precision=torch.float32) -> RefitModel:
+def model_of(path: Path, tp: int = 1, pp: int = 1, **sizes: int) -> RefitModel:
     table = bind(read_config(path))
     dtypes = {name: tensor.dtype for name, tensor in files(path).items()}
-    split = LayerSplit.of(table.architecture.num_layers, stages)
-    return RefitModel(table, split, dtypes, precision, size)
+    split = LayerSplit.of(table.architecture.num_layers, pp)
+    return RefitModel(table, split, dtypes, torch.float32, Topology(tp=tp, pp=pp, **sizes))
 
 
 def files(path: Path) -> dict[str, torch.Tensor]:
@@ -51,42 +48,106 @@ def files(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def shards(table: Table, tensors: dict[str, torch.Tensor], rank: int, size: int) -> Sources:
-    """One tensor-parallel rank's parameters, as loading fills them."""
+def sources_of(model: RefitModel, tensors: dict[str, torch.Tensor], rank: int) -> Sources:
+    """One rank's parameters, as loading fills them."""
+    table, topology = model.table, model.topology
+    architecture = table.architecture
+    place = Placement(topology, topology.coords(rank), model.split)
+    layers = [layer for chunk in range(topology.vpp) for layer in place.layers(chunk)]
+    ends = (place.holds_embedding(0), place.holds_head(topology.vpp - 1))
+    experts = place.experts(architecture.moe.experts) if architecture.moe else None
     held = []
-    for entry in table.exported():
-        shard = torch.empty(entry.row.local_shape(table.architecture, size))
+    for entry in table.entries_of(layers, *ends, experts):
+        number, size = place.shard_of(entry.row)
+        shard = torch.empty(entry.row.local_shape(architecture, size))
         parts = [tensors[name] for name in entry.hf]
-        fill_shard(entry.row, table.architecture, shard, parts, rank, size)
+        fill_shard(entry.row, architecture, shard, parts, number, size)
         held.append((entry, shard))
-    return Sources(held, table.architecture)
+    return Sources(held, architecture)
 
 
-class Alone:
-    """A channel of which the test plays all ranks."""
+class Meeting:
+    """Where the threads of a group exchange memory; an exchange that not all join fails."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, size: int) -> None:
+        self.barrier, self.memory = threading.Barrier(size, timeout=600), [torch.empty(0)] * size
+
+
+class Channel:
+    """One rank's end of a group, in place of `BoundedProcessGroup`."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank, self.size = meeting, rank, len(meeting.memory)
+        self.calls = 0
+
+    def broadcast(self, memory: torch.Tensor, source: int) -> PendingCollective:
+        return self._exchanged(memory, lambda all_: all_[source])
 
     def all_gather(self, memory: torch.Tensor) -> PendingCollective:
+        def own_parts(all_: list[torch.Tensor]) -> torch.Tensor:
+            parts = [one.view(self.size, -1)[rank] for rank, one in enumerate(all_)]
+            return torch.cat(parts)
+
+        return self._exchanged(memory, own_parts)
+
+    def sum(self, memory: torch.Tensor) -> PendingCollective:
+        return self._exchanged(memory, lambda all_: torch.stack(all_).sum(0, dtype=memory.dtype))
+
+    def _exchanged(self, memory: torch.Tensor, result: Any) -> PendingCollective:
+        if self.size > 1:
+            self.calls += 1
+            self.meeting.memory[self.rank] = memory.clone()
+            self.meeting.barrier.wait()
+            memory.copy_(result(self.meeting.memory))
+            self.meeting.barrier.wait()
         return PendingCollective(self, None)  # type: ignore[arg-type]
 
 
-def together(plan: RefitPlan, sources: list[Sources]) -> dict[str, torch.Tensor]:
-    """All ranks' exchanges in one process."""
-    everyone: Any = [_Rounds(plan, s, Alone(rank), Alone(0)) for rank, s in enumerate(sources)]
-    targets: dict[str, BufferSlice] = {}
-    for number in range(plan.rounds):
-        for rounds in everyone:
-            rounds.start(number)
-        for rank, rounds in enumerate(everyone):
-            everyone[0]._part(rank).copy_(rounds._part(rank))
-        for item, begin, end in plan.in_round(number):
-            tensor = item.tensor
-            if tensor.name not in targets:
-                targets[tensor.name] = BufferSlice(Buffer.on(torch.device("cpu"), tensor.nbytes), 0)
-            everyone[0].unpack(item, begin, end, targets[tensor.name])
-    return {t.name: targets[t.name].tensor(t.shape, t.dtype) for t in plan.tensors}
+def together(
+    plan: RefitPlan, model: RefitModel, tensors: dict[str, torch.Tensor]
+) -> list[dict[str, torch.Tensor]]:
+    """What every rank of the topology receives; each runs in a thread of its own."""
+    grid = model.topology
+    meetings: dict[object, Meeting] = {}
+    lock = threading.Lock()
+
+    def channel(name: object, rank: int, size: int) -> Any:
+        with lock:
+            return Channel(meetings.setdefault(name, Meeting(size)), rank)
+
+    def received(rank: int) -> dict[str, torch.Tensor]:
+        at, experts, sources = (
+            grid.coords(rank),
+            grid.expert_coords(rank),
+            sources_of(model, tensors, rank),
+        )
+        tp = channel(("tp", at.pp, at.dp, at.cp), at.tp, grid.tp)
+        pp = channel(("pp", at.dp, at.cp, at.tp), at.pp, grid.pp)
+        held = grid.ep * grid.expert_tp
+        number = experts.ep * grid.expert_tp + experts.etp
+        of_experts = channel(("experts", at.pp, experts.edp), number, held)
+        found: dict[str, torch.Tensor] = {}
+
+        def place(tensor: RefitTensor) -> BufferSlice:
+            return BufferSlice(Buffer.on(torch.device("cpu"), tensor.nbytes), 0)
+
+        for exchange in plan.exchanges:
+            group = of_experts if exchange.of_experts else tp
+            stream = (
+                stream_together(exchange, rounds_of(exchange, sources, group, pp), place)
+                if exchange.gathers
+                else stream_alone(exchange, sources, place)
+            )
+            for tensor, target in stream:
+                assert target is not None
+                assert tensor.name not in found
+                found[tensor.name] = target.tensor(tensor.shape, tensor.dtype)
+        assert list(found) == [tensor.name for tensor in plan.tensors]
+        assert tp.calls + pp.calls + of_experts.calls <= plan.collectives
+        return found
+
+    with ThreadPoolExecutor(grid.world_size) as pool:
+        return list(pool.map(received, range(grid.world_size)))
 
 
 def sizes_of(table: Table) -> list[int]:
@@ -101,14 +162,55 @@ def test_shards_become_the_tensors_again_however_their_streams_are_cut(
     expected = files(path)
     for size in sizes_of(bind(read_config(path)))[1:]:
         model = model_of(path, size)
-        sources = [shards(model.table, expected, rank, size) for rank in range(size)]
         for bucket in (size * 4096, size * 5008, 10**9):
             plan = plan_refit(model, bucket_bytes=bucket)
-            found = together(plan, sources)
-            ignored = set(model.table.ignored)
-            assert set(found) == set(expected) - ignored
-            for name, tensor in found.items():
-                assert torch.equal(tensor, expected[name]), (name, size, bucket)
+            assert_received(together(plan, model, expected), model, expected)
+
+
+def assert_received(
+    received: list[dict[str, torch.Tensor]], model: RefitModel, expected: dict[str, torch.Tensor]
+) -> None:
+    for found in received:
+        assert set(found) == set(expected) - set(model.table.ignored)
+        for name, tensor in found.items():
+            assert torch.equal(tensor, expected[name]), name
+
+
+# Experts one tensor each; stacked in one tensor, with biases; one tensor each beside shared ones.
+EXPERT_GRIDS = (
+    ("qwen3_moe", {"dp": 2, "ep": 2}),
+    ("gpt_oss", {"dp": 4, "ep": 4}),
+    ("deepseek_v3", {"tp": 2, "ep": 2, "etp": 1}),
+    ("gpt_oss", {"tp": 2, "etp": 1}),
+    ("qwen3_moe", {"dp": 2, "etp": 2}),
+    ("deepseek_v3", {"tp": 2, "dp": 2, "ep": 2}),
+    ("gpt_oss", {"pp": 2, "dp": 2, "ep": 2}),
+    ("qwen3_moe", {"pp": 2, "tp": 2, "ep": 2, "etp": 1}),
+    ("deepseek_v3", {"pp": 2, "tp": 2, "etp": 1}),
+    ("qwen3_moe", {"tp": 2, "cp": 2, "dp": 2, "ep": 4, "etp": 2}),
+    ("gpt_oss", {"tp": 3, "dp": 2, "ep": 2, "etp": 1}),
+)
+
+
+@pytest.mark.parametrize(("family", "sizes"), EXPERT_GRIDS)
+def test_experts_of_other_ranks_arrive_whole_on_every_rank(
+    checkpoint: Any, family: str, sizes: dict[str, int]
+) -> None:
+    path = checkpoint(family, **({"heads": 6, "groups": 3} if sizes.get("tp") == 3 else {}))
+    expected, model = files(path), model_of(path, **sizes)
+    for bucket in (16384, 10**9):
+        plan = plan_refit(model, bucket_bytes=bucket)
+        assert plan.round_bytes <= 1.03 * bucket
+        assert_received(together(plan, model, expected), model, expected)
+
+
+def test_an_exchange_of_experts_goes_by_bytes_and_not_by_experts(checkpoint: Any) -> None:
+    few = model_of(checkpoint("qwen3_moe", num_experts=8), dp=2, ep=2)
+    many = model_of(checkpoint("qwen3_moe", num_experts=32, moe_intermediate_size=4), dp=2, ep=2)
+    plans = [plan_refit(model, bucket_bytes=10**9).exchanges[1] for model in (few, many)]
+    assert len(plans[1].tensors) == 4 * len(plans[0].tensors)
+    # One round, in which each of two owners broadcasts once.
+    assert [(plan.rounds, plan.collectives) for plan in plans] == [(1, 2), (1, 2)]
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
@@ -121,7 +223,7 @@ def test_one_rank_alone_streams_every_tensor_bit_equal(checkpoint: Any, family: 
         return BufferSlice(Buffer.on(torch.device("cpu"), tensor.nbytes + 512), 512)
 
     seen = []
-    for tensor, target in stream_alone(plan, shards(model.table, expected, 0, 1), place):
+    for tensor, target in stream_alone(plan.exchanges[0], sources_of(model, expected, 0), place):
         assert target is not None
         assert torch.equal(target.tensor(tensor.shape, tensor.dtype), expected[tensor.name])
         seen.append(tensor.name)
@@ -137,9 +239,7 @@ def test_the_rounds_are_as_few_as_the_bytes_need(
 ) -> None:
     path = checkpoint("llama", tied=True, groups=4, vocab=512)
     plan = plan_refit(model_of(path, size, stages), bucket_bytes=bucket)
-    assert plan.shards * plan.chunk <= 1.03 * bucket, (
-        "2 %, and as much for the alignment of small ones"
-    )
+    assert plan.round_bytes <= 1.03 * bucket, "2 %, and as much for the alignment of small ones"
     assert plan.rounds <= math.ceil(plan.total_bytes * SLACK / bucket)
     assert plan.rounds >= plan.total_bytes // bucket
     assert plan.collectives == plan.rounds * ((size > 1) + (stages > 1))
@@ -153,15 +253,23 @@ def test_layers_do_not_make_rounds_at_equal_bytes(checkpoint: Any) -> None:
     assert math.isclose(*per_byte, rel_tol=0.15), "rounds follow the bytes"
 
 
-def test_each_item_is_in_the_rounds_once_and_whole(checkpoint: Any) -> None:
-    plan = plan_refit(model_of(checkpoint("qwen3_moe"), 2, 2), bucket_bytes=20_000)
+@pytest.mark.parametrize("sizes", [{"tp": 2, "pp": 2}, {"dp": 2, "ep": 2, "pp": 2}])
+def test_each_item_is_in_the_rounds_once_and_whole(checkpoint: Any, sizes: dict[str, int]) -> None:
+    (*_, exchange) = plan_refit(
+        model_of(checkpoint("qwen3_moe"), **sizes), bucket_bytes=20_000
+    ).exchanges
     seen: dict[int, list[tuple[int, int]]] = {}
-    for number in range(plan.rounds):
-        for item, begin, end in plan.in_round(number):
+    for number in range(exchange.rounds):
+        for item, begin, end in exchange.in_round(number):
             assert 0 <= begin < end <= item.elements
             seen.setdefault(item.start, []).append((begin, end))
-    assert len(seen) == len(plan.items)
-    for item in plan.items:
+        parts = exchange.parts(number)
+        assert [0, *[part.end for part in parts]] == [
+            *[part.begin for part in parts],
+            exchange.chunk,
+        ]
+    assert len(seen) == len(exchange.items)
+    for item in exchange.items:
         runs = seen[item.start]
         assert [0, *[end for _, end in runs]] == [*[begin for begin, _ in runs], item.elements]
 
@@ -214,27 +322,3 @@ def test_packs_hold_every_tensor_in_order_aligned_and_within_their_capacity(
             assert offset >= ends
             ends = offset + tensor.nbytes
         assert ends <= pack.nbytes
-
-
-@pytest.mark.parametrize(
-    ("sizes", "refused"),
-    [
-        ({"tp": 2, "dp": 2}, False),
-        ({"tp": 2, "dp": 2, "etp": 1}, True),
-        ({"tp": 1, "dp": 4, "etp": 2}, True),
-        ({"tp": 1, "dp": 4, "ep": 2}, True),
-    ],
-)
-def test_experts_on_other_ranks_than_those_that_exchange_shards_are_refused(
-    sizes: dict[str, int], refused: bool
-) -> None:
-    topology = Topology(**sizes)
-    place = Placement(topology, topology.coords(0), LayerSplit.of(1, 1))
-    weight = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight"
-    row = Rows("experts.{expert}.fc2", ("down",), ("hidden_size", "ffn_hidden_size"))
-    held = [Entry(weight, ("down",), row, 0, "layer", 1)]
-    if not refused:
-        _refuse_other_shards(place, held)
-        return
-    with pytest.raises(ConfigError, match=r"local_experts\.1.*set expert_tensor_parallel_size to"):
-        _refuse_other_shards(place, held)

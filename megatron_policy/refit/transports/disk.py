@@ -51,9 +51,8 @@ class DirectorySession:
             plan,
             partial,
         )
-        at, tp = exporter.coords, exporter.topology.tp
-        writer = at.dp * tp + at.tp
-        own = [f for f in plan.files if at.cp == 0 and (f.stage, f.writer) == (at.pp, writer)]
+        grid, rank = exporter.topology, exporter.rank
+        own = [file for file in plan.files if file.rank_of(grid) == rank]
         self._file_of = {tensor.name: file for file in own for tensor in file.tensors}
         self._written: dict[str, hf_writing.ShardFile] = {}
         self._digests: dict[str, int] = {}
@@ -237,16 +236,17 @@ class HfDirectory:
         return self._files[1]
 
     def plan(self, exporter: Exporter) -> RefitPlan:
-        """The tensors of the files that the ranks of this stage and replica write."""
-        at, tp = exporter.coords, exporter.topology.tp
+        """The tensors of the files that the ranks of this stage write which gather together."""
+        grid, at = exporter.topology, exporter.coords
+        block = grid.block_of(exporter.rank)
         names = tuple(
             tensor.name
             for file in self.files(exporter).files
-            if at.cp == 0 and (file.stage, file.writer // tp) == (at.pp, at.dp)
+            if (file.stage, grid.block_of(file.rank_of(grid))) == (at.pp, block)
             for tensor in file.tensors
         )
         if not names:
-            return RefitPlan((), 1, (at.pp,), exporter.bucket_bytes)
+            return RefitPlan((), (at.pp,), exporter.bucket_bytes)
         return exporter.plan(names=names, own_stage=True, as_stored=True)
 
     def prepare(self, exporter: Exporter) -> ExportDestination:
@@ -306,7 +306,7 @@ class HfDirectory:
 def plan_files(exporter: Exporter, max_shard_bytes: int) -> ExportPlan:
     """Assign files of at most `max_shard_bytes` to the ranks of each stage. Pure."""
     tensors, topology = exporter.plan(as_stored=True).tensors, exporter.topology
-    writers = topology.tp * topology.dp
+    writers = len(topology.gatherers)
     fair = -(-sum(tensor.nbytes for tensor in tensors) // (writers * topology.pp))
     return plan_export(
         tensors,

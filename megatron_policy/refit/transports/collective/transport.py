@@ -185,8 +185,10 @@ class CollectiveTransport:
         self._group, self._bucket_bytes, self._dtype = group, bucket_bytes, dtype
 
     def plan(self, exporter: Exporter) -> RefitPlan | None:
-        """All tensors or, by stage, those of this rank's stage; on the first replica only."""
-        if (exporter.coords.dp, exporter.coords.cp) != (0, 0):
+        """All tensors or, by stage, those of this rank's stage; on the ranks that gather with the
+        first of a stage.
+        """
+        if exporter.topology.block_of(exporter.rank) != 0:
             return None
         return self._plan(exporter, self._group.by_stage)
 

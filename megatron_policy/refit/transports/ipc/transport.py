@@ -64,16 +64,16 @@ class IpcStream:
         self._directory = directory
 
     def plan(self, exporter: Exporter) -> RefitPlan | None:
-        """Everything, on all ranks of a replica that serves an engine; see `Transport`."""
-        grid, own = exporter.topology, exporter.coords
+        """Everything, on all ranks that gather with one that serves an engine; see `Transport`."""
+        grid = exporter.topology
         if self._addresses is None:
             return exporter.plan()
         if absent := [rank for rank in self._addresses if not 0 <= rank < grid.world_size]:
             raise ConfigError(
                 f"there are no ranks {absent} to send weights from: {grid.world_size} ranks run"
             )
-        served = {(at.dp, at.cp) for at in map(grid.coords, self._addresses)}
-        return exporter.plan() if (own.dp, own.cp) in served else None
+        served = set(map(grid.block_of, self._addresses))
+        return exporter.plan() if grid.block_of(exporter.rank) in served else None
 
     def open(self, exporter: Exporter, plan: RefitPlan) -> _Session | None:
         """Bind this rank's socket, if it has an engine. RefitError if it cannot."""

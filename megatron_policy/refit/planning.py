@@ -1,0 +1,171 @@
+"""Plans what a refit moves: which rank sends what, and in which order.
+
+Pure: the plan depends on the table, the layout and dtypes only, and is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_policy.config.numbers import DEFAULT_BUCKET_BYTES
+from megatron_policy.converters.rows.blocks import of_expert
+from megatron_policy.converters.rows.expert_rows import Stacked
+from megatron_policy.converters.table import EMBEDDING, HEAD, WEIGHT_DTYPES, Entry, Table
+from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.parallel.topology import LayerSplit, Topology
+from megatron_policy.refit.buffers import aligned
+from megatron_policy.refit.plan import STREAM_ALIGNMENT, Exchange, Item, RefitPlan, RefitTensor
+from megatron_policy.weights.geometry import largest_share
+
+SMALLEST_BUCKET_BYTES = 4096
+_Chosen = tuple[int, Entry, int]
+"""A stage, an entry whose parameter it holds, and the number of one of the entry's HF tensors."""
+
+
+@dataclass(frozen=True)
+class RefitModel:
+    """The input of a plan.
+
+    `dtypes` are those of the HF tensors in the checkpoint, `precision` is the dtype of the
+    parameters in training.
+    """
+
+    table: Table
+    split: LayerSplit
+    dtypes: Mapping[str, torch.dtype]
+    precision: torch.dtype
+    topology: Topology
+
+    @property
+    def apart(self) -> bool:
+        """Whether other groups of ranks hold experts than hold all else."""
+        return self.table.architecture.moe is not None and self.topology.experts_apart
+
+    def owner_of(self, entry: Entry) -> int:
+        """The expert-parallel rank that holds the entry's parameter; 0 if all do."""
+        moe = self.table.architecture.moe
+        if moe is None or entry.expert is None:
+            return 0
+        return entry.expert * self.topology.ep // moe.experts
+
+
+def plan_refit(
+    model: RefitModel,
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    dtype: torch.dtype | None = None,
+    stage: int | None = None,
+    names: Collection[str] | None = None,
+) -> RefitPlan:
+    """The plan for all HF tensors, or those of one pipeline `stage`, or those of `names`.
+
+    Tensors keep the checkpoint's dtype unless `dtype` names another; those that keep their own
+    dtype in training keep it here too. ConfigError if the bucket is too small, RefitError for a
+    name that the model does not have.
+    """
+    if dtype is not None and dtype not in WEIGHT_DTYPES:
+        legal = ", ".join(str(kind).removeprefix("torch.") for kind in WEIGHT_DTYPES)
+        raise ConfigError(f"weights cannot be handed over as {dtype}; legal: torch's {legal}")
+    most_shards = max(model.topology.tp, model.topology.expert_tp if model.apart else 1)
+    least = SMALLEST_BUCKET_BYTES * most_shards
+    if bucket_bytes < least:
+        raise ConfigError(
+            f"a refit bucket of {bucket_bytes} bytes is too small: give {least} or more "
+            f"({SMALLEST_BUCKET_BYTES} for each tensor-parallel rank)"
+        )
+    owned = sorted(
+        ((stage_of(entry, model.split), entry) for entry in model.table.exported()),
+        key=lambda pair: pair[0],
+    )
+    if names is not None:
+        _refuse_unknown(names, model.table)
+    wanted = None if names is None else frozenset(names)
+    chosen = [
+        (at, entry, part)
+        for at, entry in owned
+        if stage is None or at == stage
+        for part, name in enumerate(entry.hf)
+        if wanted is None or name in wanted
+    ]
+    stages = tuple(range(len(model.split.stages))) if stage is None else (stage,)
+    together = [each for each in chosen if not (model.apart and of_expert(each[1].row.megatron))]
+    tp = model.topology.tp
+    exchanges = [Exchange(tuple(_items(together, model, dtype, tp)), tp, stages, bucket_bytes)]
+    if len(together) < len(chosen):
+        exchanges.append(_of_experts(chosen, model, dtype, stages, bucket_bytes))
+    return RefitPlan(tuple(exchanges), stages, bucket_bytes)
+
+
+def _of_experts(
+    chosen: Sequence[_Chosen],
+    model: RefitModel,
+    dtype: torch.dtype | None,
+    stages: tuple[int, ...],
+    bucket_bytes: int,
+) -> Exchange:
+    """The exchange of experts, owner after owner within a stage, so that a round has few owners."""
+
+    def order(each: _Chosen) -> tuple[int, int]:
+        stage, entry, _ = each
+        # A tensor with the experts of all owners is sent as a whole, before those of one owner.
+        return stage, -1 if isinstance(entry.row, Stacked) else model.owner_of(entry)
+
+    apart = sorted((each for each in chosen if of_expert(each[1].row.megatron)), key=order)
+    topology = model.topology
+    items = tuple(_items(apart, model, dtype, topology.expert_tp))
+    return Exchange(items, topology.expert_tp, stages, bucket_bytes, topology.ep, of_experts=True)
+
+
+def stage_of(entry: Entry, split: LayerSplit) -> int:
+    """The pipeline stage that holds the entry's parameter."""
+    if entry.where == EMBEDDING:
+        return 0
+    if entry.where == HEAD:
+        return len(split.stages) - 1
+    assert entry.layer is not None
+    return split.owner(entry.layer)[0]
+
+
+def _items(
+    chosen: Sequence[_Chosen], model: RefitModel, dtype: torch.dtype | None, shards: int
+) -> Iterator[Item]:
+    architecture = model.table.architecture
+    shapes = model.table.hf_shapes()
+    start, tensor = 0, RefitTensor("", (), model.precision, 0)
+    for index, (stage, entry, part) in enumerate(chosen):
+        name, row = entry.hf[part], entry.row
+        first = tensor.name != name
+        if first:
+            target = model.dtypes[name] if dtype is None or row.keeps_dtype else dtype
+            tensor = RefitTensor(name, shapes[name], target, stage)
+        held = torch.float32 if row.keeps_dtype else model.precision
+        item = Item(
+            tensor=tensor,
+            entry=entry,
+            part=part,
+            # The narrower of the two: casting gives the same on either side of the exchange.
+            sent_dtype=tensor.dtype if tensor.dtype.itemsize < held.itemsize else held,
+            start=start,
+            elements=largest_share(row, architecture, part, shards),
+            first=first,
+            last=index + 1 == len(chosen) or _name(chosen[index + 1]) != name,
+            owner=model.owner_of(entry),
+        )
+        start = aligned(item.end, STREAM_ALIGNMENT)
+        yield item
+
+
+def _name(chosen: _Chosen) -> str:
+    return chosen[1].hf[chosen[2]]
+
+
+def _refuse_unknown(names: Collection[str], table: Table) -> None:
+    known = {name for entry in table.exported() for name in entry.hf}
+    if unknown := sorted(set(names) - known):
+        raise RefitError(
+            f"this {table.family} model has no HF tensor {', '.join(unknown[:8])}; "
+            "ask for names that prepare_refit_info lists"
+        )
