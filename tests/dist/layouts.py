@@ -43,5 +43,32 @@ LAYOUTS = {
     "TP4 over 2 groups": layout(4, tp=4),
     "TP2xCP2+SP": layout(4, tp=2, sequence_parallel=True, context_parallel_size=2),
 }
+SP = {"sequence_parallel": True}
+EXPERT_LAYOUTS = {
+    "EP2": layout(2, expert_model_parallel_size=2),
+    "EP4": layout(4, expert_model_parallel_size=4),
+    "EP2xTP2+SP": layout(
+        2, tp=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1, **SP
+    ),
+    "TP2+SP, experts whole": layout(2, tp=2, expert_tensor_parallel_size=1, **SP),
+    "EP2xETP2+TP2": layout(4, tp=2, expert_model_parallel_size=2, **SP),
+    "EP2xPP2": layout(4, pp=2, expert_model_parallel_size=2),
+    "EP2xPP2xVPP2": layout(4, pp=2, vpp=2, expert_model_parallel_size=2),
+    "EP2xCP2": layout(2, context_parallel_size=2, expert_model_parallel_size=2),
+    "EP4xDP2, distributed optimizer, overlaps": layout(
+        8, expert_model_parallel_size=4, **OVERLAPPED
+    ),
+    "EP2xTP2xPP2xCP2+SP, distributed optimizer, overlaps": layout(
+        8,
+        tp=2,
+        pp=2,
+        context_parallel_size=2,
+        expert_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
+        **SP,
+        **OVERLAPPED,
+    ),
+}
+"""Layouts of experts; expert-parallel ranks are among the data- and tensor-parallel ones."""
 # Tied with biases on q, k, v; untied with norms on q, k.
 FAMILIES = {True: "qwen2", False: "qwen3"}

@@ -20,7 +20,7 @@ from tests.dist.cases import (
     policy_config,
     train_two_steps,
 )
-from tests.dist.layouts import LAYOUTS
+from tests.dist.layouts import EXPERT_LAYOUTS, LAYOUTS
 from tests.dist.test_export import assert_same_tensors, export
 from tests.dist.test_generate import (
     PROMPT_LENGTHS,
@@ -126,20 +126,24 @@ def test_recomputing_activations_changes_no_gradient(ranks, learned) -> None:
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
+        ("deepseek_v3", "EP2xTP2+SP"),
         ("deepseek_v3", "PP2 uneven"),
         ("deepseek_v3", "TP2+SP"),
         ("glm4_moe", "DP2"),
+        ("gpt_oss", "EP2xPP2"),
         ("gpt_oss", "PP2"),
         ("minimax_m2", "TP2+SP"),
         ("mixtral", "TP2+SP"),
         ("qwen2_moe", "TP2xPP2xDP2+SP"),
+        ("qwen3_moe", "EP2xETP2+TP2"),
+        ("qwen3_moe", "EP2xTP2xPP2xCP2+SP, distributed optimizer, overlaps"),
     ],
 )
 def test_mixed_dtypes_come_back_bit_equal(ranks, tmp_path: Path, family: str, layout: str) -> None:
     """Weights in bf16; in transformers as in Megatron-Core, correction biases stay in fp32."""
     source = make_checkpoint(tmp_path / "source", family, dtype="bfloat16", **SMALL)
     widen_correction_biases(source)
-    case = LAYOUTS[layout]
+    case = (LAYOUTS | EXPERT_LAYOUTS)[layout]
     config = policy_config(source, case.megatron, precision="bfloat16")
     ranks.run(case.world, export, config, tmp_path / "exported")
     assert_same_tensors(tmp_path / "exported", source)

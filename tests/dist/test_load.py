@@ -17,7 +17,7 @@ from megatron_policy.engines.megatron import assemble
 from megatron_policy.errors import ConversionError
 from tests.checkpoints import make_checkpoint
 from tests.dist.cases import open_policy, policy_config
-from tests.dist.layouts import LAYOUTS
+from tests.dist.layouts import EXPERT_LAYOUTS, LAYOUTS
 
 READ_ONLY = {"init_optimizer": False, "init_reference_model": False}
 
@@ -47,6 +47,16 @@ def test_a_rank_reads_no_more_than_its_own_parameters(ranks, tmp_path: Path, tie
         path, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     )
     for read, held in ranks.run(4, count_bytes, config):
+        assert 0 < read <= 1.1 * held
+
+
+@pytest.mark.parametrize(("family", "name"), [("qwen3_moe", "EP4"), ("gpt_oss", "EP2xTP2+SP")])
+def test_a_rank_reads_no_more_than_its_own_experts(
+    ranks, tmp_path: Path, family: str, name: str
+) -> None:
+    path = make_checkpoint(tmp_path / "model", family, ffn=96, hidden=96)
+    case = EXPERT_LAYOUTS[name]
+    for read, held in ranks.run(case.world, count_bytes, policy_config(path, case.megatron)):
         assert 0 < read <= 1.1 * held
 
 

@@ -20,7 +20,17 @@ from megatron_policy.convert import convert, verify
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, open_policy
-from tests.dist.layouts import FAMILIES, LAYOUTS, LENGTH, OVERLAPPED, SIZES, VOCAB, Layout, layout
+from tests.dist.layouts import (
+    EXPERT_LAYOUTS,
+    FAMILIES,
+    LAYOUTS,
+    LENGTH,
+    OVERLAPPED,
+    SIZES,
+    VOCAB,
+    Layout,
+    layout,
+)
 from tests.dist.resuming import (
     HOST_DATA,
     TOKENIZER,
@@ -82,6 +92,12 @@ SAME = {
     "DP2, distributed optimizer, both overlaps": Case(layout(2, **OVERLAPPED), ASYNC),
     "DP2, distributed, bf16": Case(layout(2, **SHARDED), top=BF16),
     "TP2, bf16": Case(LAYOUTS["TP2"], top=BF16),
+    "EP2xDP2, distributed, packed": Case(
+        layout(4, expert_model_parallel_size=2, **OVERLAPPED),
+        top=PACKED,
+        family="qwen3_moe",
+        tied=False,
+    ),
     "CP2, packed": Case(layout(2, context_parallel_size=2, **OVERLAPPED), top=PACKED),
     "TP2xPP2xDP2": Case(layout(8, tp=2, pp=2, **OVERLAPPED)),
 }
@@ -212,6 +228,21 @@ CHANGES = {
     "tied, one process -> PP2": change(layout(1), LAYOUTS["PP2"]),
     "experts, DP2 -> TP2": change(
         layout(2, **SHARDED), LAYOUTS["TP2+SP"], family="qwen3_moe", tied=False
+    ),
+    "experts, EP4 -> one process": change(
+        layout(4, expert_model_parallel_size=4, **SHARDED),
+        layout(1),
+        family="deepseek_v3",
+        tied=False,
+    ),
+    "experts, EP4 -> EP2xETP2": change(
+        layout(4, expert_model_parallel_size=4, **SHARDED),
+        layout(4, expert_model_parallel_size=2, expert_tensor_parallel_size=2),
+        family="qwen3_moe",
+        tied=False,
+    ),
+    "experts, EP2xTP2 -> PP2xEP2": change(
+        EXPERT_LAYOUTS["EP2xTP2+SP"], EXPERT_LAYOUTS["EP2xPP2"], family="gpt_oss", tied=False
     ),
     "sgd, TP2 -> DP2": change(
         LAYOUTS["TP2"], layout(2), megatron={"optimizer": {"optimizer": "sgd", "sgd_momentum": 0.9}}
