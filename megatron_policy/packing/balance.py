@@ -25,12 +25,35 @@ class _Exchange:
 
 @dataclass(frozen=True)
 class _State:
-    """Bins as sorted lists of (cost, item), the free tokens in each, and each owner's bins."""
+    """Bins as sorted lists of (cost, item), the cost of each and the free tokens in it, each
+    owner's bins and their total cost. `turns` is None, or the turn of every bin; `longest` is then
+    the cost of the costliest bin of each turn.
+    """
 
     bins: list[list[tuple[float, int]]]
+    cost: list[float]
     room: list[int]
     held: list[list[int]]
     load: list[float]
+    turns: Sequence[int] | None
+    longest: list[float]
+
+    def partners(self, source: int, low: int) -> Sequence[int]:
+        """The bins of owner `low` with which bin `source` can exchange sequences."""
+        return self.held[low] if self.turns is None else (self.held[low][self.turns[source]],)
+
+    def slack(self, target: int) -> float:
+        """How much the cost of bin `target` can grow before its turn takes longer."""
+        if self.turns is None:
+            return float("inf")
+        return self.longest[self.turns[target]] - self.cost[target]
+
+    def preference(self, exchange: _Exchange, gap: float) -> tuple[float, float]:
+        """The smallest is the best: how much longer a turn takes for the cost that is moved, then
+        the distance to half of the gap.
+        """
+        longer = max(exchange.moved - self.slack(exchange.target), 0.0)
+        return longer / exchange.moved, abs(exchange.moved - gap / 2)
 
 
 def levelled(
@@ -39,13 +62,16 @@ def levelled(
     sizes: Sequence[int],
     costs: Sequence[float],
     capacity: int,
+    turns: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """The same bins after exchanges that make the total cost of every owner's bins as equal as
     single moves and swaps can; `owners[b]`, counted from 0, owns bin b.
 
-    No bin exceeds `capacity` that did not before. Costs grow with sizes.
+    No bin exceeds `capacity` that did not before. Costs grow with sizes. With `turns`, which gives
+    the turn of each bin, exchanges are between bins of the same turn, and preferably such that its
+    costliest bin becomes no costlier; every owner then has one bin of each turn, in their order.
     """
-    state = _state(bins, owners, sizes, costs, capacity)
+    state = _state(bins, owners, sizes, costs, capacity, turns)
     mean = sum(state.load) / max(len(state.load), 1)
     # The largest load never grows, so this ends; the bound only limits time.
     for _ in range(4 * len(sizes)):
@@ -53,10 +79,10 @@ def levelled(
         found = _between(state, order, sizes, TOLERANCE * mean)
         if found is None:
             break
-        high, low, exchange = found
-        _apply(state, exchange, sizes, costs)
-        state.load[high] -= exchange.moved
-        state.load[low] += exchange.moved
+        _apply(state, found, sizes, costs)
+        high, low = owners[found.source], owners[found.target]
+        state.load[high] -= found.moved
+        state.load[low] += found.moved
     return [[item for _, item in members] for members in state.bins]
 
 
@@ -66,55 +92,79 @@ def _state(
     sizes: Sequence[int],
     costs: Sequence[float],
     capacity: int,
+    turns: Sequence[int] | None,
 ) -> _State:
     held: list[list[int]] = [[] for _ in range(max(owners, default=-1) + 1)]
     load = [0.0] * len(held)
-    for number, (members, owner) in enumerate(zip(bins, owners, strict=True)):
+    cost = [sum(costs[item] for item in members) for members in bins]
+    longest = [0.0] * (max(turns or (), default=-1) + 1)
+    for number, owner in enumerate(owners):
         held[owner].append(number)
-        load[owner] += sum(costs[item] for item in members)
+        load[owner] += cost[number]
+        if turns is not None:
+            # Rounding errors of sums must not look like a longer turn.
+            longest[turns[number]] = max(longest[turns[number]], cost[number] * (1 + 1e-9))
     room = [capacity - sum(sizes[item] for item in members) for members in bins]
-    return _State([sorted((costs[i], i) for i in members) for members in bins], room, held, load)
+    members = [sorted((costs[item], item) for item in bin_) for bin_ in bins]
+    return _State(members, cost, room, held, load, turns, longest)
 
 
 def _between(
     state: _State, order: Sequence[int], sizes: Sequence[int], least: float
-) -> tuple[int, int, _Exchange] | None:
+) -> _Exchange | None:
     """An exchange that relieves the highest owner, with the lowest other one that can take it."""
     if not order:
         return None
     high = order[-1]
     for low in order[:-1]:
         gap = state.load[high] - state.load[low]
+        if gap <= 2 * least:
+            break
         best: _Exchange | None = None
         for exchange in _exchanges(state, high, low, gap, sizes):
             if not least < exchange.moved < gap - least:
                 continue
-            if best is None or abs(exchange.moved - gap / 2) < abs(best.moved - gap / 2):
+            if best is None or state.preference(exchange, gap) < state.preference(best, gap):
                 best = exchange
         if best is not None:
-            return high, low, best
+            return best
     return None
 
 
 def _exchanges(
     state: _State, high: int, low: int, gap: float, sizes: Sequence[int]
 ) -> Iterator[_Exchange]:
-    """Every move, and for each item the swap that comes nearest to halving the gap."""
+    """Every move, and for each item the swap that comes nearest to halving the gap; also the one
+    that comes nearest to it without making a turn longer.
+    """
     for source in state.held[high]:
-        for cost, item in state.bins[source]:
-            for target in state.held[low]:
+        for target in state.partners(source, low):
+            slack, last = state.slack(target), -1.0
+            for cost, item in state.bins[source]:
+                if cost == last:
+                    continue  # the same exchanges again
+                last = cost
                 if sizes[item] <= state.room[target]:
                     yield _Exchange(item, source, None, target, cost)
                 members = state.bins[target]
                 at = bisect_left(members, (cost - gap / 2, -1))
                 if at:
                     yield from _swap(state, item, cost, source, target, at - 1, sizes)
-                while at < len(members) and members[at][0] < cost:
-                    fitting = list(_swap(state, item, cost, source, target, at, sizes))
-                    yield from fitting
-                    if fitting:
-                        break
-                    at += 1
+                yield from _first_swap(state, item, cost, source, target, at, sizes)
+                if 0 < slack < gap / 2:
+                    at = bisect_left(members, (cost - slack, -1))
+                    yield from _first_swap(state, item, cost, source, target, at, sizes)
+
+
+def _first_swap(
+    state: _State, item: int, cost: float, source: int, target: int, at: int, sizes: Sequence[int]
+) -> Iterator[_Exchange]:
+    """The swap with the first item from `at` on that fits, if it is cheaper than `item`."""
+    members = state.bins[target]
+    fitting = sizes[item] - state.room[target]
+    at = bisect_left(members, fitting, at, key=lambda member: sizes[member[1]])
+    if at < len(members) and members[at][0] < cost:
+        yield from _swap(state, item, cost, source, target, at, sizes)
 
 
 def _swap(
@@ -138,3 +188,8 @@ def _apply(
             insort(state.bins[target], (costs[item], item))
             state.room[source] += sizes[item]
             state.room[target] -= sizes[item]
+    state.cost[exchange.source] -= exchange.moved
+    state.cost[exchange.target] += exchange.moved
+    if state.turns is not None:
+        turn = state.turns[exchange.target]
+        state.longest[turn] = max(state.longest[turn], state.cost[exchange.target])

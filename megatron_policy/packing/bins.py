@@ -58,45 +58,106 @@ def checked_algorithm(name: str | None) -> str:
 
 
 def balanced(sizes: Sequence[int], capacity: int, multiple: int, cost: Cost) -> Bins:
-    """The fewest bins found, a multiple of `multiple`, of costs as equal as possible.
-
-    Each sequence, the costliest first, goes into the cheapest bin with room (Graham 1969, longest
-    processing time first); exchanges between bins follow. If a sequence does not fit that way, the
-    bins of first fit decreasing are balanced instead. If these are too many as well, `multiple`
-    more bins are tried.
+    """The fewest bins found, a multiple of `multiple`, of costs as equal as possible: each sequence
+    goes into the cheapest bin with room; exchanges between bins follow.
     """
     costs = [cost(size) for size in sizes]
-    number = round_up(max(-(-sum(sizes) // capacity), 1), multiple)
-    fitted = first_fit_decreasing(sizes, capacity)
-    while True:
-        bins = _cheapest_first(sizes, costs, capacity, number)
-        if bins is None and len(fitted) <= number:
-            bins = split_to(fitted, number, costs)
-        if bins is not None:
-            return levelled(bins, range(number), sizes, costs, capacity)
+    order = decreasing(sizes)
+    bins = fewest(
+        sizes,
+        costs,
+        capacity,
+        multiple,
+        lambda number: cheapest_first(order, sizes, costs, capacity, [0.0] * number),
+    )
+    return levelled(bins, range(len(bins)), sizes, costs, capacity)
+
+
+def fewest(
+    sizes: Sequence[int],
+    costs: Sequence[float],
+    capacity: int,
+    multiple: int,
+    tried: Callable[[int], Bins | None],
+) -> Bins:
+    """What `tried` makes of the fewest bins, a multiple of `multiple`, for which it does not return
+    None; the bins of first fit decreasing, some of them split, if it needs more than these.
+    """
+    # Two sequences of more than half of a bin never share one.
+    least = max(-(-sum(sizes) // capacity), sum(2 * size > capacity for size in sizes), 1)
+    number = round_up(least, multiple)
+    fitted: Bins | None = None
+    while (bins := tried(number)) is None:
+        fitted = first_fit_decreasing(sizes, capacity) if fitted is None else fitted
+        if len(fitted) <= number:
+            return split_to(fitted, number, costs)
         number += multiple
-
-
-def _cheapest_first(
-    sizes: Sequence[int], costs: Sequence[float], capacity: int, number: int
-) -> Bins | None:
-    """`number` bins, or None if a sequence does not fit."""
-    bins: Bins = [[] for _ in range(number)]
-    room = [capacity] * number
-    heap = [(0.0, bin_) for bin_ in range(number)]
-    for item in _decreasing(sizes):
-        full = []
-        while heap and room[heap[0][1]] < sizes[item]:
-            full.append(heapq.heappop(heap))
-        if not heap:
-            return None
-        load, chosen = heap[0]
-        heapq.heapreplace(heap, (load + costs[item], chosen))
-        bins[chosen].append(item)
-        room[chosen] -= sizes[item]
-        for each in full:
-            heapq.heappush(heap, each)
     return bins
+
+
+class OpenBins:
+    """Bins for items that come from the largest to the smallest; finds the bin with the lowest key
+    among those that have room for the next one.
+
+    Bins without room are kept apart until an item comes that fits, so that the search takes time
+    that grows with the logarithm of the number of bins.
+    """
+
+    def __init__(self, keys: Sequence[float], capacity: int) -> None:
+        self.bins: Bins = []
+        self.keys: list[float] = []
+        self._capacity = capacity
+        self._room: list[int] = []
+        self._open: list[tuple[float, int]] = []
+        self._full: list[tuple[int, int]] = []
+        for key in keys:
+            self.add(key)
+
+    def add(self, key: float) -> int:
+        """Add an empty bin; return its number."""
+        number = len(self.bins)
+        self.bins.append([])
+        self.keys.append(key)
+        self._room.append(self._capacity)
+        heapq.heappush(self._open, (key, number))
+        return number
+
+    def first(self, size: int) -> int | None:
+        """The number of the bin with the lowest key that has room for `size`; None if none has."""
+        while self._full and -self._full[0][0] >= size:
+            _, number = heapq.heappop(self._full)
+            heapq.heappush(self._open, (self.keys[number], number))
+        while self._open and self._room[self._open[0][1]] < size:
+            _, number = heapq.heappop(self._open)
+            heapq.heappush(self._full, (-self._room[number], number))
+        return self._open[0][1] if self._open else None
+
+    def put(self, item: int, size: int, growth: float = 0.0) -> None:
+        """Put the item into the bin that `first` found, whose key grows by `growth`."""
+        number = self._open[0][1]
+        self.bins[number].append(item)
+        self.keys[number] += growth
+        self._room[number] -= size
+        heapq.heapreplace(self._open, (self.keys[number], number))
+
+
+def cheapest_first(
+    order: Iterable[int],
+    sizes: Sequence[int],
+    costs: Sequence[float],
+    capacity: int,
+    loads: Sequence[float],
+) -> Bins | None:
+    """One bin for each of `loads`, the costs that they have in advance; None if an item does not
+    fit. Each item of `order`, the largest first, goes into the cheapest bin that has room (Graham
+    1969, longest processing time first).
+    """
+    open_ = OpenBins(loads, capacity)
+    for item in order:
+        if open_.first(sizes[item]) is None:
+            return None
+        open_.put(item, sizes[item], costs[item])
+    return open_.bins
 
 
 def split_to(bins: Bins, number: int, costs: Sequence[float]) -> Bins:
@@ -148,7 +209,12 @@ def concatenative(sizes: Sequence[int], capacity: int) -> Bins:
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> Bins:
     """The longest first, each into the first bin that has room."""
-    return _first_fit(_decreasing(sizes), sizes, capacity)
+    open_ = OpenBins((), capacity)
+    for item in decreasing(sizes):
+        if open_.first(sizes[item]) is None:
+            open_.add(len(open_.bins))
+        open_.put(item, sizes[item])
+    return open_.bins
 
 
 def first_fit_shuffle(sizes: Sequence[int], capacity: int) -> Bins:
@@ -167,7 +233,7 @@ def modified_first_fit_decreasing(sizes: Sequence[int], capacity: int) -> Bins:
     those above a sixth. Then each takes the longest sequences that fit, and the rest is packed
     first fit decreasing. Source: Johnson and Garey 1985, "A 71/60 theorem for bin packing".
     """
-    order = _decreasing(sizes)
+    order = decreasing(sizes)
     large = [item for item in order if 2 * sizes[item] > capacity]
     medium = [item for item in order if 2 * sizes[item] <= capacity < 3 * sizes[item]]
     small = [item for item in order if 3 * sizes[item] <= capacity < 6 * sizes[item]]
@@ -219,7 +285,8 @@ def _first_fit(order: Iterable[int], sizes: Sequence[int], capacity: int) -> Bin
     return bins
 
 
-def _decreasing(sizes: Sequence[int]) -> list[int]:
+def decreasing(sizes: Sequence[float]) -> list[int]:
+    """The indices of `sizes` from the largest to the smallest; the first of equal ones first."""
     return sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_policy.errors import BatchError
-from megatron_policy.packing.balance import levelled
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.bins import BALANCED, Bins, checked_algorithm, pack
 from megatron_policy.packing.cost import Cost
 from megatron_policy.packing.dynamic import dynamic_bins
+from megatron_policy.packing.lockstep import assign_to_ranks, balanced_shares
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,8 @@ def plan_rows(
     width: int | None = None,
 ) -> list[RankPlan]:
     """Every rank's part of the rows of one global batch, with the same number of microbatches each,
-    a multiple of `multiple`, and costs as equal as the algorithm allows.
+    a multiple of `multiple`. Total costs, and the costs of every rank's microbatch i, are as equal
+    as the algorithm allows.
 
     `width` is that of the tensor whose rows have these `lengths`: padding does not exceed it. Each
     rank computes its costliest microbatch first. BatchError naming a row that is too long.
@@ -141,39 +142,24 @@ def plan_rows(
     assert settings.kind != "padded", "microbatches of a number of rows need no plan"
     settings.check(lengths, width)
     sizes = [settings.size(length, width) for length in lengths]
+    packed = settings.kind == "packed"
+    if packed and checked_algorithm(settings.algorithm) == BALANCED and ranks > 1:
+        shares = balanced_shares(sizes, settings.capacity, ranks, multiple, cost)
+        return [_share(share, sizes, cost, packed) for share in shares]
     total = ranks * multiple
-    if settings.kind == "packed":
+    if packed:
         bins = pack(sizes, settings.capacity, settings.algorithm, multiple=total, cost=cost)
     else:
         bins = dynamic_bins(sizes, settings.capacity, total, cost)
-    packed = settings.kind == "packed"
     costs = [_cost(bin_, sizes, cost, packed) for bin_ in bins]
-    shares = [[bins[number] for number in numbers] for numbers in assign_to_ranks(costs, ranks)]
-    if packed and checked_algorithm(settings.algorithm) == BALANCED:
-        shares = _levelled(shares, sizes, settings.capacity, cost)
-    return [_share(share, sizes, cost, packed) for share in shares]
+    assigned = assign_to_ranks(costs, ranks)
+    return [_share([bins[b] for b in numbers], sizes, cost, packed) for numbers in assigned]
 
 
 def _cost(bin_: Sequence[int], sizes: Sequence[int], cost: Cost, packed: bool) -> float:
     if packed:
         return sum(cost(sizes[row]) for row in bin_)
     return len(bin_) * cost(max((sizes[row] for row in bin_), default=0))
-
-
-def _levelled(shares: list[Bins], sizes: Sequence[int], capacity: int, cost: Cost) -> list[Bins]:
-    """The same shares after exchanges between ranks, and then between the bins of each rank.
-
-    A bin of one long sequence can cost more than the mean and another bin of its rank less: only
-    the ranks' totals can be made equal.
-    """
-    costs = [cost(size) for size in sizes]
-    owners = [rank for rank, share in enumerate(shares) for _ in share]
-    bins = levelled([bin_ for share in shares for bin_ in share], owners, sizes, costs, capacity)
-    found = []
-    for rank in range(len(shares)):
-        own = [bin_ for bin_, owner in zip(bins, owners, strict=True) if owner == rank]
-        found.append(levelled(own, range(len(own)), sizes, costs, capacity))
-    return found
 
 
 def _share(bins: Bins, sizes: Sequence[int], cost: Cost, packed: bool) -> RankPlan:
@@ -187,24 +173,3 @@ def _share(bins: Bins, sizes: Sequence[int], cost: Cost, packed: bool) -> RankPl
         spans.append(MicrobatchSpan(start, end, sum(taken) if packed else max(taken, default=0)))
         start = end
     return RankPlan(tuple(row for bin_ in ordered for row in bin_), Plan((tuple(spans),), packed))
-
-
-def assign_to_ranks(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Assign bins to `ranks`, the same number to each, with total costs as equal as possible.
-
-    The costliest bin first goes to the rank with the lowest load that lacks bins; swaps follow.
-    Each rank has its bins from the costliest to the cheapest, so that what the ranks compute at the
-    same time costs about the same. `ranks` divides the number of bins.
-    """
-    share, left = divmod(len(costs), ranks)
-    assert left == 0, f"{len(costs)} bins are not assigned evenly to {ranks} ranks"
-    assigned: list[list[int]] = [[] for _ in range(ranks)]
-    load = [0.0] * ranks
-    for bin_ in sorted(range(len(costs)), key=lambda b: (-costs[b], b)):
-        open_ = [rank for rank in range(ranks) if len(assigned[rank]) < share]
-        rank = min(open_, key=lambda r: (load[r], r))
-        assigned[rank].append(bin_)
-        load[rank] += costs[bin_]
-    # Each bin has size 1 and no rank has room for another: only swaps keep the counts.
-    assigned = levelled(assigned, range(ranks), [1] * len(costs), costs, share)
-    return [sorted(bins, key=lambda b: (-costs[b], b)) for bins in assigned]

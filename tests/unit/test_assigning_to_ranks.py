@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_policy.packing.plan import assign_to_ranks
+from megatron_policy.packing.lockstep import assign_to_ranks
 
 COSTS = st.integers(1, 5).flatmap(
     lambda ranks: st.tuples(

@@ -18,8 +18,8 @@ MEASURED = Row(1, "ours / floor", limit=1.0, goal=2.0, measure=lambda folder, re
 SLOW = Measurement(1.5, {"floor": (0.5, 0.4), "ours": (0.6, 0.75)}, "all bits")
 
 
-def test_the_scorecard_has_thirteen_rows_each_measured_or_with_a_reason_not_to_be() -> None:
-    assert [row.number for row in SCORECARD] == list(range(1, 14))
+def test_the_scorecard_has_fourteen_rows_each_measured_or_with_a_reason_not_to_be() -> None:
+    assert [row.number for row in SCORECARD] == list(range(1, 15))
     for row in SCORECARD:
         assert (row.measure is None) == bool(row.skipped), row
 
@@ -59,6 +59,46 @@ def test_rows_that_are_planned_for_32_ranks_lose_at_most_two_hundredths_of_a_ste
     assert found.ratio >= 0.98
     assert found.ratio <= found.beside["balanced"] <= 1.0
     assert found.beside["bins dealt in turn"] < 0.9
+
+
+def test_ranks_that_wait_in_every_microbatch_take_as_long_as_the_costliest_of_each() -> None:
+    from benchmarks.lockstep import efficiency
+
+    assert efficiency([[3.0, 1.0], [1.0, 3.0]]) == 4.0 / 6.0
+    assert efficiency([[3.0, 1.0], [3.0, 1.0]]) == 1.0
+    assert efficiency([[3.0, 1.0], [1.0, 3.0]], group=1) == 1.0
+
+
+def test_no_plan_of_a_few_sequences_exceeds_the_bound_of_lockstep_efficiency(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All plans of seven sequences on two ranks with two microbatches each are tried."""
+    from itertools import product
+
+    from benchmarks import lockstep
+    from megatron_policy.packing.cost import sequence_cost
+
+    monkeypatch.setattr(lockstep, "RANKS", 2)
+    monkeypatch.setattr(lockstep, "CAPACITY", 100)
+    monkeypatch.setattr(lockstep, "COST", sequence_cost(20))
+    draw, best = [95, 40, 30, 30, 25, 20, 20], 0.0
+    for places in product(range(4), repeat=len(draw)):
+        bins = [[n for n, at in zip(draw, places, strict=True) if at == b] for b in range(4)]
+        if all(sum(own) <= 100 for own in bins):
+            costs = [sum(map(lockstep.COST, own)) for own in bins]
+            best = max(best, lockstep.efficiency([costs[:2], costs[2:]]))
+    assert 0.9 * lockstep.bound(draw) < best <= lockstep.bound(draw) < 1.0
+
+
+def test_ranks_keep_pace_within_a_twentieth_of_what_is_possible(tmp_path: Path) -> None:
+    from benchmarks.lockstep import LENGTHS, ROWS, lockstep_efficiency
+
+    found = lockstep_efficiency(tmp_path, 3)
+    assert 0.95 <= found.ratio <= 1.0
+    kinds = [f"{rows} rows of median {name}" for name in LENGTHS for rows in ROWS]
+    for kind in kinds:
+        if found.beside[f"{kind}, at most"] > 0.98:
+            assert found.beside[kind] >= 0.95, kind
 
 
 def test_a_skipped_line_has_no_numbers_and_the_reason() -> None:
@@ -108,8 +148,8 @@ def test_rows_are_chosen_by_number_and_stay_in_order() -> None:
 
 
 def test_a_row_that_is_not_in_the_scorecard_is_named() -> None:
-    with pytest.raises(ValueError, match=r"no row \[14\]"):
-        chosen(SCORECARD, [1, 14])
+    with pytest.raises(ValueError, match=r"no row \[15\]"):
+        chosen(SCORECARD, [1, 15])
 
 
 def test_each_run_overwrites_the_results_with_one_object_a_line(tmp_path: Path) -> None:
