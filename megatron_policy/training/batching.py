@@ -13,6 +13,7 @@ from megatron_policy.config.layout import microbatches as count_microbatches
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.errors import BatchError
 from megatron_policy.packing.batching import Batching
+from megatron_policy.packing.bins import decreasing
 from megatron_policy.packing.cost import Cost, sequence_cost
 from megatron_policy.packing.microbatch import (
     Microbatch,
@@ -120,8 +121,7 @@ class Batcher:
         if plan is None:
             data, plan, order = self._own_plan(data, self.scoring)
         batch = self._only(self._planned(data, plan), "what is only scored")
-        spans = [span for span in plan.batches[0] if span.start < span.end]
-        rows = [order[span.start : span.end] for span in spans]
+        rows = [[order[row] for row in own.rows] for own in batch.microbatches if own.rows]
         count = len(batch.microbatches)
         return ScoringBatches(self.filled_up(batch.microbatches, count, data), rows)
 
@@ -194,20 +194,29 @@ class Batcher:
         return data.select_indices(share.rows), share.plan, share.rows
 
     def _planned(self, data: BatchedDataDict, plan: Plan) -> list[GlobalBatch]:
+        """The plan's global batches, each with its costliest microbatch first, whatever the order
+        of the plan: ranks that wait for each other in every microbatch then wait the least.
+        """
         width = data["input_ids"].size(1)
         found, start = [], 0
         for spans, rows in zip(plan.batches, plan.rows, strict=True):
             batch = data.slice(start, start + rows)
+            costs = [self._span_cost(batch, span, plan.packed) for span in spans]
             parts = [
                 replace(
                     self._microbatch(batch, span, plan.packed, width),
                     rows=tuple(range(start + span.start, start + span.end)),
                 )
-                for span in spans
+                for span in (spans[number] for number in decreasing(costs))
             ]
             found.append(GlobalBatch(batch, parts))
             start += rows
         return found
+
+    def _span_cost(self, batch: BatchedDataDict, span: MicrobatchSpan, packed: bool) -> float:
+        if not packed:
+            return (span.end - span.start) * self.cost(span.length)
+        return sum(map(self.cost, batch["input_lengths"][span.start : span.end].tolist()))
 
     def _only(self, batches: Sequence[GlobalBatch], what: str) -> GlobalBatch:
         if len(batches) != 1:

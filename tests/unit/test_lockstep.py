@@ -5,16 +5,24 @@ from __future__ import annotations
 import math
 import random
 from itertools import product
+from typing import Literal
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.lockstep import bound
+from megatron_policy.batch import BatchedDataDict
 from megatron_policy.packing.balance import levelled
+from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.bins import cheapest_first, first_fit_decreasing, pack
 from megatron_policy.packing.cost import sequence_cost
 from megatron_policy.packing.lockstep import balanced_shares, in_turns
+from megatron_policy.packing.multiples import Multiples
+from megatron_policy.parallel.topology import Topology
+from megatron_policy.training.batching import Batcher
+from megatron_policy.training.longest import Longest
 
 CAPACITY = 60
 COST = sequence_cost(hidden_size=8)
@@ -224,3 +232,40 @@ def test_the_cheapest_bin_with_room_is_what_looking_at_all_bins_gives(
         expected[chosen].append(row)
         load[chosen] += costs[row]
     assert cheapest_first(order, lengths, costs, CAPACITY, loads) == expected
+
+
+@pytest.mark.parametrize("kind", ["packed", "dynamic"])
+def test_a_plan_that_comes_with_the_data_is_run_from_its_costliest_microbatch_on(
+    kind: Literal["packed", "dynamic"],
+) -> None:
+    settings = Batching(kind, CAPACITY)
+    batcher = Batcher(settings, settings, Multiples(1, 1, 1), Topology(), COST, Longest(60, 60))
+    lengths = [5, 5, 30, 30, 6, 6, 20, 10, 10, 10, 10, 10, 10, 10]
+    data = BatchedDataDict(
+        {
+            "input_ids": torch.arange(len(lengths)).unsqueeze(1).expand(-1, 30).contiguous(),
+            "input_lengths": torch.tensor(lengths),
+            "sample_mask": torch.ones(len(lengths)),
+        }
+    )
+    data.micro_batch_indices = [[[0, 2], [2, 4], [4, 6], [6, 6]], [[0, 1]], [[0, 3], [3, 7]]]
+    wide = (
+        [[10, 60, 12, 0], [20], [30, 40]] if kind == "packed" else [[5, 30, 6, 0], [20], [10, 10]]
+    )
+    data.micro_batch_lengths = wide
+    data.elem_counts_per_gb = [6, 1, 7] if kind == "packed" else None
+    batches = batcher.for_training(data, 14, 1)
+    rows = [[own.rows for own in batch.microbatches] for batch in batches]
+    assert rows == [[(2, 3), (4, 5), (0, 1), ()], [(6,)], [(10, 11, 12, 13), (7, 8, 9)]]
+    for own in (own for batch in batches for own in batch.microbatches):
+        assert own.data["input_ids"][:, 0].tolist() == list(own.rows)
+
+    data = data.slice(0, 6)
+    data.micro_batch_indices, data.micro_batch_lengths = (
+        [[[0, 2], [2, 4], [4, 6], [6, 6]]],
+        wide[:1],
+    )
+    data.elem_counts_per_gb = [6] if kind == "packed" else None
+    read = batcher.for_scoring(data, 1)
+    assert read.rows == [[2, 3], [4, 5], [0, 1]]
+    assert [own.rows for own in read.microbatches] == [(2, 3), (4, 5), (0, 1), ()]
