@@ -335,6 +335,11 @@ class PlainEngine:
     ) -> list[Any]:
         return [read(self._output(each)) for each in microbatches if not each.filler]
 
+    def forward_with_experts(
+        self, microbatches: Sequence[Microbatch], read: Callable[[Output], Any]
+    ) -> tuple[list[Any], list[torch.Tensor]]:
+        raise AssertionError("no model here has experts")
+
     def _output(self, microbatch: Microbatch) -> Output:
         layout = microbatch.layout
         hidden_TRD = self.model(layout.take(microbatch.tokens_BS, 0).T, layout)

@@ -187,6 +187,11 @@ class Architecture:
         """Whether this layer's MLP is a mixture of experts."""
         return self.moe is not None and (not self.moe_layers or self.moe_layers[layer])
 
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers whose MLP is a mixture of experts."""
+        return tuple(layer for layer in range(self.num_layers) if self.has_experts(layer))
+
     def has_window(self, layer: int) -> bool:
         """Whether this layer's queries see only a window of keys."""
         return self.window is not None and (not self.windowed or self.windowed[layer])

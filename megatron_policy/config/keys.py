@@ -18,6 +18,7 @@ from megatron_policy.config.sections import (
     DynamicBatchingConfig,
     GenerationConfig,
     MegatronConfig,
+    RouterReplayConfig,
     SequencePackingConfig,
     TokenizerConfig,
 )
@@ -54,7 +55,7 @@ _POLICY: Rules = {
     "sequence_packing": Nested(SequencePackingConfig),
     "hf_config_overrides": Nested(),
     "draft": Nested(),
-    "router_replay": Nested(),
+    "router_replay": Nested(RouterReplayConfig),
     "reward_model_cfg": Nested(),
     "pretrained_checkpoint": Nested(),
     **each(
@@ -154,9 +155,10 @@ SECTIONS: dict[str, Rules] = {
         "a draft model",
         "model_name loss_weight num_layers aux_layer_indices",
     ),
-    "router_replay.": switched_off(
-        "replaying the routes of experts is not supported", "replayed routes", ""
-    ),
+    "router_replay.": {
+        "enabled": Applied("`routed_experts` of the data replace the routers' own choice"),
+        "transport": Applied("inline: within the data"),
+    },
     "reward_model_cfg.": switched_off(
         "reward models are not supported", "reward models", "reward_model_type"
     ),

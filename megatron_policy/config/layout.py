@@ -87,6 +87,7 @@ def check_layout(config: PolicyConfig, architecture: Shape, topology: Topology) 
     problems = [
         *_tensor_parallel(config, architecture, topology),
         *_experts(config, architecture, topology),
+        *_replay(config, architecture),
         *_balancing(config, architecture),
         *_budgets(config),
     ]
@@ -257,6 +258,15 @@ def _budgets(config: PolicyConfig) -> Iterator[str]:
             batching_of(config, training)
         except ConfigError as error:
             yield str(error)
+
+
+def _replay(config: PolicyConfig, architecture: Shape) -> Iterator[str]:
+    """Report choices of experts to be replayed in a model without experts."""
+    if config.router_replay.enabled and architecture.moe is None:
+        yield (
+            "policy.router_replay.enabled=true needs a model with experts, and this one has none: "
+            "set it to false"
+        )
 
 
 def _balancing(config: PolicyConfig, architecture: Shape) -> Iterator[str]:

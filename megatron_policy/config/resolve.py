@@ -61,6 +61,7 @@ def check(config: PolicySection) -> None:
     """Raise ConfigError listing every pair of contradictory keys, with the legal values."""
     problems = [*_backend(config), *_dtypes(config), *_schedule(config.megatron_cfg)]
     problems += [*_recompute_keys(config.megatron_cfg), *_batching(config)]
+    problems += _replay(config)
     problems += _decay(config.megatron_cfg.optimizer)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -151,6 +152,15 @@ def _batching(config: PolicySection) -> Iterator[str]:
             checked_algorithm(packing.algorithm)
         except ConfigError as error:
             yield str(error)
+
+
+def _replay(config: PolicySection) -> Iterator[str]:
+    replay = config.router_replay
+    if replay.enabled and replay.transport != "inline":
+        yield (
+            f"policy.router_replay.transport={replay.transport!r} leaves the chosen experts out "
+            "of the data, which is not supported: use 'inline'"
+        )
 
 
 def _decay(optimizer: MegatronOptimizerConfig) -> Iterator[str]:

@@ -111,6 +111,15 @@ class SequencePackingConfig(Section):
     """How sequences are assigned to rows: one of `packing.bins`, by default `balanced`."""
 
 
+class RouterReplayConfig(Section):
+    """Experts that were chosen before, in place of the routers' own choice."""
+
+    enabled: bool = False
+    """The data of `train` and log-probabilities must then have `routed_experts`."""
+    transport: str = "inline"
+    """How they arrive: "inline" is in the data themselves."""
+
+
 class PytorchOptimizerConfig(Section):
     """The host's optimizer for its other workers."""
 
@@ -263,6 +272,7 @@ class PolicySection(Section):
     dtensor_cfg: DTensorConfig = DTensorConfig()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
+    router_replay: RouterReplayConfig = RouterReplayConfig()
     refit_buffer_size_gb: Gib | None = None
     """GiB, on each rank, of the buffers in which weights travel to an engine on the same device; a
     fifth of the free memory if not given.

@@ -193,6 +193,15 @@ class TrainingEngine(Protocol):
         each, as `forward_backward` does.
         """
 
+    def forward_with_experts(
+        self, microbatches: Sequence[Microbatch], read: Callable[[Output], T]
+    ) -> tuple[list[T], list[torch.Tensor]]:
+        """As `forward`; also, on every rank, the experts that tokens take in each microbatch that
+        is not a filler: int32 `[B, S, L, K]` for its B rows of S positions, the L layers with
+        experts of the model and the K experts of a token; -1 beyond `input_lengths`. Only for
+        models with experts.
+        """
+
     def share_tensor(self, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """The last stage's tensor, on every stage; `like` gives its shape and dtype; collective."""
 

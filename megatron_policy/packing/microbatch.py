@@ -1,7 +1,8 @@
 """Cuts a batch into microbatches: rows as the loss sees them, and the layout of their tokens in
 what a rank computes.
 
-Shapes: B rows of a microbatch, S positions of its widest.
+Shapes: B rows of a microbatch, S positions of its widest, L layers with experts, K experts that a
+token takes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.device import current_device
 from megatron_policy.packing.multiples import NARROWEST, Multiples
 from megatron_policy.packing.tokens import TokenLayout, packed_layout, padded_layout
+
+ROUTED_EXPERTS = "routed_experts"
+"""The key of the experts that each token takes, in data whose routers shall take them again."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,14 @@ class Microbatch:
     def tokens_BS(self) -> torch.Tensor:
         tokens: torch.Tensor = self.data["input_ids"]
         return tokens
+
+    @property
+    def routed_experts_BSLK(self) -> torch.Tensor | None:
+        """The experts that each token takes in each layer with experts (L), or -1 in all K places
+        where the router chooses; None if it always does.
+        """
+        experts: torch.Tensor | None = self.data.get(ROUTED_EXPERTS)
+        return experts
 
     @property
     def packed(self) -> bool:

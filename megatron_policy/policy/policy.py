@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -40,6 +40,7 @@ from megatron_policy.renamed import renamed_argument, warn_renamed
 from megatron_policy.training import step
 from megatron_policy.training.accumulate import GradientAccumulator
 from megatron_policy.training.batching import batcher_of
+from megatron_policy.training.replay import Replay
 from megatron_policy.training.scoring import Scorer
 
 
@@ -139,19 +140,48 @@ class MegatronPolicy:
         self._session.state.take_step()
         self.steps += 1
 
+    @overload
     def logprobs(
-        self, data: BatchedDataDict, *, micro_batch_size: int | None = None
-    ) -> torch.Tensor:
-        """fp32 `[B, S]`: `log p(token t | tokens before t)`; 0 at t = 0, beyond `input_lengths`."""
+        self,
+        data: BatchedDataDict,
+        *,
+        micro_batch_size: int | None = None,
+        return_routed_experts: Literal[False] = False,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def logprobs(
+        self,
+        data: BatchedDataDict,
+        *,
+        micro_batch_size: int | None = None,
+        return_routed_experts: Literal[True],
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def logprobs(
+        self,
+        data: BatchedDataDict,
+        *,
+        micro_batch_size: int | None = None,
+        return_routed_experts: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """fp32 `[B, S]`: `log p(token t | tokens before t)`; 0 at t = 0, beyond `input_lengths`.
+
+        With `return_routed_experts` also the experts `[B, S, L, K]` that each token took in each
+        of the L layers with experts, as `train` replays them; -1 beyond `input_lengths`.
+        """
         self.memory.ready("logprobs()")
-        return self._scorer.logprobs(data, micro_batch_size)
+        if return_routed_experts:
+            replay = self._replay(Replay.IF_GIVEN)
+            return self._scorer.logprobs_and_experts(data, micro_batch_size, replay)
+        return self._scorer.logprobs(data, micro_batch_size, self._replay(Replay.REQUIRED))
 
     def entropy(
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None
     ) -> torch.Tensor:
         """fp32 `[B, S]`, in nats: of the distribution token t is drawn from; 0 at t = 0."""
         self.memory.ready("entropy()")
-        return self._scorer.entropy(data, micro_batch_size)
+        return self._scorer.entropy(data, micro_batch_size, self._replay(Replay.IF_GIVEN))
 
     def reference_logprobs(
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None
@@ -165,7 +195,12 @@ class MegatronPolicy:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The `k` largest logits at each position, fp32, and their tokens, int64: `[B, S, K]`."""
         self.memory.ready("topk_logits()")
-        return self._scorer.topk_logits(data, k, micro_batch_size)
+        replay = self._replay(Replay.IF_GIVEN)
+        return self._scorer.topk_logits(data, k, micro_batch_size, replay)
+
+    def _replay(self, replay: Replay) -> Replay:
+        """`replay`, unless the reference computes: it chooses its own experts."""
+        return Replay.NEVER if self._session.uses_reference else replay
 
     @contextmanager
     def reference(self) -> Iterator[None]:

@@ -95,6 +95,11 @@ class Session:
         return self._reference
 
     @property
+    def uses_reference(self) -> bool:
+        """Whether the model computes with the reference's weights now."""
+        return self._reference is not None and self._reference.in_use
+
+    @property
     def trainable(self) -> Trainable:
         """What a training step works on; RuntimeError if there is no optimizer."""
         if self.engine.trainable is None:

@@ -208,6 +208,7 @@ class GradientAccumulator:
                 return [GlobalBatch(_nothing(), [])]
             checked = check_training_data(data, vocab_size, self._batcher.training)
             self._batcher.longest.check(checked)
+            checked = self._batcher.replay.prepared(checked)
             check_loss_inputs(step.loss_fn, checked, vocab_size)
             return [self._batcher.for_part(checked, step.mbs)]
 

@@ -27,6 +27,7 @@ from megatron_policy.packing.plan import MicrobatchSpan, Plan, plan_rows
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.training.checks import check_size, checked_lengths
 from megatron_policy.training.longest import Longest
+from megatron_policy.training.replay import RouterReplay
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Batcher:
     topology: Topology
     cost: Cost
     longest: Longest
+    replay: RouterReplay
 
     def for_training(
         self, data: BatchedDataDict, global_batch_size: int, micro_batch_size: int
@@ -267,4 +269,5 @@ def batcher_of(config: PolicyConfig, topology: Topology, architecture: Architect
         topology=topology,
         cost=sequence_cost(architecture.hidden_size),
         longest=Longest.of(config, architecture),
+        replay=RouterReplay.of(config, architecture),
     )

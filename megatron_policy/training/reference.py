@@ -25,6 +25,11 @@ class ReferenceWeights:
         self._frozen = tuple(host_buffer(p.data).copy_(p.data) for p in self._parameters)
         self._active = False
 
+    @property
+    def in_use(self) -> bool:
+        """Whether the model computes with the reference's weights now."""
+        return self._active
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Within this context the model computes with the reference's weights; its own are always

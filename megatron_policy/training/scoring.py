@@ -1,6 +1,6 @@
 """Log-probabilities, entropies and top-k logits of given sequences, in the caller's rows and order.
 
-Shapes: B rows, S positions, K candidates.
+Shapes: B rows, S positions, K candidates, or experts that a token takes in each of L layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from megatron_policy.lm_head.output import Output
 from megatron_policy.packing.microbatch import inside
 from megatron_policy.training.batching import Batcher, ScoringBatches
 from megatron_policy.training.checks import checked_batch, checked_lengths, is_count
+from megatron_policy.training.replay import Replay
 from megatron_policy.training.sync_microbatches import prepared_together
+
+Kinds = Sequence[tuple[tuple[int, ...], torch.dtype]]
+"""The shape `...` and the dtype of each result `[B, S, ...]`."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +36,31 @@ class Scorer:
     batcher: Batcher
     rows: int
 
-    def logprobs(self, data: BatchedDataDict, rows: int | None) -> torch.Tensor:
+    def logprobs(self, data: BatchedDataDict, rows: int | None, replay: Replay) -> torch.Tensor:
         """fp32 `[B, S]`: position t holds `log p(token t | tokens before t)`; 0 at position 0 and
         beyond `input_lengths`.
         """
-
-        def read(output: Output) -> list[torch.Tensor]:
-            scores, _ = output.next_token_scores(inside(output.microbatch.data))
-            return [F.pad(scores, (1, 0))]
-
-        (found,) = self._read(data, rows, read, [((), torch.float32)])
+        (found,) = self._read(data, rows, _logprobs, [((), torch.float32)], replay)
         return found
 
-    def entropy(self, data: BatchedDataDict, rows: int | None) -> torch.Tensor:
+    def logprobs_and_experts(
+        self, data: BatchedDataDict, rows: int | None, replay: Replay
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`logprobs`, and the experts `[B, S, L, K]` that tokens took; -1 beyond `input_lengths`.
+        BatchError for a model without experts.
+        """
+        routes = self.batcher.replay
+        routes.check_has_experts()
+        checked, cut = self._cut(data, rows, replay)
+        parts, experts = self.engine.forward_with_experts(cut.microbatches, _logprobs)
+        taken_BSLK = routes.empty(*checked["input_ids"].shape)
+        for own, part_BSLK in zip(cut.rows, experts, strict=True):
+            kept = part_BSLK[: len(own)].to(taken_BSLK)
+            taken_BSLK[torch.tensor(own), : kept.size(1)] = kept
+        (found,) = self._placed(checked, cut, parts, [((), torch.float32)])
+        return found, taken_BSLK
+
+    def entropy(self, data: BatchedDataDict, rows: int | None, replay: Replay) -> torch.Tensor:
         """fp32 `[B, S]`, in nats: position t holds the entropy of the distribution that token t is
         drawn from; 0 at position 0 and beyond `input_lengths`.
         """
@@ -55,11 +71,11 @@ class Scorer:
             assert entropies is not None
             return [F.pad(entropies, (1, 0))]
 
-        (found,) = self._read(data, rows, read, [((), torch.float32)])
+        (found,) = self._read(data, rows, read, [((), torch.float32)], replay)
         return found
 
     def topk_logits(
-        self, data: BatchedDataDict, k: int, rows: int | None
+        self, data: BatchedDataDict, k: int, rows: int | None, replay: Replay
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The `k` largest logits after each position and their token ids, fp32 and int64
         `[B, S, k]`, largest first, at temperature 1; 0 beyond `input_lengths`.
@@ -74,7 +90,7 @@ class Scorer:
             return list(output.topk(k, inside(output.microbatch.data)))
 
         kinds = [((k,), torch.float32), ((k,), torch.int64)]
-        values, indices = self._read(data, rows, read, kinds)
+        values, indices = self._read(data, rows, read, kinds, replay)
         return values, indices
 
     def _read(
@@ -82,13 +98,23 @@ class Scorer:
         data: BatchedDataDict,
         rows: int | None,
         read: Callable[[Output], list[torch.Tensor]],
-        kinds: Sequence[tuple[tuple[int, ...], torch.dtype]],
+        kinds: Kinds,
+        replay: Replay,
     ) -> list[torch.Tensor]:
         """Apply `read` to all rows; returns `[B, S, ...]` for each of `kinds`."""
+        checked, cut = self._cut(data, rows, replay)
+        return self._placed(checked, cut, self.engine.forward(cut.microbatches, read), kinds)
+
+    def _placed(
+        self,
+        data: BatchedDataDict,
+        cut: ScoringBatches,
+        parts: Sequence[list[torch.Tensor]],
+        kinds: Kinds,
+    ) -> list[torch.Tensor]:
+        """What the last stage has read of each microbatch, in the caller's rows, on every rank."""
         engine, where = self.engine, current_device()
-        data, cut = self._cut(data, rows)
         tokens_BS = data["input_ids"]
-        parts = engine.forward(cut.microbatches, read)
         found: list[torch.Tensor] = []
         for index, (rest, dtype) in enumerate(kinds):
             whole = torch.zeros(*tokens_BS.shape, *rest, dtype=dtype, device=where)
@@ -100,7 +126,7 @@ class Scorer:
         return found
 
     def _cut(
-        self, data: BatchedDataDict, rows: int | None
+        self, data: BatchedDataDict, rows: int | None, replay: Replay
     ) -> tuple[BatchedDataDict, ScoringBatches]:
         """Check and cut the data. Replicas that use each other's experts run the same number of
         microbatches, and all refuse what one of them refuses.
@@ -110,6 +136,7 @@ class Scorer:
             checked = checked_batch(data, self.engine.vocab_size)
             checked_lengths(checked, self.batcher.scoring)
             self.batcher.longest.check(checked)
+            checked = self.batcher.replay.prepared(checked, replay)
             return checked, self.batcher.for_scoring(checked, rows or self.rows)
 
         if not self.engine.place.topology.joins_replicas:
@@ -119,3 +146,8 @@ class Scorer:
         )
         filled = self.batcher.filled_up(own.microbatches, most, checked)
         return checked, replace(own, microbatches=filled)
+
+
+def _logprobs(output: Output) -> list[torch.Tensor]:
+    scores, _ = output.next_token_scores(inside(output.microbatch.data))
+    return [F.pad(scores, (1, 0))]

@@ -188,6 +188,7 @@ def _cut(
     check_sizes(global_batch_size, micro_batch_size)
     checked = check_training_data(data, engine.vocab_size, batcher.training)
     batcher.longest.check(checked)
+    checked = batcher.replay.prepared(checked)
     check_loss_inputs(loss_fn, checked, engine.vocab_size)
     check_loss(loss_fn)
     return batcher.for_training(checked, global_batch_size, micro_batch_size)

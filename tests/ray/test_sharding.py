@@ -16,6 +16,7 @@ from megatron_policy.packing.cost import sequence_cost
 from megatron_policy.packing.plan import Plan
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.training.longest import Longest
+from megatron_policy.training.replay import RouterReplay
 from megatron_policy.workers.driver.sharding import (
     BatchDispatcher,
     even_shards,
@@ -40,7 +41,8 @@ def numbered(rows: int, length: int = 1) -> BatchedDataDict:
 
 @pytest.mark.parametrize("training", [PADDED, PACKED, DYNAMIC])
 def test_the_driver_refuses_sizes_and_plans_that_cannot_be_dealt(training: Batching) -> None:
-    dealer = BatchDispatcher(Topology(dp=2), 99, training, training, COST, longest=Longest(64, 64))
+    limits, dense = Longest(64, 64), RouterReplay(False, 0, 0, (), 1)
+    dealer = BatchDispatcher(Topology(dp=2), 99, training, training, COST, limits, dense)
     data = numbered(4, 3) | {"input_lengths": torch.full((4,), 3), "sample_mask": torch.ones(4)}
     for sizes, message in (((-4, 1), "gbs is -4"), ((4, -1), "mbs is -1")):
         with pytest.raises(BatchError, match=message):

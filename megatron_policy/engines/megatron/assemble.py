@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_policy.config import PolicyConfig
+from megatron_policy.config import MegatronConfig, PolicyConfig
 from megatron_policy.config.layout import layer_split
 from megatron_policy.converters.architecture import Architecture, vocab_shard
 from megatron_policy.converters.formats.hf_files import HfReader
@@ -22,6 +22,7 @@ from megatron_policy.engines.megatron.engine import MegatronEngine
 from megatron_policy.engines.megatron.head import Head
 from megatron_policy.engines.megatron.layer_spec import resolve_implementation
 from megatron_policy.engines.megatron.layers.experts import freeze_routers
+from megatron_policy.engines.megatron.layers.replay import RouterChannel
 from megatron_policy.engines.megatron.model_config import transformer_config
 from megatron_policy.engines.megatron.pipeline import Pipeline
 from megatron_policy.engines.megatron.platform import prepare_platform
@@ -124,9 +125,28 @@ def _build(
         chunks = trainable.chunks
     last = place.topology.vpp - 1
     head = _head(config, arch, place, groups, built[last]) if place.holds_head(last) else None
-    pipeline = Pipeline(tuple(chunks), groups, topology, arch.vocab_size, head)
+    pipeline = Pipeline(
+        tuple(chunks),
+        tuple(place.layers(chunk) for chunk in range(topology.vpp)),
+        groups,
+        topology,
+        arch.vocab_size,
+        head,
+        _channel(arch, settings, groups),
+    )
     parts = (pipeline, trainable, pending_reads)
     return MegatronEngine(place, groups, table, held, source_dtypes, precision, *parts)
+
+
+def _channel(
+    architecture: Architecture, settings: MegatronConfig, groups: Groups
+) -> RouterChannel | None:
+    """Between the caller's rows and the routers of a model with experts."""
+    moe = architecture.moe
+    if moe is None:
+        return None
+    split = settings.sequence_parallel
+    return RouterChannel(groups, architecture.expert_layers, moe.chosen, split)
 
 
 def _fill(

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_policy.converters.architecture import Architecture, padded_vocab
 from megatron_policy.engines.megatron.layer_spec import block_spec
 from megatron_policy.engines.megatron.layers.rope import Rotary, ropes_of
+from megatron_policy.engines.megatron.layers.router import tell_routers
 from megatron_policy.engines.megatron.layers.scales import install_scales
 from megatron_policy.parallel.topology import Placement
 
@@ -29,10 +30,14 @@ def build_chunks(
     """
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
-    return [
+    chunks = [
         _build_chunk(architecture, config, place, implementation, chunk)
         for chunk in range(place.topology.vpp)
     ]
+    if architecture.moe is not None:
+        for number, layer in held_layers(chunks, place):
+            tell_routers(layer, number)
+    return chunks
 
 
 def _build_chunk(

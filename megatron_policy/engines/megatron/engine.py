@@ -66,6 +66,12 @@ class MegatronEngine:
         """See `TrainingEngine`."""
         return self.pipeline.forward(microbatches, read)
 
+    def forward_with_experts(
+        self, microbatches: Sequence[Microbatch], read: Callable[[Output], T]
+    ) -> tuple[list[T], list[torch.Tensor]]:
+        """See `TrainingEngine`."""
+        return self.pipeline.forward_with_experts(microbatches, read)
+
     def share_tensor(self, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """See `TrainingEngine`."""
         return self.pipeline.share_tensor(tensor, like)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -17,8 +18,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_policy.device import current_device
 from megatron_policy.engines.megatron.head import Head
+from megatron_policy.engines.megatron.layers.replay import Recorded, RouterChannel
 from megatron_policy.engines.megatron.layers.rope import set_text_length
-from megatron_policy.engines.megatron.layers.sequences import sequence_params
+from megatron_policy.engines.megatron.layers.sequences import (
+    MicrobatchParams,
+    SequenceParams,
+    sequence_params,
+)
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing.microbatch import Microbatch
 from megatron_policy.parallel.groups import Groups
@@ -30,15 +36,17 @@ Consume = Callable[[Output], T]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """This rank's chunks in the pipeline and their process groups; only the last stage has a
-    `head`.
+    """This rank's chunks in the pipeline, the (global) `layers` of each, and their process groups;
+    only the last stage has a `head`, and only a model with experts a `channel` to its routers.
     """
 
     chunks: tuple[torch.nn.Module, ...]
+    layers: tuple[range, ...]
     groups: Groups
     topology: Topology
     vocab_size: int
     head: Head | None
+    channel: RouterChannel | None
 
     @property
     def models(self) -> tuple[torch.nn.Module, ...]:
@@ -71,9 +79,31 @@ class Pipeline:
         """Forward only, in eval mode; returns the result of `read` for each microbatch that is not
         a filler, on the last stage.
         """
+        return self._read(microbatches, read, None)
+
+    @torch.no_grad()
+    def forward_with_experts(
+        self, microbatches: Sequence[Microbatch], read: Consume[T]
+    ) -> tuple[list[T], list[torch.Tensor]]:
+        """As `forward`, and on every rank the experts that tokens take in each microbatch that is
+        not a filler, int32 `[B, S, L, K]`.
+        """
+        assert self.channel is not None, "the model has no experts"
+        recorded: list[Recorded] = [{} for _ in microbatches]
+        kept = self._read(microbatches, read, recorded)
+        pairs = zip(microbatches, recorded, strict=True)
+        real = [(each, own) for each, own in pairs if not each.filler]
+        return kept, [self.channel.collect(each, own) for each, own in real]
+
+    def _read(
+        self,
+        microbatches: Sequence[Microbatch],
+        read: Consume[T],
+        recorded: Sequence[Recorded] | None,
+    ) -> list[T]:
         for chunk in self.chunks:
             chunk.eval()
-        return self._run(microbatches, partial(self._finish_read, read), True, True)
+        return self._run(microbatches, partial(self._finish_read, read), True, True, recorded)
 
     def _run(
         self,
@@ -81,11 +111,13 @@ class Pipeline:
         finish: Callable[..., Any],
         forward_only: bool,
         collect: bool,
+        recorded: Sequence[Recorded] | None = None,
     ) -> list[Any]:
         first = microbatches[0]
         set_text_length(self.models, first.text_length)
         several = len(self.chunks) > 1
-        data = [iter(microbatches) for _ in self.chunks]
+        records = repeat(None) if recorded is None else recorded
+        data = [zip(microbatches, records, repeat(held)) for held in self.layers]
         schedule = get_forward_backward_func()
         kept: list[Any] = schedule(
             forward_step_func=partial(self._forward, finish),
@@ -104,17 +136,29 @@ class Pipeline:
     def _forward(
         self,
         finish: Callable[..., Any],
-        microbatches: Iterator[Microbatch],
+        microbatches: Iterator[tuple[Microbatch, Recorded | None, range]],
         chunk: torch.nn.Module,
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        microbatch = next(microbatches)
+        microbatch, recorded, held = next(microbatches)
         layout, rank = microbatch.layout, self.groups.cp.rank()
         tokens_RT = layout.take(microbatch.tokens_BS, rank).T.contiguous()
         positions_RT = layout.positions(rank).expand_as(tokens_RT)
-        params = sequence_params(layout, self.groups.cp)
+        params = self._params(microbatch, held, recorded)
         with hidden_states_of(_model(chunk)):
             output = chunk(tokens_RT, positions_RT, None, packed_seq_params=params)
         return output, partial(finish, microbatch)
+
+    def _params(
+        self, microbatch: Microbatch, held: range, recorded: Recorded | None
+    ) -> SequenceParams | MicrobatchParams | None:
+        """What travels with `microbatch` through the layers `held`; None if there is nothing."""
+        sequences = sequence_params(microbatch.layout, self.groups.cp)
+        if self.channel is None:
+            return sequences
+        routers = self.channel.params(microbatch, held, recorded)
+        if routers is None:
+            return sequences
+        return MicrobatchParams(sequences=sequences, routers=routers)
 
     def _finish_loss(
         self,

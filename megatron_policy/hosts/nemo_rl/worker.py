@@ -118,9 +118,14 @@ class NemoRLWorker(DataPlane, HostRefit, MegatronPolicyWorkerImpl):
         """Take that step; returns what `train` does."""
         return training_result(super().finish_train_step()) | self._about_model()
 
-    def get_logprobs(self, data: Mapping[str, Any], micro_batch_size: int | None = None) -> Any:
-        """`logprobs`, fp32 [B, S]."""
-        return in_host_types(super().get_logprobs(data, micro_batch_size))
+    def get_logprobs(
+        self,
+        data: Mapping[str, Any],
+        micro_batch_size: int | None = None,
+        return_routed_experts: bool = False,
+    ) -> Any:
+        """`logprobs`, fp32 [B, S], and on request `routed_experts`, integers [B, S, L, K]."""
+        return in_host_types(super().get_logprobs(data, micro_batch_size, return_routed_experts))
 
     def get_reference_policy_logprobs(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None

@@ -19,6 +19,8 @@ from megatron_policy.coordination.authenticated_connection import new_secret
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces import ColocatablePolicyInterface, GenerationInterface
 from megatron_policy.interfaces.host import find_host
+from megatron_policy.packing.microbatch import ROUTED_EXPERTS
+from megatron_policy.training.replay import NOT_RECORDED, Replay
 from megatron_policy.workers.checks import check_device
 from megatron_policy.workers.cluster.group import WorkerGroup
 from megatron_policy.workers.cluster.virtual_cluster import RayVirtualCluster
@@ -136,9 +138,15 @@ class Policy(
         options = {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs}
         return merged_training(self._workers.run_sharded("train", data=shards, **options))
 
-    def get_logprobs(self, data: Mapping[str, Any]) -> BatchedDataDict:
-        """`logprobs` fp32 [B, S]: of each token given the preceding ones; 0 at position 0."""
-        return self._ask("get_logprobs", data)
+    def get_logprobs(
+        self, data: Mapping[str, Any], return_routed_experts: bool = False
+    ) -> BatchedDataDict:
+        """`logprobs` fp32 [B, S]: of each token given the preceding ones; 0 at position 0. On
+        request also `routed_experts`, see `MegatronPolicy.logprobs`.
+        """
+        if not return_routed_experts:
+            return self._ask("get_logprobs", data, Replay.REQUIRED)
+        return self._ask("get_logprobs", data, Replay.IF_GIVEN, return_routed_experts=True)
 
     def get_reference_policy_logprobs(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None
@@ -146,19 +154,22 @@ class Policy(
         """`reference_logprobs` fp32 [B, S], under the weights the policy started from."""
         if not self._has_reference:
             raise ConfigError("made with init_reference_model=False, this policy has no reference")
-        return self._ask("get_reference_policy_logprobs", data, micro_batch_size=micro_batch_size)
+        size = {"micro_batch_size": micro_batch_size}
+        return self._ask("get_reference_policy_logprobs", data, Replay.NEVER, **size)
 
     def get_topk_logits(
         self, data: Mapping[str, Any], k: int, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """`topk_logits` fp32 and `topk_indices` int64, both [B, S, k], largest first."""
-        return self._ask("get_topk_logits", data, k=k, micro_batch_size=micro_batch_size)
+        options = {"k": k, "micro_batch_size": micro_batch_size}
+        return self._ask("get_topk_logits", data, Replay.IF_GIVEN, **options)
 
     def get_entropy(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """`entropy` fp32 [B, S], in nats, of each token's distribution; 0 at position 0."""
-        return self._ask("get_entropy", data, micro_batch_size=micro_batch_size)
+        size = {"micro_batch_size": micro_batch_size}
+        return self._ask("get_entropy", data, Replay.IF_GIVEN, **size)
 
     def generate(self, data: Mapping[str, Any], greedy: bool = False) -> BatchedDataDict:
         """Continue right-padded prompts `input_ids` [B, S], `input_lengths` [B]; see
@@ -205,9 +216,12 @@ class Policy(
         if group is not None and not sys.is_finalizing():
             group.kill()
 
-    def _ask(self, method: str, data: Mapping[str, Any], **kwargs: Any) -> BatchedDataDict:
-        sharded = self._dispatcher.to_score(_batch(data))
-        return sharded.restored(self._workers.run_sharded(method, data=sharded.shards, **kwargs))
+    def _ask(
+        self, method: str, data: Mapping[str, Any], replay: Replay, **kwargs: Any
+    ) -> BatchedDataDict:
+        sharded = self._dispatcher.to_score(_batch(data), replay)
+        answers = self._workers.run_sharded(method, data=sharded.shards, **kwargs)
+        return sharded.restored(answers, {ROUTED_EXPERTS: NOT_RECORDED})
 
 
 def _batch(data: Mapping[str, Any]) -> BatchedDataDict:

@@ -30,6 +30,7 @@ from megatron_policy.training.checks import (
 )
 from megatron_policy.training.longest import Longest
 from megatron_policy.training.loss_checks import check_loss
+from megatron_policy.training.replay import Replay, RouterReplay
 from megatron_policy.training.results import TrainResult
 
 
@@ -67,6 +68,7 @@ class BatchDispatcher:
     scoring: Batching
     cost: Cost
     longest: Longest
+    replay: RouterReplay
 
     @classmethod
     def of(
@@ -81,6 +83,7 @@ class BatchDispatcher:
             scoring,
             sequence_cost(architecture.hidden_size),
             Longest.of(config, architecture),
+            RouterReplay.of(config, architecture),
         )
 
     def to_train(
@@ -91,6 +94,7 @@ class BatchDispatcher:
         check_sizes(gbs, mbs)
         data = check_training_data(data, self.vocab_size, self.training)
         self.longest.check(data)
+        data = self.replay.prepared(data)
         check_loss_inputs(loss_fn, data, self.vocab_size)
         check_loss(loss_fn)
         if self.training.kind == "padded":
@@ -107,18 +111,20 @@ class BatchDispatcher:
         _refuse_plan(data)
         data = check_training_data(data, self.vocab_size, self.training)
         self.longest.check(data)
+        data = self.replay.prepared(data)
         check_loss_inputs(loss_fn, data, self.vocab_size)
         if self.training.kind == "padded":
             return part_shards(data, self.topology.dp, mbs)
         lengths = checked_lengths(data, self.training)
         return planned_shards(data, lengths, self.training, self.topology, self.cost).shards
 
-    def to_score(self, data: BatchedDataDict) -> ShardedBatch:
+    def to_score(self, data: BatchedDataDict, replay: Replay = Replay.IF_GIVEN) -> ShardedBatch:
         """Each rank's rows of the whole batch; BatchError naming invalid data."""
         _refuse_plan(data)
         data = checked_batch(data, self.vocab_size)
         lengths = checked_lengths(data, self.scoring)
         self.longest.check(data)
+        data = self.replay.prepared(data, replay)
         if self.scoring.kind == "padded":
             return ShardedBatch(even_shards(data, self.topology.dp), data.size)
         return planned_shards(data, lengths, self.scoring, self.topology, self.cost)

@@ -18,6 +18,7 @@ from megatron_policy import device
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import ConfigError
+from megatron_policy.packing.microbatch import ROUTED_EXPERTS
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.workers.checks import refuse_unknown
 from megatron_policy.workers.profiling import WorkerProfiling
@@ -122,11 +123,20 @@ class MegatronPolicyWorkerImpl(
         return self.policy.train(_batch(data), loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
 
     def get_logprobs(
-        self, data: Mapping[str, Any], micro_batch_size: int | None = None
+        self,
+        data: Mapping[str, Any],
+        micro_batch_size: int | None = None,
+        return_routed_experts: bool = False,
     ) -> BatchedDataDict:
-        """`logprobs`, fp32 [B, S]."""
-        scores = self.policy.logprobs(_batch(data), micro_batch_size=micro_batch_size)
-        return BatchedDataDict({"logprobs": scores})
+        """`logprobs`, fp32 [B, S]; on request `routed_experts`, see `MegatronPolicy.logprobs`."""
+        batch = _batch(data)
+        if not return_routed_experts:
+            scores = self.policy.logprobs(batch, micro_batch_size=micro_batch_size)
+            return BatchedDataDict({"logprobs": scores})
+        scores, taken = self.policy.logprobs(
+            batch, micro_batch_size=micro_batch_size, return_routed_experts=True
+        )
+        return BatchedDataDict({"logprobs": scores, ROUTED_EXPERTS: taken})
 
     def get_reference_policy_logprobs(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None

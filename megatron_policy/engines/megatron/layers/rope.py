@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.architecture.rotary import (
@@ -24,7 +25,7 @@ from megatron_policy.converters.architecture.rotary import (
     YarnScaling,
 )
 from megatron_policy.device import current_device
-from megatron_policy.engines.megatron.layers.sequences import SequenceParams
+from megatron_policy.engines.megatron.layers.sequences import SequenceParams, sequences_of
 
 _BY_LENGTH = (DynamicScaling, LongScaling)
 
@@ -174,14 +175,14 @@ class Rotary(torch.nn.Module):
         transformer: Any,
         transformer_input: torch.Tensor | None,
         transformer_config: Any,
-        packed_seq_params: SequenceParams | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> int | SequenceParams:
         """The number of positions, or the sequences, that Megatron-Core is about to need. It asks
         before each forward pass and hands the answer to `forward` unchanged.
         """
-        if packed_seq_params is not None:
-            return packed_seq_params
+        if (sequences := sequences_of(packed_seq_params)) is not None:
+            return sequences
         assert_whole(inference_context, transformer_config)
         received: torch.Tensor | None = transformer.input_tensor
         if received is None:

@@ -5,12 +5,16 @@ Shapes: T tokens, E experts, K chosen experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_policy.converters.architecture.traits import Moe, Scoring
+from megatron_policy.engines.megatron.layers.replay import RouterParams
+from megatron_policy.engines.megatron.layers.sequences import MicrobatchParams
 
 
 class Router(TopKRouter):
@@ -24,19 +28,54 @@ class Router(TopKRouter):
     def __init__(self, moe: Moe, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.moe = moe
+        self.params: RouterParams | None = None
+        """What the microbatch that its layer computes now tells this router."""
+        self.layer: int | None = None
+        """The (global) number of its layer, from `tell_routers`."""
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights `[T, E]`, zero for experts that a token does not take, and the mask of taken."""
         assert padding_mask is None
-        return route(logits.flatten(0, -2), self.moe, self.expert_bias)
+        params, self.params = self.params, None
+        taken = None
+        if params is not None:
+            assert self.layer is not None
+            taken = partial(params.chosen, self.layer)
+        return route(logits.flatten(0, -2), self.moe, self.expert_bias, taken)
+
+
+def tell_routers(layer: Any, number: int) -> None:
+    """Have Megatron-Core's `layer`, the (global) decoder layer `number`, pass on the two parts of
+    `MicrobatchParams`: to its router, if it has experts, and to its attention. It is given them at
+    every computation, recomputation included.
+    """
+    router = getattr(layer.mlp, "router", None)
+    if router is not None:
+        assert not layer.mlp.moe_layer_recompute, "would be recomputed without its layer"
+        router.layer = number
+
+    def hand_over(_: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        params = given.get("packed_seq_params")
+        if not isinstance(params, MicrobatchParams):
+            return None
+        if router is not None:
+            router.params = params.routers
+        return args, given | {"packed_seq_params": params.sequences}
+
+    layer.register_forward_pre_hook(hand_over, with_kwargs=True)
 
 
 def route(
-    logits_TE: torch.Tensor, moe: Moe, correction_E: torch.Tensor | None
+    logits_TE: torch.Tensor,
+    moe: Moe,
+    correction_E: torch.Tensor | None,
+    taken: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights `[T, E]` of each token's chosen experts, in fp32 or wider, and their mask.
+    `taken` maps the experts `[T, K]` chosen here to those that tokens take; their weights come from
+    the scores in any case.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", for groups and `correction_E`.
     """
@@ -50,6 +89,8 @@ def route(
     with torch.no_grad():
         ranked_TE = scores_TE if correction_E is None else scores_TE + correction_E
         chosen_TK = _of_best_groups(ranked_TE, moe).topk(moe.chosen, dim=-1).indices
+        if taken is not None:
+            chosen_TK = taken(chosen_TK)
     weights_TK = scores_TE.gather(-1, chosen_TK)
     if moe.scoring is Scoring.SOFTMAX_OF_CHOSEN:
         weights_TK = weights_TK.softmax(-1)

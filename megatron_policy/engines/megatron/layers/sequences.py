@@ -1,5 +1,5 @@
 """Translates a microbatch's token layout for the model: positions, attention pieces, and
-Transformer Engine's parameters.
+Transformer Engine's parameters. Defines what travels with it through the layers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_policy.device import current_device
+from megatron_policy.engines.megatron.layers.replay import RouterParams
 from megatron_policy.packing.tokens import CausalRectangle, TokenLayout
 
 
@@ -36,6 +37,24 @@ class SequenceParams(PackedSeqParams):
     context_group: dist.ProcessGroup
     packed: PackedSeqParams | None
     """The same for Transformer Engine, "thd"; None if rows are padded."""
+
+
+@dataclass(kw_only=True)
+class MicrobatchParams(PackedSeqParams):
+    """What `SequenceParams` are, with what the microbatch tells the routers: a layer passes each
+    part to where it is read.
+    """
+
+    qkv_format: str = "sbhd"
+    sequences: SequenceParams | None
+    routers: RouterParams
+
+
+def sequences_of(params: PackedSeqParams | None) -> SequenceParams | None:
+    """The sequences among what is passed with a microbatch; None as `sequence_params` has it."""
+    found = params.sequences if isinstance(params, MicrobatchParams) else params
+    assert found is None or isinstance(found, SequenceParams), type(found)
+    return found
 
 
 def sequence_params(layout: TokenLayout, cp_group: dist.ProcessGroup) -> SequenceParams | None:

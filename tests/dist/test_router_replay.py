@@ -1,0 +1,274 @@
+"""Experts that tokens took before are taken again, in every layout: recorded, replayed, and the same
+as in transformers when its routers are made to take them.
+
+Shapes: B rows, S positions, L layers with experts, E experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.errors import BatchError
+from megatron_policy.interfaces import LossInputType, LossType
+from megatron_policy.policy import MegatronPolicy
+from tests import oracle
+from tests.checkpoints import make_checkpoint
+from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config
+from tests.dist.layouts import Layout, layout
+from tests.exact import Exact, assert_equal
+from tests.expert_families import EXPERTS
+from tests.losses import TokenNLL, token_nll
+
+VOCAB, LENGTH, MICRO = 199, 14, 2
+SMALL = {"hidden": 48, "heads": 4, "layers": 4, "ffn": 40, "vocab": VOCAB}
+RECOMPUTED = {"activation_checkpointing": True, "recompute_granularity": "full"}
+EP2_TP2 = {
+    "expert_model_parallel_size": 2,
+    "expert_tensor_parallel_size": 1,
+    "sequence_parallel": True,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: Layout
+    top: dict[str, Any]
+
+
+def tokens(section: str) -> dict[str, Any]:
+    return {section: {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 32}}
+
+
+CASES = {
+    "PP2xVPP2, recomputed": Case(layout(2, pp=2, vpp=2, **RECOMPUTED), {}),
+    "EP2xTP2+SP": Case(layout(2, tp=2, **EP2_TP2), {}),
+    "CP2 packed": Case(layout(2, context_parallel_size=2), tokens("sequence_packing")),
+    "DP2 dynamic": Case(layout(2), tokens("dynamic_batching")),
+}
+ALL_AXES = Case(
+    layout(8, tp=2, pp=2, context_parallel_size=2, **EP2_TP2, **RECOMPUTED),
+    tokens("sequence_packing"),
+)
+
+
+class Remembering:
+    """A token-level loss that keeps the log-probabilities it was given, and their tokens."""
+
+    loss_type, input_type = LossType.TOKEN_LEVEL, LossInputType.LOGPROB
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __call__(
+        self,
+        data: BatchedDataDict,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+        next_token_logprobs: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        self.seen.append((data["row"].clone(), next_token_logprobs.detach().clone()))
+        return token_nll(next_token_logprobs, data, global_valid_toks), {}
+
+    def rows(self) -> dict[int, torch.Tensor]:
+        return {
+            int(number): own
+            for numbers, scores in self.seen
+            for number, own in zip(numbers, scores, strict=True)
+        }
+
+
+def routers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The modules that choose experts, layer by layer."""
+    return [m for m in model.modules() if type(m).__name__ == "Qwen3MoeTopKRouter"]
+
+
+@contextmanager
+def recording(model: PreTrainedModel, into: list[torch.Tensor]) -> Iterator[None]:
+    """Append what each router chooses, `[T, K]`."""
+    with ExitStack() as stack:
+        for router in routers(model):
+            handle = router.register_forward_hook(lambda _, __, out: into.append(out[2]))
+            stack.callback(handle.remove)
+        yield
+
+
+@contextmanager
+def forced(model: PreTrainedModel, chosen_BSLK: torch.Tensor) -> Iterator[None]:
+    """Have routers take these experts; their own where these are negative."""
+
+    def forward_of(router: Any, taken_TK: torch.Tensor) -> Any:
+        own = router.forward
+
+        def forward(hidden: torch.Tensor) -> Any:
+            logits_TE = hidden.reshape(-1, hidden.size(-1)) @ router.weight.T
+            own_TK = own(hidden)[2]
+            chosen_TK = own_TK.where(taken_TK < 0, taken_TK)
+            exp_TE = (logits_TE - logits_TE.amax(-1, keepdim=True).detach()).exp()
+            exp_TK = exp_TE.gather(-1, chosen_TK)
+            return logits_TE, exp_TK / exp_TK.sum(-1, keepdim=True), chosen_TK
+
+        return forward
+
+    with ExitStack() as stack:
+        for layer, router in enumerate(routers(model)):
+            taken_TK = chosen_BSLK[:, :, layer].flatten(0, 1).long()
+            stack.enter_context(patch.object(router, "forward", forward_of(router, taken_TK)))
+        yield
+
+
+def forced_loss(model: PreTrainedModel, data: BatchedDataDict) -> torch.Tensor:
+    with forced(model, data["routed_experts"]):
+        return oracle.token_level(model, data)
+
+
+def drawn(rows: int, layers: int, experts: int, chosen: int) -> torch.Tensor:
+    """Random choices `[B, S, L, K]`, with tokens that have none in all layers or in one."""
+    random = torch.Generator().manual_seed(1)
+    shape = (rows, LENGTH, layers)
+    picked = torch.rand(*shape, experts, generator=random).argsort(-1)[..., :chosen]
+    picked[torch.rand(shape[:2], generator=random) < 0.1] = -1
+    picked[torch.rand(shape, generator=random) < 0.1] = -1
+    return picked
+
+
+@dataclass(frozen=True)
+class Model:
+    path: Path
+    data: BatchedDataDict
+    own_BSLK: torch.Tensor
+    """What the routers of transformers choose."""
+    logprobs: Exact
+    """With the experts that are in the data, those of tokens that count."""
+    learned: oracle.Learned
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Model:
+    path = make_checkpoint(tmp_path_factory.mktemp("m"), "qwen3_moe", **SMALL, **EXPERTS["qwen3_moe"])
+    data = oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
+    data["row"] = torch.arange(data.size)
+    data["routed_experts"] = drawn(data.size, 3, 4, 2)
+    chosen: list[torch.Tensor] = []
+
+    def choose(hf: PreTrainedModel) -> torch.Tensor:
+        chosen.clear()
+        with recording(hf, chosen):
+            return hf(data["input_ids"]).logits
+
+    Exact.of(path, choose)
+    own_BSLK = torch.stack([each.view(data.size, LENGTH, -1) for each in chosen], dim=2)
+
+    def score(hf: PreTrainedModel) -> torch.Tensor:
+        with forced(hf, data["routed_experts"]):
+            logits = hf(data["input_ids"]).logits[:, :-1]
+        scores = logits.log_softmax(-1).gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+        return scores.masked_fill(~inside(data)[:, 1:], 0)
+
+    learned = oracle.Learned.of(path, data, GLOBAL_BATCH, forced_loss)
+    return Model(path, data, own_BSLK, Exact.of(path, score), learned)
+
+
+def inside(data: BatchedDataDict) -> torch.Tensor:
+    return torch.arange(LENGTH) < data["input_lengths"].unsqueeze(1)
+
+
+def with_experts(data: BatchedDataDict, experts: torch.Tensor | None) -> BatchedDataDict:
+    rest = {key: value for key, value in data.items() if key != "routed_experts"}
+    return BatchedDataDict(rest if experts is None else rest | {"routed_experts": experts})
+
+
+def record_and_replay(config: dict[str, Any], data: BatchedDataDict) -> dict[str, Any]:
+    """What this rank sees of its share: its own choices, the replay of these and of given ones, and
+    two steps of training with the latter.
+    """
+    with open_policy(config) as policy:
+        share = own_share(policy, data)
+        first = share.get_batch(0, GLOBAL_BATCH // policy.topology.dp)
+        plain = with_experts(first, None)
+        scores, taken = policy.logprobs(plain, return_routed_experts=True)
+        again, retaken = policy.logprobs(with_experts(first, taken), return_routed_experts=True)
+        loss = Remembering()
+        policy.train(with_experts(first, taken), loss, eval_mode=True, mbs=MICRO)
+        seen = {
+            "dp": policy.coords.dp,
+            "rows": share["row"],
+            "first": first["row"],
+            "taken": taken,
+            "replayed bit-equal": torch.equal(scores, again) and torch.equal(taken, retaken),
+            "scores": scores,
+            "trained": loss.rows(),
+            "refused": refusals(policy, first),
+            "given": policy.logprobs(share),
+            "reference": policy.reference_logprobs(first),
+        }
+        seen["steps"] = [
+            policy.train(step, TokenNLL(), gbs=GLOBAL_BATCH, mbs=MICRO)
+            for step in (share.get_batch(i, first.size) for i in range(2))
+        ]
+        return seen
+
+
+def refusals(policy: MegatronPolicy, data: BatchedDataDict) -> list[str]:
+    """What the policy says to data without experts and, where only its last replica has it, to an
+    expert that the model does not have.
+    """
+    said, wrong = [], data["routed_experts"].clone()
+    if policy.coords.dp == policy.topology.dp - 1:
+        wrong[1, 0, 2] = 4
+    for each in (with_experts(data, None), with_experts(data, wrong)):
+        try:
+            policy.train(each, TokenNLL(), gbs=GLOBAL_BATCH, mbs=MICRO)
+        except BatchError as error:
+            said.append(str(error))
+    return said
+
+
+def check_case(ranks, model: Model, case: Case, name: str) -> None:
+    top = {"router_replay": {"enabled": True}, "logprob_batch_size": MICRO} | case.top
+    config = policy_config(model.path, case.layout.megatron, **top)
+    trained: dict[int, torch.Tensor] = {}
+    results = ranks.run(case.layout.world, record_and_replay, config, model.data)
+    for seen in results:
+        first = seen["first"]
+        expected = model.own_BSLK[first].masked_fill(~inside(model.data)[first][..., None, None], -1)
+        assert torch.equal(seen["taken"].long(), expected), name
+        assert seen["taken"].dtype is torch.int8
+        assert seen["replayed bit-equal"], name
+        given = seen["given"][:, 1:]
+        assert_equal("logprobs", given, model.logprobs[seen["rows"]], name)
+        torch.testing.assert_close(seen["reference"], seen["scores"], rtol=0, atol=1e-6)
+        model.learned.assert_same_steps(seen["steps"], name)
+        trained |= seen["trained"]
+        lacking, outside = seen["refused"]
+        assert "router_replay.enabled is true, but the data lack 'routed_experts'" in lacking
+        last = max(each["dp"] for each in results)
+        assert (
+            "expert 4 in row 1, layer 3, at position 0" in outside
+            if seen["dp"] == last
+            else "another data-parallel rank" in outside
+        )
+    for seen in results:
+        for row, scores in zip(seen["first"].tolist(), seen["scores"], strict=True):
+            real = inside(model.data)[row, 1:]
+            own = trained[row]
+            assert torch.equal(own[real[: len(own)]], scores[1:][real]), (name, row)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_experts_are_recorded_and_replayed_exactly(ranks, model: Model, name: str) -> None:
+    check_case(ranks, model, CASES[name], name)
+
+
+@pytest.mark.sweep
+def test_experts_are_recorded_and_replayed_on_all_axes_at_once(ranks, model: Model) -> None:
+    check_case(ranks, model, ALL_AXES, "all axes")
