@@ -1,5 +1,5 @@
-"""Experts that tokens took before are taken again, in every layout: recorded, replayed, and the same
-as in transformers when its routers are made to take them.
+"""Experts that tokens took before are taken again, in every layout: recorded, replayed, and equal
+to transformers when its routers are made to take them.
 
 Shapes: B rows, S positions, L layers with experts, E experts, K experts of a token.
 """
@@ -154,7 +154,9 @@ class Model:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Model:
-    path = make_checkpoint(tmp_path_factory.mktemp("m"), "qwen3_moe", **SMALL, **EXPERTS["qwen3_moe"])
+    path = make_checkpoint(
+        tmp_path_factory.mktemp("m"), "qwen3_moe", **SMALL, **EXPERTS["qwen3_moe"]
+    )
     data = oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
     data["row"] = torch.arange(data.size)
     data["routed_experts"] = drawn(data.size, 3, 4, 2)
@@ -189,7 +191,7 @@ def with_experts(data: BatchedDataDict, experts: torch.Tensor | None) -> Batched
 
 def record_and_replay(config: dict[str, Any], data: BatchedDataDict) -> dict[str, Any]:
     """What this rank sees of its share: its own choices, the replay of these and of given ones, and
-    two steps of training with the latter.
+    two steps of training with the latter, the second in parts.
     """
     with open_policy(config) as policy:
         share = own_share(policy, data)
@@ -198,7 +200,10 @@ def record_and_replay(config: dict[str, Any], data: BatchedDataDict) -> dict[str
         scores, taken = policy.logprobs(plain, return_routed_experts=True)
         again, retaken = policy.logprobs(with_experts(first, taken), return_routed_experts=True)
         loss = Remembering()
-        policy.train(with_experts(first, taken), loss, eval_mode=True, mbs=MICRO)
+        # The same tokens as are scored: sums in matrix products depend on how many rows they have.
+        everything = {"sample_mask": torch.ones(first.size), "token_mask": inside(first).long()}
+        counted = with_experts(BatchedDataDict(first | everything), taken)
+        policy.train(counted, loss, eval_mode=True, mbs=MICRO)
         seen = {
             "dp": policy.coords.dp,
             "rows": share["row"],
@@ -210,12 +215,22 @@ def record_and_replay(config: dict[str, Any], data: BatchedDataDict) -> dict[str
             "refused": refusals(policy, first),
             "given": policy.logprobs(share),
             "reference": policy.reference_logprobs(first),
+            "answer": answer_of_a_worker(policy, plain),
         }
-        seen["steps"] = [
-            policy.train(step, TokenNLL(), gbs=GLOBAL_BATCH, mbs=MICRO)
-            for step in (share.get_batch(i, first.size) for i in range(2))
-        ]
+        one = policy.train(first, TokenNLL(), gbs=GLOBAL_BATCH, mbs=MICRO)
+        policy.accumulator.begin(TokenNLL(), GLOBAL_BATCH, MICRO)
+        policy.accumulator.microbatch(share.get_batch(1, first.size))
+        seen["steps"] = [one, policy.accumulator.finish()]
         return seen
+
+
+def answer_of_a_worker(policy: MegatronPolicy, data: BatchedDataDict) -> BatchedDataDict:
+    """What the Ray worker of this rank would answer."""
+    from megatron_policy.workers.worker.actor import MegatronPolicyWorkerImpl
+
+    worker = object.__new__(MegatronPolicyWorkerImpl)
+    worker.policy = policy
+    return worker.get_logprobs(data, return_routed_experts=True)
 
 
 def refusals(policy: MegatronPolicy, data: BatchedDataDict) -> list[str]:
@@ -240,10 +255,14 @@ def check_case(ranks, model: Model, case: Case, name: str) -> None:
     results = ranks.run(case.layout.world, record_and_replay, config, model.data)
     for seen in results:
         first = seen["first"]
-        expected = model.own_BSLK[first].masked_fill(~inside(model.data)[first][..., None, None], -1)
+        expected = model.own_BSLK[first].masked_fill(
+            ~inside(model.data)[first][..., None, None], -1
+        )
         assert torch.equal(seen["taken"].long(), expected), name
         assert seen["taken"].dtype is torch.int8
         assert seen["replayed bit-equal"], name
+        assert torch.equal(seen["answer"]["routed_experts"], seen["taken"]), name
+        assert torch.equal(seen["answer"]["logprobs"], seen["scores"]), name
         given = seen["given"][:, 1:]
         assert_equal("logprobs", given, model.logprobs[seen["rows"]], name)
         torch.testing.assert_close(seen["reference"], seen["scores"], rtol=0, atol=1e-6)

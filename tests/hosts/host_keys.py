@@ -96,7 +96,7 @@ HOST_KEYS: dict[str, str] = {
     """,
     "hf_config_overrides.": "router_aux_loss_coef",
     "draft.": "aux_layer_indices enabled loss_weight model_name num_layers",
-    "router_replay.": "enabled",
+    "router_replay.": "enabled transport",
     "reward_model_cfg.": "enabled reward_model_type",
     "pretrained_checkpoint.": "format path",
 }

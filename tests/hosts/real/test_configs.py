@@ -19,7 +19,6 @@ NOT_SUPPORTED = {
     "megatron_cfg.fp8_cfg.enabled",
     "megatron_cfg.peft.enabled",
     "megatron_cfg.mtp_num_layers",
-    "router_replay.enabled",
     "draft.enabled",
     "reward_model_cfg.enabled",
     "dequantize_base_checkpoint",
