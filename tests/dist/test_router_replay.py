@@ -25,7 +25,7 @@ from tests import oracle
 from tests.checkpoints import make_checkpoint
 from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config
 from tests.dist.layouts import Layout, layout
-from tests.exact import Exact, assert_equal
+from tests.exact import Exact, assert_equal, load_hf
 from tests.expert_families import EXPERTS
 from tests.losses import TokenNLL, token_nll
 
@@ -291,3 +291,58 @@ def test_experts_are_recorded_and_replayed_exactly(ranks, model: Model, name: st
 @pytest.mark.sweep
 def test_experts_are_recorded_and_replayed_on_all_axes_at_once(ranks, model: Model) -> None:
     check_case(ranks, model, ALL_AXES, "all axes")
+
+
+def replay_own_and_given(config: dict[str, Any], data: BatchedDataDict) -> dict[str, Any]:
+    """Log-probabilities with this rank's own experts, with the same replayed, and with those of the
+    data; and the experts that were taken.
+    """
+    with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
+        own = policy.logprobs(with_experts(data, None), return_routed_experts=True)
+        again = policy.logprobs(with_experts(data, own[1]), return_routed_experts=True)
+        given = policy.logprobs(data, return_routed_experts=True)
+        return {"own": own, "again": again, "given": given}
+
+
+def hf_experts(path: Path, data: BatchedDataDict) -> torch.Tensor:
+    """The experts, in ascending order, with which transformers computes tokens: `[B, S, L, K]`."""
+    model, found = load_hf(path), []
+    for module in model.modules():
+        if type(module).__name__.endswith("Experts"):
+            module.register_forward_pre_hook(lambda _, args: found.append(args[1]))
+    with torch.no_grad():
+        model(data["input_ids"])
+    layers = [each.view(*data["input_ids"].shape, -1) for each in found]
+    return torch.stack(layers, dim=2).sort(-1).values
+
+
+OTHERS = {
+    "deepseek_v3": Case(
+        layout(2, pp=2, num_layers_in_first_pipeline_stage=1), tokens("sequence_packing")
+    ),
+    "gpt_oss": Case(layout(2, context_parallel_size=2), {}),
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_experts_are_those_of_transformers_in_families_with_other_routers_and_attention(
+    ranks, tmp_path: Path, family: str
+) -> None:
+    """In deepseek_v3 only a dense layer is on the first stage, which thus has no router."""
+    path, case = make_checkpoint(tmp_path, family, **SMALL, **EXPERTS[family]), OTHERS[family]
+    data = oracle.make_batch(4, LENGTH, VOCAB)
+    expected = hf_experts(path, data)
+    layers, chosen = expected.shape[2:]
+    data["routed_experts"] = drawn(4, layers, EXPERTS[family].get("n_routed_experts", 4), chosen)
+    top = {"router_replay": {"enabled": True}, "logprob_batch_size": MICRO} | case.top
+    config = policy_config(path, case.layout.megatron, **top)
+    real_BS = inside(data)
+    for seen in ranks.run(case.layout.world, replay_own_and_given, config, data):
+        (scores, own), (again, retaken), (other, taken) = seen["own"], seen["again"], seen["given"]
+        assert torch.equal(own[real_BS].sort(-1).values.long(), expected[real_BS])
+        assert (own[~real_BS] == -1).all() and (taken[~real_BS] == -1).all()
+        assert torch.equal(scores, again) and torch.equal(own, retaken)
+        asked = (data["routed_experts"] >= 0) & real_BS[..., None, None]
+        assert torch.equal(taken[asked].long(), data["routed_experts"][asked])
+        assert (taken[real_BS] >= 0).all()
+        assert not torch.equal(other, scores)
