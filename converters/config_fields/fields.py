@@ -59,7 +59,7 @@ IGNORED: Mapping[str, str] = {
 """Fields of any model that affect neither its weights nor its forward pass, and why."""
 
 # Explains a field that no family takes, given its value.
-_HINTS: Mapping[str, Callable[[Any], str]] = {"quantization_config": quantisation.refusal}
+_HINTS: Mapping[str, Callable[[Any], str]] = {quantisation.SECTION: quantisation.refusal}
 _UNKNOWN = "unknown field; remove it if it does not affect the model"
 SHOWN_CHARACTERS = 120
 """Of a value in a message: lists in configs can name every layer and expert."""
@@ -85,6 +85,8 @@ class Fields:
         self._sections: dict[str, Fields] = {}
         self._problems: list[str] = []
         self._notes: dict[str, tuple[str, str]] = {}
+        if not prefix and quantisation.scheme_of(raw.get(quantisation.SECTION)) is not None:
+            self.ignore(quantisation.SECTION, quantisation.READ_AS)
 
     def take(self, name: str, default: Any = REQUIRED) -> Any:
         """The field, or `default` if absent or null; ConversionError if there is no default."""

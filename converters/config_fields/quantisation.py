@@ -1,4 +1,4 @@
-"""Recognises quantised checkpoints, to say what they are and how to get plain weights."""
+"""Recognises quantised checkpoints: which of them are read, and what to do with the others."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+SECTION = "quantization_config"
+"""The field of config.json that says how weights are quantised."""
+
+READ_AS = "the quantised weights are read as bfloat16"
+
+FP8, MXFP4 = "fp8", "mxfp4"
 
 _FP8 = {
     torch.float8_e4m3fn: "fp8 (e4m3)",
@@ -26,9 +33,69 @@ _COMPANIONS = {
 
 # The transformers config that dequantises while loading, if there is one.
 _DEQUANTISERS = {
-    "fp8": "FineGrainedFP8Config(dequantize=True)",
-    "mxfp4": "Mxfp4Config(dequantize=True)",
+    FP8: "FineGrainedFP8Config(dequantize=True)",
+    MXFP4: "Mxfp4Config(dequantize=True)",
 }
+
+# Fields of a section that is read, and the values of each that are; None stands for any. The
+# dtypes of the tensors say which of them are quantised, so lists of modules add nothing to that.
+_MODULES: Mapping[str, tuple[object, ...] | None] = dict.fromkeys(
+    ("quant_method", "modules_to_not_convert", "ignored_layers", "modules_to_convert", "dequantize")
+)
+_FIELDS: Mapping[str, Mapping[str, tuple[object, ...] | None]] = {
+    FP8: {
+        **_MODULES,
+        "activation_scheme": ("dynamic",),
+        "expert_dtype": ("fp8",),
+        "fmt": ("e4m3", "e4m3fn", "float8_e4m3fn"),
+        "scale_fmt": ("float", "ue8m0"),
+        "weight_block_size": None,
+    },
+    MXFP4: _MODULES,
+}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the weights of a checkpoint are quantised: `method` is FP8 or MXFP4.
+
+    `block` is the rows and columns of a weight that share one scale.
+    """
+
+    method: str
+    block: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"{self.method} in blocks of {self.block[0]} x {self.block[1]}"
+
+
+def scheme_of(section: object) -> Scheme | None:
+    """The scheme of a config's `quantization_config`; None if there is none that is read."""
+    if not isinstance(section, Mapping) or _obstacle(section):
+        return None
+    if section["quant_method"] == MXFP4:
+        return Scheme(MXFP4, (1, 32))
+    rows, columns = section["weight_block_size"]
+    return Scheme(FP8, (rows, columns))
+
+
+def _obstacle(section: Mapping[str, Any]) -> str:
+    """Why weights with this `quantization_config` are not read; "" if they are."""
+    known = _FIELDS.get(str(section.get("quant_method")))
+    if known is None:
+        return "quantised weights of this method cannot be converted"
+    for name, value in section.items():
+        if name not in known:
+            return f"its field {name} = {value!r:.60} is not known"
+        legal = known[name]
+        if legal is not None and value is not None and value not in legal:
+            return f"its {name} is {value!r:.60}, and only {' or '.join(map(repr, legal))} is read"
+    if section["quant_method"] == FP8:
+        block = section.get("weight_block_size")
+        sizes = block if isinstance(block, (list, tuple)) else ()
+        if len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
+            return f"its weight_block_size is {block!r:.60}, and only two positive sizes are read"
+    return ""
 
 
 def named(section: object) -> str:
@@ -51,13 +118,14 @@ def advice(method: str) -> str:
         if config
         else "dequantise it with the tool that made it"
     )
-    return f"quantised weights cannot be converted; use the unquantised checkpoint, or {how}"
+    return f"use the unquantised checkpoint, or {how}"
 
 
 def refusal(section: Any) -> str:
     """Why a config with this `quantization_config` is refused, and what to do."""
-    method = section.get("quant_method", "") if isinstance(section, Mapping) else ""
-    return f"the checkpoint is quantised to {named(section)}; {advice(str(method))}"
+    mapping = section if isinstance(section, Mapping) else {}
+    what = f"the checkpoint is quantised to {named(section)}"
+    return f"{what}; {_obstacle(mapping)}; {advice(str(mapping.get('quant_method', '')))}"
 
 
 @dataclass(frozen=True)
@@ -69,7 +137,7 @@ class Quantisation:
 
 
 def found_in(unknown: Collection[str], dtypes: Mapping[str, torch.dtype]) -> Quantisation | None:
-    """The quantisation that a checkpoint's tensors show, if any.
+    """The quantisation that a checkpoint's tensors show, if any, and that was not read.
 
     `unknown` are the names that no row uses, `dtypes` those of all tensors.
     """
@@ -86,4 +154,10 @@ def found_in(unknown: Collection[str], dtypes: Mapping[str, torch.dtype]) -> Qua
 
 def _found(kind: str, names: Sequence[str], extra: str = "") -> Quantisation:
     what = f"the checkpoint is quantised to {kind}: {len(names)} tensors, the first {names[0]}"
-    return Quantisation(what + extra, advice(kind.split(" ")[0]))
+    method = kind.split(" ")[0]
+    restore = (
+        f"config.json lacks the {SECTION} that says how to read them: put it back as published; or "
+        if method in _FIELDS
+        else "quantised weights of this method cannot be converted; "
+    )
+    return Quantisation(what + extra, restore + advice(method))

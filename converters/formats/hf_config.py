@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from megatron_policy.converters.architecture import MOST_LAYERS
+from megatron_policy.converters.config_fields.quantisation import SECTION, Scheme, scheme_of
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.contained import expanded, inside, read
 from megatron_policy.converters.registry import FAMILIES, family_of
@@ -67,6 +68,28 @@ def written_config(model: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise _unreadable(model, error) from error
     return config
+
+
+def scheme_in(root: Path) -> Scheme | None:
+    """How the weights of the checkpoint at `root` are quantised; None if they are not, or in a way
+    that is not read.
+    """
+    if not (root / CONFIG).is_file():
+        return None
+    return scheme_of(written_config(root).get(SECTION))
+
+
+def without_quantisation(config: bytes) -> bytes:
+    """The content of a config.json without what says how its weights are quantised."""
+    fields = strict_json.parse(config, finite=False)
+    del fields[SECTION]
+    return encoded_like(config, fields)
+
+
+def encoded_like(config: bytes, fields: Mapping[str, Any]) -> bytes:
+    """The content of a config.json with these fields, indented like `config`."""
+    indent = re.match(rb'\{\s*\n( +)"', config)
+    return strict_json.encoded(fields, indent=len(indent[1]) if indent else 2) + b"\n"
 
 
 @contextmanager

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from megatron_policy.converters.config_fields.quantisation import SECTION, Scheme
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.contained import inside, open_regular, read
 from megatron_policy.errors import ConversionError
 
+from .dequantising import ByteMatrix, QuantisedTensor
+from .hf_config import CONFIG, scheme_in, without_quantisation
 from .hf_config import read_config as read_config
 from .hf_location import locate as locate
+from .quantised import Inventory, as_read, quantised_tensors
 from .safetensors_format import Extent, Shape, decode
+
+_log = logging.getLogger(__name__)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -57,34 +65,67 @@ def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
     return raw.view(dtype).squeeze(-1)
 
 
+class DequantisedTensor:
+    """A quantised tensor of mapped files in a `shape`; its elements are bfloat16 when taken."""
+
+    def __init__(self, tensor: QuantisedTensor, shape: Shape, reader: HfReader) -> None:
+        self._tensor, self._shape, self._reader = tensor, shape, reader
+
+    def view(self, shape: Shape) -> DequantisedTensor:
+        """The same elements in another shape."""
+        return DequantisedTensor(self._tensor, shape, self._reader)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        return self._tensor.take(self._shape, index, self._reader.fetch)
+
+
 class HfReader:
     """The tensors of a checkpoint: each file is opened and mapped once, and read only on use.
 
     `shapes` and `dtypes` are by tensor name; `bytes_read` counts what was taken through `part`.
-    ConversionError when files are missing, truncated, or contradict the index.
+    Weights that config.json says are quantised have their plain names, and are bfloat16.
+    ConversionError when files are missing, truncated, or contradict the index or config.json.
     """
 
     def __init__(self, model: str | Path) -> None:
         root = locate(model)
         self.bytes_read = 0
         self._mapped: dict[str, Tensor] = {}  # bytes, with those of an element as last dimension
+        self._raw: dict[Path, Tensor] = {}
         self.shapes: dict[str, Shape] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        for path, extents in inventory(root).items():
+        files = inventory(root)
+        self._quantised = quantised_in(root, files)
+        for path, extents in files.items():
             raw = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+            self._raw[path] = raw
             for name, (start, dtype, shape) in extents.items():
                 self._mapped[name] = raw[start : extents[name].end].view(*shape, dtype.itemsize)
-                self.shapes[name], self.dtypes[name] = shape, dtype
+        for name, (dtype, shape) in as_read(files, self._quantised).items():
+            self.shapes[name], self.dtypes[name] = shape, dtype
 
     def tensor(self, name: str) -> Tensor:
         """The tensor, a view of the mapped file if aligned; writing to it leaves the file
-        unchanged.
+        unchanged. One that is stored quantised is in new memory.
         """
+        if name in self._quantised:
+            return self.part(name)[(slice(None),)]
         return _typed(self._mapped[name], self.dtypes[name])
 
-    def part(self, name: str) -> MappedTensor:
+    def part(self, name: str) -> MappedTensor | DequantisedTensor:
         """The tensor for `fill_shard` to take elements from, counted in `bytes_read`."""
+        if name in self._quantised:
+            return DequantisedTensor(self._quantised[name], self.shapes[name], self)
         return MappedTensor(self._mapped[name], self.dtypes[name], self)
+
+    def fetch(self, matrix: ByteMatrix, rows: range, columns: range) -> Tensor:
+        """Bytes of a stored matrix as a view of its file, counted in `bytes_read`."""
+        stored = self._raw[matrix.path][matrix.start : matrix.start + matrix.nbytes]
+        found = stored.view(matrix.rows, matrix.width)[
+            rows.start : rows.stop : rows.step, columns.start : columns.stop
+        ]
+        self.bytes_read += found.nbytes
+        return found
 
     def check_copies(self, copies: Mapping[str, str], rank: int = 0, size: int = 1) -> None:
         """Raise ConversionError if a tied copy differs from its original.
@@ -108,6 +149,7 @@ class HfReader:
     def close(self) -> None:
         """Release the files; they stay mapped as long as one of their tensors is alive."""
         self._mapped.clear()
+        self._raw.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -129,6 +171,15 @@ def inventory(root: Path) -> dict[Path, dict[str, Extent]]:
     return files
 
 
+def quantised_in(root: Path, files: Inventory) -> dict[str, QuantisedTensor]:
+    """The quantised weights of the checkpoint with these files, by name; none if it has none.
+
+    ConversionError when they are not what config.json says.
+    """
+    scheme = scheme_in(root)
+    return {} if scheme is None else quantised_tensors(files, scheme)
+
+
 def side_files(root: Path) -> list[Path]:
     """The config, tokenizer and generation settings of a checkpoint: every file without weights.
 
@@ -145,11 +196,29 @@ def side_files(root: Path) -> list[Path]:
 
 
 def side_contents(model: str | Path) -> dict[str, bytes]:
-    """Config and tokenizer by file name, from a directory or hub repository as `locate` takes it.
+    """Config and tokenizer by file name, from a directory or hub repository as `locate` takes it,
+    for weights that are not quantised: a config.json that says how they are loses that.
 
     For callers that write them later, when the directory may be gone.
     """
-    return {path.name: path.read_bytes() for path in side_files(locate(model))}
+    root = locate(model)
+    content = {path.name: path.read_bytes() for path in side_files(root)}
+    if scheme := scheme_in(root):
+        content[CONFIG] = without_quantisation(content[CONFIG])
+        _tell(root, scheme)
+    return content
+
+
+@cache
+def _tell(root: Path, scheme: Scheme) -> None:
+    """Say once what copies of a quantised checkpoint's config.json lack."""
+    _log.warning(
+        "%s is quantised to %s; its weights are read and exported as bfloat16, "
+        "and copies of its config.json leave %s out",
+        root,
+        scheme,
+        SECTION,
+    )
 
 
 def _files(root: Path) -> dict[Path, set[str]]:

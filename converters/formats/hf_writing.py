@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_policy.converters.files.publishing import flush, write_file
 
-from .hf_files import INDEX, SINGLE, locate, side_files
+from .hf_files import INDEX, SINGLE, side_contents
 from .safetensors_format import Shape, encode
 
 
@@ -78,6 +78,8 @@ def write_index(directory: Path, weight_map: Mapping[str, str], total_bytes: int
 
 
 def copy_side_files(source: str | Path, directory: Path) -> None:
-    """Copy the config, tokenizer and generation settings of the model `source` byte for byte."""
-    for path in side_files(locate(source)):
-        write_file(directory / path.name, path.read_bytes())
+    """Copy the config, tokenizer and generation settings of the model `source` byte for byte, as
+    `side_contents` gives them.
+    """
+    for name, content in side_contents(source).items():
+        write_file(directory / name, content)

@@ -95,6 +95,8 @@ def _lines(report: Report) -> Iterator[str]:
         f"{show_size(plan.bytes_written)} in {len(plan.files)} file{'s' * (len(plan.files) != 1)}"
     )
     yield f"digest of its tensors {report.digest}; the source {compared} digests"
+    if plan.dequantised:
+        yield f"dequantised {plan.dequantised}; config.json is without its quantization_config"
     if plan.dropped:
         yield f"skipped (no parameter uses them): {', '.join(plan.dropped)}"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from megatron_policy.convert.plan import (
 from megatron_policy.convert.training_checkpoint import check_bytes, is_saved
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.publishing import check_replaceable, new_directory
+from megatron_policy.converters.formats.hf_config import encoded_like, without_quantisation
 from megatron_policy.converters.formats.hf_files import MANIFEST
 from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConversionError, ExportError
@@ -125,7 +125,8 @@ def _write(ready: Prepared, progress: Progress) -> DirectoryManifest:
 
 def _write_tensors(ready: Prepared, progress: Progress) -> tuple[dict[str, str], dict[str, str]]:
     """Convert all tensors and return their digests, as read and as written."""
-    buffer, total, done = BlockBuffer(ready.max_memory), ready.plan.bytes_read, 0
+    buffer, done = BlockBuffer(ready.max_memory), 0
+    total = sum(ready.source.infos[name].nbytes for name in ready.blocks)
     stated = ready.source.manifest.tensors if ready.source.manifest else {}
     read: dict[str, str] = {}
     written: dict[str, str] = {}
@@ -167,9 +168,8 @@ def _copy_side_files(ready: Prepared) -> dict[str, str]:
     files = {}
     for name, path in ready.source.side_files.items():
         inside = side_path(name, ready.plan.to)
-        if name == "config.json" and _is_cast(ready):
-            content = _with_dtype(path.read_bytes(), _main_dtype(ready))
-            files[inside] = _write_file(ready, inside, content)
+        if name == "config.json" and (ready.source.quantised or _is_cast(ready)):
+            files[inside] = _write_file(ready, inside, _config(ready, path.read_bytes()))
             continue
         digest, size = Digest(), digests.size_of(path)
         _make_parent(ready, inside)
@@ -179,6 +179,13 @@ def _copy_side_files(ready: Prepared) -> dict[str, str]:
             digest.update(part)
         files[inside] = digest.text()
     return files
+
+
+def _config(ready: Prepared, content: bytes) -> bytes:
+    """The content of config.json, which describes the weights as they are written."""
+    if ready.source.quantised:
+        content = without_quantisation(content)
+    return _with_dtype(content, _main_dtype(ready)) if _is_cast(ready) else content
 
 
 def _write_file(ready: Prepared, name: str, content: bytes) -> str:
@@ -209,8 +216,7 @@ def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
     named = [name for name in ("dtype", "torch_dtype") if name in fields] or ["torch_dtype"]
     for name in named:
         fields[name] = str(dtype).removeprefix("torch.")
-    indent = re.match(rb'\{\s*\n( +)"', config)
-    return strict_json.encoded(fields, indent=len(indent[1]) if indent else 2) + b"\n"
+    return encoded_like(config, fields)
 
 
 def _origin(ready: Prepared, content: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from megatron_policy.converters.files.contained import expanded, inside
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats import dist_files, hf_files
 from megatron_policy.converters.formats.hf_config import read_config, written_config
+from megatron_policy.converters.formats.quantised import as_read
 from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.converters.table import Table, draft
 from megatron_policy.errors import ConfigError, ConversionError
@@ -48,12 +49,13 @@ def read_headers(source: str | Path, config: str | Path | None = None) -> Header
         return _dist_headers(root, config)
     root = hf_files.locate(source)
     fields, written = read_config(root), written_config(root)
-    extents = {n: at for held in hf_files.inventory(root).values() for n, at in held.items()}
+    files = hf_files.inventory(root)
+    tensors = as_read(files, hf_files.quantised_in(root, files))
     return Headers(
         fields,
         written,
-        {name: at.shape for name, at in extents.items()},
-        {name: at.dtype for name, at in extents.items()},
+        {name: shape for name, (_, shape) in tensors.items()},
+        {name: dtype for name, (dtype, _) in tensors.items()},
     )
 
 

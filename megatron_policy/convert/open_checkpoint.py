@@ -6,15 +6,17 @@ Reads headers and indices, but no tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_policy.convert.training_checkpoint import is_saved, source_dtypes
 from megatron_policy.converters.files.contained import expanded, inside
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats import dist_files, dist_metadata, hf_files
+from megatron_policy.converters.formats.dequantising import QuantisedTensor
 from megatron_policy.converters.formats.dist_keys import readable
 from megatron_policy.converters.formats.hf_config import read_config
+from megatron_policy.converters.formats.quantised import as_read
 from megatron_policy.converters.formats.stored import Stored
 from megatron_policy.converters.table import Entry, Table, bind
 from megatron_policy.errors import ConfigError, ConversionError
@@ -57,6 +59,8 @@ class Opened:
     """For a Megatron-Core checkpoint, where each parameter is: canonical name -> key."""
     problems: Mapping[str, str]
     """Files whose bytes contradict the manifest, by relative path, with a message for each."""
+    quantised: Mapping[str, QuantisedTensor] = field(default_factory=dict)
+    """The tensors that are stored quantised, and read as bfloat16."""
 
     def check(self) -> None:
         """Raise ConversionError if a file is damaged."""
@@ -108,24 +112,27 @@ _HF_MARKS = ("config.json", hf_files.SINGLE, hf_files.INDEX)
 
 
 def _open_hf(root: Path, files: RawFiles, manifest: DirectoryManifest | None) -> Opened:
+    inventory = hf_files.inventory(root)
+    quantised = hf_files.quantised_in(root, inventory)
+    infos = {name: Info(*read) for name, read in as_read(inventory, quantised).items()}
     stored: dict[str, Stored] = {}
     extents: dict[Path, list[tuple[int, int]]] = {}
-    for file, held in hf_files.inventory(root).items():
-        for name, at in sorted(held.items(), key=lambda item: item[1].start):
+    for file, held in inventory.items():
+        for name, at in held.items():
             stored[name] = Stored.in_one_piece(at.shape, at.dtype, file, at.start)
             extents.setdefault(file, []).append((at.start, at.end))
-    infos = {name: Info(s.dtype, s.shape) for name, s in stored.items()}
     return Opened(
         root,
         HF,
         infos,
-        FileTensors(stored, files),
+        FileTensors(stored, files, quantised),
         _table_if_known(root),
         {path.name: path for path in hf_files.side_files(root)},
         manifest,
         extents,
         {},
         {},
+        quantised,
     )
 
 

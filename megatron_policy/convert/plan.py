@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,10 @@ from megatron_policy.convert.blockwise import Blocks, check_memory, cut
 from megatron_policy.convert.open_checkpoint import HF, MCORE, SIDE, Opened, open_checkpoint
 from megatron_policy.convert.target import Target, hf_target, mcore_target
 from megatron_policy.convert.training_checkpoint import is_saved
+from megatron_policy.converters.config_fields.quantisation import SECTION
 from megatron_policy.converters.files.contained import expanded
 from megatron_policy.converters.files.raw_files import RawFiles
+from megatron_policy.converters.formats.dequantising import QuantisedTensor
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import WEIGHT_DTYPES, Table, bind
 from megatron_policy.errors import ConfigError
@@ -57,6 +59,8 @@ class ConversionPlan:
     buffer_bytes: int
     has_digests: bool
     """Whether the source has digests of its bytes."""
+    dequantised: str = ""
+    """How many tensors are read as bfloat16 and how they are stored, in words; "" if none is."""
 
     def describe(self) -> Iterator[str]:
         """The plan as lines of text, ending with one line per tensor."""
@@ -72,6 +76,8 @@ class ConversionPlan:
             f"{len(self.side_files)} others: {', '.join(self.side_files) or 'none'}"
         )
         yield f"casts {len(cast)} tensors; uses a buffer of {self.buffer_bytes:,} bytes"
+        if self.dequantised:
+            yield f"dequantises {self.dequantised}; config.json loses its {SECTION}"
         if self.dropped:
             yield f"leaves out {len(self.dropped)} tensors: {', '.join(self.dropped)}"
         for file, size in self.files:
@@ -231,11 +237,18 @@ def _plan(
         dropped=tuple(name for name in opened.infos if name not in infos),
         files=tuple((path.as_posix(), size) for path, size in target.sizes.items()),
         side_files=(*target.small, *(side_path(name, to) for name in opened.side_files)),
-        bytes_read=sum(opened.infos[name].nbytes for name in infos),
+        bytes_read=sum((opened.quantised.get(name) or opened.infos[name]).nbytes for name in infos),
         bytes_written=sum(target.sizes.values()) + sum(map(len, target.small.values())),
         buffer_bytes=max(block.nbytes for block in blocks.values()),
         has_digests=opened.manifest is not None or is_saved(opened.root),
+        dequantised=_dequantised([opened.quantised[n] for n in infos if n in opened.quantised]),
     )
+
+
+def _dequantised(tensors: Sequence[QuantisedTensor]) -> str:
+    if not tensors:
+        return ""
+    return f"{len(tensors)} tensors from {tensors[0].scheme} to bfloat16"
 
 
 def _keys_by_tensor(table: Table, keys: Mapping[str, str]) -> dict[str, tuple[str, ...]]:

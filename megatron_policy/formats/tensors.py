@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,6 +17,11 @@ from torch import Tensor
 
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.files.raw_files import RawFiles
+from megatron_policy.converters.formats.dequantising import (
+    TEMPORARY,
+    ByteMatrix,
+    QuantisedTensor,
+)
 from megatron_policy.converters.formats.stored import Stored
 from megatron_policy.converters.rows.blocks import Row, Shape, blocks_of
 from megatron_policy.converters.rows.runs import Correspondence, Piece
@@ -54,22 +60,43 @@ class Tensors(Protocol):
 
 
 class FileTensors:
-    """Tensors stored whole in their files, as in safetensors."""
+    """Tensors stored whole in their files, as in safetensors; `quantised` are only read."""
 
-    def __init__(self, stored: Mapping[str, Stored], files: RawFiles) -> None:
-        self.stored, self._files = stored, files
+    def __init__(
+        self,
+        stored: Mapping[str, Stored],
+        files: RawFiles,
+        quantised: Mapping[str, QuantisedTensor] = MappingProxyType({}),
+    ) -> None:
+        self.stored, self._files, self._quantised = stored, files, quantised
 
     def read(self, name: str, first: int, values: Tensor, scratch: Tensor) -> None:
         """See `Tensors.read`."""
-        _move(self._files.read, self.stored[name], first, values)
+        if name in self._quantised:
+            self._quantised[name].read(first, values, self._fetch)
+        else:
+            _move(self._files.read, self.stored[name], first, values)
 
     def write(self, name: str, first: int, values: Tensor, scratch: Tensor) -> None:
         """See `Tensors.write`."""
         _move(self._files.write, self.stored[name], first, values)
 
     def scratch(self, name: str, dtype: torch.dtype) -> int:
-        """No scratch memory is needed."""
-        return 0
+        """None for plain tensors; torch allocates what dequantising takes."""
+        return TEMPORARY if name in self._quantised else 0
+
+    def _fetch(self, matrix: ByteMatrix, rows: range, columns: range) -> Tensor:
+        """Bytes of a stored matrix, see `Fetch`."""
+        found = torch.empty((len(rows), len(columns)), dtype=torch.uint8)
+        start = matrix.start + columns.start
+        if rows.step == 1 and len(columns) == matrix.width:
+            self._files.read(
+                matrix.path, start + rows.start * matrix.width, [flat_bytes(found.view(-1))]
+            )
+            return found
+        for place, row in enumerate(rows):
+            self._files.read(matrix.path, start + row * matrix.width, [flat_bytes(found[place])])
+        return found
 
 
 class TensorShare(NamedTuple):

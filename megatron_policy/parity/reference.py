@@ -54,7 +54,7 @@ def _load(model: str, dtype: str) -> Any:
     config = written_config(root)
     family_of(str(config.get("model_type")))
     if config.get("quantization_config") is not None:
-        raise ConfigError(f"{model}: {quantisation.refusal(config['quantization_config'])}")
+        raise ConfigError(f"{model}: {_refusal(config['quantization_config'])}")
     files = inventory(root)
     with for_transformers(config) as folder:
         _link(files, folder)
@@ -70,6 +70,16 @@ def _load(model: str, dtype: str) -> Any:
     chosen = getattr(hf.config, "_attn_implementation", None)
     assert chosen == "eager", f"transformers chose {chosen!r}"
     return hf.to(current_device()).eval()
+
+
+def _refusal(section: Any) -> str:
+    """Why a checkpoint with this `quantization_config` is no reference, and what to do."""
+    if quantisation.scheme_of(section) is None:
+        return quantisation.refusal(section)
+    return (
+        f"the checkpoint is quantised to {quantisation.named(section)}, and a reference is not; "
+        "convert it to Megatron-Core's format and back, which writes bfloat16, and compare that"
+    )
 
 
 def _link(files: Mapping[Path, Mapping[str, Extent]], folder: Path) -> None:
