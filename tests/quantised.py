@@ -1,4 +1,4 @@
-"""Tiny quantised checkpoints: a quantiser of its own, and what transformers makes of its tensors."""
+"""Tiny quantised checkpoints by a quantiser of the tests, and what transformers makes of them."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def dequantised_by_transformers(path: Path) -> Tensors:
 
 
 def fp8_by_transformers(payload_MK: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """What transformers makes of a matrix. It knows no cut blocks: they are filled with zeros
-    before, and cut after.
+    """What transformers makes of a matrix. It refuses cut blocks, or takes smaller blocks that fit:
+    here they are filled with zeros before, and cut after.
     """
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 

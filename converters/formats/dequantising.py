@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Protocol
 
@@ -186,10 +186,7 @@ def _as_ranges(numbers: Indices) -> list[range]:
         step = int(steps[0]) if len(steps) else 1
         return [range(int(numbers[0]), int(numbers[-1]) + 1, step)] if len(numbers) else []
     cuts = [0, *(int(at) + 1 for at in np.flatnonzero(steps != 1)), len(numbers)]
-    return [
-        range(int(numbers[a]), int(numbers[b - 1]) + 1)
-        for a, b in zip(cuts[:-1], cuts[1:], strict=True)
-    ]
+    return [range(int(numbers[a]), int(numbers[b - 1]) + 1) for a, b in pairwise(cuts)]
 
 
 def _placed(ranges: Sequence[range]) -> Iterator[tuple[range, slice]]:

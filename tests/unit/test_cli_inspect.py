@@ -151,22 +151,40 @@ def to_fp8(tensors: dict[str, torch.Tensor]) -> None:
     tensors[f"{UP}_scale_inv"] = torch.ones(1, 1)
 
 
-@pytest.mark.parametrize("command", ["inspect", "parity"])
-def test_fp8_weights_are_refused_by_name_with_what_to_do(
-    checkpoint, tmp_path: Path, command: str
+def test_fp8_weights_are_shown_as_they_are_read(checkpoint, tmp_path: Path) -> None:
+    path = edited(checkpoint("qwen2"), tmp_path / "c", to_fp8, quantization_config=FP8)
+    code, said, errors = inspect(path)
+    assert (code, errors) == (0, "") and "scale_inv" not in said
+    assert f"{UP}  [128, 64]  bfloat16" in said or "up_proj.weight  [128, 64]  bfloat16" in said
+    assert "quantization_config = {" in said
+    assert "ignored" in said and "the quantised weights are read as bfloat16" in said
+
+
+def test_fp8_weights_that_are_not_read_are_refused_by_name_with_what_to_do(
+    checkpoint, tmp_path: Path
 ) -> None:
-    by_config = edited(checkpoint("qwen2"), tmp_path / "c", to_fp8, quantization_config=FP8)
+    static = FP8 | {"activation_scheme": "static"}
+    by_config = edited(checkpoint("qwen2"), tmp_path / "c", to_fp8, quantization_config=static)
     by_tensors = edited(checkpoint("qwen2"), tmp_path / "t", to_fp8)
-    for path, named in (
-        (by_config, "fp8 (e4m3, blocks 128 x 128)"),
-        (by_tensors, f"fp8 (e4m3): 1 tensors, the first {UP}, with block scales in 1, the first"),
+    found = f"fp8 (e4m3): 1 tensors, the first {UP}, with block scales in 1, the first"
+    for command, path, named in (
+        ("inspect", by_config, "fp8 (e4m3, blocks 128 x 128)"),
+        ("inspect", by_config, "its activation_scheme is 'static', and only 'dynamic' is read"),
+        ("parity", by_config, "fp8 (e4m3, blocks 128 x 128)"),
+        ("inspect", by_tensors, found),
+        ("inspect", by_tensors, "put it back as published"),
     ):
-        if command == "parity" and path == by_tensors:
-            continue  # it is the same check that reading them meets
         result = CliRunner().invoke(app, [command, str(path)])
         assert result.exit_code == 1
         assert named in result.stderr and result.stderr.count("\n") == 1
         assert "FineGrainedFP8Config(dequantize=True)" in result.stderr
+
+
+def test_a_quantised_checkpoint_is_no_reference_for_parity(checkpoint, tmp_path: Path) -> None:
+    path = edited(checkpoint("qwen2"), tmp_path / "c", to_fp8, quantization_config=FP8)
+    result = CliRunner().invoke(app, ["parity", str(path)])
+    assert result.exit_code == 1
+    assert "convert it to Megatron-Core's format and back" in result.stderr
 
 
 def test_an_architecture_nobody_knows_is_one_line_with_those_there_are(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megatron_policy.converters.config_fields import Fields
@@ -102,10 +104,41 @@ def test_a_long_value_is_cut_in_messages() -> None:
     assert "layers = [0, 1, 2," in str(caught.value) and len(str(caught.value)) < 300
 
 
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        FP8 | {"activation_scheme": "dynamic", "fmt": "e4m3"},  # DeepSeek-V3 and R1, Kimi-K2
+        FP8 | {"activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0"},
+        FP8 | {"fmt": "float8_e4m3fn", "modules_to_not_convert": ["gate", "lm_head"]},
+        FP8 | {"ignored_layers": ["gate"], "expert_dtype": "fp8", "dequantize": False},
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+    ],
+)
+def test_a_published_quantisation_is_ignored_because_weights_are_read_as_bfloat16(
+    section: dict[str, Any],
+) -> None:
+    assert small(quantization_config=section).hf_shapes() == small().hf_shapes()
+    fields = Fields({"quantization_config": section})
+    (use,) = fields.uses()
+    assert (use.outcome, use.why) == ("ignored", "the quantised weights are read as bfloat16")
+
+
 def test_a_quantised_config_is_refused_by_its_method_whatever_else_it_says() -> None:
     for section, said in (
         ({"quant_method": "gptq", "bits": 4}, "quantised to gptq (4 bits)"),
-        ({"quant_method": "mxfp4"}, "mxfp4; quantised weights cannot be converted"),
+        ({"quant_method": "awq"}, "awq; quantised weights of this method cannot be converted"),
+        ({"quant_method": "compressed-tensors"}, "dequantise it with the tool that made it"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantised to bitsandbytes"),
+        ({"quant_method": "mxfp4", "bits": 4}, "its field bits = 4 is not known"),
+        (FP8 | {"fmt": "e5m2"}, "its fmt is 'e5m2', and only 'e4m3' or"),
+        (FP8 | {"weight_block_size": None}, "its weight_block_size is None"),
+        (FP8 | {"weight_block_size": [128, 0]}, "its weight_block_size is [128, 0]"),
+        (FP8 | {"weight_block_size": [128]}, "its weight_block_size is [128]"),
+        (FP8 | {"expert_dtype": "fp4"}, "its expert_dtype is 'fp4'"),
+        (FP8 | {"scale_fmt": "other"}, "its scale_fmt is 'other'"),
         ("surprise", "quantised to 'surprise'"),
     ):
         with pytest.raises(ConversionError) as caught:
