@@ -29,6 +29,8 @@ class Size:
 
 HALF_BILLION = Size(hidden=896, ffn=4864, layers=24, heads=14, groups=2, vocab=151936)
 ONE_AND_A_HALF_BILLION = Size(hidden=1536, ffn=8960, layers=28, heads=12, groups=2, vocab=151936)
+BLOCK = 128
+"""Rows and columns that share a scale, as published."""
 SIZES = {"0.5B": HALF_BILLION, "1.5B": ONE_AND_A_HALF_BILLION}
 
 
@@ -45,6 +47,36 @@ def write_checkpoint(path: Path, size: Size) -> Path:
     inventory = {name: (torch.bfloat16, shape) for name, shape in shapes.items()}
     write_shard(path, SINGLE, inventory, _random_tensors(shapes))
     return path
+
+
+def write_quantised(path: Path, size: Size) -> Path:
+    """The same with the matrices of all layers in fp8, with scales of blocks of 128 x 128."""
+    path.mkdir()
+    section = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+    config = _config(size) | {"quantization_config": section}
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    shapes = bind(read_config(path)).hf_shapes()
+    inventory: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        quantised = len(shape) == 2 and name.startswith("model.layers.")
+        inventory[name] = (torch.float8_e4m3fn if quantised else torch.bfloat16, shape)
+        if quantised:
+            blocks = tuple(-(-length // BLOCK) for length in shape)
+            inventory[f"{name}_scale_inv"] = (torch.float32, blocks)
+    write_shard(path, SINGLE, inventory, _quantised_tensors(inventory))
+    return path
+
+
+def _quantised_tensors(
+    inventory: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    for name, (dtype, shape) in inventory.items():
+        normal = torch.empty(shape).normal_(generator=generator)
+        if name.endswith("_scale_inv"):
+            yield name, normal.exp() * 1e-4
+        else:
+            yield name, (normal * (100 if dtype == torch.float8_e4m3fn else 0.02)).to(dtype)
 
 
 def _config(size: Size) -> dict[str, object]:

@@ -7,12 +7,16 @@ Straight-line code for Qwen2 on one rank: no modules, no checks, nothing of the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
+_BLOCK = 128  # rows and columns of an fp8 weight that share a scale
+# A look-up takes a fifth of the time of torch's cast.
+_NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 _COPIED = {
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
@@ -24,12 +28,13 @@ _COPIED = {
 def copy_weights(file: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The weights with Megatron-Core's names and layout, in memory never touched before.
 
+    Weights in fp8, with scales of blocks, are read as bf16.
     Shapes are a view away from those of its parameters: for a fused attention input `[G, N / G +
     2, H, ...]` (groups, heads of a group, head dim), for a fused MLP input `[2, F, D]`.
     """
     made: dict[str, torch.Tensor] = {}
     with safe_open(file, framework="pt") as source:
-        read = source.get_tensor
+        read = partial(_read, source, set(source.keys()))
         made["embedding.word_embeddings.weight"] = _copy(read("model.embed_tokens.weight"))
         for layer in range(config["num_hidden_layers"]):
             ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
@@ -72,6 +77,22 @@ def hf_views(
         for mine, name in _COPIED.items():
             yield theirs + name, weights[ours + mine]
     yield "model.norm.weight", weights["decoder.final_layernorm.weight"]
+
+
+def _read(source: Any, names: set[str], name: str) -> torch.Tensor:
+    """A tensor of the file; one in fp8 is dequantised to bf16, one row of blocks after another."""
+    tensor = source.get_tensor(name)
+    if f"{name}_scale_inv" not in names:
+        return tensor
+    made = torch.empty(tensor.shape, dtype=torch.bfloat16)
+    for first, scales in zip(
+        range(0, len(tensor), _BLOCK), source.get_tensor(f"{name}_scale_inv"), strict=True
+    ):
+        part = tensor[first : first + _BLOCK].view(torch.uint8)
+        numbers = torch.index_select(_NUMBERS, 0, part.reshape(-1).to(torch.int32))
+        numbers = numbers.view(part.shape).mul_(scales.repeat_interleave(_BLOCK)[: part.shape[1]])
+        made[first : first + _BLOCK].copy_(numbers)
+    return made
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

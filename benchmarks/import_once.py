@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
+from benchmarks.checkpoints import BLOCK
 from benchmarks.floor import copy_weights
 from megatron_policy import device
 from megatron_policy.config import PolicyConfig
@@ -100,11 +102,22 @@ def _verify(path: Path, weights: Mapping[str, torch.Tensor]) -> None:
             whole = weights[entry.megatron].view(entry.row.local_shape(table.architecture, 1))
             parts = unpack(entry.row, table.architecture, whole)
             for name, part in zip(entry.hf, parts, strict=True):
-                unseen.remove(name)
-                if not torch.equal(part, source.get_tensor(name)):
+                unseen -= {name, f"{name}_scale_inv"}
+                if not torch.equal(part, _expected(source, name)):
                     raise RuntimeError(f"{name} was not imported faithfully into {entry.megatron}")
     if unseen:
         raise RuntimeError(f"not imported: {sorted(unseen)}")
+
+
+def _expected(source: Any, name: str) -> torch.Tensor:
+    """The tensor of the file; one in fp8 is multiplied by its scales, and rounded to bf16."""
+    tensor = source.get_tensor(name)
+    if tensor.dtype != torch.float8_e4m3fn:
+        return tensor
+    scales = source.get_tensor(f"{name}_scale_inv")
+    for dim, length in enumerate(tensor.shape):
+        scales = scales.repeat_interleave(BLOCK, dim).narrow(dim, 0, length)
+    return (tensor.float() * scales).bfloat16()
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Import of HF weights: time relative to the floor, memory, growth with the tensors (rows 1 to 3).
+"""Import of HF weights: time relative to the floor, memory, growth with the tensors (rows 1 to 3);
+of fp8 weights, time relative to dequantising and one copy (row 15).
 
 Runs the programs of import_once.py, each in a new process.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.checkpoints import SIZES, narrow, write_checkpoint
+from benchmarks.checkpoints import SIZES, narrow, write_checkpoint, write_quantised
 from benchmarks.processes import run_fresh
 from benchmarks.results import Measurement, ratio_of_minima
 
@@ -17,6 +18,11 @@ PROGRAMS = "benchmarks.import_once"
 FEW_LAYERS, MANY_LAYERS = 50, 400
 SAME_BITS = (
     "in every run each HF tensor equals, bit for bit, what the table takes out of its parameter"
+)
+
+DEQUANTISED = (
+    "in every run each HF tensor, multiplied by the scales of its blocks in float32 and rounded to "
+    "bfloat16, equals bit for bit what the table takes out of its parameter"
 )
 
 
@@ -30,6 +36,22 @@ def over_floor(folder: Path, repetitions: int) -> Measurement:
     seconds = _alternate(repetitions, programs)
     ratios = [ratio_of_minima(seconds[f"ours, {s}"], seconds[f"floor, {s}"]) for s in SIZES]
     return Measurement(max(ratios), seconds, SAME_BITS)
+
+
+def dequantising(folder: Path, repetitions: int) -> Measurement:
+    """CPU seconds of an import of fp8 weights relative to the floor, for the worse size."""
+    paths = {
+        size: write_quantised(folder / f"{size}-fp8", dimensions)
+        for size, dimensions in SIZES.items()
+    }
+    programs = {
+        f"{name}, {size}": (name, path)
+        for name in ("floor", "ours")
+        for size, path in paths.items()
+    }
+    seconds = _alternate(repetitions, programs)
+    ratios = [ratio_of_minima(seconds[f"ours, {s}"], seconds[f"floor, {s}"]) for s in SIZES]
+    return Measurement(max(ratios), seconds, DEQUANTISED)
 
 
 def peak_memory(folder: Path, repetitions: int) -> Measurement:

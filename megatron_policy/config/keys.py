@@ -70,7 +70,7 @@ _POLICY: Rules = {
     ),
     "quant_cfg": Rejected("quantised training is not supported"),
     "env_vars": Rejected("workers get the variables of megatron_cfg.env_vars; put them there"),
-    "dequantize_base_checkpoint": Rejected("store the checkpoint in bfloat16 or float32"),
+    "dequantize_base_checkpoint": Ignored("quantised weights are always read as bfloat16"),
     "is_vlm": Rejected("vision-language models are not supported"),
 }
 

@@ -21,7 +21,6 @@ NOT_SUPPORTED = {
     "megatron_cfg.mtp_num_layers",
     "draft.enabled",
     "reward_model_cfg.enabled",
-    "dequantize_base_checkpoint",
     "hf_config_overrides",
     "quant_cfg",
     "is_vlm",
