@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_policy.converters.config_fields.quantisation import FP8, Scheme
 from megatron_policy.converters.rows.blocks import Shape
-from megatron_policy.converters.rows.regions import Indices, boxes
+from megatron_policy.converters.rows.regions import Indices, bounds, boxes
 
 CHUNK = 2**18
 """Elements that are dequantised at a time: it bounds the temporary memory, and fits a cache."""
@@ -85,12 +85,21 @@ class QuantisedTensor:
             whole = self._empty(self.shape)
             self.fill([[range(size)] for size in self.shape], whole, fetch)
             return whole.contiguous().view(view)[index]
-        out = self._empty(tuple(sum(map(len, ranges)) for ranges in picks))
+        out = self._empty(_lengths(picks))
         self.fill(picks, out, fetch)
-        full = (*index, *(slice(None),) * (len(view) - len(index)))
-        taken = tuple(len(range(*i.indices(n))) for i, n in zip(full, view, strict=True))
         # Splitting dimensions keeps a view of the transposed memory of mxfp4.
-        return out.reshape(taken)
+        return out.reshape([count for _, _, count in bounds(view, index)])
+
+    def copy_to(self, out: Tensor, view: Shape, index: tuple[slice, ...], fetch: Fetch) -> None:
+        """Copy the elements of `tensor.view(view)[index]` to `out`, of their shape, rounded to
+        bfloat16. Needs no memory of their size, except where the rows of `out` are scattered.
+        """
+        picks = picked(self.shape, view, index)
+        flat = None if picks is None else _viewed(out, _lengths(picks))
+        if picks is None or flat is None:
+            out.copy_(self.take(view, index, fetch))
+        else:
+            self.fill(picks, flat, fetch)
 
     def read(self, first: int, values: Tensor, fetch: Fetch) -> None:
         """Fill flat bfloat16 `values` with that many elements from element `first` on."""
@@ -132,12 +141,15 @@ class QuantisedTensor:
         span = range(columns[0], columns[-1] + 1)
         tall = range(rows[0] // height, rows[-1] // height + 1) if height > 1 else rows
         scales = self._scales(tall, range(span.start // width, span[-1] // width + 1), fetch)
+        blocks = torch.arange(rows.start, rows.stop, rows.step) // height
+        blocks = (blocks - tall.start) // tall.step
         step = max(1, CHUNK // len(span))
         for at in range(0, len(rows), step):
             part = rows[at : at + step]
             values = self._decode(part, span, fetch)
-            _multiply(values, span, _of_rows(scales, part, tall, height), width)
-            out[at : at + step].copy_(values[:, :: columns.step])
+            _multiply(values, span, scales.index_select(0, blocks[at : at + step]), width)
+            # Two steps where `out` is wider: a weight has the precision of bfloat16.
+            out[at : at + step].copy_(values[:, :: columns.step].to(_narrower(values, out)))
 
     def _scales(self, rows: range, columns: range, fetch: Fetch) -> Tensor:
         """Factors `[rows, columns]` of blocks: float32 for fp8, bfloat16 for mxfp4."""
@@ -173,10 +185,26 @@ def picked(shape: Shape, view: Shape, index: tuple[slice, ...]) -> list[list[ran
             group.append(left.pop(0))
         if math.prod(n for n, _ in group) != size:
             return None
+        if len(group) == 1:
+            found.append([range(*group[0][1].indices(size))])
+            continue
         numbers = np.arange(size).reshape([n for n, _ in group])[tuple(i for _, i in group)]
         found.append(_as_ranges(numbers.reshape(-1)))
     # What is left are dimensions of size 1.
     return found if all(len(range(*i.indices(n))) == n == 1 for n, i in left) else None
+
+
+def _lengths(picks: Sequence[Sequence[range]]) -> Shape:
+    """How many indices there are for each dimension."""
+    return tuple(sum(map(len, ranges)) for ranges in picks)
+
+
+def _viewed(tensor: Tensor, shape: Shape) -> Tensor | None:
+    """The tensor in another shape; None if that needs a copy."""
+    try:
+        return tensor.view(shape)
+    except RuntimeError:
+        return None
 
 
 def _as_ranges(numbers: Indices) -> list[range]:
@@ -214,10 +242,9 @@ def _multiply(values: Tensor, span: range, scales: Tensor, width: int) -> None:
         part.unflatten(1, (-1, each)).mul_(blocks.unsqueeze(-1))
 
 
-def _of_rows(scales: Tensor, part: range, tall: range, height: int) -> Tensor:
-    """The scales of the rows `part`, from those of the rows of blocks `tall`."""
-    blocks = torch.arange(part.start, part.stop, part.step) // height
-    return scales.index_select(0, (blocks - tall.start) // tall.step)
+def _narrower(values: Tensor, out: Tensor) -> torch.dtype:
+    """The dtype of `values` on their way to `out`."""
+    return values.dtype if out.dtype == torch.bfloat16 else torch.bfloat16
 
 
 def _looked_up(table: Tensor, raw: Tensor) -> Tensor:

@@ -78,6 +78,10 @@ class DequantisedTensor:
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         return self._tensor.take(self._shape, index, self._reader.fetch)
 
+    def copy_to(self, out: Tensor, index: tuple[slice, ...]) -> None:
+        """Copy the elements at `index` to `out` without memory for all of them."""
+        self._tensor.copy_to(out, self._shape, index, self._reader.fetch)
+
 
 class HfReader:
     """The tensors of a checkpoint: each file is opened and mapped once, and read only on use.

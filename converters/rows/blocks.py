@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.errors import ConversionError
@@ -54,6 +54,14 @@ class Taken(Protocol):
 
     def __getitem__(self, index: tuple[slice, ...], /) -> Tensor:
         """The elements as a tensor view."""
+
+
+@runtime_checkable
+class Copying(Protocol):
+    """A viewed HF tensor that a copy makes: taking its elements would make another one."""
+
+    def copy_to(self, out: Tensor, index: tuple[slice, ...], /) -> None:
+        """Copy the elements at `index` to `out`, of their shape."""
 
 
 class Part(Protocol):
@@ -125,8 +133,12 @@ def fill_shard(
 ) -> None:
     """Copy this rank's elements of the HF tensors into `shard`, casting; padding becomes 0."""
     for block in blocks_of(row, arch, rank, size):
-        taken = parts[block.part].view(block.hf_view)[block.hf_index]
-        _region(shard, block).copy_(taken.mT if block.transposed else taken)
+        viewed, region = parts[block.part].view(block.hf_view), _region(shard, block)
+        if isinstance(viewed, Copying):
+            viewed.copy_to(region.mT if block.transposed else region, block.hf_index)
+            continue
+        taken = viewed[block.hf_index]
+        region.copy_(taken.mT if block.transposed else taken)
     if rows := row.pad_rows(arch, rank, size):
         shard.detach()[-rows:].zero_()
 
