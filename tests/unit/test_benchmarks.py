@@ -148,8 +148,8 @@ def test_rows_are_chosen_by_number_and_stay_in_order() -> None:
 
 
 def test_a_row_that_is_not_in_the_scorecard_is_named() -> None:
-    with pytest.raises(ValueError, match=r"no row \[15\]"):
-        chosen(SCORECARD, [1, 15])
+    with pytest.raises(ValueError, match=r"no row \[99\]"):
+        chosen(SCORECARD, [1, 99])
 
 
 def test_each_run_overwrites_the_results_with_one_object_a_line(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_saves_and_loads_are_timed_beside_plain_files_of_their_tensors(
     (blocking,) = ranks.run(1, sync, path, box, 1)
     assert blocking["wall_s"].keys() == {*PAIRS, *PAIRS.values()}
     parameters = 128 * 32 + 32 + 2 * (32 * 64 + 64 + 32 * 32 + 3 * 32 * 48 + 2 * 32)
-    assert blocking["plain_bytes"] == 14 * parameters < blocking["bytes"]
+    assert blocking["plain_bytes"] == 99 * parameters < blocking["bytes"]
     (beside,) = ranks.run(1, background, path, box, 2)
     assert {name: len(runs) for name, runs in beside["wall_s"].items()} == {
         "a step alone": 2,

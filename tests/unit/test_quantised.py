@@ -12,7 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from typer.testing import CliRunner
 
+from megatron_policy.cli import app
 from megatron_policy.convert import convert, plan_conversion, verify
 from megatron_policy.converters.config_fields.quantisation import Scheme
 from megatron_policy.converters.files.raw_files import RawFiles
@@ -100,7 +102,7 @@ def test_verify_finds_a_scale_that_differs(quantised: dict[str, Path], tmp_path:
     other = edited(quantised["deepseek_v3"], tmp_path / "other", change)
     found = verify(quantised["deepseek_v3"], other)
     assert found.summary == {"values": 1}
-    assert "first at [16, 32]" in found.differences[0].words
+    assert "first at [16, 32]" in found.differences[0].message
 
 
 def fp8_of(rows: int, columns: int, block: tuple[int, int], seed: int) -> tuple[Tensor, Tensor]:
@@ -130,6 +132,20 @@ def in_memory(
     return QuantisedTensor(shape, scheme, *matrices), fetch, fetched
 
 
+def copied(
+    tensor: QuantisedTensor, view: tuple[int, ...], index: tuple[slice, ...], fetch: Fetch
+) -> Tensor:
+    """The elements as they arrive in the middle of wider memory, which stays as it was."""
+    taken = torch.empty(view, device="meta")[index].shape
+    wide = torch.full((*taken[:-1], taken[-1] + 3), 7.0)
+    tensor.copy_to(wide[..., 1:-2], view, index, fetch)
+    assert (wide[..., 0] == 7).all() and (wide[..., -2:] == 7).all()
+    plain = torch.empty(taken, dtype=torch.bfloat16)
+    tensor.copy_to(plain, view, index, fetch)
+    assert same(plain, wide[..., 1:-2].bfloat16()) and same(plain.float(), wide[..., 1:-2])
+    return plain
+
+
 SLICES = st.builds(
     lambda first, count, step: slice(first, first + count, step),
     st.integers(0, 30),
@@ -155,6 +171,8 @@ def test_every_slice_of_fp8_is_that_of_the_whole(
     split = (1, *((2, rows // 2) if rows % 2 == 0 else (rows,)), columns, 1)
     inner = (slice(None), slice(0, 1), first) if rows % 2 == 0 else (slice(None), first)
     assert same(tensor.take(split, inner, fetch), whole.view(split)[inner])
+    assert same(copied(tensor, (rows, columns), index, fetch), whole[index])
+    assert same(copied(tensor, split, inner, fetch), whole.view(split)[inner])
     assert same(tensor.take((columns, rows), (second,), fetch), whole.view(columns, rows)[second])
 
 
@@ -174,6 +192,7 @@ def test_every_slice_of_mxfp4_is_that_of_the_whole(
     )
     for index in ((slice(experts - 1, experts), first, second), (slice(None), second), ()):
         assert same(tensor.take(shape, index, fetch), whole[index])
+        assert same(copied(tensor, shape, index, fetch), whole[index])
     flat, last = whole.reshape(-1), whole.numel()
     begin = first.start % last
     values = torch.empty(min(last - begin, first.stop * 7), dtype=torch.bfloat16)
@@ -319,3 +338,13 @@ def test_copies_of_the_config_lose_the_quantisation_and_that_is_said_once(
     assert "leave quantization_config out" in caplog.text
     before = json.loads((path / "config.json").read_text())
     assert before.pop("quantization_config") and json.loads(first["config.json"]) == before
+
+
+def test_the_commands_say_what_was_dequantised(quantised: dict[str, Path], tmp_path: Path) -> None:
+    source, target = str(quantised["gpt_oss"]), str(tmp_path / "mcore")
+    done = CliRunner().invoke(app, ["convert", source, target, "--to", "mcore"])
+    assert done.exit_code == 0, done.stderr
+    assert "dequantised 4 tensors from mxfp4 in blocks of 1 x 32 to bfloat16" in done.stdout
+    assert "config.json is without its quantization_config" in done.stdout
+    equal = CliRunner().invoke(app, ["verify", source, target])
+    assert equal.exit_code == 0 and "equal: " in equal.stdout
