@@ -72,7 +72,7 @@ def streamed(path: Path, cfg: dict[str, int], bucket: int, **options: Any) -> di
             "calls": calls,
             "total": plan.total_bytes,
             "rounds": plan.rounds,
-            "groups": (plan.shards > 1) + (len(plan.stages) > 1),
+            "groups": (policy.topology.tp > 1) + (policy.topology.pp > 1),
             "info": plan.info(),
         }
     finally:
