@@ -13,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 from hypothesis import settings
 
 from tests import margins
+from tests.fork_server import ForkServer
 from tests.ranks import RankPool
 
 settings.register_profile("suite", deadline=None, derandomize=True)
@@ -124,18 +126,25 @@ def gpu_ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
-def ray_instance() -> Iterator[None]:
-    """A small Ray: two CPUs, and two GPUs that exist in Ray's books only."""
+def ray_instance() -> Iterator[ForkServer | None]:
+    """A small Ray: two CPUs, and two GPUs that exist in Ray's books only. Its workers are forks of
+    that server, where there is no GPU.
+    """
     import ray
+    import torch
 
     from megatron_policy.workers import init_ray
 
-    with pytest.MonkeyPatch.context() as patch:
+    # A GPU's context does not survive a fork.
+    server = None if torch.cuda.is_available() else ForkServer()
+    with pytest.MonkeyPatch.context() as patch, server.for_ray() if server else nullcontext():
         patch.delenv("RAY_ADDRESS", raising=False)
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         init_ray(num_cpus=2, num_gpus=2, object_store_bytes=150 * 2**20)
-    yield
+    yield server
     ray.shutdown()
+    if server:
+        server.end()
 
 
 @pytest.fixture(scope="session")

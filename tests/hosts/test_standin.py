@@ -22,6 +22,7 @@ from megatron_policy.hosts import nemo_rl as host
 from megatron_policy.hosts.nemo_rl.worker import MegatronPolicyWorker, NemoRLWorker
 from tests import oracle
 from tests.dist.cases import policy_config
+from tests.fork_server import PLAIN
 from tests.hosts.methods import FORMS, REFUSED
 
 VOCAB, LENGTH, ROWS, GBS = 251, 12, 8, 4
@@ -71,7 +72,9 @@ def older(
     cluster = standin.cluster.RayVirtualCluster([2], use_gpus=False)
     engines = {"backend": "vllm", "max_new_tokens": LENGTH, "colocated": {"enabled": True}}
     config = config_of(path, tp=2) | {"generation": engines}
-    policy = standin.policy.Policy(standin.policy.OLDER, cluster, config, TOKENIZER)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PLAIN, "1")  # these import what they need themselves, as under a host
+        policy = standin.policy.Policy(standin.policy.OLDER, cluster, config, TOKENIZER)
     seen = SimpleNamespace(folder=folder)
     policy.call("prepare_for_lp_inference")
     seen.logprobs = policy.get_logprobs(data)

@@ -15,6 +15,7 @@ from megatron_policy import MegatronPolicyWorker, Policy
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import BatchError, ConfigError, ExportError
 from megatron_policy.workers import RayVirtualCluster
+from tests.fork_server import PLAIN
 from tests.losses import TokenNLL
 from tests.ray.policies import (
     DP2,
@@ -30,9 +31,12 @@ from tests.ray.policies import (
 
 @pytest.fixture(scope="module")
 def untrained(checkpoint: Callable[..., Path]) -> Iterator[Policy]:
-    """Two data-parallel workers without optimizer, for tests that break nothing."""
+    """Two data-parallel workers without optimizer, for tests that break nothing. They import what
+    they need themselves.
+    """
     cluster = RayVirtualCluster([2], use_gpus=False)
-    policy = Policy(cluster, config_of(checkpoint, DP2), TOKENIZER, init_optimizer=False)
+    config = config_of(checkpoint, DP2 | {"env_vars": {PLAIN: "1"}})
+    policy = Policy(cluster, config, TOKENIZER, init_optimizer=False)
     yield policy
     policy.shutdown()
     cluster.shutdown()
