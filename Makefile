@@ -2,8 +2,9 @@
 PYTHON ?= python3
 PYTHON_LATEST ?=
 PYTEST_ARGS ?=
-# Processes that share the tests out; 0 runs them in one, as a debugger needs it.
-TEST_PROCESSES ?= 2
+# Processes that share the tests out, one of them the tests that need Ray, which wait for much; 0 runs
+# them in one, as a debugger needs it.
+TEST_PROCESSES ?= 3
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 SWEEP_ARGS ?=
@@ -14,6 +15,8 @@ BIN := $(VENV)/bin
 
 PARALLEL = -n $(TEST_PROCESSES) --no-loadscope-reorder
 
+# Hundreds of processes import the package: they find it compiled.
+unexport PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 

@@ -36,7 +36,9 @@ def look(_worker: Any) -> dict[str, Any]:
     """Runs in a worker: what it was made of."""
     import torch
 
-    own = {"RANK", "LOCAL_RANK", "MASTER_PORT", PLAIN, ADDRESS, "_", "SHLVL", "OLDPWD", "PWD"}
+    own = {"RANK", "LOCAL_RANK", "MASTER_PORT", PLAIN, ADDRESS}
+    # The shell sets these that Ray starts a worker with, and libraries that Ray's script imports.
+    own |= {"_", "SHLVL", "OLDPWD", "PWD", "LINES", "COLUMNS"}
     return {
         # setuptools adds a folder of its own to the path when it is imported.
         "path": [entry for entry in sys.path if not entry.endswith("setuptools/_vendor")],
