@@ -23,6 +23,7 @@ from megatron_policy.packing.multiples import Multiples
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.training.batching import Batcher
 from megatron_policy.training.longest import Longest
+from megatron_policy.training.replay import RouterReplay
 
 CAPACITY = 60
 COST = sequence_cost(hidden_size=8)
@@ -239,7 +240,15 @@ def test_a_plan_that_comes_with_the_data_is_run_from_its_costliest_microbatch_on
     kind: Literal["packed", "dynamic"],
 ) -> None:
     settings = Batching(kind, CAPACITY)
-    batcher = Batcher(settings, settings, Multiples(1, 1, 1), Topology(), COST, Longest(60, 60))
+    batcher = Batcher(
+        settings,
+        settings,
+        Multiples(1, 1, 1),
+        Topology(),
+        COST,
+        Longest(60, 60),
+        RouterReplay(False, 0, 0, (), 1),
+    )
     lengths = [5, 5, 30, 30, 6, 6, 20, 10, 10, 10, 10, 10, 10, 10]
     data = BatchedDataDict(
         {
