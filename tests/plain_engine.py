@@ -237,6 +237,9 @@ class Trainable:
         self.optimizer.step()
         return norm
 
+    def routing_metrics(self) -> dict[str, float]:
+        return {}
+
     def advance_schedule(self, samples: int) -> None:
         self._samples += samples
 

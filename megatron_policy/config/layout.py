@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from megatron_policy.converters.architecture.traits import Mla, Moe
 
 
+_LOAD_BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
+
+
 class Shape(Protocol):
     """What a layout has to fit: the counts of a model that are split over parallel ranks."""
 
@@ -275,16 +278,10 @@ def _balancing(config: PolicyConfig, architecture: Shape) -> Iterator[str]:
     if moe is None:
         return
     kind = megatron.moe_router_load_balancing_type
-    if kind not in (None, "none"):
+    if kind not in (None, *_LOAD_BALANCING):
         yield (
-            f"policy.megatron_cfg.moe_router_load_balancing_type={kind!r} adds to the loss, which "
-            "is not supported: use 'none'"
-        )
-    if moe.correction_bias and megatron.moe_router_bias_update_rate:
-        yield (
-            "policy.megatron_cfg.moe_router_bias_update_rate="
-            f"{megatron.moe_router_bias_update_rate} moves the router's bias, which is not "
-            "supported: use 0"
+            f"policy.megatron_cfg.moe_router_load_balancing_type={kind!r} is not supported: use "
+            f"one of {', '.join(map(repr, _LOAD_BALANCING))}"
         )
     if megatron.moe_router_dtype not in (None, "fp32", "fp64"):
         yield (

@@ -20,7 +20,11 @@ from megatron_policy.config.sections import (
 
 MEMORY = "saves memory only; results are the same without it"
 TEXT = "affects vision, audio and video towers only; the built-in model families are text only"
-_BALANCING = "affects losses that balance experts, which are not supported"
+_CAPACITY = (
+    "an expert's capacity follows from the tokens of a microbatch on a rank, so that "
+    "log-probabilities would depend on layout and batching, and differ between scoring and "
+    "training; no token is dropped"
+)
 _FILES = "the plan is computed at every save and load"
 _FP16 = "affects float16 training only, and fp16 is rejected"
 _FP32 = "optimizer states and main parameters are always fp32"
@@ -121,16 +125,29 @@ _MODEL: Rules = {
 _EXPERTS: Rules = {
     "freeze_moe_router": Applied(),
     "moe_router_dtype": Applied("fp32 or fp64; null means what the model's family computes in"),
-    "moe_router_load_balancing_type": Applied("of models with experts only 'none' is built"),
-    "moe_router_bias_update_rate": Applied("of routers with a correction bias only 0 is built"),
-    "moe_aux_loss_coeff": Rejected("losses that balance experts are not supported"),
+    "moe_router_load_balancing_type": Applied(
+        "'none', 'aux_loss', 'seq_aux_loss' or 'global_aux_loss'; see docs/experts.md"
+    ),
+    "moe_aux_loss_coeff": Applied("of the load balancing loss; not given, it is 0"),
+    "moe_z_loss_coeff": Applied("of the router's z-loss; not given, it is 0"),
+    "moe_router_bias_update_rate": Applied("of routers with a correction bias; not given, it is 0"),
+    "moe_per_layer_logging": Applied("`moe_metrics` has each layer too"),
+    "track_moe_metrics": Ignored("`moe_metrics` is always reported"),
+    "moe_token_dispatcher_type": Applied(
+        "'alltoall', 'allgather' or 'flex', with the same results; 'alltoall' where replicas share "
+        "experts or stages exchange different lengths ('allgather'), or nothing is sent ('flex')"
+    ),
+    "moe_flex_dispatcher_backend": Applied("of 'flex': 'deepep' (by default) or 'hybridep'"),
+    "moe_permute_fusion": Applied("where the implementation has the fused kernel"),
+    "moe_shared_expert_overlap": Applied("on GPUs, with moe_token_dispatcher_type 'alltoall'"),
+    "moe_expert_capacity_factor": Rejected(_CAPACITY, only=(-1,)),
+    "moe_pad_expert_input_to_capacity": Rejected(_CAPACITY),
+    "moe_token_drop_policy": Ignored("affects moe_expert_capacity_factor only, which is rejected"),
     **each(Rejected(_OVERRIDE), "moe_router_num_groups moe_router_group_topk"),
     "moe_router_enable_expert_bias": Ignored("follows from the model's config.json"),
-    **each(Ignored(_BALANCING), "moe_per_layer_logging track_moe_metrics"),
     **each(
         Ignored(_KERNEL),
-        """moe_permute_fusion moe_grouped_gemm moe_enable_deepep moe_token_dispatcher_type
-        moe_shared_expert_overlap moe_flex_dispatcher_backend moe_hybridep_num_sms
+        """moe_grouped_gemm moe_enable_deepep moe_hybridep_num_sms
         moe_pad_experts_for_cuda_graph_inference hybridep_num_ranks_per_nvlink_domain
         hybridep_use_mnnvl inference_moe_token_dispatcher_type inference_grouped_gemm_backend""",
     ),

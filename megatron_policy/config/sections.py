@@ -231,6 +231,13 @@ class MegatronConfig(Section):
     moe_router_dtype: str | None = None
     moe_router_load_balancing_type: str | None = None
     moe_router_bias_update_rate: Rate | None = None
+    moe_aux_loss_coeff: Rate | None = None
+    moe_z_loss_coeff: Rate | None = None
+    moe_per_layer_logging: bool = False
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] | None = None
+    moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] | None = None
+    moe_permute_fusion: bool = False
+    moe_shared_expert_overlap: bool = False
     train_iters: Count | None = None
     env_vars: Annotated[dict[str, str], BeforeValidator(_as_text)] = {}
     peft: dict[str, Any] | None = None

@@ -118,6 +118,11 @@ class Trainable(Protocol):
         not finite.
         """
 
+    def routing_metrics(self) -> dict[str, float]:
+        """What the routers of experts did in the step just taken, by name, the same on every rank;
+        empty without experts; collective.
+        """
+
     def advance_schedule(self, samples: int) -> None:
         """Advance the learning-rate schedule by this many samples."""
 
@@ -225,8 +230,8 @@ class TrainingEngine(Protocol):
         """This rank's decoder layers by global number."""
 
     def volatile_buffers(self) -> Iterator[torch.Tensor]:
-        """Buffers that forward passes and reductions change before it is known whether a step is
-        taken: those of routers.
+        """Buffers that forward passes change before it is known whether a step is taken: what
+        routers have counted.
         """
 
     def random_states(self) -> dict[str, torch.Tensor]:

@@ -25,7 +25,8 @@ ROUTED_EXPERTS = "routed_experts"
 class Microbatch:
     """Rows and the layout of their tokens. `text_length` is the width of the caller's batch, which
     some rotary embeddings depend on. A filler only keeps ranks synchronised: its results are
-    dropped. `rows` are the numbers of its rows in the data they were cut from.
+    dropped. `rows` are the numbers of its rows in the data they were cut from. `shares`, fp32
+    `[B]`, are what its rows weigh in a mean over the global batch; None if nothing is averaged.
     """
 
     data: BatchedDataDict
@@ -33,6 +34,7 @@ class Microbatch:
     text_length: int
     filler: bool = False
     rows: tuple[int, ...] = ()
+    shares: torch.Tensor | None = None
 
     @property
     def tokens_BS(self) -> torch.Tensor:
@@ -113,6 +115,13 @@ def inside(data: BatchedDataDict) -> torch.Tensor:
         return torch.ones_like(tokens_BS, dtype=torch.bool)
     positions_S = torch.arange(tokens_BS.size(1), device=tokens_BS.device)
     return positions_S < lengths_B.to(tokens_BS.device).unsqueeze(1)
+
+
+def routed(data: BatchedDataDict) -> torch.Tensor:
+    """Bool `[B, S]`: the tokens that count where experts are balanced: all text, prompts included,
+    of rows whose `sample_mask` is not 0.
+    """
+    return inside(data) & (data["sample_mask"] != 0).unsqueeze(-1)
 
 
 def counted(data: BatchedDataDict) -> torch.Tensor:

@@ -60,13 +60,16 @@ def own_counts(batch: BatchedDataDict, device: torch.device) -> torch.Tensor:
     A token counts where `token_mask[:, 1:]` and its row's `sample_mask` are set: position 0
     predicts nothing. Without a `token_mask` every position within `input_lengths` counts.
     """
+    return counts_of_rows(batch, device).sum(0)
+
+
+def counts_of_rows(batch: BatchedDataDict, device: torch.device) -> torch.Tensor:
+    """For each row, what it adds to valid sequences and tokens, fp32 `[B, 2]`; see `own_counts`."""
     sample_mask_B = batch["sample_mask"].to(device, torch.float32)
-    if "token_mask" in batch:
-        token_mask_BS = batch["token_mask"].to(device, torch.float32)
-        tokens = (token_mask_BS[:, 1:] * sample_mask_B.unsqueeze(-1)).sum()
-    else:
-        tokens = (inside(batch).to(device, torch.float32) * sample_mask_B.unsqueeze(-1)).sum()
-    return torch.stack([sample_mask_B.sum(), tokens])
+    masked = "token_mask" in batch
+    tokens_BS = batch["token_mask"][:, 1:] if masked else inside(batch)
+    tokens_B = tokens_BS.to(device, torch.float32).sum(-1) * sample_mask_B
+    return torch.stack([sample_mask_B, tokens_B], -1)
 
 
 def evaluate_loss(
@@ -221,6 +224,19 @@ class LossNormalization:
         """The divisor of a metric, by its name."""
         numbers = _divisors_of(counts)
         return lambda name: numbers[self.metrics.get(name, self.loss)]
+
+
+def row_shares(
+    loss_fn: LossFunction, batch: BatchedDataDict, counts: ValidCounts, device: torch.device
+) -> torch.Tensor:
+    """What each row of `batch` weighs in a mean over the global batch, fp32 `[B]`: as much as in
+    the loss. That is a sequence in a loss that says it is at sequence level, otherwise its tokens.
+    """
+    by_sequence = _value(getattr(loss_fn, "loss_type", None)) == LossType.SEQUENCE_LEVEL.value
+    number_B2 = counts_of_rows(batch, device)
+    if by_sequence:
+        return number_B2[:, 0] / counts.sequences.clamp(min=1)
+    return number_B2[:, 1] / counts.tokens.clamp(min=1)
 
 
 def _divisors_of(counts: ValidCounts) -> dict[str, float]:

@@ -36,7 +36,7 @@ def take_step(
         norm = error.norm
     else:
         assert not faults, "a loss that cannot be trained on leaves no finite gradient"
-        return OptimStats(grad_norm=grad_norm, lr=lr, wd=wd)
+        return OptimStats(grad_norm, lr, wd, trainable.routing_metrics())
     trainable.zero_gradients()
     undo()
     if any_fault(faults, groups):

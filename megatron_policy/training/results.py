@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -16,11 +16,14 @@ from megatron_policy.training.losses import Metrics, ValidCounts
 
 @dataclass(frozen=True)
 class OptimStats:
-    """One optimizer step: the gradient's L2 norm before clipping, and what the step used."""
+    """One optimizer step: the gradient's L2 norm before clipping, what the step used, and what its
+    routers did.
+    """
 
     grad_norm: float
     lr: float
     wd: float
+    routing: Mapping[str, float] = field(default_factory=dict)
 
 
 def completed(
@@ -49,7 +52,9 @@ class TrainResult(dict[str, Any]):
     - `lr`, `weight_decay`: of the last step,
     - `valid_sequences`, `valid_tokens`: how many counted, of each global batch,
     - `microbatch_metrics`: the loss's metrics, a list per name, of this data-parallel rank's
-      microbatches, or of all ranks' where a driver has merged them; they add up to the true values.
+      microbatches, or of all ranks' where a driver has merged them; they add up to the true values,
+    - `moe_metrics`: what the routers of a model with experts did in the last step, the same on every
+      rank (docs/experts.md names them); absent without experts and in `eval_mode`.
 
     `global_loss` and `all_mb_metrics`, the names of the last release, still work and warn.
     """
@@ -112,6 +117,7 @@ def result_of(
     total = torch.tensor(losses, dtype=torch.float32, device=current_device())
     dist.all_reduce(total, group=group)
     names = dict.fromkeys(name for each in metrics for name in each)
+    routing = {"moe_metrics": dict(stats.routing)} if stats.routing else {}
     return TrainResult(
         loss=total.cpu(),
         grad_norm=torch.tensor([stats.grad_norm]),
@@ -121,4 +127,5 @@ def result_of(
         valid_tokens=[each.tokens.item() for each in counts],
         microbatch_metrics={name: [m[name] for m in metrics if name in m] for name in names},
         rank=dist.get_rank(),
+        **routing,
     )

@@ -16,7 +16,7 @@ class Rollback:
     """Random numbers and the engine's volatile buffers as they were when this was made.
 
     Dropout and losses draw random numbers, possibly more on some ranks than on others. Routers
-    change their buffers in every forward pass and reduction, before the gradient norm is known.
+    count in every forward pass, before the gradient norm is known.
     """
 
     draw_again: Callable[[], None]

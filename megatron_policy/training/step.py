@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,6 +28,7 @@ from megatron_policy.training.losses import (
     count_valid,
     evaluate_loss,
     plain_metrics,
+    row_shares,
 )
 from megatron_policy.training.optimizer_step import UNCHANGED, left_by, take_step
 from megatron_policy.training.results import OptimStats, TrainResult, completed, result_of
@@ -86,6 +87,8 @@ def run(
 
     A loss that fails does not stop any rank: see `evaluate_loss`.
     """
+    if not forward_only and engine.table.architecture.moe is not None:
+        microbatches = [_with_shares(each, loss_fn, counts) for each in microbatches]
 
     def loss(output: Output) -> tuple[torch.Tensor, tuple[torch.Tensor, Metrics, list[Wrong]]]:
         wrong: list[Wrong] = []
@@ -96,6 +99,15 @@ def run(
         return value, (value.detach().clone(), metrics, wrong)
 
     return engine.forward_backward(microbatches, loss, forward_only=forward_only)
+
+
+def _with_shares(
+    microbatch: Microbatch, loss_fn: LossFunction, counts: ValidCounts
+) -> Microbatch:
+    if microbatch.filler:
+        return microbatch
+    shares_B = row_shares(loss_fn, microbatch.data, counts, current_device())
+    return replace(microbatch, shares=shares_B)
 
 
 def shared(

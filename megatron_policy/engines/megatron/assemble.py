@@ -17,7 +17,7 @@ from megatron_policy.config.layout import layer_split
 from megatron_policy.converters.architecture import Architecture, vocab_shard
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.table import Table
-from megatron_policy.engines.megatron.build import build_chunks
+from megatron_policy.engines.megatron.build import build_chunks, held_layers
 from megatron_policy.engines.megatron.engine import MegatronEngine
 from megatron_policy.engines.megatron.head import Head
 from megatron_policy.engines.megatron.layer_spec import resolve_implementation
@@ -31,6 +31,7 @@ from megatron_policy.engines.megatron.process_groups import (
     make_groups,
     refuse_second_policy,
 )
+from megatron_policy.engines.megatron.routers import Routers
 from megatron_policy.engines.megatron.trainable import make_trainable
 from megatron_policy.errors import CheckpointError
 from megatron_policy.lm_head.fused import HeadShape
@@ -121,6 +122,7 @@ def _build(
             held,
             arch,
             place,
+            _routers(built, arch, settings, place, groups),
         )
         chunks = trainable.chunks
     last = place.topology.vpp - 1
@@ -170,6 +172,19 @@ def _fill(
         )
     mark_unfilled(held)
     return source_dtypes
+
+
+def _routers(
+    built: Any, architecture: Architecture, settings: MegatronConfig, place: Placement, groups: Groups
+) -> Routers:
+    moe = architecture.moe
+    return Routers.of(
+        held_layers(built, place),
+        settings,
+        expert_layers=0 if moe is None else architecture.num_layers,
+        biased=moe is not None and moe.correction_bias,
+        pp=groups.pp,
+    )
 
 
 def _head(

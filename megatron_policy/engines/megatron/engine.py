@@ -13,6 +13,7 @@ from megatron_policy.converters.table import Table
 from megatron_policy.engines.megatron import storages
 from megatron_policy.engines.megatron.build import held_layers
 from megatron_policy.engines.megatron.generate import generate
+from megatron_policy.engines.megatron.layers.balancing import Balancing
 from megatron_policy.engines.megatron.layers.experts import forget_routing
 from megatron_policy.engines.megatron.pipeline import Pipeline
 from megatron_policy.engines.megatron.process_groups import drop_groups
@@ -99,18 +100,12 @@ class MegatronEngine:
         return held_layers(self.pipeline.models, self.place)
 
     def volatile_buffers(self) -> Iterator[torch.Tensor]:
-        """Megatron-Core updates each router's bias at the end of the schedule, before the gradient
-        norm is known, and counts tokens for it in every forward pass.
-        """
-        model: Any
-        module: Any
+        """Each forward pass adds to what routers have counted since the step began."""
         for model in self.pipeline.models:
-            if not model.config.moe_router_enable_expert_bias:
-                continue
             for module in model.modules():
-                if getattr(module, "expert_bias", None) is not None:
-                    yield module.expert_bias
-                    yield module.local_tokens_per_expert
+                if isinstance(module, Balancing):
+                    yield module.step_sums
+                    yield module.favoured_E
 
     def random_states(self) -> dict[str, torch.Tensor]:
         """The states of Megatron-Core's tracker, cloned because it returns its live tensors."""

@@ -36,8 +36,6 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.GELU_TANH: functools.partial(F.gelu, approximate="tanh"),
     Activation.CLAMPED_SWIGLU: _quick_gelu,
 }
-# With variable lengths, Megatron-Core demands this even of models without experts.
-_DISPATCH = {"moe_token_dispatcher_type": "alltoall"}
 
 
 def transformer_config(
@@ -60,7 +58,7 @@ def transformer_config(
         **_norms(architecture),
         **_attention(architecture),
         **_mlp(architecture),
-        **_DISPATCH | expert_fields(architecture, settings, with_te),
+        **expert_fields(architecture, settings, topology, with_te, variable_lengths),
         **mla_fields(architecture),
         **_parallelism(settings, topology, dtype),
         **_recomputation(settings),

@@ -186,8 +186,7 @@ def finalize_gradients(
     **kwargs: Any,
 ) -> None:
     """Reduce gradients over ranks without the schedule's division by a token count, since the loss
-    is already normalized. This is the first call in a step that changes what `pending_reads` read:
-    the routers' biases.
+    is already normalized. Afterwards a step changes what `pending_reads` read.
     """
     pending_reads.wait()
     finalize_model_grads(model, None, **kwargs)

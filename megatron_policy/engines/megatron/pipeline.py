@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_policy.device import current_device
 from megatron_policy.engines.megatron.head import Head
+from megatron_policy.engines.megatron.layers.balancing import RoutedRows, routing
 from megatron_policy.engines.megatron.layers.replay import Recorded, RouterChannel
 from megatron_policy.engines.megatron.layers.rope import set_text_length
 from megatron_policy.engines.megatron.layers.sequences import (
@@ -71,8 +72,12 @@ class Pipeline:
         """
         for chunk in self.chunks:
             chunk.train(not forward_only)
-        with torch.set_grad_enabled(not forward_only):
-            return self._run(microbatches, partial(self._finish_loss, loss), forward_only, False)
+        rows = None
+        if self.channel is not None and not forward_only:
+            rows = RoutedRows.of(microbatches, self.groups.cp.rank())
+        with torch.set_grad_enabled(not forward_only), routing(self.models, rows):
+            finish = partial(self._finish_loss, loss)
+            return self._run(microbatches, finish, forward_only, False, rows=rows)
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Microbatch], read: Consume[T]) -> list[T]:
@@ -112,12 +117,14 @@ class Pipeline:
         forward_only: bool,
         collect: bool,
         recorded: Sequence[Recorded] | None = None,
+        rows: RoutedRows | None = None,
     ) -> list[Any]:
         first = microbatches[0]
         set_text_length(self.models, first.text_length)
         several = len(self.chunks) > 1
         records = repeat(None) if recorded is None else recorded
-        data = [zip(microbatches, records, repeat(held)) for held in self.layers]
+        numbers = repeat(None) if rows is None else rows.numbers
+        data = [zip(microbatches, numbers, records, repeat(held)) for held in self.layers]
         schedule = get_forward_backward_func()
         kept: list[Any] = schedule(
             forward_step_func=partial(self._forward, finish),
@@ -136,16 +143,18 @@ class Pipeline:
     def _forward(
         self,
         finish: Callable[..., Any],
-        microbatches: Iterator[tuple[Microbatch, Recorded | None, range]],
+        microbatches: Iterator[tuple[Microbatch, torch.Tensor | None, Recorded | None, range]],
         chunk: torch.nn.Module,
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        microbatch, recorded, held = next(microbatches)
+        microbatch, numbers_RT, recorded, held = next(microbatches)
         layout, rank = microbatch.layout, self.groups.cp.rank()
         tokens_RT = layout.take(microbatch.tokens_BS, rank).T.contiguous()
         positions_RT = layout.positions(rank).expand_as(tokens_RT)
         params = self._params(microbatch, held, recorded)
         with hidden_states_of(_model(chunk)):
-            output = chunk(tokens_RT, positions_RT, None, packed_seq_params=params)
+            output = chunk(
+                tokens_RT, positions_RT, None, packed_seq_params=params, padding_mask=numbers_RT
+            )
         return output, partial(finish, microbatch)
 
     def _params(

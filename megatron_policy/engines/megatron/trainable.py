@@ -15,6 +15,7 @@ from megatron_policy.converters.architecture import Architecture
 from megatron_policy.engines.megatron.gradient_norm import GradientNorm, separate_experts
 from megatron_policy.engines.megatron.optimizer import WrappedModel, finalize_gradients, wrap_model
 from megatron_policy.engines.megatron.optimizer_state import MegatronOptimizerState
+from megatron_policy.engines.megatron.routers import Routers
 from megatron_policy.errors import CheckpointError
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.parallel.topology import Placement
@@ -36,7 +37,9 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class MegatronTrainable(WrappedModel):
-    """Gradient buffers, optimizer and schedule of Megatron-Core."""
+    """Gradient buffers, optimizer and schedule of Megatron-Core, and the routers' part of a step."""
+
+    routers: Routers
 
     @property
     def state(self) -> MegatronOptimizerState:
@@ -58,6 +61,7 @@ class MegatronTrainable(WrappedModel):
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self.routers.restart()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -84,14 +88,25 @@ class MegatronTrainable(WrappedModel):
     def reduce_gradients(self, factor: float) -> None:
         """Multiply the accumulated gradients by `factor` and do once what a schedule does at its
         end: sum over data-parallel ranks, layer norms over tensor-parallel ranks, tied embeddings
-        over stages, and the routers' counts.
+        over stages.
         """
+        self.routers.scale_losses(factor)
         for chunk in self.chunks:
             chunk.scale_gradients(factor)
             if chunk.ddp_config.overlap_grad_reduce:
                 # No microbatch has sent the buckets.
                 chunk.start_grad_sync()
         finalize_gradients(self.pending_reads, list(self.chunks))
+
+    def step(self) -> float:
+        """See `Trainable`."""
+        norm = super().step()
+        self.routers.finish_step()
+        return norm
+
+    def routing_metrics(self) -> dict[str, float]:
+        """See `Trainable`."""
+        return self.routers.metrics()
 
     def advance_schedule(self, samples: int) -> None:
         """See `Trainable`."""
@@ -115,6 +130,7 @@ def make_trainable(
     held: Held,
     architecture: Architecture,
     place: Placement,
+    routers: Routers,
 ) -> MegatronTrainable:
     """Wrap loaded chunks for training; see `wrap_model`."""
     separate_experts(held, place)
@@ -129,7 +145,12 @@ def make_trainable(
         GradientNorm.of(held, architecture, place),
     )
     return MegatronTrainable(
-        parts.chunks, parts.optimizer, parts.scheduler, parts.pending_reads, parts.gradient_norm
+        parts.chunks,
+        parts.optimizer,
+        parts.scheduler,
+        parts.pending_reads,
+        parts.gradient_norm,
+        routers,
     )
 
 

@@ -12,20 +12,40 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer.moe import fused_a2a, moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_policy.config import MegatronConfig
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.architecture.traits import Scoring
+from megatron_policy.device import is_accelerated
 from megatron_policy.engines.megatron.layers.router import Router
+from megatron_policy.errors import ConfigError
+from megatron_policy.parallel.topology import Topology
+
+ALL_TO_ALL, ALL_GATHER, FLEX = "alltoall", "allgather", "flex"
+DEEP_EP, HYBRID_EP = "deepep", "hybridep"
+_FLEX_INSTALLED = {
+    DEEP_EP: getattr(fused_a2a, "HAVE_DEEP_EP", False),
+    HYBRID_EP: getattr(fused_a2a, "HAVE_HYBRIDEP", False),
+}
 
 
 def expert_fields(
-    architecture: Architecture, settings: MegatronConfig, with_te: bool
+    architecture: Architecture,
+    settings: MegatronConfig,
+    topology: Topology,
+    with_te: bool,
+    variable_lengths: bool,
 ) -> dict[str, Any]:
-    """Fields of Megatron-Core's config: which layers have experts, and which experts."""
+    """Fields of Megatron-Core's config: which layers have experts, which experts, and how tokens
+    get to them. With `variable_lengths` stages exchange microbatches of different lengths.
+    """
     moe = architecture.moe
     if moe is None:
-        return {}
+        # With variable lengths, Megatron-Core demands this even of models without experts.
+        return {"moe_token_dispatcher_type": ALL_TO_ALL}
+    dispatcher = dispatcher_of(settings, topology, variable_lengths)
     sigmoid = moe.scoring is Scoring.SIGMOID
     return {
         "num_moe_experts": moe.experts,
@@ -33,7 +53,13 @@ def expert_fields(
         "moe_layer_freq": [int(x) for x in architecture.moe_layers] or 1,
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
         "moe_shared_expert_gate": moe.shared_gate,
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": dispatcher,
+        "moe_flex_dispatcher_backend": settings.moe_flex_dispatcher_backend or DEEP_EP,
+        "moe_permute_fusion": settings.moe_permute_fusion and with_te and _fused_permutation(),
+        "moe_shared_expert_overlap": settings.moe_shared_expert_overlap
+        and bool(moe.shared_ffn_hidden_size)
+        and dispatcher == ALL_TO_ALL
+        and is_accelerated(),
         "moe_grouped_gemm": with_te,
         "moe_router_topk": moe.chosen,
         # `Router` computes the scores itself; these two are only set as such scores require.
@@ -42,10 +68,40 @@ def expert_fields(
         # Hugging Face computes sigmoid routers in fp32, the others in the model's precision.
         "moe_router_dtype": settings.moe_router_dtype or ("fp32" if sigmoid else None),
         "moe_router_enable_expert_bias": moe.correction_bias,
+        # `Routers` updates the bias, once it is known that the step is taken.
         "moe_router_bias_update_rate": 0.0,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": settings.moe_router_load_balancing_type or "none",
+        "moe_aux_loss_coeff": settings.moe_aux_loss_coeff or 0.0,
+        "moe_z_loss_coeff": settings.moe_z_loss_coeff,
     }
+
+
+def dispatcher_of(settings: MegatronConfig, topology: Topology, variable_lengths: bool) -> str:
+    """The dispatcher that sends tokens to experts: the one asked for, or `alltoall`, with the same
+    results, where that one cannot work. ConfigError if its kernels are not installed.
+
+    `allgather` needs the same number of tokens on all ranks that share experts, and the same length
+    of all microbatches; `flex` needs at least two ranks that share experts.
+    """
+    asked = settings.moe_token_dispatcher_type or ALL_TO_ALL
+    if asked == ALL_GATHER and (topology.joins_replicas or (variable_lengths and topology.pp > 1)):
+        return ALL_TO_ALL
+    if asked != FLEX or topology.ep * topology.expert_tp == 1:
+        return ALL_TO_ALL if asked == FLEX else asked
+    backend = settings.moe_flex_dispatcher_backend or DEEP_EP
+    if not _FLEX_INSTALLED[backend]:
+        raise ConfigError(
+            "policy.megatron_cfg.moe_token_dispatcher_type is 'flex', whose "
+            f"moe_flex_dispatcher_backend '{backend}' needs the package deep_ep with that backend, "
+            "which is not installed: install it, or use 'alltoall', whose results are the same"
+        )
+    return asked
+
+
+def _fused_permutation() -> bool:
+    names = ("permute", "permute_with_probs", "unpermute")
+    names += ("sort_chunks_by_index", "sort_chunks_by_index_with_probs")
+    return all(getattr(moe_utils, f"fused_{name}", None) is not None for name in names)
 
 
 def experts_spec(architecture: Architecture, with_te: bool) -> Any:
@@ -59,7 +115,33 @@ def experts_spec(architecture: Architecture, with_te: bool) -> Any:
     submodules.router = functools.partial(Router, moe)
     if architecture.mlp_bias and not with_te:
         _parts(submodules.experts).linear_fc2 = ExpertOutput
+    if isinstance(spec, functools.partial):
+        return functools.partial(ExpertLayer, *spec.args, **spec.keywords)
+    spec.module = ExpertLayer
     return spec
+
+
+class ExpertLayer(MoELayer):
+    """Megatron-Core's layer, whose padding mask holds the row numbers of its positions instead."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        intermediate_tensors: Any = None,
+        padding_mask: torch.Tensor | None = None,
+    ) -> Any:
+        """`hidden_states` `[T, R, D]`; `padding_mask` int64 `[R, T]`, see `RoutedRows`.
+
+        Under sequence parallelism Megatron-Core takes this rank's part of the mask only in the
+        chunk with the embedding, so elsewhere it is taken here.
+        """
+        numbers_TR = None if padding_mask is None else padding_mask.T
+        if numbers_TR is not None and numbers_TR.size(0) != hidden_states.size(0):
+            group = self.attn_tp_group
+            numbers_TR = numbers_TR.chunk(group.size())[group.rank()]
+        balancing = self.router.balancing
+        balancing.numbers_T = None if numbers_TR is None else numbers_TR.flatten()
+        return super().forward(hidden_states, intermediate_tensors)
 
 
 class ExpertOutput(RowParallelLinear):

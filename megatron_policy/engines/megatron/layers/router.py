@@ -13,6 +13,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_policy.converters.architecture.traits import Moe, Scoring
+from megatron_policy.engines.megatron.layers.balancing import Balancing
 from megatron_policy.engines.megatron.layers.replay import RouterParams
 from megatron_policy.engines.megatron.layers.sequences import MicrobatchParams
 
@@ -21,8 +22,8 @@ class Router(TopKRouter):
     """Megatron-Core's router with every way to score and choose that `Moe` names.
 
     Megatron-Core's own renormalizes sigmoid scores always or, for one chosen expert, never, and
-    ranks groups by as many experts as it takes from each. No token is dropped and no auxiliary loss
-    is added.
+    ranks groups by as many experts as it takes from each. No token is dropped. Auxiliary losses
+    and counts are those of `balancing`; Megatron-Core's own stay 0.
     """
 
     def __init__(self, moe: Moe, **kwargs: Any) -> None:
@@ -32,18 +33,21 @@ class Router(TopKRouter):
         """What the microbatch that its layer computes now tells this router."""
         self.layer: int | None = None
         """The (global) number of its layer, from `tell_routers`."""
+        self.balancing = Balancing(moe, self.config, self)
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights `[T, E]`, zero for experts that a token does not take, and the mask of taken."""
-        assert padding_mask is None
+        assert padding_mask is None, "`ExpertLayer` keeps it"
         params, self.params = self.params, None
-        taken = None
+        replayed = None
         if params is not None:
             assert self.layer is not None
-            taken = partial(params.chosen, self.layer)
-        return route(logits.flatten(0, -2), self.moe, self.expert_bias, taken)
+            replayed = partial(params.chosen, self.layer)
+        logits_TE = logits.flatten(0, -2)
+        weights_TE, taken_TE = route(logits_TE, self.moe, self.expert_bias, replayed)
+        return self.balancing(logits_TE, weights_TE, taken_TE), taken_TE
 
 
 def tell_routers(layer: Any, number: int) -> None:
