@@ -6,7 +6,7 @@ Shapes: B rows, S positions, E experts, K chosen experts, L layers with experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -83,10 +83,11 @@ class Balanced:
         weights_B = data["sample_mask"] if self.by_sequence else loss_mask(data).sum(1)
         weights_B = (weights_B / weights_B.sum()).double()
         balances, zs, tokens = [], [], []
-        for gate, (logits, chosen) in zip(gates, seen, strict=True):
+        for gate, (logits, taken) in zip(gates, seen, strict=True):
             logits_BSE = logits.unflatten(0, (rows, width))
-            chosen_BSK = chosen.unflatten(0, (rows, width))
-            balances.append(self._balance(logits_BSE, chosen_BSK.size(-1), gate, real_BS, weights_B))
+            chosen_BSK = taken.unflatten(0, (rows, width))
+            chosen = chosen_BSK.size(-1)
+            balances.append(self._balance(logits_BSE, chosen, gate, real_BS, weights_B))
             squares_BS = logits_BSE.logsumexp(-1).square()
             zs.append(
                 sum(
@@ -161,9 +162,6 @@ class Balanced:
                 found += [(row, scope) for row in part]
         assert sorted(row for row, _ in found) == list(rows)
         return found
-
-
-Scope = Callable[[Rows], Microbatches]
 
 
 def side_by_side(replicas: int, per_replica: int, rows: int) -> Microbatches:

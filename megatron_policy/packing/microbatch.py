@@ -121,7 +121,8 @@ def routed(data: BatchedDataDict) -> torch.Tensor:
     """Bool `[B, S]`: the tokens that count where experts are balanced: all text, prompts included,
     of rows whose `sample_mask` is not 0.
     """
-    return inside(data) & (data["sample_mask"] != 0).unsqueeze(-1)
+    rows_B1: torch.Tensor = (data["sample_mask"] != 0).unsqueeze(-1)
+    return inside(data) & rows_B1
 
 
 def counted(data: BatchedDataDict) -> torch.Tensor:

@@ -53,8 +53,8 @@ class TrainResult(dict[str, Any]):
     - `valid_sequences`, `valid_tokens`: how many counted, of each global batch,
     - `microbatch_metrics`: the loss's metrics, a list per name, of this data-parallel rank's
       microbatches, or of all ranks' where a driver has merged them; they add up to the true values,
-    - `moe_metrics`: what the routers of a model with experts did in the last step, the same on every
-      rank (docs/experts.md names them); absent without experts and in `eval_mode`.
+    - `moe_metrics`: what the routers of experts did in the last step (docs/experts.md names them),
+      the same on every rank; absent without experts and in `eval_mode`.
 
     `global_loss` and `all_mb_metrics`, the names of the last release, still work and warn.
     """

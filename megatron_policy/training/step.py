@@ -101,9 +101,7 @@ def run(
     return engine.forward_backward(microbatches, loss, forward_only=forward_only)
 
 
-def _with_shares(
-    microbatch: Microbatch, loss_fn: LossFunction, counts: ValidCounts
-) -> Microbatch:
+def _with_shares(microbatch: Microbatch, loss_fn: LossFunction, counts: ValidCounts) -> Microbatch:
     if microbatch.filler:
         return microbatch
     shares_B = row_shares(loss_fn, microbatch.data, counts, current_device())

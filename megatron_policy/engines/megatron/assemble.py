@@ -175,7 +175,11 @@ def _fill(
 
 
 def _routers(
-    built: Any, architecture: Architecture, settings: MegatronConfig, place: Placement, groups: Groups
+    built: Any,
+    architecture: Architecture,
+    settings: MegatronConfig,
+    place: Placement,
+    groups: Groups,
 ) -> Routers:
     moe = architecture.moe
     return Routers.of(

@@ -37,7 +37,7 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class MegatronTrainable(WrappedModel):
-    """Gradient buffers, optimizer and schedule of Megatron-Core, and the routers' part of a step."""
+    """Gradient buffers, optimizer and schedule of Megatron-Core, and the routers of a step."""
 
     routers: Routers
 

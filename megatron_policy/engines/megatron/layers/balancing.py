@@ -113,10 +113,9 @@ class Balancing(torch.nn.Module):
         self.rows: RoutedRows | None = None
         self.numbers_T: torch.Tensor | None = None
         """The row numbers of the tokens of the forward pass that is running."""
-        double = {"dtype": torch.float64, "device": current_device()}
-        sums, favoured = torch.zeros(moe.experts + 2, **double), torch.zeros(moe.experts, **double)
+        sums = torch.zeros(moe.experts + 2, dtype=torch.float64, device=current_device())
         self.register_buffer("step_sums", sums, persistent=False)
-        self.register_buffer("favoured_E", favoured, persistent=False)
+        self.register_buffer("favoured_E", sums[:-2].clone(), persistent=False)
 
     def restart(self) -> None:
         """Begin a step."""
@@ -148,7 +147,7 @@ class Balancing(torch.nn.Module):
             added = added + self.z_coefficient * z
         if not added.requires_grad:
             return weights_TE
-        with_loss_TE: torch.Tensor = _AddedLoss.apply(weights_TE, added)
+        with_loss_TE: torch.Tensor = _AddedLoss.apply(weights_TE, added)  # type: ignore[no-untyped-call]
         return with_loss_TE
 
     def _balance(

@@ -99,8 +99,9 @@ def dispatcher_of(settings: MegatronConfig, topology: Topology, variable_lengths
 
 
 def _fused_permutation() -> bool:
-    names = ("permute", "permute_with_probs", "unpermute")
-    names += ("sort_chunks_by_index", "sort_chunks_by_index_with_probs")
+    """Whether Transformer Engine's fused kernels, all that Megatron-Core asks for, are there."""
+    kernels = ("permute", "unpermute", "sort_chunks_by_index")
+    names = (*kernels, *(f"{name}_with_probs" for name in kernels if name != "unpermute"))
     return all(getattr(moe_utils, f"fused_{name}", None) is not None for name in names)
 
 

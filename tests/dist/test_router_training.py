@@ -1,0 +1,308 @@
+"""Auxiliary losses, correction biases and counts of routers are those of plain torch over whole
+global batches, however a batch is cut and spread over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.engines.megatron import routers
+from megatron_policy.engines.megatron.layers import balancing
+from megatron_policy.errors import LossError
+from megatron_policy.packing.microbatch import inside
+from megatron_policy.policy import MegatronPolicy
+from tests import oracle
+from tests.balanced import COEFFICIENT, RATE, Z_COEFFICIENT, Balanced, side_by_side
+from tests.checkpoints import make_checkpoint
+from tests.dist.cases import (
+    GLOBAL_BATCH,
+    LOSSES,
+    MICROBATCHES,
+    open_policy,
+    own_steps,
+    policy_config,
+)
+from tests.dist.layouts import OVERLAPPED, Layout, layout
+from tests.exact import ROOM, UNIT
+from tests.losses import TokenNLL, sequence_nll
+from tests.margins import check
+
+VOCAB, LENGTH = 131, 16
+SMALL = {"hidden": 48, "heads": 4, "layers": 4, "ffn": 40, "vocab": VOCAB}
+SP = {"sequence_parallel": True, "expert_tensor_parallel_size": 1}
+EP2 = {"expert_model_parallel_size": 2}
+RECOMPUTED = {"activation_checkpointing": True, "recompute_granularity": "full"}
+LAYOUTS = {
+    "one process": layout(1),
+    "DP2": layout(2, **OVERLAPPED),
+    "EP2": layout(2, **EP2),
+    "EP2xTP2+SP": layout(2, tp=2, **EP2, **SP),
+    "TP2xPP2+SP": layout(4, tp=2, pp=2, **SP),
+    "PP2xCP2, recomputed": layout(4, pp=2, context_parallel_size=2, **RECOMPUTED),
+    "EP2xPP2xVPP2": layout(4, pp=2, vpp=2, **EP2),
+}
+BUDGET = {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}
+BATCHINGS = {
+    "padded": {},
+    "dynamic": {"dynamic_batching": BUDGET},
+    "packed": {"sequence_packing": BUDGET},
+}
+METRICS = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+FAMILIES = {"aux_loss": "qwen3_moe", "seq_aux_loss": "deepseek_v3", "global_aux_loss": "qwen3_moe"}
+EVERYWHERE = {
+    (kind, layout, batching)
+    for kind in METRICS
+    for layout in LAYOUTS
+    for batching in BATCHINGS
+    if kind == "seq_aux_loss" or batching == "padded"
+}
+"""Only sequences are the same scopes however they are cut; padded microbatches are known rows."""
+TESTED = {
+    ("seq_aux_loss", "EP2xTP2+SP", "padded"),
+    ("seq_aux_loss", "EP2xTP2+SP", "packed"),
+    ("seq_aux_loss", "PP2xCP2, recomputed", "dynamic"),
+    ("seq_aux_loss", "PP2xCP2, recomputed", "packed"),
+    ("seq_aux_loss", "EP2xPP2xVPP2", "dynamic"),
+    ("seq_aux_loss", "DP2", "packed"),
+    ("aux_loss", "EP2", "padded"),
+    ("aux_loss", "TP2xPP2+SP", "padded"),
+    ("global_aux_loss", "DP2", "padded"),
+    ("global_aux_loss", "PP2xCP2, recomputed", "padded"),
+}
+
+
+def sequence_level(model: Any, data: BatchedDataDict) -> torch.Tensor:
+    logprobs = oracle.hf_logprobs(model, data["input_ids"])
+    return sequence_nll(logprobs, data, data["sample_mask"].sum())
+
+
+@dataclass
+class Oracles:
+    """The checkpoints, and what transformers' models learn from two global batches."""
+
+    folder: Path
+    data: BatchedDataDict = field(
+        default_factory=lambda: oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
+    )
+    made: dict[tuple[str, int, bool], tuple[oracle.Learned, Balanced]] = field(default_factory=dict)
+
+    def path(self, family: str) -> Path:
+        path = self.folder / family
+        return path if path.exists() else make_checkpoint(path, family, **SMALL)
+
+    def of(
+        self, kind: str, replicas: int = 1, by_sequence: bool = False
+    ) -> tuple[oracle.Learned, Balanced]:
+        replicas = 1 if kind == "seq_aux_loss" else replicas
+        key = (kind, replicas, by_sequence)
+        if key not in self.made:
+            rows = GLOBAL_BATCH // replicas
+            balanced = Balanced(
+                kind,
+                sequence_level if by_sequence else oracle.token_level,
+                microbatches=side_by_side(replicas, rows, rows // MICROBATCHES),
+                by_sequence=by_sequence,
+            )
+            path = self.path(FAMILIES[kind])
+            learned = oracle.Learned.of(path, self.data, GLOBAL_BATCH, balanced)
+            self.made[key] = learned, balanced
+        return self.made[key]
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory) -> Oracles:
+    return Oracles(tmp_path_factory.mktemp("routers"))
+
+
+def settings(kind: str, case: Layout) -> dict[str, Any]:
+    return case.megatron | {
+        "moe_router_load_balancing_type": kind,
+        "moe_aux_loss_coeff": COEFFICIENT,
+        "moe_z_loss_coeff": Z_COEFFICIENT,
+        "moe_router_bias_update_rate": RATE,
+        "moe_per_layer_logging": True,
+    }
+
+
+def biases(policy: MegatronPolicy) -> dict[int, torch.Tensor]:
+    """The correction biases of this rank's layers."""
+    return {
+        int(name.split(".")[2]): bias.clone()
+        for name, bias in policy.named_parameters()
+        if name.endswith("expert_bias")
+    }
+
+
+def in_parts(policy: MegatronPolicy, loss: Any, step: BatchedDataDict) -> dict[str, Any]:
+    """One step in two parts, of which data-parallel ranks have different numbers of rows."""
+    rows = step.size // 4 * (3 if policy.coords.dp else 1)
+    policy.accumulator.begin(loss, gbs=GLOBAL_BATCH, mbs=1)
+    policy.accumulator.microbatch(step.slice(0, rows))
+    policy.logprobs(step)  # which counts nothing
+    policy.accumulator.microbatch(step.slice(rows, step.size))
+    return policy.accumulator.finish()
+
+
+def train(
+    config: dict[str, Any], loss: str, data: BatchedDataDict, in_two: bool, planted: str = ""
+) -> tuple[list[dict[str, Any]], dict[int, torch.Tensor]]:
+    """Train over every global batch; return the results and the biases afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch, planted)
+        with open_policy(config, init_reference_model=False) as policy:
+            micro = GLOBAL_BATCH // policy.topology.dp // MICROBATCHES
+            steps = [
+                in_parts(policy, LOSSES[loss](), step)
+                if in_two
+                else policy.train(step, LOSSES[loss](), gbs=GLOBAL_BATCH, mbs=micro)
+                for step in own_steps(policy, data)
+            ]
+            return steps, biases(policy)
+
+
+def plant(patch: pytest.MonkeyPatch, what: str) -> None:
+    """Plant a mistake."""
+    if what == "padding counts":
+        patch.setattr(balancing, "routed", lambda data: torch.ones_like(data["input_ids"]).bool())
+    elif what == "rows left out count":
+        patch.setattr(balancing, "routed", inside)
+    elif what == "counts of one rank":
+        patch.setattr(routers, "dist", SimpleNamespace(all_reduce=lambda *_, **__: None))
+    else:
+        assert not what
+
+
+def assert_balanced(
+    learned: oracle.Learned,
+    balanced: Balanced,
+    kind: str,
+    found: tuple[list[dict[str, Any]], Mapping[int, torch.Tensor]],
+    context: object,
+) -> None:
+    steps, found_biases = found
+    exact, rounded = balanced.routed
+    assert all(map(torch.equal, exact.tokens, rounded.tokens)), "near ties: draw other data"
+    learned.assert_same_steps(steps, context)
+    for index, step in enumerate(steps):
+        metrics = step["moe_metrics"]
+        for name, quantity in ((METRICS[kind], "balance"), ("z_loss", "z")):
+            right, near = (getattr(each, quantity)[index] for each in (exact, rounded))
+            tolerance = ROOM * max(abs(right - near), 8 * UNIT * abs(right))
+            check(name, abs(metrics[name] - right), tolerance, context)
+        tokens_LE = exact.tokens[index].double()
+        most_L = tokens_LE.max(1).values / tokens_LE.mean(1)
+        assert metrics["max_over_mean_tokens"] == pytest.approx(float(most_L.mean()), rel=1e-9)
+        last = SMALL["layers"] - 1
+        assert metrics[f"moe/max_over_mean_tokens_layer_{last}"] == pytest.approx(float(most_L[-1]))
+        idle = float((tokens_LE == 0).double().mean())
+        assert metrics["idle_experts"] == pytest.approx(idle, rel=1e-9)
+        assert metrics.keys() == steps[0]["moe_metrics"].keys()
+    first = SMALL["layers"] - len(exact.biases[-1])
+    for layer, bias_E in found_biases.items():
+        # Two additions to a number below 1, in fp32.
+        apart = float((bias_E - exact.biases[-1][layer - first]).abs().max())
+        check("correction bias", apart, 2 * UNIT, context)
+
+
+def compare(ranks, oracles: Oracles, kind: str, name: str, batching: str, **more: Any) -> None:
+    case = LAYOUTS[name]
+    by_sequence, in_two = more.get("by_sequence", False), more.get("in_two", False)
+    replicas = 2 if name in ("DP2", "EP2", "EP2xPP2xVPP2") else 1
+    learned, balanced = oracles.of(kind, replicas, by_sequence)
+    path = oracles.path(FAMILIES[kind])
+    config = policy_config(path, settings(kind, case), **BATCHINGS[batching])
+    loss = "sequence" if by_sequence else "token"
+    planted = more.get("planted", "")
+    for found in ranks.run(case.world, train, config, loss, oracles.data, in_two, planted):
+        assert_balanced(learned, balanced, kind, found, (kind, name, batching))
+
+
+@pytest.mark.parametrize(("kind", "name", "batching"), sorted(TESTED))
+def test_routers_are_trained_as_in_one_process(
+    ranks, oracles: Oracles, kind: str, name: str, batching: str
+) -> None:
+    compare(ranks, oracles, kind, name, batching)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("kind", "name", "batching"), sorted(EVERYWHERE - TESTED))
+def test_routers_are_trained_as_in_one_process_in_every_cell(
+    ranks, oracles: Oracles, kind: str, name: str, batching: str
+) -> None:
+    compare(ranks, oracles, kind, name, batching)
+
+
+@pytest.mark.parametrize("name", ["one process", "DP2"])
+def test_a_step_in_parts_trains_routers_as_a_whole_one(ranks, oracles: Oracles, name: str) -> None:
+    compare(ranks, oracles, "seq_aux_loss", name, "padded", in_two=True)
+
+
+def test_rows_weigh_in_auxiliary_losses_what_they_weigh_in_the_loss(
+    ranks, oracles: Oracles
+) -> None:
+    compare(ranks, oracles, "seq_aux_loss", "EP2", "dynamic", by_sequence=True)
+    compare(ranks, oracles, "seq_aux_loss", "EP2", "padded", by_sequence=True, in_two=True)
+
+
+@pytest.mark.parametrize("planted", ["padding counts", "rows left out count", "counts of one rank"])
+def test_a_planted_mistake_is_found(ranks, oracles: Oracles, planted: str) -> None:
+    with pytest.raises(AssertionError):
+        compare(ranks, oracles, "seq_aux_loss", "EP2", "padded", planted=planted)
+
+
+class Infinite(TokenNLL):
+    """Its loss is finite, its gradient is not."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        loss, metrics = super().__call__(*args, **kwargs)
+        return loss + (loss - loss.detach()).abs().sqrt(), metrics
+
+
+def only_look(config: dict[str, Any], data: BatchedDataDict) -> dict[str, dict[int, torch.Tensor]]:
+    """The biases after each call that must not change them, and after one that does."""
+    with open_policy(config, init_reference_model=False) as policy:
+        seen = {"loaded": biases(policy)}
+        policy.logprobs(data)
+        result = policy.train(data, TokenNLL(), eval_mode=True, gbs=data.size, mbs=2)
+        assert "moe_metrics" not in result
+        seen["read"] = biases(policy)
+        with pytest.raises(LossError):
+            policy.train(data, Infinite(), gbs=data.size, mbs=2)
+        seen["refused"] = biases(policy)
+        policy.accumulator.begin(TokenNLL(), gbs=data.size, mbs=2)
+        policy.accumulator.microbatch(data)
+        policy.accumulator.abort()
+        seen["aborted"] = biases(policy)
+        policy.train(data, TokenNLL(), gbs=data.size, mbs=2)
+        seen["trained"] = biases(policy)
+        return seen
+
+
+def test_only_a_step_that_is_taken_moves_biases_which_stay_in_fp32(ranks, oracles: Oracles) -> None:
+    config = policy_config(
+        oracles.path("deepseek_v3"),
+        {"moe_router_bias_update_rate": 1e-3, "freeze_moe_router": True},
+        precision="bfloat16",
+        train_global_batch_size=2 * GLOBAL_BATCH,
+    )
+    (seen,) = ranks.run(1, only_look, config, oracles.data)
+    for layer, loaded_E in seen["loaded"].items():
+        for name in ("read", "refused", "aborted"):
+            assert torch.equal(seen[name][layer], loaded_E), name
+        moved_E = seen["trained"][layer] - loaded_E
+        assert moved_E.dtype is torch.float32
+        assert moved_E.any()
+        # A bias below 1 in fp32 moves by the rate, or not at all.
+        assert ((moved_E.abs() - 1e-3).abs() < UNIT).logical_or(moved_E == 0).all()
