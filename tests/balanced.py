@@ -47,11 +47,10 @@ class Balanced:
         *,
         microbatches: Microbatches = (),
         by_sequence: bool = False,
-        filler_counts: bool = False,
     ) -> None:
-        """`filler_counts` plants a mistake: padding counts as text."""
+        """`by_sequence`: rows weigh the same, in place of as much as their tokens that count."""
         self.kind, self.loss_of, self.microbatches = kind, loss_of, microbatches
-        self.by_sequence, self.filler_counts = by_sequence, filler_counts
+        self.by_sequence = by_sequence
         self.routed: list[Routed] = []
         self._models: list[PreTrainedModel] = []
 
@@ -78,8 +77,6 @@ class Balanced:
         rows, width = data["input_ids"].shape
         real_BS = torch.arange(width) < data["input_lengths"].unsqueeze(1)
         real_BS &= data["sample_mask"].bool().unsqueeze(1)
-        if self.filler_counts:
-            real_BS = torch.ones_like(real_BS)
         weights_B = data["sample_mask"] if self.by_sequence else loss_mask(data).sum(1)
         weights_B = (weights_B / weights_B.sum()).double()
         balances, zs, tokens = [], [], []
@@ -111,8 +108,8 @@ class Balanced:
         """Also update the biases, which nothing reads before the next step."""
         routed = self.routed[-1]
         routed.tokens.append(tokens_LE)
-        routed.balance.append(float(sum(balances)) / len(gates))
-        routed.z.append(float(sum(zs)) / len(gates))
+        routed.balance.append(float(torch.stack(tuple(balances)).detach().mean()))
+        routed.z.append(float(torch.stack(tuple(zs)).detach().mean()))
         biases = []
         for gate, tokens_E in zip(gates, tokens_LE, strict=True):
             bias = getattr(gate, "e_score_correction_bias", None)

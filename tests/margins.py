@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 _used: dict[str, float] = {}
 
 
@@ -14,6 +17,18 @@ def check(quantity: str, difference: float, tolerance: float, context: object = 
         f"{quantity}: {difference:.3g} is more than the {tolerance:.3g} that rounding can explain "
         f"{context}"
     )
+
+
+@contextmanager
+def apart() -> Iterator[dict[str, float]]:
+    """The shares of tolerances used within this context, which the summary does not count."""
+    before = taken()
+    used: dict[str, float] = {}
+    try:
+        yield used
+    finally:
+        used.update(taken())
+        _used.update(before)
 
 
 def taken() -> dict[str, float]:

@@ -146,8 +146,8 @@ SECTIONS: dict[str, Rules] = {
     "tokenizer.": _TOKENIZER,
     "dtensor_cfg.": _DTENSOR,
     "hf_config_overrides.": {
-        # Recipes for models with experts set it to 0, which is what is computed here anyway.
-        "router_aux_loss_coef": Rejected("losses that balance experts are not supported"),
+        # Recipes for models with experts set it to 0: the model's own loss is never added here.
+        "router_aux_loss_coef": Rejected("use megatron_cfg.moe_aux_loss_coeff"),
         "*": Rejected("write the change into the model's config.json"),
     },
     "draft.": switched_off(

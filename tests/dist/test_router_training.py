@@ -19,7 +19,7 @@ from megatron_policy.engines.megatron.layers import balancing
 from megatron_policy.errors import LossError
 from megatron_policy.packing.microbatch import inside
 from megatron_policy.policy import MegatronPolicy
-from tests import oracle
+from tests import margins, oracle
 from tests.balanced import COEFFICIENT, RATE, Z_COEFFICIENT, Balanced, side_by_side
 from tests.checkpoints import make_checkpoint
 from tests.dist.cases import (
@@ -33,7 +33,6 @@ from tests.dist.cases import (
 from tests.dist.layouts import OVERLAPPED, Layout, layout
 from tests.exact import ROOM, UNIT
 from tests.losses import TokenNLL, sequence_nll
-from tests.margins import check
 
 VOCAB, LENGTH = 131, 16
 SMALL = {"hidden": 48, "heads": 4, "layers": 4, "ffn": 40, "vocab": VOCAB}
@@ -68,7 +67,7 @@ EVERYWHERE = {
     for batching in BATCHINGS
     if kind == "seq_aux_loss" or batching == "padded"
 }
-"""Only sequences are the same scopes however they are cut; padded microbatches are known rows."""
+"""Sequences are the same scopes however a batch is cut, and padded microbatches are known rows."""
 TESTED = {
     ("seq_aux_loss", "EP2xTP2+SP", "padded"),
     ("seq_aux_loss", "EP2xTP2+SP", "packed"),
@@ -200,7 +199,7 @@ def assert_balanced(
         for name, quantity in ((METRICS[kind], "balance"), ("z_loss", "z")):
             right, near = (getattr(each, quantity)[index] for each in (exact, rounded))
             tolerance = ROOM * max(abs(right - near), 8 * UNIT * abs(right))
-            check(name, abs(metrics[name] - right), tolerance, context)
+            margins.check(name, abs(metrics[name] - right), tolerance, context)
         tokens_LE = exact.tokens[index].double()
         most_L = tokens_LE.max(1).values / tokens_LE.mean(1)
         assert metrics["max_over_mean_tokens"] == pytest.approx(float(most_L.mean()), rel=1e-9)
@@ -213,7 +212,7 @@ def assert_balanced(
     for layer, bias_E in found_biases.items():
         # Two additions to a number below 1, in fp32.
         apart = float((bias_E - exact.biases[-1][layer - first]).abs().max())
-        check("correction bias", apart, 2 * UNIT, context)
+        margins.check("correction bias", apart, 2 * UNIT, context)
 
 
 def compare(ranks, oracles: Oracles, kind: str, name: str, batching: str, **more: Any) -> None:
@@ -222,7 +221,8 @@ def compare(ranks, oracles: Oracles, kind: str, name: str, batching: str, **more
     replicas = 2 if name in ("DP2", "EP2", "EP2xPP2xVPP2") else 1
     learned, balanced = oracles.of(kind, replicas, by_sequence)
     path = oracles.path(FAMILIES[kind])
-    config = policy_config(path, settings(kind, case), **BATCHINGS[batching])
+    megatron = settings(kind, case) | more.get("asked", {})
+    config = policy_config(path, megatron, **BATCHINGS[batching])
     loss = "sequence" if by_sequence else "token"
     planted = more.get("planted", "")
     for found in ranks.run(case.world, train, config, loss, oracles.data, in_two, planted):
@@ -258,8 +258,17 @@ def test_rows_weigh_in_auxiliary_losses_what_they_weigh_in_the_loss(
 
 @pytest.mark.parametrize("planted", ["padding counts", "rows left out count", "counts of one rank"])
 def test_a_planted_mistake_is_found(ranks, oracles: Oracles, planted: str) -> None:
-    with pytest.raises(AssertionError):
+    """It is ten times further away than rounding can explain."""
+    with margins.apart() as used, pytest.raises(AssertionError):
         compare(ranks, oracles, "seq_aux_loss", "EP2", "padded", planted=planted)
+    assert max(used.values()) > 10, used
+
+
+@pytest.mark.parametrize("name", ["EP2xTP2+SP", "EP2"])
+def test_the_dispatcher_changes_no_result(ranks, oracles: Oracles, name: str) -> None:
+    """Where replicas share experts, all-to-all takes the place of all-gather."""
+    asked = {"moe_token_dispatcher_type": "allgather", "moe_permute_fusion": True}
+    compare(ranks, oracles, "seq_aux_loss", name, "packed", asked=asked)
 
 
 class Infinite(TokenNLL):

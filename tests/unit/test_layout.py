@@ -283,8 +283,7 @@ def test_latent_attention_needs_sequence_parallelism_to_be_split() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("moe_router_load_balancing_type", "aux_loss"),
-        ("moe_router_bias_update_rate", 1e-3),
+        ("moe_router_load_balancing_type", "sinkhorn"),
         ("moe_router_dtype", "bf16"),
     ],
 )
@@ -296,15 +295,26 @@ def test_wishes_about_routers_that_are_not_supported_are_refused_where_there_are
     check_layout(policy, shape(), topology_of(policy, 1))
 
 
+@pytest.mark.parametrize("kind", ["none", "aux_loss", "seq_aux_loss", "global_aux_loss"])
 @pytest.mark.parametrize("dtype", [None, "fp32", "fp64"])
-def test_the_hosts_own_settings_of_routers_are_taken(dtype: str | None) -> None:
+def test_the_hosts_own_settings_of_routers_are_taken(kind: str, dtype: str | None) -> None:
     host = config(
-        moe_router_load_balancing_type="none",
-        moe_router_bias_update_rate=0.0,
+        moe_router_load_balancing_type=kind,
+        moe_aux_loss_coeff=1e-3,
+        moe_z_loss_coeff=1e-4,
+        moe_router_bias_update_rate="1e-3",
         moe_router_dtype=dtype,
         freeze_moe_router=True,
+        moe_expert_capacity_factor=None,
+        moe_pad_expert_input_to_capacity=False,
     )
     check_layout(host, shape(moe=MOE), topology_of(host, 1))
+
+
+@pytest.mark.parametrize("key", ["moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"])
+def test_experts_that_drop_tokens_are_refused_with_the_reason(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}=1 .*differ between scoring and training"):
+        config(**{key: 1})
 
 
 @pytest.mark.parametrize("section", ["sequence_packing", "dynamic_batching"])

@@ -194,7 +194,7 @@ def probabilities(logits_TE: torch.Tensor, moe: Moe) -> torch.Tensor:
 
 
 class _AddedLoss(torch.autograd.Function):
-    """Passes a tensor on, and adds a loss to whatever is differentiated later."""
+    """Passes a tensor on; where its gradient is computed, the gradient of a loss is added."""
 
     @staticmethod
     def forward(ctx: Any, passed: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
