@@ -31,6 +31,7 @@ from tests.dist.cases import (
     policy_config,
 )
 from tests.dist.layouts import OVERLAPPED, Layout, layout
+from tests.dist.test_export import tensors_of
 from tests.exact import ROOM, UNIT
 from tests.losses import TokenNLL, sequence_nll
 
@@ -279,7 +280,9 @@ class Infinite(TokenNLL):
         return loss + (loss - loss.detach()).abs().sqrt(), metrics
 
 
-def only_look(config: dict[str, Any], data: BatchedDataDict) -> dict[str, dict[int, torch.Tensor]]:
+def only_look(
+    config: dict[str, Any], data: BatchedDataDict, exported: Path
+) -> dict[str, dict[int, torch.Tensor]]:
     """The biases after each call that must not change them, and after one that does."""
     with open_policy(config, init_reference_model=False) as policy:
         seen = {"loaded": biases(policy)}
@@ -296,22 +299,28 @@ def only_look(config: dict[str, Any], data: BatchedDataDict) -> dict[str, dict[i
         seen["aborted"] = biases(policy)
         policy.train(data, TokenNLL(), gbs=data.size, mbs=2)
         seen["trained"] = biases(policy)
+        policy.export_hf(exported)
         return seen
 
 
-def test_only_a_step_that_is_taken_moves_biases_which_stay_in_fp32(ranks, oracles: Oracles) -> None:
+def test_only_a_step_that_is_taken_moves_biases_which_stay_in_fp32(
+    ranks, oracles: Oracles, tmp_path: Path
+) -> None:
     config = policy_config(
         oracles.path("deepseek_v3"),
         {"moe_router_bias_update_rate": 1e-3, "freeze_moe_router": True},
         precision="bfloat16",
         train_global_batch_size=2 * GLOBAL_BATCH,
     )
-    (seen,) = ranks.run(1, only_look, config, oracles.data)
+    (seen,) = ranks.run(1, only_look, config, oracles.data, tmp_path / "exported")
+    exported = tensors_of(tmp_path / "exported")
     for layer, loaded_E in seen["loaded"].items():
         for name in ("read", "refused", "aborted"):
             assert torch.equal(seen[name][layer], loaded_E), name
         moved_E = seen["trained"][layer] - loaded_E
         assert moved_E.dtype is torch.float32
         assert moved_E.any()
+        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        assert torch.equal(exported[name], seen["trained"][layer])
         # A bias below 1 in fp32 moves by the rate, or not at all.
         assert ((moved_E.abs() - 1e-3).abs() < UNIT).logical_or(moved_E == 0).all()
