@@ -122,7 +122,6 @@ FRAGMENTS = {
     "engines.megatron.layers.context_parallel": _LAYER,
     "engines.megatron.layers.parallel_layer": _LAYER,
     "engines.megatron.layers.residual": _LAYER,
-    "engines.megatron.layers.router": _LAYER,
     "engines.megatron.layers.self_attention": _LAYER,
     "hosts.nemo_rl.autoload": "loaded by a .pth file when Python starts",
     "hosts.nemo_rl.checkpoints": _LONG,
