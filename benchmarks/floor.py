@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 _BLOCK = 128  # rows and columns of an fp8 weight that share a scale
-# A look-up takes a fifth of the time of torch's cast.
+# A look-up takes a fraction of the time of torch's cast.
 _NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 _COPIED = {
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
