@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of either format.")],
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SRC", help="A checkpoint of either format, or its config.json."),
+    ],
     every: Annotated[
         bool, typer.Option("--all", help="Show every layer and expert separately.")
     ] = False,

@@ -150,7 +150,7 @@ def plan(
     refit: Annotated[
         str,
         typer.Option(
-            "--refit", metavar="CHECKPOINT", help="A checkpoint of the model that is trained."
+            "--refit", metavar="CHECKPOINT", help="A checkpoint of the model, or its config.json."
         ),
     ],
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,

@@ -17,10 +17,10 @@ from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.files.contained import expanded, inside
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats import dist_files, hf_files
-from megatron_policy.converters.formats.hf_config import read_config, written_config
+from megatron_policy.converters.formats.hf_config import CONFIG, read_config, written_config
 from megatron_policy.converters.formats.quantised import as_read
 from megatron_policy.converters.rows.blocks import Shape
-from megatron_policy.converters.table import Table, draft
+from megatron_policy.converters.table import WEIGHT_DTYPES, Table, draft
 from megatron_policy.errors import ConfigError, ConversionError
 
 
@@ -36,14 +36,19 @@ class Headers:
     dtypes: Mapping[str, torch.dtype]
     problems: tuple[str, ...] = ()
     """What is wrong with keys that belong to a parameter."""
+    stated: bool = False
+    """Whether there is only a config, which states what its checkpoint would have."""
 
 
 def read_headers(source: str | Path, config: str | Path | None = None) -> Headers:
     """Read the headers of a local checkpoint, or of an HF one on the hub.
 
-    `config` is for a Megatron-Core checkpoint without one. ConfigError when there is no checkpoint,
-    ConversionError when its headers are damaged.
+    `config` is for a Megatron-Core checkpoint without one. A config.json in place of a checkpoint
+    stands for one with all tensors of its model, in the dtype that it names. ConfigError when there
+    is no checkpoint, ConversionError when its headers are damaged.
     """
+    if Path(source).name == CONFIG and expanded(source).is_file():
+        return _stated_headers(expanded(source).parent)
     root = dist_files.find(source)
     if root is not None:
         return _dist_headers(root, config)
@@ -57,6 +62,27 @@ def read_headers(source: str | Path, config: str | Path | None = None) -> Header
         {name: shape for name, (_, shape) in tensors.items()},
         {name: dtype for name, (dtype, _) in tensors.items()},
     )
+
+
+def _stated_headers(root: Path) -> Headers:
+    fields, written = read_config(root), written_config(root)
+    try:
+        table = draft(Fields(fields))
+    except ConversionError:  # whoever uses the config reports why
+        return Headers(fields, written, {}, {}, stated=True)
+    shapes, dtype = table.hf_shapes(), _stated_dtype(written)
+    kept = {name for entry in table.exported() if entry.row.keeps_dtype for name in entry.hf}
+    dtypes = {name: torch.float32 if name in kept else dtype for name in shapes}
+    return Headers(fields, written, shapes, dtypes, stated=True)
+
+
+def _stated_dtype(written: Mapping[str, Any]) -> torch.dtype:
+    """The dtype of the weights that a config names; bfloat16 if it names none."""
+    name = written.get("dtype") or written.get("torch_dtype") or "bfloat16"
+    found = {str(each).removeprefix("torch."): each for each in WEIGHT_DTYPES}
+    if name not in found:
+        raise ConversionError(f"config.json has {name!r:.80} for dtype; use one of {list(found)}")
+    return found[name]
 
 
 def _dist_headers(root: Path, config: str | Path | None) -> Headers:

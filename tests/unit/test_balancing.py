@@ -63,9 +63,7 @@ def test_only_text_of_rows_that_count_is_numbered_on_whichever_rank_it_is() -> N
 def test_a_rows_tokens_weigh_its_share_together() -> None:
     routed = RoutedRows.of(microbatches(), 0)
     assert routed.most == 3
-    assert routed.token_weights_N[:7].tolist() == pytest.approx(
-        [0, 0.1, 0, 0.0625, 0.1, 0, 0.0625]
-    )
+    assert routed.token_weights_N[:7].tolist() == pytest.approx([0, 0.1, 0, 0.0625, 0.1, 0, 0.0625])
     assert not routed.token_weights_N[7:].any()
     assert routed.within_microbatch(torch.tensor([0, 1, 3, 4, 6])).tolist() == [0, 0, 2, 0, 2]
 
