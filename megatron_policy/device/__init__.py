@@ -20,6 +20,7 @@ __all__ = [
     "MemoryInfo",
     "accelerators",
     "beside",
+    "compute_capability",
     "current_device",
     "device_id",
     "host_buffer",
@@ -59,6 +60,11 @@ def accelerators() -> int:
 def is_accelerated() -> bool:
     """Whether this process computes on a GPU."""
     return torch.cuda.is_available()
+
+
+def compute_capability() -> tuple[int, int]:
+    """The CUDA compute capability of this process's GPU; (0, 0) without a GPU."""
+    return torch.cuda.get_device_capability() if is_accelerated() else (0, 0)
 
 
 def prepare_for_other_engines() -> None:

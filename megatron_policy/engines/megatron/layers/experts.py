@@ -1,6 +1,6 @@
 """Specs and config fields of Megatron-Core's mixtures of experts.
 
-Experts are Megatron-Core's `SequentialMLP` or, with Transformer Engine, its grouped kernels.
+Experts are `GroupedExperts` or, with Transformer Engine, its grouped kernels.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from megatron_policy.config import MegatronConfig
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.architecture.traits import Scoring
 from megatron_policy.device import is_accelerated
+from megatron_policy.engines.megatron.layers.grouped_experts import GroupedExperts
 from megatron_policy.engines.megatron.layers.router import Router
 from megatron_policy.errors import ConfigError
 from megatron_policy.parallel.topology import Topology
@@ -114,12 +115,11 @@ def experts_spec(architecture: Architecture, with_te: bool) -> Any:
     )
     submodules = _parts(spec)
     submodules.router = functools.partial(Router, moe)
-    if architecture.mlp_bias and not with_te:
-        _parts(submodules.experts).linear_fc2 = ExpertOutput
-    if isinstance(spec, functools.partial):
-        return functools.partial(ExpertLayer, *spec.args, **spec.keywords)
-    spec.module = ExpertLayer
-    return spec
+    if not with_te:
+        submodules.experts = _of_class(GroupedExperts, submodules.experts)
+        if architecture.mlp_bias:
+            _parts(submodules.experts).linear_fc2 = ExpertOutput
+    return _of_class(ExpertLayer, spec)
 
 
 class ExpertLayer(MoELayer):
@@ -157,8 +157,16 @@ class ExpertOutput(RowParallelLinear):
         self.explicit_expert_comm = True
 
 
+def _of_class(cls: type, spec: Any) -> Any:
+    """The spec with another class; newer releases bind a class's arguments instead."""
+    if isinstance(spec, functools.partial):
+        return functools.partial(cls, *spec.args, **spec.keywords)
+    spec.module = cls
+    return spec
+
+
 def _parts(spec: Any) -> Any:
-    """The submodules of a spec; newer releases bind a class's arguments instead."""
+    """The submodules of a spec of either kind."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
