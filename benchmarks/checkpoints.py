@@ -1,4 +1,6 @@
-"""Writes random Qwen2 checkpoints of any size, quickly: only tensors, without building a model."""
+"""Writes random Qwen2 and Qwen3-MoE checkpoints of any size, quickly: only tensors, without a
+model.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from megatron_policy.converters.table import bind
 
 @dataclass(frozen=True)
 class Size:
-    """The dimensions that make a Qwen2 model large; all are bf16, in one file."""
+    """The dimensions that make a Qwen2 model large, or with `experts` in each layer a Qwen3-MoE
+    one, whose experts have `ffn` channels; all are bf16, in one file.
+    """
 
     hidden: int
     ffn: int
@@ -25,6 +29,7 @@ class Size:
     groups: int
     vocab: int
     tied: bool = True
+    experts: int = 0
 
 
 HALF_BILLION = Size(hidden=896, ffn=4864, layers=24, heads=14, groups=2, vocab=151936)
@@ -32,6 +37,12 @@ ONE_AND_A_HALF_BILLION = Size(hidden=1536, ffn=8960, layers=28, heads=12, groups
 BLOCK = 128
 """Rows and columns that share a scale, as published."""
 SIZES = {"0.5B": HALF_BILLION, "1.5B": ONE_AND_A_HALF_BILLION}
+
+
+CHOSEN = 4
+"""Experts of a token."""
+MANY_EXPERTS = Size(hidden=128, ffn=64, layers=48, heads=4, groups=2, vocab=1024, experts=128)
+"""As many tensors as a real model has, each of few weights."""
 
 
 def narrow(layers: int) -> Size:
@@ -80,9 +91,18 @@ def _quantised_tensors(
 
 
 def _config(size: Size) -> dict[str, object]:
-    return {
-        "model_type": "qwen2",
-        "architectures": ["Qwen2ForCausalLM"],
+    kind: dict[str, object] = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    if size.experts:
+        kind = {
+            "model_type": "qwen3_moe",
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "head_dim": size.hidden // size.heads,
+            "moe_intermediate_size": size.ffn,
+            "num_experts": size.experts,
+            "num_experts_per_tok": min(CHOSEN, size.experts),
+            "norm_topk_prob": True,
+        }
+    return kind | {
         "hidden_size": size.hidden,
         "intermediate_size": size.ffn,
         "num_hidden_layers": size.layers,

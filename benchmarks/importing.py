@@ -1,5 +1,6 @@
 """Import of HF weights: time relative to the floor, memory, growth with the tensors (rows 1 to 3);
-of fp8 weights, time relative to dequantising and one copy (row 15).
+of fp8 weights, time relative to dequantising and one copy (row 15); of experts, time per tensor
+relative to a dense model's (row 17).
 
 Runs the programs of import_once.py, each in a new process.
 """
@@ -9,9 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.checkpoints import SIZES, narrow, write_checkpoint, write_quantised
+from benchmarks.checkpoints import (
+    MANY_EXPERTS,
+    SIZES,
+    narrow,
+    write_checkpoint,
+    write_quantised,
+)
 from benchmarks.processes import run_fresh
 from benchmarks.results import Measurement, ratio_of_minima
+from megatron_policy.converters.formats.hf_files import read_config
+from megatron_policy.converters.table import bind
 
 PROGRAMS = "benchmarks.import_once"
 
@@ -87,6 +96,22 @@ def growth(folder: Path, repetitions: int) -> Measurement:
         seconds[f"ours, {MANY_LAYERS} layers"], seconds[f"ours, {FEW_LAYERS} layers"]
     )
     return Measurement(ratio, seconds, SAME_BITS)
+
+
+def experts_per_tensor(folder: Path, repetitions: int) -> Measurement:
+    """CPU seconds of an import per HF tensor: of 48 layers of 128 experts relative to 400 dense
+    layers, both of narrow matrices.
+    """
+    paths = {"dense": folder / "many", "experts": folder / "experts"}
+    if not paths["dense"].exists():
+        write_checkpoint(paths["dense"], narrow(MANY_LAYERS))
+    write_checkpoint(paths["experts"], MANY_EXPERTS)
+    programs = {f"ours, {name}": ("ours", path) for name, path in paths.items()}
+    seconds = _alternate(repetitions, programs)
+    tensors = {name: len(bind(read_config(path)).hf_shapes()) for name, path in paths.items()}
+    per_tensor = {name: min(seconds[f"ours, {name}"]) / tensors[name] for name in paths}
+    beside = {f"{name}, microseconds a tensor": 1e6 * of for name, of in per_tensor.items()}
+    return Measurement(per_tensor["experts"] / per_tensor["dense"], seconds, SAME_BITS, beside)
 
 
 def sized(folder: Path, size: str) -> Path:

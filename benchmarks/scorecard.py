@@ -125,6 +125,20 @@ SCORECARD: tuple[Row, ...] = (
         goal=1.3,
         measure=importing.dequantising,
     ),
+    Row(
+        16,
+        "training step with experts / the same step as a plain Megatron-Core loop",
+        limit=1.0,
+        goal=1.05,
+        measure=training.experts_over_plain_loop,
+    ),
+    Row(
+        17,
+        "import of 48 layers of 128 experts, per tensor / of a dense model, per tensor",
+        limit=0.0,
+        goal=1.0,
+        measure=importing.experts_per_tensor,
+    ),
 )
 
 
