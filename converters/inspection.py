@@ -26,7 +26,7 @@ from megatron_policy.converters.rows.shards import split_dimension, unpadded_sha
 from megatron_policy.errors import ConversionError
 
 from .registry import family_of
-from .table import WEIGHT_DTYPES, Entry, Table, draft
+from .table import WEIGHT_DTYPES, Entry, Table, draft, mtp_layers_in
 
 # The architecture's name for a config field, where it differs.
 _STANDS_FOR = {
@@ -121,6 +121,9 @@ def inspect(
     fields = Fields(config)
     try:
         table = draft(fields, family)
+        if layers := mtp_layers_in(table, shapes):
+            fields = Fields(config)
+            table = draft(fields, family, layers)
     except ConversionError as error:
         uses = tuple(fields.uses("the translation ended before"))
         loose = _loose(shapes, shapes, dtypes, "what it feeds is unknown without the config")
@@ -159,12 +162,12 @@ def _weights(
     for entry in table.entries:
         expected = entry.row.hf_shapes(arch)
         yield Weight(
-            megatron=entry.row.megatron,
+            megatron=_template(entry.row.megatron, entry, arch),
             shape=unpadded_shape(entry.row, arch),
             padding=entry.row.pad_rows(arch, 0, 1),
             row=type(entry.row).__name__,
             split=_split(entry, arch),
-            hf=entry.row.hf,
+            hf=tuple(_template(name, entry, arch) for name in entry.row.hf),
             hf_shapes=expected,
             found=tuple(_short(dtypes[n]) if n in dtypes else "" for n in entry.hf),
             wrong=tuple(
@@ -174,6 +177,12 @@ def _weights(
             layers=() if entry.layer is None else (entry.layer,),
             experts=() if entry.expert is None else (entry.expert,),
         )
+
+
+def _template(name: str, entry: Entry, arch: Architecture) -> str:
+    """A row's name with no other marks than {layer} and {expert}."""
+    number = (entry.layer or 0) - arch.num_layers
+    return name.replace("{mtp}", str(number)).replace("{predicting}", "{layer}")
 
 
 def _split(entry: Entry, arch: Architecture) -> str:

@@ -7,7 +7,7 @@ a stated reason, and anything else is an error that names both sides.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +39,8 @@ _FUSED_NORMS = {
 # Its grouped experts hold their parameters side by side.
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 _EXPERT_NAME = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
-_LAYER_NAME = re.compile(r"(?:module\.)*decoder\.layers\.(\d+)\.(.+)")
+_LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_MTP_LAYER_NAME = re.compile(r"mtp_block\.(layers\.\d+\.transformer_layer\.)(.+)")
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """All entries of one model, embedding first and head last, and the HF tensors to ignore."""
+    """All entries of one model, embedding first and head last, and the HF tensors to ignore.
+    Layers for multi-token prediction count as part of the head.
+    """
 
     family: str
     architecture: Architecture
@@ -78,22 +81,40 @@ class Table:
         """Tied copies among the ignored HF tensors, with the names of their originals."""
         return {name: row.equals for name, row in self.ignored.items() if row.equals}
 
+    def carried(self) -> tuple[str, ...]:
+        """The HF tensors of layers that the model leaves out: an export copies them unchanged."""
+        return tuple(n for n, row in self.ignored.items() if row.carried and not row.equals)
+
+    def sent(self, names: Collection[str]) -> tuple[Entry, ...]:
+        """What exports and refits send: `exported`, and further HF tensors that repeat one of
+        those, if they are among `names`.
+        """
+        owners = {entry.hf: entry for entry in self.exported()}
+        repeated = {
+            name: row.equals for name, row in self.ignored.items() if row.carried and row.equals
+        }
+        return (
+            *self.exported(),
+            *(replace(owners[(of,)], hf=(n,)) for n, of in repeated.items() if n in names),
+        )
+
     def entries_of(
         self, layers: Iterable[int], first: bool, last: bool, experts: range | None = None
     ) -> tuple[Entry, ...]:
         """The entries of a model chunk of these global layers; `first` has the embedding, `last`
-        the head. Of each layer's experts it has all, or those numbered in `experts`.
+        the head and the layers for multi-token prediction. Of each layer's experts it has all, or
+        those numbered in `experts`.
         """
         wanted = set(layers)
 
         def held(entry: Entry) -> bool:
+            here = experts is None or entry.expert is None or entry.expert in experts
             if entry.where == LAYER:
-                here = experts is None or entry.expert is None or entry.expert in experts
                 return here and entry.layer in wanted
             if entry.where == EMBEDDING:
                 return first
             # A chunk that has the embedding itself needs no tied copy of it.
-            return last and (entry.row.owns or not first)
+            return here and last and (entry.row.owns or not first)
 
         return tuple(filter(held, self.entries))
 
@@ -160,18 +181,36 @@ class Table:
         return expected
 
 
-def bind(raw: Mapping[str, Any], family: Family | None = None) -> Table:
+def bind(raw: Mapping[str, Any], family: Family | None = None, mtp_layers: int = 0) -> Table:
     """The table of one HF config, a mapping of all its fields; its model_type names the family.
+    The model has `mtp_layers` of the layers for multi-token prediction.
 
     ConversionError for a config that cannot be translated faithfully, or a faulty table.
     """
     fields = Fields(raw)
-    table = draft(fields, family)
+    table = draft(fields, family, mtp_layers)
     fields.finish()
     return table
 
 
-def draft(fields: Fields, family: Family | None = None) -> Table:
+def bind_to(raw: Mapping[str, Any], names: Collection[str]) -> Table:
+    """As `bind`, with those layers for multi-token prediction that are in a checkpoint whose HF
+    tensors are `names`.
+    """
+    return bind(raw, mtp_layers=mtp_layers_in(bind(raw), names))
+
+
+def mtp_layers_in(table: Table, names: Collection[str]) -> int:
+    """How many layers for multi-token prediction, from the first on, have tensors in `names`;
+    `table` leaves them all out.
+    """
+    first, last = table.architecture.num_layers, table.architecture.further_layers
+    found = {name.split(".")[2] for name in table.carried() if name in names}
+    present = [str(layer) in found for layer in range(first, first + last)]
+    return (*present, False).index(False)
+
+
+def draft(fields: Fields, family: Family | None = None, mtp_layers: int = 0) -> Table:
     """The table from `fields`, without checking that all of them were understood.
 
     For showing how a config is read; models are built from the result of `bind`.
@@ -188,7 +227,7 @@ def draft(fields: Fields, family: Family | None = None) -> Table:
                 f"{family.name} converts {' or '.join(family.hf_architectures)}",
             )
     try:
-        architecture = family.architecture(fields)
+        architecture = replace(family.architecture(fields), mtp_layers=mtp_layers)
     except ConversionError:
         raise
     except (ArithmeticError, TypeError, ValueError) as error:
@@ -211,25 +250,36 @@ def canonical_name(name: str, layer_offset: int, expert_offset: int = 0) -> str:
     """The table's name for a built model's parameter; the offsets are the chunk's first layer and
     the rank's first expert of a layer.
     """
-    match = _LAYER_NAME.fullmatch(name)
-    if match is None:
-        return re.sub(r"^(module\.)+", "", name)
-    layer, rest = match.groups()
+    name = re.sub(r"^(module\.)+", "", name)
+    if of_mtp := _MTP_LAYER_NAME.fullmatch(name):
+        return f"mtp.{of_mtp.group(1)}{_within_layer(of_mtp.group(2), expert_offset)}"
+    if of_layer := _LAYER_NAME.fullmatch(name):
+        number = int(of_layer.group(1)) + layer_offset
+        return f"decoder.layers.{number}.{_within_layer(of_layer.group(2), expert_offset)}"
+    return re.sub(r"^mtp_block\.", "mtp.", name)
+
+
+def _within_layer(rest: str, expert_offset: int) -> str:
     rest = _GROUPED.sub(r"mlp.experts.local_experts.\3.\1.\2", rest)
     if of_expert := _EXPERT_NAME.fullmatch(rest):
         expert = int(of_expert.group(1)) + expert_offset
         rest = f"mlp.experts.local_experts.{expert}.{of_expert.group(2)}"
-    return f"decoder.layers.{int(layer) + layer_offset}.{_FUSED_NORMS.get(rest, rest)}"
+    return _FUSED_NORMS.get(rest, rest)
 
 
 def _ignored_names(row: Ignore, architecture: Architecture) -> list[str]:
     layers, end = architecture.num_layers, architecture.num_layers + architecture.further_layers
+    held = layers + architecture.mtp_layers
     names = [row.hf] if architecture.holds(row.when) else []
     if "{layer}" in row.hf:
-        held = [layer for layer in range(layers) if architecture.holds(row.when, layer)]
-        names = [row.hf.replace("{layer}", str(layer)) for layer in held]
-    elif "{mtp_layer}" in row.hf:
-        names = [row.hf.replace("{mtp_layer}", str(layer)) for layer in range(layers, end)]
+        ordinary = [layer for layer in range(layers) if architecture.holds(row.when, layer)]
+        names = [row.hf.replace("{layer}", str(layer)) for layer in ordinary]
+    for mark, numbers in (
+        ("{predicting}", range(layers, held)),
+        ("{mtp_layer}", range(held, end)),
+    ):
+        if mark in row.hf:
+            names = [name.replace(mark, str(layer)) for name in names for layer in numbers]
     if not of_expert(row.hf):
         return names
     experts = architecture.moe.experts if architecture.moe else 0
@@ -238,7 +288,12 @@ def _ignored_names(row: Ignore, architecture: Architecture) -> list[str]:
 
 def _entries(rows: Sequence[Row], architecture: Architecture) -> tuple[Entry, ...]:
     repeated = [row for row in rows if "{layer}" in row.megatron]
-    single = [row for row in rows if row not in repeated and architecture.holds(row.when)]
+    predicting = [row for row in rows if "{mtp}" in row.megatron]
+    single = [
+        row
+        for row in rows
+        if row not in repeated and row not in predicting and architecture.holds(row.when)
+    ]
     before = [row for row in single if row.megatron.startswith("embedding.")]
     after = [row for row in single if not row.megatron.startswith("embedding.")]
     return (
@@ -248,30 +303,47 @@ def _entries(rows: Sequence[Row], architecture: Architecture) -> tuple[Entry, ..
             for layer in range(architecture.num_layers)
             for row in repeated
             if architecture.holds(row.when, layer)
-            for entry in _layer_entries(row, layer, architecture)
+            for entry in _layer_entries(row, {"{layer}": layer}, layer, LAYER, architecture)
+        ),
+        *(
+            entry
+            for number in range(architecture.mtp_layers)
+            for row in predicting
+            if architecture.holds(row.when, architecture.num_layers + number)
+            for entry in _mtp_entries(row, number, architecture)
         ),
         *(Entry(row.megatron, row.hf, row, None, HEAD) for row in after),
     )
 
 
-def _layer_entries(row: Row, layer: int, architecture: Architecture) -> Iterator[Entry]:
+def _mtp_entries(row: Row, number: int, architecture: Architecture) -> Iterator[Entry]:
+    layer = architecture.num_layers + number
+    numbers = {"{mtp}": number, "{predicting}": layer}
+    return _layer_entries(row, numbers, layer, HEAD, architecture)
+
+
+def _layer_entries(
+    row: Row, numbers: Mapping[str, int], layer: int, where: str, architecture: Architecture
+) -> Iterator[Entry]:
     if not of_expert(row.megatron):
-        yield _entry(row, {"{layer}": layer}, layer)
+        yield _entry(row, numbers, layer, where)
         return
     assert architecture.moe is not None, f"{row.megatron} is a row of a model with experts"
     for expert in range(architecture.moe.experts):
         own = replace(row, expert=expert) if isinstance(row, Stacked) else row
-        yield _entry(own, {"{layer}": layer, EXPERT: expert}, layer, expert)
+        yield _entry(own, {**numbers, EXPERT: expert}, layer, where, expert)
 
 
-def _entry(row: Row, numbers: Mapping[str, int], layer: int, expert: int | None = None) -> Entry:
+def _entry(
+    row: Row, numbers: Mapping[str, int], layer: int, where: str, expert: int | None = None
+) -> Entry:
     def numbered(name: str) -> str:
         for mark, number in numbers.items():
             name = name.replace(mark, str(number))
         return name
 
     hf = tuple(numbered(name) for name in row.hf)
-    return Entry(numbered(row.megatron), hf, row, layer, LAYER, expert)
+    return Entry(numbered(row.megatron), hf, row, layer, where, expert)
 
 
 def _refuse_duplicates(family: str, entries: Sequence[Entry]) -> None:

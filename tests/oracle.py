@@ -158,11 +158,14 @@ def train(
     dtype: torch.dtype = torch.float32,
     lr: float = LR,
     weight_decay: float = WEIGHT_DECAY,
+    load: Callable[[Path | str, torch.dtype], PreTrainedModel] = load_hf,
+    apart: Callable[[str], bool] = lambda name: False,
 ) -> Trained:
     """One step per global batch, fp32 main weights (fp64 in fp64), weight decay of what decays,
-    gradients clipped to CLIP.
+    gradients clipped to CLIP; those of parameters that are `apart`, by name, by their own norm,
+    which is not in the result.
     """
-    model = load_hf(path, dtype)
+    model = load(path, dtype)
     live = dict(model.named_parameters())
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     main = {name: p.detach().to(wide, copy=True) for name, p in live.items()}
@@ -185,7 +188,9 @@ def train(
         for name, parameter in live.items():
             main[name].grad = parameter.grad.to(wide)
         gradients.append({name: m.grad.clone() for name, m in main.items()})
-        norms.append(float(torch.nn.utils.clip_grad_norm_(main.values(), CLIP)))
+        together = [m for n, m in main.items() if not apart(n)]
+        norms.append(float(torch.nn.utils.clip_grad_norm_(together, CLIP)))
+        torch.nn.utils.clip_grad_norm_([m for n, m in main.items() if apart(n)], CLIP)
         losses.append(loss.item())
         optimizer.step()
         with torch.no_grad():

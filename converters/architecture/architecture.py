@@ -110,7 +110,9 @@ class Architecture:
     mla: Mla | None = None
     """If set, `kv_channels` of query and key heads is the sum of both parts of a head in `mla`."""
     further_layers: int = 0
-    """Multi-token-prediction layers that checkpoints can hold; this model leaves them out."""
+    """Multi-token-prediction layers that checkpoints can hold, numbered after all others."""
+    mtp_layers: int = 0
+    """How many of `further_layers`, from the first on, this model has; it leaves out the others."""
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -132,6 +134,12 @@ class Architecture:
             raise ConversionError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_query_groups})"
+            )
+        if not 0 <= self.mtp_layers <= self.further_layers:
+            raise ConversionError(
+                f"the model's config.json counts {self.further_layers} layers for multi-token "
+                f"prediction (num_nextn_predict_layers), but mtp_num_layers asks for "
+                f"{self.mtp_layers}: set it to {self.further_layers} or less"
             )
         rotated = self.mla.qk_rope_head_dim if self.mla else self.kv_channels
         for rope in filter(None, (self.rope, self.window_rope)):
@@ -172,6 +180,11 @@ class Architecture:
         return self.num_attention_heads * (self.mla.v_head_dim if self.mla else self.kv_channels)
 
     @property
+    def mtp_projection_size(self) -> int:
+        """Inputs of the projection of a multi-token-prediction layer."""
+        return 2 * self.hidden_size
+
+    @property
     def mlp_widths(self) -> tuple[int, ...]:
         """Inner channels of the MLPs of dense layers and of shared experts, each once."""
         dense = (self.ffn_hidden_size,) if self.moe is None or self.moe_layers else ()
@@ -184,7 +197,9 @@ class Architecture:
         return self.moe is None or not self.moe_layers
 
     def has_experts(self, layer: int) -> bool:
-        """Whether this layer's MLP is a mixture of experts."""
+        """Whether this layer's MLP is a mixture of experts; those of all further layers are."""
+        if layer >= self.num_layers:
+            return self.moe is not None
         return self.moe is not None and (not self.moe_layers or self.moe_layers[layer])
 
     @property

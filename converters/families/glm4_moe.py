@@ -8,7 +8,7 @@ from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.architecture.traits import QkNorm
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.config_fields.rope_fields import take_rope
-from megatron_policy.converters.families.shared import dense, experts
+from megatron_policy.converters.families.shared import dense, experts, mtp
 from megatron_policy.converters.rows import Ignore, Row
 
 _LAYER: tuple[Row | Ignore, ...] = (
@@ -19,7 +19,7 @@ _LAYER: tuple[Row | Ignore, ...] = (
     experts.CORRECTION_BIAS,
     *experts.shared("shared_experts"),
 )
-TABLE: tuple[Row | Ignore, ...] = (*dense.ENDS, *_LAYER, *experts.mtp_layers(_LAYER))
+TABLE: tuple[Row | Ignore, ...] = (*dense.ENDS, *_LAYER, *mtp.layers(_LAYER))
 
 
 def architecture(fields: Fields) -> Architecture:
@@ -31,7 +31,7 @@ def architecture(fields: Fields) -> Architecture:
         qkv_bias=fields.take("attention_bias", False),
         qk_norm=QkNorm.PER_HEAD if fields.take("use_qk_norm", False) else QkNorm.NONE,
     )
-    common = replace(common, further_layers=experts.take_mtp_layers(fields))
+    common = replace(common, further_layers=mtp.take_layers(fields))
     return experts.with_experts(
         common, experts.take_sigmoid_moe(fields), experts.take_layers_after_dense(fields)
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.config_fields import Fields
-from megatron_policy.converters.families.shared import dense, experts, mla
+from megatron_policy.converters.families.shared import dense, experts, mla, mtp
 
 from . import deepseek_v3
 
@@ -20,7 +20,7 @@ def architecture(fields: Fields) -> Architecture:
     for name in ("first_k_dense_replace", "moe_layer_freq"):
         fields.ignore(name, "mlp_layer_types states it for each layer")
     common = mla.with_mla(dense.architecture(fields), fields)
-    common = replace(common, further_layers=experts.take_mtp_layers(fields))
+    common = replace(common, further_layers=mtp.take_layers(fields))
     return experts.with_experts(common, experts.take_sigmoid_moe(fields), _take_layers(fields))
 
 

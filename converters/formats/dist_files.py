@@ -33,6 +33,8 @@ _MAX_BYTES = 2**20
 """Size limit of the files that say what a directory is."""
 _LATEST = "latest_checkpointed_iteration.txt"
 
+_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
+
 # The two halves of a gated MLP have their own keys if Megatron-Core was told to write them so.
 _HALVES = ("_w", "_v")
 
@@ -68,6 +70,11 @@ class DistReader:
         self.root, self._files = root, files
         self.keys, self.objects = read_metadata(root)
         self._by_lead = cache(self._chunks_by_lead)
+
+    @property
+    def mtp_layers(self) -> int:
+        """How many layers for multi-token prediction it has."""
+        return len({found[1] for key in self.keys if (found := _MTP_LAYER.match(key))})
 
     def parameter(
         self, entry: Entry, arch: Architecture, prefix: str = ""

@@ -20,7 +20,7 @@ _FUSED = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
-_LAYER = re.compile(r"decoder\.layers\.\d+\.")
+_LAYER = re.compile(r"decoder\.layers\.\d+\.|mtp\.layers\.\d+\.transformer_layer\.")
 _EXPERT = re.compile(r"(?<=mlp\.experts\.)local_experts\.\d+\.")
 _OTHERS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine")
 """Keys of a training checkpoint that are not weights."""
@@ -54,7 +54,7 @@ def readable(entry: Entry, arch: Architecture) -> Iterator[KeyedSlice]:
         if entry.expert is not None:
             number = f"mlp.experts.experts.{entry.expert}."
             alone = _EXPERT.sub("", spelling).replace("mlp.experts.", number)
-            yield KeyedSlice(f"decoder.layers.{entry.layer}.{alone}")
+            yield KeyedSlice(_prefix(entry) + alone)
 
 
 def extra_states(table: Table) -> tuple[str, ...]:
@@ -65,11 +65,11 @@ def extra_states(table: Table) -> tuple[str, ...]:
     arch = table.architecture
     names: dict[str, None] = {}
     for entry in table.exported():
-        if not entry.megatron.startswith("decoder."):
+        if not entry.megatron.startswith(("decoder.", "mtp.")):
             continue
         for place in written(entry, arch):
             names[_state(place.key.rpartition(".")[0], place)] = None
-        if entry.layer is not None and entry.expert is None:
+        if _prefix(entry) and entry.expert is None:
             attention = _place(entry, "self_attention.core_attention", arch, arch.uniform_layers)
             names[_state(attention.key, attention)] = None
     return tuple(names)
@@ -100,16 +100,23 @@ def _within_layer(entry: Entry) -> str:
     return _LAYER.sub("", entry.megatron, count=1)
 
 
+def _prefix(entry: Entry) -> str:
+    """What precedes the parameter's name within its decoder layer; empty if it is in none."""
+    found = _LAYER.match(entry.megatron)
+    return found.group() if found else ""
+
+
 def _place(entry: Entry, name: str, arch: Architecture, stacked: bool) -> KeyedSlice:
-    if entry.layer is None:
+    prefix = _prefix(entry)
+    if not prefix:
         return KeyedSlice(name)
-    lead, axes = ((entry.layer,), (arch.num_layers,)) if stacked else ((), ())
+    stacked = stacked and prefix.startswith("decoder.")
+    lead, axes = ((entry.layer or 0,), (arch.num_layers,)) if stacked else ((), ())
     if entry.expert is not None:
         assert arch.moe is not None
         name = _EXPERT.sub("experts.", name)
         lead, axes = (*lead, entry.expert), (*axes, arch.moe.experts)
-    prefix = "decoder.layers." if stacked else f"decoder.layers.{entry.layer}."
-    return KeyedSlice(prefix + name, lead, axes)
+    return KeyedSlice(("decoder.layers." if stacked else prefix) + name, lead, axes)
 
 
 def _state(module: str, place: KeyedSlice) -> str:

@@ -145,10 +145,7 @@ class HfReader:
                 if copy.dtype != first.dtype:  # torch compares only some pairs of dtypes
                     copy, first = copy.double(), first.double()
                 if not torch.equal(copy, first):
-                    raise ConversionError(
-                        f"{name} differs from {original}, but config.json says they are one tensor;"
-                        " set tie_word_embeddings to false, or delete the tensor you do not want"
-                    )
+                    raise ConversionError(copy_differs(name, original))
 
     def close(self) -> None:
         """Release the files; they stay mapped as long as one of their tensors is alive."""
@@ -160,6 +157,22 @@ class HfReader:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def copy_differs(name: str, original: str) -> str:
+    """The message for a copy that differs from its original: in a tied model, or in a layer for
+    multi-token prediction.
+    """
+    if ".layers." in name:
+        return (
+            f"{name} differs from {original}, but the layer for multi-token prediction shares it "
+            "with the model; set policy.megatron_cfg.mtp_num_layers to 0, which leaves such layers "
+            "out, or delete the tensor"
+        )
+    return (
+        f"{name} differs from {original}, but config.json says they are one tensor; set "
+        "tie_word_embeddings to false, or delete the tensor you do not want"
+    )
 
 
 def inventory(root: Path) -> dict[Path, dict[str, Extent]]:

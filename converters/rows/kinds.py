@@ -263,13 +263,16 @@ class Joined(ForwardingRow):
 @dataclass(frozen=True)
 class Ignore:
     """An HF tensor that can be present but feeds nothing, and why; if `equals` is set, it must
-    equal it.
+    equal it. One that is `carried` belongs to the model all the same. Exports and refits repeat
+    what it equals; otherwise an export to a Hugging Face directory copies its bytes from the
+    checkpoint that the policy was read from.
     """
 
     hf: str
     why: str
     when: str = ""
     equals: str = ""
+    carried: bool = False
 
 
 def _later(rows: slice, start: int) -> slice:

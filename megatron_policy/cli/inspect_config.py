@@ -57,10 +57,12 @@ def _fewest_ranks(config: PolicyConfig) -> int:
 
 
 def _architecture(config: PolicyConfig) -> Architecture:
+    from megatron_policy.config.layout import mtp_layers
     from megatron_policy.converters.formats.hf_files import read_config
     from megatron_policy.converters.table import bind
 
-    return bind(read_config(config.model_name)).architecture
+    further = mtp_layers(config.megatron_cfg)
+    return bind(read_config(config.model_name), mtp_layers=further).architecture
 
 
 def _summary(config: PolicyConfig, architecture: Architecture, topology: Topology) -> Table:

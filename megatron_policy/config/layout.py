@@ -12,7 +12,7 @@ from megatron_policy.errors import ConfigError
 from megatron_policy.parallel.topology import LayerSplit, Topology
 
 if TYPE_CHECKING:
-    from megatron_policy.config import PolicyConfig
+    from megatron_policy.config import MegatronConfig, PolicyConfig
     from megatron_policy.converters.architecture.traits import Mla, Moe
 
 
@@ -81,6 +81,12 @@ def _check_expert_ranks(stage: int, ep: int, etp: int | None, tp: int) -> None:
         f"policy.megatron_cfg.expert_model_parallel_size={ep} x {shards} ({what}) does not divide "
         f"the {stage} ranks of a pipeline stage: {fix}, or start another number of ranks"
     )
+
+
+def mtp_layers(megatron: MegatronConfig) -> int:
+    """The layers for multi-token prediction that the model has under this configuration."""
+    layers = megatron.mtp_num_layers
+    return min(layers, 1) if megatron.mtp_use_repeated_layer else layers
 
 
 def check_layout(config: PolicyConfig, architecture: Shape, topology: Topology) -> None:

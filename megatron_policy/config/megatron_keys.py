@@ -32,7 +32,6 @@ _FP32_NAMES = ("float32", "fp32", "torch.float32")
 _GRAPHS = "affects captured CUDA graphs only; nothing is captured here"
 _KERNEL = "chooses kernels only; the implementation picks its own"
 _LOG = "logs only"
-_MTP = "affects multi-token prediction only, and mtp_num_layers is rejected"
 _MUON = "affects optimizers that `optimizer` does not offer"
 _NORMALISED = "losses are always divided by global counts, and gradients are summed"
 _OVERRIDE = "the model's config.json decides; write the change there"
@@ -106,8 +105,12 @@ _MODEL: Rules = {
     ),
     "layernorm_epsilon": Rejected(_OVERRIDE),
     "model_overrides": Rejected(_OVERRIDE),
-    "mtp_num_layers": Rejected("multi-token prediction is not supported"),
-    **each(Ignored(_MTP), "mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads"),
+    "mtp_num_layers": Applied("at most the model's num_nextn_predict_layers; 0 leaves them out"),
+    "mtp_loss_scaling_factor": Applied("factor on the mean of the losses of these layers"),
+    "mtp_use_repeated_layer": Applied("the first of these layers predicts all further tokens"),
+    "mtp_detach_heads": Applied(
+        "the losses of these layers train nothing else; their gradients are clipped apart"
+    ),
     **each(
         Ignored(TEXT),
         """freeze_vision_model freeze_vision_projection freeze_sound_encoder

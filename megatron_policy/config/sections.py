@@ -238,6 +238,16 @@ class MegatronConfig(Section):
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] | None = None
     moe_permute_fusion: bool = False
     moe_shared_expert_overlap: bool = False
+    mtp_num_layers: CountOrZero = 0
+    """Further tokens that layers for multi-token prediction predict, one layer each; 0 leaves these
+    layers out.
+    """
+    mtp_loss_scaling_factor: Rate = 0.1
+    """Factor on the mean of these layers' losses in what is differentiated."""
+    mtp_use_repeated_layer: bool = False
+    """One layer predicts all of the `mtp_num_layers` tokens, one after another."""
+    mtp_detach_heads: bool = False
+    """These losses have no gradient in the rest of the model, its embedding and its head."""
     train_iters: Count | None = None
     env_vars: Annotated[dict[str, str], BeforeValidator(_as_text)] = {}
     peft: dict[str, Any] | None = None

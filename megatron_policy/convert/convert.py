@@ -27,7 +27,7 @@ from megatron_policy.convert.training_checkpoint import check_bytes, is_saved
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.publishing import check_replaceable, new_directory
 from megatron_policy.converters.formats.hf_config import encoded_like, without_quantisation
-from megatron_policy.converters.formats.hf_files import MANIFEST
+from megatron_policy.converters.formats.hf_files import MANIFEST, copy_differs
 from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConversionError, ExportError
 from megatron_policy.formats import digests
@@ -245,10 +245,7 @@ def check_copies(opened: Opened, table: Table) -> None:
     """Raise ConversionError naming a tied copy that differs from its original."""
     for name, original in table.copies().items():
         if name in opened.infos and original in opened.infos and not _equal(opened, name, original):
-            raise ConversionError(
-                f"{opened.root}: {name} differs from {original}, but config.json says they are one "
-                "tensor; set tie_word_embeddings to false, or delete the tensor you do not want"
-            )
+            raise ConversionError(f"{opened.root}: {copy_differs(name, original)}")
 
 
 def _equal(opened: Opened, name: str, original: str) -> bool:

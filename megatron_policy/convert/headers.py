@@ -95,7 +95,7 @@ def _dist_headers(root: Path, config: str | Path | None) -> Headers:
     with RawFiles() as files:
         reader = dist_files.DistReader(root, files)
         try:
-            table = draft(Fields(fields))
+            table = draft(Fields(fields), mtp_layers=reader.mtp_layers)
         except ConversionError:  # whoever uses the config reports why
             keys = reader.weights()
             return Headers(

@@ -5,7 +5,7 @@ Reads headers and indices, but no tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from megatron_policy.converters.formats.dist_keys import readable
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.quantised import as_read
 from megatron_policy.converters.formats.stored import Stored
-from megatron_policy.converters.table import Entry, Table, bind
+from megatron_policy.converters.table import Entry, Table, bind, bind_to
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.formats import digests
 from megatron_policy.formats.manifest import DirectoryManifest, read_manifest
@@ -126,7 +126,7 @@ def _open_hf(root: Path, files: RawFiles, manifest: DirectoryManifest | None) ->
         HF,
         infos,
         FileTensors(stored, files, quantised),
-        _table_if_known(root),
+        _table_if_known(root, infos),
         {path.name: path for path in hf_files.side_files(root)},
         manifest,
         extents,
@@ -136,10 +136,10 @@ def _open_hf(root: Path, files: RawFiles, manifest: DirectoryManifest | None) ->
     )
 
 
-def _table_if_known(root: Path) -> Table | None:
+def _table_if_known(root: Path, names: Collection[str]) -> Table | None:
     """The table of an HF checkpoint; None if this family or config cannot be converted."""
     try:
-        return bind(read_config(root))
+        return bind_to(read_config(root), names)
     except (ConversionError, ConfigError):
         return None
 
@@ -148,11 +148,12 @@ def _open_mcore(
     root: Path, files: RawFiles, manifest: DirectoryManifest | None, config: Path | None
 ) -> Opened:
     side_files = _side_files(root, config)
-    table = bind(read_config(_config_of(root, config)))
     reader = dist_files.DistReader(root, files)
+    table = bind(read_config(_config_of(root, config)), mtp_layers=reader.mtp_layers)
     entries = table.exported()
     stored, keys = _parameters(reader, table, entries)
-    shares = shares_of(entries, table.architecture, {n: (s,) for n, s in stored.items()})
+    sent = table.sent(table.ignored)
+    shares = shares_of(sent, table.architecture, {n: (s,) for n, s in stored.items()})
     infos = {
         name: Info(stored[entry.megatron].dtype, shape)
         for entry in entries
@@ -163,6 +164,8 @@ def _open_mcore(
     elif is_saved(root):
         dtypes = source_dtypes(root)
         infos = {name: replace(info, dtype=dtypes[name]) for name, info in infos.items()}
+    for entry in sent[len(entries) :]:
+        infos[entry.hf[0]] = infos[table.ignored[entry.hf[0]].equals]
     extents: dict[Path, list[tuple[int, int]]] = {}
     for held in stored.values():
         for file, begin, end in held.extents():

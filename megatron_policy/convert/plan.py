@@ -19,7 +19,7 @@ from megatron_policy.converters.files.contained import expanded
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dequantising import QuantisedTensor
 from megatron_policy.converters.formats.hf_config import read_config
-from megatron_policy.converters.table import WEIGHT_DTYPES, Table, bind
+from megatron_policy.converters.table import WEIGHT_DTYPES, Table, bind_to
 from megatron_policy.errors import ConfigError
 from megatron_policy.formats.tensors import Info
 
@@ -135,7 +135,7 @@ def prepared(
         opened.check()
         table = _bound(opened)
         kept = {name for entry in table.exported() if entry.row.keeps_dtype for name in entry.hf}
-        names = table.hf_shapes()
+        names = _written_names(opened, table, to)
         infos = {
             name: Info(info.dtype if name in kept else cast_to or info.dtype, info.shape)
             for name, info in opened.infos.items()
@@ -195,11 +195,20 @@ def _check_directions(opened: Opened, destination: Path, to: str) -> None:
         raise ConfigError(f"{destination} is inside {opened.root}, or contains it: choose another")
 
 
+def _written_names(opened: Opened, table: Table, to: str) -> tuple[str, ...]:
+    """The HF tensors that are written, in order: a Megatron-Core checkpoint has each once, without
+    the copies that layers for multi-token prediction have of the embedding and the head.
+    """
+    entries = table.exported() if to == MCORE else table.sent(opened.infos)
+    return tuple(dict.fromkeys(name for entry in entries for name in entry.hf))
+
+
 def _bound(opened: Opened) -> Table:
     """The source's table; ConversionError unless the source is a model of it."""
     table = opened.table
     if opened.kind == HF:
-        table = bind(read_config(opened.root))  # again, to raise the error if there is one
+        # Again, to raise the error if there is one.
+        table = bind_to(read_config(opened.root), opened.infos)
     assert table is not None
     shapes = {name: info.shape for name, info in opened.infos.items()}
     table.check_hf(shapes, {name: info.dtype for name, info in opened.infos.items()})
@@ -253,7 +262,7 @@ def _dequantised(tensors: Sequence[QuantisedTensor]) -> str:
 
 def _keys_by_tensor(table: Table, keys: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     found: dict[str, dict[str, None]] = {}
-    for entry in table.exported():
+    for entry in table.sent(table.ignored):
         for name in entry.hf:
             found.setdefault(name, {})[keys[entry.megatron]] = None
     return {name: tuple(held) for name, held in found.items()}

@@ -1,10 +1,14 @@
-"""The interface of a language-model head, for any training engine."""
+"""The interfaces of a language-model head and of what predicts further tokens, for any training
+engine.
+"""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from torch import Tensor
+
+from megatron_policy.packing.microbatch import Microbatch
 
 
 class LanguageModelHead(Protocol):
@@ -35,4 +39,22 @@ class LanguageModelHead(Protocol):
     def logits(self, hidden_SRD: Tensor) -> Tensor:
         """fp32 `[S, R, V]` of all positions of this context-parallel rank; padding entries of the
         vocabulary have probability 0.
+        """
+
+
+class MtpLayers(Protocol):
+    """The layers for multi-token prediction of a rank on the last pipeline stage."""
+
+    @property
+    def head(self) -> LanguageModelHead:
+        """The model's head at temperature 1, as these layers use it."""
+
+    @property
+    def loss_factor(self) -> float:
+        """The factor on the mean of their losses in what is differentiated."""
+
+    def hidden_states(self, hidden_SRD: Tensor, microbatch: Microbatch) -> list[Tensor]:
+        """From the model's hidden states, for k = 1, 2, ...: `[S, R, D]`, from which `head`
+        predicts token t + k + 1 at the position of token t. Collective over the ranks that share
+        the microbatch, and over those that share its experts.
         """

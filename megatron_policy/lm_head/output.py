@@ -9,7 +9,7 @@ positions, K candidates.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.lm_head.head import LanguageModelHead
+from megatron_policy.lm_head.head import LanguageModelHead, MtpLayers
 from megatron_policy.packing.microbatch import Microbatch, cut
 from megatron_policy.packing.multiples import NARROWEST
 from megatron_policy.packing.tokens import FILLER
@@ -33,6 +33,7 @@ class Output:
     microbatch: Microbatch
     head: LanguageModelHead
     context_group: dist.ProcessGroup
+    mtp: MtpLayers | None = None
 
     def next_token_scores(
         self, wanted_BS: torch.Tensor, entropy: bool = False
@@ -42,6 +43,18 @@ class Output:
         """
         logprobs_BS1, entropy_BS = self._scores(self._next_tokens(), wanted_BS, entropy)
         return logprobs_BS1.squeeze(-1), entropy_BS
+
+    def further_scores(self, wanted_BS: torch.Tensor) -> list[torch.Tensor]:
+        """fp32 `[B, S - 1]` for k = 1, 2, ...: the log-probability that the k-th of the further
+        tokens has at temperature 1, token t + k + 1 given those up to t + k; 0 where
+        `wanted_BS[:, t + k + 1]` is not set. Empty without layers for multi-token prediction.
+        """
+        found = []
+        for number, output in enumerate(self._further(), start=1):
+            targets_BS1 = shifted(self.microbatch.tokens_BS, number + 1).unsqueeze(-1)
+            logprobs_BS1, _ = output._scores(targets_BS1, shifted(wanted_BS, number), False)
+            found.append(logprobs_BS1.squeeze(-1))
+        return found
 
     def candidate_scores(
         self, entries_BSK: torch.Tensor, wanted_BS: torch.Tensor, entropy: bool = False
@@ -86,11 +99,20 @@ class Output:
         """A zero that depends on every parameter, so that all of them get a gradient of zero."""
         none = self.hidden_TRD.new_zeros(0, dtype=torch.long)
         logprobs_N, _ = self.head.scores(self._hidden(none), none)
+        for output in self._further():
+            logprobs_N = logprobs_N.sum() + output.nothing()
         return logprobs_N.sum()
+
+    def _further(self) -> list[Output]:
+        """What predicts each of the further tokens."""
+        if self.mtp is None:
+            return []
+        states = self.mtp.hidden_states(self.hidden_TRD, self.microbatch)
+        return [replace(self, hidden_TRD=each, head=self.mtp.head, mtp=None) for each in states]
 
     def _next_tokens(self) -> torch.Tensor:
         """The token each position predicts, `[B, S, 1]`: that of the next position."""
-        return F.pad(self.microbatch.tokens_BS[:, 1:], (0, 1)).unsqueeze(-1)
+        return shifted(self.microbatch.tokens_BS, 1).unsqueeze(-1)
 
     def _scores(
         self, targets_BSK: torch.Tensor, wanted_BS: torch.Tensor, entropy: bool
@@ -98,7 +120,7 @@ class Output:
         """Log-probabilities `[B, S - 1, K]` of `targets_BSK[:, t]` and entropies `[B, S - 1]` after
         the tokens up to t, where token t + 1 is wanted.
         """
-        chosen_N = self._take(F.pad(wanted_BS[:, 1:].long(), (0, 1))).flatten().nonzero()[:, 0]
+        chosen_N = self._take(shifted(wanted_BS.long(), 1)).flatten().nonzero()[:, 0]
         targets_NK = self._take(targets_BSK).flatten(0, 1)[chosen_N]
         logprobs_NK, entropy_N = self.head.scores(self._hidden(chosen_N), targets_NK, entropy)
         logprobs_BSK = self._put(logprobs_NK, chosen_N)[:, :-1]
@@ -116,6 +138,11 @@ class Output:
         shape_TR, rest = layout.sources_CTR.shape[1:], values_N.shape[1:]
         flat = values_N.new_zeros(shape_TR.numel(), *rest).index_put((chosen_N,), values_N)
         return layout.put(_gather_copies(flat.view(*shape_TR, *rest), self.context_group))
+
+
+def shifted(values_BS: torch.Tensor, places: int) -> torch.Tensor:
+    """At each position the value of the one so many places later in the row, 0 beyond its end."""
+    return F.pad(values_BS[:, places:], (0, min(places, values_BS.size(1))))
 
 
 def _gather_copies(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_policy import device
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.layout import check_layout, topology_of
+from megatron_policy.config.layout import check_layout, mtp_layers, topology_of
 from megatron_policy.converters.formats.hf_files import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.coordination.timeouts import checked_timeout
@@ -42,7 +42,9 @@ class Session:
     ) -> None:
         assert source_dtypes is None or not init_reference_model, "a reference is what was read"
         checked_timeout(timeout_s)
-        self._table = bind(read_config(config.model_name))
+        self._table = bind(
+            read_config(config.model_name), mtp_layers=mtp_layers(config.megatron_cfg)
+        )
         device.place_process()
         builder.prepare()
         self._owns_process_group = device.join_process_group(timeout_s)

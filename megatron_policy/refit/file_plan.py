@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from megatron_policy.parallel.topology import Topology
@@ -40,6 +40,12 @@ class ExportPlan:
     def weight_map(self) -> dict[str, str]:
         """Tensor name -> file name."""
         return {tensor.name: file.name for file in self.files for tensor in file.tensors}
+
+    def numbered(self, following: int = 0) -> ExportPlan:
+        """The same files under the names they have if `following` other files come after them."""
+        count = len(self.files) + following
+        named = (replace(f, name=file_name(i, count)) for i, f in enumerate(self.files))
+        return ExportPlan(tuple(named))
 
 
 def plan_export(

@@ -77,11 +77,11 @@ def plan_refit(
             f"({SMALLEST_BUCKET_BYTES} for each tensor-parallel rank)"
         )
     owned = sorted(
-        ((stage_of(entry, model.split), entry) for entry in model.table.exported()),
+        ((stage_of(entry, model.split), entry) for entry in model.table.sent(model.dtypes)),
         key=lambda pair: pair[0],
     )
     if names is not None:
-        _refuse_unknown(names, model.table)
+        _refuse_unknown(names, model)
     wanted = None if names is None else frozenset(names)
     chosen = [
         (at, entry, part)
@@ -140,7 +140,8 @@ def _items(
         first = tensor.name != name
         if first:
             target = model.dtypes[name] if dtype is None or row.keeps_dtype else dtype
-            tensor = RefitTensor(name, shapes[name], target, stage)
+            shape = shapes.get(name) or row.hf_shapes(architecture)[part]
+            tensor = RefitTensor(name, shape, target, stage)
         held = torch.float32 if row.keeps_dtype else model.precision
         item = Item(
             tensor=tensor,
@@ -162,10 +163,10 @@ def _name(chosen: _Chosen) -> str:
     return chosen[1].hf[chosen[2]]
 
 
-def _refuse_unknown(names: Collection[str], table: Table) -> None:
-    known = {name for entry in table.exported() for name in entry.hf}
+def _refuse_unknown(names: Collection[str], model: RefitModel) -> None:
+    known = {name for entry in model.table.sent(model.dtypes) for name in entry.hf}
     if unknown := sorted(set(names) - known):
         raise RefitError(
-            f"this {table.family} model has no HF tensor {', '.join(unknown[:8])}; "
+            f"this {model.table.family} model has no HF tensor {', '.join(unknown[:8])}; "
             "ask for names that prepare_refit_info lists"
         )

@@ -99,7 +99,8 @@ class GradientAccumulator:
         arrive; padded data are cut into microbatches of `mbs` rows. Both default to the config's.
 
         ConfigError without an optimizer, while a step is open, outside the train state, and for a
-        loss that does not declare its normalization.
+        loss that does not declare its normalization, or one that does not fit multi-token
+        prediction.
         """
         trainable = self._can_train(BEGIN)
         self._memory.check(BEGIN, TRAIN_STEP)
@@ -107,6 +108,8 @@ class GradientAccumulator:
         check_sizes(gbs, mbs)
         check_loss(loss_fn)
         normalizing = LossNormalization.of(loss_fn)
+        if self._engine.table.architecture.mtp_layers:
+            normalizing.check_mtp()
         trainable.zero_gradients()
         counts = torch.zeros(2, device=current_device())
         undo = Rollback.here(self._engine)

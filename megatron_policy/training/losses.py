@@ -18,7 +18,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces import LossFunction, LossInputType, LossType, MetricNormalizer
 from megatron_policy.lm_head.logprobs import gather_vocab
-from megatron_policy.lm_head.output import Output
+from megatron_policy.lm_head.output import Output, shifted
 from megatron_policy.packing.microbatch import counted, inside
 from megatron_policy.parallel.groups import Groups
 from megatron_policy.training.checks import candidates_key, loss_kind
@@ -102,6 +102,30 @@ def evaluate_loss(
         calls.append(call.result(faults))
     value, metrics = _added(calls)
     return carried(value, [output.hidden_TRD]), metrics
+
+
+def further_losses(
+    output: Output, counts: ValidCounts
+) -> tuple[torch.Tensor | float, dict[str, torch.Tensor]]:
+    """What layers for multi-token prediction add to the differentiated loss, and the loss of each
+    by name, `mtp_1_loss` for the first; 0 and no names without such layers.
+
+    Layer k's loss is the negative log-probability of token t + k + 1, weighted by that token's
+    `token_mask` and its row's `sample_mask`, summed and divided by the valid tokens of the whole
+    global batch, by which a token-level loss is divided too.
+    """
+    if output.mtp is None:
+        return 0.0, {}
+    data = output.microbatch.data
+    mask_BS = (data["token_mask"] if "token_mask" in data else inside(data)).float()
+    mask_BS = mask_BS * data["sample_mask"].float().unsqueeze(-1)
+    tokens = counts.tokens.clamp(min=1)
+    losses = [
+        -(scores_BS * shifted(mask_BS, number)[:, 1:]).sum() / tokens
+        for number, scores_BS in enumerate(output.further_scores(mask_BS != 0), start=1)
+    ]
+    names = {f"mtp_{k}_loss": loss.detach() for k, loss in enumerate(losses, start=1)}
+    return output.mtp.loss_factor * torch.stack(losses).mean(), names
 
 
 def _inputs(
@@ -215,6 +239,17 @@ class LossNormalization:
                     f"{', '.join(_KINDS)}"
                 )
         return cls(_OF_LOSS[level], metrics)
+
+    def check_mtp(self) -> None:
+        """ConfigError unless layers for multi-token prediction can be trained along: their losses
+        are divided by tokens, and a step in parts has one divisor for all gradients.
+        """
+        if self.loss != MetricNormalizer.TOKENS.value:
+            raise ConfigError(
+                "the loss of a step in parts is divided by valid sequences, but those of layers "
+                "for multi-token prediction are divided by valid tokens: train() takes both, or "
+                "set policy.megatron_cfg.mtp_num_layers to 0"
+            )
 
     def gradient(self, counts: ValidCounts) -> float:
         """The divisor of gradient and loss; at least 1, as for a loss that divides itself."""

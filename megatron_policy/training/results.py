@@ -52,7 +52,8 @@ class TrainResult(dict[str, Any]):
     - `lr`, `weight_decay`: of the last step,
     - `valid_sequences`, `valid_tokens`: how many counted, of each global batch,
     - `microbatch_metrics`: the loss's metrics, a list per name, of this data-parallel rank's
-      microbatches, or of all ranks' where a driver has merged them; they add up to the true values,
+      microbatches, or of all ranks' where a driver has merged them; they add up to the true values.
+      Layers for multi-token prediction add theirs: `mtp_1_loss` for the first, before the factor,
     - `moe_metrics`: what the routers of experts did in the last step (docs/experts.md names them),
       the same on every rank; absent without experts and in `eval_mode`.
 

@@ -27,6 +27,7 @@ from megatron_policy.training.losses import (
     ValidCounts,
     count_valid,
     evaluate_loss,
+    further_losses,
     plain_metrics,
     row_shares,
 )
@@ -96,7 +97,9 @@ def run(
             loss_fn, output, counts, engine.vocab_size, engine.groups, wrong
         )
         # The schedule scales the value it differentiates in place.
-        return value, (value.detach().clone(), metrics, wrong)
+        kept = value.detach().clone()
+        further, metrics_of_further = further_losses(output, counts)
+        return value + further, (kept, metrics | metrics_of_further, wrong)
 
     return engine.forward_backward(microbatches, loss, forward_only=forward_only)
 

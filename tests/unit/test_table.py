@@ -58,6 +58,10 @@ FULL: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"attention_bias": True},
     **EXPERTS,
+    **{
+        family: EXPERTS[family] | {"num_nextn_predict_layers": 1}
+        for family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+    },
 }
 """Settings under which every row of a family's table applies, but for the one choice of tying."""
 
@@ -95,7 +99,12 @@ def raw(family: str, layers: int = 3, **changes: Any) -> dict[str, Any]:
 
 
 def small(family: str = "qwen2", layers: int = 3, **changes: Any) -> Table:
-    return bind(raw(family, layers, **changes))
+    return bound(raw(family, layers, **changes))
+
+
+def bound(fields: dict[str, Any], family: Family | None = None) -> Table:
+    """With all layers for multi-token prediction."""
+    return bind(fields, family, fields.get("num_nextn_predict_layers", 0))
 
 
 def check(
@@ -134,13 +143,13 @@ def test_removing_any_row_names_the_parameter_nobody_fills(
     family: str, tied: bool, row: Row
 ) -> None:
     fields = raw(family, tie_word_embeddings=tied)
-    whole = bind(fields)
+    whole = bound(fields)
     chunk = {"layers": range(3), "first": row.owns, "last": True}  # a copy is on a later stage only
     built = {
         entry.megatron: entry.row.local_shape(whole.architecture, 2)
         for entry in whole.entries_of(**chunk)
     }
-    poorer = bind(fields, without(family, row))
+    poorer = bound(fields, without(family, row))
     with pytest.raises(ConversionError) as caught:
         poorer.check_megatron(built, 2, poorer.entries_of(**chunk))
     entry = entries_of(row, whole)[0]
@@ -152,13 +161,13 @@ def test_removing_any_row_names_the_hf_tensors_nobody_uses(
     family: str, tied: bool, row: Row
 ) -> None:
     fields = raw(family, tie_word_embeddings=tied)
-    poorer, tensors = bind(fields, without(family, row)), bind(fields).hf_shapes()
+    poorer, tensors = bound(fields, without(family, row)), bound(fields).hf_shapes()
     if not row.owns:
         check(poorer, tensors)  # its tensors are another row's
         return
     with pytest.raises(ConversionError) as caught:
         check(poorer, tensors)
-    entry = entries_of(row, bind(fields))[0]
+    entry = entries_of(row, bound(fields))[0]
     for name in entry.hf:
         assert f"unexpected: {name} [" in str(caught.value)
 

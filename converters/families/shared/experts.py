@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.architecture.traits import Moe, Scoring
 from megatron_policy.converters.config_fields import Fields
-from megatron_policy.converters.rows import GateUp, Ignore, Role, Row, Rows, Whole
+from megatron_policy.converters.rows import GateUp, Role, Row, Rows, Whole
 
 from .dense import H, M
 
@@ -29,16 +29,6 @@ def correction_bias(name: str) -> Whole:
 
 
 CORRECTION_BIAS = correction_bias("mlp.gate.e_score_correction_bias")
-
-_PREDICTS = "a layer that predicts a further token, which the model's logits do not need"
-_ENDS_OF_MTP_LAYERS = (
-    "embed_tokens.weight",
-    "enorm.weight",
-    "hnorm.weight",
-    "eh_proj.weight",
-    "shared_head.norm.weight",
-    "shared_head.head.weight",
-)
 
 
 def routed(
@@ -94,16 +84,6 @@ def shared(name: str) -> tuple[Row, ...]:
             when="experts moe.shared_gate",
         ),
     )
-
-
-def mtp_layers(rows: Iterable[Row | Ignore]) -> tuple[Ignore, ...]:
-    """The tensors of multi-token-prediction layers, which published checkpoints keep after the last
-    layer for speculative decoding: an ordinary layer of `rows`, an embedding, norms and a head.
-    """
-    ordinary = [name for row in rows if not isinstance(row, Ignore) for name in row.hf]
-    names = [name for name in ordinary if name.startswith(H)]
-    names += [H + name for name in _ENDS_OF_MTP_LAYERS]
-    return tuple(Ignore(name.replace("{layer}", "{mtp_layer}"), _PREDICTS) for name in names)
 
 
 def with_experts(architecture: Architecture, moe: Moe, layers: Iterable[bool]) -> Architecture:
@@ -180,10 +160,3 @@ def take_layers_after_dense(fields: Fields) -> tuple[bool, ...]:
     fields.expect("moe_layer_freq", (1,), "every layer after the first dense ones has experts")
     first = fields.take("first_k_dense_replace", 0)
     return tuple(layer >= first for layer in range(fields.take("num_hidden_layers")))
-
-
-def take_mtp_layers(fields: Fields) -> int:
-    """How many multi-token-prediction layers the checkpoint can have after the last layer."""
-    count = int(fields.take("num_nextn_predict_layers", 0))
-    fields.ignore("num_nextn_predict_layers", "counts layers that the model's logits do not need")
-    return count

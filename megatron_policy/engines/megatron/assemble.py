@@ -24,6 +24,7 @@ from megatron_policy.engines.megatron.layer_spec import resolve_implementation
 from megatron_policy.engines.megatron.layers.experts import freeze_routers
 from megatron_policy.engines.megatron.layers.replay import RouterChannel
 from megatron_policy.engines.megatron.model_config import transformer_config
+from megatron_policy.engines.megatron.mtp import MegatronMtp
 from megatron_policy.engines.megatron.pipeline import Pipeline
 from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.engines.megatron.process_groups import (
@@ -127,6 +128,7 @@ def _build(
         chunks = trainable.chunks
     last = place.topology.vpp - 1
     head = _head(config, arch, place, groups, built[last]) if place.holds_head(last) else None
+    mtp = MegatronMtp.of(built[last], head, settings, groups.cp) if head is not None else None
     pipeline = Pipeline(
         tuple(chunks),
         tuple(place.layers(chunk) for chunk in range(topology.vpp)),
@@ -135,6 +137,7 @@ def _build(
         arch.vocab_size,
         head,
         _channel(arch, settings, groups),
+        mtp,
     )
     parts = (pipeline, trainable, pending_reads)
     return MegatronEngine(place, groups, table, held, source_dtypes, precision, *parts)

@@ -15,6 +15,7 @@ from megatron_policy.engines.megatron.layer_spec import block_spec
 from megatron_policy.engines.megatron.layers.rope import Rotary, ropes_of
 from megatron_policy.engines.megatron.layers.router import tell_routers
 from megatron_policy.engines.megatron.layers.scales import install_scales
+from megatron_policy.engines.megatron.mtp import add_mtp_layers
 from megatron_policy.parallel.topology import Placement
 
 
@@ -66,6 +67,7 @@ def _build_chunk(
     if architecture.mla is None:
         model.rotary_pos_emb = Rotary(ropes_of(architecture), architecture.kv_channels)
     install_scales(model, architecture)
+    add_mtp_layers(model, architecture, config, implementation, place, chunk)
     return model
 
 

@@ -22,6 +22,9 @@ from megatron_policy.engines.megatron.optimizer_shards import optimizer_shards
 from megatron_policy.parallel.topology import Placement
 from megatron_policy.weights.load import Held
 
+_CLIP_EPSILON = 1e-6
+"""What Megatron-Core adds to a norm before it divides by it."""
+
 
 @dataclass(frozen=True)
 class GradientNorm:
@@ -65,6 +68,43 @@ class GradientNorm:
             total += torch.stack(norms).double().square().sum()
         dist.all_reduce(total)
         return float(total.sqrt())
+
+
+@dataclass(frozen=True)
+class ClippedApart:
+    """Parameters, by `id`, whose gradient is clipped by a norm of its own to the L2 norm `clip`:
+    what they learn cannot slow down the rest of the model.
+    """
+
+    norm: GradientNorm
+    parameters: frozenset[int]
+    clip: float
+
+    @classmethod
+    def of(
+        cls, held: Held, architecture: Architecture, place: Placement, clip: float
+    ) -> ClippedApart:
+        """`held` are these parameters on this rank, possibly none."""
+        ids = frozenset(id(parameter) for _, parameter in held)
+        return cls(GradientNorm.of(held, architecture, place), ids, clip)
+
+    @torch.no_grad()
+    def rescale(self, optimizer: Any, own: float, other: float) -> None:
+        """Multiply these gradients, whose norm is `own`, such that they are clipped correctly once
+        all gradients are clipped as the `other` norm, that of the rest, demands.
+        """
+        factor = self._coefficient(own) / self._coefficient(other)
+        gradients = [
+            each.main.grad
+            for each in optimizer_shards(optimizer)
+            if id(each.parameter) in self.parameters and each.main.grad is not None
+        ]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def _coefficient(self, norm: float) -> float:
+        """What Megatron-Core multiplies gradients of that norm by; 1 without clipping."""
+        return min(1.0, self.clip / (norm + _CLIP_EPSILON)) if self.clip else 1.0
 
 
 def separate_experts(held: Held, place: Placement) -> None:

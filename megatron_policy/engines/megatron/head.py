@@ -40,6 +40,8 @@ class Head:
     chunk: int
     overlapped: bool = False
     """Whether an overlapped parameter gather of its weight can still be running."""
+    frozen: bool = False
+    """Whether `scores` have no gradient with respect to the weight."""
 
     @property
     def plain(self) -> Head:
@@ -47,13 +49,19 @@ class Head:
         return replace(self, shape=replace(self.shape, temperature=1.0))
 
     @property
+    def detached(self) -> Head:
+        """The same head, whose weight `scores` do not train."""
+        return replace(self, frozen=True)
+
+    @property
     def weight(self) -> torch.Tensor:
         """`[V, D]`; the embedding's weight if they are tied and on the same stage."""
+        weight: torch.Tensor
         if self.model.share_embeddings_and_output_weights:
-            tied: torch.Tensor = self.model.shared_embedding_or_output_weight()
-            return tied
-        own: torch.Tensor = self.model.output_layer.weight
-        return own
+            weight = self.model.shared_embedding_or_output_weight()
+        else:
+            weight = self.model.output_layer.weight
+        return weight.detach() if self.frozen else weight
 
     def whole(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
         """Hidden states of all positions of this context-parallel rank, ready for `scores`; the

@@ -74,17 +74,29 @@ def block_spec(
     implementation: str, architecture: Architecture, layers: range, config: TransformerConfig
 ) -> TransformerBlockSubmodules:
     """The submodules of a block of these (global) decoder layers with its final norm."""
+    return TransformerBlockSubmodules(
+        layer_specs=[layer_spec(implementation, architecture, config, layer) for layer in layers],
+        layer_norm=final_norm(implementation, architecture),
+    )
+
+
+def layer_spec(
+    implementation: str, architecture: Architecture, config: TransformerConfig, layer: int
+) -> ModuleSpec:
+    """The spec of a decoder layer by its global number."""
+    if implementation == TRANSFORMER_ENGINE:
+        return _te_layer(architecture, layer)
+    return _local_layer(architecture, config, layer)
+
+
+def final_norm(implementation: str, architecture: Architecture) -> ModuleSpec | type:
+    """The norm after the last layer, to be built from `config`, `hidden_size` and `eps`."""
     if implementation == TRANSFORMER_ENGINE:
         from megatron.core.extensions.transformer_engine import TENorm
 
-        return TransformerBlockSubmodules(
-            layer_specs=[_te_layer(architecture, layer) for layer in layers],
-            layer_norm=TENorm,
-        )
-    return TransformerBlockSubmodules(
-        layer_specs=[_local_layer(architecture, config, layer) for layer in layers],
-        layer_norm=norm_of(architecture),
-    )
+        norm: type = TENorm
+        return norm
+    return norm_of(architecture)
 
 
 def _te_layer(architecture: Architecture, layer: int) -> ModuleSpec:

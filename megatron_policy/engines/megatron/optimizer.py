@@ -22,7 +22,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.config import MegatronConfig
 from megatron_policy.converters.rows import Role
-from megatron_policy.engines.megatron.gradient_norm import GradientNorm
+from megatron_policy.engines.megatron.gradient_norm import ClippedApart, GradientNorm
+from megatron_policy.engines.megatron.mtp import sum_embedding_gradients
 from megatron_policy.interfaces.engine import NotFiniteError
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.weights.load import Held
@@ -40,6 +41,7 @@ class WrappedModel:
     scheduler: OptimizerParamScheduler
     pending_reads: PendingReads
     gradient_norm: GradientNorm
+    apart: ClippedApart | None
 
     def detach(self) -> None:
         """Remove the optimizer from the model's config.
@@ -53,7 +55,7 @@ class WrappedModel:
 
     def step(self) -> float:
         """Clip the gradient and update the parameters; returns the whole model's gradient norm
-        before clipping.
+        before clipping, without the parameters that are clipped `apart`.
 
         NotFiniteError, on every rank and before any parameter or state has changed, if that norm is
         not finite.
@@ -65,6 +67,11 @@ class WrappedModel:
             norm = self.gradient_norm(optimizer, distributed=distributed)
             if not math.isfinite(norm):
                 raise NotFiniteError(norm)
+            if self.apart is not None:
+                own = self.apart.norm(optimizer, distributed=distributed)
+                if not math.isfinite(own):
+                    raise NotFiniteError(own)
+                self.apart.rescale(optimizer, own, norm)
             return norm
 
         # Megatron-Core's step computes the norm before it clips or changes anything.
@@ -94,14 +101,15 @@ def wrap_model(
     pending_reads: PendingReads,
     held: Held,
     gradient_norm: GradientNorm,
+    apart: ClippedApart | None = None,
 ) -> WrappedModel:
     """Wrap loaded chunks for training; the optimizer copies its fp32 main parameters from their
     current values.
 
     `held` are the parameters with their rows: those whose role is a matrix have weight decay.
     `settings.optimizer.clip_grad` is the L2 norm to which the whole model's gradient, which
-    `gradient_norm` computes, is clipped; 0 does not clip. `pending_reads` are waited for before a
-    step changes anything.
+    `gradient_norm` computes, is clipped; 0 does not clip. What is clipped `apart` is left out of
+    that. `pending_reads` are waited for before a step changes anything.
     """
     wrapped = _wrap(chunks, config, settings, data_parallel_size)
     optimizer = get_megatron_optimizer(
@@ -111,7 +119,7 @@ def wrap_model(
         use_gloo_process_groups=False,
     )
     scheduler = _scheduler(optimizer, settings, global_batch_size)
-    model = WrappedModel(wrapped, optimizer, scheduler, pending_reads, gradient_norm)
+    model = WrappedModel(wrapped, optimizer, scheduler, pending_reads, gradient_norm, apart)
     _connect(config, model)
     return model
 
@@ -190,6 +198,7 @@ def finalize_gradients(
     """
     pending_reads.wait()
     finalize_model_grads(model, None, **kwargs)
+    sum_embedding_gradients(model)
 
 
 def _one_or_all(functions: list[Callable[..., Any]]) -> Any:

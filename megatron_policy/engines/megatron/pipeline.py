@@ -26,6 +26,7 @@ from megatron_policy.engines.megatron.layers.sequences import (
     SequenceParams,
     sequence_params,
 )
+from megatron_policy.engines.megatron.mtp import MegatronMtp
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing.microbatch import Microbatch
 from megatron_policy.parallel.groups import Groups
@@ -38,7 +39,8 @@ Consume = Callable[[Output], T]
 @dataclass(frozen=True)
 class Pipeline:
     """This rank's chunks in the pipeline, the (global) `layers` of each, and their process groups;
-    only the last stage has a `head`, and only a model with experts a `channel` to its routers.
+    only the last stage has a `head`, and `mtp` layers if the model has them. Only a model with
+    experts has a `channel` to its routers.
     """
 
     chunks: tuple[torch.nn.Module, ...]
@@ -48,6 +50,7 @@ class Pipeline:
     vocab_size: int
     head: Head | None
     channel: RouterChannel | None
+    mtp: MegatronMtp | None = None
 
     @property
     def models(self) -> tuple[torch.nn.Module, ...]:
@@ -193,7 +196,7 @@ class Pipeline:
 
     def _output(self, microbatch: Microbatch, hidden_TRD: torch.Tensor) -> Output:
         assert self.head is not None
-        return Output(hidden_TRD, microbatch, self.head, self.groups.cp)
+        return Output(hidden_TRD, microbatch, self.head, self.groups.cp, self.mtp)
 
     def share_tensor(self, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """The last stage's tensor, on every stage; `like` gives shape and dtype on the others."""

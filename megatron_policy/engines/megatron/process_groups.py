@@ -39,6 +39,14 @@ def make_groups(topology: Topology, timeout_s: float) -> Groups:
     )
 
 
+def embedding_group() -> dist.ProcessGroup:
+    """The first and the last stage of this rank's pipeline, which can hold copies of an embedding.
+    Only these two can ask for it.
+    """
+    group: dist.ProcessGroup = parallel_state.get_embedding_group()
+    return group
+
+
 def refuse_second_policy() -> None:
     """ConfigError if this process already has Megatron-Core's groups: they are global, so it can
     hold one policy at a time.

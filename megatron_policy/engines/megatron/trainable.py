@@ -12,7 +12,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.config import MegatronConfig
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.engines.megatron.gradient_norm import GradientNorm, separate_experts
+from megatron_policy.converters.table import Entry
+from megatron_policy.engines.megatron.gradient_norm import (
+    ClippedApart,
+    GradientNorm,
+    separate_experts,
+)
 from megatron_policy.engines.megatron.optimizer import WrappedModel, finalize_gradients, wrap_model
 from megatron_policy.engines.megatron.optimizer_state import MegatronOptimizerState
 from megatron_policy.engines.megatron.routers import Routers
@@ -134,6 +139,11 @@ def make_trainable(
 ) -> MegatronTrainable:
     """Wrap loaded chunks for training; see `wrap_model`."""
     separate_experts(held, place)
+    together, apart = held, None
+    if settings.mtp_detach_heads and architecture.mtp_layers:
+        together = [pair for pair in held if not _in_mtp_layer(pair[0])]
+        detached = [pair for pair in held if _in_mtp_layer(pair[0])]
+        apart = ClippedApart.of(detached, architecture, place, settings.optimizer.clip_grad)
     parts = wrap_model(
         chunks,
         config,
@@ -142,7 +152,8 @@ def make_trainable(
         place.topology.dp * place.topology.cp,
         pending_reads,
         held,
-        GradientNorm.of(held, architecture, place),
+        GradientNorm.of(together, architecture, place),
+        apart,
     )
     return MegatronTrainable(
         parts.chunks,
@@ -150,8 +161,13 @@ def make_trainable(
         parts.scheduler,
         parts.pending_reads,
         parts.gradient_norm,
+        parts.apart,
         routers,
     )
+
+
+def _in_mtp_layer(entry: Entry) -> bool:
+    return entry.megatron.startswith("mtp.layers.")
 
 
 def _reduce_nothing(*args: Any, **kwargs: Any) -> None:

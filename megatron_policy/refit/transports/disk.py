@@ -28,6 +28,7 @@ from megatron_policy.refit.digest import HOST, algorithm_for, digest
 from megatron_policy.refit.file_plan import ExportFile, ExportPlan, plan_export
 from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.plan import RefitPlan
+from megatron_policy.refit.transports.carried import CarriedTensors
 from megatron_policy.version import VERSION
 
 if TYPE_CHECKING:
@@ -42,15 +43,23 @@ class DirectorySession:
     """
 
     def __init__(
-        self, transport: HfDirectory, exporter: Exporter, plan: ExportPlan, partial: Path
+        self,
+        transport: HfDirectory,
+        exporter: Exporter,
+        plan: ExportPlan,
+        partial: Path,
+        carried: CarriedTensors | None,
     ) -> None:
-        """`partial` is the directory that all ranks write to."""
+        """`partial` is the directory that all ranks write to, `plan` has the files of the policy's
+        own tensors. Only rank 0 has tensors that are `carried`.
+        """
         self._transport, self._exporter, self._plan, self._partial = (
             transport,
             exporter,
             plan,
             partial,
         )
+        self._carried = carried
         grid, rank = exporter.topology, exporter.rank
         own = [file for file in plan.files if file.rank_of(grid) == rank]
         self._file_of = {tensor.name: file for file in own for tensor in file.tensors}
@@ -80,6 +89,7 @@ class DirectorySession:
         """See `delivery.TransportSession`; collective over all ranks."""
         if manifest.algorithm == HOST:
             self._digests = {name: sent.digest for name, sent in manifest.tensors.items()}
+        copied = self._copy_carried()
         names = list(self._plan.weight_map)
         totals = torch.zeros(len(names) + 1, dtype=torch.int64)
         for index, name in enumerate(names):
@@ -92,7 +102,7 @@ class DirectorySession:
         if self._failure is not None:
             raise self._failure
         if failed == 0 and self._exporter.rank == 0:
-            self._publish(dict(zip(names, digests, strict=True)), manifest.step)
+            self._publish(dict(zip(names, digests, strict=True)) | copied, manifest.step)
 
     def close(self) -> None:
         """See `delivery.TransportSession`; an incomplete directory is removed."""
@@ -112,12 +122,25 @@ class DirectorySession:
             self._written[file.name].complete()
             del self._written[file.name]
 
+    def _copy_carried(self) -> dict[str, int]:
+        """The digests of the carried tensors, once they are written; other ranks wait meanwhile."""
+        if self._carried is None or self._failure is not None:
+            return {}
+        files = self._carried.after(self._plan).files[len(self._plan.files) :]
+        try:
+            with self._exporter.alive():
+                return dict(self._carried.write(self._partial, files))
+        except Exception as error:
+            self._failure = error
+            return {}
+
     def _publish(self, digests: Mapping[str, int], step: int) -> None:
+        assert self._carried is not None, "rank 0 publishes"
         found = directory_manifest(
             self._partial,
             self._transport.source,
             self._exporter.table.family,
-            self._plan,
+            self._carried.after(self._plan),
             digests,
             step,
         )
@@ -202,11 +225,14 @@ class ExportDestination:
     refusal: str = ""
     is_config: bool = False
     """Whether the path or the model was refused."""
+    carried_files: int = 0
+    """How many files of carried tensors follow those of the policy's own."""
 
 
 class HfDirectory:
     """A transport: a directory that transformers, `megatron-policy` and engines load.
 
+    Tensors of layers that the policy leaves out are copied from `source`, byte for byte.
     It is written next to its final path and renamed when every file is on the disk, so `path`
     either does not exist, is unchanged, or is complete. A rank has one whole tensor of its files in
     memory at a time. The directory's manifest has the step and digests that cover every byte.
@@ -227,6 +253,7 @@ class HfDirectory:
         self._max_shard_bytes = max_shard_bytes
         self._files: tuple[Exporter, ExportPlan] | None = None
         self._place: ExportDestination | None = None
+        self._carried: CarriedTensors | None = None
         self._staged: publishing.Staged | None = None
 
     def files(self, exporter: Exporter) -> ExportPlan:
@@ -269,7 +296,8 @@ class HfDirectory:
         """
         place, self._place = self._place or self.prepare(exporter), None
         if not place.refusal:
-            return DirectorySession(self, exporter, self.files(exporter), Path(place.partial))
+            files = self.files(exporter).numbered(place.carried_files)
+            return DirectorySession(self, exporter, files, Path(place.partial), self._carried)
         if exporter.rank == 0:
             raise RefitError(place.refusal)
         return None
@@ -289,18 +317,23 @@ class HfDirectory:
         files = self.files(exporter)
         try:
             side = side_contents(self.source)  # before anything is written
+            carried = CarriedTensors.of(
+                self.source, exporter.table, exporter.source_dtypes, self._max_shard_bytes
+            )
             self._staged = publishing.Staged([self.path], self.overwrite)
             (partial,) = self._staged.partials
             for name, content in side.items():
                 publishing.write_file(partial / name, content)
-            hf_writing.write_index(partial, files.weight_map, files.total_bytes)
+            whole = carried.after(files)
+            hf_writing.write_index(partial, whole.weight_map, whole.total_bytes)
         except ConfigError as error:
             self.drop()
             return ExportDestination(refusal=str(error), is_config=True)
         except Exception as error:
             self.drop()
             return ExportDestination(refusal=f"{type(error).__name__}: {error}")
-        return ExportDestination(str(partial))
+        self._carried = carried
+        return ExportDestination(str(partial), carried_files=len(carried.plan.files))
 
 
 def plan_files(exporter: Exporter, max_shard_bytes: int) -> ExportPlan:

@@ -18,7 +18,6 @@ from megatron_policy.errors import ConfigError
 NOT_SUPPORTED = {
     "megatron_cfg.fp8_cfg.enabled",
     "megatron_cfg.peft.enabled",
-    "megatron_cfg.mtp_num_layers",
     "draft.enabled",
     "reward_model_cfg.enabled",
     "hf_config_overrides",

@@ -1,0 +1,45 @@
+"""Gives tiny checkpoints the layers for multi-token prediction that published ones have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+OWN = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
+"""What such a layer has besides the weights of an ordinary layer and the two copies."""
+COPIES = {
+    "embed_tokens.weight": "model.embed_tokens.weight",
+    "shared_head.head.weight": "lm_head.weight",
+}
+
+
+def add_mtp_layers(path: Path, layers: int = 1, copies: bool = True, seed: int = 1) -> Path:
+    """Append random layers to a checkpoint in one file, named as DeepSeek-V3's are, and
+    count them in its config. With `copies` they repeat the embedding and the head.
+    """
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    config = json.loads((path / "config.json").read_text())
+    ordinary, hidden = config["num_hidden_layers"], config["hidden_size"]
+    random = torch.Generator().manual_seed(seed)
+    last = f"model.layers.{ordinary - 1}."
+    shapes = {n.removeprefix(last): t for n, t in tensors.items() if n.startswith(last)}
+    like = tensors[last + "input_layernorm.weight"]
+    shapes |= dict.fromkeys(OWN, like) | {"eh_proj.weight": like.new_empty(hidden, 2 * hidden)}
+    for layer in range(ordinary, ordinary + layers):
+        for name, tensor in shapes.items():
+            drawn = torch.randn(tensor.shape, generator=random) * 0.1
+            if "norm" in name:
+                drawn = 1.0 + drawn
+            tensors[f"model.layers.{layer}.{name}"] = drawn.to(tensor.dtype)
+        if copies:
+            for name, original in COPIES.items():
+                original = original if original in tensors else "model.embed_tokens.weight"
+                tensors[f"model.layers.{layer}.{name}"] = tensors[original].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    config["num_nextn_predict_layers"] = layers
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    return path

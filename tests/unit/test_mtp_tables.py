@@ -1,0 +1,181 @@
+"""Layers for multi-token prediction in tables and conversions: held, left out, and their copies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_policy.convert import convert, verify
+from megatron_policy.converters.files.raw_files import RawFiles
+from megatron_policy.converters.formats.dist_files import DistReader
+from megatron_policy.converters.formats.hf_config import read_config
+from megatron_policy.converters.formats.hf_files import HfReader
+from megatron_policy.converters.inspection import inspect
+from megatron_policy.converters.rows import fill_parts, fill_shard
+from megatron_policy.converters.table import Table, bind, bind_to, canonical_name
+from megatron_policy.errors import ConversionError
+from tests.checkpoints import make_checkpoint
+from tests.mtp_checkpoints import COPIES, OWN, add_mtp_layers
+
+SMALL = {"hidden": 16, "heads": 4, "layers": 2, "ffn": 24, "vocab": 150, "tokenizer": False}
+FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+
+
+def made(path: Path, family: str, layers: int = 1, copies: bool = True) -> Path:
+    return add_mtp_layers(make_checkpoint(path, family, **SMALL), layers, copies)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_held_layers_use_every_tensor_of_theirs_and_left_out_ones_are_carried(
+    tmp_path: Path, family: str
+) -> None:
+    path = made(tmp_path, family, layers=2)
+    with HfReader(path) as reader:
+        for held in (0, 1, 2):
+            table = bind(read_config(path), mtp_layers=held)
+            table.check_hf(reader.shapes, reader.dtypes)
+            mtp = {n: int(n.split(".")[2]) - 2 for n in reader.shapes if n.startswith("model.lay")}
+            copies = {n for n in mtp if n.endswith(tuple(COPIES))}
+            fed = set(table.hf_shapes())
+            assert fed == reader.shapes.keys() - {
+                n for n, number in mtp.items() if number >= held or n in copies
+            }
+            carried = {name for name in table.carried() if name in reader.shapes}
+            assert carried == {name for name, number in mtp.items() if number >= held}
+            sent = [name for entry in table.sent(reader.shapes) for name in entry.hf]
+            assert set(sent) - fed == {n for n in copies if mtp[n] < held}
+            assert len(sent) == len(set(sent))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_elements_of_held_layers_come_back_from_two_shards(tmp_path: Path, family: str) -> None:
+    path = made(tmp_path, family)
+    table = bind(read_config(path), mtp_layers=1)
+    arch = table.architecture
+    entries = [entry for entry in table.exported() if entry.megatron.startswith("mtp.")]
+    assert {f"mtp.layers.0.{name}" for name in ("enorm.weight", "eh_proj.weight")} <= {
+        entry.megatron for entry in entries
+    }
+    with HfReader(path) as reader:
+        for entry in entries:
+            back = [torch.full_like(reader.tensor(name), torch.nan) for name in entry.hf]
+            for rank in range(2):
+                shard = torch.full(entry.row.local_shape(arch, 2), torch.nan)
+                fill_shard(entry.row, arch, shard, [reader.part(n) for n in entry.hf], rank, 2)
+                fill_parts(entry.row, arch, back, shard, rank, 2)
+            for name, tensor in zip(entry.hf, back, strict=True):
+                assert torch.equal(tensor, reader.tensor(name)), name
+
+
+def test_a_model_that_lacks_these_layers_says_how_many_can_be_asked_for(tmp_path: Path) -> None:
+    path = made(tmp_path / "one", "deepseek_v3")
+    with pytest.raises(ConversionError, match=r"counts 1 layer.* asks for 2: set it to 1 or less"):
+        bind(read_config(path), mtp_layers=2)
+    plain = make_checkpoint(tmp_path / "plain", "qwen3_moe", **SMALL)
+    with pytest.raises(ConversionError, match=r"asks for 1: set it to 0 or less"):
+        bind(read_config(plain), mtp_layers=1)
+
+
+def test_a_missing_or_misshapen_tensor_of_a_held_layer_is_named(tmp_path: Path) -> None:
+    path = made(tmp_path, "glm4_moe")
+    table = bind(read_config(path), mtp_layers=1)
+    with HfReader(path) as reader:
+        shapes, dtypes = dict(reader.shapes), reader.dtypes
+    name = "model.layers.2.eh_proj.weight"
+    with pytest.raises(ConversionError, match=f"(?s){name}"):
+        table.check_hf(shapes | {name: (16, 16)}, dtypes)
+    del shapes[name]
+    with pytest.raises(ConversionError, match=f"missing: {name}"):
+        table.check_hf(shapes, dtypes)
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_copy_that_differs_from_what_it_copies_is_refused(tmp_path: Path, copy: str) -> None:
+    path = made(tmp_path, "deepseek_v3")
+    tensors = load_file(path / "model.safetensors")
+    tensors[f"model.layers.2.{copy}"][3, 1] += 1
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    table = bind(read_config(path), mtp_layers=1)
+    with HfReader(path) as reader, pytest.raises(ConversionError) as caught:
+        reader.check_copies(table.copies())
+    assert f"model.layers.2.{copy} differs from {COPIES[copy]}" in str(caught.value)
+    assert "mtp_num_layers to 0" in str(caught.value)
+    # Left out, such a layer is no matter of the policy.
+    with HfReader(path) as reader:
+        reader.check_copies(bind(read_config(path)).copies())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("copies", [True, False], ids=["copies", "no copies"])
+def test_a_conversion_there_and_back_loses_nothing(
+    tmp_path: Path, family: str, copies: bool
+) -> None:
+    path = made(tmp_path / "hf", family, layers=2, copies=copies)
+    convert(path, tmp_path / "mcore", "mcore")
+    with RawFiles() as files:
+        keys = DistReader(tmp_path / "mcore", files).keys
+    assert {f"mtp.layers.1.{n}" for n in ("enorm.weight", "final_layernorm.weight")} <= set(keys)
+    assert not any("embed_tokens" in key or "shared_head" in key for key in keys)
+    assert verify(path, tmp_path / "mcore").equal
+    convert(tmp_path / "mcore", tmp_path / "again", "hf")
+    assert verify(path, tmp_path / "again").equal
+    before, after = load_file(path / "model.safetensors"), {}
+    with HfReader(tmp_path / "again") as reader:
+        after = {name: reader.tensor(name).clone() for name in reader.shapes}
+    missing = before.keys() - after.keys()
+    assert not missing, missing
+    for name, tensor in after.items():
+        original = before.get(name)
+        if original is None:
+            assert not copies and name.endswith(tuple(COPIES))
+            original = before[COPIES[name.split(".", 3)[3]]]
+        assert torch.equal(tensor, original) and tensor.dtype == original.dtype, name
+
+
+def test_a_checkpoint_whose_config_counts_layers_it_lacks_converts_without_them(
+    tmp_path: Path,
+) -> None:
+    path = make_checkpoint(tmp_path / "hf", "deepseek_v3", **SMALL)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    convert(path, tmp_path / "mcore", "mcore")
+    convert(tmp_path / "mcore", tmp_path / "again", "hf")
+    assert verify(path, tmp_path / "again").equal
+
+
+def test_inspection_shows_the_rows_and_names_the_copies(tmp_path: Path) -> None:
+    path = made(tmp_path, "deepseek_v3")
+    with HfReader(path) as reader:
+        names, shapes, dtypes = list(reader.shapes), reader.shapes, reader.dtypes
+    seen = inspect(read_config(path), {}, shapes, dtypes)
+    assert not seen.problems and not seen.unmatched
+    rows = {weight.megatron: weight.layers for weight in seen.weights}
+    assert rows["mtp.layers.0.eh_proj.weight"] == (2,)
+    hf = {name for weight in seen.weights for name in weight.hf}
+    assert "model.layers.{layer}.shared_head.norm.weight" in hf
+    assert not any(mark in name for name in (*rows, *hf) for mark in ("{mtp}", "{predicting}"))
+    assert {loose.name for loose in seen.ignored} == {f"model.layers.2.{name}" for name in COPIES}
+    table = bind_to(read_config(path), names)
+    assert isinstance(table, Table) and table.architecture.mtp_layers == 1
+
+
+def test_names_of_a_built_model_are_those_of_the_table() -> None:
+    names = {
+        "mtp_block.layers.0.enorm.weight": "mtp.layers.0.enorm.weight",
+        "module.mtp_block.embedding.word_embeddings.weight": (
+            "mtp.embedding.word_embeddings.weight"
+        ),
+        "mtp_block.layers.1.transformer_layer.mlp.experts.linear_fc1.weight2": (
+            "mtp.layers.1.transformer_layer.mlp.experts.local_experts.6.linear_fc1.weight"
+        ),
+        "mtp_block.layers.0.transformer_layer.mlp.linear_fc1.layer_norm_weight": (
+            "mtp.layers.0.transformer_layer.pre_mlp_layernorm.weight"
+        ),
+    }
+    for built, canonical in names.items():
+        assert canonical_name(built, 3, 4) == canonical
+    assert len(OWN) == 4
