@@ -135,6 +135,7 @@ FRAGMENTS = {
     "packing.dynamic": _LONG,
     "refit.receive.disk": _TRANSPORT,
     "refit.receive.staging": _LONG,
+    "refit.transports.carried": _TRANSPORT,
     "refit.transports.ipc.replies": _TRANSPORT,
     "training.reference": "its importer is in a room above",
     "workers.cluster.heartbeat": _LONG,

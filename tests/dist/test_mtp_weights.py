@@ -41,10 +41,18 @@ def step(policy: MegatronPolicy) -> dict[str, Any]:
     return policy.train(own_share(policy, batch()), LOSSES["token"](), mbs=2)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_held_and_left_out_layers_come_back_bit_equal(ranks, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "experts"),
+    [
+        ("deepseek_v3", {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
+        ("glm4_moe", {}),
+    ],
+)
+def test_held_and_left_out_layers_come_back_bit_equal(
+    ranks, tmp_path: Path, family: str, experts: dict[str, int]
+) -> None:
     source = made(tmp_path / "source", family, layers=2, dtype="bfloat16")
-    config = policy_config(source, TP2PP2.megatron | MTP, precision="bfloat16")
+    config = policy_config(source, TP2PP2.megatron | MTP | experts, precision="bfloat16")
     ranks.run(4, export, config, tmp_path / "exported", {"max_shard_bytes": 200_000})
     assert_same_tensors(tmp_path / "exported", source)
 
