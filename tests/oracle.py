@@ -160,10 +160,11 @@ def train(
     weight_decay: float = WEIGHT_DECAY,
     load: Callable[[Path | str, torch.dtype], PreTrainedModel] = load_hf,
     apart: Callable[[str], bool] = lambda name: False,
+    clip: float = CLIP,
 ) -> Trained:
     """One step per global batch, fp32 main weights (fp64 in fp64), weight decay of what decays,
-    gradients clipped to CLIP; those of parameters that are `apart`, by name, by their own norm,
-    which is not in the result.
+    gradients clipped to the norm `clip`, or not at all if that is 0; those of parameters that are
+    `apart`, by name, by their own norm, which is not in the result.
     """
     model = load(path, dtype)
     live = dict(model.named_parameters())
@@ -189,8 +190,9 @@ def train(
             main[name].grad = parameter.grad.to(wide)
         gradients.append({name: m.grad.clone() for name, m in main.items()})
         together = [m for n, m in main.items() if not apart(n)]
-        norms.append(float(torch.nn.utils.clip_grad_norm_(together, CLIP)))
-        torch.nn.utils.clip_grad_norm_([m for n, m in main.items() if apart(n)], CLIP)
+        limit = clip or math.inf
+        norms.append(float(torch.nn.utils.clip_grad_norm_(together, limit)))
+        torch.nn.utils.clip_grad_norm_([m for n, m in main.items() if apart(n)], limit)
         losses.append(loss.item())
         optimizer.step()
         with torch.no_grad():

@@ -16,6 +16,18 @@ class Layout:
     tp: int = 1
     megatron: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def ep(self) -> int:
+        """Expert-parallel ranks."""
+        size: int = self.megatron.get("expert_model_parallel_size", 1)
+        return size
+
+    @property
+    def etp(self) -> int:
+        """Tensor-parallel ranks of experts."""
+        size: int = self.megatron.get("expert_tensor_parallel_size", self.tp)
+        return size
+
 
 def layout(world: int, tp: int = 1, pp: int = 1, vpp: int = 1, **more: Any) -> Layout:
     sizes = {

@@ -103,6 +103,8 @@ class Moment:
 
 
 Heard = tuple[str, float, list[str]]
+Outcomes = dict[str, tuple[Path, list[Heard | None]]]
+"""The run after each save, and what each rank has heard; None of one that was killed."""
 
 
 def join(rank: int, port: int) -> int:
@@ -144,14 +146,23 @@ def save_under_fire(config: dict[str, Any], root: Path, moment: Moment, pids: li
 class Stage:
     """Plays saves in processes that are started for them."""
 
-    def __init__(self, path: Path, first: Path, folder: Path) -> None:
-        """`first` is a run with its first checkpoint, of which every save gets a copy."""
-        self._path, self._first, self._folder = path, first, folder
+    def __init__(self, path: Path, megatron: dict[str, Any], first: Path, folder: Path) -> None:
+        """`megatron` is a layout of `WORLD` ranks; `first` is a run with its first checkpoint, of
+        which every save gets a copy.
+        """
+        self._path, self._megatron = path, megatron
+        self._first, self._folder = first, folder
         self._starting = threading.Lock()  # it sets the environment for a moment
 
     def config(self, background: bool) -> dict[str, Any]:
         checkpoint = {"checkpoint": {"async_save": background}}
-        return config_of(self._path, MODEL_LAYOUT, checkpoint, checkpoint_timeout_s=TIMEOUT_S)
+        return config_of(self._path, self._megatron, checkpoint, checkpoint_timeout_s=TIMEOUT_S)
+
+    def play_all(self, moments: dict[str, Moment]) -> Outcomes:
+        """`play` of each, a few at a time."""
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            found = pool.map(self.play, moments, moments.values())
+            return dict(zip(moments, found, strict=True))
 
     def play(self, name: str, moment: Moment) -> tuple[Path, list[Heard | None]]:
         """The run afterwards, and what each rank has heard; None of one that was killed."""
@@ -183,7 +194,9 @@ def _answer(process: OtherProcess) -> Heard | None:
     return answer
 
 
-MODEL_LAYOUT = layout(WORLD, optimizer={"use_distributed_optimizer": True}).megatron
+SHARDED = {"optimizer": {"use_distributed_optimizer": True}}
+REPLICAS = layout(WORLD, **SHARDED).megatron
+SHARING_EXPERTS = layout(WORLD, expert_model_parallel_size=WORLD, **SHARDED).megatron
 
 
 def save_first(config: dict[str, Any], root: Path) -> None:
@@ -245,33 +258,65 @@ def moments(calm: dict[str, list[Heard]]) -> dict[str, Moment]:
     return chosen
 
 
-def test_a_rank_killed_at_any_moment_of_a_save_costs_that_save_at_most(
-    ranks: RankPool, checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
-    path = checkpoint("qwen2", tied=True, layers=2, hidden=32, ffn=64, vocab=VOCAB)
-    stage = Stage(path, tmp_path / "first", tmp_path)
-    ranks.run(WORLD, save_first, stage.config(False), tmp_path / "first")
-
-    def played(moments: dict[str, Moment]) -> dict[str, tuple[Path, list[Heard | None]]]:
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            return dict(zip(moments, pool.map(stage.play, moments, moments.values()), strict=True))
-
-    outcomes = played(CALM)
+def assert_calm(outcomes: Outcomes) -> dict[str, list[Heard]]:
+    """Saves that nobody disturbs succeed; returns what their ranks have heard."""
     calm = {name: [each for each in heard if each] for name, (_, heard) in outcomes.items()}
     for heard in calm.values():
         assert [words for words, _, _ in heard] == [""] * WORLD
         assert all({"fsync", "pwritev"} <= {*steps} for _, _, steps in heard)
-    chosen = moments(calm)
-    outcomes |= played(chosen)
-    for name, moment in chosen.items():
-        _, heard = outcomes[name]
-        assert moment.after_s or heard[moment.victim] is None, name
-        assert all(each is None or each[1] < IN_TIME_S for each in heard), (name, heard)
+    return calm
+
+
+def assert_whole(ranks: RankPool, stage: Stage, outcomes: Outcomes) -> dict[str, int]:
+    """Every run goes on from a whole checkpoint, the new one if a rank heard that it was saved, and
+    nothing else is left behind; returns the steps.
+    """
     roots = [root for root, _ in outcomes.values()]
     for found in ranks.run(WORLD, inspect_all, stage.config(False), roots):
         for (name, (_, heard)), (step, differ) in zip(outcomes.items(), found, strict=True):
             done = "again" in name or any(each is not None and not each[0] for each in heard)
             assert differ == [] and step in ((2,) if done else (1, 2)), (name, step, heard)
-        assert {step for step, _ in found[len(CALM) :]} == {1, 2}, "all were killed too late"
     for root in roots:
         assert [name for at in paths(root).values() for name in leftovers(at)] == [], root
+    return {name: step for name, (step, _) in zip(outcomes, found, strict=True)}
+
+
+def assert_struck(outcomes: Outcomes, moments: dict[str, Moment]) -> None:
+    """The victim is gone, and whoever lives has heard of it in time."""
+    for name, moment in moments.items():
+        _, heard = outcomes[name]
+        assert moment.after_s or heard[moment.victim] is None, name
+        assert all(each is None or each[1] < IN_TIME_S for each in heard), (name, heard)
+
+
+def test_a_rank_killed_at_any_moment_of_a_save_costs_that_save_at_most(
+    ranks: RankPool, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = checkpoint("qwen2", tied=True, layers=2, hidden=32, ffn=64, vocab=VOCAB)
+    stage = Stage(path, REPLICAS, tmp_path / "first", tmp_path)
+    ranks.run(WORLD, save_first, stage.config(False), tmp_path / "first")
+    outcomes = stage.play_all(CALM)
+    chosen = moments(assert_calm(outcomes))
+    outcomes |= stage.play_all(chosen)
+    assert_struck(outcomes, chosen)
+    steps = assert_whole(ranks, stage, outcomes)
+    assert {steps[name] for name in chosen} == {1, 2}, "all were killed too late"
+
+
+def test_ranks_that_share_experts_go_on_from_the_last_whole_checkpoint_after_a_kill(
+    ranks: RankPool, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = checkpoint("qwen3_moe", layers=2, hidden=32, ffn=32, vocab=VOCAB)
+    stage = Stage(path, SHARING_EXPERTS, tmp_path / "first", tmp_path)
+    ranks.run(WORLD, save_first, stage.config(False), tmp_path / "first")
+    outcomes = stage.play_all({"sync": Moment(False)})
+    (calm,) = assert_calm(outcomes).values()
+    publishing, last = ([n for n, s in enumerate(calm[0][2], 1) if s == "put"][i] for i in (0, -1))
+    chosen = {
+        "while writing experts": Moment(False, victim=1, step=calm[1][2].index("pwritev") + 1),
+        "before anything is visible": Moment(False, victim=0, everybody=True, step=publishing),
+        "after all is visible": Moment(False, victim=0, step=last + 1),
+    }
+    outcomes |= stage.play_all(chosen)
+    assert_struck(outcomes, chosen)
+    assert [*assert_whole(ranks, stage, outcomes).values()] == [2, 1, 1, 2]

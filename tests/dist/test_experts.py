@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.formats.hf_files import HfReader
 from tests import oracle
 from tests.checkpoints import make_checkpoint
@@ -17,20 +18,26 @@ from tests.dist.cases import (
     LOSSES,
     logits_of,
     open_policy,
+    own_share,
     policy_config,
     train_two_steps,
 )
 from tests.dist.layouts import EXPERT_LAYOUTS, LAYOUTS
 from tests.dist.test_export import assert_same_tensors, export
 from tests.dist.test_generate import (
+    NEW,
     PROMPT_LENGTHS,
+    Tokenizer,
     assert_written_as_read,
     continue_prompts,
     generation,
     hf_greedy,
+    prompts,
 )
+from tests.dist.test_malformed_batches import outcome
 from tests.exact import Exact, assert_equal
 from tests.expert_families import EXPERTS, YARN, draw
+from tests.invariance.cases import MODELS
 
 DRAWS = 6
 VOCAB, LENGTH = 200, 24
@@ -173,3 +180,88 @@ def test_a_cache_of_keys_generates_what_transformers_does(
         expected = hf_greedy(path, row)
         assert done.tokens_BT[row, : done.lengths_B[row]].tolist() == expected
     assert_written_as_read(path, seen)
+
+
+OWN_ROWS = ((0, 1, 2, 3), (4,))
+"""The prompts of each replica: as wide as its longest, and of one a cache more than of the other."""
+
+
+def continue_own_prompts(config: dict[str, Any], eos: int) -> dict[str, Any]:
+    """What each replica makes of its own prompts; a single one has all of them."""
+    with open_policy(
+        config, tokenizer=Tokenizer(eos), init_optimizer=False, init_reference_model=False
+    ) as policy:
+        alone = policy.topology.dp == 1
+        rows = [*range(len(PROMPT_LENGTHS))] if alone else [*OWN_ROWS[policy.coords.dp]]
+        own = prompts().select_indices(rows)
+        own["input_ids"] = own["input_ids"][:, : int(own["input_lengths"].max())]
+        done = policy.generate(own, greedy=True)
+        read = policy.logprobs(BatchedDataDict({"input_ids": done.tokens_BT}))
+        return {"coords": policy.coords, "rows": rows, "done": [done], "read": read}
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("deepseek_v3", "EP2"), ("gpt_oss", "EP2xTP2+SP"), ("mixtral", "EP2xPP2")],
+)
+def test_replicas_that_share_experts_continue_their_own_prompts_like_transformers(
+    ranks, checkpoint, family: str, name: str
+) -> None:
+    path, case = checkpoint(family, **MODELS[family]), EXPERT_LAYOUTS[name]
+    ends = [hf_greedy(path, row)[length:] for row, length in enumerate(PROMPT_LENGTHS)]
+    eos = ends[4][2]  # which ends the second replica's only row, and what comes after it
+    config = policy_config(path, case.megatron, **generation())
+    found, replicas = {}, set()
+    for seen in ranks.run(case.world, continue_own_prompts, config, eos):
+        (done,), rows = seen["done"], seen["rows"]
+        for index, row in enumerate(rows):
+            count = ends[row].index(eos) + 1 if eos in ends[row] else NEW
+            assert done.generated_B[index] == count
+            text = done.tokens_BT[index, : PROMPT_LENGTHS[row] + count].tolist()
+            assert text == hf_greedy(path, row)[: len(text)]
+            found[row] = count
+        lengths = [PROMPT_LENGTHS[row] for row in rows]
+        assert_written_as_read(path, seen, lengths=lengths)
+        replicas.add(seen["coords"].dp)
+    assert found[4] <= 3 < max(found.values()) == NEW
+    assert len(found) == len(PROMPT_LENGTHS)
+    assert len(replicas) == case.world // (case.tp * case.megatron["pipeline_model_parallel_size"])
+
+
+def refuse_on_one_replica(config: dict[str, Any]) -> list[str]:
+    """What this rank hears if only the last replica's data have a token that does not exist."""
+    with open_policy(config, tokenizer=Tokenizer(), init_reference_model=False) as policy:
+        data = own_share(policy, oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB))
+        before, bad = policy.logprobs(data), BatchedDataDict(dict(data))
+        if policy.coords.dp == policy.topology.dp - 1:
+            bad["input_ids"] = bad["input_ids"].clone()
+            bad["input_ids"][1, 2] = MODELS["mixtral"]["vocab"]
+        calls = {
+            "log-probabilities": policy.logprobs,
+            "entropy": policy.entropy,
+            "top k": lambda data: policy.topk_logits(data, 2),
+            "generation": policy.generate,
+            "training": lambda data: policy.train(data, LOSSES["token"](), mbs=1),
+        }
+        said = []
+        for call in calls.values():
+            said.append(outcome(call, bad))
+            assert torch.equal(policy.logprobs(data), before)
+        policy.train(data, LOSSES["token"](), mbs=1)
+        assert not torch.equal(policy.logprobs(data), before)
+        return said
+
+
+@pytest.mark.parametrize("name", ["EP2", "EP2xPP2"])
+def test_data_that_one_replica_refuses_are_refused_by_all_that_share_its_experts(
+    ranks, checkpoint, name: str
+) -> None:
+    path, case = checkpoint("mixtral", **MODELS["mixtral"]), EXPERT_LAYOUTS[name]
+    config = policy_config(path, case.megatron, **generation())
+    heard = ranks.run(case.world, refuse_on_one_replica, config)
+    for said in heard:
+        assert len(said) == 5 and all(each.startswith("refused: ") for each in said), said
+        others = ["another data-parallel rank" in each for each in said]
+        named = ["251 in row 1 at position 2" in each for each in said]
+        assert all(others) or all(named), said
+    assert sum("another" in said[0] for said in heard) == case.world // 2

@@ -4,6 +4,7 @@ back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,19 @@ def hf_greedy(path, row: int) -> list[int]:
     return out[0].tolist()
 
 
-def assert_written_as_read(path: Path, seen: dict[str, Any], temperature: float = 1.0) -> None:
-    """The log-probabilities of generated tokens, and those read back, are transformers' own."""
+def assert_written_as_read(
+    path: Path,
+    seen: dict[str, Any],
+    temperature: float = 1.0,
+    lengths: Sequence[int] = PROMPT_LENGTHS,
+) -> None:
+    """The log-probabilities of generated tokens, and those read back, are transformers' own.
+    `lengths` are those of the prompts.
+    """
     (done,) = seen["done"]
     read = partial(oracle.hf_logprobs, tokens=done.tokens_BT, temperature=temperature)
     exact = Exact.of(path, read)
-    for row, length in enumerate(PROMPT_LENGTHS):
+    for row, length in enumerate(lengths):
         own = slice(length, int(done.lengths_B[row]))
         expected = exact[row, own.start - 1 : own.stop - 1]
         assert_equal("logprobs", done.logprobs_BT[row, own], expected)

@@ -5,7 +5,7 @@ process of Hugging Face; docs/invariance.md says what that means and what was me
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.packing.bins import ALGORITHMS, BALANCED
 from tests import margins
+from tests.dist.layouts import EXPERT_LAYOUTS, FAMILIES
 from tests.exact import ROOM
 from tests.invariance import cases, page
 from tests.invariance.cases import CELLS, Cell, config_of
@@ -21,6 +22,7 @@ from tests.invariance.compare import Results, differences
 from tests.invariance.measure import LOSSES, run_cell
 from tests.invariance.mutations import MUTATIONS, run_broken
 from tests.invariance.oracle import data_of, few, rounding, truth
+from tests.oracle import CLIP
 
 WRITE = "INVARIANCE_PAGE"
 """Set in the environment, a run of the whole table writes the page."""
@@ -37,15 +39,20 @@ def measured() -> Iterator[dict[Cell, dict[str, page.Found]]]:
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_cell_equals_hf_computing_each_sequence_alone(
-    ranks, checkpoints, measured, cell: Cell
+    ranks, checkpoint, measured, cell: Cell
 ) -> None:
-    path = checkpoints[cell.tied]
+    path = path_of(checkpoint, cell)
     results = run(ranks, path, cell)
     assert_microbatches_are_what_the_cell_says(cell, results)
     found, allowed = compared(cell, path, results), tolerances(cell, path)
     for name, value in found.items():
         margins.check(name, value, allowed[name], found)
     measured[cell] = {name: page.Found(value, allowed[name]) for name, value in found.items()}
+
+
+def path_of(checkpoint: Callable[..., Path], cell: Cell) -> Path:
+    """The checkpoint of a cell's family; `checkpoint` is the fixture."""
+    return checkpoint(cell.family, **cases.MODELS[cell.family])
 
 
 def run(ranks: Any, path: Path, cell: Cell) -> Results:
@@ -57,15 +64,13 @@ def rows_of(cell: Cell, path: Path) -> BatchedDataDict:
 
 
 def compared(cell: Cell, path: Path, results: Results) -> dict[str, float]:
-    expected = truth(path, cell.loss, cell.rows, cell.temperature)
-    rounded = rounding(path, cell.loss, cell.rows, cell.temperature)
+    expected, rounded = truth(cell, path), rounding(cell, path)
     return differences(cell, path, rows_of(cell, path), expected, rounded, results)
 
 
 def tolerances(cell: Cell, path: Path) -> dict[str, float]:
     """Of every quantity of a cell: what rounding can explain, see `tests/exact.py`."""
-    rounded = rounding(path, cell.loss, cell.rows, cell.temperature)
-    return {name: ROOM * error for name, error in rounded.items()}
+    return {name: ROOM * error for name, error in rounding(cell, path).items()}
 
 
 def assert_microbatches_are_what_the_cell_says(cell: Cell, results: Results) -> None:
@@ -85,10 +90,10 @@ def assert_microbatches_are_what_the_cell_says(cell: Cell, results: Results) -> 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_package_that_is_broken_in_one_place_fails_the_comparison(
-    ranks, checkpoints, name: str
+    ranks, checkpoint, name: str
 ) -> None:
     mutation = MUTATIONS[name]
-    path, cell = checkpoints[mutation.cell.tied], mutation.cell
+    path, cell = path_of(checkpoint, mutation.cell), mutation.cell
     data = rows_of(cell, path)
     results = ranks.run(cell.of.world, run_broken, name, config_of(cell, path), data)
     found, allowed = compared(cell, path, results), tolerances(cell, path)
@@ -98,13 +103,17 @@ def test_a_package_that_is_broken_in_one_place_fails_the_comparison(
         assert found[quantity] <= allowed[quantity], (quantity, found, allowed)
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("loss", LOSSES)
+LEARNED = {(cell.family, cell.loss_in_words): cell for cell in CELLS if cell.full}
+"""A cell of each family with each of its losses."""
+
+
+@pytest.mark.parametrize("key", LEARNED, ids=" | ".join)
 def test_two_steps_move_every_matrix_by_more_than_a_hundred_tolerances(
-    checkpoints, loss: str, tied: bool
+    checkpoint, key: tuple[str, str]
 ) -> None:
-    path = checkpoints[tied]
-    oracle, rounded = truth(path, loss, cases.ROWS), rounding(path, loss, cases.ROWS)
+    cell = LEARNED[key]
+    path = path_of(checkpoint, cell)
+    oracle, rounded = truth(cell, path), rounding(cell, path)
     for name, weight in oracle.weights.items():
         if weight.dim() > 1:
             moved = (weight - oracle.start[name]).abs().max()
@@ -114,19 +123,46 @@ def test_two_steps_move_every_matrix_by_more_than_a_hundred_tolerances(
     assert min(map(abs, [*oracle.losses, *oracle.evaluated])) > 0.1, "relative to next to nothing"
 
 
+WITH_EXPERTS = [cell for cell in CELLS if cell.family in cases.EXPERT_LOSSES]
+DENSE = [cell for cell in CELLS if cell.family not in cases.EXPERT_LOSSES]
+
+
+@pytest.mark.parametrize("cell", WITH_EXPERTS, ids=lambda cell: cell.name)
+def test_no_token_is_about_to_take_another_expert(checkpoint, cell: Cell) -> None:
+    """Else rounding alone could choose other experts, and no tolerance would tell why."""
+    closest = truth(cell, path_of(checkpoint, cell)).closest
+    assert cases.CLOSEST < closest < 1
+
+
 def test_the_table_has_every_layout_and_every_loss_with_every_batching() -> None:
     assert len({cell.name for cell in CELLS}) == len(CELLS)
     for name in cases.LAYOUTS:
-        own = [cell for cell in CELLS if cell.layout == name and cell.rows == cases.ROWS]
+        own = [cell for cell in DENSE if cell.layout == name and cell.rows == cases.ROWS]
         assert {cell.batching for cell in own} == set(cases.BATCHINGS)
         assert {cell.loss for cell in own} >= set(cases.LOSSES)
-        assert {cell.tied for cell in own} == {True, False}
+        assert {cell.family for cell in own} == set(FAMILIES.values())
     for loss in LOSSES:
-        assert {cell.batching for cell in CELLS if cell.loss == loss} == set(cases.BATCHINGS)
+        assert {cell.batching for cell in DENSE if cell.loss == loss} == set(cases.BATCHINGS)
     for loss in cases.LOSSES:
-        for tied in (True, False):
-            own = [cell for cell in CELLS if cell.loss == loss and cell.tied == tied]
+        for family in FAMILIES.values():
+            own = [cell for cell in DENSE if cell.loss == loss and cell.family == family]
             assert {cell.batching for cell in own} == set(cases.BATCHINGS)
+
+
+def test_the_table_has_every_layout_and_every_family_of_experts_with_every_batching() -> None:
+    whole = [cell for cell in WITH_EXPERTS if cell.full]
+    for name in EXPERT_LAYOUTS:
+        own = [cell for cell in whole if cell.layout == name]
+        assert {cell.batching for cell in own} == set(cases.BATCHINGS)
+        assert len({cell.family for cell in own}) == len(own) == 3
+        assert {cell.clip for cell in own} == {CLIP, cases.UNCLIPPED}
+    for family in cases.EXPERT_LOSSES:
+        own = [cell for cell in whole if cell.family == family]
+        assert {cell.batching for cell in own} == set(cases.BATCHINGS)
+        assert {cell.clip for cell in own} == {CLIP, cases.UNCLIPPED}
+    for loss in cases.LOSSES:
+        own = [cell for cell in whole if cell.loss == loss]
+        assert {cell.batching for cell in own} == set(cases.BATCHINGS)
 
 
 def test_the_table_has_every_packing_algorithm_and_every_loss_at_another_temperature() -> None:

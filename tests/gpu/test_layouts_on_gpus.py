@@ -8,7 +8,7 @@ import pytest
 
 from tests.dist.cases import policy_config, train_two_steps
 from tests.dist.layouts import FAMILIES, LAYOUTS, VOCAB
-from tests.dist.test_invariance import compared, rows_of, tolerances
+from tests.dist.test_invariance import compared, path_of, rows_of, tolerances
 from tests.dist.test_layouts import (
     BF16_LR,
     assert_steps_like_hf,
@@ -40,10 +40,10 @@ def exact_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_cell_on_gpus_equals_hf_computing_each_sequence_alone(
-    gpu_ranks, checkpoints, cell: Cell
+    gpu_ranks, checkpoint, cell: Cell
 ) -> None:
     """Within the tolerances of the CPU: another order of sums is what they are made for."""
-    path = checkpoints[cell.tied]
+    path = path_of(checkpoint, cell)
     config = config_of(cell, path)
     config["megatron_cfg"]["transformer_impl"] = "local"
     results = gpu_ranks.run(cell.of.world, run_cell, cell, config, rows_of(cell, path))

@@ -15,8 +15,18 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.packing.bins import ALGORITHMS, BALANCED
+from tests import oracle
 from tests.dist.cases import policy_config
-from tests.dist.layouts import LENGTH, OVERLAPPED, VOCAB, Layout, layout
+from tests.dist.layouts import (
+    EXPERT_LAYOUTS,
+    FAMILIES,
+    LENGTH,
+    OVERLAPPED,
+    SIZES,
+    VOCAB,
+    Layout,
+    layout,
+)
 
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 CP2, CP4 = {"context_parallel_size": 2}, {"context_parallel_size": 4}
@@ -43,11 +53,17 @@ LAYOUTS = {
     "PP2xVPP2xCP2xDP2": layout(8, pp=2, vpp=2, **CP2),
     "TP2xPP2xCP2+SP": layout(8, tp=2, pp=2, **CP2, **SEQUENCE_PARALLEL),
 }
+"""Layouts of dense models; those of experts are `EXPERT_LAYOUTS`."""
 BATCHINGS = ("padded", "dynamic", "packed")
 LOSSES = ("token", "sequence", "policy gradient")
 ROWS, STEPS = 16, 2
 FEW = {"DP4": 3, "PP2xVPP2": 1, "PP2xVPP2xCP2xDP2": 3}
 """Rows of a global batch that are fewer than the microbatches that must run."""
+FEW_OF_EXPERTS = (
+    ("EP4", "dynamic", "qwen3_moe", 3),
+    ("EP2xPP2xVPP2", "packed", "deepseek_v3", 1),
+)
+"""The same of experts: a replica without a row of its own computes for the tokens of the others."""
 WITH_LOGITS = ("PP2xCP2", "CP2xDP2, distributed optimizer, overlaps", "TP2xCP2+SP")
 """Layouts of the loss that is given all logits, with each way to make microbatches."""
 TEMPERATURE = 0.7
@@ -59,8 +75,35 @@ TEMPERED = (
 )
 """Cells whose rollouts, and so losses, are at that temperature: every loss once."""
 
+EXPERT_LOSSES = {
+    "qwen3_moe": ("sequence", "policy gradient"),
+    "deepseek_v3": ("policy gradient", "token"),
+    "mixtral": ("sequence", "policy gradient"),
+    "gpt_oss": ("token", "token"),
+}
+"""Of each family of experts the loss with clipped gradients, and that without."""
+EXPERT_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"seed": 1},
+    "deepseek_v3": {"seed": 7},
+    "mixtral": {"ffn": 32, "seed": 11},
+    "gpt_oss": {"ffn": 32, "seed": 3},
+}
+MODELS: dict[str, dict[str, Any]] = {
+    **{family: SIZES | {"tied": tied} for tied, family in FAMILIES.items()},
+    **{family: SIZES | sizes for family, sizes in EXPERT_SIZES.items()},
+}
+"""Every family of the table with the keywords of its checkpoint. The seeds of those with experts
+are such that no token is about to take another expert (`CLOSEST`).
+"""
+CLOSEST = 5e-5
+"""How much further the score of a chosen expert is from the next one's, at least. Rounding in fp32
+moves scores by about 1e-6: what computes rightly chooses the same experts.
+"""
+UNCLIPPED = 0.0
+
 # Small enough for several microbatches, large enough for the longest row under every layout.
 TRAIN_TOKENS, READ_TOKENS, READ_ROWS = 24, 64, 7
+MANY, FEW_TRAIN_TOKENS = 4, 16  # more replicas than that have few rows each
 TILE = 5  # positions of one tile of the language-model head: several tiles a microbatch
 CANDIDATES = 130  # more than a tensor-parallel rank's slice of the vocabulary has
 
@@ -76,16 +119,21 @@ class Cell:
     layout: str
     batching: str
     loss: str
-    tied: bool
+    family: str
     rows: int = ROWS
     algorithm: str = BALANCED
     temperature: float = 1.0
+    clip: float = oracle.CLIP
 
     @property
     def name(self) -> str:
         """What a test of this cell is called."""
-        family = "tied" if self.tied else "untied"
-        return f"{self.layout} | {self.batching_in_words} | {self.loss} | {family}"
+        return f"{self.layout} | {self.batching_in_words} | {self.loss_in_words} | {self.family}"
+
+    @property
+    def loss_in_words(self) -> str:
+        """The loss, and whether its gradient is left unclipped."""
+        return self.loss + ("" if self.clip else ", not clipped")
 
     @property
     def batching_in_words(self) -> str:
@@ -98,35 +146,68 @@ class Cell:
         return self.batching + packer + few + warm
 
     @property
+    def full(self) -> bool:
+        """Whether it is one of the product of layouts, batchings and losses, at temperature 1."""
+        return self.rows == ROWS and self.temperature == 1
+
+    @property
     def of(self) -> Layout:
-        return LAYOUTS[self.layout]
+        return (LAYOUTS | EXPERT_LAYOUTS)[self.layout]
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel ranks."""
+        sizes = self.of.megatron
+        stages, cp = sizes["pipeline_model_parallel_size"], sizes.get("context_parallel_size", 1)
+        return self.of.world // (self.of.tp * stages * cp)
 
     @property
     def microbatches(self) -> int:
         """The fewest that all replicas together run: whole rounds of the interleaved schedule."""
         sizes = self.of.megatron
-        stages = sizes["pipeline_model_parallel_size"]
-        replica = self.of.tp * stages * sizes.get("context_parallel_size", 1)
         interleaved = sizes["virtual_pipeline_model_parallel_size"] > 1
-        return self.of.world // replica * (stages if interleaved else 1)
+        return self.replicas * (sizes["pipeline_model_parallel_size"] if interleaved else 1)
 
 
 def _cells() -> tuple[Cell, ...]:
+    """The cells of dense models, then those of experts."""
+    return tuple(map(_tempered, _each_packed_by_another([*_dense_cells(), *_expert_cells()])))
+
+
+def _dense_cells() -> list[Cell]:
     """Every layout with every batching; losses and families take turns, so that every layout has
     every loss and both families, and every loss every batching and both families.
     """
     cells = [
-        Cell(name, batching, LOSSES[(row + column) % 3], (row + column) % 2 == 0)
+        Cell(name, batching, LOSSES[(row + column) % 3], FAMILIES[(row + column) % 2 == 0])
         for row, name in enumerate(LAYOUTS)
         for column, batching in enumerate(BATCHINGS)
     ]
     turns = cycle(LOSSES)
     for batching, name in zip(BATCHINGS, WITH_LOGITS, strict=True):
-        cells.append(Cell(name, batching, "entropy of logits", batching == "dynamic"))
+        cells.append(Cell(name, batching, "entropy of logits", FAMILIES[batching == "dynamic"]))
     for name, few in FEW.items():
         for batching in BATCHINGS[1:]:
-            cells.append(Cell(name, batching, next(turns), batching == "packed", few))
-    return tuple(map(_tempered, _each_packed_by_another(cells)))
+            cells.append(Cell(name, batching, next(turns), FAMILIES[batching == "packed"], few))
+    return cells
+
+
+def _expert_cells() -> list[Cell]:
+    """Every layout of experts with every batching; families and clipping take turns, so that every
+    layout has three families, and gradients that are clipped and others that are not.
+    """
+    families = list(EXPERT_LOSSES)
+    cells = []
+    for row, name in enumerate(EXPERT_LAYOUTS):
+        for column, batching in enumerate(BATCHINGS):
+            family = families[(row + column) % len(families)]
+            unclipped = (row // 2 + column) % 2
+            clip = UNCLIPPED if unclipped else oracle.CLIP
+            loss = EXPERT_LOSSES[family][unclipped]
+            cells.append(Cell(name, batching, loss, family, clip=clip))
+    for name, batching, family, few in FEW_OF_EXPERTS:
+        cells.append(Cell(name, batching, EXPERT_LOSSES[family][0], family, few))
+    return cells
 
 
 def _each_packed_by_another(cells: Sequence[Cell]) -> list[Cell]:
@@ -182,7 +263,8 @@ def rows(start_logprobs_BS: torch.Tensor) -> BatchedDataDict:
 
 def config_of(cell: Cell, path: Path) -> dict[str, Any]:
     """The policy's configuration for a cell."""
-    budget = {"enabled": True, "train_mb_tokens": TRAIN_TOKENS, "logprob_mb_tokens": READ_TOKENS}
+    tokens = TRAIN_TOKENS if cell.replicas <= MANY else FEW_TRAIN_TOKENS
+    budget = {"enabled": True, "train_mb_tokens": tokens, "logprob_mb_tokens": READ_TOKENS}
     batching: dict[str, Any] = {"logprob_chunk_size": TILE, "logprob_batch_size": READ_ROWS}
     if cell.batching == "dynamic":
         batching["dynamic_batching"] = budget | {"sequence_length_round": 2}
@@ -190,4 +272,5 @@ def config_of(cell: Cell, path: Path) -> dict[str, Any]:
         batching["sequence_packing"] = budget | {"algorithm": cell.algorithm}
     if cell.temperature != 1:
         batching["generation"] = {"max_new_tokens": 1, "temperature": cell.temperature}
-    return policy_config(path, cell.of.megatron, train_global_batch_size=cell.rows, **batching)
+    sizes = {"train_global_batch_size": cell.rows, "max_grad_norm": cell.clip}
+    return policy_config(path, cell.of.megatron, **sizes, **batching)

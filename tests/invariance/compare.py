@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.converters.architecture.traits import Moe
 from megatron_policy.converters.formats.hf_files import read_config
 from megatron_policy.converters.rows import fill_shard
 from megatron_policy.converters.table import bind
@@ -128,17 +129,40 @@ def reduced(name: str, values: Sequence[float]) -> float:
 
 
 def _weights(cell: Cell, path: Path, truth: Truth, results: Results) -> Iterator[float]:
+    """Of every rank's shards; AssertionError unless all ranks together have every expert, each rank
+    just its own.
+    """
     table = bind(read_config(path))
-    entries = {entry.megatron: entry for entry in table.entries}
-    for seen in results:
+    entries, seen_experts = {entry.megatron: entry for entry in table.entries}, set()
+    for rank, seen in enumerate(results):
+        experts = own_experts(cell, rank, table.architecture.moe)
         for name, weight in seen["weights"].items():
             entry = entries[name]
-            shape = entry.row.local_shape(table.architecture, cell.of.tp)
-            shard = torch.empty(shape, dtype=torch.float64)
-            parts = [truth.weights[part] for part in entry.hf]
-            fill_shard(entry.row, table.architecture, shard, parts, seen["coords"].tp, cell.of.tp)
+            split = (seen["coords"].tp, cell.of.tp)
+            if entry.expert is not None:
+                assert entry.expert in experts, (rank, name)
+                split = (rank % cell.of.etp, cell.of.etp)
+                seen_experts.add(name)
+            shard = torch.empty(
+                entry.row.local_shape(table.architecture, split[1]), dtype=torch.float64
+            )
+            fill_shard(
+                entry.row, table.architecture, shard, [truth.weights[n] for n in entry.hf], *split
+            )
             assert weight.shape == shard.shape, name
             yield (weight - shard).abs().max().item()
+    assert seen_experts == {name for name, entry in entries.items() if entry.expert is not None}
+
+
+def own_experts(cell: Cell, rank: int, moe: Moe | None) -> range:
+    """Those of each layer that a rank has: experts' tensor-parallel ranks are neighbours, and
+    expert-parallel ranks follow each other, each with its share.
+    """
+    if moe is None:
+        return range(0)
+    share = moe.experts // cell.of.ep
+    number = rank // cell.of.etp % cell.of.ep
+    return range(number * share, (number + 1) * share)
 
 
 def _read(results: Results, name: str, expected_BS: torch.Tensor) -> float:

@@ -11,10 +11,14 @@ import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.converters.rows.blocks import of_expert
+from megatron_policy.engines.megatron import assemble, trainable
 from megatron_policy.engines.megatron.layers import context_parallel
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing.tokens import CausalRectangle, TokenLayout
+from megatron_policy.parallel.topology import Copy, Placement
 from megatron_policy.training import batching, losses, step
+from megatron_policy.weights.load import Held
 from tests.invariance.cases import Cell
 from tests.invariance.measure import run_cell
 
@@ -129,56 +133,157 @@ def _entropy_without_gradient(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Output, "next_token_scores", detached)
 
 
+def _no_gradient_of_an_expert(patch: pytest.MonkeyPatch) -> None:
+    separated = trainable.separate_experts
+
+    def dropped(held: Held, place: Placement) -> None:
+        separated(held, place)
+        for entry, parameter in held:
+            if (entry.layer, entry.expert) == (2, 1):
+                parameter.register_hook(torch.zeros_like)
+
+    patch.setattr(trainable, "separate_experts", dropped)
+
+
+def _experts_not_apart(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(trainable, "separate_experts", lambda held, place: None)
+
+
+def _experts_among_all_else(patch: pytest.MonkeyPatch) -> None:
+    def together(held: Held, place: Placement) -> None:
+        for entry, parameter in held:
+            if of_expert(entry.row):
+                parameter.allreduce = True  # type: ignore[attr-defined]
+
+    patch.setattr(trainable, "separate_experts", together)
+
+
+def _experts_swapped(patch: pytest.MonkeyPatch) -> None:
+    load = assemble.load_parameters
+
+    def swapped(held: Held, *args: Any) -> None:
+        load(held, *args)
+        named = {entry.megatron: parameter for entry, parameter in held}
+        for entry, parameter in held:
+            if entry.expert == 0:
+                other = named[entry.megatron.replace("local_experts.0", "local_experts.1")].data
+                kept = other.clone()
+                other.copy_(parameter.data)
+                parameter.data.copy_(kept)
+
+    patch.setattr(assemble, "load_parameters", swapped)
+
+
+def _copies_of_experts(patch: pytest.MonkeyPatch, copy: Callable[[Placement], Copy]) -> None:
+    of_all_else = Placement.copy_of
+
+    def copy_of(self: Placement, row: Any) -> Copy:
+        return copy(self) if of_expert(row) else of_all_else(self, row)
+
+    patch.setattr(Placement, "copy_of", copy_of)
+
+
+def _every_copy_of_an_expert_counts(patch: pytest.MonkeyPatch) -> None:
+    _copies_of_experts(patch, lambda place: Copy(0, place.topology.edp))
+
+
+def _experts_of_the_first_replica_count(patch: pytest.MonkeyPatch) -> None:
+    _copies_of_experts(patch, lambda place: Copy(place.coords.dp, place.topology.dp))
+
+
 READ = ("logprobs before", "logprobs after", "reference", "entropy", "top-k")
 TRAINED = ("loss", "metrics", "grad norm", "weights")
+UNTRAINED = ("logprobs before", "reference", "entropy", "top-k")
+LEARNED = ("grad norm", "weights", "logprobs after")
 MUTATIONS = {
     "packed sequences see those before them": Mutation(
-        Cell("one process", "packed", "token", True), _one_piece, (*READ, *TRAINED)
+        Cell("one process", "packed", "token", "qwen2"), _one_piece, (*READ, *TRAINED)
     ),
     "a context-parallel rank takes its positions for neighbours": Mutation(
-        Cell("CP2", "padded", "token", False), _neighbours, (*READ, *TRAINED)
+        Cell("CP2", "padded", "token", "qwen3"), _neighbours, (*READ, *TRAINED)
     ),
     "keys of other context-parallel ranks get no gradient": Mutation(
-        Cell("CP2", "packed", "policy gradient", True),
+        Cell("CP2", "packed", "policy gradient", "qwen2"),
         _own_gradient,
-        ("grad norm", "weights", "logprobs after"),
-        ("logprobs before", "reference", "entropy", "top-k"),
+        LEARNED,
+        UNTRAINED,
     ),
     "the first sequence of a microbatch is left out of the loss": Mutation(
-        Cell("one process", "packed", "policy gradient", False),
+        Cell("one process", "packed", "policy gradient", "qwen3"),
         _mask_of_all_but_the_first,
         ("loss", "grad norm", "weights"),
-        ("logprobs before", "reference", "entropy", "top-k"),
+        UNTRAINED,
     ),
     "replicas divide by their own counts": Mutation(
-        Cell("DP2", "dynamic", "sequence", True),
+        Cell("DP2", "dynamic", "sequence", "qwen2"),
         _counts_of_one_replica,
         ("loss", "grad norm", "weights"),
-        ("logprobs before", "reference", "entropy", "top-k"),
+        UNTRAINED,
     ),
     "a filler repeats what was computed already": Mutation(
-        Cell("PP2xVPP2", "dynamic", "token", False, 1),
+        Cell("PP2xVPP2", "dynamic", "token", "qwen3", 1),
         _repetitions_for_fillers,
         # Gradients are clipped: twice as large, they make the same weights.
         ("loss", "metrics", "grad norm"),
-        ("logprobs before", "reference", "entropy", "top-k"),
+        UNTRAINED,
     ),
     "a filler leaves a gradient": Mutation(
-        Cell("PP2xVPP2", "packed", "policy gradient", True, 1),
+        Cell("PP2xVPP2", "packed", "policy gradient", "qwen2", 1),
         _gradient_of_fillers,
-        ("grad norm", "weights", "logprobs after"),
-        ("logprobs before", "reference", "entropy", "top-k"),
+        LEARNED,
+        UNTRAINED,
     ),
     "results are placed in the order of the plan": Mutation(
-        Cell("one process", "dynamic", "sequence", True),
+        Cell("one process", "dynamic", "sequence", "qwen2"),
         _results_in_the_order_of_the_plan,
         READ,
         TRAINED,
     ),
     "the entropy has no gradient": Mutation(
-        Cell("TP2", "packed", "policy gradient", False),
+        Cell("TP2", "packed", "policy gradient", "qwen3"),
         _entropy_without_gradient,
-        ("grad norm", "weights", "logprobs after"),
-        ("logprobs before", "reference", "entropy", "top-k"),
+        LEARNED,
+        UNTRAINED,
+    ),
+    "an expert's gradient is dropped": Mutation(
+        Cell("EP2", "padded", "sequence", "qwen3_moe"),
+        _no_gradient_of_an_expert,
+        LEARNED,
+        UNTRAINED,
+    ),
+    "gradients of experts are not reduced over the ranks that hold the same": Mutation(
+        Cell("TP2+SP, experts whole", "dynamic", "token", "gpt_oss"),
+        _experts_not_apart,
+        LEARNED,
+        UNTRAINED,
+    ),
+    "gradients of experts are reduced over ranks that hold others": Mutation(
+        Cell("EP2", "padded", "sequence", "qwen3_moe"),
+        _experts_among_all_else,
+        LEARNED,
+        UNTRAINED,
+    ),
+    "a filler leaves a gradient in experts": Mutation(
+        Cell("EP4", "dynamic", "sequence", "qwen3_moe", 3),
+        _gradient_of_fillers,
+        LEARNED,
+        UNTRAINED,
+    ),
+    "two experts are swapped on loading": Mutation(
+        Cell("EP2xTP2+SP", "padded", "sequence", "mixtral"),
+        _experts_swapped,
+        (*READ, *TRAINED),
+    ),
+    "the norm counts every copy of an expert": Mutation(
+        Cell("TP2+SP, experts whole", "dynamic", "token", "gpt_oss"),
+        _every_copy_of_an_expert_counts,
+        LEARNED,
+        UNTRAINED,
+    ),
+    "the norm counts experts of one replica only": Mutation(
+        Cell("EP2", "padded", "sequence", "qwen3_moe"),
+        _experts_of_the_first_replica_count,
+        LEARNED,
+        UNTRAINED,
     ),
 }

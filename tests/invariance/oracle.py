@@ -6,13 +6,17 @@ Shapes: B rows, S positions, L tokens of one row, V vocabulary.
 
 from __future__ import annotations
 
+import math
+import tempfile
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from megatron_policy.batch import BatchedDataDict
@@ -37,7 +41,9 @@ class Reading:
 @dataclass(frozen=True)
 class Truth:
     """A model before, in and after its training; `evaluated` are the losses of all global batches
-    under the starting weights, `metrics` a dict for each step.
+    under the starting weights, `metrics` a dict for each step. Weights are those of a checkpoint,
+    under the names they have there. `closest` is the least difference between the score of an
+    expert or group of experts that was chosen and the next one's, infinite if none was to choose.
     """
 
     before: Reading
@@ -49,6 +55,26 @@ class Truth:
     gradients: list[oracle.Gradients]
     start: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
+    closest: float
+
+
+class Choices(TorchFunctionMode):
+    """Watches every choice of the largest scores, which only routers make: `closest` is how much
+    the last that was chosen and the first that was not differ, at least.
+    """
+
+    closest = math.inf
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.topk, torch.Tensor.topk):
+            scores, k = args[0].detach(), (*args, *(kwargs or {}).values())[1]
+            if k < scores.size(-1):
+                largest = scores.sort(-1, descending=True).values
+                gaps = largest[..., k - 1] - largest[..., k]
+                self.closest = min(self.closest, float(gaps.min()))
+        return func(*args, **(kwargs or {}))
 
 
 RESULTS = {
@@ -125,11 +151,34 @@ def _evaluate(loss: str, scores: losses.Scores, batch: BatchedDataDict) -> Resul
     return RESULTS[loss](seen, batch, *losses.counts(batch))
 
 
+def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """All that a checkpoint of the model has; there, experts can be one by one."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder, "model.safetensors"))
+
+
+def truth(cell: cases.Cell, path: Path, dtype: torch.dtype = torch.float64) -> Truth:
+    """What a cell must reproduce; computed once for all cells of one model, loss, temperature and
+    norm to clip to.
+    """
+    return _truth(path, cell.loss, cell.rows, cell.temperature, cell.clip, dtype)
+
+
 @cache
-def truth(
-    path: Path, loss: str, rows: int, temperature: float = 1.0, dtype: torch.dtype = torch.float64
+def _truth(
+    path: Path, loss: str, rows: int, temperature: float, clip: float, dtype: torch.dtype
 ) -> Truth:
     """Two steps of training over global batches of the first `rows` rows of each."""
+    choices = Choices()
+    with choices:
+        found = _trained_and_read(path, loss, rows, temperature, clip, dtype)
+    return replace(found, closest=choices.closest)
+
+
+def _trained_and_read(
+    path: Path, loss: str, rows: int, temperature: float, clip: float, dtype: torch.dtype
+) -> Truth:
     data = few(data_of(path, temperature), rows)
     metrics = []
 
@@ -142,9 +191,9 @@ def truth(
         with InDouble() if dtype is torch.float64 else nullcontext():
             return read(model, data, temperature)
 
-    trained = oracle.train(path, data, rows, step, dtype)
+    trained = oracle.train(path, data, rows, step, dtype, clip=clip)
     model = load_hf(path, dtype)
-    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    start = tensors_of(model)
     before = readings(model)
     evaluated = []
     for index in range(cases.STEPS):
@@ -163,15 +212,15 @@ def truth(
         metrics=metrics,
         gradients=trained.gradients,
         start=start,
-        weights=trained.weights,
+        weights=tensors_of(model),
+        closest=math.inf,
     )
 
 
 @cache
-def rounding(path: Path, loss: str, rows: int, temperature: float = 1.0) -> dict[str, float]:
+def rounding(cell: cases.Cell, path: Path) -> dict[str, float]:
     """How far Hugging Face in fp32 is from its truth in fp64, by quantity of the table."""
-    exact = truth(path, loss, rows, temperature)
-    rounded = truth(path, loss, rows, temperature, torch.float32)
+    exact, rounded = truth(cell, path), truth(cell, path, torch.float32)
     trained = oracle.Rounding.of(rounded, exact)
     logprobs = [
         furthest(one.logprobs_BS, other.logprobs_BS)

@@ -12,13 +12,16 @@ from importlib.metadata import version
 from pathlib import Path
 
 from megatron_policy.packing.bins import ALGORITHMS, BALANCED
-from tests.dist.layouts import FAMILIES, LENGTH, SIZES, VOCAB
+from tests.dist.layouts import EXPERT_LAYOUTS, FAMILIES, LENGTH, SIZES, VOCAB
 from tests.exact import ROOM
 from tests.invariance.cases import (
     BATCHINGS,
     CANDIDATES,
     CELLS,
+    CLOSEST,
     EMPTY,
+    EXPERT_LOSSES,
+    FEW_OF_EXPERTS,
     LAYOUTS,
     LEFT_OUT,
     LENGTHS,
@@ -60,7 +63,7 @@ class Line:
 
 def names_of(cell: Cell) -> tuple[str, ...]:
     """A cell's first columns."""
-    return (cell.layout, cell.batching_in_words, cell.loss, FAMILIES[cell.tied])
+    return (cell.layout, cell.batching_in_words, cell.loss_in_words, cell.family)
 
 
 def lines(text: str) -> list[Line]:
@@ -111,7 +114,13 @@ def render(measured: Measured) -> str:
         families=len(FAMILIES),
         product=len(LAYOUTS) * len(BATCHINGS) * len(LOSSES) * len(FAMILIES),
         latin=len(LAYOUTS) * len(BATCHINGS),
-        small=sum(cell.rows != ROWS for cell in CELLS),
+        small=sum(cell.rows != ROWS for cell in CELLS) - len(FEW_OF_EXPERTS),
+        expert_count=len(EXPERT_LOSSES),
+        expert_layouts=len(EXPERT_LAYOUTS),
+        expert_latin=len(EXPERT_LAYOUTS) * len(BATCHINGS),
+        expert_small=len(FEW_OF_EXPERTS),
+        per_layout=len(BATCHINGS),
+        closest=f"{CLOSEST:g}",
         logits=len(WITH_LOGITS),
         algorithms=len(ALGORITHMS),
         default=BALANCED,
