@@ -103,7 +103,8 @@ UNCLIPPED = 0.0
 
 # Small enough for several microbatches, large enough for the longest row under every layout.
 TRAIN_TOKENS, READ_TOKENS, READ_ROWS = 24, 64, 7
-MANY, FEW_TRAIN_TOKENS = 4, 16  # more replicas than that have few rows each
+# More replicas than MANY have few rows each; these tokens hold the longest row and hardly more.
+MANY, FEW_TRAIN_TOKENS = 4, {"padded": LENGTH, "dynamic": LENGTH + 1, "packed": LENGTH}
 TILE = 5  # positions of one tile of the language-model head: several tiles a microbatch
 CANDIDATES = 130  # more than a tensor-parallel rank's slice of the vocabulary has
 
@@ -263,7 +264,7 @@ def rows(start_logprobs_BS: torch.Tensor) -> BatchedDataDict:
 
 def config_of(cell: Cell, path: Path) -> dict[str, Any]:
     """The policy's configuration for a cell."""
-    tokens = TRAIN_TOKENS if cell.replicas <= MANY else FEW_TRAIN_TOKENS
+    tokens = TRAIN_TOKENS if cell.replicas <= MANY else FEW_TRAIN_TOKENS[cell.batching]
     budget = {"enabled": True, "train_mb_tokens": tokens, "logprob_mb_tokens": READ_TOKENS}
     batching: dict[str, Any] = {"logprob_chunk_size": TILE, "logprob_batch_size": READ_ROWS}
     if cell.batching == "dynamic":
