@@ -311,11 +311,12 @@ def test_ranks_that_share_experts_go_on_from_the_last_whole_checkpoint_after_a_k
     ranks.run(WORLD, save_first, stage.config(False), tmp_path / "first")
     outcomes = stage.play_all({"sync": Moment(False)})
     (calm,) = assert_calm(outcomes).values()
-    publishing, last = ([n for n, s in enumerate(calm[0][2], 1) if s == "put"][i] for i in (0, -1))
+    (_, _, first), (_, _, second) = calm
+    writing, publishing = second.index("pwritev") + 1, first.index("put") + 1
     chosen = {
-        "while writing experts": Moment(False, victim=1, step=calm[1][2].index("pwritev") + 1),
+        "while writing experts": Moment(False, victim=1, step=writing),
         "before anything is visible": Moment(False, victim=0, everybody=True, step=publishing),
-        "after all is visible": Moment(False, victim=0, step=last + 1),
+        "when all is visible": Moment(False, victim=0, step=len(first)),
     }
     outcomes |= stage.play_all(chosen)
     assert_struck(outcomes, chosen)
