@@ -183,7 +183,7 @@ def test_a_cache_of_keys_generates_what_transformers_does(
 
 
 OWN_ROWS = ((0, 1, 2, 3), (4,))
-"""The prompts of each replica: as wide as its longest, and of one a cache more than of the other."""
+"""The prompts of each replica, as wide as its longest; those of the first need two caches."""
 
 
 def continue_own_prompts(config: dict[str, Any], eos: int) -> dict[str, Any]:
