@@ -101,10 +101,7 @@ moves scores by about 1e-6: what computes rightly chooses the same experts.
 """
 UNCLIPPED = 0.0
 
-# Small enough for several microbatches, large enough for the longest row under every layout.
-TRAIN_TOKENS, READ_TOKENS, READ_ROWS = 24, 64, 7
-# More replicas than MANY have few rows each; these tokens hold the longest row and hardly more.
-MANY, FEW_TRAIN_TOKENS = 4, {"padded": LENGTH, "dynamic": LENGTH + 1, "packed": LENGTH}
+READ_TOKENS, READ_ROWS = 64, 7
 TILE = 5  # positions of one tile of the language-model head: several tiles a microbatch
 CANDIDATES = 130  # more than a tensor-parallel rank's slice of the vocabulary has
 
@@ -161,6 +158,16 @@ class Cell:
         sizes = self.of.megatron
         stages, cp = sizes["pipeline_model_parallel_size"], sizes.get("context_parallel_size", 1)
         return self.of.world // (self.of.tp * stages * cp)
+
+    @property
+    def train_tokens(self) -> int:
+        """Of a microbatch: few enough that a replica has several, enough for the longest row under
+        every layout.
+        """
+        if self.replicas <= 4:
+            return 24
+        # Each has a row or two: no more than the longest row, which dynamic microbatches round up.
+        return LENGTH + (self.batching == "dynamic")
 
     @property
     def microbatches(self) -> int:
@@ -264,8 +271,8 @@ def rows(start_logprobs_BS: torch.Tensor) -> BatchedDataDict:
 
 def config_of(cell: Cell, path: Path) -> dict[str, Any]:
     """The policy's configuration for a cell."""
-    tokens = TRAIN_TOKENS if cell.replicas <= MANY else FEW_TRAIN_TOKENS[cell.batching]
-    budget = {"enabled": True, "train_mb_tokens": tokens, "logprob_mb_tokens": READ_TOKENS}
+    tokens = {"train_mb_tokens": cell.train_tokens, "logprob_mb_tokens": READ_TOKENS}
+    budget = {"enabled": True, **tokens}
     batching: dict[str, Any] = {"logprob_chunk_size": TILE, "logprob_batch_size": READ_ROWS}
     if cell.batching == "dynamic":
         batching["dynamic_batching"] = budget | {"sequence_length_round": 2}

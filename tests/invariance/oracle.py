@@ -170,10 +170,23 @@ def _truth(
     path: Path, loss: str, rows: int, temperature: float, clip: float, dtype: torch.dtype
 ) -> Truth:
     """Two steps of training over global batches of the first `rows` rows of each."""
-    choices = Choices()
-    with choices:
+    with Choices() as choices:
         found = _trained_and_read(path, loss, rows, temperature, clip, dtype)
-    return replace(found, closest=choices.closest)
+    return replace(found, closest=min(found.closest, choices.closest))
+
+
+@cache
+def _before(path: Path, rows: int, temperature: float, dtype: torch.dtype) -> tuple[Reading, float]:
+    """What the untrained model makes of the rows, and its least `closest`."""
+    with Choices() as choices:
+        reading = _reading(load_hf(path, dtype), few(data_of(path, temperature), rows), temperature)
+    return reading, choices.closest
+
+
+def _reading(model: PreTrainedModel, data: BatchedDataDict, temperature: float) -> Reading:
+    """As `read`, in fp64 throughout if the model is in fp64."""
+    with InDouble() if model.dtype is torch.float64 else nullcontext():
+        return read(model, data, temperature)
 
 
 def _trained_and_read(
@@ -187,14 +200,10 @@ def _trained_and_read(
         metrics.append(found)
         return value
 
-    def readings(model: PreTrainedModel) -> Reading:
-        with InDouble() if dtype is torch.float64 else nullcontext():
-            return read(model, data, temperature)
-
     trained = oracle.train(path, data, rows, step, dtype, clip=clip)
     model = load_hf(path, dtype)
     start = tensors_of(model)
-    before = readings(model)
+    before, closest = _before(path, rows, temperature, dtype)
     evaluated = []
     for index in range(cases.STEPS):
         own = slice(index * rows, (index + 1) * rows)
@@ -205,7 +214,7 @@ def _trained_and_read(
             parameter.copy_(trained.weights[name])
     return Truth(
         before=before,
-        after=readings(model),
+        after=_reading(model, data, temperature),
         evaluated=evaluated,
         losses=trained.losses,
         grad_norms=trained.grad_norms,
@@ -213,7 +222,7 @@ def _trained_and_read(
         gradients=trained.gradients,
         start=start,
         weights=tensors_of(model),
-        closest=math.inf,
+        closest=closest,
     )
 
 
