@@ -96,8 +96,8 @@ MODELS: dict[str, dict[str, Any]] = {
 are such that no token is about to take another expert (`CLOSEST`).
 """
 CLOSEST = 5e-5
-"""How much further the score of a chosen expert is from the next one's, at least. Rounding in fp32
-moves scores by about 1e-6: what computes rightly chooses the same experts.
+"""The score of a chosen expert differs by more than that from the score of the next expert.
+Rounding in fp32 moves scores by about 1e-6, so a right computation chooses the same experts.
 """
 UNCLIPPED = 0.0
 

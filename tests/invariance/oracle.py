@@ -42,8 +42,9 @@ class Reading:
 class Truth:
     """A model before, in and after its training; `evaluated` are the losses of all global batches
     under the starting weights, `metrics` a dict for each step. Weights are those of a checkpoint,
-    under the names they have there. `closest` is the least difference between the score of an
-    expert or group of experts that was chosen and the next one's, infinite if none was to choose.
+    under the names they have there. `closest` is the least difference between the score of the
+    last expert or group of experts that was chosen and that of the first that was not; it is
+    infinite without experts.
     """
 
     before: Reading
