@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.packing.bins import ALGORITHMS, BALANCED
@@ -37,7 +39,18 @@ def measured() -> Iterator[dict[Cell, dict[str, page.Found]]]:
         page.write(found)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def in_turns() -> list[Any]:
+    """All cells. `make test` and `make test-latest` run every second one each; the others are
+    sweeps.
+    """
+    latest = int(Version(version("megatron-core")) >= Version("0.17"))
+    return [
+        pytest.param(cell, id=cell.name, marks=[pytest.mark.sweep] * (number % 2 != latest))
+        for number, cell in enumerate(CELLS)
+    ]
+
+
+@pytest.mark.parametrize("cell", in_turns())
 def test_cell_equals_hf_computing_each_sequence_alone(
     ranks, checkpoint, measured, cell: Cell
 ) -> None:

@@ -241,6 +241,12 @@ CHANGES = {
         family="qwen3_moe",
         tied=False,
     ),
+    "experts, EP4 -> TP2xPP2": change(
+        layout(4, expert_model_parallel_size=4, **SHARDED),
+        layout(4, tp=2, pp=2, sequence_parallel=True),
+        family="mixtral",
+        tied=False,
+    ),
     "experts, EP2xTP2 -> PP2xEP2": change(
         EXPERT_LAYOUTS["EP2xTP2+SP"], EXPERT_LAYOUTS["EP2xPP2"], family="gpt_oss", tied=False
     ),

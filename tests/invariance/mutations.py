@@ -152,7 +152,7 @@ def _experts_not_apart(patch: pytest.MonkeyPatch) -> None:
 def _experts_among_all_else(patch: pytest.MonkeyPatch) -> None:
     def together(held: Held, place: Placement) -> None:
         for entry, parameter in held:
-            if of_expert(entry.row):
+            if of_expert(entry.row.megatron):
                 parameter.allreduce = True  # type: ignore[attr-defined]
 
     patch.setattr(trainable, "separate_experts", together)
@@ -178,7 +178,7 @@ def _copies_of_experts(patch: pytest.MonkeyPatch, copy: Callable[[Placement], Co
     of_all_else = Placement.copy_of
 
     def copy_of(self: Placement, row: Any) -> Copy:
-        return copy(self) if of_expert(row) else of_all_else(self, row)
+        return copy(self) if of_expert(row.megatron) else of_all_else(self, row)
 
     patch.setattr(Placement, "copy_of", copy_of)
 
