@@ -56,6 +56,10 @@ class Family:
     table: tuple[Row | Ignore, ...]
     architecture: Callable[[Fields], Architecture]
     hf_architectures: tuple[str, ...]
+    hf_model_type: str | None = None
+    """The model_type under which transformers has the class of its config; None: its `name`. A
+    config.json of another name comes with code of its makers, which is never executed.
+    """
 
 
 FAMILIES = {
@@ -84,6 +88,13 @@ FAMILIES = {
             hunyuan_v1_dense.TABLE,
             hunyuan_v1_dense.architecture,
             ("HunYuanDenseV1ForCausalLM",),
+        ),
+        Family(
+            "kimi_k2",
+            deepseek_v3.TABLE,
+            deepseek_v3.architecture,
+            ("DeepseekV3ForCausalLM",),
+            hf_model_type="deepseek_v3",
         ),
         Family("llama", llama.TABLE, llama.architecture, ("LlamaForCausalLM",)),
         Family("minimax_m2", minimax_m2.TABLE, minimax_m2.architecture, ("MiniMaxM2ForCausalLM",)),

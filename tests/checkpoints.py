@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,15 @@ _EPSILON = {"cohere": "layer_norm_eps", "starcoder2": "norm_epsilon"}
 HEAD_DIM = ("ernie4_5", "gemma2", "gemma3_text", "glm4", "hunyuan_v1_dense", "llama")
 HEAD_DIM += ("ministral3", "mistral", "qwen3")
 HEAD_DIM += ("glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_moe")
+MAKERS_OWN = {
+    "kimi_k2": {
+        "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+        "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+    }
+}
+"""The `auto_map` of families that transformers only knows from their makers' code, which no
+checkpoint here has. All of them are of DeepSeek-V3's class.
+"""
 SPECIAL = ("<unk>", "<pad>", "<s>", "</s>")
 TEXT = Path(__file__).resolve().parent.parent / "LICENSE"
 
@@ -119,9 +129,23 @@ def make_checkpoint(
     model = _random_model(family, fields, seed).to(_dtype(dtype))
     sharding = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     model.save_pretrained(path, **sharding)
+    if family in MAKERS_OWN:
+        file = Path(path) / "config.json"
+        written = json.loads(file.read_text())
+        written |= {"model_type": family, "auto_map": MAKERS_OWN[family]}
+        file.write_text(json.dumps(written, indent=2))
     if tokenizer:
         make_tokenizer(vocab).save_pretrained(path)
     return Path(path)
+
+
+def hf_config(path: Path | str) -> Any:
+    """The checkpoint's config as transformers' own class of its model has it."""
+    fields = json.loads((Path(path) / "config.json").read_text())
+    if fields["model_type"] in MAKERS_OWN:
+        del fields["auto_map"]
+        return AutoConfig.for_model(**fields | {"model_type": "deepseek_v3"})
+    return AutoConfig.from_pretrained(path)
 
 
 def make_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
@@ -176,7 +200,8 @@ def _random_model(family: str, fields: dict[str, Any], seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(family, **fields), dtype=torch.float32
+            AutoConfig.for_model("deepseek_v3" if family in MAKERS_OWN else family, **fields),
+            dtype=torch.float32,
         )
         with torch.no_grad():
             for name, parameter in (*model.named_parameters(), *model.named_buffers()):

@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests import margins
+from tests.checkpoints import hf_config
 
 UNIT = 2.0**-24
 """The unit roundoff of fp32."""
@@ -60,7 +61,11 @@ def _wider(value: Any) -> Any:
 def load_hf(path: Path | str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The checkpoint's model, whose attention and experts are plain torch in every dtype."""
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+        path,
+        config=hf_config(path),
+        dtype=dtype,
+        attn_implementation="eager",
+        experts_implementation="eager",
     )
     return model.eval()
 

@@ -30,6 +30,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "glm4_moe": _SIGMOID | {"attention_bias": True, "use_qk_norm": True},
     "glm4_moe_lite": _SIGMOID | _LATENT,
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
+    "kimi_k2": _SIGMOID | _LATENT | {"n_group": 1, "topk_group": 1},
     "minimax_m2": {
         "num_local_experts": 8,
         "num_experts_per_tok": 3,
@@ -145,6 +146,19 @@ def _deepseek_v3(rng: random.Random, layers: int, sizes: dict[str, Any]) -> dict
     }
 
 
+def _kimi_k2(rng: random.Random, layers: int, sizes: dict[str, Any]) -> dict[str, Any]:
+    # One ramp that is a step, as published.
+    scaling = rng.choice([None, YARN | {"beta_fast": 1.0, "beta_slow": 1.0}])
+    experts = rng.choice([3, 6])
+    return _deepseek_v3(rng, layers, sizes) | {
+        "n_group": 1,
+        "topk_group": 1,
+        "n_routed_experts": experts,
+        "num_experts_per_tok": rng.randint(1, experts),
+        "rope_scaling": scaling,
+    }
+
+
 def _glm4_moe(rng: random.Random, layers: int, sizes: dict[str, Any]) -> dict[str, Any]:
     return _sigmoid(rng, layers) | {
         "attention_bias": rng.random() < 0.5,
@@ -183,6 +197,7 @@ _DRAWS = {
     "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _glm4_moe_lite,
     "gpt_oss": _gpt_oss,
+    "kimi_k2": _kimi_k2,
     "minimax_m2": _minimax_m2,
     "mixtral": _mixtral,
     "olmoe": _olmoe,

@@ -42,12 +42,11 @@ def read_config(model: str | Path) -> dict[str, Any]:
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise _unreadable(model, f"its model_type is {kind!r:.100}, not the name of a family")
-    if kind not in FAMILIES:
-        family_of(kind)  # importing the package that adds it may register it with transformers
+    known_as = _known_as(kind)  # importing a package that adds a family may register its class
     from transformers import CONFIG_MAPPING, PretrainedConfig
 
-    if kind in CONFIG_MAPPING:
-        config = _completed(model, config)
+    if known_as in CONFIG_MAPPING:
+        config = _completed(model, config) | {"model_type": kind}
     common = PretrainedConfig().to_dict()
     common.pop("tie_word_embeddings", None)  # describes the model, so it always counts
     return {name: v for name, v in config.items() if name not in common or v != common[name]}
@@ -97,11 +96,19 @@ def for_transformers(config: Mapping[str, Any]) -> Iterator[Path]:
     """A directory with only that config, for transformers to read.
 
     Leaves out fields that would make it run code, fetch kernels or open files of the checkpoint's
-    choice.
+    choice. Its model_type is the one under which transformers has the family's class.
     """
+    fields = _model_alone(config)
+    if isinstance(kind := config.get("model_type"), str):
+        fields["model_type"] = _known_as(kind)
     with TemporaryDirectory(prefix="config-") as name:
-        (Path(name) / CONFIG).write_bytes(strict_json.encoded(_model_alone(config)))
+        (Path(name) / CONFIG).write_bytes(strict_json.encoded(fields))
         yield Path(name)
+
+
+def _known_as(kind: str) -> str:
+    """Under which model_type transformers has it; ConversionError where there is no family."""
+    return (FAMILIES.get(kind) or family_of(kind)).hf_model_type or kind
 
 
 def _completed(model: str | Path, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.unit.published_large import LARGE_EXPERTS
+
 PUBLISHED_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
     "Mixtral-8x7B-v0.1": (
         46_702_792_704,
@@ -298,4 +300,5 @@ PUBLISHED_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
             "vocab_size": 200064,
         },
     ),
+    **LARGE_EXPERTS,
 }

@@ -1,0 +1,53 @@
+"""Families whose config.json names code of their makers: none of it runs, and none is needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from megatron_policy.converters.formats.hf_config import read_config
+from megatron_policy.converters.table import bind
+from megatron_policy.parity.reference import read_reference
+from megatron_policy.parity.result import Job
+from tests.checkpoints import make_checkpoint
+from tests.exact import load_hf
+from tests.expert_families import draw
+from tests.unit.published import COMMON
+from tests.unit.published_experts import PUBLISHED_EXPERTS
+
+
+def test_kimi_k2_is_read_as_a_deepseek_v3_and_no_code_beside_it_runs(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "k2", "kimi_k2", tokenizer=False, **draw("kimi_k2", 1))
+    ran = tmp_path / "ran"
+    for module in ("configuration_deepseek", "modeling_deepseek"):
+        (path / f"{module}.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    found = read_config(path)
+    written = json.loads((path / "config.json").read_text())
+    assert found["model_type"] == written["model_type"] == "kimi_k2"
+    assert found["auto_map"] == written["auto_map"]
+    ours, twin = bind(found), bind(found | {"model_type": "deepseek_v3"})
+    assert ours.family == "kimi_k2" and ours.architecture == twin.architecture
+    assert ours.entries == twin.entries and ours.ignored == twin.ignored
+    vocab, layers = ours.architecture.vocab_size, ours.architecture.num_layers
+    job = Job(str(path), vocab, layers, 1, 1, False, "float32", 2, 9, 0, False, 60.0)
+    reference = read_reference(str(path), job, "float32", per_layer=False)
+    with torch.no_grad():
+        assert torch.equal(reference.logits, load_hf(path)(job.draw()).logits)
+    assert not ran.exists()
+
+
+def test_fields_that_a_kimi_k2_leaves_out_have_the_defaults_of_its_class(tmp_path: Path) -> None:
+    _, config = PUBLISHED_EXPERTS["Kimi-K2-Instruct in bf16"]
+    left_out = ("n_group", "topk_group", "num_experts_per_tok", "q_lora_rank", "rms_norm_eps")
+    fields = {name: value for name, value in (COMMON | config).items() if name not in left_out}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    arch = bind(read_config(tmp_path)).architecture
+    defaults = AutoConfig.for_model("deepseek_v3")
+    assert arch.moe is not None and arch.mla is not None
+    assert (arch.moe.groups, arch.moe.groups_chosen) == (defaults.n_group, defaults.topk_group)
+    assert arch.moe.chosen == defaults.num_experts_per_tok
+    assert arch.mla.q_lora_rank == defaults.q_lora_rank
+    assert arch.layernorm_epsilon == defaults.rms_norm_eps
