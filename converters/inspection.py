@@ -96,7 +96,10 @@ class Loose:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint as its table reads it; `problems` has a text for each mismatch."""
+    """A checkpoint as its table reads it; `problems` has a text for each mismatch.
+
+    With `config_only` there is no checkpoint: the tensors are those that the config's model has.
+    """
 
     family: str
     weights: tuple[Weight, ...]
@@ -104,6 +107,7 @@ class Inspection:
     unmatched: tuple[Loose, ...]
     fields: tuple[FieldUse, ...]
     problems: tuple[str, ...]
+    config_only: bool = False
 
 
 def inspect(

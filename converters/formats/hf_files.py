@@ -208,7 +208,7 @@ def side_files(root: Path) -> list[Path]:
         if path.is_file()
         and path.name[0] != "."
         and path.name != MANIFEST
-        and not _WEIGHTS.fullmatch(path.name)
+        and not holds_weights(path.name)
     ]
 
 
@@ -238,12 +238,17 @@ def _tell(root: Path, scheme: Scheme) -> None:
     )
 
 
+def holds_weights(name: str) -> bool:
+    """Whether a file of a checkpoint with this name holds weights, or their index."""
+    return _WEIGHTS.fullmatch(name) is not None
+
+
 def _files(root: Path) -> dict[Path, set[str]]:
     """The checkpoint's files, each with the tensors its index places there; none without index."""
     if (root / SINGLE).is_file():
         return {inside(root, SINGLE): set()}
     if not (root / INDEX).is_file():
-        found = sorted(path.name for path in root.iterdir() if _WEIGHTS.fullmatch(path.name))
+        found = sorted(path.name for path in root.iterdir() if holds_weights(path.name))
         raise ConversionError(
             f"{root} has neither {SINGLE} nor {INDEX}; weights found: {', '.join(found) or 'none'}."
             " Save the model as safetensors first."

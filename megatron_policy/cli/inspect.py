@@ -10,7 +10,7 @@ import typer
 
 from megatron_policy.cli.failures import fail, one_line, one_line_errors
 from megatron_policy.cli.options import Config
-from megatron_policy.cli.output import say
+from megatron_policy.cli.output import CONFIG_ONLY, say
 
 if TYPE_CHECKING:
     from megatron_policy.converters.config_fields import FieldUse
@@ -30,8 +30,8 @@ def inspect(
 ) -> None:
     """Show how each weight and config field of a checkpoint is understood.
 
-    Reads the config and the headers of files, no weights. Exits with 1 if anything is left over on
-    either side.
+    Reads the config and the headers of files, no weights. From a config.json alone, it shows the
+    tensors that the model has. Exits with 1 if anything is left over on either side.
     """
     with one_line_errors():
         inspection = _inspect(source, config)
@@ -52,7 +52,8 @@ def _inspect(source: str, config: Path | None) -> Inspection:
 
     seen = read_headers(source, config)
     inspection = inspect(seen.config, seen.written, seen.shapes, seen.dtypes)
-    return replace(inspection, problems=(*seen.problems, *inspection.problems))
+    problems = (*seen.problems, *inspection.problems)
+    return replace(inspection, problems=problems, config_only=seen.config_only)
 
 
 def _print_json(inspection: Inspection) -> None:
@@ -67,6 +68,8 @@ def _lines(inspection: Inspection, every: bool) -> Iterator[str]:
 
     weights = inspection.weights if every else folded(inspection.weights)
     yield f"family {inspection.family}"
+    if inspection.config_only:
+        yield CONFIG_ONLY
     yield ""
     yield "weights: the Megatron-Core parameter, and the Hugging Face tensors it is made of"
     for weight in weights:

@@ -61,8 +61,8 @@ _OPTION_OF_KEY = (
     ("expert_model_parallel_size", "--ep"),
     ("expert_tensor_parallel_size", "--etp"),
 )
-_WITHOUT_OPTION = ", or set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
-
+_UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_WITHOUT_OPTION = f", or set {_UNEVEN[0]} or {_UNEVEN[1]}"
 
 _OPTION_OF_ARGUMENT = (
     ("--overwrite, or overwrite=True", "--overwrite"),
@@ -87,14 +87,18 @@ def arguments_as_options() -> Iterator[None]:
         raise ConfigError(message) from error
 
 
-def in_options(message: str) -> str:
-    """The message with a command's options in place of configuration keys, and without the advice
-    to set a key for which no command has an option.
+def in_options(message: str, uneven: tuple[str, str] | None = None) -> str:
+    """The message with a command's options in place of configuration keys.
+
+    `uneven` are the options for the layers of the first and the last stage. Without them, the
+    advice to set these keys is left out.
     """
-    for key, option in _OPTION_OF_KEY:
+    if uneven is None:
+        message = message.replace(_WITHOUT_OPTION, "")
+    for key, option in (*_OPTION_OF_KEY, *zip(_UNEVEN, uneven or (), strict=False)):
         for written, said in ((f"{key}=", f"{option} "), (key, option)):
             message = message.replace(f"policy.megatron_cfg.{written}", said)
             message = message.replace(written, said)
     for written, said in (("sequence_parallel=true", "--sequence-parallel"),):
         message = message.replace(f"policy.megatron_cfg.{written}", said).replace(written, said)
-    return message.replace("policy.megatron_cfg: ", "").replace(_WITHOUT_OPTION, "")
+    return message.replace("policy.megatron_cfg: ", "")

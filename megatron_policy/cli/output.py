@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+CONFIG_ONLY = "only config.json was read: the tensors are those that its model has"
+
 
 def say(line: str, err: bool = False) -> None:
     """Print a line."""

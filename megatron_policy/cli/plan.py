@@ -10,7 +10,7 @@ import typer
 
 from megatron_policy.cli.failures import one_line_errors
 from megatron_policy.cli.options import Dtype, Precision, in_options
-from megatron_policy.cli.output import say
+from megatron_policy.cli.output import CONFIG_ONLY, say
 from megatron_policy.cli.sizes import parse_size, show_size
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ def lines(planned: Planned) -> Iterator[str]:
         f"{table.family}, {table.architecture.num_layers} layers: {_sum(plan.tensors)}, "
         f"on {topology.world_size} rank{'s' * (topology.world_size > 1)} = {axes}"
     )
+    if planned.config_only:
+        yield CONFIG_ONLY
     yield from _stages(planned)
     yield f"exchange: {_exchange(plan)}" + "; 1 to agree at the end" * (topology.world_size > 1)
     yield f"peak memory of each rank: at most {_peak(plan)}"
@@ -144,6 +146,8 @@ class Planned:
     topology: Topology
     split: LayerSplit
     plan: RefitPlan
+    config_only: bool
+    """Whether there is no checkpoint, only a config."""
 
 
 def plan(
@@ -161,6 +165,12 @@ def plan(
     ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")] = 1,
     etp: Annotated[
         int | None, typer.Option(min=1, help="Tensor-parallel ranks of experts, if not as --tp.")
+    ] = None,
+    first_layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers of the first stage, if not as the others'.")
+    ] = None,
+    last_layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers of the last stage, if not as the others'.")
     ] = None,
     bucket_size: Annotated[
         int,
@@ -180,16 +190,19 @@ def plan(
 ) -> None:
     """Show which rank sends what, in how many collectives, and how much memory that takes.
 
-    Reads the config and the headers of files, no weights; needs none of these ranks.
+    Reads the config and the headers of files, no weights; needs none of these ranks. From a
+    config.json alone, it plans all tensors of the model, in the dtype that the config names.
     """
     with one_line_errors():
         from megatron_policy.errors import ConfigError
 
         sizes = {"tp": tp, "pp": pp, "vpp": vpp, "dp": dp, "cp": cp, "ep": ep, "etp": etp or tp}
+        uneven = {"first": first_layers, "last": last_layers}
         try:
-            planned = _planned(refit, sizes, bucket_size, dtype, precision)
+            planned = _planned(refit, sizes | uneven, bucket_size, dtype, precision)
         except ConfigError as error:
-            raise ConfigError(in_options(str(error))) from error
+            options = ("--first-layers", "--last-layers")
+            raise ConfigError(in_options(str(error), options)) from error
         for line in lines(planned):
             say(line)
         for line in tensor_lines(planned) if tensors else ():
@@ -197,7 +210,7 @@ def plan(
 
 
 def _planned(
-    source: str, sizes: dict[str, int], bucket_bytes: int, dtype: Dtype | None, precision: Precision
+    source: str, sizes: dict[str, Any], bucket_bytes: int, dtype: Dtype | None, precision: Precision
 ) -> Planned:
     import torch
 
@@ -223,6 +236,7 @@ def _planned(
             bucket_bytes=bucket_bytes,
             dtype=None if dtype is None else getattr(torch, dtype.value),
         ),
+        seen.config_only,
     )
 
 
@@ -234,7 +248,7 @@ def _check(seen: Headers, table: Table) -> None:
     table.check_hf(seen.shapes, seen.dtypes)
 
 
-def _config(source: str, sizes: dict[str, int], precision: Precision) -> PolicyConfig:
+def _config(source: str, sizes: dict[str, Any], precision: Precision) -> PolicyConfig:
     """The configuration of a policy with these sizes.
 
     Nothing else of it matters here, except that some models are only split with sequence
@@ -252,6 +266,8 @@ def _config(source: str, sizes: dict[str, int], precision: Precision) -> PolicyC
             "tensor_model_parallel_size": sizes["tp"],
             "pipeline_model_parallel_size": sizes["pp"],
             "virtual_pipeline_model_parallel_size": sizes["vpp"],
+            "num_layers_in_first_pipeline_stage": sizes["first"],
+            "num_layers_in_last_pipeline_stage": sizes["last"],
             "context_parallel_size": sizes["cp"],
             "expert_model_parallel_size": sizes["ep"],
             "expert_tensor_parallel_size": sizes["etp"],

@@ -36,8 +36,8 @@ class Headers:
     dtypes: Mapping[str, torch.dtype]
     problems: tuple[str, ...] = ()
     """What is wrong with keys that belong to a parameter."""
-    stated: bool = False
-    """Whether there is only a config, which states what its checkpoint would have."""
+    config_only: bool = False
+    """Whether there is only a config, and the tensors are those that its model would have."""
 
 
 def read_headers(source: str | Path, config: str | Path | None = None) -> Headers:
@@ -47,13 +47,19 @@ def read_headers(source: str | Path, config: str | Path | None = None) -> Header
     stands for one with all tensors of its model, in the dtype that it names. ConfigError when there
     is no checkpoint, ConversionError when its headers are damaged.
     """
-    if Path(source).name == CONFIG and expanded(source).is_file():
-        return _stated_headers(expanded(source).parent)
+    path = expanded(source)
+    if path.name == CONFIG and path.is_file():
+        return _headers_of_config(path.parent)
     root = dist_files.find(source)
     if root is not None:
         return _dist_headers(root, config)
     root = hf_files.locate(source)
     fields, written = read_config(root), written_config(root)
+    if not any(hf_files.holds_weights(file.name) for file in root.iterdir()):
+        raise ConversionError(
+            f"{root} has a config and no weights; give {root / CONFIG} for what its checkpoint "
+            "would have, or fetch the weights as safetensors"
+        )
     files = hf_files.inventory(root)
     tensors = as_read(files, hf_files.quantised_in(root, files))
     return Headers(
@@ -64,19 +70,19 @@ def read_headers(source: str | Path, config: str | Path | None = None) -> Header
     )
 
 
-def _stated_headers(root: Path) -> Headers:
+def _headers_of_config(root: Path) -> Headers:
     fields, written = read_config(root), written_config(root)
     try:
         table = draft(Fields(fields))
     except ConversionError:  # whoever uses the config reports why
-        return Headers(fields, written, {}, {}, stated=True)
-    shapes, dtype = table.hf_shapes(), _stated_dtype(written)
+        return Headers(fields, written, {}, {}, config_only=True)
+    shapes, dtype = table.hf_shapes(), _named_dtype(written)
     kept = {name for entry in table.exported() if entry.row.keeps_dtype for name in entry.hf}
     dtypes = {name: torch.float32 if name in kept else dtype for name in shapes}
-    return Headers(fields, written, shapes, dtypes, stated=True)
+    return Headers(fields, written, shapes, dtypes, config_only=True)
 
 
-def _stated_dtype(written: Mapping[str, Any]) -> torch.dtype:
+def _named_dtype(written: Mapping[str, Any]) -> torch.dtype:
     """The dtype of the weights that a config names; bfloat16 if it names none."""
     name = written.get("dtype") or written.get("torch_dtype") or "bfloat16"
     found = {str(each).removeprefix("torch."): each for each in WEIGHT_DTYPES}

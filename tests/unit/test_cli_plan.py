@@ -189,12 +189,35 @@ def test_a_model_that_is_split_under_sequence_parallelism_only_has_a_plan(
     assert (code, errors) == (0, "") and said.startswith("qwen3_moe, 4 layers: ")
 
 
-def test_layers_that_do_not_split_are_no_reason_to_name_keys_without_an_option(
-    checkpoint: Checkpoint,
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ("--pp", "2"),
+            "5 layers do not split evenly over --pp 2; use one of [1, 5], or set --first-layers or "
+            "--last-layers",
+        ),
+        (("--last-layers", "2"), "--first-layers and --last-layers need --pp of at least 2"),
+        (
+            ("--pp", "2", "--first-layers", "5"),
+            "5 layers do not split over --pp 2 with --first-layers 5: the 1 other stages need the "
+            "same number of layers each, at least 1; --first-layers can be one of [1, 2, 3, 4]",
+        ),
+    ],
+)
+def test_layers_that_do_not_split_are_refused_with_the_options_that_split_them(
+    checkpoint: Checkpoint, options: tuple[str, ...], said: str
 ) -> None:
-    code, _, errors = plan(checkpoint("qwen2", layers=5), "--pp", "2")
-    said = "error: 5 layers do not split evenly over --pp 2; use one of [1, 5]"
-    assert (code, errors.strip()) == (1, said)
+    code, _, errors = plan(checkpoint("qwen2", layers=5), *options)
+    assert (code, errors.strip()) == (1, f"error: {said}")
+
+
+def test_outer_stages_take_the_layers_that_are_asked_for(checkpoint: Checkpoint) -> None:
+    path = checkpoint("qwen2", layers=5)
+    code, said, _ = plan(path, "--pp", "3", "--first-layers", "1", "--last-layers", "3")
+    assert code == 0
+    found = re.findall(r"stage (\d): ranks \d+, layers ([\d-]+),", said)
+    assert found == [("0", "0"), ("1", "1"), ("2", "2-4")]
 
 
 def test_a_checkpoint_that_is_not_what_its_config_says_is_refused(

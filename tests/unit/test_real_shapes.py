@@ -1,0 +1,204 @@
+"""Published models with experts at the layouts that clusters train them in, from configs alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from megatron_policy.cli import app
+from tests.unit.published import COMMON
+from tests.unit.published_experts import PUBLISHED_EXPERTS
+
+BUCKET = 512 * 2**20
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+FP8 |= {"activation_scheme": "dynamic"}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A layout; `first` and `last` are the layers of the outer stages, `biases` those in fp32."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+    ep: int
+    first: int | None = None
+    last: int | None = None
+    biases: int = 0
+    quantised: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    def layers(self, total: int) -> list[int]:
+        """Of each stage."""
+        if self.first is None or self.last is None:
+            return [total // self.pp] * self.pp
+        inner = (total - self.first - self.last) // (self.pp - 2)
+        return [self.first, *[inner] * (self.pp - 2), self.last]
+
+
+CELLS = {
+    "Qwen3-30B-A3B": Cell(1, 16, 1, 2, 16),
+    "Qwen3-235B-A22B": Cell(8, 8, 2, 2, 16, first=11, last=11),
+    "DeepSeek-V3 in bf16": Cell(16, 32, 1, 1, 32, 3, 2, biases=58 * 256, quantised=FP8),
+    "gpt-oss-20b in bf16": Cell(1, 16, 1, 4, 8, quantised=MXFP4),
+    "gpt-oss-120b in bf16": Cell(1, 128, 1, 1, 64, quantised=MXFP4),
+    "GLM-4.5": Cell(4, 8, 1, 8, 32, biases=89 * 160),
+    "Kimi-K2-Instruct in bf16": Cell(8, 8, 1, 8, 64, 7, 6, biases=60 * 384, quantised=FP8),
+}
+"""Expert parallelism of 8 to 64 on up to 512 ranks; where NeMo RL has recipes for the model, one of
+their layouts. DeepSeek-V3, Kimi-K2 and gpt-oss are quantised as published.
+"""
+
+
+@pytest.fixture(scope="module", params=CELLS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[str, Cell, Path]:
+    """The name of a model, its cell, and the directory of its config."""
+    cell, (_, fields) = CELLS[request.param], PUBLISHED_EXPERTS[request.param]
+    path = tmp_path_factory.mktemp("model")
+    fields = COMMON | fields | ({"quantization_config": cell.quantised} if cell.quantised else {})
+    (path / "config.json").write_text(json.dumps(fields))
+    return request.param, cell, path
+
+
+def command(*arguments: object) -> str:
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def size(text: str) -> float:
+    """Bytes of a printed size."""
+    number, unit = text.split()
+    return float(number) * {"bytes": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}[unit]
+
+
+def test_every_field_and_tensor_of_a_config_alone_is_understood(
+    model: tuple[str, Cell, Path],
+) -> None:
+    name, _, path = model
+    said = command("inspect", path / "config.json")
+    assert said.splitlines()[1].startswith("only config.json was read")
+    assert "0 without their tensors; 0 tensors ignored, 0 unmatched" in said.splitlines()[-1]
+    fields = PUBLISHED_EXPERTS[name][1]
+    assert all(re.search(rf"^  (translated|ignored) +{each}\b", said, re.M) for each in fields)
+
+
+def test_a_refit_at_a_clusters_layout_is_planned_by_bytes(model: tuple[str, Cell, Path]) -> None:
+    name, cell, path = model
+    parameters, fields = PUBLISHED_EXPERTS[name]
+    options = {"pp": cell.pp, "dp": cell.dp, "cp": cell.cp, "tp": cell.tp, "ep": cell.ep, "etp": 1}
+    options |= {"first-layers": cell.first, "last-layers": cell.last}
+    asked = [word for key, n in options.items() if n for word in (f"--{key}", n)]
+    said = command("plan", "--refit", path / "config.json", *asked)
+    head, note, *rest = said.splitlines()
+    nbytes = 2 * parameters + 2 * cell.biases  # correction biases keep their fp32
+    tensors, total = re.search(r"layers: (\d+) tensors, (\S+ \S+), on", head).groups()
+    assert size(total) == pytest.approx(nbytes, rel=5e-3)  # three digits are printed
+    axes = f"pp {cell.pp} x dp {cell.dp} x cp {cell.cp} x tp {cell.tp}"
+    assert head.endswith(f"on {cell.ranks} ranks = {axes}, experts ep {cell.ep} x etp 1")
+    assert note.startswith("only config.json was read")
+    stages = [line for line in rest if line.startswith("  stage ")]
+    held = [re.search(r"layers (\d+)(?:-(\d+))?, (\d+) tensors", line).groups() for line in stages]
+    layers = [int(last or first) - int(first) + 1 for first, last, _ in held]
+    assert layers == cell.layers(fields["num_hidden_layers"])
+    assert sum(int(count) for *_, count in held) == int(tensors)
+    found = re.search(r"^exchange: (\d+) rounds of .*?(\d+) collectives on each rank", said, re.M)
+    rounds, collectives = map(int, found.groups())
+    # A round carries a bucket, rounded up by at most 3 %. Experts and all else have rounds of their
+    # own; experts, without which there may be no exchange, are at least nine tenths of the bytes.
+    fewest = nbytes / BUCKET
+    assert math.floor(0.9 * fewest / 1.03) <= rounds <= math.ceil(fewest) + 2
+    # A round is exchanged between stages and within one, and another time where its owner changes:
+    # once for each rank of a stage, or for each tensor if one holds the experts of all ranks.
+    stacked = 4 * fields["num_hidden_layers"] if fields["model_type"] == "gpt_oss" else cell.pp
+    assert rounds < collectives <= (1 + (cell.pp > 1)) * (rounds + stacked * cell.ep)
+
+
+def test_a_configuration_at_a_clusters_layout_is_inspected(
+    model: tuple[str, Cell, Path], tmp_path: Path
+) -> None:
+    name, cell, path = model
+    megatron = {
+        "enabled": True,
+        "tensor_model_parallel_size": cell.tp,
+        "pipeline_model_parallel_size": cell.pp,
+        "context_parallel_size": cell.cp,
+        "expert_model_parallel_size": cell.ep,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": cell.tp > 1,
+        "num_layers_in_first_pipeline_stage": cell.first,
+        "num_layers_in_last_pipeline_stage": cell.last,
+    }
+    policy = {
+        "model_name": str(path),
+        "precision": "bfloat16",
+        "train_global_batch_size": 2048,
+        "train_micro_batch_size": 1,
+        "megatron_cfg": megatron,
+    }
+    (tmp_path / "policy.yaml").write_text(yaml.safe_dump({"policy": policy}))
+    said = command("inspect-config", tmp_path / "policy.yaml", "--world-size", cell.ranks)
+    axes = f"pp={cell.pp} x dp={cell.dp} x cp={cell.cp} x tp={cell.tp}"
+    assert f"{cell.ranks} = {axes}" in said
+    layers, first = cell.layers(PUBLISHED_EXPERTS[name][1]["num_hidden_layers"]), 0
+    for stage, count in enumerate(layers):
+        per_stage = cell.ranks // cell.pp
+        ranks = f"{stage * per_stage}-{(stage + 1) * per_stage - 1}"
+        cells = [rf"\b{stage}\b", ranks, rf"\b{first}-{first + count - 1}\b"]
+        assert re.search(r"[^\n\d]+".join(cells), said), (stage, said)
+        first += count
+
+
+def test_a_checkpoint_without_weights_names_the_way_to_its_config(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text(
+        json.dumps(COMMON | PUBLISHED_EXPERTS["Mixtral-8x7B-v0.1"][1])
+    )
+    for arguments in (["inspect", path], ["plan", "--refit", path]):
+        result = CliRunner().invoke(app, list(map(str, arguments)))
+        assert result.exit_code == 1
+        assert f"has a config and no weights; give {path / 'config.json'}" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["convert", "{}", "out", "--to", "mcore"], ["verify", "{}"]])
+def test_a_config_alone_is_no_checkpoint_to_convert_or_verify(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(COMMON | PUBLISHED_EXPERTS["Mixtral-8x7B-v0.1"][1]))
+    result = CliRunner().invoke(app, [each.format(config) for each in arguments])
+    assert result.exit_code == 1 and "config.json is a file" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"), [("float32", "float32"), (None, "bfloat16"), ("int4", None)]
+)
+def test_tensors_of_a_config_have_the_dtype_that_it_names(
+    tmp_path: Path, dtype: str | None, said: str | None
+) -> None:
+    fields = COMMON | PUBLISHED_EXPERTS["OLMoE-1B-7B-0924"][1]
+    fields = {key: value for key, value in fields.items() if key not in ("dtype", "torch_dtype")}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(fields | ({"dtype": dtype} if dtype else {})))
+    result = CliRunner().invoke(app, ["inspect", str(config), "--json"])
+    if said is None:
+        assert result.exit_code == 1 and "int4" in result.stderr
+        return
+    found = json.loads(result.stdout)
+    assert found["config_only"] is True and found["problems"] == []
+    dtypes = {each for weight in found["weights"] for each in weight["found"]}
+    assert dtypes == {said}
