@@ -14,6 +14,11 @@ import yaml
 from typer.testing import CliRunner
 
 from megatron_policy.cli import app
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.layout import check_layout, layer_split, topology_of
+from megatron_policy.converters.formats.hf_config import read_config
+from megatron_policy.converters.table import bind
+from megatron_policy.errors import ConfigError
 from tests.unit.published import COMMON
 from tests.unit.published_experts import PUBLISHED_EXPERTS
 
@@ -45,7 +50,7 @@ class Cell:
         """Of each stage."""
         if self.first is None or self.last is None:
             return [total // self.pp] * self.pp
-        inner = (total - self.first - self.last) // (self.pp - 2)
+        inner = (total - self.first - self.last) // max(self.pp - 2, 1)
         return [self.first, *[inner] * (self.pp - 2), self.last]
 
 
@@ -71,6 +76,28 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[str, C
     fields = COMMON | fields | ({"quantization_config": cell.quantised} if cell.quantised else {})
     (path / "config.json").write_text(json.dumps(fields))
     return request.param, cell, path
+
+
+def policy_of(cell: Cell, path: Path) -> dict[str, Any]:
+    """The `policy` section of a configuration."""
+    megatron = {
+        "enabled": True,
+        "tensor_model_parallel_size": cell.tp,
+        "pipeline_model_parallel_size": cell.pp,
+        "context_parallel_size": cell.cp,
+        "expert_model_parallel_size": cell.ep,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": cell.tp > 1,
+        "num_layers_in_first_pipeline_stage": cell.first,
+        "num_layers_in_last_pipeline_stage": cell.last,
+    }
+    return {
+        "model_name": str(path),
+        "precision": "bfloat16",
+        "train_global_batch_size": 2048,
+        "train_micro_batch_size": 1,
+        "megatron_cfg": megatron,
+    }
 
 
 def command(*arguments: object) -> str:
@@ -131,24 +158,7 @@ def test_a_configuration_at_a_clusters_layout_is_inspected(
     model: tuple[str, Cell, Path], tmp_path: Path
 ) -> None:
     name, cell, path = model
-    megatron = {
-        "enabled": True,
-        "tensor_model_parallel_size": cell.tp,
-        "pipeline_model_parallel_size": cell.pp,
-        "context_parallel_size": cell.cp,
-        "expert_model_parallel_size": cell.ep,
-        "expert_tensor_parallel_size": 1,
-        "sequence_parallel": cell.tp > 1,
-        "num_layers_in_first_pipeline_stage": cell.first,
-        "num_layers_in_last_pipeline_stage": cell.last,
-    }
-    policy = {
-        "model_name": str(path),
-        "precision": "bfloat16",
-        "train_global_batch_size": 2048,
-        "train_micro_batch_size": 1,
-        "megatron_cfg": megatron,
-    }
+    policy = policy_of(cell, path)
     (tmp_path / "policy.yaml").write_text(yaml.safe_dump({"policy": policy}))
     said = command("inspect-config", tmp_path / "policy.yaml", "--world-size", cell.ranks)
     axes = f"pp={cell.pp} x dp={cell.dp} x cp={cell.cp} x tp={cell.tp}"
@@ -160,6 +170,44 @@ def test_a_configuration_at_a_clusters_layout_is_inspected(
         cells = [rf"\b{stage}\b", ranks, rf"\b{first}-{first + count - 1}\b"]
         assert re.search(r"[^\n\d]+".join(cells), said), (stage, said)
         first += count
+
+
+RECIPES = {
+    "Qwen3-30B-A3B": """8/1/1/1/8 16/1/1/1/8 16/1/1/1/16 32/1/1/1/8 128/1/1/1/8 16/1/2/1/8
+        16/2/1/1/8 32/2/1/1/16 32/2/2/1/2 64/2/1/1/8 64/2/2/4/8 8/4/1/2/8 32/4/1/1/8 32/4/1/8/8
+        64/4/2/2/4 64/4/4/1/4""",
+    "Qwen3-235B-A22B": """64/2/4/2/16/23/23 128/2/4/2/16/23/23 128/2/8/2/16/11/11
+        256/2/8/2/16/11/11 64/4/4/1/16/23/23 128/4/8/1/16/11/11""",
+    "DeepSeek-V3 in bf16": """128/1/8/1/16/7/6 256/1/8/1/32/7/6 256/1/16/1/16/3/2
+        512/1/16/1/32/3/2 128/4/8/4/16/7/6 256/8/8/4/32/7/6 512/8/8/4/32/7/6""",
+    "gpt-oss-20b in bf16": "32/1/1/1/8 64/4/1/1/8",
+    "Moonlight-16B-A3B": "16/1/2/1/2/14/13 32/1/4/1/4/7/6",
+}
+"""Layouts of NeMo RL's recipes for models with experts: ranks/TP/PP/CP/EP, and where stages differ
+the layers of the first and of the last. Experts are never tensor parallel in these.
+"""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_layouts_of_recipes_fit_their_models(tmp_path: Path, name: str) -> None:
+    _, fields = PUBLISHED_EXPERTS[name]
+    (tmp_path / "config.json").write_text(json.dumps(COMMON | fields))
+    architecture = bind(read_config(tmp_path)).architecture
+    assert architecture.moe is not None
+    for layout in RECIPES[name].split():
+        ranks, tp, pp, cp, ep, *ends = map(int, layout.split("/"))
+        first, last = ends or (None, None)
+        cell = Cell(pp, ranks // (tp * pp * cp), cp, tp, ep, first, last)
+        config = PolicyConfig.parse(policy_of(cell, tmp_path))
+        topology = topology_of(config, ranks)
+        check_layout(config, architecture, topology)
+        split = layer_split(config, architecture, topology)
+        held = [sum(map(len, chunks)) for chunks in split.stages]
+        assert held == cell.layers(architecture.num_layers), layout
+        worse = dict(policy_of(cell, tmp_path)["megatron_cfg"], expert_model_parallel_size=7)
+        with pytest.raises(ConfigError, match="expert_model_parallel_size=7"):
+            other = PolicyConfig.parse(policy_of(cell, tmp_path) | {"megatron_cfg": worse})
+            check_layout(other, architecture, topology_of(other, 7 * ranks))
 
 
 def test_a_checkpoint_without_weights_names_the_way_to_its_config(tmp_path: Path) -> None:
