@@ -46,7 +46,9 @@ def read_config(model: str | Path) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING, PretrainedConfig
 
     if known_as in CONFIG_MAPPING:
-        config = _completed(model, config) | {"model_type": kind}
+        config = _completed(model, config)
+        if known_as != kind:  # transformers itself changes the type for some values
+            config["model_type"] = kind
     common = PretrainedConfig().to_dict()
     common.pop("tie_word_embeddings", None)  # describes the model, so it always counts
     return {name: v for name, v in config.items() if name not in common or v != common[name]}
