@@ -57,8 +57,8 @@ class Family:
     architecture: Callable[[Fields], Architecture]
     hf_architectures: tuple[str, ...]
     hf_model_type: str | None = None
-    """The model_type under which transformers has the class of its config; None: its `name`. A
-    config.json of another name comes with code of its makers, which is never executed.
+    """The model_type of transformers' class that has the same fields, if it is not `name`: the
+    makers' own class comes with their checkpoints, and no code of a checkpoint is executed.
     """
 
 
