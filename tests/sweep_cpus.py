@@ -44,6 +44,7 @@ TESTS = (
     "tests/dist/test_weight_decay.py",
     "tests/ray/test_ray_batching.py",
     "tests/ray/test_ray_training.py",
+    "tests/unit/test_makers_code.py",
 )
 """All that compare by `tests.exact`, but for those that need GPUs."""
 

@@ -44,11 +44,12 @@ class Item:
     The run begins at byte `start` of the streams and has `elements` elements of `sent_dtype`: as
     many as the rank with the largest share has. `owner` is the expert-parallel rank that has them,
     0 if all have. `first` and `last` say whether it contains the tensor's first elements, and
-    whether it completes the tensor.
+    whether it completes the tensor. Of a tensor that holds all experts of a layer, an item has one
+    expert of each expert-parallel rank: `entries` by that rank.
     """
 
     tensor: RefitTensor
-    entry: Entry
+    entries: tuple[Entry, ...]
     part: int
     sent_dtype: torch.dtype
     start: int
@@ -56,6 +57,11 @@ class Item:
     first: bool
     last: bool
     owner: int = 0
+
+    @property
+    def entry(self) -> Entry:
+        """The parameter, or the first of those whose tensor it is."""
+        return self.entries[0]
 
     @property
     def end(self) -> int:
@@ -85,10 +91,11 @@ class Pack:
 class Exchange:
     """Items that are exchanged over the same group of ranks, in the order in which they are sent.
 
-    Each of `shards` tensor-parallel ranks has a stream with its share of every item; `owners` is
-    the number of expert-parallel ranks that have different items, and `stages` are the pipeline
-    stages that take part. Each round exchanges the next `chunk` bytes of all streams: over the
-    stages, and then over the shards and from their owner to all.
+    Each of `shards` ranks has a stream with its share of every item. `sharing` expert-parallel
+    ranks each have another part of every item; otherwise `owners` is the number of those that have
+    different items. `stages` are the pipeline stages that take part. Each round exchanges the next
+    `chunk` bytes of all streams: over the stages, and then over the shards and from their owner to
+    all.
     """
 
     items: tuple[Item, ...]
@@ -96,7 +103,13 @@ class Exchange:
     stages: tuple[int, ...]
     bucket_bytes: int
     owners: int = 1
+    sharing: int = 1
     of_experts: bool = False
+
+    @property
+    def split(self) -> int:
+        """Over how many tensor-parallel ranks a parameter is split."""
+        return self.shards // self.sharing
 
     @cached_property
     def tensors(self) -> tuple[RefitTensor, ...]:

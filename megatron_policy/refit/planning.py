@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import groupby
 
 import torch
 
@@ -21,8 +23,20 @@ from megatron_policy.refit.plan import STREAM_ALIGNMENT, Exchange, Item, RefitPl
 from megatron_policy.weights.geometry import largest_share
 
 SMALLEST_BUCKET_BYTES = 4096
-_Chosen = tuple[int, Entry, int]
-"""A stage, an entry whose parameter it holds, and the number of one of the entry's HF tensors."""
+_Chosen = tuple[int, tuple[Entry, ...], int]
+"""A stage, an entry whose parameter it holds (or one of each of the ranks that share a tensor), and
+the number of one of the entry's HF tensors.
+"""
+
+
+class _Kind(Enum):
+    """Which ranks hold a tensor between them: those of a tensor-parallel group, all that hold
+    experts of a layer, or those that hold one expert.
+    """
+
+    TOGETHER = auto()
+    STACKED = auto()
+    SINGLE = auto()
 
 
 @dataclass(frozen=True)
@@ -69,13 +83,6 @@ def plan_refit(
     if dtype is not None and dtype not in WEIGHT_DTYPES:
         legal = ", ".join(str(kind).removeprefix("torch.") for kind in WEIGHT_DTYPES)
         raise ConfigError(f"weights cannot be handed over as {dtype}; legal: torch's {legal}")
-    most_shards = max(model.topology.tp, model.topology.expert_tp if model.apart else 1)
-    least = SMALLEST_BUCKET_BYTES * most_shards
-    if bucket_bytes < least:
-        raise ConfigError(
-            f"a refit bucket of {bucket_bytes} bytes is too small: give {least} or more "
-            f"({SMALLEST_BUCKET_BYTES} for each tensor-parallel rank)"
-        )
     owned = sorted(
         ((stage_of(entry, model.split), entry) for entry in model.table.sent(model.dtypes)),
         key=lambda pair: pair[0],
@@ -84,39 +91,66 @@ def plan_refit(
         _refuse_unknown(names, model)
     wanted = None if names is None else frozenset(names)
     chosen = [
-        (at, entry, part)
+        (at, (entry,), part)
         for at, entry in owned
         if stage is None or at == stage
         for part, name in enumerate(entry.hf)
         if wanted is None or name in wanted
     ]
     stages = tuple(range(len(model.split.stages))) if stage is None else (stage,)
-    together = [each for each in chosen if not (model.apart and of_expert(each[1].row.megatron))]
-    tp = model.topology.tp
-    exchanges = [Exchange(tuple(_items(together, model, dtype, tp)), tp, stages, bucket_bytes)]
-    if len(together) < len(chosen):
-        exchanges.append(_of_experts(chosen, model, dtype, stages, bucket_bytes))
-    return RefitPlan(tuple(exchanges), stages, bucket_bytes)
+    exchanges = tuple(_exchanges(chosen, model, dtype, stages, bucket_bytes))
+    least = SMALLEST_BUCKET_BYTES * max(exchange.shards for exchange in exchanges)
+    if bucket_bytes < least:
+        raise ConfigError(
+            f"a refit bucket of {bucket_bytes} bytes is too small: give {least} or more "
+            f"({SMALLEST_BUCKET_BYTES} for each rank that has a share)"
+        )
+    return RefitPlan(exchanges, stages, bucket_bytes)
 
 
-def _of_experts(
+def _exchanges(
     chosen: Sequence[_Chosen],
     model: RefitModel,
     dtype: torch.dtype | None,
     stages: tuple[int, ...],
     bucket_bytes: int,
-) -> Exchange:
-    """The exchange of experts, owner after owner within a stage, so that a round has few owners."""
+) -> Iterator[Exchange]:
+    """What tensor-parallel ranks hold between them; and what other groups do: tensors with all
+    experts of a layer, then those of one expert, owner after owner, so that a round has few.
+    """
+    kinds: dict[_Kind, list[_Chosen]] = {kind: [] for kind in _Kind}
+    for each in chosen:
+        kinds[_kind_of(each[1][0], model)].append(each)
+    tp, ep, etp = model.topology.tp, model.topology.ep, model.topology.expert_tp
 
-    def order(each: _Chosen) -> tuple[int, int]:
-        stage, entry, _ = each
-        # A tensor with the experts of all owners is sent as a whole, before those of one owner.
-        return stage, -1 if isinstance(entry.row, Stacked) else model.owner_of(entry)
+    def items(kind: _Kind, shards: int) -> tuple[Item, ...]:
+        return tuple(_items(kinds[kind], model, dtype, shards))
 
-    apart = sorted((each for each in chosen if of_expert(each[1].row.megatron)), key=order)
-    topology = model.topology
-    items = tuple(_items(apart, model, dtype, topology.expert_tp))
-    return Exchange(items, topology.expert_tp, stages, bucket_bytes, topology.ep, of_experts=True)
+    yield Exchange(items(_Kind.TOGETHER, tp), tp, stages, bucket_bytes)
+    if kinds[_Kind.STACKED]:
+        kinds[_Kind.STACKED] = list(_one_of_each_owner(kinds[_Kind.STACKED], ep))
+        stacked = items(_Kind.STACKED, etp)
+        yield Exchange(stacked, ep * etp, stages, bucket_bytes, sharing=ep, of_experts=True)
+    if kinds[_Kind.SINGLE]:
+        kinds[_Kind.SINGLE].sort(key=lambda each: (each[0], model.owner_of(each[1][0])))
+        single = items(_Kind.SINGLE, etp)
+        yield Exchange(single, etp, stages, bucket_bytes, owners=ep, of_experts=True)
+
+
+def _kind_of(entry: Entry, model: RefitModel) -> _Kind:
+    if not (model.apart and of_expert(entry.row.megatron)):
+        return _Kind.TOGETHER
+    return _Kind.STACKED if isinstance(entry.row, Stacked) else _Kind.SINGLE
+
+
+def _one_of_each_owner(chosen: Sequence[_Chosen], owners: int) -> Iterator[_Chosen]:
+    """The experts of each tensor, in rounds of one of each owner."""
+    for _, same in groupby(chosen, key=_name):
+        experts = list(same)
+        stage, _, part = experts[0]
+        share = len(experts) // owners
+        for first in range(share):
+            yield stage, tuple(each[1][0] for each in experts[first::share]), part
 
 
 def stage_of(entry: Entry, split: LayerSplit) -> int:
@@ -135,8 +169,8 @@ def _items(
     architecture = model.table.architecture
     shapes = model.table.hf_shapes()
     start, tensor = 0, RefitTensor("", (), model.precision, 0)
-    for index, (stage, entry, part) in enumerate(chosen):
-        name, row = entry.hf[part], entry.row
+    for index, (stage, entries, part) in enumerate(chosen):
+        name, row = entries[0].hf[part], entries[0].row
         first = tensor.name != name
         if first:
             target = model.dtypes[name] if dtype is None or row.keeps_dtype else dtype
@@ -145,7 +179,7 @@ def _items(
         held = torch.float32 if row.keeps_dtype else model.precision
         item = Item(
             tensor=tensor,
-            entry=entry,
+            entries=entries,
             part=part,
             # The narrower of the two: casting gives the same on either side of the exchange.
             sent_dtype=tensor.dtype if tensor.dtype.itemsize < held.itemsize else held,
@@ -153,14 +187,14 @@ def _items(
             elements=largest_share(row, architecture, part, shards),
             first=first,
             last=index + 1 == len(chosen) or _name(chosen[index + 1]) != name,
-            owner=model.owner_of(entry),
+            owner=model.owner_of(entries[0]) if len(entries) == 1 else 0,
         )
         start = aligned(item.end, STREAM_ALIGNMENT)
         yield item
 
 
 def _name(chosen: _Chosen) -> str:
-    return chosen[1].hf[chosen[2]]
+    return chosen[1][0].hf[chosen[2]]
 
 
 def _refuse_unknown(names: Collection[str], model: RefitModel) -> None:

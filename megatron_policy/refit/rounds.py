@@ -12,11 +12,12 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from megatron_policy.converters.rows.regions import Region
+from megatron_policy.converters.table import Entry
 from megatron_policy.coordination.process_group import BoundedProcessGroup, PendingCollective
 from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.export import Filled, Place, Sources
 from megatron_policy.refit.plan import Exchange, Item, Part
-from megatron_policy.weights.geometry import overlaps, segments
+from megatron_policy.weights.geometry import Segment, overlaps, segments
 
 Pending = Sequence[PendingCollective]
 
@@ -41,8 +42,9 @@ def stream_together(exchange: Exchange, rounds: Rounds, place: Place) -> Filled:
 
 
 class Rounds:
-    """The rounds of items that every rank of `group` has a shard of, over `group` and over the
-    pipeline group `pp`: a buffer in `shards` parts, each a chunk of a rank's stream.
+    """The rounds of items that every rank of `group` has a share of, over `group` and over the
+    pipeline group `pp`: a buffer in `shards` parts, each a chunk of a rank's stream. Ranks count
+    tensor-parallel ranks fastest.
     """
 
     def __init__(
@@ -78,10 +80,9 @@ class Rounds:
 
     def unpack(self, item: Item, begin: int, end: int, target: BufferSlice) -> None:
         """Copy elements `begin` to `end` of every rank's run from the buffer to `target`."""
-        architecture, shards = self._sources.architecture, self._exchange.shards
         typed, start = target.elements(item.tensor.dtype)
-        for rank in range(shards):
-            parts = segments(item.entry.row, architecture, item.part, rank, shards)
+        for rank in range(self._exchange.shards):
+            _, parts = self._share(item, rank)
             sent = self._sent(item, begin, end, rank)
             for place, hf, _ in overlaps(parts, begin, end):
                 into = typed.as_strided(hf.size, hf.stride, start + hf.offset)
@@ -96,11 +97,17 @@ class Rounds:
         return not self._several or item.tensor.stage == self._pp.rank
 
     def _pack(self, item: Item, begin: int, end: int) -> None:
-        architecture, shards = self._sources.architecture, self._exchange.shards
-        parts = segments(item.entry.row, architecture, item.part, self._own, shards)
+        entry, parts = self._share(item, self._own)
         sent = self._sent(item, begin, end, self._own)
         for place, hf, own in overlaps(parts, begin, end):
-            _piece(sent, place, hf).copy_(self._sources.view(item.entry, own))
+            _piece(sent, place, hf).copy_(self._sources.view(entry, own))
+
+    def _share(self, item: Item, rank: int) -> tuple[Entry, tuple[Segment, ...]]:
+        """The parameter of which a rank sends its share of the item, and the share."""
+        owner, shard = divmod(rank, self._exchange.split)
+        entry = item.entries[owner]
+        architecture = self._sources.architecture
+        return entry, segments(entry.row, architecture, item.part, shard, self._exchange.split)
 
     def _sent(self, item: Item, begin: int, end: int, rank: int) -> Tensor:
         """The buffer's elements for that range of the item's run in one rank's stream."""
@@ -117,8 +124,7 @@ class Rounds:
 
 
 class OwnerRounds(Rounds):
-    """The rounds of items that one expert-parallel rank of `group` has. Ranks of `group` count
-    tensor-parallel ranks fastest.
+    """The rounds of items that one expert-parallel rank of `group` has.
 
     The owner's pipeline group passes a part on first, and then the owner broadcasts it: the bytes
     that arrive at a rank are those of an all-gather.

@@ -149,17 +149,9 @@ def _refits(policy: MegatronPolicy, mail: Mailbox, box: Path, ports: Ports) -> d
         "calls": calls,
         "bytes": policy.exporter.plan().total_bytes,
         "experts": policy.topology.ep > 1,
-        "stacked": _stacked(policy),
         "groups": (policy.topology.tp > 1 or policy.topology.ep > 1) + (policy.topology.pp > 1),
         "sources": policy.topology.pp * policy.topology.ep,
     }
-
-
-def _stacked(policy: MegatronPolicy) -> int:
-    """How many tensors have the experts of several owners; 1 if none has."""
-    entries = policy.exporter.table.entries
-    names = {e.hf[0] for e in entries if e.expert}
-    return len({e.hf[0] for e in entries if e.expert == 0} & names) or 1
 
 
 def _lend(policy: MegatronPolicy, handles: IpcHandles, mail: Mailbox, number: int) -> None:
@@ -336,6 +328,6 @@ def test_engines_have_the_export_bit_by_bit_over_every_transport(
             if name != "ipc handles":  # its calls are the caller's: three here
                 rounds = math.ceil(result["bytes"] / BUCKET)
                 if result["experts"]:  # a round that ends one owner's experts begins the next's
-                    rounds += 1 + result["sources"] * result["stacked"]
+                    rounds += 1 + result["sources"]
                 assert calls <= 2 + rounds * groups, (name, number)
             assert outside == [], (name, number)

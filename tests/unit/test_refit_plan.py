@@ -211,6 +211,8 @@ def test_an_exchange_of_experts_goes_by_bytes_and_not_by_experts(checkpoint: Any
     assert len(plans[1].tensors) == 4 * len(plans[0].tensors)
     # One round, in which each of two owners broadcasts once.
     assert [(plan.rounds, plan.collectives) for plan in plans] == [(1, 2), (1, 2)]
+    stacked = plan_refit(model_of(checkpoint("gpt_oss"), dp=2, ep=2), bucket_bytes=10**9)
+    assert [(each.rounds, each.collectives) for each in stacked.exchanges[1:]] == [(1, 1)]
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
