@@ -24,6 +24,7 @@ TESTS = (
     "tests/dist/test_dense_models.py",
     "tests/dist/test_dist_checkpoints.py",
     "tests/dist/test_distillation.py",
+    "tests/dist/test_expert_capacity.py",
     "tests/dist/test_experts.py",
     "tests/dist/test_export.py",
     "tests/dist/test_families.py",

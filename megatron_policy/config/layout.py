@@ -289,6 +289,17 @@ def _balancing(config: PolicyConfig, architecture: Shape) -> Iterator[str]:
             f"policy.megatron_cfg.moe_router_load_balancing_type={kind!r} is not supported: use "
             f"one of {', '.join(map(repr, _LOAD_BALANCING))}"
         )
+    factor = megatron.moe_expert_capacity_factor
+    if factor == 0:
+        yield (
+            "policy.megatron_cfg.moe_expert_capacity_factor=0 leaves experts without tokens: use a "
+            "larger number, or null to drop none"
+        )
+    if megatron.moe_pad_expert_input_to_capacity and (factor is None or factor < 0):
+        yield (
+            "policy.megatron_cfg.moe_pad_expert_input_to_capacity=true pads to a capacity: set "
+            "moe_expert_capacity_factor, or leave it out"
+        )
     if megatron.moe_router_dtype not in (None, "fp32", "fp64"):
         yield (
             f"policy.megatron_cfg.moe_router_dtype={megatron.moe_router_dtype!r} is not a "

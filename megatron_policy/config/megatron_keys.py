@@ -20,11 +20,6 @@ from megatron_policy.config.sections import (
 
 MEMORY = "saves memory only; results are the same without it"
 TEXT = "affects vision, audio and video towers only; the built-in model families are text only"
-_CAPACITY = (
-    "an expert's capacity follows from the tokens of a microbatch on a rank, so that "
-    "log-probabilities would depend on layout and batching, and differ between scoring and "
-    "training; no token is dropped"
-)
 _FILES = "the plan is computed at every save and load"
 _FP16 = "affects float16 training only, and fp16 is rejected"
 _FP32 = "optimizer states and main parameters are always fp32"
@@ -143,9 +138,11 @@ _EXPERTS: Rules = {
     "moe_flex_dispatcher_backend": Applied("of 'flex': 'deepep' (by default) or 'hybridep'"),
     "moe_permute_fusion": Applied("where the implementation has the fused kernel"),
     "moe_shared_expert_overlap": Applied("on GPUs, with moe_token_dispatcher_type 'alltoall'"),
-    "moe_expert_capacity_factor": Rejected(_CAPACITY, only=(-1,)),
-    "moe_pad_expert_input_to_capacity": Rejected(_CAPACITY),
-    "moe_token_drop_policy": Ignored("affects moe_expert_capacity_factor only, which is rejected"),
+    "moe_expert_capacity_factor": Applied(
+        "drops tokens, so results depend on layout and batching; null or negative drops none"
+    ),
+    "moe_pad_expert_input_to_capacity": Applied("with moe_expert_capacity_factor"),
+    "moe_token_drop_policy": Applied("'probs' or 'position', with moe_expert_capacity_factor"),
     **each(Rejected(_OVERRIDE), "moe_router_num_groups moe_router_group_topk"),
     "moe_router_enable_expert_bias": Ignored("follows from the model's config.json"),
     **each(

@@ -236,6 +236,12 @@ class MegatronConfig(Section):
     moe_per_layer_logging: bool = False
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] | None = None
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] | None = None
+    moe_expert_capacity_factor: float | None = None
+    """An expert takes at most this many times the mean of a rank's tokens in a microbatch; None or
+    a negative factor sets no limit.
+    """
+    moe_pad_expert_input_to_capacity: bool = False
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"
     moe_permute_fusion: bool = False
     moe_shared_expert_overlap: bool = False
     mtp_num_layers: CountOrZero = 0

@@ -311,10 +311,16 @@ def test_the_hosts_own_settings_of_routers_are_taken(kind: str, dtype: str | Non
     check_layout(host, shape(moe=MOE), topology_of(host, 1))
 
 
-@pytest.mark.parametrize("key", ["moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"])
-def test_experts_that_drop_tokens_are_refused_with_the_reason(key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{key}=1 .*differ between scoring and training"):
-        config(**{key: 1})
+def test_a_capacity_that_cannot_be_is_refused() -> None:
+    none, pads = "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"
+    assert f"{none}=0 leaves experts without tokens" in refusal(
+        config(**{none: 0}), shape(moe=MOE), 1
+    )
+    for factor in (None, -1):
+        padded = config(**{pads: True, none: factor})
+        assert f"{pads}=true pads to a capacity: set {none}" in refusal(padded, shape(moe=MOE), 1)
+    fits = config(**{pads: True, none: 1.5})
+    check_layout(fits, shape(moe=MOE), topology_of(fits, 1))
 
 
 @pytest.mark.parametrize("section", ["sequence_packing", "dynamic_batching"])

@@ -74,6 +74,19 @@ def expert_fields(
         "moe_router_load_balancing_type": settings.moe_router_load_balancing_type or "none",
         "moe_aux_loss_coeff": settings.moe_aux_loss_coeff or 0.0,
         "moe_z_loss_coeff": settings.moe_z_loss_coeff,
+        **_capacity(settings),
+    }
+
+
+def _capacity(settings: MegatronConfig) -> dict[str, Any]:
+    """How many tokens an expert takes at most, and which ones are dropped."""
+    factor = settings.moe_expert_capacity_factor
+    if factor is None or factor < 0:
+        return {}
+    return {
+        "moe_expert_capacity_factor": factor,
+        "moe_pad_expert_input_to_capacity": settings.moe_pad_expert_input_to_capacity,
+        "moe_token_drop_policy": settings.moe_token_drop_policy,
     }
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_policy.converters.architecture.traits import Moe, Scoring
@@ -22,8 +23,9 @@ class Router(TopKRouter):
     """Megatron-Core's router with every way to score and choose that `Moe` names.
 
     Megatron-Core's own renormalizes sigmoid scores always or, for one chosen expert, never, and
-    ranks groups by as many experts as it takes from each. No token is dropped. Auxiliary losses
-    and counts are those of `balancing`; Megatron-Core's own stay 0.
+    ranks groups by as many experts as it takes from each. Auxiliary losses and counts are those of
+    `balancing`, of all choices; Megatron-Core's own stay 0. Tokens beyond the capacity of an expert
+    are dropped by Megatron-Core's own rule.
     """
 
     def __init__(self, moe: Moe, **kwargs: Any) -> None:
@@ -47,7 +49,23 @@ class Router(TopKRouter):
             replayed = partial(params.chosen, self.layer)
         logits_TE = logits.flatten(0, -2)
         weights_TE, taken_TE = route(logits_TE, self.moe, self.expert_bias, replayed)
-        return self.balancing(logits_TE, weights_TE, taken_TE), taken_TE
+        return self._within_capacity(self.balancing(logits_TE, weights_TE, taken_TE), taken_TE)
+
+    def _within_capacity(
+        self, weights_TE: torch.Tensor, taken_TE: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        config: Any = self.config
+        if config.moe_expert_capacity_factor is None:
+            return weights_TE, taken_TE
+        kept_TE, mask_TE = apply_router_token_dropping(
+            weights_TE,
+            taken_TE,
+            router_topk=self.moe.chosen,
+            capacity_factor=config.moe_expert_capacity_factor,
+            drop_policy=config.moe_token_drop_policy,
+            pad_to_capacity=config.moe_pad_expert_input_to_capacity,
+        )
+        return kept_TE, mask_TE
 
 
 def tell_routers(layer: Any, number: int) -> None:
