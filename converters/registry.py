@@ -39,6 +39,7 @@ from megatron_policy.converters.families import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    seed_oss,
     smollm3,
     starcoder2,
 )
@@ -109,6 +110,7 @@ FAMILIES = {
         Family("qwen2_moe", qwen2_moe.TABLE, qwen2_moe.architecture, ("Qwen2MoeForCausalLM",)),
         Family("qwen3", qwen3.TABLE, qwen3.architecture, ("Qwen3ForCausalLM",)),
         Family("qwen3_moe", qwen3_moe.TABLE, qwen3_moe.architecture, ("Qwen3MoeForCausalLM",)),
+        Family("seed_oss", seed_oss.TABLE, seed_oss.architecture, ("SeedOssForCausalLM",)),
         Family("smollm3", smollm3.TABLE, smollm3.architecture, ("SmolLM3ForCausalLM",)),
         Family("starcoder2", starcoder2.TABLE, starcoder2.architecture, ("Starcoder2ForCausalLM",)),
     )

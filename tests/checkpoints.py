@@ -40,6 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "qwen2": {},
     "qwen3": {},
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "smollm3": {},
     "starcoder2": {},
 }
@@ -49,7 +50,7 @@ not.
 ALL_FAMILIES = FAMILIES | EXPERTS
 _EPSILON = {"cohere": "layer_norm_eps", "starcoder2": "norm_epsilon"}
 HEAD_DIM = ("ernie4_5", "gemma2", "gemma3_text", "glm4", "hunyuan_v1_dense", "llama")
-HEAD_DIM += ("ministral3", "mistral", "qwen3")
+HEAD_DIM += ("ministral3", "mistral", "qwen3", "seed_oss")
 HEAD_DIM += ("glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_moe")
 MAKERS_OWN = {
     "kimi_k2": {

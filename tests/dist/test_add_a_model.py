@@ -48,10 +48,10 @@ def install(project: Path, site: Path) -> None:
 def package(folder: Path, name: str, source: str, entry: str) -> Path:
     """A project with one module that adds a family by the entry point."""
     (pyproject,) = blocks("toml")
-    pyproject = pyproject.replace("seed-oss-family", name).replace(
-        "seed_oss_family", name.replace("-", "_")
+    pyproject = pyproject.replace("helium-family", name).replace(
+        "helium_family", name.replace("-", "_")
     )
-    pyproject = re.sub(r"^seed_oss = .*$", entry, pyproject, flags=re.MULTILINE)
+    pyproject = re.sub(r"^helium = .*$", entry, pyproject, flags=re.MULTILINE)
     folder.mkdir(parents=True)
     (folder / "pyproject.toml").write_text(pyproject)
     (folder / f"{name.replace('-', '_')}.py").write_text(source)
@@ -63,18 +63,18 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the package of the document is installed."""
     folder = tmp_path_factory.mktemp("external")
     (source,) = python_blocks(DOCUMENT)
-    entry = 'seed_oss = "seed_oss_family:FAMILY"'
-    install(package(folder / "project", "seed-oss-family", source, entry), folder / "site")
-    assert list((folder / "site").glob("seed_oss_family-*.dist-info/entry_points.txt"))
+    entry = 'helium = "helium_family:FAMILY"'
+    install(package(folder / "project", "helium-family", source, entry), folder / "site")
+    assert list((folder / "site").glob("helium_family-*.dist-info/entry_points.txt"))
     return folder / "site"
 
 
 @pytest.fixture(scope="module")
-def seed_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny checkpoint `seed-oss` in it."""
+def helium(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny checkpoint `helium` in it."""
     folder = tmp_path_factory.mktemp("checkpoints")
     config = AutoConfig.for_model(
-        "seed_oss",
+        "helium",
         vocab_size=200,
         hidden_size=64,
         intermediate_size=96,
@@ -83,9 +83,7 @@ def seed_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=256,
-        attention_out_bias=True,
-        attention_dropout=0.0,
-        residual_dropout=0.0,
+        attention_bias=True,
         pad_token_id=None,
         initializer_range=0.1,
     )
@@ -97,7 +95,7 @@ def seed_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 parameter.normal_(0.0, 0.1)
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-    model.save_pretrained(folder / "seed-oss")
+    model.save_pretrained(folder / "helium")
     return folder
 
 
@@ -130,7 +128,7 @@ def invoke(commands: list[str], cwd: Path, sites: list[str]) -> dict[str, tuple[
 
 
 def test_the_documents_package_inspects_converts_verifies_and_computes_like_hf(
-    site: Path, seed_oss: Path
+    site: Path, helium: Path
 ) -> None:
     commands = re.findall(r"^\$ (.+)$", "".join(blocks("console")), re.MULTILINE)
     assert [line.split()[1] for line in commands] == [
@@ -140,29 +138,29 @@ def test_the_documents_package_inspects_converts_verifies_and_computes_like_hf(
         "verify",
         "parity",
     ]
-    results = run(commands, seed_oss, site)
+    results = run(commands, helium, site)
     assert [line for line, (code, _, _) in results.items() if code] == [], results
     shown, error = blocks("text")
-    assert shown in results["megatron-policy inspect seed-oss"][1]
+    assert shown in results["megatron-policy inspect helium"][1]
     assert "equal: " in results[commands[3]][1]
     alone = results[commands[4]][1].splitlines()
-    assert alone[0].startswith("seed_oss, 2 layers, tp 1 x pp 1, float32: 2 rows of 64 random tok")
+    assert alone[0].startswith("helium, 2 layers, tp 1 x pp 1, float32: 2 rows of 64 random tok")
     assert [line[:9].strip() for line in alone[2:]] == ["logits", "logprobs", "layer 0", "layer 1"]
     assert all(float(line.split()[-4 if "log" in line else -3]) < 1e-4 for line in alone[2:])
     assert error.startswith("error: ")
 
 
 def test_a_row_that_is_left_out_is_named_as_the_document_says(
-    seed_oss: Path, tmp_path: Path
+    helium: Path, tmp_path: Path
 ) -> None:
     (source,) = python_blocks(DOCUMENT)
-    start, end = source.index("    Qkv("), source.index("    Whole(\n")
+    start, end = source.index("    Qkv("), source.index(")\n\n\ndef ")
     lacking = source[:start] + source[end:]
-    project = package(tmp_path / "project", "lacking", lacking, 'seed_oss = "lacking:FAMILY"')
+    project = package(tmp_path / "project", "lacking", lacking, 'helium = "lacking:FAMILY"')
     install(project, tmp_path / "site")
-    line = "megatron-policy inspect seed-oss"
-    code, out, said = run([line], seed_oss, tmp_path / "site", clean=True)[line]
-    assert code == 1 and "no row of seed_oss uses it" in out
+    line = "megatron-policy inspect helium"
+    code, out, said = run([line], helium, tmp_path / "site", clean=True)[line]
+    assert code == 1 and "no row of helium uses it" in out
     assert said.startswith(blocks("text")[1].strip()), said
 
 

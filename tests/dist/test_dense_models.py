@@ -26,8 +26,8 @@ BIASED = (
     "olmo3",
     "qwen3",
 )
-BIASED += ("smollm3",)
-BIASED_MLP = ("granite", "llama", "smollm3")
+BIASED += ("seed_oss", "smollm3")
+BIASED_MLP = ("granite", "llama", "seed_oss", "smollm3")
 WINDOWED = (
     "exaone4",
     "gemma2",
@@ -81,6 +81,8 @@ def draw(family: str, random: Random) -> dict[str, Any]:
         sizes["window"] = random.choice([3, 9])
     if family in ("ernie4_5", "starcoder2"):
         sizes["use_bias"] = random.random() < 0.5
+    if family == "seed_oss":
+        sizes["attention_out_bias"] = sizes["attention_bias"] and random.random() < 0.5
     if family == "cohere":
         sizes["use_qk_norm"] = random.random() < 0.5
     rope = draw_rope(family, head_dim, random)
@@ -149,6 +151,7 @@ def dropouts_of(config: dict[str, Any]) -> tuple[float, float, float]:
             {"embedding_dropout": 0.1, "residual_dropout": 0.2, "attention_dropout": 0.3},
             (0.1, 0.2, 0.3),
         ),
+        ("seed_oss", {"residual_dropout": 0.2, "attention_dropout": 0.3}, (0.0, 0.2, 0.3)),
         ("phi3", {"embd_pdrop": 0.1, "resid_pdrop": 0.2}, (0.0, 0.2, 0.0)),
         ("granite", {"attention_dropout": 0.3}, (0.0, 0.0, 0.3)),
     ],

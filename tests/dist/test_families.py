@@ -79,6 +79,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "hunyuan with a wider base": {"family": "hunyuan_v1_dense", "rope_scaling": ALPHA},
     "olmo2": {"family": "olmo2"},
     "olmo3 with yarn scaling": {"family": "olmo3", "rope_scaling": YARN},
+    "seed_oss with biases": {"family": "seed_oss", "attention_out_bias": True, "mlp_bias": True},
     "smollm3 with a window": {"family": "smollm3", "window": 5, "tied": True},
     "starcoder2": {"family": "starcoder2", "window": 9, "tied": True},
     "cohere": {"family": "cohere", "tied": True},

@@ -38,6 +38,7 @@ EVERYTHING = {
     "granite": {"attention_bias": True, "mlp_bias": True},
     "hunyuan_v1_dense": {"attention_bias": True},
     "llama": {"attention_bias": True, "mlp_bias": True},
+    "seed_oss": {"attention_out_bias": True, "mlp_bias": True},
     "smollm3": {"attention_bias": True, "mlp_bias": True},
     "starcoder2": {"use_bias": True},
 }

@@ -60,6 +60,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 8, "attention_bias": True}),
     "olmo2": ("olmo2", {"attention_bias": True}),
     "olmo3": ("olmo3", {"attention_bias": True, "sliding_window": 4}),
+    "seed_oss": ("seed_oss", {"head_dim": 8, "attention_out_bias": True, "mlp_bias": True}),
     "smollm3": ("smollm3", {"pad_token_id": None, "mlp_bias": True}),
     "starcoder2": ("starcoder2", {"tie_word_embeddings": True}),
     "starcoder2-without-biases": ("starcoder2", {"use_bias": False}),

@@ -202,6 +202,18 @@ OF_OLMO3 = {
         ),
         ("olmo3", {"layer_types": ["full_attention"] * 3}, {"window": None, "window_rope": None}),
         (
+            "seed_oss",
+            {"head_dim": 8, "residual_dropout": 0.2, "attention_dropout": 0.3},
+            {
+                "qkv_bias": True,
+                "proj_bias": False,
+                "mlp_bias": False,
+                "hidden_dropout": 0.2,
+                "embedding_dropout": 0.0,
+                "attention_dropout": 0.3,
+            },
+        ),
+        (
             "smollm3",
             {
                 "no_rope_layers": [1, 0, 1, 0],
@@ -289,6 +301,11 @@ def test_a_config_is_read_as_transformers_reads_it(
         ),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv = 8.0: unknown field"),
         ("olmo3", {"clip_qkv": 8.0}, "clip_qkv = 8.0: unknown field"),
+        (
+            "seed_oss",
+            {"attention_bias": False, "attention_out_bias": True},
+            "attention_out_bias = True: Megatron-Core has it only with attention_bias",
+        ),
         ("cohere", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ("llama", {"router_aux_loss_coef": 0.1}, "router_aux_loss_coef = 0.1: unknown field"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),

@@ -46,6 +46,7 @@ FULL: dict[str, dict[str, Any]] = {
     "olmo2": {"attention_bias": True},
     "olmo3": {"attention_bias": True},
     "phi3": {},
+    "seed_oss": {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
     "smollm3": {
         "attention_bias": True,
         "mlp_bias": True,
