@@ -17,6 +17,7 @@ from megatron_policy.converters.families import (
     cohere,
     deepseek_v3,
     ernie4_5,
+    ernie4_5_moe,
     exaone4,
     gemma2,
     gemma3_text,
@@ -71,6 +72,12 @@ FAMILIES = {
             "deepseek_v3", deepseek_v3.TABLE, deepseek_v3.architecture, ("DeepseekV3ForCausalLM",)
         ),
         Family("ernie4_5", ernie4_5.TABLE, ernie4_5.architecture, ("Ernie4_5ForCausalLM",)),
+        Family(
+            "ernie4_5_moe",
+            ernie4_5_moe.TABLE,
+            ernie4_5_moe.architecture,
+            ("Ernie4_5_MoeForCausalLM",),
+        ),
         Family("exaone4", exaone4.TABLE, exaone4.architecture, ("Exaone4ForCausalLM",)),
         Family("gemma2", gemma2.TABLE, gemma2.architecture, ("Gemma2ForCausalLM",)),
         Family("gemma3_text", gemma3_text.TABLE, gemma3_text.architecture, ("Gemma3ForCausalLM",)),

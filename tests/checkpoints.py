@@ -51,7 +51,7 @@ ALL_FAMILIES = FAMILIES | EXPERTS
 _EPSILON = {"cohere": "layer_norm_eps", "starcoder2": "norm_epsilon"}
 HEAD_DIM = ("ernie4_5", "gemma2", "gemma3_text", "glm4", "hunyuan_v1_dense", "llama")
 HEAD_DIM += ("ministral3", "mistral", "qwen3", "seed_oss")
-HEAD_DIM += ("glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_moe")
+HEAD_DIM += ("ernie4_5_moe", "glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_moe")
 MAKERS_OWN = {
     "kimi_k2": {
         "AutoConfig": "configuration_deepseek.DeepseekV3Config",

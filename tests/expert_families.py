@@ -27,6 +27,14 @@ _LATENT = {
 _SOFTMAX = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 EXPERTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": _SIGMOID | _LATENT,
+    "ernie4_5_moe": {
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_intermediate_size": 16,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_norm_min": 0.6,
+    },
     "glm4_moe": _SIGMOID | {"attention_bias": True, "use_qk_norm": True},
     "glm4_moe_lite": _SIGMOID | _LATENT,
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
@@ -159,6 +167,20 @@ def _kimi_k2(rng: random.Random, layers: int, sizes: dict[str, Any]) -> dict[str
     }
 
 
+def _ernie4_5_moe(rng: random.Random, layers: int, sizes: dict[str, Any]) -> dict[str, Any]:
+    experts = rng.choice([3, 4, 6])
+    return {
+        "moe_num_experts": experts,
+        "moe_k": rng.randint(1, experts),
+        "moe_intermediate_size": rng.choice([8, 24]),
+        "moe_num_shared_experts": rng.choice([0, 1, 2]),
+        "moe_layer_start_index": rng.randint(0, 1),
+        "moe_layer_end_index": rng.choice([-1, 1]),
+        "moe_layer_interval": rng.choice([1, 1, 2]),
+        "moe_norm_min": rng.choice([1e-12, 0.6]),
+    }
+
+
 def _glm4_moe(rng: random.Random, layers: int, sizes: dict[str, Any]) -> dict[str, Any]:
     return _sigmoid(rng, layers) | {
         "attention_bias": rng.random() < 0.5,
@@ -194,6 +216,7 @@ def _gpt_oss(rng: random.Random, layers: int, sizes: dict[str, Any]) -> dict[str
 
 _DRAWS = {
     "deepseek_v3": _deepseek_v3,
+    "ernie4_5_moe": _ernie4_5_moe,
     "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _glm4_moe_lite,
     "gpt_oss": _gpt_oss,

@@ -119,6 +119,7 @@ def logit_level(model: PreTrainedModel, data: BatchedDataDict) -> torch.Tensor:
 
 
 WITHOUT_DECAY = {
+    ("Ernie4_5_MoeStatics", "e_score_correction_bias"),
     ("GptOssAttention", "sinks"),
     ("MiniMaxM2SparseMoeBlock", "e_score_correction_bias"),
 }
@@ -138,6 +139,14 @@ def decays(module: torch.nn.Module, name: str) -> bool:
         return not name.endswith("bias")
     assert kind.endswith("Norm") or (kind, name) in WITHOUT_DECAY, (kind, name)
     return False
+
+
+def _gradient(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The parameter's gradient; zero for correction biases, which ERNIE 4.5 keeps as parameters."""
+    if parameter.grad is None:
+        assert name.endswith("e_score_correction_bias"), name
+        return torch.zeros_like(parameter)
+    return parameter.grad
 
 
 def _decaying(model: PreTrainedModel) -> set[str]:
@@ -187,7 +196,7 @@ def train(
             loss = loss_of(model, data.get_batch(index, global_batch_size))
         loss.backward()
         for name, parameter in live.items():
-            main[name].grad = parameter.grad.to(wide)
+            main[name].grad = _gradient(name, parameter).to(wide)
         gradients.append({name: m.grad.clone() for name, m in main.items()})
         together = [m for n, m in main.items() if not apart(n)]
         limit = clip or math.inf

@@ -217,9 +217,9 @@ class Architecture:
             return None
         return self.window_rope if self.window_rope and self.has_window(layer) else self.rope
 
-    def shape(self, dims: tuple[str, ...]) -> tuple[int, ...]:
-        """The sizes of named dimensions such as ("moe.experts", "hidden_size")."""
-        return tuple(attrgetter(dim)(self) for dim in dims)
+    def shape(self, dims: tuple[str | int, ...]) -> tuple[int, ...]:
+        """The sizes of dimensions such as ("moe.experts", "hidden_size"); a number is a size."""
+        return tuple(dim if isinstance(dim, int) else attrgetter(dim)(self) for dim in dims)
 
     def holds(self, condition: str, layer: int | None = None) -> bool:
         """Whether all words of a row's condition hold; "" always does.

@@ -73,7 +73,9 @@ class Moe:
     ffn_hidden_size: int
     scoring: Scoring
     renormalized: bool = False
-    """The chosen experts' sigmoid scores are divided by their sum."""
+    """The chosen experts' scores are divided by their sum."""
+    least_sum: float = 0.0
+    """If that sum is smaller, the scores are divided by this instead."""
     scale: float = 1.0
     """Factor on the chosen experts' weights."""
     groups: int = 1

@@ -46,9 +46,9 @@ class RowBase(ABC):
 
 @dataclass(frozen=True)
 class OneTensor(RowBase):
-    """A row with one HF tensor of the dimensions `dims`."""
+    """A row with one HF tensor of the dimensions `dims`: names or numbers."""
 
-    dims: tuple[str, ...]
+    dims: tuple[str | int, ...]
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         return (arch.shape(self.dims),)
@@ -64,6 +64,16 @@ class Whole(OneTensor):
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         shape = arch.shape(self.dims)
         return (Block(0, shape, ALL, shape, ALL),)
+
+
+@dataclass(frozen=True)
+class Reshaped(Whole):
+    """Replicated; the HF tensor holds the same elements in the dimensions `hf_dims`."""
+
+    hf_dims: tuple[str | int, ...] = field(kw_only=True)
+
+    def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
+        return (arch.shape(self.hf_dims),)
 
 
 @dataclass(frozen=True)

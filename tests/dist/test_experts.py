@@ -46,6 +46,7 @@ TRAINED = {
     "qwen2_moe": ("PP2 uneven", "TP2+SP"),
     "qwen3_moe": ("one process", "PP2", "DP2 distributed optimizer, both overlaps", "TP2+SP"),
     "deepseek_v3": ("one process", "PP2", "DP2", "PP2xVPP2", "TP2xPP2xDP2+SP"),
+    "ernie4_5_moe": ("PP2", "EP2xTP2+SP"),
     "glm4_moe": ("PP2", "TP2+SP"),
     "glm4_moe_lite": ("PP2", "TP2+SP"),
     "gpt_oss": ("one process", "PP2"),
@@ -86,7 +87,7 @@ def learned(request, tmp_path_factory) -> tuple[str, Path, Any, Exact, oracle.Le
 def test_every_family_computes_and_learns_like_hf_under_its_layouts(ranks, learned) -> None:
     family, path, data, logits, hf = learned
     for layout in TRAINED[family]:
-        case = LAYOUTS[layout]
+        case = (LAYOUTS | EXPERT_LAYOUTS)[layout]
         config = policy_config(path, case.megatron, logprob_batch_size=GLOBAL_BATCH)
         for seen in ranks.run(case.world, train_two_steps, config, "token", data, VOCAB, True):
             assert_equal("logits", seen["before"]["logits"], logits, layout)
@@ -136,6 +137,7 @@ def test_recomputing_activations_changes_no_gradient(ranks, learned) -> None:
         ("deepseek_v3", "EP2xTP2+SP"),
         ("deepseek_v3", "PP2 uneven"),
         ("deepseek_v3", "TP2+SP"),
+        ("ernie4_5_moe", "EP2xTP2+SP"),
         ("glm4_moe", "DP2"),
         ("gpt_oss", "EP2xPP2"),
         ("gpt_oss", "PP2"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,14 @@ SIGMOID = moe(
     shared_ffn_hidden_size=16,
 )
 GATED = moe(shared_ffn_hidden_size=24, shared_gate=True)
+ERNIE = moe(
+    experts=8,
+    chosen=3,
+    renormalized=True,
+    least_sum=0.6,
+    correction_bias=True,
+    shared_ffn_hidden_size=32,
+)
 LATENT = Mla(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10)
 OF_CHOSEN = Scoring.SOFTMAX_OF_CHOSEN
 
@@ -208,6 +217,28 @@ OF_CHOSEN = Scoring.SOFTMAX_OF_CHOSEN
             {"num_key_value_heads": 4, "rope_parameters": None, "rope_scaling": YARN},
             {"attention_scale": (0.07 * math.log(8) + 1) ** 2 / math.sqrt(12)},
         ),
+        (
+            "ernie4_5_moe",
+            {"num_nextn_predict_layers": 1, "moe_use_aux_free": True},
+            {
+                "moe": ERNIE,
+                "moe_layers": (False, True, True),
+                "rope": Rope(5e5, interleaved=True),
+                "qkv_bias": False,
+                "further_layers": 0,
+            },
+        ),
+        (
+            "ernie4_5_moe",
+            {"moe_layer_interval": 2, "moe_layer_end_index": 2, "moe_layer_start_index": 0},
+            {"moe": ERNIE, "moe_layers": (False, True, False)},
+        ),
+        (
+            "ernie4_5_moe",
+            {"moe_layer_end_index": -1, "moe_layer_start_index": 0, "moe_norm_min": 1e-12},
+            {"moe": replace(ERNIE, least_sum=1e-12), "moe_layers": ()},
+        ),
+        ("ernie4_5_moe", {"moe_layer_end_index": 0}, {"moe": None, "moe_layers": ()}),
         (
             "glm4_moe",
             {"first_k_dense_replace": 0, "use_qk_norm": False},
@@ -298,6 +329,10 @@ def test_a_config_is_read_as_transformers_reads_it(
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
             "rope_parameters = 'DynamicScaling'",
         ),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias = True: it would add a bias to the output"),
+        ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval = 0"),
+        ("ernie4_5_moe", {"moe_gate": "top2_fused"}, "moe_gate = 'top2_fused'"),
+        ("ernie4_5_moe", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers = 2"),
         ("glm4_moe_lite", {"num_key_value_heads": 4, "rope_interleave": False}, "rope_interleave"),
         ("glm4_moe_lite", {"num_key_value_heads": 4, "mlp_layer_types": ["sparse"]}, "every layer"),
         (
@@ -346,6 +381,19 @@ def test_layers_for_speculative_decoding_are_passed_over_and_no_others(
         table.check_hf(shapes | {"model.layers.5.eh_proj.weight": (1,)}, {})
     with pytest.raises(ConversionError, match=r"unexpected: model.layers.2.eh_proj.weight"):
         table.check_hf(shapes | {"model.layers.2.eh_proj.weight": (1,)}, {})
+
+
+def test_the_layer_of_ernie_that_predicts_a_further_token_is_passed_over(tmp_path: Path) -> None:
+    table = bind(read_config(edited(tmp_path, "ernie4_5_moe", num_nextn_predict_layers=1)))
+    shapes, first = table.hf_shapes(), "model.layers.0."
+    block = {name.replace(first, "model.mtp_block.0.") for name in shapes if first in name}
+    own = {f"model.mtp_{name}.0.weight" for name in ("emb_norm", "hidden_norm", "linear_proj")}
+    assert len(block) == 9
+    extra = dict.fromkeys(block | own, (1,))
+    table.check_hf(shapes | extra, {})
+    assert all(table.ignored[name].carried for name in extra)
+    with pytest.raises(ConversionError, match=r"unexpected: model.mtp_block.1.mlp.up_proj.weight"):
+        table.check_hf(shapes | {"model.mtp_block.1.mlp.up_proj.weight": (1,)}, {})
 
 
 def test_experts_of_transformer_engine_have_the_names_of_those_one_by_one() -> None:

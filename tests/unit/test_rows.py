@@ -17,6 +17,7 @@ from megatron_policy.converters.rows import (
     Ignore,
     Joined,
     Qkv,
+    Reshaped,
     Row,
     Rows,
     Tied,
@@ -102,6 +103,8 @@ def megatron_shard(
 ) -> torch.Tensor:
     """What Megatron-Core holds on a rank, written out with cat, chunk and loops."""
     match row:
+        case Reshaped():
+            return parts[0].reshape(row.local_shape(arch, size))
         case Whole():
             return parts[0]
         case Joined():

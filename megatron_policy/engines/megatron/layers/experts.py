@@ -47,7 +47,7 @@ def expert_fields(
         # With variable lengths, Megatron-Core demands this even of models without experts.
         return {"moe_token_dispatcher_type": ALL_TO_ALL}
     dispatcher = dispatcher_of(settings, topology, variable_lengths)
-    sigmoid = moe.scoring is Scoring.SIGMOID
+    corrected = moe.correction_bias or moe.scoring is Scoring.SIGMOID
     return {
         "num_moe_experts": moe.experts,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
@@ -63,11 +63,13 @@ def expert_fields(
         and is_accelerated(),
         "moe_grouped_gemm": with_te,
         "moe_router_topk": moe.chosen,
-        # `Router` computes the scores itself; these two are only set as such scores require.
-        "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
-        "moe_router_pre_softmax": not sigmoid,
-        # Hugging Face computes sigmoid routers in fp32, the others in the model's precision.
-        "moe_router_dtype": settings.moe_router_dtype or ("fp32" if sigmoid else None),
+        # `Router` computes the scores itself; these two are only set such that Megatron-Core takes
+        # the other fields. It makes correction biases for sigmoid scores alone.
+        "moe_router_score_function": "sigmoid" if corrected else "softmax",
+        "moe_router_pre_softmax": not corrected,
+        # Hugging Face computes routers with sigmoid scores or correction biases in fp32, the others
+        # in the model's precision.
+        "moe_router_dtype": settings.moe_router_dtype or ("fp32" if corrected else None),
         "moe_router_enable_expert_bias": moe.correction_bias,
         # `Routers` updates the bias, once it is known that the step is taken.
         "moe_router_bias_update_rate": 0.0,
