@@ -14,6 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families import (
+    apertus,
     cohere,
     deepseek_v3,
     ernie4_5,
@@ -67,6 +68,7 @@ class Family:
 FAMILIES = {
     family.name: family
     for family in (
+        Family("apertus", apertus.TABLE, apertus.architecture, ("ApertusForCausalLM",)),
         Family("cohere", cohere.TABLE, cohere.architecture, ("CohereForCausalLM",)),
         Family(
             "deepseek_v3", deepseek_v3.TABLE, deepseek_v3.architecture, ("DeepseekV3ForCausalLM",)

@@ -368,5 +368,6 @@ def _refuse_vectors_as_matrices(
         if row.role is Role.MATRIX and len(row.local_shape(architecture, 1)) < 2:
             raise ConversionError(
                 f"the table of {family} says that {name} is a matrix, but it has one dimension: "
-                "give its row role=Role.BIAS, Role.NORM or Role.SINK, which sets its weight decay"
+                "give its row role=Role.BIAS, Role.NORM, Role.SINK or Role.ACTIVATION, which sets "
+                "its weight decay"
             )

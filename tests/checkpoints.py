@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from tests.expert_families import EXPERTS
 
 FAMILIES: dict[str, dict[str, Any]] = {
+    "apertus": {},
     "cohere": {"logit_scale": 0.25},
     "ernie4_5": {},
     "exaone4": {},
@@ -61,6 +62,8 @@ MAKERS_OWN = {
 """The `auto_map` of families that transformers only knows from their makers' code, which no
 checkpoint here has. All of them are of DeepSeek-V3's class.
 """
+_CONSTANTS = {"alpha_p": (-1, 1), "alpha_n": (-1, 1), "beta": (0.3, 0.7), "eps": (-0.5, -0.1)}
+"""Ranges of the constants of Apertus's activation functions."""
 SPECIAL = ("<unk>", "<pad>", "<s>", "</s>")
 TEXT = Path(__file__).resolve().parent.parent / "LICENSE"
 
@@ -211,6 +214,8 @@ def _random_model(family: str, fields: dict[str, Any], seed: int) -> Any:
                 elif "norm" in name:
                     less = 1.0 if family.startswith("gemma") else 0.0
                     parameter.uniform_(0.5 - less, 1.5 - less)
+                elif ".act_fn." in name:
+                    parameter.uniform_(*_CONSTANTS[name.rsplit(".", 1)[1]])
     return model
 
 

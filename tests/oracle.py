@@ -119,6 +119,7 @@ def logit_level(model: PreTrainedModel, data: BatchedDataDict) -> torch.Tensor:
 
 
 WITHOUT_DECAY = {
+    *(("XIELUActivation", name) for name in ("alpha_n", "alpha_p", "beta", "eps")),
     ("Ernie4_5_MoeStatics", "e_score_correction_bias"),
     ("GptOssAttention", "sinks"),
     ("MiniMaxM2SparseMoeBlock", "e_score_correction_bias"),

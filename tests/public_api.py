@@ -24,6 +24,7 @@ MODULES = {
     "megatron_policy.convert": None,
     "megatron_policy.converters.architecture": ("Architecture",),
     "megatron_policy.converters.config_fields": ("Fields",),
+    "megatron_policy.converters.config_fields.rope_fields": ("take_rope",),
     "megatron_policy.converters.families.shared.dense": ("BLOCK", "ENDS", "architecture"),
     "megatron_policy.converters.registry": ("Family",),
     "megatron_policy.converters.rows": ("GateUp", "Qkv", "Role", "Rows", "Vocab", "Whole"),

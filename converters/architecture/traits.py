@@ -24,6 +24,8 @@ class Activation(Enum):
     GELU_TANH = "gelu_tanh"
     CLAMPED_SWIGLU = "clamped_swiglu"
     """gpt-oss: x * sigmoid(1.702 x) of a clamped gate, times the clamped up projection plus 1."""
+    XIELU = "xielu"
+    """Apertus: a square of positive inputs, an exponential of others; each layer learns factors."""
 
 
 class QkNorm(Enum):

@@ -47,6 +47,8 @@ class Role(Enum):
     """The weight of a norm, also where every head has its own."""
     SINK = "sink"
     """A logit that takes part in a head's softmax and stands for no token."""
+    ACTIVATION = "activation"
+    """A constant of an activation function."""
 
 
 class Taken(Protocol):

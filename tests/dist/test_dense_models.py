@@ -15,6 +15,7 @@ from tests.exact import Exact, assert_equal
 
 LENGTH, MODELS = 20, 6
 BIASED = (
+    "apertus",
     "cohere",
     "gemma2",
     "gemma3_text",

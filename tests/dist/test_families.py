@@ -70,6 +70,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": LENGTH - 4,
         "max_position": 64,
     },
+    "apertus with biases": {"family": "apertus", "attention_bias": True},
     "ernie4_5": {"family": "ernie4_5", "tied": True},
     "ernie4_5 with biases": {"family": "ernie4_5", "use_bias": True},
     "exaone4": {"family": "exaone4", "tied": True},
@@ -95,6 +96,7 @@ IN_A_PIPELINE = (
     "gemma2",
     "gemma3",
     "phi3 with longrope over part of a head",
+    "apertus with biases",
     "ernie4_5",
     "exaone4 with a window",
     "glm4",
@@ -162,6 +164,7 @@ def test_recomputing_activations_changes_no_gradient(ranks, checkpoints, layout:
 @pytest.mark.parametrize(
     ("variant", "kind"),
     [
+        ("apertus with biases", "selective norms and mlp"),
         ("gemma2", "full"),
         ("hunyuan with a wider base", "selective core attention"),
         ("olmo2", "selective norms and mlp"),

@@ -131,6 +131,7 @@ GROWING |= {"llama_4_scaling_beta": 0.7}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("one process", {"window": 6}),
     "gemma3_text": ("TP2+SP", {"window": 5, "head_dim": 32}),
+    "apertus": ("TP2+SP", {}),
     "ernie4_5": ("PP2", {"use_bias": True}),
     "exaone4": ("TP2+SP", {"window": 4}),
     "glm4": ("TP2+SP", {}),

@@ -33,6 +33,7 @@ DECAYED = {
     "scheduler": {"start_weight_decay": STRONG, "end_weight_decay": STRONG},
 }
 EVERYTHING = {
+    "apertus": {"attention_bias": True},
     "cohere": {"use_qk_norm": True, "attention_bias": True},
     "ernie4_5": {"use_bias": True},
     "granite": {"attention_bias": True, "mlp_bias": True},
@@ -82,7 +83,8 @@ def decays(model: PreTrainedModel, name: str) -> bool:
     deepest module on its path that the model has: experts are one by one in files only.
     """
     modules = dict(model.named_modules())
-    *path, last = name.replace("block_sparse_moe", "mlp").split(".")
+    name = name.replace("block_sparse_moe", "mlp").replace(".moe_statics", ".gate.moe_statics")
+    *path, last = name.split(".")
     while ".".join(path) not in modules:
         path.pop()
     return oracle.decays(modules[".".join(path)], last)
@@ -113,11 +115,15 @@ def train(config: dict[str, Any], data: BatchedDataDict) -> dict[str, Any]:
         return {"weights": weights, "logprobs": read}
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_norms_with_weights_of_each_head_learn_like_transformers_under_strong_decay(
-    ranks, checkpoint, name: str
+LEARNING = [("cohere", name) for name in TRAINED]
+LEARNING += [("apertus", "TP2 distributed optimizer"), ("apertus", "PP2")]
+
+
+@pytest.mark.parametrize(("family", "name"), LEARNING)
+def test_norms_of_each_head_and_activations_learn_like_transformers_under_strong_decay(
+    ranks, checkpoint, family: str, name: str
 ) -> None:
-    path = checkpoint("cohere", **SMALL, use_qk_norm=True)
+    path = checkpoint(family, **SMALL, **EVERYTHING[family])
     data = oracle.make_batch(STEPS * GLOBAL_BATCH, LENGTH, VOCAB)
     hf = oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level, weight_decay=STRONG)
     expected = hf.read(partial(oracle.hf_logprobs, tokens=data["input_ids"]))

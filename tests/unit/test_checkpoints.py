@@ -39,13 +39,13 @@ def test_no_tensor_is_constant_and_biases_stand_where_the_family_has_them(
     checkpoint, family: str
 ) -> None:
     tensors = load_file(checkpoint(family, layers=2) / "model.safetensors")
-    assert all(tensor.std() > 0.01 for tensor in tensors.values())
+    assert all(tensor.std() > 0.01 for tensor in tensors.values() if tensor.numel() > 1)
     assert all(row.std() > 0.01 for row in tensors["model.embed_tokens.weight"])
     assert any(name.endswith("bias") for name in tensors) is (
         family in ("glm4", "qwen2", "seed_oss", "starcoder2")
     )
     assert any("q_norm" in name for name in tensors) is (
-        family in ("exaone4", "gemma3_text", "olmo2", "olmo3", "qwen3")
+        family in ("apertus", "exaone4", "gemma3_text", "olmo2", "olmo3", "qwen3")
     )
 
 

@@ -38,7 +38,8 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
 def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         t.dtype == other[name].dtype
-        and torch.equal(t.view(torch.uint8), other[name].view(torch.uint8))
+        and t.shape == other[name].shape
+        and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (t, other[name])))
         for name, t in one.items()
     )
 

@@ -52,6 +52,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {"head_dim": 8, "tie_word_embeddings": True}),
     "phi3": ("phi3", {"pad_token_id": None}),
     "phi3-three-heads-per-group": ("phi3", THREE | {"pad_token_id": None}),
+    "apertus": ("apertus", {"attention_bias": True}),
     "ernie4_5": ("ernie4_5", {"head_dim": 8, "tie_word_embeddings": True}),
     "ernie4_5-biases": ("ernie4_5", {"head_dim": 4, "use_bias": True}),
     "exaone4": ("exaone4", {"sliding_window": 4, "sliding_window_pattern": 2}),

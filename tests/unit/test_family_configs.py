@@ -109,6 +109,19 @@ OF_OLMO3 = {
             {"hidden_dropout": 0.25, "embedding_dropout": 0.0, "window": 5},
         ),
         (
+            "apertus",
+            {"attention_bias": True},
+            {
+                "rope": Rope(12e6, Llama3Scaling(8.0, 1.0, 4.0, 8192)),
+                "activation": Activation.XIELU,
+                "gated": False,
+                "qk_norm": QkNorm.PER_HEAD,
+                "qkv_bias": True,
+                "proj_bias": True,
+                "mlp_bias": False,
+            },
+        ),
+        (
             "ernie4_5",
             {"use_bias": True, "head_dim": 8},
             {
@@ -266,6 +279,9 @@ def test_a_config_is_read_as_transformers_reads_it(
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ("gemma3_text", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping = 5.0"),
         ("phi3", {"attention_bias": True, "pad_token_id": None}, "attention_bias = True"),
+        ("apertus", {"hidden_act": "silu"}, "hidden_act = 'silu': the table has rows for the"),
+        ("apertus", {"qk_norm": False}, "qk_norm = False"),
+        ("apertus", {"post_norm": True}, "post_norm = True"),
         ("ernie4_5", {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
         ("ernie4_5", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ("exaone4", {"attention_bias": True}, "attention_bias = True: unknown field"),

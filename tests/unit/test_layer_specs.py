@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_policy.config import MegatronConfig
-from megatron_policy.converters.architecture.traits import Norm, QkNorm, QueryGrowth
+from megatron_policy.converters.architecture.traits import Activation, Norm, QkNorm, QueryGrowth
 from megatron_policy.engines.megatron.layer_spec import resolve_implementation
 from megatron_policy.engines.megatron.model_config import LOCAL, transformer_config
 from megatron_policy.errors import ConfigError
@@ -21,6 +21,7 @@ from tests.unit.test_rows import model
     [
         ({"attention_softcap": 50.0}, "softcapped attention scores"),
         ({"query_growth": QueryGrowth(0.1, 64)}, "queries that grow with their position"),
+        ({"activation": Activation.XIELU}, "activation function with learnt constants"),
         ({"attention_sinks": True}, "attention sinks"),
         ({"post_norm": True}, "norms after attention and MLP"),
         ({"pre_norm": False}, "layers without norms before attention and MLP"),

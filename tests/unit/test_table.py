@@ -23,6 +23,7 @@ GEMMA = {
     "query_pre_attn_scalar": 4,
 }
 FULL: dict[str, dict[str, Any]] = {
+    "apertus": {"hidden_act": "xielu", "attention_bias": True},
     "cohere": {
         "attention_bias": True,
         "layer_norm_eps": 1e-5,

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.converters.architecture import Architecture, padded_vocab
 from megatron_policy.engines.megatron.layer_spec import block_spec
+from megatron_policy.engines.megatron.layers.activations import install_activations
 from megatron_policy.engines.megatron.layers.rope import Rotary, ropes_of
 from megatron_policy.engines.megatron.layers.router import tell_routers
 from megatron_policy.engines.megatron.layers.scales import install_scales
@@ -67,6 +68,7 @@ def _build_chunk(
     if architecture.mla is None:
         model.rotary_pos_emb = Rotary(ropes_of(architecture), architecture.kv_channels)
     install_scales(model, architecture)
+    install_activations(model, architecture, config)
     add_mtp_layers(model, architecture, config, implementation, place, chunk)
     return model
 

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.traits import Norm, QkNorm
+from megatron_policy.converters.architecture.traits import Activation, Norm, QkNorm
 from megatron_policy.device import is_accelerated
 from megatron_policy.engines.megatron.layers.attention import TorchAttention
 from megatron_policy.engines.megatron.layers.experts import experts_spec
@@ -65,6 +65,7 @@ def _beyond_te(architecture: Architecture) -> list[str]:
         "layer norm without bias": architecture.norm is Norm.LAYER and not architecture.norm_bias,
         "query and key norms across heads": architecture.qk_norm
         in (QkNorm.ALL_HEADS, QkNorm.EACH_HEAD),
+        "activation function with learnt constants": architecture.activation is Activation.XIELU,
         "query and key norms after rotation": architecture.qk_norm is QkNorm.AFTER_ROTATION,
     }
     return [name for name, has in features.items() if has]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import (
     MLATransformerConfig,
     TransformerConfig,
@@ -18,24 +15,12 @@ from megatron_policy.config import MegatronConfig
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.architecture.traits import Activation, Norm, QkNorm
 from megatron_policy.device import is_accelerated
+from megatron_policy.engines.megatron.layers.activations import FUNCTIONS
 from megatron_policy.engines.megatron.layers.experts import expert_fields
 from megatron_policy.engines.megatron.layers.mla import mla_fields
 from megatron_policy.parallel.topology import Topology
 
 LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
-
-
-def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(1.702 x): the usual sigmoid approximation of GELU."""
-    return x * torch.sigmoid(1.702 * x)
-
-
-_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    Activation.SILU: F.silu,
-    Activation.GELU: F.gelu,
-    Activation.GELU_TANH: functools.partial(F.gelu, approximate="tanh"),
-    Activation.CLAMPED_SWIGLU: _quick_gelu,
-}
 
 
 def transformer_config(
@@ -123,7 +108,7 @@ def _mlp(architecture: Architecture) -> dict[str, Any]:
         "activation_func_clamp_value": 7.0 if clamped else None,
         "glu_linear_offset": 1.0 if clamped else 0.0,
         "gated_linear_unit": architecture.gated,
-        "activation_func": _ACTIVATIONS[architecture.activation],
+        "activation_func": FUNCTIONS[architecture.activation],
         # Attention overrides it, see `LayerAttention`.
         "add_bias_linear": architecture.mlp_bias,
     }

@@ -1,0 +1,58 @@
+"""Apertus: an MLP without a gate whose activation function has learnt constants, and QK norm."""
+
+from __future__ import annotations
+
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture.traits import Activation, QkNorm
+from megatron_policy.converters.config_fields import Fields
+from megatron_policy.converters.families.shared import dense
+from megatron_policy.converters.families.shared.dense import H, M
+from megatron_policy.converters.rows import Columns, Ignore, Reshaped, Role, Row, Rows, Whole
+
+_FUNCTION, _HF_FUNCTION = M + "mlp.activation_func.", H + "mlp.act_fn."
+TABLE: tuple[Row | Ignore, ...] = (
+    *dense.ENDS,
+    *(
+        Whole(f"{M}{name}.weight", (f"{H}{hf}.weight",), ("hidden_size",), role=Role.NORM)
+        for name, hf in (
+            ("input_layernorm", "attention_layernorm"),
+            ("pre_mlp_layernorm", "feedforward_layernorm"),
+        )
+    ),
+    *dense.ATTENTION,
+    *dense.ATTENTION_BIAS,
+    *dense.QK_NORM,
+    Columns(
+        M + "mlp.linear_fc1.weight", (H + "mlp.up_proj.weight",), ("ffn_hidden_size", "hidden_size")
+    ),
+    Rows(
+        M + "mlp.linear_fc2.weight",
+        (H + "mlp.down_proj.weight",),
+        ("hidden_size", "ffn_hidden_size"),
+    ),
+    *(
+        Whole(_FUNCTION + name, (_HF_FUNCTION + name,), (1,), role=Role.ACTIVATION)
+        for name in ("alpha_p", "alpha_n")
+    ),
+    *(
+        Reshaped(_FUNCTION + name, (_HF_FUNCTION + name,), (1,), hf_dims=(), role=Role.ACTIVATION)
+        for name in ("beta", "eps")
+    ),
+)
+
+
+def architecture(fields: Fields) -> Architecture:
+    """The architecture an ApertusConfig describes."""
+    fields.expect("hidden_act", ("xielu",), "the table has rows for the constants of xIELU")
+    fields.expect("qk_norm", (True,), "transformers always normalises queries and keys")
+    fields.expect("post_norm", (False,), "the inputs of attention and MLP are normalised")
+    fields.expect("mlp_bias", (False,), "transformers has no biases in Apertus's MLPs")
+    bias = fields.take("attention_bias", False)
+    return dense.architecture(
+        fields,
+        activation=Activation.XIELU,
+        gated=False,
+        qkv_bias=bias,
+        proj_bias=bias,
+        qk_norm=QkNorm.PER_HEAD,
+    )
