@@ -150,9 +150,7 @@ def test_the_documents_package_inspects_converts_verifies_and_computes_like_hf(
     assert error.startswith("error: ")
 
 
-def test_a_row_that_is_left_out_is_named_as_the_document_says(
-    helium: Path, tmp_path: Path
-) -> None:
+def test_a_row_that_is_left_out_is_named_as_the_document_says(helium: Path, tmp_path: Path) -> None:
     (source,) = python_blocks(DOCUMENT)
     start, end = source.index("    Qkv("), source.index(")\n\n\ndef ")
     lacking = source[:start] + source[end:]

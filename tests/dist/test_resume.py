@@ -91,7 +91,7 @@ SAME = {
     "PP2, tied": Case(LAYOUTS["PP2"]),
     "DP2, distributed optimizer, both overlaps": Case(layout(2, **OVERLAPPED), ASYNC),
     "DP2, distributed, bf16": Case(layout(2, **SHARDED), top=BF16),
-    "TP2, bf16": Case(LAYOUTS["TP2"], top=BF16),
+    "TP2, bf16": Case(LAYOUTS["TP2"], top=BF16, family="apertus", tied=False),
     "EP2xDP2, distributed, packed": Case(
         layout(4, expert_model_parallel_size=2, **OVERLAPPED),
         top=PACKED,

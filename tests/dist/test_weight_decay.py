@@ -49,6 +49,7 @@ SHARDED = {"optimizer": DECAYED["optimizer"] | {"use_distributed_optimizer": Tru
 TRAINED = {
     "one process": (1, {}),
     "TP2": (2, LAYOUTS["TP2"].megatron),
+    "TP2+SP": (2, LAYOUTS["TP2+SP"].megatron),
     "PP2": (2, LAYOUTS["PP2"].megatron),
     "DP2": (2, {}),
     "DP2 distributed optimizer": (2, layout(2).megatron | SHARDED),
@@ -116,7 +117,7 @@ def train(config: dict[str, Any], data: BatchedDataDict) -> dict[str, Any]:
 
 
 LEARNING = [("cohere", name) for name in TRAINED]
-LEARNING += [("apertus", "TP2 distributed optimizer"), ("apertus", "PP2")]
+LEARNING += [("apertus", "TP2 distributed optimizer"), ("apertus", "TP2+SP")]
 
 
 @pytest.mark.parametrize(("family", "name"), LEARNING)
