@@ -137,8 +137,8 @@ class Architecture:
             )
         if not 0 <= self.mtp_layers <= self.further_layers:
             raise ConversionError(
-                f"the model's config.json counts {self.further_layers} layers for multi-token "
-                f"prediction (num_nextn_predict_layers), but mtp_num_layers asks for "
+                f"the model has {self.further_layers} layers for multi-token prediction that can "
+                f"be trained (num_nextn_predict_layers), but mtp_num_layers asks for "
                 f"{self.mtp_layers}: set it to {self.further_layers} or less"
             )
         rotated = self.mla.qk_rope_head_dim if self.mla else self.kv_channels
