@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_policy.errors import ConfigError
 from tests.checkpoints import make_checkpoint
@@ -46,6 +47,7 @@ def export_without_source(config: dict[str, Any], source: Path, path: Path) -> s
     """The error of an export whose source has lost its weights; with them it succeeds."""
     file, away = source / "model.safetensors", source.parent / "away"
     with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
+        dist.barrier()  # all ranks have read their weights
         if policy.rank == 0:
             file.rename(away)
         with pytest.raises(ConfigError) as error:
