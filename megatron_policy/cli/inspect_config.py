@@ -78,6 +78,12 @@ def _summary(config: PolicyConfig, architecture: Architecture, topology: Topolog
     )
     table.add_row("precision", config.precision)
     table.add_row("ranks", f"{topology.world_size} = {axes}")
+    if (moe := architecture.moe) is not None:
+        table.add_row(
+            "experts",
+            f"{moe.experts} over ep={topology.ep} x etp={topology.expert_tp}, "
+            f"{moe.experts // topology.ep} on a rank, each on edp={topology.edp} ranks of a stage",
+        )
     table.add_row("train step", _train_step(config, topology))
     table.add_row("ranks that fit", _listed(_legal_world_sizes(config)))
     return table

@@ -20,6 +20,7 @@ from megatron_policy.config.numbers import (
     Norm,
     Probability,
     Rate,
+    RateOrNone,
     Seconds,
     Seed,
     Temperature,
@@ -236,7 +237,7 @@ class MegatronConfig(Section):
     moe_per_layer_logging: bool = False
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] | None = None
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] | None = None
-    moe_expert_capacity_factor: float | None = None
+    moe_expert_capacity_factor: RateOrNone = None
     """An expert takes at most this many times the mean of a rank's tokens in a microbatch; None or
     a negative factor sets no limit.
     """

@@ -177,8 +177,10 @@ class Exporter:
         for exchange in plan.exchanges:
             if exchange.gathers:
                 group = joined.experts if exchange.of_experts else joined.tp
-                rounds = rounds_of(exchange, self._sources, group, joined.pp)
-                yield from stream_together(exchange, rounds, place)
+                # Nothing keeps the buffer of these rounds while the next exchange makes its own.
+                yield from stream_together(
+                    exchange, rounds_of(exchange, self._sources, group, joined.pp), place
+                )
             else:
                 yield from stream_alone(exchange, self._sources, place)
 

@@ -319,6 +319,9 @@ def test_a_capacity_that_cannot_be_is_refused() -> None:
     for factor in (None, -1):
         padded = config(**{pads: True, none: factor})
         assert f"{pads}=true pads to a capacity: set {none}" in refusal(padded, shape(moe=MOE), 1)
+    for wrong in (float("nan"), float("inf"), True):
+        with pytest.raises(ConfigError, match=none):
+            config(**{none: wrong})
     fits = config(**{pads: True, none: 1.5})
     check_layout(fits, shape(moe=MOE), topology_of(fits, 1))
 

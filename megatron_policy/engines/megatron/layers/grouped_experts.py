@@ -138,4 +138,7 @@ class _GroupedProduct(torch.autograd.Function):
         product = torch.nn.functional.grouped_mm
         grad_rows = product(grad_PN, torch.stack(weights_NK), offs=ends_E)
         grad_ENK = product(grad_PN.mT, rows_PK, offs=ends_E)
+        # A kernel need not write the result of an expert without rows.
+        empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
+        grad_ENK = grad_ENK.masked_fill(empty_E.view(-1, 1, 1), 0.0)
         return (grad_rows, None, *grad_ENK.unbind())
