@@ -295,7 +295,7 @@ def _balancing(config: PolicyConfig, architecture: Shape) -> Iterator[str]:
             "policy.megatron_cfg.moe_expert_capacity_factor=0 leaves experts without tokens: use a "
             "larger number, or null to drop none"
         )
-    if megatron.moe_pad_expert_input_to_capacity and (factor is None or factor < 0):
+    if megatron.moe_pad_expert_input_to_capacity and factor is None:
         yield (
             "policy.megatron_cfg.moe_pad_expert_input_to_capacity=true pads to a capacity: set "
             "moe_expert_capacity_factor, or leave it out"

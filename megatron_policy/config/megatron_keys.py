@@ -139,7 +139,7 @@ _EXPERTS: Rules = {
     "moe_permute_fusion": Applied("where the implementation has the fused kernel"),
     "moe_shared_expert_overlap": Applied("on GPUs, with moe_token_dispatcher_type 'alltoall'"),
     "moe_expert_capacity_factor": Applied(
-        "drops tokens, so results depend on layout and batching; null or negative drops none"
+        "drops tokens, so results depend on layout and batching; null or -1 drops none"
     ),
     "moe_pad_expert_input_to_capacity": Applied("with moe_expert_capacity_factor"),
     "moe_token_drop_policy": Applied("'probs' or 'position', with moe_expert_capacity_factor"),

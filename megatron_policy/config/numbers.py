@@ -47,9 +47,8 @@ def _none_for_unlimited(value: Any) -> Any:
     return None if value in (-1, 0) and not isinstance(value, bool) else value
 
 
-def _none_for_negative(value: Any) -> Any:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return None if is_number and math.isfinite(value) and value < 0 else value
+def _none_for_minus_one(value: Any) -> Any:
+    return None if value == -1 and not isinstance(value, bool) else value
 
 
 def _between(least: float, most: float, besides: str = "") -> AfterValidator:
@@ -75,8 +74,8 @@ Seed = Annotated[int, Field(ge=0, le=MAX_SEED), _NUMBER]
 
 Rate = Annotated[float, _FINITE, _between(0.0, MAX_RATE), _NUMBER]
 """A learning rate or a weight decay."""
-RateOrNone = Annotated[Rate | None, BeforeValidator(_none_for_negative)]
-"""A factor, of which a negative one stands for none."""
+RateOrNone = Annotated[Rate | None, BeforeValidator(_none_for_minus_one)]
+"""A factor; -1 stands for none."""
 Epsilon = Annotated[float, _FINITE, _between(LEAST_FP32, MAX_RATE), _NUMBER]
 """Added to a denominator; must not be 0 in float32."""
 Momentum = Annotated[float, _FINITE, Field(ge=0.0, lt=1.0), _NUMBER]

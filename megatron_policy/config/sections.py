@@ -239,7 +239,7 @@ class MegatronConfig(Section):
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] | None = None
     moe_expert_capacity_factor: RateOrNone = None
     """An expert takes at most this many times the mean of a rank's tokens in a microbatch; None or
-    a negative factor sets no limit.
+    -1 sets no limit.
     """
     moe_pad_expert_input_to_capacity: bool = False
     moe_token_drop_policy: Literal["probs", "position"] = "probs"

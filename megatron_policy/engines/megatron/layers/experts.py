@@ -83,7 +83,7 @@ def expert_fields(
 def _capacity(settings: MegatronConfig) -> dict[str, Any]:
     """How many tokens an expert takes at most, and which ones are dropped."""
     factor = settings.moe_expert_capacity_factor
-    if factor is None or factor < 0:
+    if factor is None:
         return {}
     return {
         "moe_expert_capacity_factor": factor,
