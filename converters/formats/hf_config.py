@@ -9,6 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from megatron_policy.converters.architecture import MOST_LAYERS
 from megatron_policy.converters.config_fields.quantisation import SECTION, Scheme, scheme_of
 from megatron_policy.converters.files import strict_json
@@ -35,16 +37,22 @@ def read_config(model: str | Path) -> dict[str, Any]:
 
     Fields common to all transformers models are left out where they have their common default. The
     config of an added family that transformers does not know is taken from the file unchanged.
-    ConfigError when there is no such model, or transformers cannot read its config; ConversionError
-    for a model_type without a family, and for a config.json that links to somewhere else.
+    ConfigError when there is no such model, or transformers cannot read its config or is too old
+    for it; ConversionError for a model_type without a family, and for a config.json that links to
+    somewhere else.
     """
     config = written_config(model)
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise _unreadable(model, f"its model_type is {kind!r:.100}, not the name of a family")
     known_as = _known_as(kind)  # importing a package that adds a family may register its class
-    from transformers import CONFIG_MAPPING, PretrainedConfig
+    from transformers import CONFIG_MAPPING, PretrainedConfig, __version__
 
+    if kind in FAMILIES and known_as not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"transformers {__version__} has no models of the type {known_as!r}, whose defaults a "
+            f"config.json of {kind} relies on: install a newer transformers"
+        )
     if known_as in CONFIG_MAPPING:
         config = _completed(model, config)
         if known_as != kind:  # transformers itself changes the type for some values
@@ -119,6 +127,7 @@ def _completed(model: str | Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
     with for_transformers(config) as folder:
         try:
+            _check_kinds(config)
             found = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
         except MemoryError:
             raise
@@ -148,6 +157,17 @@ def _check_layers(config: Mapping[str, Any]) -> None:
             _check_layers(value)
         elif "layer" in name and isinstance(value, int | float) and value > MOST_LAYERS:
             raise ValueError(f"{name} is {value!r:.40}, and no model has more than {MOST_LAYERS}")
+
+
+def _check_kinds(config: Mapping[str, Any]) -> None:
+    """ValueError for values at which transformers fails without naming the field."""
+    section = config.get(SECTION)
+    if section is not None and not isinstance(section, Mapping):
+        raise ValueError(f"{SECTION} is {section!r:.40}, not a section of fields")
+    for name in ("dtype", "torch_dtype"):
+        value = config.get(name)
+        if value is not None and not isinstance(getattr(torch, str(value), None), torch.dtype):
+            raise ValueError(f"{name} is {value!r:.40}, not the name of a dtype of torch")
 
 
 def _file_of(model: str | Path) -> Path:

@@ -333,6 +333,8 @@ def test_a_config_is_read_as_transformers_reads_it(
         ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval = 0"),
         ("ernie4_5_moe", {"moe_gate": "top2_fused"}, "moe_gate = 'top2_fused'"),
         ("ernie4_5_moe", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers = 2"),
+        ("deepseek_v3", {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers = -1: must be"),
+        ("glm4_moe", {"num_nextn_predict_layers": 1.5}, "num_nextn_predict_layers = 1.5: must be"),
         ("glm4_moe_lite", {"num_key_value_heads": 4, "rope_interleave": False}, "rope_interleave"),
         ("glm4_moe_lite", {"num_key_value_heads": 4, "mlp_layer_types": ["sparse"]}, "every layer"),
         (

@@ -397,3 +397,29 @@ def test_numbers_that_no_model_can_have_are_one_error(
     with pytest.raises(ValueError) as caught:  # of ours, or of transformers as a ConfigError
         bind(read_config(path))
     assert isinstance(caught.value, ConversionError | ConfigError), caught.value
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"quantization_config": "fp8"}, "quantization_config is 'fp8', not a section of fields"),
+        ({"torch_dtype": "float8"}, "torch_dtype is 'float8', not the name of a dtype of torch"),
+        ({"dtype": 16}, "dtype is 16, not the name of a dtype of torch"),
+    ],
+)
+def test_a_field_at_which_transformers_fails_is_named(
+    tmp_path: Path, fields: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"} | fields))
+    with pytest.raises(ConfigError, match=f"cannot be read: {said}"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "known_as"), [("qwen2", "qwen2"), ("kimi_k2", "deepseek_v3")])
+def test_a_family_that_is_newer_than_transformers_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, known_as: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    monkeypatch.setattr("transformers.CONFIG_MAPPING", {})
+    with pytest.raises(ConfigError, match=f"no models of the type '{known_as}'.*install a newer"):
+        read_config(tmp_path)

@@ -82,6 +82,9 @@ def _predicting(row: Row) -> Row:
 
 def take_layers(fields: Fields) -> int:
     """How many MTP layers the checkpoint can have after the last layer."""
-    count = int(fields.take("num_nextn_predict_layers", 0))
+    count = fields.take("num_nextn_predict_layers", 0)
+    if not isinstance(count, int) or count < 0:
+        fields.refuse("num_nextn_predict_layers", count, "must be 0 or the number of these layers")
+        return 0
     fields.ignore("num_nextn_predict_layers", "counts layers that the model's logits do not need")
     return count
