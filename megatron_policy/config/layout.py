@@ -289,6 +289,12 @@ def _balancing(config: PolicyConfig, architecture: Shape) -> Iterator[str]:
             f"policy.megatron_cfg.moe_router_load_balancing_type={kind!r} is not supported: use "
             f"one of {', '.join(map(repr, _LOAD_BALANCING))}"
         )
+    if kind in (None, "none") and megatron.moe_aux_loss_coeff:
+        yield (
+            f"policy.megatron_cfg.moe_aux_loss_coeff={megatron.moe_aux_loss_coeff} has no effect "
+            "without a load balancing loss: set moe_router_load_balancing_type to one of "
+            f"{', '.join(map(repr, _LOAD_BALANCING[1:]))}, or leave the coefficient out"
+        )
     factor = megatron.moe_expert_capacity_factor
     if factor == 0:
         yield (

@@ -300,7 +300,7 @@ def test_wishes_about_routers_that_are_not_supported_are_refused_where_there_are
 def test_the_hosts_own_settings_of_routers_are_taken(kind: str, dtype: str | None) -> None:
     host = config(
         moe_router_load_balancing_type=kind,
-        moe_aux_loss_coeff=1e-3,
+        moe_aux_loss_coeff=0.0 if kind == "none" else 1e-3,
         moe_z_loss_coeff=1e-4,
         moe_router_bias_update_rate="1e-3",
         moe_router_dtype=dtype,
@@ -309,6 +309,15 @@ def test_the_hosts_own_settings_of_routers_are_taken(kind: str, dtype: str | Non
         moe_pad_expert_input_to_capacity=False,
     )
     check_layout(host, shape(moe=MOE), topology_of(host, 1))
+
+
+@pytest.mark.parametrize("kind", [None, "none"])
+def test_a_coefficient_of_no_loss_is_refused_with_the_losses_there_are(kind: str | None) -> None:
+    policy = config(moe_aux_loss_coeff=1e-3, moe_router_load_balancing_type=kind)
+    said = refusal(policy, shape(moe=MOE), 1)
+    assert "moe_aux_loss_coeff=0.001 has no effect" in said
+    assert "one of 'aux_loss', 'seq_aux_loss', 'global_aux_loss'" in said
+    check_layout(policy, shape(), topology_of(policy, 1))
 
 
 def test_a_capacity_that_cannot_be_is_refused() -> None:
