@@ -8,6 +8,7 @@ import pytest
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import check_layout, topology_of
+from megatron_policy.converters.architecture.traits import Moe, Scoring
 from megatron_policy.errors import ConfigError
 from tests.unit.test_layout import shape
 
@@ -18,9 +19,15 @@ SHAPES = {
     "grpo_qwen2_1b_1gpu.yaml": (1, (28, 12, 2, 8960)),
     "sft_llama_8b_tp4_pp2.yaml": (16, (32, 32, 8, 14336)),
     "dpo_mistral_7b_tp2_pp2_vpp2.yaml": (8, (32, 32, 8, 14336)),
+    "grpo_qwen3_30b_a3b_tp2_ep8.yaml": (16, (48, 32, 4, 6144)),
     "grpo_qwen3_8b_tp2_pp4_uneven.yaml": (8, (36, 32, 8, 12288)),
 }
 """Ranks, and the model's layers, attention heads, key-value heads and feed-forward channels."""
+EXPERTS = {
+    "grpo_qwen3_30b_a3b_tp2_ep8.yaml": Moe(
+        experts=128, chosen=8, ffn_hidden_size=768, scoring=Scoring.SOFTMAX
+    ),
+}
 
 
 @pytest.mark.parametrize("file", sorted(path.name for path in CONFIGS.glob("*.yaml")))
@@ -28,7 +35,11 @@ def test_every_shipped_configuration_fits_its_model_and_ranks(file: str) -> None
     world, (layers, heads, groups, ffn) = SHAPES[file]
     config = PolicyConfig.from_yaml(CONFIGS / file)
     model = shape(
-        num_layers=layers, num_attention_heads=heads, num_query_groups=groups, ffn_hidden_size=ffn
+        num_layers=layers,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        ffn_hidden_size=ffn,
+        moe=EXPERTS.get(file),
     )
     topology = topology_of(config, world)
     assert topology.world_size == world
