@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from megatron_policy.errors import ConversionError
@@ -90,6 +90,10 @@ class Moe:
     """Width of the shared MLP that every token also passes through; 0: there is none."""
     shared_gate: bool = False
     """The shared MLP's output is multiplied by a sigmoid gate computed from the token."""
+    aux_loss_coeff: float | None = field(default=None, compare=False)
+    """The makers' coefficient of the load balancing loss, if they publish one; of use in training
+    only.
+    """
 
     def __post_init__(self) -> None:
         for name in ("experts", "chosen", "ffn_hidden_size", "groups", "groups_chosen"):

@@ -24,14 +24,16 @@ TABLE: tuple[Row | Ignore, ...] = (*dense.ENDS, *_LAYER, *mtp.layers(_LAYER))
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture a DeepseekV3Config describes."""
-    experts.ignore_balancing(fields)
     fields.ignore("pretraining_tp", "only the order of summation in pretraining")
     fields.ignore("ep_size", "how the makers' own code spread the experts")
     fields.ignore("auto_map", "the makers' own code, which transformers replaces")
-    for name in ("aux_loss_alpha", "seq_aux"):
-        fields.ignore(name, "part of the makers' own loss, which is not used here")
+    fields.ignore("seq_aux", "moe_router_load_balancing_type chooses the loss")
     common = mla.with_mla(dense.architecture(fields), fields)
     common = replace(common, further_layers=mtp.take_layers(fields))
     return experts.with_experts(
-        common, experts.take_sigmoid_moe(fields), experts.take_layers_after_dense(fields)
+        fields,
+        common,
+        experts.take_sigmoid_moe(fields),
+        experts.take_layers_after_dense(fields),
+        balancing="aux_loss_alpha",
     )

@@ -43,7 +43,6 @@ TABLE: tuple[Row | Ignore, ...] = (
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture an Ernie4_5_MoeConfig describes."""
-    experts.ignore_balancing(fields)
     fields.ignore("auto_map", "the makers' own code, which transformers replaces")
     fields.ignore("moe_capacity", "no expert's tokens are limited")
     fields.ignore("moe_use_aux_free", "every layer with experts has a correction bias")
@@ -64,7 +63,7 @@ def architecture(fields: Fields) -> Architecture:
         shared_ffn_hidden_size=width * fields.take("moe_num_shared_experts", 0),
     )
     common = dense.architecture(fields, rope=take_rope(fields, interleaved=True))
-    return experts.with_experts(common, moe, _take_layers(fields))
+    return experts.with_experts(fields, common, moe, _take_layers(fields))
 
 
 def _take_layers(fields: Fields) -> tuple[bool, ...]:

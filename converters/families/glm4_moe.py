@@ -24,7 +24,6 @@ TABLE: tuple[Row | Ignore, ...] = (*dense.ENDS, *_LAYER, *mtp.layers(_LAYER))
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture a Glm4MoeConfig describes."""
-    experts.ignore_balancing(fields)
     common = dense.architecture(
         fields,
         rope=take_rope(fields, partial=True),
@@ -33,5 +32,5 @@ def architecture(fields: Fields) -> Architecture:
     )
     common = replace(common, further_layers=mtp.take_layers(fields))
     return experts.with_experts(
-        common, experts.take_sigmoid_moe(fields), experts.take_layers_after_dense(fields)
+        fields, common, experts.take_sigmoid_moe(fields), experts.take_layers_after_dense(fields)
     )

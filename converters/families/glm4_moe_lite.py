@@ -15,13 +15,14 @@ TABLE = deepseek_v3.TABLE
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture a Glm4MoeLiteConfig describes."""
-    experts.ignore_balancing(fields)
     fields.ignore("pretraining_tp", "only the order of summation in pretraining")
     for name in ("first_k_dense_replace", "moe_layer_freq"):
         fields.ignore(name, "mlp_layer_types states it for each layer")
     common = mla.with_mla(dense.architecture(fields), fields)
     common = replace(common, further_layers=mtp.take_layers(fields))
-    return experts.with_experts(common, experts.take_sigmoid_moe(fields), _take_layers(fields))
+    return experts.with_experts(
+        fields, common, experts.take_sigmoid_moe(fields), _take_layers(fields)
+    )
 
 
 def _take_layers(fields: Fields) -> tuple[bool, ...]:

@@ -44,7 +44,6 @@ TABLE: tuple[Row | Ignore, ...] = (
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture a GptOssConfig describes."""
-    experts.ignore_balancing(fields)
     fields.expect("swiglu_alpha", (1.702,), "the gate is x * sigmoid(1.702 x)")
     fields.expect("swiglu_limit", (7.0,), "gate and up projections are clamped at 7")
     fields.ignore("initial_context_length", "transformers uses that of the rotary embedding")
@@ -70,4 +69,4 @@ def architecture(fields: Fields) -> Architecture:
         scoring=Scoring.SOFTMAX_OF_CHOSEN,
         router_bias=True,
     )
-    return experts.with_experts(common, moe, (True,) * common.num_layers)
+    return experts.with_experts(fields, common, moe, (True,) * common.num_layers)

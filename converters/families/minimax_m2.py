@@ -24,7 +24,6 @@ TABLE: tuple[Row | Ignore, ...] = (
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture a MiniMaxM2Config describes."""
-    experts.ignore_balancing(fields)
     fields.ignore("auto_map", "the makers' own code, which transformers replaces")
     for name in ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"):
         fields.ignore(name, "of layers that the model's logits do not need")
@@ -50,4 +49,4 @@ def architecture(fields: Fields) -> Architecture:
         renormalized=True,
         correction_bias=True,
     )
-    return experts.with_experts(common, moe, (True,) * common.num_layers)
+    return experts.with_experts(fields, common, moe, (True,) * common.num_layers)

@@ -18,7 +18,6 @@ TABLE: tuple[Row | Ignore, ...] = (
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture a MixtralConfig describes."""
-    experts.ignore_balancing(fields)
     fields.expect("router_jitter_noise", (0.0,), "Megatron-Core has no such noise in training")
     common = dense.architecture(fields, window=fields.take("sliding_window", None))
     moe = Moe(
@@ -27,4 +26,4 @@ def architecture(fields: Fields) -> Architecture:
         ffn_hidden_size=fields.take("intermediate_size"),
         scoring=Scoring.SOFTMAX_OF_CHOSEN,
     )
-    return experts.with_experts(common, moe, (True,) * common.num_layers)
+    return experts.with_experts(fields, common, moe, (True,) * common.num_layers)

@@ -20,10 +20,9 @@ TABLE: tuple[Row | Ignore, ...] = (
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture an OlmoeConfig describes."""
-    experts.ignore_balancing(fields)
     if (limit := fields.take("clip_qkv", None)) is not None:
         fields.refuse("clip_qkv", limit, "queries, keys and values are not clipped")
     bias = fields.take("attention_bias", False)
     common = dense.architecture(fields, qkv_bias=bias, proj_bias=bias, qk_norm=QkNorm.ALL_HEADS)
     moe = experts.take_softmax_moe(fields, width="intermediate_size")
-    return experts.with_experts(common, moe, (True,) * common.num_layers)
+    return experts.with_experts(fields, common, moe, (True,) * common.num_layers)

@@ -18,7 +18,6 @@ TABLE: tuple[Row | Ignore, ...] = (
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture a Qwen2MoeConfig describes."""
-    experts.ignore_balancing(fields)
     window: int | None = None
     windowed: tuple[bool, ...] = ()
     if fields.take("layer_types", None) is not None:
@@ -34,4 +33,4 @@ def architecture(fields: Fields) -> Architecture:
     moe = experts.take_softmax_moe(
         fields, shared_ffn_hidden_size=fields.take("shared_expert_intermediate_size")
     )
-    return experts.with_experts(common, moe, experts.take_sparse_layers(fields))
+    return experts.with_experts(fields, common, moe, experts.take_sparse_layers(fields))

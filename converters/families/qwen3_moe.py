@@ -19,7 +19,6 @@ TABLE: tuple[Row | Ignore, ...] = (
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture a Qwen3MoeConfig describes."""
-    experts.ignore_balancing(fields)
     windowed = fields.take("use_sliding_window", False)
     window = fields.take("sliding_window", None)
     fields.ignore("max_window_layers", "all layers have the window, or none")
@@ -32,5 +31,5 @@ def architecture(fields: Fields) -> Architecture:
         window=window if windowed else None,
     )
     return experts.with_experts(
-        common, experts.take_softmax_moe(fields), experts.take_sparse_layers(fields)
+        fields, common, experts.take_softmax_moe(fields), experts.take_sparse_layers(fields)
     )

@@ -17,6 +17,7 @@ from megatron_policy.config.sections import (
     DTensorConfig,
     DynamicBatchingConfig,
     GenerationConfig,
+    HfConfigOverridesConfig,
     MegatronConfig,
     RouterReplayConfig,
     SequencePackingConfig,
@@ -53,7 +54,7 @@ _POLICY: Rules = {
     "dtensor_cfg": Nested(DTensorConfig),
     "dynamic_batching": Nested(DynamicBatchingConfig),
     "sequence_packing": Nested(SequencePackingConfig),
-    "hf_config_overrides": Nested(),
+    "hf_config_overrides": Nested(HfConfigOverridesConfig),
     "draft": Nested(),
     "router_replay": Nested(RouterReplayConfig),
     "reward_model_cfg": Nested(),
@@ -146,8 +147,7 @@ SECTIONS: dict[str, Rules] = {
     "tokenizer.": _TOKENIZER,
     "dtensor_cfg.": _DTENSOR,
     "hf_config_overrides.": {
-        # Recipes for models with experts set it to 0: the model's own loss is never added here.
-        "router_aux_loss_coef": Rejected("use megatron_cfg.moe_aux_loss_coeff"),
+        "router_aux_loss_coef": Applied("where megatron_cfg.moe_aux_loss_coeff is not given"),
         "*": Rejected("write the change into the model's config.json"),
     },
     "draft.": switched_off(

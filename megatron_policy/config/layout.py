@@ -284,16 +284,23 @@ def _balancing(config: PolicyConfig, architecture: Shape) -> Iterator[str]:
     if moe is None:
         return
     kind = megatron.moe_router_load_balancing_type
-    if kind not in (None, *_LOAD_BALANCING):
+    coefficient = megatron.moe_aux_loss_coeff
+    if kind in (None, "none"):
+        if coefficient:
+            yield (
+                f"policy.megatron_cfg.moe_aux_loss_coeff={coefficient} has no effect without a "
+                "load balancing loss: set moe_router_load_balancing_type to one of "
+                f"{', '.join(map(repr, _LOAD_BALANCING[1:]))}, or leave the coefficient out"
+            )
+    elif kind not in _LOAD_BALANCING:
         yield (
             f"policy.megatron_cfg.moe_router_load_balancing_type={kind!r} is not supported: use "
             f"one of {', '.join(map(repr, _LOAD_BALANCING))}"
         )
-    if kind in (None, "none") and megatron.moe_aux_loss_coeff:
+    elif coefficient is None and moe.aux_loss_coeff is None:
         yield (
-            f"policy.megatron_cfg.moe_aux_loss_coeff={megatron.moe_aux_loss_coeff} has no effect "
-            "without a load balancing loss: set moe_router_load_balancing_type to one of "
-            f"{', '.join(map(repr, _LOAD_BALANCING[1:]))}, or leave the coefficient out"
+            f"policy.megatron_cfg.moe_router_load_balancing_type={kind!r} needs a coefficient, and "
+            "the model's config.json has none: set moe_aux_loss_coeff (1e-3, for example)"
         )
     factor = megatron.moe_expert_capacity_factor
     if factor == 0:

@@ -126,7 +126,7 @@ _EXPERTS: Rules = {
     "moe_router_load_balancing_type": Applied(
         "'none', 'aux_loss', 'seq_aux_loss' or 'global_aux_loss'; see docs/experts.md"
     ),
-    "moe_aux_loss_coeff": Applied("of the load balancing loss; not given, it is 0"),
+    "moe_aux_loss_coeff": Applied("of the load balancing loss; not given, it is the model's own"),
     "moe_z_loss_coeff": Applied("of the router's z-loss; not given, it is 0"),
     "moe_router_bias_update_rate": Applied("of routers with a correction bias; not given, it is 0"),
     "moe_per_layer_logging": Applied("`moe_metrics` has each layer too"),

@@ -43,6 +43,9 @@ def complete(config: P) -> P:
         distributed_data_parallel_config=_set(ddp, overlap_param_gather=gather),
         **_recompute(megatron),
     )
+    overrides = config.hf_config_overrides
+    if overrides is not None and overrides.router_aux_loss_coef is not None:
+        megatron = _where_absent(megatron, moe_aux_loss_coeff=overrides.router_aux_loss_coef)
     tokenizer = _set(config.tokenizer, name=config.tokenizer.name or config.model_name)
     dynamic = _mb_tokens(config.dynamic_batching)
     rounded = dynamic.sequence_length_round or config.make_sequence_length_divisible_by

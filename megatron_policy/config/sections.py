@@ -233,6 +233,7 @@ class MegatronConfig(Section):
     moe_router_load_balancing_type: str | None = None
     moe_router_bias_update_rate: Rate | None = None
     moe_aux_loss_coeff: Rate | None = None
+    """The model's own if not given; of use with a type of load balancing loss."""
     moe_z_loss_coeff: Rate | None = None
     moe_per_layer_logging: bool = False
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] | None = None
@@ -262,6 +263,13 @@ class MegatronConfig(Section):
     scheduler: MegatronSchedulerConfig = MegatronSchedulerConfig()
     distributed_data_parallel_config: MegatronDDPConfig = MegatronDDPConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+
+class HfConfigOverridesConfig(Section):
+    """What the host changes in the model's config.json."""
+
+    router_aux_loss_coef: Rate | None = None
+    """Used if `megatron_cfg.moe_aux_loss_coeff` is not given."""
 
 
 class PolicySection(Section):
@@ -297,6 +305,7 @@ class PolicySection(Section):
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     router_replay: RouterReplayConfig = RouterReplayConfig()
+    hf_config_overrides: HfConfigOverridesConfig | None = None
     refit_buffer_size_gb: Gib | None = None
     """GiB, on each rank, of the buffers in which weights travel to an engine on the same device; a
     fifth of the free memory if not given.

@@ -4,6 +4,8 @@ global batches, however a batch is cut and spread over ranks.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -221,7 +223,7 @@ def compare(ranks, oracles: Oracles, kind: str, name: str, batching: str, **more
     by_sequence, in_two = more.get("by_sequence", False), more.get("in_two", False)
     replicas = 2 if name in ("DP2", "EP2", "EP2xPP2xVPP2") else 1
     learned, balanced = oracles.of(kind, replicas, by_sequence)
-    path = oracles.path(FAMILIES[kind])
+    path = more.get("path") or oracles.path(FAMILIES[kind])
     megatron = settings(kind, case) | more.get("asked", {})
     config = policy_config(path, megatron, **BATCHINGS[batching])
     loss = "sequence" if by_sequence else "token"
@@ -248,6 +250,18 @@ def test_routers_are_trained_as_in_one_process_in_every_cell(
 @pytest.mark.parametrize("name", ["one process", "DP2"])
 def test_a_step_in_parts_trains_routers_as_a_whole_one(ranks, oracles: Oracles, name: str) -> None:
     compare(ranks, oracles, "seq_aux_loss", name, "padded", in_two=True)
+
+
+def test_a_coefficient_that_is_not_given_is_the_models_own(
+    ranks, oracles: Oracles, tmp_path: Path
+) -> None:
+    path = shutil.copytree(oracles.path("qwen3_moe"), tmp_path / "model")
+    published = json.loads((path / "config.json").read_text())
+    published["router_aux_loss_coef"] = COEFFICIENT
+    (path / "config.json").write_text(json.dumps(published))
+    compare(
+        ranks, oracles, "aux_loss", "EP2", "padded", path=path, asked={"moe_aux_loss_coeff": None}
+    )
 
 
 def test_rows_weigh_in_auxiliary_losses_what_they_weigh_in_the_loss(

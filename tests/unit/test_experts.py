@@ -169,6 +169,24 @@ OF_CHOSEN = Scoring.SOFTMAX_OF_CHOSEN
 @pytest.mark.parametrize(
     ("family", "fields", "expected"),
     [
+        ("mixtral", {"router_aux_loss_coef": 0.5}, 0.5),
+        ("qwen3_moe", {}, 0.001),  # of transformers
+        ("qwen3_moe", {"router_aux_loss_coef": 0.0}, 0.0),
+        ("deepseek_v3", {"aux_loss_alpha": 0.002, "router_aux_loss_coef": 0.5}, 0.002),
+        ("deepseek_v3", {}, None),
+        ("glm4_moe", {}, None),
+    ],
+)
+def test_the_makers_balancing_coefficient_is_known(
+    tmp_path: Path, family: str, fields: dict[str, Any], expected: float | None
+) -> None:
+    found = architecture(tmp_path, family, **fields).moe
+    assert found is not None and found.aux_loss_coeff == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "expected"),
+    [
         (
             "mixtral",
             {"router_aux_loss_coef": 0.5, "sliding_window": 7},
@@ -333,6 +351,8 @@ def test_a_config_is_read_as_transformers_reads_it(
         ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval = 0"),
         ("ernie4_5_moe", {"moe_gate": "top2_fused"}, "moe_gate = 'top2_fused'"),
         ("ernie4_5_moe", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers = 2"),
+        ("mixtral", {"router_aux_loss_coef": -0.1}, "router_aux_loss_coef = -0.1: must be"),
+        ("deepseek_v3", {"aux_loss_alpha": "low"}, "aux_loss_alpha = 'low': must be"),
         ("deepseek_v3", {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers = -1: must be"),
         ("glm4_moe", {"num_nextn_predict_layers": 1.5}, "num_nextn_predict_layers = 1.5: must be"),
         ("glm4_moe_lite", {"num_key_value_heads": 4, "rope_interleave": False}, "rope_interleave"),

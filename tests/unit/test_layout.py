@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -318,6 +319,17 @@ def test_a_coefficient_of_no_loss_is_refused_with_the_losses_there_are(kind: str
     assert "moe_aux_loss_coeff=0.001 has no effect" in said
     assert "one of 'aux_loss', 'seq_aux_loss', 'global_aux_loss'" in said
     check_layout(policy, shape(), topology_of(policy, 1))
+
+
+def test_a_balancing_loss_takes_the_models_coefficient_and_is_refused_without_any() -> None:
+    policy = config(moe_router_load_balancing_type="aux_loss")
+    said = refusal(policy, shape(moe=MOE), 1)
+    assert "='aux_loss' needs a coefficient" in said and "set moe_aux_loss_coeff" in said
+    for published in (0.0, 1e-3):
+        moe = replace(MOE, aux_loss_coeff=published)
+        check_layout(policy, shape(moe=moe), topology_of(policy, 1))
+    given = config(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.0)
+    check_layout(given, shape(moe=MOE), topology_of(given, 1))
 
 
 def test_a_capacity_that_cannot_be_is_refused() -> None:

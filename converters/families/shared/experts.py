@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from math import inf
 
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.architecture.traits import Moe, Scoring
@@ -86,18 +87,29 @@ def shared(name: str) -> tuple[Row, ...]:
     )
 
 
-def with_experts(architecture: Architecture, moe: Moe, layers: Iterable[bool]) -> Architecture:
-    """The architecture with `moe` in place of the MLP on the marked layers."""
+def with_experts(
+    fields: Fields,
+    architecture: Architecture,
+    moe: Moe,
+    layers: Iterable[bool],
+    *,
+    balancing: str = "router_aux_loss_coef",
+) -> Architecture:
+    """The architecture with `moe` in place of the MLP on the marked layers.
+
+    `balancing` is the name of the field with the coefficient of the load balancing loss.
+    """
+    fields.ignore("output_router_logits", "part of Hugging Face's own loss, which is not used here")
+    if balancing != "router_aux_loss_coef":
+        fields.ignore("router_aux_loss_coef", f"the makers' own is {balancing}")
+    found = fields.take(balancing, None)
+    if found is not None and (type(found) not in (int, float) or not 0 <= found < inf):
+        fields.refuse(balancing, found, "must be a finite number of at least 0")
     placed = tuple(layers)
     if not any(placed):
         return architecture
+    moe = replace(moe, aux_loss_coeff=found)
     return replace(architecture, moe=moe, moe_layers=() if all(placed) else placed)
-
-
-def ignore_balancing(fields: Fields) -> None:
-    """Ignore the fields that only affect Hugging Face's own training loss."""
-    for name in ("output_router_logits", "router_aux_loss_coef"):
-        fields.ignore(name, "part of Hugging Face's own loss, which is not used here")
 
 
 def take_experts(fields: Fields, *names: str) -> int:

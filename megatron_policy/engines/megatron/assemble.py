@@ -123,7 +123,7 @@ def _build(
             held,
             arch,
             place,
-            _routers(built, arch, settings, place, groups),
+            Routers.of(held_layers(built, place), arch, settings, groups.pp),
         )
         chunks = trainable.chunks
     last = place.topology.vpp - 1
@@ -175,23 +175,6 @@ def _fill(
         )
     mark_unfilled(held)
     return source_dtypes
-
-
-def _routers(
-    built: Any,
-    architecture: Architecture,
-    settings: MegatronConfig,
-    place: Placement,
-    groups: Groups,
-) -> Routers:
-    moe = architecture.moe
-    return Routers.of(
-        held_layers(built, place),
-        settings,
-        expert_layers=0 if moe is None else architecture.num_layers,
-        biased=moe is not None and moe.correction_bias,
-        pp=groups.pp,
-    )
 
 
 def _head(

@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_policy.config import MegatronConfig
+from megatron_policy.converters.architecture import Architecture
 from megatron_policy.device import current_device
 from megatron_policy.engines.megatron.layers.balancing import (
     BY_GLOBAL_BATCH,
     BY_MICROBATCH,
     BY_SEQUENCE,
 )
-from megatron_policy.engines.megatron.layers.experts import ExpertLayer
+from megatron_policy.engines.megatron.layers.experts import ExpertLayer, balancing_coefficient
 from megatron_policy.engines.megatron.layers.router import Router
 
 BALANCE = {
@@ -49,28 +50,30 @@ class Routers:
     def of(
         cls,
         layers: Iterable[tuple[int, torch.nn.Module]],
+        architecture: Architecture,
         settings: MegatronConfig,
-        expert_layers: int,
-        biased: bool,
         pp: dist.ProcessGroup,
     ) -> Routers:
-        """Of this rank's `layers`; `expert_layers` is L where the model has experts, otherwise 0,
-        and `biased` says whether its routers have correction biases.
-        """
+        """Of this rank's `layers` of the model."""
         routers = []
         for number, layer in layers:
             if isinstance(layer.mlp, ExpertLayer):
                 routers.append((number, layer.mlp.router))
-        kind, reported = settings.moe_router_load_balancing_type or "none", [MOST, IDLE]
-        if kind in BALANCE and settings.moe_aux_loss_coeff:
-            reported.append(BALANCE[kind])
+        moe, reported = architecture.moe, [MOST, IDLE]
+        if moe is not None and balancing_coefficient(settings, moe):
+            reported.append(BALANCE[settings.moe_router_load_balancing_type or ""])
         if settings.moe_z_loss_coeff:
             reported.append(Z_LOSS)
-        if biased:
+        if moe is not None and moe.correction_bias:
             reported.append(BIAS)
-        rate = settings.moe_router_bias_update_rate or 0.0
-        per_layer = settings.moe_per_layer_logging
-        return cls(tuple(routers), expert_layers, rate, per_layer, tuple(reported), pp)
+        return cls(
+            by_layer=tuple(routers),
+            layers=0 if moe is None else architecture.num_layers,
+            bias_update_rate=settings.moe_router_bias_update_rate or 0.0,
+            per_layer=settings.moe_per_layer_logging,
+            reported=tuple(reported),
+            pp=pp,
+        )
 
     def restart(self) -> None:
         """Begin a step: nothing has been counted."""

@@ -106,7 +106,7 @@ class Balancing(torch.nn.Module):
         super().__init__()
         self.moe = moe
         self.kind: str = config.moe_router_load_balancing_type
-        self.coefficient: float = config.moe_aux_loss_coeff if self.kind != "none" else 0.0
+        self.coefficient: float = config.moe_aux_loss_coeff
         self.z_coefficient: float = config.moe_z_loss_coeff or 0.0
         self.one_replica: dist.ProcessGroup = groups.tp_cp_group
         self.all_replicas: dist.ProcessGroup = groups.tp_dp_cp_group

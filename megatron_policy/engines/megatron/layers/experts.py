@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_policy.config import MegatronConfig
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.traits import Scoring
+from megatron_policy.converters.architecture.traits import Moe, Scoring
 from megatron_policy.device import is_accelerated
 from megatron_policy.engines.megatron.layers.grouped_experts import GroupedExperts
 from megatron_policy.engines.megatron.layers.router import Router
@@ -74,10 +74,18 @@ def expert_fields(
         # `Routers` updates the bias, once it is known that the step is taken.
         "moe_router_bias_update_rate": 0.0,
         "moe_router_load_balancing_type": settings.moe_router_load_balancing_type or "none",
-        "moe_aux_loss_coeff": settings.moe_aux_loss_coeff or 0.0,
+        "moe_aux_loss_coeff": balancing_coefficient(settings, moe),
         "moe_z_loss_coeff": settings.moe_z_loss_coeff,
         **_capacity(settings),
     }
+
+
+def balancing_coefficient(settings: MegatronConfig, moe: Moe) -> float:
+    """Of the load balancing loss: as given, or the model's own; 0 without this loss."""
+    if settings.moe_router_load_balancing_type in (None, "none"):
+        return 0.0
+    given = settings.moe_aux_loss_coeff
+    return (moe.aux_loss_coeff if given is None else given) or 0.0
 
 
 def _capacity(settings: MegatronConfig) -> dict[str, Any]:
