@@ -22,7 +22,7 @@ from tests.dist.cases import (
     policy_config,
     train_two_steps,
 )
-from tests.dist.layouts import EXPERT_LAYOUTS, LAYOUTS
+from tests.dist.layouts import EXPERT_LAYOUTS, LAYOUTS, layout
 from tests.dist.test_export import assert_same_tensors, export
 from tests.dist.test_generate import (
     NEW,
@@ -41,11 +41,17 @@ from tests.invariance.cases import MODELS
 
 DRAWS = 6
 VOCAB, LENGTH = 200, 24
+UNEVEN = "EP2xPP2, stages of 1 and 3 layers"
+EVERY_LAYOUT = {
+    **LAYOUTS,
+    **EXPERT_LAYOUTS,
+    UNEVEN: layout(4, pp=2, num_layers_in_first_pipeline_stage=1, expert_model_parallel_size=2),
+}
 TRAINED = {
     "mixtral": ("one process", "PP2", "DP2", "TP2+SP"),
     "qwen2_moe": ("PP2 uneven", "TP2+SP"),
     "qwen3_moe": ("one process", "PP2", "DP2 distributed optimizer, both overlaps", "TP2+SP"),
-    "deepseek_v3": ("one process", "PP2", "DP2", "PP2xVPP2", "TP2xPP2xDP2+SP"),
+    "deepseek_v3": ("one process", UNEVEN, "DP2", "PP2xVPP2", "TP2xPP2xDP2+SP"),
     "ernie4_5_moe": ("PP2", "EP2xTP2+SP"),
     "glm4_moe": ("PP2", "TP2+SP"),
     "glm4_moe_lite": ("PP2", "TP2+SP"),
@@ -86,12 +92,12 @@ def learned(request, tmp_path_factory) -> tuple[str, Path, Any, Exact, oracle.Le
 
 def test_every_family_computes_and_learns_like_hf_under_its_layouts(ranks, learned) -> None:
     family, path, data, logits, hf = learned
-    for layout in TRAINED[family]:
-        case = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    for name in TRAINED[family]:
+        case = EVERY_LAYOUT[name]
         config = policy_config(path, case.megatron, logprob_batch_size=GLOBAL_BATCH)
         for seen in ranks.run(case.world, train_two_steps, config, "token", data, VOCAB, True):
-            assert_equal("logits", seen["before"]["logits"], logits, layout)
-            hf.assert_same_steps(seen["steps"], layout)
+            assert_equal("logits", seen["before"]["logits"], logits, name)
+            hf.assert_same_steps(seen["steps"], name)
             assert seen["unchanged"]
             reference = seen["before"]["logprobs"]
             torch.testing.assert_close(seen["reference"], reference, rtol=0, atol=1e-6)
@@ -132,10 +138,10 @@ def test_recomputing_activations_changes_no_gradient(ranks, learned) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"),
+    ("family", "name"),
     [
         ("deepseek_v3", "EP2xTP2+SP"),
-        ("deepseek_v3", "PP2 uneven"),
+        ("deepseek_v3", UNEVEN),
         ("deepseek_v3", "TP2+SP"),
         ("ernie4_5_moe", "EP2xTP2+SP"),
         ("glm4_moe", "DP2"),
@@ -148,11 +154,11 @@ def test_recomputing_activations_changes_no_gradient(ranks, learned) -> None:
         ("qwen3_moe", "EP2xTP2xPP2xCP2+SP, distributed optimizer, overlaps"),
     ],
 )
-def test_mixed_dtypes_come_back_bit_equal(ranks, tmp_path: Path, family: str, layout: str) -> None:
+def test_mixed_dtypes_come_back_bit_equal(ranks, tmp_path: Path, family: str, name: str) -> None:
     """Weights in bf16; in transformers as in Megatron-Core, correction biases stay in fp32."""
     source = make_checkpoint(tmp_path / "source", family, dtype="bfloat16", **SMALL)
     widen_correction_biases(source)
-    case = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    case = EVERY_LAYOUT[name]
     config = policy_config(source, case.megatron, precision="bfloat16")
     ranks.run(case.world, export, config, tmp_path / "exported")
     assert_same_tensors(tmp_path / "exported", source)
