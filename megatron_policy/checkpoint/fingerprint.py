@@ -17,7 +17,8 @@ from megatron_policy.version import VERSION
 
 
 def digest_of(architecture: Any) -> str:
-    """A digest of a model's architecture, a (nested) dataclass, without fields at their default.
+    """A digest of a model's architecture, a (nested) dataclass, without fields at their default
+    and those that do not count when two of them are compared.
 
     So a field that a later version adds with a default does not change the digest.
     """
@@ -40,7 +41,7 @@ def _plain(value: Any) -> Any:
         return {
             part.name: _plain(getattr(value, part.name))
             for part in dataclasses.fields(value)
-            if getattr(value, part.name) != _default(part)
+            if part.compare and getattr(value, part.name) != _default(part)
         }
     if isinstance(value, enum.Enum):
         return value.name

@@ -36,6 +36,7 @@ from tests.dist.resuming import (
     train,
 )
 from tests.ranks import RankPool
+from tests.turns import in_turns
 
 ASYNC = {"checkpoint": {"async_save": True}}
 LAYOUTS: dict[str, tuple[str, bool, Layout]] = {
@@ -168,7 +169,7 @@ def save_and_change(config: dict[str, Any], root: Path, changes: list[str]) -> d
     return wrong
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", in_turns(LAYOUTS))
 def test_what_changes_or_moves_memory_waits_for_the_copies_and_reading_does_not(
     ranks: RankPool, checkpoint: Callable[..., Path], tmp_path: Path, name: str
 ) -> None:

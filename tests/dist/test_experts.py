@@ -38,6 +38,7 @@ from tests.dist.test_malformed_batches import outcome
 from tests.exact import Exact, assert_equal
 from tests.expert_families import EXPERTS, YARN, draw
 from tests.invariance.cases import MODELS
+from tests.turns import in_turns
 
 DRAWS = 6
 VOCAB, LENGTH = 200, 24
@@ -62,7 +63,7 @@ TRAINED = {
 SMALL = {"hidden": 48, "heads": 4, "layers": 4, "ffn": 40, "vocab": VOCAB}
 
 
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("family", in_turns(EXPERTS))
 def test_random_models_compute_the_logits_of_transformers(
     ranks, tmp_path: Path, family: str
 ) -> None:
@@ -78,7 +79,7 @@ def test_random_models_compute_the_logits_of_transformers(
         assert_equal("logits", logits, Exact.of(path, lambda m: m(tokens).logits), sizes)
 
 
-@pytest.fixture(scope="module", params=TRAINED)
+@pytest.fixture(scope="module", params=in_turns(TRAINED))
 def learned(request, tmp_path_factory) -> tuple[str, Path, Any, Exact, oracle.Learned]:
     """A family, its checkpoint, data, HF's logits of it, and what HF learns from it."""
     family = request.param

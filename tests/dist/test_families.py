@@ -25,6 +25,7 @@ from tests.dist.cases import (
 from tests.dist.layouts import LAYOUTS
 from tests.exact import Exact, assert_equal
 from tests.losses import loss_mask, sequence_nll, token_nll
+from tests.turns import in_turns
 
 VOCAB, LENGTH = 200, 23
 LLAMA3 = {
@@ -113,7 +114,7 @@ RUNS = [(variant, "TP2+SP") for variant in VARIANTS]
 RUNS += [(variant, "PP2xVPP2") for variant in IN_A_PIPELINE]
 
 
-@pytest.mark.parametrize(("variant", "layout"), RUNS)
+@pytest.mark.parametrize(("variant", "layout"), in_turns(RUNS))
 def test_every_family_computes_and_learns_like_hf(
     ranks, checkpoint: Callable[..., Path], variant: str, layout: str
 ) -> None:

@@ -18,6 +18,7 @@ from tests import oracle
 from tests.dist.cases import open_policy, policy_config
 from tests.dist.layouts import LAYOUTS, VOCAB
 from tests.exact import Exact, assert_equal
+from tests.turns import in_turns
 
 NEW, PAD = 9, 0
 PROMPT_LENGTHS = (4, 7, 2, 7, 5)
@@ -147,7 +148,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", in_turns(KINDS))
 def test_every_kind_of_layer_works_with_a_cache(ranks, checkpoint, family: str) -> None:
     name, sizes = KINDS[family]
     path = checkpoint(family, vocab=VOCAB, **sizes)

@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.version import Version
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.packing.bins import ALGORITHMS, BALANCED
@@ -25,6 +23,7 @@ from tests.invariance.measure import LOSSES, run_cell
 from tests.invariance.mutations import MUTATIONS, run_broken
 from tests.invariance.oracle import data_of, few, rounding, truth
 from tests.oracle import CLIP
+from tests.turns import in_turns
 
 WRITE = "INVARIANCE_PAGE"
 """Set in the environment, a run of the whole table writes the page."""
@@ -39,18 +38,7 @@ def measured() -> Iterator[dict[Cell, dict[str, page.Found]]]:
         page.write(found)
 
 
-def in_turns() -> list[Any]:
-    """All cells. `make test` and `make test-latest` run every second one each; the others are
-    sweeps.
-    """
-    latest = int(Version(version("megatron-core")) >= Version("0.17"))
-    return [
-        pytest.param(cell, id=cell.name, marks=[pytest.mark.sweep] * (number % 2 != latest))
-        for number, cell in enumerate(CELLS)
-    ]
-
-
-@pytest.mark.parametrize("cell", in_turns())
+@pytest.mark.parametrize("cell", in_turns(CELLS, lambda cell: cell.name))
 def test_cell_equals_hf_computing_each_sequence_alone(
     ranks, checkpoint, measured, cell: Cell
 ) -> None:

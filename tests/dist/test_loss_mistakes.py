@@ -24,6 +24,7 @@ from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, polic
 from tests.dist.layouts import LAYOUTS, LENGTH, OVERLAPPED, VOCAB, layout
 from tests.losses import sequence_nll
 from tests.mistaken import MISTAKES, READING, Mistaken, NoGradientOfSqrt
+from tests.turns import in_turns
 
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 40}}
 Case = tuple[int, dict[str, Any], str, dict[str, Any]]
@@ -129,7 +130,7 @@ def make_mistakes(config: dict[str, Any], kind: str, world: int) -> dict[str, An
         }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", in_turns(CASES))
 def test_all_ranks_name_the_loss_that_failed_on_one_and_go_on(ranks, checkpoints, name) -> None:
     world, megatron, kind, top = CASES[name]
     path = checkpoints[True]

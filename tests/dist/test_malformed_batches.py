@@ -15,6 +15,7 @@ from tests import oracle
 from tests.dist.cases import LOSSES, open_policy, policy_config
 from tests.dist.layouts import LENGTH, VOCAB
 from tests.malformed import malformed
+from tests.turns import in_turns
 
 ROWS = 4
 TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=None)
@@ -112,7 +113,7 @@ def read_malformed(config: dict[str, Any]) -> list[str]:
         return said
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", in_turns(KINDS))
 def test_every_malformed_batch_that_is_read_is_refused_or_computed(
     ranks, checkpoints, kind: str
 ) -> None:

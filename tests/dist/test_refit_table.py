@@ -32,6 +32,7 @@ from tests.dist.test_refit_export import LAYOUTS, config_of
 from tests.losses import TokenNLL
 from tests.oracle import make_batch
 from tests.ranks import RankPool
+from tests.turns import in_turns
 
 VOCAB, ROWS, LENGTH = 256, 4, 12
 BUCKET = 48 * 1024
@@ -305,7 +306,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "layout"), CELLS)
+@pytest.mark.parametrize(("model", "layout"), in_turns(CELLS))
 def test_engines_have_the_export_bit_by_bit_over_every_transport(
     ranks: RankPool, checkpoint: Any, tmp_path: Path, model: str, layout: str
 ) -> None:

@@ -54,6 +54,7 @@ from tests.dist.test_dist_checkpoints import sharded
 from tests.exact import furthest
 from tests.margins import check
 from tests.ranks import RankPool
+from tests.turns import in_turns
 
 SHARDED = {"optimizer": {"use_distributed_optimizer": True}}
 BF16 = {"precision": "bfloat16"}
@@ -301,7 +302,7 @@ def expected(saved: dict[str, torch.Tensor], saver: Case, loader: Case) -> dict[
     return weights | trained | moments
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", in_turns(CHANGES))
 def test_weights_moments_and_schedule_go_on_under_another_layout(
     ranks: RankPool, path_of: Callable[[Case], Path], tmp_path: Path, name: str
 ) -> None:

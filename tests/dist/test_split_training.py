@@ -26,6 +26,7 @@ from tests.dist.layouts import LAYOUTS, LENGTH, OVERLAPPED, SIZES, VOCAB, layout
 from tests.exact import furthest
 from tests.losses import Result, SequenceNLL, TokenNLL, loss_mask, token_nll
 from tests.margins import check
+from tests.turns import in_turns
 
 EIGHT_TOKENS = 8
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 40}}
@@ -230,7 +231,7 @@ def config_of(case: Case, path: Path) -> dict[str, Any]:
     return policy_config(path, megatron, **case.top)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", in_turns(CASES))
 def test_a_step_in_parts_is_the_step_that_train_takes(
     ranks, checkpoint: Callable[..., Path], name: str
 ) -> None:

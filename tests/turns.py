@@ -1,0 +1,25 @@
+"""Cases that `make test` and `make test-latest` share out: every second one each. The cases that an
+environment leaves to the other are sweeps there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+
+def in_turns(cases: Iterable[Any], name: Callable[[Any], str] | None = None) -> list[Any]:
+    """The cases as parameters of a test, a tuple as several; `name` makes their ids."""
+    latest = int(Version(version("megatron-core")) >= Version("0.17"))
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            id=name(case) if name else None,
+            marks=[pytest.mark.sweep] * (number % 2 != latest),
+        )
+        for number, case in enumerate(cases)
+    ]
