@@ -17,9 +17,15 @@ def in_turns(cases: Iterable[Any], name: Callable[[Any], str] | None = None) -> 
     latest = int(Version(version("megatron-core")) >= Version("0.17"))
     return [
         pytest.param(
-            *(case if isinstance(case, tuple) else (case,)),
-            id=name(case) if name else None,
-            marks=[pytest.mark.sweep] * (number % 2 != latest),
+            *_values(case),
+            id=name(case) if name else getattr(case, "id", None),
+            marks=[*getattr(case, "marks", ()), *[pytest.mark.sweep] * (number % 2 != latest)],
         )
         for number, case in enumerate(cases)
     ]
+
+
+def _values(case: Any) -> tuple[Any, ...]:
+    if isinstance(case, type(pytest.param())):
+        return case.values
+    return case if isinstance(case, tuple) else (case,)

@@ -164,14 +164,16 @@ def test_recomputing_activations_changes_no_gradient(ranks, checkpoints, layout:
 
 @pytest.mark.parametrize(
     ("variant", "kind"),
-    [
-        ("apertus with biases", "selective norms and mlp"),
-        ("gemma2", "full"),
-        ("hunyuan with a wider base", "selective core attention"),
-        ("olmo2", "selective norms and mlp"),
-        ("smollm3 with a window", "full by blocks"),
-        ("cohere", "selective norms and mlp"),
-    ],
+    in_turns(
+        [
+            ("apertus with biases", "selective norms and mlp"),
+            ("gemma2", "full"),
+            ("hunyuan with a wider base", "selective core attention"),
+            ("olmo2", "selective norms and mlp"),
+            ("smollm3 with a window", "full by blocks"),
+            ("cohere", "selective norms and mlp"),
+        ]
+    ),
 )
 def test_other_kinds_of_layers_can_be_recomputed(
     ranks, checkpoint, variant: str, kind: str

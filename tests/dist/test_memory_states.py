@@ -33,6 +33,7 @@ from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
 from tests.dist.layouts import LAYOUTS, LENGTH, OVERLAPPED, SIZES, VOCAB
+from tests.turns import in_turns
 
 SHARDED = {"optimizer": {"use_distributed_optimizer": True}}
 BF16 = {"precision": "bfloat16"}
@@ -153,7 +154,7 @@ def assert_bit_equal(moved: dict[str, Any], still: dict[str, Any]) -> None:
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", in_turns(CASES))
 def test_training_after_every_route_through_the_states_is_bit_equal_to_staying(
     ranks, config_of, name: str
 ) -> None:

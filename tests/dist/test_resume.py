@@ -173,7 +173,7 @@ def from_checkpoint(config: dict[str, Any], root: Path, reference: bool) -> dict
         return seen
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", in_turns(SAME))
 def test_four_steps_equal_two_a_save_a_load_in_other_processes_and_two(
     ranks: RankPool, path_of: Callable[[Case], Path], tmp_path: Path, name: str
 ) -> None:

@@ -24,6 +24,7 @@ from tests.dist.layouts import LAYOUTS, LENGTH, layout
 from tests.dist.resuming import paths, replaced, resumed
 from tests.dist.test_export import tensors_of
 from tests.exact import assert_equal
+from tests.turns import in_turns
 
 VOCAB = 131
 STRONG = 0.3
@@ -120,7 +121,7 @@ LEARNING = [("cohere", name) for name in TRAINED]
 LEARNING += [("apertus", "TP2 distributed optimizer"), ("apertus", "TP2+SP")]
 
 
-@pytest.mark.parametrize(("family", "name"), LEARNING)
+@pytest.mark.parametrize(("family", "name"), in_turns(LEARNING))
 def test_norms_of_each_head_and_activations_learn_like_transformers_under_strong_decay(
     ranks, checkpoint, family: str, name: str
 ) -> None:

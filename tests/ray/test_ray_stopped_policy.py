@@ -17,6 +17,7 @@ from megatron_policy.errors import WorkerError
 from tests.ray.actors import LONG_S, promptly, still_running, wait_until_stopped
 from tests.ray.losses import Slow, Troubled
 from tests.ray.policies import DP2, TP2, PolicyMaker, batch
+from tests.turns import in_turns
 
 LIMIT_S = 3.0
 
@@ -40,10 +41,14 @@ def prepare_refit_info(policy: Policy, path: Path) -> Any:
 EVERY_VERB = pytest.mark.parametrize(
     ("verb", "layout"),
     [
-        pytest.param(train, TP2, id="train-tp2"),
-        pytest.param(get_logprobs, DP2, id="get_logprobs-dp2"),
-        pytest.param(save_checkpoint, DP2, id="save_checkpoint-dp2"),
-        pytest.param(prepare_refit_info, TP2, id="prepare_refit_info-tp2"),
+        *in_turns(
+            [
+                pytest.param(train, TP2, id="train-tp2"),
+                pytest.param(get_logprobs, DP2, id="get_logprobs-dp2"),
+                pytest.param(prepare_refit_info, TP2, id="prepare_refit_info-tp2"),
+                pytest.param(save_checkpoint, DP2, id="save_checkpoint-dp2"),
+            ]
+        ),
         # Whichever verb and layout, the driver watches its workers in one place.
         pytest.param(train, DP2, id="train-dp2", marks=pytest.mark.sweep),
         pytest.param(get_logprobs, TP2, id="get_logprobs-tp2", marks=pytest.mark.sweep),
