@@ -29,6 +29,7 @@ from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.transports.ipc.address import path_of
 from megatron_policy.refit.transports.ipc.exported_buffer import ExportedBuffer
+from megatron_policy.refit.transports.ipc.link import Link
 from megatron_policy.refit.transports.ipc.protocol import Dialect, PackMessage, understood
 from megatron_policy.refit.transports.ipc.replies import ReplySocket
 from megatron_policy.refit.transports.ipc.requests import RequestSocket
@@ -302,6 +303,27 @@ def test_a_trainer_that_gives_up_ends_the_engines_wait(
     with pytest.raises(RefitError, match=r"trainer .* disconnected|cannot open"):
         process.result(10)
     assert process.call(engine.state)[0] == ZEROS
+
+
+def test_a_request_is_read_whole_though_its_trainer_has_left(address: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.REQ) as trainer:
+        trainer.bind(address)
+        link = Link(context, zmq.REP)
+        try:
+            link.socket.connect(address)
+            trainer.send(b"a question")
+            end = time.monotonic() + 30
+            assert link.wait(end, zmq.POLLIN)  # ZeroMQ has read the first part by now
+            trainer.close(0)
+            while not link.left:
+                link.wait(end)
+            assert link.wait(end, zmq.POLLIN)
+            assert link.receive() == b"a question"
+            began = time.monotonic()
+            assert link.send(b"an answer")
+        finally:
+            link.close(30)
+    assert time.monotonic() - began < 20, "it lingers, for nobody"
 
 
 def test_a_full_shared_memory_fails_the_refit_and_a_smaller_buffer_succeeds(

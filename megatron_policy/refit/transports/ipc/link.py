@@ -1,7 +1,9 @@
 """A ZeroMQ socket for one connection that tracks connects and disconnects. Every wait is bounded.
 
 By default ZeroMQ reconnects after a connection breaks: an engine that is slow to close its socket
-would be mistaken for the engine of the next refit.
+would be mistaken for the engine of the next refit. Switched off (an interval of -1), libzmq 4.3.5
+ends the process in an assertion, or reads for ever, if the peer leaves while a message of several
+parts is read. So it reconnects after a day.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ _LEFT = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _FAILED = zmq.EVENT_CLOSED  # an attempt to connect
+_A_DAY_MS = 86_400_000
 
 
 class Link:
@@ -28,7 +31,7 @@ class Link:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], kind: int) -> None:
         self.socket = context.socket(kind)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, _A_DAY_MS)
         self._events = self.socket.get_monitor_socket(_CAME | _MET | _LEFT | _FAILED)
         self.here: set[int] = set()  # descriptors of open connections
         self.met = False  # whether one has completed its handshake
@@ -65,10 +68,12 @@ class Link:
             return None
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close the socket; `linger_s` are the seconds to flush the last message."""
+        """Close the socket; `linger_s` are the seconds to flush the last message to a peer."""
+        if linger_s:
+            self.wait(0.0)
         self.socket.disable_monitor()
         self._events.close(0)
-        self.socket.close(int(linger_s * 1000))
+        self.socket.close(0 if self.left else int(linger_s * 1000))
 
     def _note(self, kind: int, descriptor: int) -> None:
         if kind & _CAME:

@@ -34,7 +34,7 @@ class ReplySocket:
         end = time.monotonic() + self._timeout_s
         while True:
             link = self._link or self._connected(end)
-            if link.wait(end, zmq.POLLIN):
+            if link.wait(0.0 if link.left else end, zmq.POLLIN):
                 question = link.receive()
                 if question is not None:
                     self._heard = True
