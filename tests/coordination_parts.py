@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import wraps
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_policy.coordination import agreement
 from megatron_policy.coordination.barrier import CollectiveOperation, Coordinator
 from megatron_policy.coordination.collectives import BoundedCollectives
 from megatron_policy.coordination.departure import Departure
@@ -20,7 +22,7 @@ from megatron_policy.coordination.first_failure import FirstFailure
 from megatron_policy.coordination.heartbeat import Heartbeat
 from megatron_policy.coordination.process_group import BoundedProcessGroup
 from megatron_policy.coordination.store import StoreCalls
-from megatron_policy.errors import CheckpointError
+from megatron_policy.errors import BatchError, CheckpointError
 from megatron_policy.parallel.topology import Topology
 
 LONG_S, HANG_S = 120.0, 600.0  # what must not time out; what hangs
@@ -249,6 +251,20 @@ def group_sum(place: Place, group: BoundedProcessGroup) -> Tensor:
     return memory
 
 
+def agreement_prepared_together(place: Place) -> Part:
+    group = dist.new_group([0, 1], timedelta(seconds=place.timeout_s), "gloo")
+    assert group is not None
+    agreement.largest([0], group)  # its connections exist
+
+    def play(suffer: Suffer) -> list[int]:
+        _, most = agreement.prepared_together(
+            suffer, lambda _: [10**place.rank, -(10**place.rank)], group, BatchError("elsewhere")
+        )
+        return [*most, *agreement.gathered([10**place.rank], group)]
+
+    return play
+
+
 OPERATIONS = (
     operation_wait_for_all,
     operation_wait_for,
@@ -264,5 +280,6 @@ COLLECTIVES = (
     collectives_shut_down,
 )
 GROUPS = (group_broadcast, group_all_gather, group_sum)
+AGREEMENTS = (agreement_prepared_together,)
 REPEATED = (operation_wait_for_all, collectives_sum, collectives_check_all_succeeded)
 """These go on after a fault: their next operation succeeds."""

@@ -124,6 +124,16 @@ class Topology:
         pp, edp = divmod(rest, self.edp)
         return ExpertCoords(pp=pp, edp=edp, ep=ep, etp=etp)
 
+    def experts_of(self, ep: int, number: int) -> range:
+        """Which of a layer's `number` experts are held by the expert-parallel rank `ep`."""
+        share, left = divmod(number, self.ep)
+        assert not left, f"{number} experts over {self.ep} expert-parallel ranks"
+        return range(ep * share, (ep + 1) * share)
+
+    def expert_owner(self, expert: int, number: int) -> int:
+        """The expert-parallel rank that holds an expert; the inverse of `experts_of`."""
+        return expert * self.ep // number
+
     @property
     def experts_apart(self) -> bool:
         """Whether other ranks hold copies of an expert's parameters than of all others."""
@@ -295,10 +305,7 @@ class Placement:
 
     def experts(self, number: int) -> range:
         """Which of a layer's `number` experts this rank holds, or a share of."""
-        share, left = divmod(number, self.topology.ep)
-        assert not left, f"{number} experts over {self.topology.ep} expert-parallel ranks"
-        first = self._expert_coords.ep * share
-        return range(first, first + share)
+        return self.topology.experts_of(self._expert_coords.ep, number)
 
     def layers(self, chunk: int) -> range:
         """Global numbers of the layers in this rank's model chunk `chunk`."""

@@ -63,7 +63,7 @@ class RefitModel:
         moe = self.table.architecture.moe
         if moe is None or entry.expert is None:
             return 0
-        return entry.expert * self.topology.ep // moe.experts
+        return self.topology.expert_owner(entry.expert, moe.experts)
 
 
 def plan_refit(

@@ -103,7 +103,9 @@ class Rounds:
             _piece(sent, place, hf).copy_(self._sources.view(entry, own))
 
     def _share(self, item: Item, rank: int) -> tuple[Entry, tuple[Segment, ...]]:
-        """The parameter of which a rank sends its share of the item, and the share."""
+        """The parameter of which a rank sends its share of the item, and the share. The ranks are
+        numbered as `Topology` does: shards fastest, then the owners of experts.
+        """
         owner, shard = divmod(rank, self._exchange.split)
         entry = item.entries[owner]
         architecture = self._sources.architecture

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
+from megatron_policy.coordination.agreement import gathered, largest
 from megatron_policy.errors import LossError
 from megatron_policy.parallel.groups import Groups
-from megatron_policy.training.sync_microbatches import largest
 
 _NAMED = 4
 _ROWS = 8
@@ -52,11 +52,9 @@ def raise_everywhere(faults: Sequence[Fault], groups: Groups, consequence: str) 
     """Raise the same LossError on every rank: what is wrong, where, and the `consequence`.
     Collective.
     """
-    found: Iterable[Fault] = faults
+    found = list(faults)
     for group in _groups(groups):
-        box: list[Any] = [None] * group.size()
-        dist.all_gather_object(box, list(found), group=group)
-        found = [fault for each in box for fault in each]
+        found = gathered(found, group)
     several = sorted(set(found))
     first = several[0]
     error = LossError(f"{first.what} {first.where()}.{_others(several[1:])} {consequence}")

@@ -68,24 +68,22 @@ class TrainResult(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         if key not in self.RENAMED:
             raise KeyError(key)
-        return self[self._renamed(key)]
+        return self[self._held(key)]
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(self._held(key))
 
     def get(self, key: str, default: Any = None) -> Any:
         """As `dict.get`."""
-        try:
-            return self[key]
-        except KeyError:
-            return default
+        return super().get(self._held(key), default)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """As `dict.setdefault`."""
+        return super().setdefault(self._held(key), default)
 
     def pop(self, key: str, *default: Any) -> Any:
         """As `dict.pop`."""
-        old = key in self.RENAMED and not super().__contains__(key)
-        return super().pop(self._renamed(key) if old else key, *default)
-
-    def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or (
-            key in self.RENAMED and super().__contains__(self.RENAMED[str(key)])
-        )
+        return super().pop(self._held(key), *default)
 
     def __or__(self, other: Any) -> Any:
         joined = super().__or__(other)
@@ -95,7 +93,10 @@ class TrainResult(dict[str, Any]):
         """As `dict.copy`."""
         return TrainResult(self)
 
-    def _renamed(self, key: str) -> str:
+    def _held(self, key: Any) -> Any:
+        """The key of this dictionary that a caller means by `key`."""
+        if key not in self.RENAMED or super().__contains__(key):
+            return key
         warnings.warn(
             f"{key!r} of a training result is called {self.RENAMED[key]!r} now; the old name will "
             "be removed in the next release",

@@ -18,13 +18,21 @@ from megatron_policy.coordination.store import StoreCalls
 from megatron_policy.errors import CheckpointError, RefitError
 from megatron_policy.parallel.topology import Topology
 from tests import coordination_ranks
-from tests.coordination_parts import COLLECTIVES, GROUPS, HANG_S, LONG_S, OPERATIONS, REPEATED
+from tests.coordination_parts import (
+    AGREEMENTS,
+    COLLECTIVES,
+    GROUPS,
+    HANG_S,
+    LONG_S,
+    OPERATIONS,
+    REPEATED,
+)
 from tests.coordination_ranks import COMES_LATE, IS_KILLED, IS_STOPPED, LEAVES, RAISES
 from tests.other_process import OtherProcess
 
 SHORT_S = 3.0
 FAULTS = (RAISES, IS_KILLED, IS_STOPPED, LEAVES)
-NAMES = [part.__name__ for part in (*OPERATIONS, *COLLECTIVES, *GROUPS)]
+NAMES = [part.__name__ for part in (*OPERATIONS, *COLLECTIVES, *GROUPS, *AGREEMENTS)]
 
 Heard = dict[str, str]
 
@@ -163,6 +171,20 @@ def test_a_fault_amid_a_collective_of_a_group_is_raised_on_the_other_rank(
         assert "has left, or was ended" in heard or late in heard
 
 
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", [part.__name__ for part in AGREEMENTS])
+def test_a_fault_before_ranks_of_training_agree_is_raised_on_the_other_rank(
+    stage: Stage, name: str, fault: str, culprit: int
+) -> None:
+    heard = stage.heard(fault, culprit)[0][name]
+    if fault == RAISES:
+        assert heard == "BatchError: elsewhere"
+    else:
+        assert heard.startswith(("RuntimeError: ", "DistBackendError: "))
+        assert "Timed out" in heard or "closed" in heard or "reset" in heard, heard
+
+
 WHOLE = {
     "operation_wait_for_all": "'all have written'",
     "operation_wait_for": "'here'",
@@ -174,6 +196,7 @@ WHOLE = {
     "collectives_messages": "'words'",
     "collectives_leave_together": "'done'",
     "collectives_shut_down": "'down'",
+    "agreement_prepared_together": "[10, -1, 1, 10]",
     "group_all_gather": "[1, 10]",
     "group_sum": "[11, 11, 11]",
 }

@@ -54,6 +54,15 @@ def expert_grids(draw: st.DrawFn) -> Topology:
 
 
 @settings(max_examples=40, deadline=None)
+@given(grid=expert_grids(), share=st.integers(1, 4))
+def test_every_expert_has_the_owner_that_holds_it(grid: Topology, share: int) -> None:
+    number = grid.ep * share
+    held = [(ep, expert) for ep in range(grid.ep) for expert in grid.experts_of(ep, number)]
+    assert [expert for _, expert in held] == list(range(number))
+    assert all(grid.expert_owner(expert, number) == ep for ep, expert in held)
+
+
+@settings(max_examples=40, deadline=None)
 @given(grid=expert_grids())
 def test_groups_along_every_axis_of_the_experts_equal_those_of_megatron_core(
     grid: Topology,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,14 +23,32 @@ RESULT = TrainResult(
 @pytest.mark.parametrize(
     ("old", "new"), [("global_loss", "loss"), ("all_mb_metrics", "microbatch_metrics")]
 )
-def test_an_old_name_gives_the_same_and_warns(old: str, new: str) -> None:
-    with pytest.warns(DeprecationWarning, match=f"{old}.* is called .*{new}"):
-        assert RESULT[old] is RESULT[new]
-    with pytest.warns(DeprecationWarning, match=f"{old}.* is called"):
-        assert RESULT.get(old) is RESULT[new]
-    with pytest.warns(DeprecationWarning, match=f"{old}.* is called"):
-        assert (RESULT | {"more": 1}).copy().pop(old) is RESULT[new]
-    assert old in RESULT and new in RESULT and list(RESULT) == list(dict(RESULT))
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda result, old: result[old],
+        lambda result, old: result.get(old),
+        lambda result, old: result.setdefault(old, "stale"),
+        lambda result, old: (result | {"more": 1}).copy().pop(old),
+        lambda result, old: old in result and result[result.RENAMED[old]],
+    ],
+    ids=["[]", "get", "setdefault", "pop", "in"],
+)
+def test_an_old_name_gives_the_same_and_warns_where_it_is_used(
+    old: str, new: str, use: Callable[[TrainResult, str], Any]
+) -> None:
+    before = list(RESULT)
+    with pytest.warns(DeprecationWarning, match=f"{old}.* is called .*{new}") as warned:
+        assert use(RESULT, old) is RESULT[new]
+    assert [warning.filename for warning in warned] == [__file__]
+    assert list(RESULT) == before
+
+
+def test_a_caller_may_use_an_old_name_for_something_else() -> None:
+    own = TrainResult(RESULT)
+    own["global_loss"] = "own"
+    assert own["global_loss"] == own.get("global_loss") == own.pop("global_loss") == "own"
+    assert "loss" in own
 
 
 def test_a_name_that_never_was_is_a_key_error() -> None:
