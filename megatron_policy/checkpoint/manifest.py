@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -12,6 +12,7 @@ import torch
 from megatron_policy.converters.files import contained, strict_json
 from megatron_policy.errors import CheckpointError, ConversionError
 from megatron_policy.formats.digests import UNSEALED, is_sealed, sealed
+from megatron_policy.formats.manifest_values import count, entries, form, inside
 from megatron_policy.version import VERSION
 
 NAME = "checkpoint.json"
@@ -168,38 +169,23 @@ def _damaged(path: Path, what: str, error: Exception | None = None) -> NoReturn:
 def _parsed(content: Mapping[str, Any], root: Path) -> CheckpointManifest:
     return CheckpointManifest(
         id=str(content["id"]),
-        step=_count(content["step"]),
+        step=count(content["step"]),
         contains=tuple(map(str, content["contains"])),
         optimizer_elsewhere=bool(content["optimizer_elsewhere"]),
-        versions={name: str(number) for name, number in _entries(content, "versions")},
+        versions={name: str(number) for name, number in entries(content, "versions")},
         layout={
-            axis: None if size is None else _count(size)
-            for axis, size in _entries(content, "layout")
+            axis: None if size is None else count(size) for axis, size in entries(content, "layout")
         },
         family=str(content["model"]["family"]),
         config=str(content["model"]["config"]),
-        tensors={key: _tensor(*entry) for key, entry in _entries(content, "tensors")},
+        tensors={key: form(*entry) for key, entry in entries(content, "tensors")},
         records={
-            _inside(root, name): tuple(_record(*entry) for entry in entries)
-            for name, entries in _entries(content, "records")
+            inside(root, name): tuple(_record(*each) for each in runs)
+            for name, runs in entries(content, "records")
         },
-        files={_inside(root, name): str(digest) for name, digest in _entries(content, "files")},
+        files={inside(root, name): str(digest) for name, digest in entries(content, "files")},
         root=root,
     )
-
-
-def _entries(content: Mapping[str, Any], name: str) -> Iterable[tuple[str, Any]]:
-    entries = content[name]
-    if not isinstance(entries, dict):
-        raise ValueError(f"its {name} are not a JSON object")
-    return entries.items()
-
-
-def _tensor(dtype: str, shape: list[int]) -> tuple[torch.dtype, Shape]:
-    found = getattr(torch, dtype)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{dtype!r} is not a dtype")
-    return found, tuple(map(_count, shape))
 
 
 def _record(offset: int, length: int, digest: str) -> ByteRange:
@@ -208,18 +194,6 @@ def _record(offset: int, length: int, digest: str) -> ByteRange:
     if offset < 0 or length < 0:
         raise ValueError(f"a record has {length} bytes from {offset} on")
     return ByteRange(offset, length, str(digest))
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"expected a number, found {value!r:.40}")
-    return value
-
-
-def _inside(root: Path, name: str) -> str:
-    """Return the name, if the file is in or below the directory, and no link leads out of it."""
-    contained.inside(root, name)
-    return name
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from megatron_policy.converters.files import contained, strict_json
 from megatron_policy.converters.formats.hf_files import MANIFEST
 from megatron_policy.errors import ConversionError
 from megatron_policy.formats.digests import UNSEALED, is_sealed, sealed
+from megatron_policy.formats.manifest_values import count, entries, form, inside, text
 from megatron_policy.formats.tensors import Info
 
 FORMAT = 1
@@ -57,10 +56,10 @@ def read_manifest(root: Path) -> DirectoryManifest | None:
     try:
         content = _unsealed(contained.read(contained.inside(root, MANIFEST), MAX_BYTES))
         return DirectoryManifest(
-            {name: _tensor(*entry) for name, entry in _entries(content, "tensors")},
-            {_file(root, name): _text(stated) for name, stated in _entries(content, "files")},
+            {name: _tensor(*entry) for name, entry in entries(content, "tensors")},
+            {inside(root, name): text(stated) for name, stated in entries(content, "files")},
             _origin(content),
-            _count(content["step"]) if "step" in content else None,
+            count(content["step"]) if "step" in content else None,
         )
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -78,11 +77,11 @@ def _damaged(path: Path, what: object) -> ConversionError:
     )
 
 
-def _unsealed(text: bytes) -> dict[str, Any]:
-    content = strict_json.parse(text, finite=False)  # a model's config may have infinities
+def _unsealed(content_bytes: bytes) -> dict[str, Any]:
+    content = strict_json.parse(content_bytes, finite=False)  # a model's config may have infinities
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")
-    if not is_sealed(text, _text(content["digest"])):
+    if not is_sealed(content_bytes, text(content["digest"])):
         raise ValueError("its content contradicts its digest")
     if content["format"] != FORMAT:
         raise ValueError(f"it is of format {content['format']}, but this version reads {FORMAT}")
@@ -92,37 +91,10 @@ def _unsealed(text: bytes) -> dict[str, Any]:
 def _origin(content: Mapping[str, Any]) -> dict[str, Any]:
     origin = {key: content[key] for key in ("package", "direction", "source", "family", "config")}
     for key in ("package", "direction", "family"):
-        _text(origin[key])
-    _text(origin["source"]["path"])
+        text(origin[key])
+    text(origin["source"]["path"])
     return origin
 
 
-def _entries(content: Mapping[str, Any], name: str) -> Iterable[tuple[str, Any]]:
-    entries = content[name]
-    if not isinstance(entries, dict):
-        raise ValueError(f"its {name} are not a JSON object")
-    return entries.items()
-
-
-def _file(root: Path, name: str) -> str:
-    contained.inside(root, name)
-    return name
-
-
 def _tensor(dtype: str, shape: list[int], digest: str) -> tuple[Info, str]:
-    found = getattr(torch, dtype)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{dtype!r} is not a dtype")
-    return Info(found, tuple(map(_count, shape))), _text(digest)
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"expected a number, found {value!r:.40}")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"expected a text, found {value!r:.40}")
-    return value
+    return Info(*form(dtype, shape)), text(digest)
