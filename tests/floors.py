@@ -138,7 +138,7 @@ FRAGMENTS = {
     "refit.transports.carried": _TRANSPORT,
     "refit.transports.ipc.replies": _TRANSPORT,
     "training.reference": "its importer is in a room above",
-    "workers.cluster.heartbeat": _LONG,
+    "workers.cluster.process_activity": _LONG,
     "workers.cluster.resources": _LONG,
     "workers.driver.memory": _METHODS,
     "workers.worker.accumulation": _METHODS,

@@ -82,7 +82,7 @@ class ForkServer:
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker that asks to be forked: Ray's arguments, and the process that it shall be."""
+    """A worker that asks to be forked: Ray's arguments, and the process that it is to become."""
 
     argv: list[str]
     environment: dict[str, str]

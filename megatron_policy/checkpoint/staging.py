@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_policy.checkpoint.local_shards import WriteItem
-from megatron_policy.device import beside, is_accelerated, queued, spare_cores
+from megatron_policy.device import is_accelerated, on_side_stream, queued, spare_cores
 from megatron_policy.formats.tensors import flat_bytes
 from megatron_policy.memory.pinned_pool import PinnedMemoryPool, PoolSlice
 
@@ -97,7 +97,7 @@ def _emptied(window: Sequence[WriteItem], pool: PinnedMemoryPool) -> Iterator[Re
 
 
 def _copy(pairs: Sequence[tuple[Tensor, PoolSlice]], point: Any) -> None:
-    with beside(point):
+    with on_side_stream(point):
         for source, region in pairs:
             start = 0
             for piece in region:

@@ -71,14 +71,14 @@ def commit(root: str | Path, step: int) -> None:
     CheckpointError if the tracker cannot be written: the previous one stays the one to load.
     """
     tracker = Path(root) / TRACKER
-    beside = tracker.with_name(f".{TRACKER}.partial")
+    partial = tracker.with_name(f".{TRACKER}.partial")
     try:
         with locked(tracker.parent):
-            publishing.write_file(beside, str(step).encode())
-            os.replace(beside, tracker)
+            publishing.write_file(partial, str(step).encode())
+            os.replace(partial, tracker)
             publishing.flush_directory(tracker.parent)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise CheckpointError(
             f"{tracker} cannot be written: {error.strerror}. {directory(root, step)} is complete; "
             "load it by this path"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_policy.convert.blockwise import BlockBuffer, check_memory, cut
 from megatron_policy.convert.convert import damaged_tensor
-from megatron_policy.convert.open_checkpoint import Opened, open_checkpoint
+from megatron_policy.convert.open_checkpoint import OpenCheckpoint, open_checkpoint
 from megatron_policy.convert.plan import DEFAULT_MAX_MEMORY
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dist_files import find
@@ -44,32 +44,37 @@ def check(
     if (root := find(path)) is not None and read_manifest(root) is None:
         raise _without_digests(root)
     with RawFiles() as files:
-        opened = open_checkpoint(path, files, None if config is None else Path(config))
-        if opened.manifest is None:
-            raise _without_digests(opened.root)
-        problems = [*opened.problems.values()]
-        total = sum(info.nbytes for info in opened.infos.values())
-        stated, done, buffer = opened.manifest.tensors, 0, BlockBuffer(max_memory)
-        for name in sorted({*stated} - {*opened.infos}):
-            problems.append(f"{opened.root} lacks {name}, which its {MANIFEST} names")
-        for name, info in opened.infos.items():
+        checkpoint = open_checkpoint(path, files, None if config is None else Path(config))
+        if checkpoint.manifest is None:
+            raise _without_digests(checkpoint.root)
+        problems = [*checkpoint.problems.values()]
+        total = sum(info.nbytes for info in checkpoint.infos.values())
+        stated, done, buffer = checkpoint.manifest.tensors, 0, BlockBuffer(max_memory)
+        for name in sorted({*stated} - {*checkpoint.infos}):
+            problems.append(f"{checkpoint.root} lacks {name}, which its {MANIFEST} names")
+        for name, info in checkpoint.infos.items():
             if name not in stated:
-                problems.append(f"{opened.root}: {name} has no digest in {MANIFEST}")
-            elif _digest_of(opened, name, buffer, max_memory) != stated[name][1]:
-                problems.append(str(damaged_tensor(opened.root, name)))
+                problems.append(f"{checkpoint.root}: {name} has no digest in {MANIFEST}")
+            elif _digest_of(checkpoint, name, buffer, max_memory) != stated[name][1]:
+                problems.append(str(damaged_tensor(checkpoint.root, name)))
             done += info.nbytes
             if progress is not None:
                 progress(done, total)
         return Check(
-            opened.root, opened.kind, opened.manifest, len(opened.infos), total, tuple(problems)
+            checkpoint.root,
+            checkpoint.kind,
+            checkpoint.manifest,
+            len(checkpoint.infos),
+            total,
+            tuple(problems),
         )
 
 
-def _digest_of(opened: Opened, name: str, buffer: BlockBuffer, max_memory: int) -> str:
-    info, digest = opened.infos[name], Digest()
-    plan = cut(info, (info.dtype,), opened.tensors.scratch(name, info.dtype), max_memory)
+def _digest_of(checkpoint: OpenCheckpoint, name: str, buffer: BlockBuffer, max_memory: int) -> str:
+    info, digest = checkpoint.infos[name], Digest()
+    plan = cut(info, (info.dtype,), checkpoint.tensors.scratch(name, info.dtype), max_memory)
     for first, (values,), spare in buffer.blocks(plan):
-        opened.tensors.read(name, first, values, spare)
+        checkpoint.tensors.read(name, first, values, spare)
         digest.update(values)
     return digest.text()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_policy.convert.blockwise import BlockBuffer, check_memory, cut
 from megatron_policy.convert.convert import damaged_tensor
-from megatron_policy.convert.open_checkpoint import Opened, open_checkpoint
+from megatron_policy.convert.open_checkpoint import OpenCheckpoint, open_checkpoint
 from megatron_policy.convert.plan import DEFAULT_MAX_MEMORY
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dist_files import find
@@ -96,7 +96,11 @@ class _Comparing:
     """Two open checkpoints while they are compared."""
 
     def __init__(
-        self, left: Opened, right: Opened, max_memory: int, progress: Callable[[int, int], None]
+        self,
+        left: OpenCheckpoint,
+        right: OpenCheckpoint,
+        max_memory: int,
+        progress: Callable[[int, int], None],
     ) -> None:
         self._sides = (left, right)
         self._tables = [side.table for side in self._sides if side.table is not None]
@@ -135,7 +139,7 @@ class _Comparing:
         if len(self._found) < SHOWN:
             self._found.append(Difference(kind, name, message))
 
-    def _alone(self, name: str, side: Opened, other: Opened) -> None:
+    def _alone(self, name: str, side: OpenCheckpoint, other: OpenCheckpoint) -> None:
         """Handle a tensor that only one side has: it can feed nothing, or be a tied copy."""
         original = next((t.copies()[name] for t in self._tables if name in t.copies()), None)
         if original in side.infos and original in other.infos:
@@ -206,7 +210,7 @@ def _differing(x: Tensor, y: Tensor) -> Iterator[Any]:
             yield found
 
 
-_Tensor = tuple[Opened, str]
+_Tensor = tuple[OpenCheckpoint, str]
 """A tensor of one side, by its name there."""
 
 

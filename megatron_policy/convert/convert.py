@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_policy.convert.blockwise import LEAST_BYTES, BlockBuffer, cut
-from megatron_policy.convert.open_checkpoint import HF, Opened
+from megatron_policy.convert.open_checkpoint import HF, OpenCheckpoint
 from megatron_policy.convert.plan import (
     DEFAULT_MAX_MEMORY,
     DEFAULT_MAX_SHARD_SIZE,
@@ -241,22 +241,26 @@ def _check_room(final: Path, needed: int) -> None:
         )
 
 
-def check_copies(opened: Opened, table: Table) -> None:
+def check_copies(checkpoint: OpenCheckpoint, table: Table) -> None:
     """Raise ConversionError naming a tied copy that differs from its original."""
     for name, original in table.copies().items():
-        if name in opened.infos and original in opened.infos and not _equal(opened, name, original):
-            raise ConversionError(f"{opened.root}: {copy_differs(name, original)}")
+        if (
+            name in checkpoint.infos
+            and original in checkpoint.infos
+            and not _equal(checkpoint, name, original)
+        ):
+            raise ConversionError(f"{checkpoint.root}: {copy_differs(name, original)}")
 
 
-def _equal(opened: Opened, name: str, original: str) -> bool:
-    one, other = opened.infos[name], opened.infos[original]
+def _equal(checkpoint: OpenCheckpoint, name: str, original: str) -> bool:
+    one, other = checkpoint.infos[name], checkpoint.infos[original]
     if one.shape != other.shape:
         return False
     plan = cut(one, (one.dtype, other.dtype), 0, LEAST_BYTES)
     none = torch.empty(0, dtype=torch.uint8)
     for first, (left, right), _ in BlockBuffer(LEAST_BYTES).blocks(plan):
-        opened.tensors.read(name, first, left, none)
-        opened.tensors.read(original, first, right, none)
+        checkpoint.tensors.read(name, first, left, none)
+        checkpoint.tensors.read(original, first, right, none)
         if not torch.equal(_comparable(left, right), _comparable(right, left)):
             return False
     return True

@@ -44,8 +44,8 @@ def read_headers(source: str | Path, config: str | Path | None = None) -> Header
     """Read the headers of a local checkpoint, or of an HF one on the hub.
 
     `config` is for a Megatron-Core checkpoint without one. A config.json in place of a checkpoint
-    stands for one with all tensors of its model, in the dtype that it names. ConfigError when there
-    is no checkpoint, ConversionError when its headers are damaged.
+    stands for one with all tensors of its model, in the dtype that it names. ConfigError if the
+    source is not a checkpoint, ConversionError if its headers are damaged.
     """
     path = expanded(source)
     if path.name == CONFIG and path.is_file():

@@ -41,7 +41,7 @@ Extents = Mapping[Path, Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenCheckpoint:
     """An open checkpoint to read from; `table` is None if its model is not needed."""
 
     root: Path
@@ -68,7 +68,9 @@ class Opened:
             raise ConversionError("\n".join(self.problems.values()))
 
 
-def open_checkpoint(path: str | Path, files: RawFiles, config: Path | None = None) -> Opened:
+def open_checkpoint(
+    path: str | Path, files: RawFiles, config: Path | None = None
+) -> OpenCheckpoint:
     """Open the checkpoint at `path`, or of that name on the HF hub.
 
     ConfigError when there is none, ConversionError when it is too damaged to read. `config` is the
@@ -83,14 +85,16 @@ def open_checkpoint(path: str | Path, files: RawFiles, config: Path | None = Non
 
 
 def _opened(
-    root: Path, files: RawFiles, read: Callable[[DirectoryManifest | None], Opened]
-) -> Opened:
+    root: Path, files: RawFiles, read: Callable[[DirectoryManifest | None], OpenCheckpoint]
+) -> OpenCheckpoint:
     manifest = read_manifest(root)
     problems = _damaged(root, manifest, files, None)
     if unfit := [words for name, words in problems.items() if Path(name).name in _READ]:
         raise ConversionError("\n".join(unfit))
-    opened = read(manifest)
-    return replace(opened, problems=problems | _damaged(root, manifest, files, opened.extents))
+    checkpoint = read(manifest)
+    return replace(
+        checkpoint, problems=problems | _damaged(root, manifest, files, checkpoint.extents)
+    )
 
 
 def _refuse_others(path: str | Path) -> None:
@@ -111,7 +115,7 @@ _WITH_TENSORS = (".safetensors", ".distcp")
 _HF_MARKS = ("config.json", hf_files.SINGLE, hf_files.INDEX)
 
 
-def _open_hf(root: Path, files: RawFiles, manifest: DirectoryManifest | None) -> Opened:
+def _open_hf(root: Path, files: RawFiles, manifest: DirectoryManifest | None) -> OpenCheckpoint:
     inventory = hf_files.inventory(root)
     quantised = hf_files.quantised_in(root, inventory)
     infos = {name: Info(*read) for name, read in as_read(inventory, quantised).items()}
@@ -121,7 +125,7 @@ def _open_hf(root: Path, files: RawFiles, manifest: DirectoryManifest | None) ->
         for name, at in held.items():
             stored[name] = Stored.in_one_piece(at.shape, at.dtype, file, at.start)
             extents.setdefault(file, []).append((at.start, at.end))
-    return Opened(
+    return OpenCheckpoint(
         root,
         HF,
         infos,
@@ -146,7 +150,7 @@ def _table_if_known(root: Path, names: Collection[str]) -> Table | None:
 
 def _open_mcore(
     root: Path, files: RawFiles, manifest: DirectoryManifest | None, config: Path | None
-) -> Opened:
+) -> OpenCheckpoint:
     side_files = _side_files(root, config)
     reader = dist_files.DistReader(root, files)
     table = bind(read_config(_config_of(root, config)), mtp_layers=reader.mtp_layers)
@@ -171,7 +175,9 @@ def _open_mcore(
         for file, begin, end in held.extents():
             extents.setdefault(file, []).append((begin, end))
     tensors = ParameterTensors(shares, files)
-    return Opened(root, MCORE, infos, tensors, table, side_files, manifest, extents, keys, {})
+    return OpenCheckpoint(
+        root, MCORE, infos, tensors, table, side_files, manifest, extents, keys, {}
+    )
 
 
 def _parameters(

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron_policy.convert.blockwise import Blocks, check_memory, cut
-from megatron_policy.convert.open_checkpoint import HF, MCORE, SIDE, Opened, open_checkpoint
+from megatron_policy.convert.open_checkpoint import HF, MCORE, SIDE, OpenCheckpoint, open_checkpoint
 from megatron_policy.convert.target import Target, hf_target, mcore_target
 from megatron_policy.convert.training_checkpoint import is_saved
 from megatron_policy.converters.config_fields.quantisation import SECTION
@@ -95,7 +95,7 @@ class Prepared:
     """A plan with what is needed to carry it out; `reader` and `writer` open files on first use."""
 
     plan: ConversionPlan
-    source: Opened
+    source: OpenCheckpoint
     table: Table
     target: Target
     reader: RawFiles
@@ -128,17 +128,17 @@ def prepared(
     if max_shard_size < 1:
         raise ConfigError(f"max_shard_size is {max_shard_size}; it must be a number of bytes")
     with RawFiles() as reader, RawFiles(writable=True) as writer:
-        opened = open_checkpoint(source, reader, Path(config) if config else None)
-        _check_directions(opened, Path(destination), to)
-        if config and opened.kind == HF:
-            raise ConfigError(f"{opened.root} has a config.json of its own: leave --config out")
-        opened.check()
-        table = _bound(opened)
+        checkpoint = open_checkpoint(source, reader, Path(config) if config else None)
+        _check_directions(checkpoint, Path(destination), to)
+        if config and checkpoint.kind == HF:
+            raise ConfigError(f"{checkpoint.root} has a config.json of its own: leave --config out")
+        checkpoint.check()
+        table = _bound(checkpoint)
         kept = {name for entry in table.exported() if entry.row.keeps_dtype for name in entry.hf}
-        names = _written_names(opened, table, to)
+        names = _written_names(checkpoint, table, to)
         infos = {
             name: Info(info.dtype if name in kept else cast_to or info.dtype, info.shape)
-            for name, info in opened.infos.items()
+            for name, info in checkpoint.infos.items()
             if name in names
         }
         target = (
@@ -147,11 +147,12 @@ def prepared(
             else mcore_target(table, infos, writer, max_shard_size)
         )
         blocks = {
-            name: _blocks(name, info, opened, target, max_memory) for name, info in infos.items()
+            name: _blocks(name, info, checkpoint, target, max_memory)
+            for name, info in infos.items()
         }
         yield Prepared(
-            _plan(opened, destination, to, table, target, infos, blocks),
-            opened,
+            _plan(checkpoint, destination, to, table, target, infos, blocks),
+            checkpoint,
             table,
             target,
             reader,
@@ -184,48 +185,55 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-def _check_directions(opened: Opened, destination: Path, to: str) -> None:
-    if opened.kind == to:
+def _check_directions(checkpoint: OpenCheckpoint, destination: Path, to: str) -> None:
+    if checkpoint.kind == to:
         other = MCORE if to == HF else HF
         raise ConfigError(
-            f"{opened.root} is in the format {to!r} already; to='{other}' converts it to the other"
+            f"{checkpoint.root} is in the format {to!r} already; to='{other}' converts it to the "
+            "other"
         )
-    final, root = (Path(os.path.realpath(expanded(path))) for path in (destination, opened.root))
+    final, root = (
+        Path(os.path.realpath(expanded(path))) for path in (destination, checkpoint.root)
+    )
     if final == root or final in root.parents or root in final.parents:
-        raise ConfigError(f"{destination} is inside {opened.root}, or contains it: choose another")
+        raise ConfigError(
+            f"{destination} is inside {checkpoint.root}, or contains it: choose another"
+        )
 
 
-def _written_names(opened: Opened, table: Table, to: str) -> tuple[str, ...]:
+def _written_names(checkpoint: OpenCheckpoint, table: Table, to: str) -> tuple[str, ...]:
     """The HF tensors that are written, in order: a Megatron-Core checkpoint has each once, without
     the copies that layers for multi-token prediction have of the embedding and the head.
     """
-    entries = table.exported() if to == MCORE else table.sent(opened.infos)
+    entries = table.exported() if to == MCORE else table.sent(checkpoint.infos)
     return tuple(dict.fromkeys(name for entry in entries for name in entry.hf))
 
 
-def _bound(opened: Opened) -> Table:
+def _bound(checkpoint: OpenCheckpoint) -> Table:
     """The source's table; ConversionError unless the source is a model of it."""
-    table = opened.table
-    if opened.kind == HF:
+    table = checkpoint.table
+    if checkpoint.kind == HF:
         # Again, to raise the error if there is one.
-        table = bind_to(read_config(opened.root), opened.infos)
+        table = bind_to(read_config(checkpoint.root), checkpoint.infos)
     assert table is not None
-    shapes = {name: info.shape for name, info in opened.infos.items()}
-    table.check_hf(shapes, {name: info.dtype for name, info in opened.infos.items()})
+    shapes = {name: info.shape for name, info in checkpoint.infos.items()}
+    table.check_hf(shapes, {name: info.dtype for name, info in checkpoint.infos.items()})
     return table
 
 
-def _blocks(name: str, written: Info, opened: Opened, target: Target, max_memory: int) -> Blocks:
-    read = opened.infos[name]
+def _blocks(
+    name: str, written: Info, checkpoint: OpenCheckpoint, target: Target, max_memory: int
+) -> Blocks:
+    read = checkpoint.infos[name]
     copies = tuple(dict.fromkeys((read.dtype, written.dtype)))
     scratch = max(
-        opened.tensors.scratch(name, read.dtype), target.tensors.scratch(name, written.dtype)
+        checkpoint.tensors.scratch(name, read.dtype), target.tensors.scratch(name, written.dtype)
     )
     return cut(read, copies, scratch, max_memory)
 
 
 def _plan(
-    opened: Opened,
+    checkpoint: OpenCheckpoint,
     destination: str | Path,
     to: str,
     table: Table,
@@ -233,24 +241,28 @@ def _plan(
     infos: Mapping[str, Info],
     blocks: Mapping[str, Blocks],
 ) -> ConversionPlan:
-    keys = _keys_by_tensor(table, opened.keys or target.keys)
+    keys = _keys_by_tensor(table, checkpoint.keys or target.keys)
     return ConversionPlan(
-        source=opened.root,
+        source=checkpoint.root,
         destination=Path(destination),
         to=to,
         family=table.family,
         tensors=tuple(
-            PlannedTensor(name, info.shape, opened.infos[name].dtype, info.dtype, keys[name])
+            PlannedTensor(name, info.shape, checkpoint.infos[name].dtype, info.dtype, keys[name])
             for name, info in infos.items()
         ),
-        dropped=tuple(name for name in opened.infos if name not in infos),
+        dropped=tuple(name for name in checkpoint.infos if name not in infos),
         files=tuple((path.as_posix(), size) for path, size in target.sizes.items()),
-        side_files=(*target.small, *(side_path(name, to) for name in opened.side_files)),
-        bytes_read=sum((opened.quantised.get(name) or opened.infos[name]).nbytes for name in infos),
+        side_files=(*target.small, *(side_path(name, to) for name in checkpoint.side_files)),
+        bytes_read=sum(
+            (checkpoint.quantised.get(name) or checkpoint.infos[name]).nbytes for name in infos
+        ),
         bytes_written=sum(target.sizes.values()) + sum(map(len, target.small.values())),
         buffer_bytes=max(block.nbytes for block in blocks.values()),
-        has_digests=opened.manifest is not None or is_saved(opened.root),
-        dequantised=_dequantised([opened.quantised[n] for n in infos if n in opened.quantised]),
+        has_digests=checkpoint.manifest is not None or is_saved(checkpoint.root),
+        dequantised=_dequantised(
+            [checkpoint.quantised[n] for n in infos if n in checkpoint.quantised]
+        ),
     )
 
 

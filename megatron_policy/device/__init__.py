@@ -19,7 +19,6 @@ from megatron_policy.renamed import renamed_name
 __all__ = [
     "MemoryInfo",
     "accelerators",
-    "beside",
     "compute_capability",
     "current_device",
     "device_id",
@@ -28,6 +27,7 @@ __all__ = [
     "join_process_group",
     "leave_process_group",
     "memory_info",
+    "on_side_stream",
     "place_process",
     "prepare_for_other_engines",
     "private_group",
@@ -195,12 +195,12 @@ def spare_cores(most: int = 4) -> int:
 
 
 def queued() -> Any:
-    """An event after all work that this thread has queued on the device, for `beside`."""
+    """An event after all work that this thread has queued on the device, for `on_side_stream`."""
     return torch.cuda.current_stream().record_event() if is_accelerated() else None
 
 
 @contextmanager
-def beside(point: Any) -> Iterator[None]:
+def on_side_stream(point: Any) -> Iterator[None]:
     """Within this context the thread's device work starts after `point` and runs in parallel to
     that of other threads; all of it is done at the end.
     """

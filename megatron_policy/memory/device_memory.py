@@ -12,10 +12,10 @@ import torch
 
 from megatron_policy.device import is_accelerated
 from megatron_policy.device.caches import release_cached
-from megatron_policy.errors import ConfigError, RefitError, TransitionError
+from megatron_policy.errors import RefitError, TransitionError
 from megatron_policy.memory.offloader import Resize, StorageOffloader
 from megatron_policy.memory.pinned_pool import PinnedMemoryPool
-from megatron_policy.memory.policy_state import STEP_OPEN, PolicyState
+from megatron_policy.memory.policy_state import PolicyState
 from megatron_policy.memory.states import (
     FORWARD,
     STATES,
@@ -121,16 +121,7 @@ class DeviceMemory:
         another rank that `agree` reports: `state` then says what is whole here, and a repeated call
         continues.
         """
-        if self._policy.user:
-            raise ConfigError(
-                f"the policy cannot go to the {target.name} state while {self._policy.user} is "
-                f"running; it stays {self.state} until {self._policy.user} finishes"
-            )
-        if self._policy.step_open and Kind.GRADIENTS not in target.holds:
-            raise ConfigError(
-                f"the {target.name} state would lose gradients: {STEP_OPEN}. To score in between, "
-                "call prepare_for_lp_inference(keep_train_buffers=True)"
-            )
+        self._policy.check_can_enter(target)
         failure = None
         try:
             self._settle()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_policy.errors import CheckpointError, ConfigError
-from megatron_policy.memory.states import TRAIN, MemoryState, Requirement, check_permits
+from megatron_policy.memory.states import TRAIN, Kind, MemoryState, Requirement, check_permits
 
 STEP_OPEN = (
     "a training step is open: call finish_train_step(), or abort_train_step() to drop its gradients"
@@ -69,8 +69,25 @@ class PolicyState:
         if need.alone and self._users:
             raise ConfigError(f"{operation} has to wait until {self.user} has ended")
 
+    def check_can_enter(self, target: MemoryState) -> None:
+        """ConfigError while something uses the weights, or if this would lose the gradients of an
+        open step.
+        """
+        if self._users:
+            raise ConfigError(
+                f"the policy cannot go to the {target.name} state while {self.user} is running; it "
+                f"stays {self._memory} until {self.user} finishes"
+            )
+        if self._step_open and Kind.GRADIENTS not in target.holds:
+            raise ConfigError(
+                f"the {target.name} state would lose gradients: {STEP_OPEN}. To score in between, "
+                "call prepare_for_lp_inference(keep_train_buffers=True)"
+            )
+
     def enter(self, memory: MemoryState) -> None:
-        """Record that memory has been moved."""
+        """Record that memory has been moved, after `check_can_enter`: whole, or as far as it went
+        before it failed.
+        """
         self._memory = memory
 
     @contextmanager
@@ -109,9 +126,11 @@ class PolicyState:
         self._loading = f"the load of {what} was not finished"
 
     def fill(self) -> None:
-        """All weights have been read."""
+        """The load has read all weights."""
+        assert self._loading, "no load has begun"
         self._awaits_weights = False
 
     def end_load(self) -> None:
         """The load is complete."""
+        assert self._loading, "no load has begun"
         self._loading = ""

@@ -18,7 +18,7 @@ from megatron_policy.packing.multiples import NARROWEST, Multiples
 from megatron_policy.packing.tokens import TokenLayout, packed_layout, padded_layout
 
 ROUTED_EXPERTS = "routed_experts"
-"""The key of the experts that each token takes, in data whose routers shall take them again."""
+"""The key of the experts that each token takes, in data whose routers are to take them again."""
 
 
 @dataclass(frozen=True)

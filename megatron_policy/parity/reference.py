@@ -73,7 +73,7 @@ def _load(model: str, dtype: str) -> Any:
 
 
 def _refusal(section: Any) -> str:
-    """Why a checkpoint with this `quantization_config` is no reference, and what to do."""
+    """Why a checkpoint with this `quantization_config` cannot be a reference, and what to do."""
     if quantisation.scheme_of(section) is None:
         return quantisation.refusal(section)
     return (

@@ -52,7 +52,7 @@ class OpenStep:
     """
 
     loss_fn: LossFunction
-    normalizing: LossNormalization
+    normalization: LossNormalization
     gbs: int
     mbs: int
     counts: torch.Tensor
@@ -107,13 +107,13 @@ class GradientAccumulator:
         gbs, mbs = sizes_of(self._config, gbs, mbs)
         check_sizes(gbs, mbs)
         check_loss(loss_fn)
-        normalizing = LossNormalization.of(loss_fn)
+        normalization = LossNormalization.of(loss_fn)
         if self._engine.table.architecture.mtp_layers:
-            normalizing.check_mtp()
+            normalization.check_mtp()
         trainable.zero_gradients()
         counts = torch.zeros(2, device=current_device())
         undo = Rollback.here(self._engine)
-        self._step = OpenStep(loss_fn, normalizing, gbs, mbs, counts, undo)
+        self._step = OpenStep(loss_fn, normalization, gbs, mbs, counts, undo)
         self._state.begin_step(BEGIN)
 
     def microbatch(self, data: Mapping[str, Any]) -> None:
@@ -164,14 +164,14 @@ class GradientAccumulator:
             )
         counts = self._total(step)
         with _marking(step, "its end failed"):
-            divisor = step.normalizing.gradient(counts)
+            divisor = step.normalization.gradient(counts)
             undo = Rollback.here(self._engine)
             trainable.reduce_gradients(1.0 / divisor)
             stats = take_step(trainable, self._engine.groups, undo, ())
             trainable.advance_schedule(step.gbs)
         self._close()
         self._stepped()
-        divisors = step.normalizing.divisors(counts)
+        divisors = step.normalization.divisors(counts)
         metrics = [completed(each, divisors, counts, stats) for each in step.metrics]
         return result_of([step.loss / divisor], stats, [counts], metrics, self._engine.groups.dp)
 

@@ -52,6 +52,8 @@ BANNED = {
     "without a word": "without a message",
     "lie too deep": "are nested too deeply",
     "outside of": "outside",
+    "shall": "is to, or must",
+    "stands there": "is there",
     "inside of": "inside",
 }
 """Each construction, found as whole words in any case, and what to write."""

@@ -78,20 +78,20 @@ def test_views_of_an_emptied_storage_hold_their_content_again_after_the_refill()
     whole = torch.randn(1000)
     views = [whole[10:20], whole.view(10, 100).t(), whole.view(torch.uint8)]
     expected = [view.clone() for view in (whole, *views)]
-    shelf = StorageOffloader(small_pool())
-    shelf.empty(storages([whole]))
-    assert whole.untyped_storage().nbytes() == 0 and shelf.nbytes == 4000
-    shelf.refill()
-    assert shelf.nbytes == 0
+    offloader = StorageOffloader(small_pool())
+    offloader.empty(storages([whole]))
+    assert whole.untyped_storage().nbytes() == 0 and offloader.nbytes == 4000
+    offloader.refill()
+    assert offloader.nbytes == 0
     assert all(torch.equal(a, b) for a, b in zip((whole, *views), expected, strict=True))
 
 
 def test_without_a_pool_zeros_come_back() -> None:
-    gradients, shelf = torch.ones(100), StorageOffloader(None)
-    shelf.empty(storages([gradients]))
+    gradients, offloader = torch.ones(100), StorageOffloader(None)
+    offloader.empty(storages([gradients]))
     assert gradients.untyped_storage().nbytes() == 0
-    shelf.refill()
-    assert torch.equal(gradients, torch.zeros(100)) and shelf.host_bytes == 0
+    offloader.refill()
+    assert torch.equal(gradients, torch.zeros(100)) and offloader.host_bytes == 0
 
 
 class Limited:
@@ -112,40 +112,40 @@ def test_a_refill_that_runs_out_of_room_goes_on_where_it_stopped(room_for: int) 
     tensors = [torch.randn(size) for size in (700, 300, 900)]
     expected = [tensor.clone() for tensor in tensors]
     resize = Limited()
-    shelf = StorageOffloader(small_pool(), resize)
-    shelf.empty(storages(tensors))
-    made = shelf.host_bytes
+    offloader = StorageOffloader(small_pool(), resize)
+    offloader.empty(storages(tensors))
+    made = offloader.host_bytes
     for _ in range(4):  # what has come back may go again meanwhile, and takes no new memory
         resize.left = room_for
         with pytest.raises(RuntimeError, match="no device memory"):
-            shelf.refill()
+            offloader.refill()
         back = [storage for storage in storages(tensors) if storage.nbytes()]
         assert len(back) == room_for
-        assert shelf.nbytes + sum(each.nbytes() for each in back) == 4 * (700 + 300 + 900)
-        shelf.empty(back)
-        assert shelf.host_bytes == made
+        assert offloader.nbytes + sum(each.nbytes() for each in back) == 4 * (700 + 300 + 900)
+        offloader.empty(back)
+        assert offloader.host_bytes == made
     resize.left = 3
-    shelf.refill()
+    offloader.refill()
     assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
 
 
 def fill_up(pipe: Connection) -> None:
     """Empty 3 x 64 MiB, take the room for two of them away, refill, give the room back, refill."""
     tensors = [torch.full((16 << 20,), float(value)) for value in range(3)]
-    shelf = StorageOffloader(PinnedMemoryPool())
-    shelf.empty(storages(tensors))
+    offloader = StorageOffloader(PinnedMemoryPool())
+    offloader.empty(storages(tensors))
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     unlimited = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (now + (96 << 20), unlimited[1]))
     try:
-        shelf.refill()
+        offloader.refill()
         failed = ""
     except RuntimeError as error:
         failed = type(error).__name__
     back = [storage.nbytes() >> 20 for storage in storages(tensors)]
     resource.setrlimit(resource.RLIMIT_AS, unlimited)
-    shelf.refill()
+    offloader.refill()
     values = [tensor.unique().tolist() for tensor in tensors]
     pipe.send((failed, back, values))
 

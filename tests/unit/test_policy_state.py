@@ -11,6 +11,7 @@ from megatron_policy.memory.states import (
     EXCHANGE_WEIGHTS,
     FORWARD,
     IDLE,
+    LOGPROB,
     TRAIN,
     TRAIN_STEP,
 )
@@ -69,6 +70,28 @@ def test_memory_that_is_away_names_the_call_that_brings_it_back() -> None:
     state.enter(IDLE)
     with pytest.raises(ConfigError, match=r"call prepare_for_training\(\) first"):
         state.check("train()", TRAIN_STEP)
+
+
+def test_memory_in_use_or_with_gradients_of_an_open_step_stays() -> None:
+    state = PolicyState()
+    with (
+        state.in_use("export()"),
+        pytest.raises(ConfigError, match=r"idle state while export\(\) is running.*stays in state"),
+    ):
+        state.check_can_enter(IDLE)
+    state.begin_step("begin_train_step()")
+    state.check_can_enter(TRAIN)
+    with pytest.raises(ConfigError, match=r"lose gradients: .*call finish_train_step\(\)"):
+        state.check_can_enter(LOGPROB)
+    assert state.memory == TRAIN
+    state.end_step("abort_train_step()")
+    state.check_can_enter(LOGPROB)
+
+
+def test_a_load_ends_only_after_it_has_begun() -> None:
+    for end in (PolicyState().fill, PolicyState().end_load):
+        with pytest.raises(AssertionError, match="no load has begun"):
+            end()
 
 
 def test_a_step_leaves_a_gather_until_it_is_settled() -> None:

@@ -49,7 +49,7 @@ def install() -> None:
         builder.__init__ = _redirecting(builder.__init__, environments)
     _lead_workers_to_this_package()
     # NeMo RL refuses to use Megatron unless this is set to something. Builds for a GPU treat an
-    # empty value like none, and target the GPU that is there.
+    # empty value like none, and target the GPU that they find.
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "")
 
 

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megatron_policy.coordination.timeouts import start_thread
 from megatron_policy.workers.cluster.environment import python_path
 from megatron_policy.workers.cluster.failure import Failure
-from megatron_policy.workers.cluster.heartbeat import CpuReading, CpuTimeReader, readings_of
+from megatron_policy.workers.cluster.process_activity import CpuReading, CpuTimeReader, readings_of
 from megatron_policy.workers.cluster.processes import ProcessLocation, recorded_location
 
 Owner = TypeVar("Owner")

@@ -1,7 +1,7 @@
 """What a microbatch tells the routers of a chunk: which experts tokens take, or to record those
 that they take.
 
-Megatron-Core's own replay keeps what a router shall do in the router, and what it did in a list for
+Megatron-Core's own replay keeps what a router is to do in the router, and what it did in a list for
 recomputation. Here both travel with the microbatch, as an argument of its layers: in whatever order
 and however often microbatches are computed, a router gets those of the one that it computes.
 

@@ -2,7 +2,7 @@
 
 By default ZeroMQ reconnects after a connection breaks: an engine that is slow to close its socket
 would be mistaken for the engine of the next refit. Switched off (an interval of -1), libzmq 4.3.5
-ends the process in an assertion, or reads for ever, if the peer leaves while a message of several
+ends the process in an assertion, or spins, if the peer leaves while a message of several
 parts is read. So it reconnects after a day.
 """
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from megatron_policy.workers.cluster.heartbeat import CpuReading, readings_of
+from megatron_policy.workers.cluster.process_activity import CpuReading, readings_of
 
 # A process that Ray could have started, by its name.
 WORKER = """
