@@ -139,7 +139,8 @@ class Architecture:
             raise ConversionError(
                 f"the model has {self.further_layers} layers for multi-token prediction that can "
                 f"be trained (num_nextn_predict_layers), but mtp_num_layers asks for "
-                f"{self.mtp_layers}: set it to {self.further_layers} or less"
+                f"{self.mtp_layers}: set it to {self.further_layers}"
+                + (" or less" if self.further_layers else "")
             )
         rotated = self.mla.qk_rope_head_dim if self.mla else self.kv_channels
         for rope in filter(None, (self.rope, self.window_rope)):

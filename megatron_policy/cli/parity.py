@@ -19,6 +19,13 @@ def parity(
     model: Annotated[str, typer.Argument(metavar="HF_DIR", help="A Hugging Face directory.")],
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
+    ep: Annotated[
+        int, typer.Option(min=1, help="Expert-parallel ranks, among the tp ranks of a stage.")
+    ] = 1,
+    etp: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tensor-parallel ranks of experts; as many as --tp if not given."),
+    ] = None,
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Also split positions over the tp ranks.")
     ] = False,
@@ -58,6 +65,8 @@ def parity(
                 model,
                 tp=tp,
                 pp=pp,
+                ep=ep,
+                etp=etp,
                 sequence_parallel=sequence_parallel,
                 dtype=dtype.value,
                 tokens=tokens,
@@ -89,6 +98,8 @@ def _be_quiet() -> None:
 def _lines(result: Parity) -> Iterator[str]:
     job = result.job
     layout = f"tp {job.tp} x pp {job.pp}" + (", sequence parallel" * job.sequence_parallel)
+    if job.ep > 1 or job.etp is not None:
+        layout += f", experts ep {job.ep} x etp {job.etp or job.tp}"
     yield (
         f"{result.family}, {job.num_layers} layers, {layout}, {job.dtype}: "
         f"{job.rows} rows of {job.tokens} random tokens, seed {job.seed}"

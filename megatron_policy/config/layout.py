@@ -76,7 +76,11 @@ def _check_expert_ranks(stage: int, ep: int, etp: int | None, tp: int) -> None:
         return
     what = "as many as tensor_model_parallel_size" if etp is None else "expert_tensor_parallel_size"
     legal = [size for size in range(1, stage + 1) if stage % (size * shards) == 0]
-    fix = f"use one of {legal}" if legal else "make expert_tensor_parallel_size smaller"
+    fix = f"use one of {legal}"
+    if not legal:
+        sizes = [size for size in range(1, stage + 1) if stage % (ep * size) == 0]
+        sizes = sizes or [size for size in range(1, stage + 1) if stage % size == 0]
+        fix = f"set expert_tensor_parallel_size to one of {sizes}"
     raise ConfigError(
         f"policy.megatron_cfg.expert_model_parallel_size={ep} x {shards} ({what}) does not divide "
         f"the {stage} ranks of a pipeline stage: {fix}, or start another number of ranks"

@@ -39,6 +39,8 @@ def compare(
     *,
     tp: int = 1,
     pp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
     sequence_parallel: bool = False,
     dtype: str = "float32",
     tokens: int = 64,
@@ -50,7 +52,8 @@ def compare(
 ) -> Parity:
     """Differences between transformers and the Megatron-Core model over two rows of random tokens.
 
-    One rank runs in this process, several in separate processes on this machine. `tolerance`
+    One rank runs in this process, several in separate processes on this machine: `tp * pp`, over
+    which the experts of each stage split by `ep` times `etp` (`tp` if None). `tolerance`
     replaces the limits of `dtype`; the Hugging Face side can read another checkpoint, `reference`.
     ConfigError, ConversionError or WorkerError when either side cannot be run.
     """
@@ -68,6 +71,8 @@ def compare(
         num_layers=arch.num_layers,
         tp=tp,
         pp=pp,
+        ep=ep,
+        etp=etp,
         sequence_parallel=sequence_parallel,
         dtype=dtype,
         rows=ROWS,

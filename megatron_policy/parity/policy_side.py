@@ -67,6 +67,8 @@ def policy_section(job: Job) -> dict[str, Any]:
             "enabled": True,
             "tensor_model_parallel_size": job.tp,
             "pipeline_model_parallel_size": job.pp,
+            "expert_model_parallel_size": job.ep,
+            "expert_tensor_parallel_size": job.etp,
             "sequence_parallel": job.sequence_parallel,
         },
     }

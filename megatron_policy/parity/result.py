@@ -23,6 +23,8 @@ class Job:
     num_layers: int
     tp: int
     pp: int
+    ep: int
+    etp: int | None
     sequence_parallel: bool
     dtype: str
     rows: int

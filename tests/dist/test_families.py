@@ -157,7 +157,7 @@ RECOMPUTED = {
 }
 
 
-@pytest.mark.parametrize("layout", ["TP2+SP", "PP2"])
+@pytest.mark.parametrize("layout", in_turns(["TP2+SP", "PP2"]))
 def test_recomputing_activations_changes_no_gradient(ranks, checkpoints, layout: str) -> None:
     compare_recomputed(ranks, checkpoints[False], 251, layout, *RECOMPUTED)
 

@@ -111,7 +111,7 @@ GENERATING = (
 )
 
 
-@pytest.mark.parametrize("name", GENERATING)
+@pytest.mark.parametrize("name", in_turns(GENERATING))
 def test_greedy_continuations_are_those_of_transformers(ranks, checkpoints, name: str) -> None:
     path = checkpoints[False]
     config = policy_config(path, LAYOUTS[name].megatron, **generation())
@@ -160,7 +160,7 @@ def test_every_kind_of_layer_works_with_a_cache(ranks, checkpoint, family: str) 
         assert_written_as_read(path, seen)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("kind", in_turns(["dynamic", "longrope"]))
 def test_frequencies_follow_the_growth_of_the_text(ranks, checkpoint, kind: str) -> None:
     """Each token's log-probability is that of reading the text up to it, whatever was cached."""
     limit = max(PROMPT_LENGTHS) + 2

@@ -24,6 +24,7 @@ from tests.exact import ROOM
 from tests.margins import check
 from tests.mtp_checkpoints import add_mtp_layers
 from tests.mtp_oracle import learned
+from tests.turns import in_turns
 
 VOCAB, LENGTH = 200, 24
 SMALL = {"hidden": 48, "heads": 4, "layers": 4, "ffn": 40, "vocab": VOCAB, "tokenizer": False}
@@ -155,17 +156,29 @@ def compare(ranks, made, name: str, batching: str) -> None:
     assert_learned_alike(ranks.run(case.world, train, config, data), expected, f"{name} {batching}")
 
 
+KINDS = {
+    "two layers": ({"depths": 2}, 2, False, "TP2+SP", {}),
+    "repeated": (
+        {"depths": 3, "repeated": True},
+        1,
+        False,
+        "PP2",
+        {"mtp_use_repeated_layer": True},
+    ),
+    "detached": ({"detached": True}, 1, False, "PP2", {"mtp_detach_heads": True}),
+    "detached, recomputed": (
+        *({"detached": True}, 1, False, "one process"),
+        RECOMPUTED | {"mtp_detach_heads": True},
+    ),
+    "tied": ({}, 1, True, "PP2", RECOMPUTED),
+    "tied alone": ({}, 1, True, "one process", {}),
+}
+
+
 @pytest.mark.parametrize(
     ("kind", "layers", "tied", "name", "megatron"),
-    [
-        ({"depths": 2}, 2, False, "TP2+SP", {}),
-        ({"depths": 3, "repeated": True}, 1, False, "PP2", {"mtp_use_repeated_layer": True}),
-        ({"detached": True}, 1, False, "PP2", {"mtp_detach_heads": True}),
-        ({"detached": True}, 1, False, "one process", RECOMPUTED | {"mtp_detach_heads": True}),
-        ({}, 1, True, "PP2", RECOMPUTED),
-        ({}, 1, True, "one process", {}),
-    ],
-    ids=["two layers", "repeated", "detached", "detached, recomputed", "tied", "tied alone"],
+    in_turns(KINDS.values()),
+    ids=KINDS,
 )
 def test_every_kind_of_prediction_trains_as_its_plain_form(
     ranks, tmp_path: Path, kind, layers: int, tied: bool, name: str, megatron

@@ -30,24 +30,27 @@ from megatron_policy.parity.result import Job, ModelOutputs
 from tests.dist.test_launch import ROOT
 from tests.exact import Exact, InDouble, assert_equal
 
-LAYOUTS = {
-    "one rank": (1, 1, False),
-    "tp2 with sequence parallelism": (2, 1, True),
-    "pp2": (1, 2, False),
-    "tp2 x pp2": (2, 2, False),
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "tp2 with sequence parallelism": {"tp": 2, "sequence_parallel": True},
+    "pp2": {"pp": 2},
+    "tp2 x pp2": {"tp": 2, "pp": 2},
+}
+OF_EXPERTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "tp2 with sequence parallelism, etp1": {"tp": 2, "etp": 1, "sequence_parallel": True},
+    "tp2 x pp2, ep2 x etp1": {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
 }
 
 
 def job_for(path: Path, layout: str = "one rank", **changes: Any) -> Job:
     arch = bind(read_config(path)).architecture
-    tp, pp, sequence_parallel = LAYOUTS[layout]
     settings = {
         "model": str(path),
         "vocab_size": arch.vocab_size,
         "num_layers": arch.num_layers,
-        "tp": tp,
-        "pp": pp,
-        "sequence_parallel": sequence_parallel,
+        **{"tp": 1, "pp": 1, "ep": 1, "etp": None, "sequence_parallel": False},
+        **(LAYOUTS | OF_EXPERTS)[layout],
         "dtype": "float32",
         "rows": 2,
         "tokens": 13,
@@ -64,15 +67,21 @@ def read(job: Job) -> ModelOutputs:
     return read_policy(job)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_both_sides_read_the_same_logits_logprobs_and_layers(ranks, checkpoint, family) -> None:
+@pytest.mark.parametrize(
+    ("family", "layouts"),
+    [("llama", LAYOUTS), ("qwen3", LAYOUTS), ("qwen3_moe", OF_EXPERTS), ("gpt_oss", OF_EXPERTS)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_both_sides_read_the_same_logits_logprobs_and_layers(
+    ranks, checkpoint, family: str, layouts: dict[str, dict[str, Any]]
+) -> None:
     path = checkpoint(family, vocab=200)
     rounded = read_reference(str(path), job_for(path), "float32", per_layer=True)
     with InDouble():
         theirs = read_reference(str(path), job_for(path), "float64", per_layer=True)
     logits = Exact.between(rounded.logits, theirs.logits)
     logprobs = Exact.between(rounded.logprobs, theirs.logprobs)
-    for layout in LAYOUTS:
+    for layout in layouts:
         job = job_for(path, layout)
         ours = join(job, ranks.run(job.tp * job.pp, read, job))
         assert ours.logits.shape == theirs.logits.shape == (2, 13, 200)
@@ -138,6 +147,14 @@ def test_a_layout_that_does_not_fit_is_one_line_before_any_rank_starts(checkpoin
     result = CliRunner().invoke(app, ["parity", str(checkpoints[True]), "--tp", "3"])
     assert result.exit_code == 1 and result.stderr.count("\n") == 1
     assert "--tp 3 does not divide" in result.stderr and not result.stdout
+
+
+def test_experts_that_do_not_split_name_the_option_that_fits(checkpoint) -> None:
+    arguments = ["parity", str(checkpoint("gpt_oss")), "--tp", "2", "--sequence-parallel"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1 and "--etp 2" in result.stderr and not result.stdout
+    result = CliRunner().invoke(app, [*arguments, "--etp", "1", "--ep", "3"])
+    assert result.exit_code == 1 and "--ep 3 x 1" in result.stderr and not result.stdout
 
 
 def test_layers_that_do_not_split_over_stages_name_options_that_there_are(checkpoint) -> None:

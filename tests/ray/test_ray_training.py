@@ -36,6 +36,7 @@ from tests.ray.policies import (
     batch,
     config_of,
 )
+from tests.turns import in_turns
 
 REFUSED = (BatchError, ConfigError)
 
@@ -106,6 +107,13 @@ def trained(
 
 ALL_LAYOUTS = pytest.mark.parametrize(
     "trained", [DP2, TP2, PP2], ids=["dp2", "tp2", "pp2"], indirect=True
+)
+LAYOUTS_IN_TURNS = pytest.mark.parametrize(
+    "trained",
+    in_turns(
+        pytest.param(each, id=name) for name, each in (("tp2", TP2), ("dp2", DP2), ("pp2", PP2))
+    ),
+    indirect=True,
 )
 REPLICAS = pytest.mark.parametrize("trained", [DP2], ids=["dp2"], indirect=True)
 
@@ -214,7 +222,7 @@ def assert_greedy_tokens(policy: Policy, model: Any, data: BatchedDataDict) -> N
         assert not found["output_ids"][row, end:].any(), "padding is the tokenizer's pad token"
 
 
-@ALL_LAYOUTS
+@LAYOUTS_IN_TURNS
 def test_a_policy_computes_the_right_numbers_after_every_loss_that_failed(
     trained: tuple[Policy, Oracle],
 ) -> None:

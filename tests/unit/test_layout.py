@@ -194,7 +194,7 @@ EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
         ({EP: 3}, 6, rf"{EP}=3 does not divide the 4 experts .* use one of \[1, 2, 4\]"),
         ({ETP: 5}, 5, rf"{ETP}=5 does not divide the 12 feed-forward .* \[1, 2, 3, 4, 6, 12\]"),
         ({EP: 4}, 6, rf"{EP}=4 x 1 .* divide the 6 ranks .* use one of \[1, 2, 3, 6\]"),
-        ({EP: 2, ETP: 4}, 2, rf"{EP}=2 x 4 \({ETP}\) .* make {ETP} smaller"),
+        ({EP: 2, ETP: 4}, 2, rf"{EP}=2 x 4 \({ETP}\) .* set {ETP} to one of \[1\]"),
         (
             {"tensor_model_parallel_size": 2, EP: 2, "sequence_parallel": True},
             2,

@@ -56,6 +56,7 @@ SIZES = (
 )
 WITH_EXPERTS = {
     "Qwen/Qwen3-30B-A3B": "Qwen3-30B-A3B",
+    "Qwen/Qwen3-30B-A3B-Thinking-2507": "Qwen3-30B-A3B",
     "Qwen/Qwen3-235B-A22B": "Qwen3-235B-A22B",
     "moonshotai/Moonlight-16B-A3B-Instruct": "Moonlight-16B-A3B",
     "openai/gpt-oss-20b": "gpt-oss-20b in bf16",
@@ -64,7 +65,7 @@ WITH_EXPERTS = {
         "DeepSeek-V3 in bf16"
     ),
 }
-NOT_KNOWN = "a model of no family that is supported"
+NOT_KNOWN = "a model that is not in the tables of tests/hosts/real/recipes.py"
 
 
 def sections(file: Path, *names: str) -> dict[str, Any]:
