@@ -87,12 +87,22 @@ def arguments_as_options() -> Iterator[None]:
         raise ConfigError(message) from error
 
 
-def in_options(message: str, uneven: tuple[str, str] | None = None) -> str:
-    """The message with a command's options in place of configuration keys.
+@contextmanager
+def keys_as_options(uneven: tuple[str, str] | None = None) -> Iterator[None]:
+    """Name a command's options in place of configuration keys in a ConfigError.
 
     `uneven` are the options for the layers of the first and the last stage. Without them, the
     advice to set these keys is left out.
     """
+    from megatron_policy.errors import ConfigError
+
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(_in_options(str(error), uneven)) from error
+
+
+def _in_options(message: str, uneven: tuple[str, str] | None) -> str:
     if uneven is None:
         message = message.replace(_WITHOUT_OPTION, "")
     for key, option in (*_OPTION_OF_KEY, *zip(_UNEVEN, uneven or (), strict=False)):

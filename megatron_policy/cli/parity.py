@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_policy.cli.failures import fail, one_line_errors
-from megatron_policy.cli.options import Precision, in_options
+from megatron_policy.cli.options import Precision, keys_as_options
 from megatron_policy.cli.output import say
 
 if TYPE_CHECKING:
@@ -19,9 +19,7 @@ def parity(
     model: Annotated[str, typer.Argument(metavar="HF_DIR", help="A Hugging Face directory.")],
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
-    ep: Annotated[
-        int, typer.Option(min=1, help="Expert-parallel ranks, among the tp ranks of a stage.")
-    ] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks of a stage.")] = 1,
     etp: Annotated[
         int | None,
         typer.Option(min=1, help="Tensor-parallel ranks of experts; as many as --tp if not given."),
@@ -57,10 +55,9 @@ def parity(
     """
     with one_line_errors():
         _be_quiet()
-        from megatron_policy.errors import ConfigError
         from megatron_policy.parity import compare
 
-        try:
+        with keys_as_options():
             result = compare(
                 model,
                 tp=tp,
@@ -75,12 +72,7 @@ def parity(
                 tolerance=tolerance,
                 reference=reference,
             )
-        except ConfigError as error:
-            raise ConfigError(in_options(str(error))) from error
-        for line in _lines(result):
-            say(line)
-        if not result.holds:
-            fail(_complaint(result))
+        _tell(result)
 
 
 def _be_quiet() -> None:
@@ -93,6 +85,13 @@ def _be_quiet() -> None:
     logging.getLogger("torch").setLevel(logging.ERROR)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+
+
+def _tell(result: Parity) -> None:
+    for line in _lines(result):
+        say(line)
+    if not result.holds:
+        fail(_complaint(result))
 
 
 def _lines(result: Parity) -> Iterator[str]:

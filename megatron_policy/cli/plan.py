@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatron_policy.cli.failures import one_line_errors
-from megatron_policy.cli.options import Dtype, Precision, in_options
+from megatron_policy.cli.options import Dtype, Precision, keys_as_options
 from megatron_policy.cli.output import CONFIG_ONLY, say
 from megatron_policy.cli.sizes import parse_size, show_size
 
@@ -194,15 +194,10 @@ def plan(
     config.json alone, it plans all tensors of the model, in the dtype that the config names.
     """
     with one_line_errors():
-        from megatron_policy.errors import ConfigError
-
         sizes = {"tp": tp, "pp": pp, "vpp": vpp, "dp": dp, "cp": cp, "ep": ep, "etp": etp or tp}
         uneven = {"first": first_layers, "last": last_layers}
-        try:
+        with keys_as_options(uneven=("--first-layers", "--last-layers")):
             planned = _planned(refit, sizes | uneven, bucket_size, dtype, precision)
-        except ConfigError as error:
-            options = ("--first-layers", "--last-layers")
-            raise ConfigError(in_options(str(error), options)) from error
         for line in lines(planned):
             say(line)
         for line in tensor_lines(planned) if tensors else ():

@@ -23,8 +23,6 @@ class Job:
     num_layers: int
     tp: int
     pp: int
-    ep: int
-    etp: int | None
     sequence_parallel: bool
     dtype: str
     rows: int
@@ -32,6 +30,8 @@ class Job:
     seed: int
     per_layer: bool
     timeout_s: float
+    ep: int = 1
+    etp: int | None = None
 
     def draw(self) -> torch.Tensor:
         """The token ids, int64 `[B, S]`, the same on every rank."""

@@ -76,7 +76,7 @@ def test_a_model_that_lacks_these_layers_says_how_many_can_be_asked_for(tmp_path
     with pytest.raises(ConversionError, match=r"has 1 layer.* asks for 2: set it to 1 or less"):
         bind(read_config(path), mtp_layers=2)
     plain = make_checkpoint(tmp_path / "plain", "qwen3_moe", **SMALL)
-    with pytest.raises(ConversionError, match=r"asks for 1: set it to 0 or less"):
+    with pytest.raises(ConversionError, match=r"asks for 1: set it to 0$"):
         bind(read_config(plain), mtp_layers=1)
 
 
