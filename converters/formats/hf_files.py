@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_policy.converters.config_fields.quantisation import SECTION, Scheme
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.contained import inside, open_regular, read
+from megatron_policy.converters.rows.blocks import Copying
 from megatron_policy.errors import ConversionError
 
 from .dequantising import ByteMatrix, QuantisedTensor
@@ -65,7 +66,7 @@ def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
     return raw.view(dtype).squeeze(-1)
 
 
-class DequantisedTensor:
+class DequantisedTensor(Copying):
     """A quantised tensor of mapped files in a `shape`; its elements are bfloat16 when taken."""
 
     def __init__(self, tensor: QuantisedTensor, shape: Shape, reader: HfReader) -> None:

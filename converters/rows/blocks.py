@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.errors import ConversionError
@@ -58,10 +59,10 @@ class Taken(Protocol):
         """The elements as a tensor view."""
 
 
-@runtime_checkable
-class Copying(Protocol):
+class Copying(ABC):
     """A viewed HF tensor that a copy makes: taking its elements would make another one."""
 
+    @abstractmethod
     def copy_to(self, out: Tensor, index: tuple[slice, ...], /) -> None:
         """Copy the elements at `index` to `out`, of their shape."""
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.converters.architecture import Architecture, padded_vocab
@@ -32,14 +36,28 @@ def build_chunks(
     """
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
-    chunks = [
-        _build_chunk(architecture, config, place, implementation, chunk)
-        for chunk in range(place.topology.vpp)
-    ]
+    with _without_random_streams():
+        chunks = [
+            _build_chunk(architecture, config, place, implementation, chunk)
+            for chunk in range(place.topology.vpp)
+        ]
     if architecture.moe is not None:
         for number, layer in held_layers(chunks, place):
             tell_routers(layer, number)
     return chunks
+
+
+@contextmanager
+def _without_random_streams() -> Iterator[None]:
+    """Keep Megatron-Core from switching to a random stream and back for every weight, none of which
+    is drawn: on a GPU, each time waits for the device.
+    """
+    tracker = vars(get_cuda_rng_tracker())
+    tracker["fork"] = lambda *_: nullcontext()
+    try:
+        yield
+    finally:
+        del tracker["fork"]
 
 
 def _build_chunk(
