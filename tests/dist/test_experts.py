@@ -211,7 +211,12 @@ def continue_own_prompts(config: dict[str, Any], eos: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("deepseek_v3", "EP2"), ("gpt_oss", "EP2xTP2+SP"), ("mixtral", "EP2xPP2")],
+    [
+        ("deepseek_v3", "EP2"),
+        ("gpt_oss", "EP2xTP2+SP"),
+        ("mixtral", "EP2xPP2"),
+        ("qwen3_moe", "EP2xETP2+TP2"),
+    ],
 )
 def test_replicas_that_share_experts_continue_their_own_prompts_like_transformers(
     ranks, checkpoint, family: str, name: str
