@@ -1,10 +1,12 @@
 """The machine: the only place that names a device type or a communication backend. Read `shared.py`
-for memory that two processes share, `random_states.py` for random numbers.
+for memory that two processes share, `exchange.py` for swaps with host memory.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ from megatron_policy.renamed import renamed_name
 __all__ = [
     "MemoryInfo",
     "accelerators",
+    "can_compile",
+    "choose_gpu",
     "compute_capability",
     "current_device",
     "device_id",
@@ -39,6 +43,13 @@ __all__ = [
     "spare_cores",
     "synchronize",
 ]
+
+
+_chosen: int | None = None
+
+_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_MARGIN = 1.5
+"""How much longer than its waits a private group's own timeout is."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,14 @@ def compute_capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability() if is_accelerated() else (0, 0)
 
 
+def can_compile() -> bool:
+    """Whether torch can compile kernels for a GPU: Triton is installed, and a C compiler for its
+    launchers is found (CC, or gcc or clang on the path).
+    """
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return importlib.util.find_spec("triton") is not None and bool(compiler)
+
+
 def prepare_for_other_engines() -> None:
     """Allow communicators that also include engines' GPUs; call it before the first is made.
 
@@ -75,10 +94,24 @@ def prepare_for_other_engines() -> None:
     os.environ["NCCL_CUMEM_ENABLE"] = "1"
 
 
-def place_process() -> torch.device:
-    """Bind this process to its GPU (LOCAL_RANK modulo the visible GPUs) and return its device."""
+def choose_gpu(index: int) -> None:
+    """Let `place_process` take this one of the visible GPUs, in place of LOCAL_RANK's."""
+    global _chosen
+    _chosen = index
+
+
+def place_process(in_launch_order: bool = False) -> torch.device:
+    """Bind this process to its GPU and return its device: the one that `choose_gpu` was told, else
+    number LOCAL_RANK modulo the visible GPUs.
+
+    `in_launch_order`: kernels start in the order of their launches, whatever their streams, unless
+    CUDA_DEVICE_MAX_CONNECTIONS is set already. It has no effect once CUDA has started.
+    """
     if is_accelerated():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        if in_launch_order:
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        index = int(os.environ.get("LOCAL_RANK", "0")) if _chosen is None else _chosen
+        torch.cuda.set_device(index % torch.cuda.device_count())
     return current_device()
 
 
@@ -113,13 +146,30 @@ def join_process_group(timeout_s: float = 600.0) -> bool:
 def private_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
     """A private group of `size` processes that meet in `store`: NCCL between GPUs, gloo elsewhere.
     It ends with the last reference to it.
+
+    A collective that fails raises where it is waited for, with a timeout of at most `timeout_s`.
+    NCCL's watchdog would see the same failure, and by default ends the process.
     """
-    timeout = timedelta(seconds=timeout_s)
     if not is_accelerated():
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
+        return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    options._timeout = timedelta(seconds=_MARGIN * timeout_s)
+    with _variable(_WATCHDOG, "0"):  # read once, by the constructor
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable within this context."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def leave_process_group() -> None:

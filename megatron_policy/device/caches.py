@@ -15,6 +15,8 @@ def release_cached() -> None:
     """
     if is_accelerated():
         gc.collect()
+        # An exported buffer that no process has opened would keep its memory.
+        torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ GLOBALS = frozenset(
     }
 )
 """What a pickled handle names besides dtypes: (module, name)."""
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 _FIELDS = (
     "type",
@@ -63,8 +66,22 @@ def share(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
     from torch.multiprocessing.reductions import reduce_tensor
 
     torch.cuda.synchronize()
-    function, arguments = reduce_tensor(tensor.detach())
+    try:
+        function, arguments = reduce_tensor(tensor.detach())
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}{_advice()}") from error
     return function, arguments
+
+
+def _advice() -> str:
+    """What to change where the allocator's memory cannot be shared."""
+    for variable in _ALLOCATOR_VARIABLES:
+        if "expandable_segments:true" in os.environ.get(variable, "").lower():
+            return (
+                f". {variable} asks for expandable segments, which not every driver shares with "
+                "other processes: remove expandable_segments:True from it"
+            )
+    return ""
 
 
 def plain(arguments: Sequence[Any]) -> dict[str, Any]:

@@ -21,6 +21,9 @@ ELEMENTWISE_GPU = 2**28
 # Narrower products are inefficient: rather than fewer entries per tile, tokens are split.
 LEAST_WIDTH = 256
 
+# Matrix products on a GPU want rows that start at multiples of 16 bytes, and whole blocks.
+WIDTH_MULTIPLE = 128
+
 
 @dataclass(frozen=True)
 class HeadShape:
@@ -76,6 +79,8 @@ def tiling(tokens: int, vocab: int, real: int, chunk: int) -> Tiling:
     """Tiles of at most `chunk * vocab` elements."""
     budget = chunk * max(vocab, 1)
     width = max(1, min(real, max(budget // max(tokens, 1), min(LEAST_WIDTH, budget))))
+    if WIDTH_MULTIPLE <= width < real:
+        width -= width % WIDTH_MULTIPLE
     height = max(1, min(tokens, budget // width))
     elementwise = ELEMENTWISE_GPU if is_accelerated() else ELEMENTWISE_CPU
     return Tiling(tokens, real, height, width, max(1, min(height, elementwise // width)))

@@ -45,7 +45,9 @@ class Session:
         self._table = bind(
             read_config(config.model_name), mtp_layers=mtp_layers(config.megatron_cfg)
         )
-        device.place_process()
+        # Tensor parallelism hides its collectives behind matrix products that are launched after
+        # them, which must not start first (megatron/core/tensor_parallel/layers.py).
+        device.place_process(in_launch_order=config.megatron_cfg.tensor_model_parallel_size > 1)
         builder.prepare()
         self._owns_process_group = device.join_process_group(timeout_s)
         self._open = True

@@ -4,6 +4,8 @@ elsewhere.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import xxhash
 from torch import Tensor
@@ -43,14 +45,21 @@ def sum_of_products(flat_bytes: Tensor) -> int:
     total = torch.zeros((), dtype=torch.int64, device=flat_bytes.device)
     for first in range(0, words.numel(), _STEP):
         step = words[first : first + _STEP]
-        total += (step * _keys(first, step.numel(), step.device)).sum()
-    tail = int.from_bytes(bytes(flat_bytes[whole:].cpu().tolist()), "little")
-    return (int(total) + _mixed(tail + count)) & _MASK
+        keys = _first_keys(step.device) if first == 0 else _keys(first, step.numel(), step.device)
+        total += (step * keys[: step.numel()]).sum()
+    rest = bytes(flat_bytes[whole:].cpu().tolist()) if count > whole else b""
+    return (int(total) + _mixed(int.from_bytes(rest, "little") + count)) & _MASK
 
 
 def _aligned(flat_bytes: Tensor) -> Tensor:
     """The bytes, aligned so that they can be read as words."""
     return flat_bytes if flat_bytes.data_ptr() % 8 == 0 else flat_bytes.clone()
+
+
+@lru_cache(maxsize=1)
+def _first_keys(where: torch.device) -> Tensor:
+    """The keys of the first step, which is all of most tensors; they are kept."""
+    return _keys(0, _STEP, where)
 
 
 def _keys(first: int, count: int, where: torch.device) -> Tensor:

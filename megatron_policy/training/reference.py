@@ -9,20 +9,23 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron_policy.device import host_buffer, synchronize
+from megatron_policy.device.exchange import Pair, copy_out, swap
+from megatron_policy.memory.pinned_pool import PinnedMemoryPool
 
 
 class ReferenceWeights:
     """Parameters as they were when this was made, in (pinned) host memory.
 
-    While the reference is active the host buffers hold the policy's weights. The two are swapped
-    tensor by tensor, so the device never holds more than one extra tensor and the host never more
-    than one copy.
+    While the reference is active that memory holds the policy's weights. The two are swapped tensor
+    by tensor, so the device never holds more than two extra tensors and the host never more than
+    one copy.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        pool = PinnedMemoryPool()
         self._parameters = tuple(parameters)
-        self._frozen = tuple(host_buffer(p.data).copy_(p.data) for p in self._parameters)
+        self._frozen = tuple(pool.take(p.data.nbytes) for p in self._parameters)
+        copy_out(self._pairs())
         self._active = False
 
     @property
@@ -38,22 +41,14 @@ class ReferenceWeights:
         if self._active:
             raise RuntimeError("the reference policy is active already; its context does not nest")
         self._active = True
-        exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
-            for pair in zip(self._parameters, self._frozen, strict=True):
-                _exchange(*pair)
-                exchanged.append(pair)
-            synchronize()
-            yield
+            swap(self._pairs())
+            try:
+                yield
+            finally:
+                swap(self._pairs())
         finally:
-            for pair in exchanged:
-                _exchange(*pair)
-            synchronize()
             self._active = False
 
-
-@torch.no_grad()
-def _exchange(parameter: torch.Tensor, frozen: torch.Tensor) -> None:
-    held = parameter.data.clone()
-    parameter.data.copy_(frozen)
-    frozen.copy_(held)
+    def _pairs(self) -> list[Pair]:
+        return [(p.data, pieces) for p, pieces in zip(self._parameters, self._frozen, strict=True)]

@@ -212,24 +212,24 @@ def test_a_policy_can_be_made_after_one_that_failed(ranks, checkpoints, tmp_path
 
 def interrupted_exchange(config: dict[str, Any]) -> bool:
     """Whether the policy's weights survive an interrupt in the middle of an exchange."""
-    from megatron_policy.training import reference
+    from megatron_policy.device import exchange
 
     with open_policy(config) as policy:
         policy.train(good(), LOSSES["token"](), mbs=1)
         before = {name: p.detach().clone() for name, p in policy.named_parameters()}
-        original, calls = reference._exchange, iter(range(1000))
+        original, calls = exchange._to_pieces, iter(range(1000))
 
-        def exchange(*pair: Any) -> None:
+        def interrupted(*arguments: Any) -> None:
             if next(calls) == 5:
                 raise KeyboardInterrupt
-            original(*pair)
+            original(*arguments)
 
-        reference._exchange = exchange
+        exchange._to_pieces = interrupted
         try:
             with pytest.raises(KeyboardInterrupt), policy.reference():
                 raise AssertionError("the exchange was to be interrupted")
         finally:
-            reference._exchange = original
+            exchange._to_pieces = original
         return all(torch.equal(before[name], p) for name, p in policy.named_parameters())
 
 

@@ -93,7 +93,7 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def trained(
+def workers(
     request: pytest.FixtureRequest, checkpoint: Callable[..., Path]
 ) -> Iterator[tuple[Policy, Oracle]]:
     """Two workers, and what they should know. Each test finds the policy right and leaves it so."""
@@ -105,24 +105,31 @@ def trained(
     cluster.shutdown()
 
 
+@pytest.fixture
+def trained(workers: tuple[Policy, Oracle]) -> tuple[Policy, Oracle]:
+    """The workers, ready to train, whichever tests came before."""
+    workers[0].prepare_for_training()
+    return workers
+
+
 ALL_LAYOUTS = pytest.mark.parametrize(
-    "trained", [DP2, TP2, PP2], ids=["dp2", "tp2", "pp2"], indirect=True
+    "workers", [DP2, TP2, PP2], ids=["dp2", "tp2", "pp2"], indirect=True
 )
 LAYOUTS_IN_TURNS = pytest.mark.parametrize(
-    "trained",
+    "workers",
     in_turns(
         pytest.param(each, id=name) for name, each in (("tp2", TP2), ("dp2", DP2), ("pp2", PP2))
     ),
     indirect=True,
 )
-REPLICAS = pytest.mark.parametrize("trained", [DP2], ids=["dp2"], indirect=True)
+REPLICAS = pytest.mark.parametrize("workers", [DP2], ids=["dp2"], indirect=True)
 
 
 @ALL_LAYOUTS
 def test_two_workers_do_what_one_process_of_transformers_does(
-    trained: tuple[Policy, Oracle], tmp_path: Path
+    workers: tuple[Policy, Oracle], tmp_path: Path
 ) -> None:
-    policy, truth = trained
+    policy, truth = workers
     path, data = truth.path, batch()
     assert not truth.taken, "the first test of a policy"
 
@@ -227,7 +234,6 @@ def test_a_policy_computes_the_right_numbers_after_every_loss_that_failed(
     trained: tuple[Policy, Oracle],
 ) -> None:
     policy, truth = trained
-    policy.prepare_for_training()
     for mistake, (_, message) in MISTAKES.items():
         for kind in ("token", "sequence"):
             with pytest.raises(LossError) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from megatron.core.transformer.transformer_config import (
 from megatron_policy.config import MegatronConfig
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.architecture.traits import Activation, Norm, QkNorm
-from megatron_policy.device import is_accelerated
+from megatron_policy.device import can_compile, is_accelerated
 from megatron_policy.engines.megatron.layers.activations import FUNCTIONS
 from megatron_policy.engines.megatron.layers.experts import expert_fields
 from megatron_policy.engines.megatron.layers.mla import mla_fields
 from megatron_policy.parallel.topology import Topology
+
+_log = logging.getLogger(__name__)
 
 LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
 
@@ -133,6 +136,8 @@ def _parallelism(
         # apart.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
+        # It waits for the device at every exchange, for the sake of older torch releases.
+        "batch_p2p_sync": False,
         # Frees an output as soon as its send is queued. A stream keeps that in order; gloo could
         # still be reading it.
         "deallocate_pipeline_outputs": topology.pp > 1 and is_accelerated(),
@@ -164,10 +169,16 @@ def _kernels(
     apex_wgrad = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     # Megatron-Core's fused GELU is always the tanh approximation, whatever function is requested.
     swiglu = architecture.gated and architecture.activation is Activation.SILU
+    compiled = is_accelerated() and can_compile()
+    if is_accelerated() and not compiled:
+        _log.warning(
+            "bias, dropout and activation are not fused: torch.compile needs Triton and a C "
+            "compiler (gcc or clang on the path, or CC)"
+        )
     return {
         "apply_rope_fusion": settings.apply_rope_fusion and with_te and architecture.mla is None,
-        "bias_activation_fusion": settings.bias_activation_fusion and is_accelerated() and swiglu,
-        "bias_dropout_fusion": is_accelerated(),
+        "bias_activation_fusion": settings.bias_activation_fusion and compiled and swiglu,
+        "bias_dropout_fusion": compiled,
         "gradient_accumulation_fusion": is_accelerated() and apex_wgrad,
         "masked_softmax_fusion": False,
         "persist_layer_norm": with_te,

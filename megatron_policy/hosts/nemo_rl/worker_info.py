@@ -12,6 +12,7 @@ import torch
 from megatron_policy import device
 from megatron_policy.device.caches import allocated
 from megatron_policy.device.profiling import device_name
+from megatron_policy.workers.cluster.assigned_gpu import given_by_ray
 
 _MIB = 2**20
 
@@ -20,8 +21,7 @@ def node_and_device() -> tuple[str, int]:
     """This node's address, and the number of the GPU that Ray gave this worker (a logical one if
     the machine has none); LOCAL_RANK if Ray gave none.
     """
-    # Without Ray running, the call would start one, or join any on this node.
-    given = ray.get_gpu_ids() if ray.is_initialized() else []
+    given = given_by_ray()
     number = int(given[0]) if given else int(os.environ.get("LOCAL_RANK", "0"))
     return ray.util.get_node_ip_address(), number
 

@@ -21,6 +21,7 @@ from megatron_policy.errors import ConfigError
 from megatron_policy.packing.microbatch import ROUTED_EXPERTS
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.workers.checks import refuse_unknown
+from megatron_policy.workers.cluster.assigned_gpu import own_gpu
 from megatron_policy.workers.profiling import WorkerProfiling
 from megatron_policy.workers.worker.accumulation import WorkerAccumulation
 from megatron_policy.workers.worker.checkpoint import WorkerCheckpoint
@@ -67,6 +68,8 @@ class MegatronPolicyWorkerImpl(
         # Not at the top: the host imports this module where Megatron-Core or a GPU may be missing.
         from megatron_policy.policy import MegatronPolicy
 
+        if (gpu := own_gpu(os.environ.get("CUDA_VISIBLE_DEVICES"))) is not None:
+            device.choose_gpu(gpu)
         self.policy = MegatronPolicy(
             PolicyConfig.parse(config),
             tokenizer,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from megatron_policy.device import is_accelerated
 from megatron_policy.engines.megatron.layers.scales import softcap
@@ -22,8 +22,18 @@ def fused_bias(tile: AttentionTile, like: torch.Tensor) -> Any:
     if tile.reach is None and tile.queries in (1, tile.keys):
         return None
     if tile.reach is None and is_accelerated():
-        return causal_lower_right(tile.queries, tile.keys)  # no tensor: kernels support this shape
+        return _lower_right(tile)
     return mask(tile, like)
+
+
+def _lower_right(tile: AttentionTile) -> CausalBias:
+    """A bias without elements, for kernels that support this shape. (torch's own constructor
+    allocates two scores for each query and key, in host memory.)
+    """
+    bias: CausalBias = torch.empty(0).as_subclass(CausalBias)
+    bias.variant = CausalVariant.LOWER_RIGHT
+    bias.seq_len_q, bias.seq_len_kv = tile.queries, tile.keys
+    return bias
 
 
 def fused(

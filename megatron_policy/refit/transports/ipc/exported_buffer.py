@@ -52,12 +52,12 @@ class ExportedBuffer:
         """A handle for `open_exported`, on a GPU also for the host's receivers; for single use."""
         if self._host is not None:
             return self._host.handle()
-        return on_gpu.share(self.buffer.memory)[1:]
+        return _shared(self.buffer.memory)[1:]
 
     def rebuild(self, dtype: torch.dtype) -> Rebuild:
         """The same as flat elements of `dtype`, to be called by the receiver."""
         if self._host is None:
-            return on_gpu.share(self.buffer.typed(dtype))
+            return _shared(self.buffer.typed(dtype))
         h = self._host.handle()
         return rebuilt, (h.pid, h.started, h.fd, h.inode, h.nbytes, dtype, 0)
 
@@ -67,6 +67,13 @@ class ExportedBuffer:
         self.buffer.forget()
         if self._host is not None:
             self._host.close()
+
+
+def _shared(tensor: Tensor) -> Rebuild:
+    try:
+        return on_gpu.share(tensor)
+    except RuntimeError as error:
+        raise RefitError(f"the trainer cannot share its GPU memory: {error}") from error
 
 
 def open_exported(handle: object, consume: Callable[[Tensor], None]) -> None:

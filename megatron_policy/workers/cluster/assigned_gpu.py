@@ -1,0 +1,27 @@
+"""Which of the visible GPUs Ray has given this worker."""
+
+from __future__ import annotations
+
+import ray
+
+
+def given_by_ray() -> list[str]:
+    """The GPUs that Ray gave this worker; none outside Ray."""
+    # Without Ray running, the call would start one, or join any on this node.
+    return [str(gpu) for gpu in ray.get_gpu_ids()] if ray.is_initialized() else []
+
+
+def own_gpu(visible: str | None) -> int | None:
+    """The place of this worker's GPU among the `visible` ones (CUDA_VISIBLE_DEVICES; None if it is
+    not set); None if Ray gave none, or one that is not visible.
+
+    Ray makes the GPUs it gave the only visible ones, unless it was told not to
+    (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1): then every worker sees those of the node.
+    """
+    given = given_by_ray()
+    if not given:
+        return None
+    if visible is None:
+        return int(given[0]) if given[0].isdigit() else None
+    numbers = [each.strip() for each in visible.split(",")]
+    return numbers.index(given[0]) if given[0] in numbers else None
