@@ -1,0 +1,187 @@
+"""What is decided differently on a GPU, as far as it can be told without one."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_policy import device
+from megatron_policy.device import shared
+from megatron_policy.engines.megatron.layers import tile_attention
+from megatron_policy.engines.megatron.layers.tiles import AttentionTile, mask
+from megatron_policy.errors import RefitError
+from megatron_policy.lm_head.fused_tiles import LEAST_WIDTH, WIDTH_MULTIPLE, tiling
+from megatron_policy.refit.buffers import Buffer
+from megatron_policy.refit.transports.ipc.exported_buffer import ExportedBuffer
+from megatron_policy.workers.cluster import assigned_gpu
+
+WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_no_watchdog_ends_the_process_before_a_wait_of_a_private_group_raises(
+    monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    seen: dict[str, Any] = {}
+
+    class Nccl:
+        class Options:
+            _timeout = timedelta()
+
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            seen.update(watchdog=os.environ[WATCHDOG], timeout=options._timeout)
+
+    monkeypatch.delenv(WATCHDOG, raising=False)
+    if before is not None:
+        monkeypatch.setenv(WATCHDOG, before)
+    monkeypatch.setattr(device, "is_accelerated", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    device.private_group(dist.HashStore(), 0, 2, 10.0)
+    assert seen["watchdog"] == "0" and seen["timeout"] > timedelta(seconds=10)
+    assert os.environ.get(WATCHDOG) == before
+
+
+def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[int]:
+    taken: list[int] = []
+    monkeypatch.setattr(device, "is_accelerated", lambda: True)
+    monkeypatch.setattr(device, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(device, "_chosen", None)
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    return taken
+
+
+@pytest.mark.parametrize(("given", "set_before"), [(True, None), (True, "8"), (False, None)])
+def test_kernels_start_in_the_order_of_their_launches_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: bool, set_before: str | None
+) -> None:
+    on_gpus(monkeypatch, 8)
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv(name, "")  # so that it is put back
+    monkeypatch.delenv(name)
+    if set_before is not None:
+        monkeypatch.setenv(name, set_before)
+    device.place_process(in_launch_order=given)
+    assert os.environ.get(name) == (set_before or ("1" if given else None))
+
+
+def test_a_process_takes_the_gpu_of_its_local_rank_or_the_chosen_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken = on_gpus(monkeypatch, 4)
+    device.place_process()
+    device.choose_gpu(3)
+    device.place_process()
+    assert taken == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("given", "visible", "own"),
+    [
+        ([], "0,1", None),
+        ([3], None, 3),
+        (["3"], "3", 0),
+        ([6], "4,5,6,7", 2),
+        (["6"], "4, 5, 6", 2),
+        ([6], "0,1", None),
+        (["GPU-1f"], "GPU-07,GPU-1f", 1),
+        (["GPU-1f"], None, None),
+    ],
+)
+def test_a_worker_takes_the_gpu_that_ray_gave_it_among_those_it_sees(
+    monkeypatch: pytest.MonkeyPatch, given: list[Any], visible: str | None, own: int | None
+) -> None:
+    monkeypatch.setattr(assigned_gpu.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(assigned_gpu.ray, "get_gpu_ids", lambda: given)
+    assert assigned_gpu.own_gpu(visible) == own
+
+
+def test_kernels_are_compiled_only_where_triton_and_a_compiler_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    for triton in (None, object()):
+        monkeypatch.setattr(device.importlib.util, "find_spec", lambda _, t=triton: t)
+        for compiler in (None, "/usr/bin/clang"):
+            monkeypatch.setattr(
+                device.shutil, "which", lambda name, c=compiler: c if name == "clang" else None
+            )
+            assert device.can_compile() == (triton is not None and compiler is not None)
+    monkeypatch.setattr(device.shutil, "which", lambda _: None)
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert device.can_compile()
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (5, 6), (4, 4), (16, 64)])
+def test_the_bias_of_a_rectangle_has_no_elements_and_masks_what_its_mask_does(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(tile_attention, "is_accelerated", lambda: True)
+    queries, keys = shape
+    tile = AttentionTile(0, queries, 0, keys, None)
+    random = torch.Generator().manual_seed(queries)
+    query, key, value = (
+        torch.randn(2, 3, length, 8, generator=random) for length in (queries, keys, keys)
+    )
+    bias = tile_attention.fused_bias(tile, query)
+    assert bias is None or bias.numel() == 0
+    ours = F.scaled_dot_product_attention(query, key, value, bias, is_causal=bias is None)
+    plain = F.scaled_dot_product_attention(query, key, value, mask(tile, query))
+    torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
+
+
+def test_the_bias_of_a_long_context_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_attention, "is_accelerated", lambda: True)
+    tile = AttentionTile(0, 2**17, 0, 2**18, None)  # torch's constructor asks for 275 GB
+    assert tile_attention.fused_bias(tile, torch.zeros(1)).untyped_storage().nbytes() == 0
+
+
+@given(
+    tokens=st.integers(0, 100_000),
+    vocab=st.integers(1, 300_000),
+    missing=st.integers(0, 300),
+    chunk=st.integers(1, 4096),
+)
+def test_rows_of_all_tiles_but_the_last_start_at_multiples_of_a_kernels_block(
+    tokens: int, vocab: int, missing: int, chunk: int
+) -> None:
+    real = max(1, vocab - missing)
+    grid = tiling(tokens, vocab, real, chunk)
+    assert grid.height * grid.width <= max(chunk * vocab, 1)
+    assert grid.width == real or grid.width < WIDTH_MULTIPLE or grid.width % WIDTH_MULTIPLE == 0
+    # Rounding costs at most half of what tiles may be narrowed to.
+    assert grid.width >= min(real, LEAST_WIDTH, chunk * vocab) - WIDTH_MULTIPLE + 1
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", None])
+def test_memory_that_cannot_be_shared_names_the_variable_that_makes_it_so(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None
+) -> None:
+    def fails(tensor: torch.Tensor) -> Any:
+        raise RuntimeError("invalid argument")
+
+    for name in shared._ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "max_split_size_mb:64,expandable_segments:True")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", fails)
+    exported = ExportedBuffer(64, torch.device("cpu"))
+    host, exported._host = exported._host, None  # as on a GPU
+    exported.buffer = Buffer(torch.zeros(64, dtype=torch.uint8))
+    for share in (exported.handle, lambda: exported.rebuild(torch.bfloat16)):
+        with pytest.raises(RefitError, match="cannot share its GPU memory: invalid") as caught:
+            share()
+        advised = "remove expandable_segments:True from it" in str(caught.value)
+        assert advised == (variable is not None) and (variable or "") in str(caught.value)
+    assert host is not None
+    host.close()
