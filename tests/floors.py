@@ -20,7 +20,7 @@ Key = TypeVar("Key", str, tuple[str, str])
 FLOORS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (0, ("batch", "errors", "renamed", "version")),
     (1, ("converters", "device", "parallel")),
-    (2, ("coordination", "formats", "memory", "packing", "weights")),
+    (2, ("coordination", "estimate", "formats", "memory", "packing", "weights")),
     (3, ("config", "lm_head")),
     (4, ("interfaces",)),
     (5, ("checkpoint", "engines", "refit", "training")),
@@ -42,8 +42,9 @@ CONVERTERS_FLOORS: tuple[tuple[int, tuple[str, ...]], ...] = (
 )
 
 # Values and arithmetic: no files, no environment, and of foreign packages only PURE_IMPORTS.
-PURE = ("batch", "errors", "version", "config*", "converters*", "interfaces*", "lm_head*")
+PURE = ("batch", "errors", "version", "config*", "converters*", "estimate*", "interfaces*")
 PURE += (
+    "lm_head*",
     "packing*",
     "parallel*",
     "refit.manifest",

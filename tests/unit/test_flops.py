@@ -1,0 +1,125 @@
+"""Counts of floating-point operations against torch's own counter on transformers' models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.table import bind
+from megatron_policy.estimate.flops import forward_flops, layer_flops, model_flops, visible_pairs
+from tests.checkpoints import ALL_FAMILIES, hf_config
+
+LENGTH = 48
+TOLERANCE = 0.02
+"""Of what the counter counts and we do not: the outer product of positions and rotary frequencies,
+which is small beside the rest even of these models.
+"""
+WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "olmo3")
+
+Checkpoint = Callable[..., Path]
+
+
+def reference(path: Path) -> Any:
+    config = hf_config(path)
+    kernels = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(config, **kernels)
+    return model.float().train()
+
+
+def architecture_of(path: Path) -> Architecture:
+    return bind(json.loads((path / "config.json").read_text())).architecture
+
+
+def counted(model: Any, rows: int, backward: bool) -> int:
+    """What torch's counter sees in a pass over `rows` sequences. It counts all pairs of tokens."""
+    tokens = torch.randint(0, model.config.vocab_size, (rows, LENGTH))
+    with FlopCounterMode(display=False) as counter:
+        logits = model(input_ids=tokens, use_cache=False).logits
+        if backward:
+            logits.float().logsumexp(-1).sum().backward()
+    return int(counter.get_total_flops())
+
+
+def with_all_pairs(architecture: Architecture, rows: int) -> int:
+    """Our count of a forward pass if attention looked at all pairs of tokens of a sequence."""
+    found = forward_flops(architecture, [LENGTH] * rows)
+    total = found.total
+    for number, layer in enumerate(found.layers):
+        window = architecture.window if architecture.has_window(number) else None
+        share, left = divmod(layer.attention, visible_pairs(LENGTH, window))
+        assert left == 0
+        total += share * LENGTH**2 - layer.attention
+    return total
+
+
+@pytest.mark.parametrize("family", sorted(ALL_FAMILIES))
+def test_forward_and_backward_are_what_torch_counts_on_the_reference(
+    checkpoint: Checkpoint, family: str
+) -> None:
+    path = checkpoint(family)
+    model, architecture = reference(path), architecture_of(path)
+    ours = with_all_pairs(architecture, rows=2)
+    assert counted(model, 2, backward=False) == pytest.approx(ours, rel=TOLERANCE)
+    assert counted(model, 2, backward=True) == pytest.approx(3 * ours, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", *WINDOWED])
+def test_attention_counts_the_pairs_that_the_reference_looks_at(
+    checkpoint: Checkpoint, family: str
+) -> None:
+    path = checkpoint(family)
+    model, architecture = reference(path).eval(), architecture_of(path)
+    tokens = torch.randint(0, model.config.vocab_size, (1, LENGTH))
+    seen = model(input_ids=tokens, use_cache=False, output_attentions=True).attentions
+    sizes = 2 * (architecture.query_size + architecture.context_size)
+    for number, weights in enumerate(seen):
+        pairs = int((weights[0, 0, :, :LENGTH] > 0).sum())
+        assert layer_flops(architecture, number, [LENGTH]).attention == pairs * sizes
+    windows = {architecture.has_window(layer) for layer in range(architecture.num_layers)}
+    assert (True in windows) == (family in WINDOWED)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 5, 6, 100])
+@pytest.mark.parametrize("length", [0, 1, 2, 5, 17])
+def test_visible_pairs_are_those_of_the_mask(length: int, window: int | None) -> None:
+    queries, keys = torch.arange(length).view(-1, 1), torch.arange(length)
+    mask = (keys <= queries) & (keys > queries - (length + 1 if window is None else window))
+    assert visible_pairs(length, window) == int(mask.sum())
+
+
+def test_packed_sequences_do_not_look_at_each_other(checkpoint: Checkpoint) -> None:
+    architecture = architecture_of(checkpoint("llama"))
+    parts = [3, 10, 0, 7]
+    assert model_flops(architecture, parts) == sum(model_flops(architecture, [n]) for n in parts)
+    assert model_flops(architecture, parts) < model_flops(architecture, [sum(parts)])
+
+
+def test_the_head_is_counted_for_predicted_tokens_only(checkpoint: Checkpoint) -> None:
+    architecture = architecture_of(checkpoint("llama"))
+    everywhere, nowhere = (forward_flops(architecture, [10], n) for n in (None, 0))
+    per_token = 2 * architecture.hidden_size * architecture.vocab_size
+    assert everywhere.head == 10 * per_token and nowhere.head == 0
+    assert everywhere.layers == nowhere.layers
+    assert model_flops(architecture, [10], 4) == 3 * (nowhere.total + 4 * per_token)
+
+
+def test_a_layer_for_multi_token_prediction_is_a_layer_a_projection_and_the_head(
+    checkpoint: Checkpoint,
+) -> None:
+    path = checkpoint("deepseek_v3", num_nextn_predict_layers=1)
+    raw = json.loads((path / "config.json").read_text())
+    architecture = bind(raw, mtp_layers=1).architecture
+    found = forward_flops(architecture, [10])
+    projection = 2 * 10 * 2 * architecture.hidden_size**2
+    assert found.mtp == projection + found.layers[-1].total + found.head
+    assert forward_flops(architecture, [10], further=3).mtp == 3 * found.mtp
+    assert forward_flops(replace(architecture, mtp_layers=0), [10]).mtp == 0
