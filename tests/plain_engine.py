@@ -23,6 +23,7 @@ from megatron_policy.converters.architecture.traits import QkNorm
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.rows import Role
 from megatron_policy.converters.table import Table
+from megatron_policy.device.timing import Stopwatch
 from megatron_policy.errors import CheckpointError
 from megatron_policy.interfaces.engine import NotFiniteError, StateTensor
 from megatron_policy.lm_head.output import Output
@@ -192,6 +193,7 @@ class Trainable:
     def __init__(self, config: PolicyConfig, held: Held) -> None:
         settings = config.megatron_cfg.optimizer
         self._parameters = [p for _, p in held]
+        self.stopwatch = Stopwatch()
         self._clip, self._samples = settings.clip_grad, 0
         decaying = [p for entry, p in held if entry.row.role is Role.MATRIX]
         others = [p for entry, p in held if entry.row.role is not Role.MATRIX]

@@ -25,6 +25,18 @@ def largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     return numbers_found
 
 
+def gathered_numbers(
+    own: Sequence[Sequence[float]], group: dist.ProcessGroup
+) -> list[list[list[float]]]:
+    """The rows of numbers of each of the group's ranks, in fp64; all have as many rows, and as many
+    numbers in each.
+    """
+    numbers = torch.tensor(own, dtype=torch.float64, device=current_device())
+    found = [torch.empty_like(numbers) for _ in range(group.size())]
+    dist.all_gather(found, numbers, group=group)
+    return [each.tolist() for each in found]
+
+
 def gathered(own: Iterable[T], group: dist.ProcessGroup) -> list[T]:
     """What each of the group's ranks has, one rank after another."""
     box: list[Any] = [None] * group.size()

@@ -17,6 +17,7 @@ import torch
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.table import Table
+from megatron_policy.device.timing import Stopwatch
 from megatron_policy.lm_head.output import Output
 from megatron_policy.lm_head.sampling import Continuations, Sampling
 from megatron_policy.memory.pending_reads import PendingReads
@@ -29,6 +30,9 @@ from megatron_policy.weights.load import Held
 T = TypeVar("T")
 Loss = Callable[[Output], tuple[torch.Tensor, T]]
 """For one microbatch: a scalar to differentiate, and a value to keep."""
+
+REDUCE = "reduce"
+"""The part of a step in which gradients are reduced, as far as nothing else runs meanwhile."""
 
 MAIN = "fp32_param"
 KINDS = (MAIN, "exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -100,6 +104,10 @@ class Trainable(Protocol):
     @property
     def weight_decay(self) -> float:
         """The weight decay of the next step."""
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """Where training has its parts timed; the engine itself times `REDUCE`."""
 
     def zero_gradients(self) -> None:
         """Drop all gradients."""

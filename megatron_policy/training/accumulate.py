@@ -34,6 +34,7 @@ from megatron_policy.training.losses import (
 from megatron_policy.training.optimizer_step import UNCHANGED, take_step
 from megatron_policy.training.results import completed, result_of
 from megatron_policy.training.rollback import Rollback
+from megatron_policy.training.speed import FORWARD_BACKWARD, STEP, SpeedMeter, Workload
 from megatron_policy.training.step import run, shared, sizes_of
 from megatron_policy.training.sync_microbatches import cut_synchronized
 
@@ -57,6 +58,7 @@ class OpenStep:
     mbs: int
     counts: torch.Tensor
     undo: Rollback
+    meter: SpeedMeter
     parts: int = 0
     loss: float = 0.0
     metrics: list[Metrics] = field(default_factory=list)
@@ -113,8 +115,10 @@ class GradientAccumulator:
         trainable.zero_gradients()
         counts = torch.zeros(2, device=current_device())
         undo = Rollback.here(self._engine)
-        self._step = OpenStep(loss_fn, normalization, gbs, mbs, counts, undo)
+        meter = SpeedMeter(self._batcher.estimator, trainable)
+        self._step = OpenStep(loss_fn, normalization, gbs, mbs, counts, undo, meter)
         self._state.begin_step(BEGIN)
+        meter.pause()
 
     def microbatch(self, data: Mapping[str, Any]) -> None:
         """Add the gradients of `data`: this data-parallel rank's rows, in the form `train` takes.
@@ -127,11 +131,12 @@ class GradientAccumulator:
         can only be aborted. A note on the error says so.
         """
         step, trainable = self._opened(PART), self._can_train(PART)
+        step.meter.resume()
         self._memory.check(PART, CONTINUE_STEP)
-        batch = self._cut(step, data)
+        batch, workload = self._cut(step, data)
         ones, undo = torch.ones(2, device=current_device()), Rollback.here(self._engine)
         with _marking(step, "a part of the step failed"):
-            with trainable.accumulating():
+            with trainable.accumulating(), step.meter.stopwatch.timing(FORWARD_BACKWARD):
                 kept = run(
                     self._engine,
                     batch.microbatches,
@@ -147,6 +152,8 @@ class GradientAccumulator:
         step.parts += 1
         step.loss += loss
         step.metrics += metrics
+        step.meter.workload += workload
+        step.meter.pause()
 
     def finish(self) -> dict[str, Any]:
         """Divide by the counts of all parts on all ranks, reduce, clip and step. Return what
@@ -157,6 +164,7 @@ class GradientAccumulator:
         the step can only be aborted.
         """
         step, trainable = self._opened(FINISH), self._can_train(FINISH)
+        step.meter.resume()
         self._memory.check(FINISH, CONTINUE_STEP)
         if not step.parts and not step.failed:
             raise ConfigError(
@@ -166,14 +174,17 @@ class GradientAccumulator:
         with _marking(step, "its end failed"):
             divisor = step.normalization.gradient(counts)
             undo = Rollback.here(self._engine)
-            trainable.reduce_gradients(1.0 / divisor)
-            stats = take_step(trainable, self._engine.groups, undo, ())
+            with step.meter.stopwatch.timing(FORWARD_BACKWARD):  # where `train` reduces
+                trainable.reduce_gradients(1.0 / divisor)
+            with step.meter.stopwatch.timing(STEP):
+                stats = take_step(trainable, self._engine.groups, undo, ())
             trainable.advance_schedule(step.gbs)
         self._close()
         self._stepped()
         divisors = step.normalization.divisors(counts)
         metrics = [completed(each, divisors, counts, stats) for each in step.metrics]
-        return result_of([step.loss / divisor], stats, [counts], metrics, self._engine.groups.dp)
+        result = result_of([step.loss / divisor], stats, [counts], metrics, self._engine.groups.dp)
+        return step.meter.added_to(result)
 
     def abort(self) -> None:
         """Drop the step and its gradients; weights, optimizer and schedule are as before the step.
@@ -201,8 +212,10 @@ class GradientAccumulator:
             raise ConfigError(f"{operation}: no training step is open, call {BEGIN} first")
         return self._step
 
-    def _cut(self, step: OpenStep, data: Mapping[str, Any]) -> GlobalBatch:
-        """Cut the part into microbatches, the same number on every data-parallel rank."""
+    def _cut(self, step: OpenStep, data: Mapping[str, Any]) -> tuple[GlobalBatch, Workload]:
+        """Cut the part into microbatches, the same number on every data-parallel rank; also what
+        all of these ranks compute.
+        """
         vocab_size = self._engine.vocab_size
 
         def cut() -> list[GlobalBatch]:
@@ -215,8 +228,8 @@ class GradientAccumulator:
             check_loss_inputs(step.loss_fn, checked, vocab_size)
             return [self._batcher.for_part(checked, step.mbs)]
 
-        (batch,) = cut_synchronized(cut, self._batcher, self._engine.groups.dp)
-        return batch
+        (batch,), workload = cut_synchronized(cut, self._batcher, self._engine.groups.dp)
+        return batch, workload
 
     def _total(self, step: OpenStep) -> ValidCounts:
         """Sum the counts over data-parallel ranks; ConfigError if a part has failed on any."""

@@ -28,6 +28,7 @@ from megatron_policy.parallel.topology import Topology
 from megatron_policy.training.checks import check_size, checked_lengths
 from megatron_policy.training.longest import Longest
 from megatron_policy.training.replay import RouterReplay
+from megatron_policy.training.speed import Estimator
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Batcher:
     cost: Cost
     longest: Longest
     replay: RouterReplay
+    estimator: Estimator
 
     def for_training(
         self, data: BatchedDataDict, global_batch_size: int, micro_batch_size: int
@@ -261,13 +263,22 @@ def _given(data: BatchedDataDict, settings: Batching) -> Plan | None:
 
 def batcher_of(config: PolicyConfig, topology: Topology, architecture: Architecture) -> Batcher:
     """The batcher that the configuration asks for, for this model."""
-    multiples = multiples_of(config)
+    multiples, training = multiples_of(config), batching_of(config, training=True)
+    cost = sequence_cost(architecture.hidden_size)
     return Batcher(
-        training=batching_of(config, training=True),
+        training=training,
         scoring=batching_of(config, training=False),
         multiples=multiples,
         topology=topology,
-        cost=sequence_cost(architecture.hidden_size),
+        cost=cost,
         longest=Longest.of(config, architecture),
         replay=RouterReplay.of(config, architecture),
+        estimator=Estimator(
+            architecture,
+            topology,
+            cost,
+            filler=multiples.row,
+            alike=training.kind == "padded",
+            further=config.megatron_cfg.mtp_num_layers,
+        ),
     )

@@ -55,7 +55,8 @@ class TrainResult(dict[str, Any]):
       microbatches, or of all ranks' where a driver has merged them; they add up to the true values.
       Layers for multi-token prediction add theirs: `mtp_1_loss` for the first, before the factor,
     - `moe_metrics`: what the routers of experts did in the last step (docs/experts.md names them),
-      the same on every rank; absent without experts and in `eval_mode`.
+      the same on every rank; absent without experts and in `eval_mode`,
+    - `speed`: how fast the call was and where time was lost, by name (docs/interface.md).
 
     `global_loss` and `all_mb_metrics`, the names of the last release, still work and warn.
     """

@@ -13,6 +13,7 @@ import torch
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.device import current_device
+from megatron_policy.device.timing import Stopwatch
 from megatron_policy.interfaces.engine import Trainable, TrainingEngine
 from megatron_policy.interfaces.loss import LossFunction
 from megatron_policy.lm_head.output import Output
@@ -34,6 +35,7 @@ from megatron_policy.training.losses import (
 from megatron_policy.training.optimizer_step import UNCHANGED, left_by, take_step
 from megatron_policy.training.results import OptimStats, TrainResult, completed, result_of
 from megatron_policy.training.rollback import Rollback
+from megatron_policy.training.speed import FORWARD_BACKWARD, STEP, SpeedMeter
 from megatron_policy.training.sync_microbatches import cut_synchronized
 
 Kept = list[tuple[torch.Tensor, Metrics, list[Wrong]]]
@@ -59,10 +61,11 @@ def forward_backward(
     batch: GlobalBatch,
     loss_fn: LossFunction,
     trainable: Trainable | None,
-    number: int = 0,
+    number: int,
+    stopwatch: Stopwatch,
 ) -> BatchLosses:
     """Run one global batch (this data-parallel rank's share), the `number`-th of a call, through
-    the engine.
+    the engine, timed as `forward_backward`.
 
     Gradients are summed over microbatches and data-parallel ranks into `trainable`; without one
     only the loss is computed. The loss divides by global counts, so the sum is the gradient of the
@@ -71,7 +74,8 @@ def forward_backward(
     counts = count_valid(batch.data, engine.groups.dp, current_device())
     if trainable is not None:
         trainable.zero_gradients()
-    kept = run(engine, batch.microbatches, loss_fn, counts, forward_only=trainable is None)
+    with stopwatch.timing(FORWARD_BACKWARD):
+        kept = run(engine, batch.microbatches, loss_fn, counts, forward_only=trainable is None)
     loss, metrics, faults = shared(engine, batch, kept, loss_fn, number)
     return BatchLosses(loss, metrics, faults, counts)
 
@@ -156,7 +160,8 @@ def train(
     global batch whose loss or gradient cannot be trained on: neither it nor those after it change
     anything.
     """
-    batches = cut_synchronized(
+    meter = SpeedMeter(batcher.estimator, trainable)
+    batches, meter.workload = cut_synchronized(
         lambda: _cut(engine, batcher, data, loss_fn, global_batch_size, micro_batch_size),
         batcher,
         engine.groups.dp,
@@ -168,10 +173,11 @@ def train(
     stats = OptimStats(grad_norm=0.0, lr=0.0, wd=0.0)
     undo = Rollback.here(engine)
     for number, batch in enumerate(batches):
-        result = forward_backward(engine, batch, loss_fn, trainable, number)
+        result = forward_backward(engine, batch, loss_fn, trainable, number, meter.stopwatch)
         if trainable is not None:
             left = left_by(number)
-            stats = take_step(trainable, engine.groups, undo, result.faults, left)
+            with meter.stopwatch.timing(STEP):
+                stats = take_step(trainable, engine.groups, undo, result.faults, left)
             stepped()
             undo = Rollback.here(engine)
         faults += result.faults
@@ -186,7 +192,7 @@ def train(
     elif any_fault(faults, engine.groups):
         undo()
         raise_everywhere(faults, engine.groups, UNCHANGED)
-    return result_of(losses, stats, counts, mb_metrics, engine.groups.dp)
+    return meter.added_to(result_of(losses, stats, counts, mb_metrics, engine.groups.dp))
 
 
 def _cut(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_policy.coordination import agreement
 from megatron_policy.errors import BatchError
 from megatron_policy.training.batching import Batcher, GlobalBatch
+from megatron_policy.training.speed import Share, Workload
 
 T = TypeVar("T")
 
@@ -20,9 +21,9 @@ _REFUSED = "another data-parallel rank has refused its data; its error says why"
 
 def cut_synchronized(
     cut: Callable[[], list[GlobalBatch]], batcher: Batcher, group: dist.ProcessGroup
-) -> list[GlobalBatch]:
+) -> tuple[list[GlobalBatch], Workload]:
     """Call `cut` on this rank's data, and fill up each global batch to the largest number of
-    microbatches on any rank of `group`.
+    microbatches on any rank of `group`. Also returns what all these ranks compute.
 
     What `cut` raises is raised here, and a BatchError on the other ranks, so that none waits.
     """
@@ -35,11 +36,17 @@ def cut_synchronized(
             f"this data-parallel rank has {number} global batches, but ranks have between "
             f"{-least} and {most}: pass every rank the same number"
         )
-    counts = agreement.largest([len(batch.microbatches) for batch in batches], group)
-    return [
-        GlobalBatch(batch.data, batcher.filled_up(batch.microbatches, count, batch.data))
-        for batch, count in zip(batches, counts, strict=True)
-    ]
+    estimator = batcher.estimator
+    own = [estimator.share(batch.data, batch.microbatches).numbers for batch in batches]
+    filled, workload = [], Workload()
+    ranks = agreement.gathered_numbers(own, group)
+    for batch, numbers in zip(batches, zip(*ranks, strict=True), strict=True):
+        shares = [Share.of(each) for each in numbers]
+        count = max(share.microbatches for share in shares)
+        microbatches = batcher.filled_up(batch.microbatches, count, batch.data)
+        filled.append(GlobalBatch(batch.data, microbatches))
+        workload += estimator.workload(shares, len(microbatches))
+    return filled, workload
 
 
 def prepared_together(

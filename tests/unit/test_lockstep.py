@@ -24,6 +24,8 @@ from megatron_policy.parallel.topology import Topology
 from megatron_policy.training.batching import Batcher
 from megatron_policy.training.longest import Longest
 from megatron_policy.training.replay import RouterReplay
+from megatron_policy.training.speed import Estimator
+from tests.unit.test_rows import model
 
 CAPACITY = 60
 COST = sequence_cost(hidden_size=8)
@@ -248,6 +250,7 @@ def test_a_plan_that_comes_with_the_data_is_run_from_its_costliest_microbatch_on
         COST,
         Longest(60, 60),
         RouterReplay(False, 0, 0, (), 1),
+        Estimator(model(), Topology(), COST, filler=1, alike=False, further=0),
     )
     lengths = [5, 5, 30, 30, 6, 6, 20, 10, 10, 10, 10, 10, 10, 10]
     data = BatchedDataDict(

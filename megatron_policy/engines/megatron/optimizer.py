@@ -22,9 +22,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.config import MegatronConfig
 from megatron_policy.converters.rows import Role
+from megatron_policy.device.timing import Stopwatch
 from megatron_policy.engines.megatron.gradient_norm import ClippedApart, GradientNorm
 from megatron_policy.engines.megatron.mtp import sum_embedding_gradients
-from megatron_policy.interfaces.engine import NotFiniteError
+from megatron_policy.interfaces.engine import REDUCE, NotFiniteError
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.weights.load import Held
 
@@ -42,6 +43,7 @@ class WrappedModel:
     pending_reads: PendingReads
     gradient_norm: GradientNorm
     apart: ClippedApart | None
+    stopwatch: Stopwatch
 
     def detach(self) -> None:
         """Remove the optimizer from the model's config.
@@ -119,7 +121,9 @@ def wrap_model(
         use_gloo_process_groups=False,
     )
     scheduler = _scheduler(optimizer, settings, global_batch_size)
-    model = WrappedModel(wrapped, optimizer, scheduler, pending_reads, gradient_norm, apart)
+    model = WrappedModel(
+        wrapped, optimizer, scheduler, pending_reads, gradient_norm, apart, Stopwatch()
+    )
     _connect(config, model)
     return model
 
@@ -181,7 +185,9 @@ def _optimizer_config(settings: MegatronConfig, dtype: torch.dtype) -> Optimizer
 
 def _connect(config: TransformerConfig, model: WrappedModel) -> None:
     """Give the pipeline schedule its hooks into gradient buffers and optimizer."""
-    config.finalize_model_grads_func = partial(finalize_gradients, model.pending_reads)
+    config.finalize_model_grads_func = partial(
+        finalize_gradients, model.pending_reads, model.stopwatch
+    )
     config.grad_scale_func = model.optimizer.scale_loss
     if model.chunks[0].ddp_config.overlap_grad_reduce:
         config.no_sync_func = _one_or_all([chunk.no_sync for chunk in model.chunks])
@@ -189,6 +195,7 @@ def _connect(config: TransformerConfig, model: WrappedModel) -> None:
 
 def finalize_gradients(
     pending_reads: PendingReads,
+    stopwatch: Stopwatch,
     model: list[Any],
     num_tokens: torch.Tensor | None = None,
     **kwargs: Any,
@@ -197,8 +204,9 @@ def finalize_gradients(
     is already normalized. Afterwards a step changes what `pending_reads` read.
     """
     pending_reads.wait()
-    finalize_model_grads(model, None, **kwargs)
-    sum_embedding_gradients(model)
+    with stopwatch.timing(REDUCE):
+        finalize_model_grads(model, None, **kwargs)
+        sum_embedding_gradients(model)
 
 
 def _one_or_all(functions: list[Callable[..., Any]]) -> Any:

@@ -101,7 +101,7 @@ class MegatronTrainable(WrappedModel):
             if chunk.ddp_config.overlap_grad_reduce:
                 # No microbatch has sent the buckets.
                 chunk.start_grad_sync()
-        finalize_gradients(self.pending_reads, list(self.chunks))
+        finalize_gradients(self.pending_reads, self.stopwatch, list(self.chunks))
 
     def step(self) -> float:
         """See `Trainable`."""
@@ -162,6 +162,7 @@ def make_trainable(
         parts.pending_reads,
         parts.gradient_norm,
         parts.apart,
+        parts.stopwatch,
         routers,
     )
 

@@ -32,6 +32,7 @@ from megatron_policy.training.longest import Longest
 from megatron_policy.training.loss_checks import check_loss
 from megatron_policy.training.replay import Replay, RouterReplay
 from megatron_policy.training.results import TrainResult
+from megatron_policy.training.speed import merged_speeds
 
 
 @dataclass(frozen=True)
@@ -237,14 +238,16 @@ def joined(
 
 def merged_training(results: Sequence[Mapping[str, Any]]) -> TrainResult:
     """What `train` returns to the driver: the result of the first rank, with every data-parallel
-    rank's microbatches in `microbatch_metrics`, one rank after another.
+    rank's microbatches in `microbatch_metrics`, one rank after another, and the `speed` of the
+    slowest.
     """
     metrics: dict[str, list[Any]] = {}
     for result in results:
         for name, values in result["microbatch_metrics"].items():
             metrics.setdefault(name, []).extend(values)
     first = {key: value for key, value in results[0].items() if key != "rank"}
-    return TrainResult(first | {"microbatch_metrics": metrics})
+    speed = merged_speeds([result["speed"] for result in results])
+    return TrainResult(first | {"microbatch_metrics": metrics, "speed": speed})
 
 
 def _check_whole(data: BatchedDataDict, global_batch_size: int) -> None:

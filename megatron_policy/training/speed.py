@@ -1,0 +1,235 @@
+"""How fast training was, and where time was lost: what the ranks compute is counted when a batch is
+cut, times are read when a call has ended. Neither adds a collective or waits for the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.device import is_accelerated, memory_info
+from megatron_policy.device.profiling import device_name
+from megatron_policy.device.timing import Stopwatch
+from megatron_policy.estimate.devices import figures_of
+from megatron_policy.estimate.flops import BACKWARD, forward_flops
+from megatron_policy.interfaces.engine import REDUCE, Trainable
+from megatron_policy.packing.cost import Cost
+from megatron_policy.packing.microbatch import Microbatch
+from megatron_policy.parallel.topology import Topology
+from megatron_policy.training.results import TrainResult
+
+FORWARD_BACKWARD, STEP = "forward_backward", "step"
+"""Parts of a training step: the schedule, which reduces gradients too; clipping and the update."""
+
+Speed = dict[str, float]
+_RATES = ("tokens_per_second", "mfu")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one data-parallel rank has of a global batch: its `tokens`, the `positions` that it
+    computes for them, padding included, its estimated `cost`, and the operations of a forward pass
+    without the head.
+    """
+
+    microbatches: int
+    tokens: int
+    positions: int
+    cost: float
+    flops: int
+
+    @property
+    def numbers(self) -> list[float]:
+        """The values in the order of the fields."""
+        return [self.microbatches, self.tokens, self.positions, self.cost, self.flops]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Share:
+        """The inverse of `numbers`."""
+        microbatches, tokens, positions, cost, flops = numbers
+        return cls(int(microbatches), int(tokens), int(positions), cost, int(flops))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What all data-parallel ranks compute together: sums over global batches.
+
+    `largest` adds up the cost of each batch's costliest rank, `mean` that of the mean. `turns` are
+    the microbatches that each chunk of a stage runs, times chunks; `idle` are the turns for which a
+    stage waits while the pipeline fills and drains.
+    """
+
+    tokens: int = 0
+    positions: int = 0
+    flops: int = 0
+    largest: float = 0.0
+    mean: float = 0.0
+    turns: int = 0
+    idle: int = 0
+
+    def __add__(self, other: Workload) -> Workload:
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Workload(*(own + further for own, further in pairs))
+
+    @property
+    def packing_efficiency(self) -> float:
+        """Tokens for each computed position."""
+        return self.tokens / max(self.positions, 1)
+
+    @property
+    def data_parallel_imbalance(self) -> float:
+        """The costliest rank's cost over the mean; 1 where all have the same."""
+        return self.largest / self.mean if self.mean else 1.0
+
+    @property
+    def pipeline_bubble(self) -> float:
+        """The share of its turns for which a stage waits. Source: Narayanan et al. 2021, "Efficient
+        Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", section 2.2.
+        """
+        return self.idle / max(self.idle + self.turns, 1)
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """Counts what a policy's ranks compute.
+
+    A microbatch that only keeps ranks synchronised has `filler` positions or, if `alike`, as many
+    as the rank's others. `further` tokens are predicted besides the next one (MTP).
+    """
+
+    architecture: Architecture
+    topology: Topology
+    cost: Cost
+    filler: int
+    alike: bool
+    further: int
+
+    def share(self, data: BatchedDataDict, microbatches: Iterable[Microbatch]) -> Share:
+        """This rank's share: the rows of `data`, cut into `microbatches`."""
+        lengths = _lengths(data)
+        layouts = [each.layout for each in microbatches]
+        costs = (
+            layout.sources_CTR.size(2) * sum(self.cost(part.length) for part in layout.segments)
+            for layout in layouts
+        )
+        return Share(
+            len(layouts),
+            sum(lengths),
+            sum(layout.sources_CTR.numel() for layout in layouts),
+            sum(costs),
+            forward_flops(self.architecture, lengths, 0, self.further).total,
+        )
+
+    def workload(self, shares: Sequence[Share], microbatches: int) -> Workload:
+        """All ranks' shares of one global batch, filled up to as many `microbatches` each."""
+        filled = [self._filled(share, microbatches) for share in shares]
+        costs = [share.cost for share in filled]
+        return Workload(
+            sum(share.tokens for share in filled),
+            sum(share.positions for share in filled),
+            sum(share.flops for share in filled),
+            max(costs),
+            sum(costs) / len(costs),
+            microbatches * self.topology.vpp,
+            self.topology.pp - 1,
+        )
+
+    def flops(self, workload: Workload, predicted: int, trained: bool) -> int:
+        """Operations of `workload`, forward and, if `trained`, backward, with the head for
+        `predicted` tokens.
+        """
+        head = forward_flops(self.architecture, (), predicted, self.further).total
+        return (1 + BACKWARD if trained else 1) * (workload.flops + head)
+
+    def _filled(self, share: Share, microbatches: int) -> Share:
+        missing = microbatches - share.microbatches
+        if not missing:
+            return share
+        positions, cost = self.filler, self.cost(self.filler)
+        if self.alike and share.microbatches:
+            positions = share.positions // share.microbatches
+            cost = share.cost / share.microbatches
+        return Share(
+            microbatches,
+            share.tokens,
+            share.positions + missing * positions,
+            share.cost + missing * cost,
+            share.flops,
+        )
+
+
+def _lengths(data: BatchedDataDict) -> list[int]:
+    """The tokens of each row."""
+    lengths = data.get("input_lengths")
+    if lengths is not None:
+        return list(map(int, lengths.tolist()))
+    rows, width = data["input_ids"].shape
+    return [width] * rows
+
+
+class SpeedMeter:
+    """Measures one call that trains, or the calls of a step in parts: it runs from the start, and
+    does not count what passes between `pause` and `resume`.
+    """
+
+    def __init__(self, estimator: Estimator, trainable: Trainable | None) -> None:
+        """Without `trainable` nothing but a forward pass is measured."""
+        self._estimator, self._trained = estimator, trainable is not None
+        self.stopwatch = Stopwatch() if trainable is None else trainable.stopwatch
+        self.stopwatch.restart()
+        self.workload = Workload()
+        self._seconds, self._began = 0.0, time.perf_counter()
+
+    def pause(self) -> None:
+        """Stop the clock."""
+        self._seconds += time.perf_counter() - self._began
+
+    def resume(self) -> None:
+        """Start the clock, also if an error has kept it from being stopped."""
+        self._began = time.perf_counter()
+
+    def added_to(self, result: TrainResult) -> TrainResult:
+        """The result with its `speed`. Its losses are in host memory, so the device has finished,
+        and reading times does not wait.
+        """
+        self.pause()
+        result["speed"] = self._speed(sum(result["valid_tokens"]))
+        return result
+
+    def _speed(self, predicted: float) -> Speed:
+        work, seconds = self.workload, self._seconds
+        flops = self._estimator.flops(work, round(predicted), self._trained)
+        reduced = self.stopwatch.seconds(REDUCE)
+        peak = "peak_memory_bytes" if is_accelerated() else "peak_resident_bytes"
+        found: Speed = {
+            "seconds": seconds,
+            "forward_backward_seconds": self.stopwatch.seconds(FORWARD_BACKWARD) - reduced,
+            "reduce_seconds": reduced,
+            "step_seconds": self.stopwatch.seconds(STEP),
+            "tokens": work.tokens,
+            "tokens_per_second": work.tokens / seconds,
+            "model_flops": flops,
+            "packing_efficiency": work.packing_efficiency,
+            "data_parallel_imbalance": work.data_parallel_imbalance,
+            "pipeline_bubble": work.pipeline_bubble,
+            peak: memory_info().peak,
+        }
+        figures = figures_of(device_name()) if is_accelerated() else None
+        if figures is not None:
+            devices = self._estimator.topology.world_size
+            found["mfu"] = flops / (seconds * devices * figures.bf16_flops)
+        return found
+
+
+def merged_speeds(speeds: Sequence[Mapping[str, float]]) -> Speed:
+    """One for several ranks of a call: the longest times, the largest peak, and the rates of the
+    slowest rank; what is counted is the same on all.
+    """
+    slowest = max(speeds, key=lambda each: each["seconds"])
+    return {
+        name: slowest[name] if name in _RATES else max(each[name] for each in speeds)
+        for name in slowest
+    }
