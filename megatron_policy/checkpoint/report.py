@@ -1,4 +1,4 @@
-"""What a load reports to its caller, and what host data a caller can give to a save."""
+"""What a save and a load report to their caller, and what host data a caller can give to a save."""
 
 from __future__ import annotations
 
@@ -11,6 +11,22 @@ import torch
 from megatron_policy.errors import ConfigError
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.Tensor)
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What a save has written."""
+
+    step: int
+    """Optimizer steps taken before the save."""
+    total_bytes: int
+    """Of all ranks, without what frames the records in their files."""
+    seconds: float
+    """From the call until all ranks knew that the checkpoint was complete."""
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.total_bytes / self.seconds
 
 
 @dataclass(frozen=True)

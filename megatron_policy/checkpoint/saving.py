@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from typing import Any
 from megatron_policy.checkpoint import fingerprint, manifest, tracker
 from megatron_policy.checkpoint.local_shards import WriteItem
 from megatron_policy.checkpoint.manifest import CheckpointManifest
+from megatron_policy.checkpoint.report import SaveReport
 from megatron_policy.checkpoint.staging import Ready, Staging, written_from
 from megatron_policy.checkpoint.writing import merge, write_records, write_small_files
 from megatron_policy.converters.files.publishing import (
@@ -74,6 +76,7 @@ class _Job:
     step: int
     parts: tuple[DirectoryContents, ...]
     ready: tuple[Iterable[Ready], ...]
+    began: float
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -87,6 +90,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._copies: tuple[Staging, ...] = ()
         self._failure: CheckpointError | None = None
+        self._report: SaveReport | None = None
 
     def save(
         self,
@@ -96,31 +100,32 @@ class Saver:
         parts: Callable[[], Sequence[DirectoryContents]],
         *,
         wait: bool,
-    ) -> None:
+    ) -> SaveReport | None:
         """Write what `parts` returns; the last part makes the checkpoint the one to load.
 
         Collective, with the same `purpose` on all ranks. `check` refuses an impossible save;
         `parts`, which may be collective, runs only if no rank has refused. Without `wait` it
-        returns while everything is being copied to host memory, which is kept for the next save:
-        until `copied` returns, no write item may change or move. CheckpointError if this save
+        returns None while everything is being copied to host memory, which is kept for the next
+        save: until `copied` returns, no write item may change or move. CheckpointError if this save
         fails, or an earlier one whose failure was not reported yet; nothing of the failed save is
         left, and earlier checkpoints are unchanged.
         """
+        began = time.perf_counter()
         under = self._coordinator.begin(purpose)
         with under.critical_section("checked"):  # a failure on this rank reaches all
             self.finish()
             check()
         under.wait_for_all("checked")
         with under.critical_section("ready"):
-            job = self._job(under, step, tuple(parts()), wait)
+            job = self._job(under, step, tuple(parts()), wait, began)
         under.wait_for_all("ready")
         if wait:
-            self._carry_out(job)
-            return
+            return self._carry_out(job)
         self._thread = threading.Thread(
             target=self._in_background, args=(job,), name="checkpoint-writer"
         )
         self._thread.start()
+        return None
 
     def copied(self) -> None:
         """Wait until the running save has copied what it writes, or has failed to."""
@@ -129,8 +134,10 @@ class Saver:
         # Only now: if the wait is interrupted, the next step still has to wait.
         self._copies = ()
 
-    def finish(self) -> None:
-        """Wait for the running save; CheckpointError if it has failed."""
+    def finish(self) -> SaveReport | None:
+        """Wait for the running save; CheckpointError if it has failed. Returns the report of the
+        last one in the background; None before the first.
+        """
         self.copied()
         if self._thread is not None:
             self._thread.join()
@@ -141,6 +148,7 @@ class Saver:
                 "the save in progress failed; the previous checkpoint is still the latest: "
                 f"{failure}"
             ) from failure
+        return self._report
 
     def _job(
         self,
@@ -148,15 +156,17 @@ class Saver:
         step: int,
         parts: tuple[DirectoryContents, ...],
         wait: bool,
+        began: float,
     ) -> _Job:
         if wait:
             ready = tuple(written_from(part.items, self._host_memory) for part in parts)
-            return _Job(under, step, parts, ready)
+            return _Job(under, step, parts, ready, began)
         pool = self._host_memory()
         pool.reset()
         for part in parts:
             self._copies += (Staging(part.items, pool),)
-        return _Job(under, step, tuple(replace(part, items=()) for part in parts), self._copies)
+        rest = tuple(replace(part, items=()) for part in parts)
+        return _Job(under, step, rest, self._copies, began)
 
     def reserve(self, nbytes: int) -> None:
         """Allocate the host memory for background saves now, in a thread; otherwise the first save
@@ -173,22 +183,25 @@ class Saver:
         return self._pool
 
     def _in_background(self, job: _Job) -> None:
+        self._report = None
         try:
-            self._carry_out(job)
+            self._report = self._carry_out(job)
         except Exception as error:
             self._failure = as_checkpoint_error(error)
             # Logged too, as the process may end before anyone asks.
             _log.error("the save of step %d in the background has failed: %s", job.step, error)
 
-    def _carry_out(self, job: _Job) -> None:
+    def _carry_out(self, job: _Job) -> SaveReport:
         if self._coordinator.rank == 0:
-            self._lead(job)
+            total = self._lead(job)
         else:
             self._write(job, [Path(path) for path in json.loads(job.under.wait_for("where"))])
-            job.under.wait_for("published")
+            total = int(job.under.wait_for("published"))
         job.under.leave_together()
+        return SaveReport(job.step, total, time.perf_counter() - job.began)
 
-    def _lead(self, job: _Job) -> None:
+    def _lead(self, job: _Job) -> int:
+        """Rank 0's part; returns the bytes that all ranks have written."""
         with ExitStack() as held:
             with job.under.critical_section():
                 roots = [part.root for part in job.parts]
@@ -200,14 +213,15 @@ class Saver:
                 job.under.publish("where", json.dumps([str(path) for path in partials]))
             self._write(job, partials)
             with job.under.critical_section():
-                for part, partial in zip(job.parts, partials, strict=True):
-                    self._complete(job, part, partial)
+                pairs = zip(job.parts, partials, strict=True)
+                total = sum(self._complete(job, part, partial) for part, partial in pairs)
                 held.close()
                 for root in roots:
                     tracker.commit(root, job.step)
                 for root in roots:
                     clean_leftovers(root)
-        job.under.publish("published", "")
+        job.under.publish("published", str(total))
+        return total
 
     def _write(self, job: _Job, partials: Sequence[Path]) -> None:
         with job.under.critical_section("written"):
@@ -215,8 +229,8 @@ class Saver:
                 write_records(partial, self._coordinator.rank, ready, part.objects)
         job.under.wait_for_all("written")
 
-    def _complete(self, job: _Job, part: DirectoryContents, partial: Path) -> None:
-        """Rank 0's final work: write everything besides the records."""
+    def _complete(self, job: _Job, part: DirectoryContents, partial: Path) -> int:
+        """Rank 0's final work: write everything besides the records. Returns the bytes of all."""
         merged = merge(partial, self._coordinator.size)
         files = write_small_files(partial, merged, part.common)
         if manifest.WEIGHTS in part.contains:
@@ -235,7 +249,10 @@ class Saver:
             records=merged.records,
             files={name: of_bytes(content) for name, content in files.items()},
         )
-        write_file(partial / manifest.NAME, stated.encoded())
+        content = stated.encoded()
+        write_file(partial / manifest.NAME, content)
+        records = sum(each.length for ranges in merged.records.values() for each in ranges)
+        return records + sum(map(len, files.values())) + len(content)
 
 
 def _reserve(pool: PinnedMemoryPool, nbytes: int) -> None:

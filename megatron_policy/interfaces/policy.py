@@ -68,7 +68,7 @@ class PolicyInterface(ABC):
         """Release what only training needs."""
 
     @abstractmethod
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Write what is needed to resume training later."""
 
     @abstractmethod

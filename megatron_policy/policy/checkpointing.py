@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_policy.checkpoint import common_state, tracker
 from megatron_policy.checkpoint.contents import Contents, NonTensorState
 from megatron_policy.checkpoint.loading import FoundCheckpoint, Loader, LoadPlan
-from megatron_policy.checkpoint.report import LoadReport, check_host_data
+from megatron_policy.checkpoint.report import LoadReport, SaveReport, check_host_data
 from megatron_policy.checkpoint.saving import DirectoryContents, SavedModel, Saver, write_tokenizer
 from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.files.publishing import check_replaceable
@@ -69,7 +69,7 @@ class Checkpoints:
         host_data: Mapping[str, Any] | None,
         hf_export: AnyPath | None,
         onload: bool,
-    ) -> None:
+    ) -> SaveReport | None:
         """Write `iter_<step>` in `weights_path`: weights, counters and random numbers. With
         `optimizer_path`, which can be the same, also write the optimizer's state. With
         `tokenizer_path` the tokenizer is also written to that directory.
@@ -78,7 +78,8 @@ class Checkpoints:
         caller will export to afterwards: what would make that fail makes this fail. With `onload`
         what is saved is first moved to the device, and stays there; without, it has to be there.
         With `megatron_cfg.checkpoint.async_save` this returns while the copy to host memory is
-        still running: whatever changes or moves the policy's memory waits for that copy.
+        still running: whatever changes or moves the policy's memory waits for that copy. The
+        report, which other saves return, is then that of `finish`.
         CheckpointError, on every rank, if this save or the one before failed: earlier checkpoints
         are unchanged, and nothing is left of the new one unless the message says so.
         """
@@ -111,7 +112,7 @@ class Checkpoints:
 
         wait = not self._config.megatron_cfg.checkpoint.async_save
         purpose = f"save step {step} to {weights}, its optimizer to {optimizer}"
-        self._saver.save(purpose, step, check, parts, wait=wait)
+        return self._saver.save(purpose, step, check, parts, wait=wait)
 
     def load(
         self,
@@ -157,9 +158,9 @@ class Checkpoints:
             self._session.close()
             raise
 
-    def finish(self) -> None:
-        """Wait for a running save; CheckpointError if it failed."""
-        self._saver.finish()
+    def finish(self) -> SaveReport | None:
+        """Wait for a running save; CheckpointError if it failed. See `Saver.finish`."""
+        return self._saver.finish()
 
     def leave(self) -> None:
         """Finish for good: rank 0 waits for the others, see `Session.leave`."""

@@ -14,7 +14,7 @@ from typing import Any, Literal, overload
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.checkpoint.report import LoadReport
+from megatron_policy.checkpoint.report import LoadReport, SaveReport
 from megatron_policy.config import PolicyConfig
 from megatron_policy.interfaces.engine import EngineBuilder
 from megatron_policy.interfaces.loss import LossFunction
@@ -241,9 +241,8 @@ class MegatronPolicy:
         export_checkpoint(path, self.exporter, source, self.steps, max_shard_bytes, overwrite)
 
     def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights as Hugging Face tensors by name, on every rank, one after another, on the
-        device; in the checkpoint's dtypes unless `dtype` is given. Iterate to the end: the other
-        ranks do.
+        """All weights as Hugging Face tensors by name, in turn, on every rank's device, in the
+        checkpoint's dtypes unless `dtype` is given. Iterate to the end: the other ranks do.
         """
         self.memory.ready("export()", SEND_WEIGHTS)
         stream = tensors(self.exporter, self.exporter.plan(dtype=dtype))
@@ -251,7 +250,7 @@ class MegatronPolicy:
 
     @renamed_argument("sink", "transport")
     def refit(self, transport: Transport) -> RefitManifest:
-        """Send the weights to an inference engine; returns what this rank has sent. RefitError, on
+        """Send the weights to an engine; returns what this rank has sent and how fast. RefitError, on
         every rank, if any rank's engine refused or did not answer in time; the policy stays usable.
         """
         self.memory.ready("refit()", SEND_WEIGHTS)
@@ -266,13 +265,14 @@ class MegatronPolicy:
         host_data: Mapping[str, Any] | None = None,
         hf_export: AnyPath | None = None,
         onload: bool = False,
-    ) -> None:
+    ) -> SaveReport | None:
         """Write what is needed to resume; see `Checkpoints.save`. Then export to `hf_export`."""
-        self._checkpoints.save(
+        report = self._checkpoints.save(
             self.steps, weights_path, optimizer_path, tokenizer_path, host_data, hf_export, onload
         )
         if hf_export is not None:
             self.export_hf(hf_export, overwrite=True)
+        return report
 
     def load_checkpoint(
         self,
@@ -286,9 +286,9 @@ class MegatronPolicy:
         self.steps = report.step
         return report
 
-    def finalize_async_save(self) -> None:
-        """Wait for a running save, if any; CheckpointError if it failed."""
-        self._checkpoints.finish()
+    def finalize_async_save(self) -> SaveReport | None:
+        """Wait for a running save, if any; returns its report. CheckpointError if it failed."""
+        return self._checkpoints.finish()
 
     def shutdown(self) -> None:
         """Wait for a running save and leave the process groups; can be called again."""

@@ -4,7 +4,9 @@ together.
 
 from __future__ import annotations
 
+import time
 import traceback
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -57,10 +59,12 @@ class Transport(Protocol):
 
 
 def deliver(exporter: Exporter, transport: Transport, step: int) -> RefitManifest:
-    """Send all weights, as they are after `step` optimizer steps; return what this rank has sent.
+    """Send all weights, as they are after `step` optimizer steps; return what this rank has sent,
+    and how long it took.
 
     Collective over all ranks. RefitError on all of them if any failed; the policy is unharmed.
     """
+    began = time.perf_counter()
     exporter.begin()
     plan = transport.plan(exporter)
     delivery = _Delivery(transport, exporter, plan)
@@ -72,7 +76,7 @@ def deliver(exporter: Exporter, transport: Transport, step: int) -> RefitManifes
     finally:
         delivery.close()
     exporter.agree(delivery.failure)
-    return delivery.manifest(step)
+    return replace(delivery.manifest(step), seconds=time.perf_counter() - began)
 
 
 class _Delivery:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,17 +44,31 @@ class Sent:
 class RefitManifest:
     """All tensors of one refit by Hugging Face name, in the order they were sent.
 
-    `step` is the number of optimizer steps taken so far; `algorithm` names the digest.
+    `step` is the number of optimizer steps taken so far; `algorithm` names the digest. `seconds`
+    is what `MegatronPolicy.refit` took, until all ranks had agreed; 0 in any other manifest, and
+    not sent.
     """
 
     step: int
     algorithm: str
     tensors: Mapping[str, Sent]
+    seconds: float = field(default=0.0, compare=False)
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(sent.nbytes for sent in self.tensors.values())
+
+    @property
+    def bytes_per_second(self) -> float:
+        """How fast this rank has sent its tensors; 0 without `seconds`."""
+        return self.total_bytes / self.seconds if self.seconds else 0.0
+
+    @property
+    def speed(self) -> dict[str, float]:
+        """`total_bytes`, `seconds` and `bytes_per_second` by name."""
+        names = ("total_bytes", "seconds", "bytes_per_second")
+        return {name: getattr(self, name) for name in names}
 
     def encoded(self) -> bytes:
         """The manifest as JSON, for another process or a file."""

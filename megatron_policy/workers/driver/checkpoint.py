@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_policy.workers.checks import refuse_unknown
 
 if TYPE_CHECKING:
-    from megatron_policy.checkpoint.report import LoadReport
+    from megatron_policy.checkpoint.report import LoadReport, SaveReport
     from megatron_policy.config import PolicyConfig
     from megatron_policy.workers.cluster.group import WorkerGroup
 
@@ -38,18 +38,19 @@ class DriverCheckpoint:
         host_data: Mapping[str, Any] | None = None,
         hf_export: PathLike | None = None,
         **options: Any,
-    ) -> None:
+    ) -> SaveReport | None:
         """Write a training checkpoint into `iter_*` below `weights_path`, and the optimizer's state
         likewise below `optimizer_path` (None saves none); see `MegatronPolicy.save_checkpoint`.
         `checkpointing_cfg` is the host's and has no effect.
 
         A checkpoint appears when it is complete. With `megatron_cfg.checkpoint.async_save` this
         returns when workers have begun to copy; a later failure is raised by the next call of this
-        class or by `shutdown`. CheckpointError names the file, the problem and the remedy.
+        class or by `shutdown`. Returns what was written and how fast, unless `async_save`: then
+        `finalize_async_save` does. CheckpointError names the file, the problem and the remedy.
         """
         refuse_unknown("save_checkpoint", options)
         self._save_under_way = self.config.megatron_cfg.checkpoint.async_save
-        self._workers.run_all(
+        reports = self._workers.run_all(
             "save_checkpoint",
             weights_path=absolute(weights_path),
             optimizer_path=absolute(optimizer_path),
@@ -57,6 +58,7 @@ class DriverCheckpoint:
             host_data=host_data,
             hf_export=absolute(hf_export),
         )
+        return slowest(reports)
 
     def load_checkpoint(
         self,
@@ -87,13 +89,14 @@ class DriverCheckpoint:
         reports: list[LoadReport | None] = self._workers.run_all("get_load_report")
         return merged([each for each in reports if each is not None])
 
-    def finalize_async_save(self) -> None:
-        """Wait for a background save to complete; CheckpointError if it failed.
+    def finalize_async_save(self) -> SaveReport | None:
+        """Wait for a background save to complete, and return the report of the last one;
+        CheckpointError if it failed.
 
         Not needed before the next save and `shutdown`, which wait by themselves.
         """
         self._save_under_way = False
-        self._workers.run_all("finalize_async_save")
+        return slowest(self._workers.run_all("finalize_async_save"))
 
     def _drain_saves(self) -> None:
         """Call `finalize_async_save` if a save may be running and the workers are usable."""
@@ -108,6 +111,11 @@ def merged(reports: Sequence[LoadReport]) -> LoadReport | None:
     missing = {what: why for each in reports for what, why in each.not_restored.items()}
     restored = tuple(what for what in reports[0].restored if what not in missing)
     return replace(reports[0], restored=restored, not_restored=missing)
+
+
+def slowest(reports: Sequence[SaveReport | None]) -> SaveReport | None:
+    """The report of the rank whose save took longest; None without any."""
+    return max(filter(None, reports), key=lambda report: report.seconds, default=None)
 
 
 def absolute(path: PathLike | None) -> str | None:

@@ -36,8 +36,9 @@ class DriverRefit:
     def stream_weights_via_ipc_zmq(
         self, buffer_size_bytes: int | None = None, kv_scales: Any = None
     ) -> list[Any]:
-        """Start sending all weights to the engine on each worker's device; return Ray's futures,
-        which raise RefitError if one refuses.
+        """Start sending all weights to the engine on each worker's device; return Ray's futures of
+        each worker's bytes, seconds and rate (`RefitManifest.speed`), which raise RefitError if one
+        refuses.
         """
         return self._workers.futures(
             "stream_weights_via_ipc_zmq", buffer_size_bytes=buffer_size_bytes, kv_scales=kv_scales
@@ -98,8 +99,9 @@ class DriverRefit:
         buffer_size_bytes: int | None = None,
         num_buffers: int | None = None,
     ) -> list[Any]:
-        """Start sending all weights to the engines that joined; return Ray's futures, which raise
-        RefitError if one refuses.
+        """Start sending all weights to the engines that joined; return Ray's futures of each
+        worker's bytes, seconds and rate (`RefitManifest.speed`), which raise RefitError if one
+        refuses.
         """
         return self._workers.futures(
             "broadcast_weights_for_collective",

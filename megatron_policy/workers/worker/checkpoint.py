@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_policy.workers.checks import refuse_unknown
 
 if TYPE_CHECKING:
-    from megatron_policy.checkpoint.report import LoadReport
+    from megatron_policy.checkpoint.report import LoadReport, SaveReport
     from megatron_policy.policy import MegatronPolicy
 
 
@@ -29,7 +29,7 @@ class WorkerCheckpoint:
         hf_export: str | None = None,
         checkpointing_cfg: Any = None,
         **options: Any,
-    ) -> None:
+    ) -> SaveReport | None:
         """Write this rank's part of a checkpoint; see `MegatronPolicy.save_checkpoint`.
         `checkpointing_cfg` is the host's and has no effect.
 
@@ -37,7 +37,7 @@ class WorkerCheckpoint:
         save has failed. State in host memory is first moved to the device, and stays there.
         """
         refuse_unknown("save_checkpoint", options)
-        self.policy.save_checkpoint(
+        return self.policy.save_checkpoint(
             weights_path,
             optimizer_path,
             tokenizer_path,
@@ -66,9 +66,10 @@ class WorkerCheckpoint:
         """What a start from a checkpoint has restored; None without such a start."""
         return self.policy.loaded
 
-    def finalize_async_save(self) -> None:
-        """Wait for a background save to complete; CheckpointError if it failed.
+    def finalize_async_save(self) -> SaveReport | None:
+        """Wait for a background save to complete, and return the report of the last one;
+        CheckpointError if it failed.
 
         It waits for this rank's writer only, so ranks may call it at different times.
         """
-        self.policy.finalize_async_save()
+        return self.policy.finalize_async_save()

@@ -48,9 +48,10 @@ class WorkerRefit:
 
     def stream_weights_via_ipc_zmq(
         self, buffer_size_bytes: int | None = None, kv_scales: Any = None
-    ) -> None:
+    ) -> dict[str, float] | None:
         """Send all weights to the engine on this rank's device, in two buffers of half of
-        `buffer_size_bytes` each; returns when it has accepted them. The engine is a `Receiver`.
+        `buffer_size_bytes` each; returns when it has accepted them, with `RefitManifest.speed`.
+        The engine is a `Receiver`.
 
         RefitError on every rank if any rank's engine refuses or does not reply in time.
         """
@@ -58,7 +59,7 @@ class WorkerRefit:
 
         refuse_scales(kv_scales)
         size = buffer_size_bytes or _configured_bytes(self.policy.config)
-        self.policy.refit(IpcStream(buffer_bytes=size))
+        return self.policy.refit(IpcStream(buffer_bytes=size)).speed
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
         """[(HF name, bytes)] in order, for the caller to group, and the most bytes of a group."""
@@ -121,15 +122,15 @@ class WorkerRefit:
         kv_scales: Any = None,
         buffer_size_bytes: int | None = None,
         num_buffers: int | None = None,
-    ) -> None:
+    ) -> dict[str, float] | None:
         """Send all weights to the engines that joined, at most `buffer_size_bytes` per broadcast;
-        returns when all have accepted. `num_buffers` is the host's and has no effect: the next
-        chunk is gathered while one is being sent.
+        returns when all have accepted, with `RefitManifest.speed`. `num_buffers` is the host's and
+        has no effect: the next chunk is gathered while one is being sent.
         """
         refuse_scales(kv_scales)
         if self._collective is None:
             raise RefitError("no engine has joined: call init_collective first")
-        self.policy.refit(self._collective.transport(buffer_size_bytes))
+        return self.policy.refit(self._collective.transport(buffer_size_bytes)).speed
 
     def _release_handles(self) -> None:
         """Free the memory of `get_weights_ipc_handles`."""
