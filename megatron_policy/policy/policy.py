@@ -250,7 +250,7 @@ class MegatronPolicy:
 
     @renamed_argument("sink", "transport")
     def refit(self, transport: Transport) -> RefitManifest:
-        """Send the weights to an engine; returns what this rank has sent and how fast. RefitError, on
+        """Send the weights to an engine; returns what this rank sent and how fast. RefitError, on
         every rank, if any rank's engine refused or did not answer in time; the policy stays usable.
         """
         self.memory.ready("refit()", SEND_WEIGHTS)
