@@ -20,7 +20,7 @@ class SaveReport:
     step: int
     """Optimizer steps taken before the save."""
     total_bytes: int
-    """Of all ranks, without what frames the records in their files."""
+    """Of all files, of all ranks."""
     seconds: float
     """From the call until all ranks knew that the checkpoint was complete."""
 

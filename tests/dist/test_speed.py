@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.estimate.flops import model_flops
 from megatron_policy.policy import MegatronPolicy
+from megatron_policy.refit.transports.disk import HfDirectory
 from megatron_policy.training import step
 from megatron_policy.training.sync_microbatches import cut_synchronized
 from tests import oracle
@@ -133,3 +134,39 @@ def check_efficiency(name: str, speed: dict[str, float], microbatches: int) -> N
     assert imbalance == 1
     chunks = 2 if name == "PP2xVPP2" else 0
     assert speed["pipeline_bubble"] == (1 / (GLOBAL_BATCH * chunks + 1) if chunks else 0)
+
+
+def reported(config: dict[str, Any], root: Path) -> Any:
+    """The reports of a save, of one in the background, and of a refit."""
+    with open_policy(config, init_reference_model=False) as policy:
+        waits = not config["megatron_cfg"].get("checkpoint")
+        saved = policy.save_checkpoint(root / "weights", root / "optimizer")
+        assert (saved is not None) == waits
+        finished = policy.finalize_async_save()
+        assert (finished is None) == waits
+        manifest = policy.refit(HfDirectory(root / "hf", config["model_name"]))
+        return saved or finished, manifest.speed
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_saves_and_refits_report_bytes_seconds_and_their_rate(
+    ranks, checkpoint: Callable[..., Path], tmp_path: Path, background: bool
+) -> None:
+    path = checkpoint("qwen2", **SIZES)
+    config = policy_config(path, {"checkpoint": {"async_save": True}} if background else {})
+    found = ranks.run(2, reported, config, tmp_path)
+    written = [
+        file
+        for part in ("weights", "optimizer")
+        for file in (tmp_path / part).rglob("*")
+        if file.is_file() and file.parent != tmp_path / part
+    ]
+    on_disk = sum(file.stat().st_size for file in written)
+    for saved, sent in found:
+        assert saved.step == 0 and saved.total_bytes == found[0][0].total_bytes
+        assert saved.total_bytes == on_disk
+        assert saved.bytes_per_second == saved.total_bytes / saved.seconds > 0
+        assert sent["bytes_per_second"] * sent["seconds"] == pytest.approx(sent["total_bytes"])
+        assert sent["seconds"] > 0
+    hf = sum(file.stat().st_size for file in (tmp_path / "hf").glob("*.safetensors"))
+    assert 0.9 * hf < sum(sent["total_bytes"] for _, sent in found) < hf
