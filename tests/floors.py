@@ -20,9 +20,9 @@ Key = TypeVar("Key", str, tuple[str, str])
 FLOORS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (0, ("batch", "errors", "renamed", "version")),
     (1, ("converters", "device", "parallel")),
-    (2, ("coordination", "estimate", "formats", "memory", "packing", "weights")),
+    (2, ("coordination", "formats", "memory", "packing", "weights")),
     (3, ("config", "lm_head")),
-    (4, ("interfaces",)),
+    (4, ("estimate", "interfaces")),
     (5, ("checkpoint", "engines", "refit", "training")),
     (6, ("convert", "policy")),
     (7, ("parity", "workers")),

@@ -1,0 +1,162 @@
+"""Bytes on each rank of a training step, stage by stage."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.batching import batching_of
+from megatron_policy.config.layout import layer_split, microbatch_round
+from megatron_policy.converters.architecture import Activation, Architecture, padded_vocab
+from megatron_policy.estimate.activations import (
+    Kernels,
+    LayerActivations,
+    MicrobatchShape,
+    chunk_bytes,
+    recomputed_bytes,
+)
+from megatron_policy.estimate.schedule import Schedule
+from megatron_policy.estimate.states import (
+    FP32,
+    WIDTHS,
+    ModelRows,
+    Precisions,
+    States,
+    stage_states,
+)
+from megatron_policy.parallel.topology import Topology
+
+STRIP_ELEMENTS = 2**28
+"""Logits on which a GPU does elementwise work at once, in fp32."""
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """A step over `rows` rows of `length` tokens each, in microbatches of `tokens`."""
+
+    rows: int
+    length: int
+    tokens: int
+    packed: bool
+
+    @classmethod
+    def of(cls, config: PolicyConfig, length: int | None = None) -> BatchShape:
+        """Of a global batch whose rows all have `length` tokens, by default as many as a row can
+        have.
+        """
+        length = length or config.max_total_sequence_length
+        batching = batching_of(config, training=True)
+        if batching.tokens is None:
+            tokens = config.train_micro_batch_size * length
+        else:
+            tokens = max(1, batching.tokens // length) * length
+        packed = config.sequence_packing.enabled
+        return cls(config.train_global_batch_size, length, tokens, packed)
+
+    def microbatches(self, topology: Topology) -> int:
+        """How many each data-parallel replica runs."""
+        number = math.ceil(self.rows * self.length / (topology.dp * self.tokens))
+        unit = microbatch_round(topology)
+        return math.ceil(number / unit) * unit
+
+    def microbatch(self, topology: Topology) -> MicrobatchShape:
+        """What a rank computes at once."""
+        tokens = -(-self.tokens // topology.cp)
+        positions = tokens if self.packed else -(-self.length // topology.cp)
+        return MicrobatchShape(tokens, self.length, positions)
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on each rank of a pipeline stage, at the step's peak."""
+
+    states: States
+    activations: int
+    """Of all microbatches in flight, with what is being computed again."""
+    head: int
+    """Logits and the gradient of the head, tile by tile."""
+
+    @property
+    def peak(self) -> int:
+        """The most at the same time: in the backward pass, or in the optimizer's step."""
+        return self.states.resident + max(self.activations + self.head, self.states.step)
+
+
+def kernels_of(config: PolicyConfig, arch: Architecture, accelerated: bool) -> Kernels:
+    """The modules that a GPU with Transformer Engine runs, or those of a CPU."""
+    megatron = config.megatron_cfg
+    with_te = accelerated and megatron.transformer_impl != "local"
+    swiglu = arch.gated and arch.activation is Activation.SILU
+    return Kernels(
+        transformer_engine=with_te,
+        fused_activation=accelerated and megatron.bias_activation_fusion and swiglu,
+        fused_rope=with_te and megatron.apply_rope_fusion and arch.mla is None,
+    )
+
+
+def stage_memory(
+    config: PolicyConfig,
+    rows: ModelRows,
+    topology: Topology,
+    batch_shape: BatchShape,
+    stage: int,
+    kernels: Kernels,
+    trained: bool = True,
+) -> StageMemory:
+    """What each rank of pipeline stage `stage` needs under the configuration."""
+    arch = rows.architecture
+    split = layer_split(config, arch, topology)
+    states = stage_states(rows, split, topology, stage, Precisions.of(config, trained))
+    if not trained:
+        return StageMemory(states, 0, 0)
+    last = stage == topology.pp - 1
+    return StageMemory(
+        states,
+        activation_bytes(config, arch, topology, batch_shape, stage, kernels),
+        _head(config, arch, topology, batch_shape) if last else 0,
+    )
+
+
+def activation_bytes(
+    config: PolicyConfig,
+    arch: Architecture,
+    topology: Topology,
+    batch_shape: BatchShape,
+    stage: int,
+    kernels: Kernels,
+) -> int:
+    """What a rank of the stage keeps for backward passes when it keeps most."""
+    megatron = config.megatron_cfg
+    model = LayerActivations(
+        arch, topology, WIDTHS[config.precision], megatron.sequence_parallel, kernels
+    )
+    batch = batch_shape.microbatch(topology)
+    chunks = layer_split(config, arch, topology).stages[stage]
+    flying = Schedule.of(topology, batch_shape.microbatches(topology)).in_flight(stage)
+    kept = recomputed = 0
+    for number, (layers, count) in enumerate(zip(chunks, flying, strict=True)):
+        first = stage == 0 and number == 0
+        last = stage == topology.pp - 1 and number == topology.vpp - 1
+        head = model.ends(batch, False, last)
+        own = chunk_bytes(layers, model, megatron, batch) + model.ends(batch, first, False) + head
+        kept += count * own
+        # By then this microbatch's head has finished.
+        recomputed = max(recomputed, recomputed_bytes(layers, model, megatron, batch) - head)
+    return kept + recomputed
+
+
+def _head(
+    config: PolicyConfig, arch: Architecture, topology: Topology, batch_shape: BatchShape
+) -> int:
+    """A tile of logits in the weights' dtype, a strip of it in fp32, the gradients of the tokens'
+    hidden states in fp32 and of the weights.
+    """
+    width = WIDTHS[config.precision]
+    shard = padded_vocab(arch.vocab_size, topology.tp) // topology.tp
+    tokens = batch_shape.microbatch(topology).tokens
+    tile = min(config.logprob_chunk_size, tokens) * shard
+    hidden = tokens * arch.hidden_size * (width + FP32)
+    return (
+        tile * width + min(tile, STRIP_ELEMENTS) * FP32 + hidden + shard * arch.hidden_size * width
+    )

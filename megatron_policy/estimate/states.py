@@ -1,0 +1,225 @@
+"""Bytes that a rank holds from step to step: parameters, gradients and the optimizer's state.
+
+Source of the sizes of buffers: Megatron-Core's `param_and_grad_buffer`, `distrib_optimizer` and
+`optimizer` modules (0.16 to 0.19).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
+
+from megatron_policy.config import PolicyConfig
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.rows.blocks import Row, of_expert
+from megatron_policy.converters.table import EMBEDDING, LAYER, Table
+from megatron_policy.parallel.topology import LayerSplit, Topology
+
+FP32 = 4
+WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of an element, by the name of its dtype."""
+
+_ROUTER = ".mlp.router."
+_PARAMETER, _BUCKET = 64, 128
+"""Elements to whose multiples the distributed optimizer aligns parameters and ends of buckets."""
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes on one rank. With the distributed optimizer, its `main_parameters` and `moments` are
+    those of an equal share of the gradient buffers, alignment included.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    main_parameters: int = 0
+    """fp32 copies that the optimizer updates."""
+    moments: int = 0
+    step: int = 0
+    """Only during the optimizer's step: fp32 copies of gradients that are kept in fewer bits."""
+
+    @property
+    def resident(self) -> int:
+        """Bytes that are held all the time."""
+        return self.parameters + self.gradients + self.main_parameters + self.moments
+
+    def __add__(self, other: States) -> States:
+        return States(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(States)))
+
+
+@dataclass(frozen=True)
+class Precisions:
+    """What decides the bytes of states; `trained` is False for a policy without optimizer."""
+
+    parameter: int
+    gradient: int
+    moments: int
+    distributed: bool
+    trained: bool = True
+    frozen_routers: bool = False
+
+    @classmethod
+    def of(cls, config: PolicyConfig, trained: bool = True) -> Precisions:
+        megatron = config.megatron_cfg
+        optimizer, ddp = megatron.optimizer, megatron.distributed_data_parallel_config
+        width = WIDTHS[config.precision]
+        moments = 2 if optimizer.optimizer == "adam" else int(optimizer.sgd_momentum > 0)
+        return cls(
+            parameter=width,
+            gradient=FP32 if ddp.grad_reduce_in_fp32 else width,
+            moments=moments,
+            distributed=optimizer.use_distributed_optimizer,
+            trained=trained,
+            frozen_routers=megatron.freeze_moe_router,
+        )
+
+
+class _Sizes(NamedTuple):
+    """Elements of parameters, and with each rounded up to its alignment."""
+
+    exact: int = 0
+    aligned: int = 0
+
+    def plus(self, other: _Sizes, times: int = 1) -> _Sizes:
+        return _Sizes(self.exact + times * other.exact, self.aligned + times * other.aligned)
+
+
+class _Held(NamedTuple):
+    """Sizes of what a rank holds of a part of the model, by who else holds it."""
+
+    dense: _Sizes = _Sizes()
+    expert: _Sizes = _Sizes()
+    """Of one expert."""
+    shared: _Sizes = _Sizes()
+    """The embedding, if the head is tied to it."""
+    fixed: int = 0
+    """Elements that keep fp32 and are not trained."""
+    frozen: int = 0
+
+    def plus(self, other: _Held) -> _Held:
+        dense, expert = self.dense.plus(other.dense), self.expert.plus(other.expert)
+        shared = self.shared.plus(other.shared)
+        return _Held(dense, expert, shared, self.fixed + other.fixed, self.frozen + other.frozen)
+
+
+@dataclass(frozen=True)
+class ModelRows:
+    """The rows of a model by layer, each expert's once: what a rank holds follows from them."""
+
+    architecture: Architecture
+    layers: tuple[tuple[Row, ...], ...]
+    embedding: tuple[Row, ...]
+    head: tuple[Row, ...]
+    _sizes: dict[tuple[object, ...], _Held] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of(cls, table: Table) -> ModelRows:
+        """The rows of a bound table; every expert of a layer has the same ones."""
+        layers: list[list[Row]] = [[] for _ in range(table.architecture.num_layers)]
+        embedding: list[Row] = []
+        head: list[Row] = []
+        for entry in table.entries:
+            if entry.expert:
+                continue
+            if entry.where == LAYER:
+                assert entry.layer is not None
+                layers[entry.layer].append(entry.row)
+            else:
+                (embedding if entry.where == EMBEDDING else head).append(entry.row)
+        return cls(table.architecture, tuple(map(tuple, layers)), tuple(embedding), tuple(head))
+
+    def held(
+        self, layers: range, first: bool, last: bool, topology: Topology, frozen_routers: bool
+    ) -> _Held:
+        """What a rank holds of a model chunk; `first` has the embedding, `last` the head."""
+        parts = [self.layers[layer] for layer in layers]
+        parts += [self.embedding] if first else []
+        # A chunk that has the embedding itself needs no tied copy of it.
+        parts += [tuple(row for row in self.head if row.owns or not first)] if last else []
+        total = _Held()
+        for rows in parts:
+            key = rows, topology.tp, topology.expert_tp, topology.pp > 1, frozen_routers
+            if key not in self._sizes:
+                self._sizes[key] = self._measured(rows, topology, frozen_routers)
+            total = total.plus(self._sizes[key])
+        return total
+
+    def _measured(self, rows: Iterable[Row], topology: Topology, frozen_routers: bool) -> _Held:
+        arch, total = self.architecture, _Held()
+        for row in rows:
+            expert = of_expert(row.megatron)
+            shards = topology.expert_tp if expert else topology.tp
+            elements = math.prod(row.local_shape(arch, shards))
+            size = _Sizes(elements, -(-elements // _PARAMETER) * _PARAMETER)
+            if row.keeps_dtype:
+                total = total._replace(fixed=total.fixed + elements)
+            elif frozen_routers and _ROUTER in row.megatron:
+                total = total._replace(frozen=total.frozen + elements)
+            elif expert:
+                total = total._replace(expert=total.expert.plus(size))
+            elif topology.pp > 1 and arch.tied and _is_embedding(row):
+                total = total._replace(shared=total.shared.plus(size))
+            else:
+                total = total._replace(dense=total.dense.plus(size))
+        return total
+
+
+def _is_embedding(row: Row) -> bool:
+    """Whether the parameter is the embedding, or the copy of it that the last stage holds."""
+    return row.megatron.startswith("embedding.") or not row.owns
+
+
+def stage_states(
+    rows: ModelRows, split: LayerSplit, topology: Topology, stage: int, precisions: Precisions
+) -> States:
+    """What each rank of a pipeline stage holds; ranks of a stage hold equally much.
+
+    Overlapped reductions use several buckets in place of one, whose ends are aligned as well; that
+    is less than one part in 10,000 and not counted.
+    """
+    moe = rows.architecture.moe
+    experts = 0 if moe is None else moe.experts // topology.ep
+    total = States()
+    for chunk, layers in enumerate(split.stages[stage]):
+        first = stage == 0 and chunk == 0
+        last = stage == topology.pp - 1 and chunk == topology.vpp - 1
+        held = rows.held(layers, first, last, topology, precisions.frozen_routers)
+        total += _chunk_states(held, experts, topology, precisions)
+    return total
+
+
+def _chunk_states(held: _Held, experts: int, topology: Topology, precisions: Precisions) -> States:
+    """Of one model chunk: what is not trained, and Megatron-Core's gradient buffers, which experts
+    have for themselves if other ranks hold copies of them.
+    """
+    fixed = held.fixed * FP32 + held.frozen * precisions.parameter
+    own = _Sizes().plus(held.expert, experts)
+    if not precisions.trained:
+        elements = held.dense.exact + held.shared.exact + own.exact
+        return States(parameters=fixed + elements * precisions.parameter)
+    replicas = topology.dp * topology.cp
+    total = States(parameters=fixed)
+    if topology.experts_apart:
+        total += _trained([own], topology.edp, precisions)
+        own = _Sizes()
+    return total + _trained([held.dense.plus(own), held.shared], replicas, precisions)
+
+
+def _trained(buckets: list[_Sizes], replicas: int, precisions: Precisions) -> States:
+    """A buffer over parameters of these sizes, which `replicas` ranks hold."""
+    elements, shares = sum(bucket.exact for bucket in buckets), 1
+    if precisions.distributed:
+        unit = math.lcm(replicas, _BUCKET)
+        elements = sum(-(-bucket.aligned // unit) * unit for bucket in buckets)
+        shares = replicas
+    own = elements // shares
+    separate = precisions.parameter != FP32
+    return States(
+        parameters=elements * precisions.parameter,
+        gradients=elements * precisions.gradient,
+        main_parameters=own * FP32 if separate else 0,
+        moments=own * FP32 * precisions.moments,
+        step=own * FP32 if precisions.gradient != FP32 else 0,
+    )
