@@ -124,7 +124,6 @@ FRAGMENTS = {
     "engines.megatron.layers.parallel_layer": _LAYER,
     "engines.megatron.layers.residual": _LAYER,
     "engines.megatron.layers.self_attention": _LAYER,
-    "estimate.devices": "figures of data sheets are a file",
     "hosts.nemo_rl.autoload": "loaded by a .pth file when Python starts",
     "hosts.nemo_rl.checkpoints": _LONG,
     "hosts.nemo_rl.layout": _LONG,

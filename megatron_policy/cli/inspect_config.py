@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from megatron_policy.config import PolicyConfig
     from megatron_policy.converters.architecture import Architecture
+    from megatron_policy.converters.table import Table as ModelTable
     from megatron_policy.parallel.topology import Topology
 
 SHOWN_SIZES = 8
@@ -39,15 +40,18 @@ def inspect_config(
 
     with one_line_errors(MISUNDERSTOOD):
         config = PolicyConfig.from_yaml(path)
-        topology = topology_of(config, world_size or _fewest_ranks(config))
-        architecture = _architecture(config)
+        topology = topology_of(config, world_size or fewest_ranks(config))
+        model = _table(config)
+        architecture = model.architecture
         check_layout(config, architecture, topology)
     console = Console(highlight=False)
-    console.print(_summary(config, architecture, topology))
+    summary = _summary(config, architecture, topology)
+    summary.add_row("memory of a GPU", _memory(config, model, topology))
+    console.print(summary)
     console.print(_stages(config, architecture, topology))
 
 
-def _fewest_ranks(config: PolicyConfig) -> int:
+def fewest_ranks(config: PolicyConfig) -> int:
     """The fewest ranks that hold whole replicas and all experts; legal numbers are multiples."""
     megatron = config.megatron_cfg
     tp, etp = megatron.tensor_model_parallel_size, megatron.expert_tensor_parallel_size
@@ -56,13 +60,13 @@ def _fewest_ranks(config: PolicyConfig) -> int:
     return stage * megatron.pipeline_model_parallel_size
 
 
-def _architecture(config: PolicyConfig) -> Architecture:
+def _table(config: PolicyConfig) -> ModelTable:
     from megatron_policy.config.layout import mtp_layers
     from megatron_policy.converters.formats.hf_files import read_config
     from megatron_policy.converters.table import bind
 
     further = mtp_layers(config.megatron_cfg)
-    return bind(read_config(config.model_name), mtp_layers=further).architecture
+    return bind(read_config(config.model_name), mtp_layers=further)
 
 
 def _summary(config: PolicyConfig, architecture: Architecture, topology: Topology) -> Table:
@@ -89,6 +93,25 @@ def _summary(config: PolicyConfig, architecture: Architecture, topology: Topolog
     return table
 
 
+def _memory(config: PolicyConfig, model: ModelTable, topology: Topology) -> str:
+    """The most that a training step over rows of full length needs on a rank."""
+    from megatron_policy.cli.sizes import show_gib
+    from megatron_policy.estimate.memory import BatchShape, kernels_of, stage_memory
+    from megatron_policy.estimate.states import ModelRows
+
+    kernels = kernels_of(config, model.architecture, accelerated=True)
+    shape, rows = BatchShape.of(config), ModelRows.of(model)
+    stages = [
+        stage_memory(config, rows, topology, shape, stage, kernels) for stage in range(topology.pp)
+    ]
+    fullest = max(stages, key=lambda stage: stage.peak)
+    return (
+        f"{show_gib(fullest.peak)} estimated: {show_gib(fullest.states.resident)} of states, "
+        f"{show_gib(fullest.activations + fullest.head)} of activations and head "
+        "(`plan` shows all of it)"
+    )
+
+
 def _train_step(config: PolicyConfig, topology: Topology) -> str:
     from megatron_policy.config.batching import batching_of
     from megatron_policy.config.layout import microbatches, pads
@@ -106,7 +129,7 @@ def _legal_world_sizes(config: PolicyConfig) -> Iterator[int]:
     from megatron_policy.config.layout import microbatches, pads, topology_of
     from megatron_policy.errors import ConfigError
 
-    fewest = _fewest_ranks(config)
+    fewest = fewest_ranks(config)
     for number in range(1, config.train_global_batch_size + 1):
         topology = topology_of(config, fewest * number)
         try:

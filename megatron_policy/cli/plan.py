@@ -1,272 +1,247 @@
-"""`plan --refit`: what handing a checkpoint's weights to an inference engine would move."""
+"""`plan`: what a training step needs on each rank and how fast it can be, or which layouts fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_policy.cli.failures import one_line_errors
+from megatron_policy.cli.failures import MISUNDERSTOOD, one_line_errors
 from megatron_policy.cli.options import Dtype, Precision, keys_as_options
-from megatron_policy.cli.output import CONFIG_ONLY, say
-from megatron_policy.cli.sizes import parse_size, show_size
+from megatron_policy.cli.output import say
+from megatron_policy.cli.plan_refit import show_refit, with_config
+from megatron_policy.cli.plan_report import SHOWN, as_data, found_lines, lines
+from megatron_policy.cli.sizes import parse_size, show_gib
 
 if TYPE_CHECKING:
-    from megatron_policy.config import PolicyConfig
-    from megatron_policy.convert.headers import Headers
-    from megatron_policy.converters.architecture import Architecture
-    from megatron_policy.converters.table import Entry, Table
-    from megatron_policy.parallel.topology import LayerSplit, Topology
-    from megatron_policy.refit.plan import RefitPlan, RefitTensor
+    from megatron_policy.estimate.devices import DeviceFigures
+    from megatron_policy.estimate.plan import Found, StepPlan
+    from megatron_policy.estimate.states import ModelRows
 
 
-def lines(planned: Planned) -> Iterator[str]:
-    """Totals, what each stage owns, what is exchanged, and the cost."""
-    plan, table, topology = planned.plan, planned.table, planned.topology
-    axes = " x ".join(f"{axis} {getattr(topology, axis)}" for axis in ("pp", "dp", "cp", "tp"))
-    if table.architecture.moe is not None:
-        axes += f", experts ep {topology.ep} x etp {topology.expert_tp}"
-    yield (
-        f"{table.family}, {table.architecture.num_layers} layers: {_sum(plan.tensors)}, "
-        f"on {topology.world_size} rank{'s' * (topology.world_size > 1)} = {axes}"
-    )
-    if planned.config_only:
-        yield CONFIG_ONLY
-    yield from _stages(planned)
-    yield f"exchange: {_exchange(plan)}" + "; 1 to agree at the end" * (topology.world_size > 1)
-    yield f"peak memory of each rank: at most {_peak(plan)}"
-    largest = max(plan.tensors, key=lambda tensor: tensor.nbytes)
-    yield f"largest tensor: {largest.name}, {show_size(largest.nbytes)}"
-    yield from _buckets(plan)
-
-
-def tensor_lines(planned: Planned) -> Iterator[str]:
-    """One line per tensor, in the order in which they are sent."""
-    arch = planned.table.architecture
-    split = {name: _split(entry, arch) for entry in planned.table.exported() for name in entry.hf}
-    number = _bucket_numbers(planned.plan)
-    yield "tensors, in the order in which they are sent"
-    for tensor in planned.plan.tensors:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        yield (
-            f"  {tensor.name}  {list(tensor.shape)}  {dtype}  {tensor.nbytes:,} bytes  "
-            f"stage {tensor.stage}  {split[tensor.name]}  bucket {number[tensor.name]}"
-        )
-
-
-def _split(entry: Entry, arch: Architecture) -> str:
-    from megatron_policy.converters.rows.shards import split_dimension
-
-    dim = split_dimension(entry.row, arch)
-    how = "held whole" if dim is None else f"split along dimension {dim}"
-    return f"{type(entry.row).__name__}, {how} in {entry.megatron}"
-
-
-def _stages(planned: Planned) -> Iterator[str]:
-    from megatron_policy.cli.inspect import ranges
-
-    topology = planned.topology
-    per_stage = topology.world_size // topology.pp
-    for stage, chunks in enumerate(planned.split.stages):
-        ranks = range(stage * per_stage, (stage + 1) * per_stage)
-        layers = [layer for chunk in chunks for layer in chunk]
-        owned = [tensor for tensor in planned.plan.tensors if tensor.stage == stage]
-        yield (f"  stage {stage}: ranks {ranges(ranks)}, layers {ranges(layers)}, {_sum(owned)}")
-
-
-def _exchange(plan: RefitPlan) -> str:
-    if not plan.gathers:
-        return "no collective, every rank holds whole tensors"
-    calls = plan.collectives
-    return (
-        f"{plan.rounds} round{'s' * (plan.rounds > 1)} of {show_size(plan.round_bytes)}, "
-        f"{calls} collective{'s' * (calls > 1)} on each rank"
-    )
-
-
-def _peak(plan: RefitPlan) -> str:
-    exchange = plan.round_bytes
-    bucket = min(plan.bucket_bytes, plan.total_bytes)
-    total = exchange + bucket + plan.largest_bytes
-    return (
-        f"{show_size(total)} = {show_size(exchange)} of the exchange + {show_size(bucket)} of a "
-        f"transport's buffers + {show_size(plan.largest_bytes)} of the largest tensor"
-    )
-
-
-def _buckets(plan: RefitPlan) -> Iterator[str]:
-    buckets = _in_buckets(plan)
-    kinds = {"rounds" if exchange.gathers else "packs" for exchange in plan.exchanges}
-    what = " and ".join(sorted(kinds))
-    yield f"buckets ({what} of at most {show_size(plan.bucket_bytes)}) and their tensors"
-    for number, tensors in enumerate(buckets):
-        names = tensors[0].name
-        if len(tensors) > 1:
-            names += f" to {tensors[-1].name}"
-        yield f"  {number}: {len(tensors)} tensor{'s' * (len(tensors) > 1)}, {names}"
-
-
-def _bucket_numbers(plan: RefitPlan) -> dict[str, str]:
-    """By tensor: "3", or "3-5" for one that is spread over several rounds."""
-    numbers: dict[str, list[int]] = {}
-    for number, tensors in enumerate(_in_buckets(plan)):
-        for tensor in tensors:
-            numbers.setdefault(tensor.name, []).append(number)
-    return {
-        name: str(of[0]) if len(of) == 1 else f"{of[0]}-{of[-1]}" for name, of in numbers.items()
-    }
-
-
-def _in_buckets(plan: RefitPlan) -> list[list[RefitTensor]]:
-    """The tensors with elements in each round, or in each pack if there is no exchange."""
-    from megatron_policy.refit.plan import packed
-
-    buckets = []
-    for exchange in plan.exchanges:
-        if not exchange.gathers:
-            packs = packed(exchange.tensors, plan.bucket_bytes)
-            buckets += [list(pack.tensors) for pack in packs]
-        for number in range(exchange.rounds):
-            found = {item.tensor.name: item.tensor for item, _, _ in exchange.in_round(number)}
-            buckets.append(list(found.values()))
-    return buckets
-
-
-def _sum(tensors: Sequence[RefitTensor]) -> str:
-    return f"{len(tensors)} tensors, {show_size(sum(tensor.nbytes for tensor in tensors))}"
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A refit of a model that is trained under a layout."""
-
-    table: Table
-    topology: Topology
-    split: LayerSplit
-    plan: RefitPlan
-    config_only: bool
-    """Whether there is no checkpoint, only a config."""
+_Size = int | None
+Gpus = Annotated[_Size, typer.Option(min=1, help="Number of GPUs.")]
+GpuMemory = Annotated[
+    _Size, typer.Option(parser=parse_size, metavar="SIZE", help="Its memory, if another.")
+]
+SeqLen = Annotated[
+    _Size, typer.Option(min=1, help="Tokens of each row; the most allowed by default.")
+]
+Rows = Annotated[int, typer.Option(min=1, help="Rows of a global batch, with --model.")]
+MbTokens = Annotated[
+    _Size, typer.Option(min=1, help="Tokens of a packed microbatch, with --model.")
+]
+Tp = Annotated[_Size, typer.Option(min=1, help="Tensor-parallel ranks.")]
+Pp = Annotated[_Size, typer.Option(min=1, help="Pipeline stages.")]
+Vpp = Annotated[_Size, typer.Option(min=1, help="Model chunks of a stage.")]
+Dp = Annotated[_Size, typer.Option(min=1, help="Data-parallel replicas.")]
+Cp = Annotated[_Size, typer.Option(min=1, help="Context-parallel ranks.")]
+Ep = Annotated[_Size, typer.Option(min=1, help="Expert-parallel ranks.")]
+Etp = Annotated[
+    _Size, typer.Option(min=1, help="Tensor-parallel ranks of experts, if not as --tp.")
+]
+FirstLayers = Annotated[
+    _Size, typer.Option(min=1, help="Layers of the first stage, if not as the others'.")
+]
+LastLayers = Annotated[
+    _Size, typer.Option(min=1, help="Layers of the last stage, if not as the others'.")
+]
+BucketSize = Annotated[
+    int,
+    typer.Option(
+        parser=parse_size,
+        metavar="SIZE",
+        help="With --refit: limit for the bytes that a collective moves.",
+    ),
+]
+SentDtype = Annotated[
+    Dtype | None,
+    typer.Option(help="With --refit: dtype of the sent weights, if not that of CHECKPOINT."),
+]
+Tensors = Annotated[
+    bool, typer.Option("--tensors", help="With --refit: print a line for every tensor.")
+]
 
 
 def plan(
+    config: Annotated[
+        Path | None, typer.Argument(help="A YAML file with a `policy` section.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="A model, or its config.json, in place of a CONFIG."),
+    ] = None,
     refit: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--refit", metavar="CHECKPOINT", help="A checkpoint of the model, or its config.json."
+            metavar="CHECKPOINT",
+            help="Show what a refit of this checkpoint, or of its config.json, moves.",
         ),
-    ],
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
-    vpp: Annotated[int, typer.Option(min=1, help="Model chunks of a pipeline stage.")] = 1,
-    dp: Annotated[int, typer.Option(min=1, help="Data-parallel replicas.")] = 1,
-    cp: Annotated[int, typer.Option(min=1, help="Context-parallel ranks.")] = 1,
-    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")] = 1,
-    etp: Annotated[
-        int | None, typer.Option(min=1, help="Tensor-parallel ranks of experts, if not as --tp.")
     ] = None,
-    first_layers: Annotated[
-        int | None, typer.Option(min=1, help="Layers of the first stage, if not as the others'.")
-    ] = None,
-    last_layers: Annotated[
-        int | None, typer.Option(min=1, help="Layers of the last stage, if not as the others'.")
-    ] = None,
-    bucket_size: Annotated[
-        int,
-        typer.Option(
-            parser=parse_size, metavar="SIZE", help="Limit for the bytes that a collective moves."
-        ),
-    ] = "512MiB",  # type: ignore[assignment]
-    dtype: Annotated[
-        Dtype | None, typer.Option(help="Dtype of the sent weights, if not that of CHECKPOINT.")
-    ] = None,
+    gpus: Gpus = None,
+    gpu: Annotated[str, typer.Option(help="A100, H100, H200 or B200.")] = "H100",
+    gpu_memory: GpuMemory = None,
+    seq_len: SeqLen = None,
+    rows: Rows = 512,
+    mb_tokens: MbTokens = None,
+    tp: Tp = None,
+    pp: Pp = None,
+    vpp: Vpp = None,
+    dp: Dp = None,
+    cp: Cp = None,
+    ep: Ep = None,
+    etp: Etp = None,
+    first_layers: FirstLayers = None,
+    last_layers: LastLayers = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    bucket_size: BucketSize = "512MiB",  # type: ignore[assignment]
+    dtype: SentDtype = None,
     precision: Annotated[
         Precision, typer.Option(help="Dtype that the model is trained in.")
     ] = Precision.bfloat16,
-    tensors: Annotated[
-        bool, typer.Option("--tensors", help="Print a line for every tensor.")
-    ] = False,
+    tensors: Tensors = False,
 ) -> None:
-    """Show which rank sends what, in how many collectives, and how much memory that takes.
+    """Show what a training step needs on each rank, and the least time it can take.
 
-    Reads the config and the headers of files, no weights; needs none of these ranks. From a
-    config.json alone, it plans all tensors of the model, in the dtype that the config names.
+    Give a CONFIG, or a --model and --gpus; without a layout (--tp and so on) the legal ones are
+    searched, and the best that fit are listed. Reads configs and headers, no weights.
     """
+    layout = {"tp": tp, "pp": pp, "vpp": vpp, "dp": dp, "cp": cp, "ep": ep, "etp": etp}
+    uneven = {"first": first_layers, "last": last_layers}
     with one_line_errors():
-        sizes = {"tp": tp, "pp": pp, "vpp": vpp, "dp": dp, "cp": cp, "ep": ep, "etp": etp or tp}
-        uneven = {"first": first_layers, "last": last_layers}
-        with keys_as_options(uneven=("--first-layers", "--last-layers")):
-            planned = _planned(refit, sizes | uneven, bucket_size, dtype, precision)
-        for line in lines(planned):
-            say(line)
-        for line in tensor_lines(planned) if tensors else ():
-            say(line)
+        if refit is not None:
+            sizes = {axis: size or 1 for axis, size in layout.items()} | {"etp": etp or tp or 1}
+            with keys_as_options(uneven=("--first-layers", "--last-layers")):
+                show_refit(refit, sizes | uneven, bucket_size, dtype, precision, tensors)
+            return
+    with one_line_errors(MISUNDERSTOOD):
+        device = _device(gpu, gpu_memory)
+        if config is not None:
+            _refuse(layout | uneven | {"model": model, "mb-tokens": mb_tokens})
+            found: StepPlan | Found = _of_file(config, gpus, device, seq_len)
+        else:
+            base = _section(model, rows, seq_len or 4096, mb_tokens, precision)
+            found = _of_model(base, layout, uneven, gpus, device, seq_len)
+    _print(found, gpu, device, as_json)
 
 
-def _planned(
-    source: str, sizes: dict[str, Any], bucket_bytes: int, dtype: Dtype | None, precision: Precision
-) -> Planned:
-    import torch
+def _refuse(options: dict[str, Any]) -> None:
+    from megatron_policy.errors import ConfigError
 
-    from megatron_policy.config.layout import check_layout, layer_split, topology_of
+    given = [f"--{name}" for name, value in options.items() if value is not None]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)} cannot be given with a CONFIG, which says it: change the file"
+        )
+
+
+def _device(name: str, memory: int | None) -> DeviceFigures:
+    from dataclasses import replace
+
+    from megatron_policy.errors import ConfigError
+    from megatron_policy.estimate.devices import SHORT
+
+    found = SHORT.get(name.upper())
+    if found is None:
+        raise ConfigError(f"--gpu {name} is not known: use one of {', '.join(SHORT)}")
+    return found if memory is None else replace(found, memory_bytes=memory)
+
+
+def _rows(model: str) -> ModelRows:
     from megatron_policy.convert.headers import read_headers
     from megatron_policy.converters.table import bind
-    from megatron_policy.refit.planning import RefitModel, plan_refit
+    from megatron_policy.estimate.states import ModelRows
 
-    seen = read_headers(source)
-    table = bind(seen.config)
-    _check(seen, table)
-    config = _config(source, sizes, precision)
-    topology = topology_of(config, sizes["tp"] * sizes["pp"] * sizes["dp"] * sizes["cp"])
-    check_layout(config, table.architecture, topology)
-    split = layer_split(config, table.architecture, topology)
-    trained = getattr(torch, precision.value)
-    return Planned(
-        table,
-        topology,
-        split,
-        plan_refit(
-            RefitModel(table, split, seen.dtypes, trained, topology),
-            bucket_bytes=bucket_bytes,
-            dtype=None if dtype is None else getattr(torch, dtype.value),
-        ),
-        seen.config_only,
-    )
+    return ModelRows.of(bind(read_headers(with_config(model)).config))
 
 
-def _check(seen: Headers, table: Table) -> None:
-    from megatron_policy.errors import ConversionError
-
-    if seen.problems:
-        raise ConversionError("; ".join(seen.problems))
-    table.check_hf(seen.shapes, seen.dtypes)
-
-
-def _config(source: str, sizes: dict[str, Any], precision: Precision) -> PolicyConfig:
-    """The configuration of a policy with these sizes.
-
-    Nothing else of it matters here, except that some models are only split with sequence
-    parallelism.
-    """
+def _of_file(path: Path, gpus: int | None, device: DeviceFigures, length: int | None) -> StepPlan:
+    from megatron_policy.cli.inspect_config import fewest_ranks
     from megatron_policy.config import PolicyConfig
+    from megatron_policy.estimate.plan import plan_of
 
-    section: dict[str, Any] = {
-        "model_name": source,
+    config = PolicyConfig.from_yaml(path)
+    rows = _rows(config.model_name)
+    return plan_of(config, rows, gpus or fewest_ranks(config), device, length)
+
+
+def _section(
+    model: str | None, rows: int, length: int, mb_tokens: int | None, precision: Precision
+) -> dict[str, Any]:
+    """A `policy` section with packed microbatches and all that makes training fast on GPUs."""
+    from megatron_policy.errors import ConfigError
+
+    if model is None:
+        raise ConfigError("give a CONFIG, --model DIR or --refit CHECKPOINT")
+    return {
+        "model_name": model,
         "precision": precision.value,
-        "train_global_batch_size": sizes["dp"] * sizes["pp"],
+        "train_global_batch_size": rows,
         "train_micro_batch_size": 1,
+        "max_total_sequence_length": length,
+        "sequence_packing": {"enabled": True, "train_mb_tokens": mb_tokens or length},
         "megatron_cfg": {
             "enabled": True,
-            "tensor_model_parallel_size": sizes["tp"],
-            "pipeline_model_parallel_size": sizes["pp"],
-            "virtual_pipeline_model_parallel_size": sizes["vpp"],
-            "num_layers_in_first_pipeline_stage": sizes["first"],
-            "num_layers_in_last_pipeline_stage": sizes["last"],
-            "context_parallel_size": sizes["cp"],
-            "expert_model_parallel_size": sizes["ep"],
-            "expert_tensor_parallel_size": sizes["etp"],
-            "sequence_parallel": sizes["tp"] > 1,
+            "bias_activation_fusion": True,
+            "apply_rope_fusion": True,
+            "optimizer": {"use_distributed_optimizer": True},
+            "distributed_data_parallel_config": {
+                "grad_reduce_in_fp32": True,
+                "overlap_grad_reduce": True,
+                "overlap_param_gather": True,
+            },
         },
     }
-    return PolicyConfig.parse(section)
+
+
+def _of_model(
+    base: dict[str, Any],
+    layout: dict[str, int | None],
+    uneven: dict[str, int | None],
+    gpus: int | None,
+    device: DeviceFigures,
+    length: int | None,
+) -> StepPlan | Found:
+    from megatron_policy.config import PolicyConfig
+    from megatron_policy.errors import ConfigError
+    from megatron_policy.estimate.plan import plan_of, search
+
+    rows = _rows(base["model_name"])
+    if all(size is None for size in (*layout.values(), *uneven.values())):
+        if gpus is None:
+            raise ConfigError("--gpus is missing: give the number of GPUs, or a layout")
+        return search(base, rows, gpus, device, length)
+    size = {axis: layout[axis] or 1 for axis in ("tp", "pp", "vpp", "cp", "ep")}
+    model_ranks = size["tp"] * size["pp"] * size["cp"]
+    ranks = model_ranks * layout["dp"] if layout["dp"] else gpus or model_ranks
+    keys = {
+        "tensor_model_parallel_size": size["tp"],
+        "sequence_parallel": size["tp"] > 1,
+        "pipeline_model_parallel_size": size["pp"],
+        "virtual_pipeline_model_parallel_size": size["vpp"],
+        "context_parallel_size": size["cp"],
+        "expert_model_parallel_size": size["ep"],
+        "expert_tensor_parallel_size": layout["etp"],
+        "num_layers_in_first_pipeline_stage": uneven["first"],
+        "num_layers_in_last_pipeline_stage": uneven["last"],
+    }
+    with keys_as_options(uneven=("--first-layers", "--last-layers")):
+        config = PolicyConfig.parse({**base, "megatron_cfg": {**base["megatron_cfg"], **keys}})
+        return plan_of(config, rows, ranks, device, length)
+
+
+def _print(found: StepPlan | Found, gpu: str, device: DeviceFigures, as_json: bool) -> None:
+    from megatron_policy.estimate.plan import Found
+
+    name = f"{gpu.upper()} of {show_gib(device.memory_bytes)}"
+    plans = [*found.fitting, *found.too_large] if isinstance(found, Found) else [found]
+    if as_json:
+        shown = plans[:SHOWN] if isinstance(found, Found) else plans
+        typer.echo(json.dumps([as_data(each) for each in shown], indent=2))
+    else:
+        for line in found_lines(found, name) if isinstance(found, Found) else lines(found, name):
+            say(line)
+    if not plans or not plans[0].fits:
+        raise typer.Exit(1)

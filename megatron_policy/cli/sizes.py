@@ -30,3 +30,8 @@ def show_size(size: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} TB"
+
+
+def show_gib(size: float) -> str:
+    """Bytes in GiB, in which devices have their memory: "71.5 GiB"."""
+    return f"{size / 2**30:.3g} GiB"

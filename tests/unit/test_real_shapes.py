@@ -216,10 +216,23 @@ def test_a_checkpoint_without_weights_names_the_way_to_its_config(tmp_path: Path
     (path / "config.json").write_text(
         json.dumps(COMMON | PUBLISHED_EXPERTS["Mixtral-8x7B-v0.1"][1])
     )
-    for arguments in (["inspect", path], ["plan", "--refit", path]):
-        result = CliRunner().invoke(app, list(map(str, arguments)))
-        assert result.exit_code == 1
-        assert f"has a config and no weights; give {path / 'config.json'}" in result.stderr
+    result = CliRunner().invoke(app, ["inspect", str(path)])
+    assert result.exit_code == 1
+    assert f"has a config and no weights; give {path / 'config.json'}" in result.stderr
+
+
+def test_a_plan_takes_a_directory_without_weights_as_its_config(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text(
+        json.dumps(COMMON | PUBLISHED_EXPERTS["Mixtral-8x7B-v0.1"][1])
+    )
+    of_directory, of_config = (
+        CliRunner().invoke(app, ["plan", "--refit", str(source)])
+        for source in (path, path / "config.json")
+    )
+    assert of_directory.exit_code == of_config.exit_code == 0
+    assert of_directory.stdout == of_config.stdout
 
 
 @pytest.mark.parametrize("arguments", [["convert", "{}", "out", "--to", "mcore"], ["verify", "{}"]])

@@ -1,0 +1,209 @@
+"""Plans as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_policy.cli.sizes import show_gib
+
+if TYPE_CHECKING:
+    from megatron_policy.config import PolicyConfig
+    from megatron_policy.estimate.plan import Found, StepPlan
+
+SHOWN = 5
+"""Plans of a search that are shown."""
+
+_UNITS = ("", "k", "M", "G", "T", "P", "E")
+
+
+def as_data(plan: StepPlan) -> dict[str, Any]:
+    """A plan as JSON: bytes, seconds and counts."""
+    time, topology = plan.time, plan.topology
+    return {
+        "ranks": topology.world_size,
+        "layout": {axis: getattr(topology, axis) for axis in ("tp", "cp", "ep", "dp", "pp", "vpp")}
+        | {"etp": topology.expert_tp},
+        "recompute": recomputation(plan.config),
+        "fits": plan.fits,
+        "peak_bytes": plan.peak,
+        "usable_bytes": plan.usable,
+        "microbatches": plan.schedule.microbatches,
+        "stages": [
+            {
+                "layers": sum(map(len, chunks)),
+                "parameter_bytes": stage.states.parameters,
+                "gradient_bytes": stage.states.gradients,
+                "main_parameter_bytes": stage.states.main_parameters,
+                "moment_bytes": stage.states.moments,
+                "activation_bytes": stage.activations,
+                "head_bytes": stage.head,
+                "step_bytes": stage.states.step,
+                "peak_bytes": stage.peak,
+            }
+            for chunks, stage in zip(plan.split.stages, plan.stages, strict=True)
+        ],
+        "host": {"reference_bytes": plan.reference_bytes, "staging_bytes": plan.staging_bytes},
+        "model_flops": time.model_flops,
+        "seconds": {
+            "overlapped": time.overlapped,
+            "serial": time.serial,
+            "compute": time.compute,
+            "optimizer": time.optimizer,
+            **{f"wire_{axis}": seconds for axis, seconds in time.wire.items()},
+        },
+        "wire_bytes": time.wire_bytes,
+        "bubble": time.bubble,
+        "balance": time.balance,
+        "mfu_at_most": time.mfu(topology.world_size, plan.device),
+    }
+
+
+def lines(plan: StepPlan, device: str) -> Iterator[str]:
+    """Layout, memory of each stage's ranks, memory of the host, and time."""
+    shape, arch = plan.batch_shape, plan.architecture
+    yield (
+        f"{arch.num_layers} layers of width {arch.hidden_size} on {plan.topology.world_size} "
+        f"{device}: {layout_of(plan)}, recompute {recomputation(plan.config)}"
+    )
+    yield (
+        f"a step: {shape.rows} rows of {shape.length} tokens, "
+        f"{plan.schedule.microbatches} microbatches of {shape.tokens} on each replica"
+    )
+    yield "GiB on each rank, by stage"
+    yield from _table(_stage_cells(plan))
+    state = "fits" if plan.fits else "DOES NOT FIT"
+    yield (
+        f"{state}: {show_gib(plan.peak)} at the peak, of stage {plan.fullest}, in "
+        f"{show_gib(plan.usable)} that can be planned with"
+    )
+    yield (
+        f"host memory of a rank: {show_gib(plan.reference_bytes)} for a reference policy, "
+        f"{show_gib(plan.staging_bytes)} for a save in the background"
+    )
+    yield from _time_lines(plan)
+
+
+def _stage_cells(plan: StepPlan) -> list[list[str]]:
+    names = "stage layers parameters gradients main moments activations head peak free"
+    cells = [names.split()]
+    for number, (chunks, stage) in enumerate(zip(plan.split.stages, plan.stages, strict=True)):
+        states = stage.states
+        sizes = (
+            states.parameters,
+            states.gradients,
+            states.main_parameters,
+            states.moments,
+            stage.activations,
+            stage.head,
+            stage.peak,
+            plan.usable - stage.peak,
+        )
+        layers = sum(map(len, chunks))
+        cells.append([str(number), str(layers), *(f"{size / 2**30:.2f}" for size in sizes)])
+    return cells
+
+
+def _time_lines(plan: StepPlan) -> Iterator[str]:
+    time, ranks = plan.time, plan.topology.world_size
+    yield (
+        f"a step takes at least {time.overlapped:.3g} s if all overlaps, {time.serial:.3g} s if "
+        f"nothing does: compute {time.compute:.3g}, optimizer {time.optimizer:.3g}, "
+        + ", ".join(f"{axis} {seconds:.3g}" for axis, seconds in time.wire.items() if seconds)
+    )
+    sent = ", ".join(f"{axis} {_count(n)}B" for axis, n in time.wire_bytes.items() if n)
+    yield f"sent by the busiest rank: {sent or 'nothing'}"
+    yield (
+        f"model FLOPs {_count(time.model_flops)}, MFU at most {time.mfu(ranks, plan.device):.0%} "
+        f"if nothing overlaps; bubble {time.bubble:.1%}, balance of stages {time.balance:.0%}"
+    )
+
+
+def found_lines(found: Found, device: str) -> Iterator[str]:
+    """The best plans that fit, or the smallest that do not and what to change."""
+    plans = found.fitting or found.too_large
+    if not plans:
+        yield "no legal layout: the number of GPUs does not divide into one; use another --gpus"
+        return
+    ranks = plans[0].topology.world_size
+    if found.fitting:
+        total = len(found.fitting) + len(found.too_large)
+        yield f"{len(found.fitting)} of {total} plans fit on {ranks} {device}; the best"
+    else:
+        yield f"none of {len(plans)} plans fits on {ranks} {device}; the smallest"
+    yield from _table([_HEADER, *(_row(plan) for plan in plans[:SHOWN])])
+    if not found.fitting:
+        yield _advice(plans[0])
+        return
+    yield "times are bounds in seconds: `least` if all overlaps, `serial` if nothing does"
+    yield from lines(plans[0], device)
+
+
+_HEADER = ["tp", "pp", "vpp", "cp", "ep", "dp", "recompute", "GiB", "least", "serial", "mainly"]
+
+
+def _row(plan: StepPlan) -> list[str]:
+    at, time = plan.topology, plan.time
+    return [
+        *(str(size) for size in (at.tp, at.pp, at.vpp, at.cp, at.ep, at.dp)),
+        recomputation(plan.config),
+        f"{plan.peak / 2**30:.1f}",
+        f"{time.overlapped:.3g}",
+        f"{time.serial:.3g}",
+        dearest(plan),
+    ]
+
+
+def dearest(plan: StepPlan) -> str:
+    """What costs most beside the model's own operations, and its share of the serial time."""
+    time = plan.time
+    ideal = time.model_flops / (plan.topology.world_size * plan.device.bf16_flops)
+    costs = {f"{axis} traffic": seconds for axis, seconds in time.wire.items()}
+    costs["bubble, balance, recompute"] = time.compute - ideal
+    costs["optimizer"] = time.optimizer
+    name = max(costs, key=lambda each: costs[each])
+    return f"{name} {costs[name] / time.serial:.0%}"
+
+
+def _advice(plan: StepPlan) -> str:
+    stage = plan.stages[plan.fullest]
+    states = stage.states.resident
+    if states > plan.usable:
+        return (
+            f"states alone take {show_gib(states)} on a rank: use more GPUs, or GPUs with more "
+            "memory"
+        )
+    return (
+        f"activations take {show_gib(stage.activations)} on a rank beside {show_gib(states)} of "
+        "states: use smaller microbatches (--mb-tokens), shorter rows (--seq-len) or more GPUs"
+    )
+
+
+def layout_of(plan: StepPlan) -> str:
+    """The sizes of all axes that are used."""
+    at = plan.topology
+    text = " x ".join(f"{axis} {getattr(at, axis)}" for axis in ("tp", "cp", "dp", "pp"))
+    text += f", {at.vpp} chunks a stage" if at.vpp > 1 else ""
+    return text + (f", experts ep {at.ep} x etp {at.expert_tp}" if plan.architecture.moe else "")
+
+
+def recomputation(config: PolicyConfig) -> str:
+    """Which activations are computed again."""
+    megatron = config.megatron_cfg
+    if megatron.recompute_granularity == "selective":
+        return "+".join(megatron.recompute_modules or ())
+    return megatron.recompute_granularity or "none"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        yield "  " + "  ".join(cell.rjust(width) for cell, width in cells).rstrip()
+
+
+def _count(number: float) -> str:
+    power = 0
+    while number >= 999.5 and power < len(_UNITS) - 1:
+        number, power = number / 1000, power + 1
+    return f"{number:.3g} {_UNITS[power]}"

@@ -1,0 +1,234 @@
+"""A plan: what a configuration needs on each rank and how fast a step can be, and the search for
+configurations that fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.layout import check_layout, layer_split, topology_of
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.errors import ConfigError
+from megatron_policy.estimate.devices import NODE, DeviceFigures
+from megatron_policy.estimate.memory import (
+    BatchShape,
+    StageMemory,
+    kernels_of,
+    stage_memory,
+)
+from megatron_policy.estimate.schedule import Schedule
+from megatron_policy.estimate.states import ModelRows
+from megatron_policy.estimate.step_time import StepTime, step_time
+from megatron_policy.parallel.topology import LayerSplit, Topology
+
+RESERVED = 0.1
+"""The share of a device's memory left to CUDA's context, NCCL's buffers and fragmentation."""
+
+LEAST_TOKENS = 4096
+"""Context parallelism leaves each rank at least so many tokens of a sequence."""
+
+EQUAL = 1.05
+"""Bounds that differ by no more than this factor say nothing about which plan is faster."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a training step under `config` needs on `topology.world_size` devices."""
+
+    config: PolicyConfig
+    rows: ModelRows
+    topology: Topology
+    batch_shape: BatchShape
+    device: DeviceFigures
+
+    @property
+    def architecture(self) -> Architecture:
+        return self.rows.architecture
+
+    @cached_property
+    def split(self) -> LayerSplit:
+        """The layers of each stage."""
+        return layer_split(self.config, self.architecture, self.topology)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The pipeline schedule."""
+        return Schedule.of(self.topology, self.batch_shape.microbatches(self.topology))
+
+    @cached_property
+    def stages(self) -> tuple[StageMemory, ...]:
+        """Memory of each rank, stage by stage."""
+        kernels = kernels_of(self.config, self.architecture, accelerated=True)
+        return tuple(
+            stage_memory(self.config, self.rows, self.topology, self.batch_shape, stage, kernels)
+            for stage in range(self.topology.pp)
+        )
+
+    @property
+    def fullest(self) -> int:
+        """The number of the stage that needs most memory."""
+        return max(range(self.topology.pp), key=lambda stage: self.stages[stage].peak)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that a rank needs."""
+        return self.stages[self.fullest].peak
+
+    @property
+    def usable(self) -> int:
+        """The bytes of a device that can be planned with."""
+        return int(self.device.memory_bytes * (1 - RESERVED))
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage does."""
+        return self.peak <= self.usable
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Bounds of a step."""
+        fullest = max((stage.states for stage in self.stages), key=lambda each: each.parameters)
+        return step_time(
+            self.config, self.architecture, self.topology, self.batch_shape, fullest, self.device
+        )
+
+    @property
+    def reference_bytes(self) -> int:
+        """Host memory for the weights of a frozen reference policy, on the fullest rank."""
+        return max(stage.states.parameters for stage in self.stages)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory of a checkpoint that is saved in the background, on the fullest rank."""
+        states = (stage.states for stage in self.stages)
+        return max(
+            each.parameters // self.topology.dp + each.main_parameters + each.moments
+            for each in states
+        )
+
+
+def plan_of(
+    config: PolicyConfig,
+    rows: ModelRows,
+    world_size: int,
+    device: DeviceFigures,
+    length: int | None = None,
+) -> StepPlan:
+    """The plan of one configuration; ConfigError if it fits neither the model nor the ranks."""
+    topology = topology_of(config, world_size)
+    check_layout(config, rows.architecture, topology)
+    return StepPlan(config, rows, topology, BatchShape.of(config, length), device)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to: legal plans, the fastest first, by whether they fit."""
+
+    fitting: tuple[StepPlan, ...]
+    too_large: tuple[StepPlan, ...]
+    """Those that do not fit, the smallest first."""
+
+
+def search(
+    base: Mapping[str, Any],
+    rows: ModelRows,
+    world_size: int,
+    device: DeviceFigures,
+    length: int | None = None,
+) -> Found:
+    """Try every legal layout and recomputation with the keys of `base`, a `policy` section.
+
+    Ordered by the time of a step in which nothing overlaps. Of those as fast as the fastest within
+    `EQUAL`, the simplest come first: with fewer pipeline stages and chunks, then with less memory.
+    """
+    plans = []
+    for keys in _layouts(rows.architecture, world_size, length or _length(base)):
+        megatron = {**base.get("megatron_cfg", {}), **keys}
+        try:
+            config = PolicyConfig.parse({**base, "megatron_cfg": megatron})
+            plan = plan_of(config, rows, world_size, device, length)
+        except ConfigError:
+            continue
+        plans.append(plan)
+    fitting = [plan for plan in plans if plan.fits]
+    fastest = min((plan.time.serial for plan in fitting), default=0.0)
+
+    def rank(plan: StepPlan) -> tuple[float, ...]:
+        at = plan.topology
+        if plan.time.serial <= fastest * EQUAL:
+            return 0, at.pp * at.vpp, at.cp, plan.peak
+        return 1, plan.time.serial, plan.peak
+
+    return Found(
+        tuple(sorted(fitting, key=rank)),
+        tuple(sorted((plan for plan in plans if not plan.fits), key=lambda plan: plan.peak)),
+    )
+
+
+def _length(base: Mapping[str, Any]) -> int:
+    return int(base.get("max_total_sequence_length", LEAST_TOKENS))
+
+
+def _layouts(arch: Architecture, ranks: int, length: int) -> Iterator[dict[str, Any]]:
+    """Keys of `megatron_cfg` for each layout to try; most are legal."""
+    for tp in _powers(NODE):
+        for cp in _powers(max(1, length // LEAST_TOKENS)):
+            for pp in _divisors(ranks // (tp * cp)) if ranks % (tp * cp) == 0 else ():
+                if pp > arch.num_layers:
+                    continue
+                per_stage = ranks // pp
+                for split in _splits(arch.num_layers, pp):
+                    for ep in _expert_ranks(arch, per_stage):
+                        for recompute in _RECOMPUTATIONS:
+                            yield {
+                                "tensor_model_parallel_size": tp,
+                                "sequence_parallel": tp > 1,
+                                "context_parallel_size": cp,
+                                "pipeline_model_parallel_size": pp,
+                                "expert_model_parallel_size": ep,
+                                "expert_tensor_parallel_size": 1,
+                                **split,
+                                **recompute,
+                            }
+
+
+_RECOMPUTATIONS: tuple[dict[str, Any], ...] = (
+    {"activation_checkpointing": False},
+    {
+        "activation_checkpointing": True,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["layernorm", "mlp"],
+    },
+    {"activation_checkpointing": True, "recompute_granularity": "full"},
+)
+
+
+def _splits(layers: int, pp: int) -> Iterator[dict[str, Any]]:
+    """Even stages, also interleaved; else as even as a smaller last stage allows."""
+    each, left = divmod(layers, pp)
+    if left:
+        last = layers - (each + 1) * (pp - 1)
+        if last >= 1:
+            yield {"num_layers_in_last_pipeline_stage": last}
+        return
+    for chunks in (1, 2, 4) if pp > 1 else (1,):
+        if each % chunks == 0:
+            yield {"virtual_pipeline_model_parallel_size": chunks}
+
+
+def _expert_ranks(arch: Architecture, per_stage: int) -> list[int]:
+    if arch.moe is None:
+        return [1]
+    return [n for n in _divisors(arch.moe.experts) if per_stage % n == 0]
+
+
+def _powers(most: int) -> list[int]:
+    return [2**n for n in range(most.bit_length()) if 2**n <= most]
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,202 @@
+"""What a training step must at least take: operations, bytes on the wire, and the schedule.
+
+Bounds, not predictions: devices and links run at the rates of their data sheets. Traffic is what
+Megatron-Core's collectives send, counted for the busiest rank. Sources: Korthikanti et al. 2022,
+"Reducing Activation Recomputation in Large Transformer Models" (tensor and sequence parallelism);
+Rajbhandari et al. 2020, "ZeRO" (the distributed optimizer).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.layout import layer_split
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.estimate.devices import DeviceFigures
+from megatron_policy.estimate.flops import BACKWARD, forward_flops
+from megatron_policy.estimate.memory import BatchShape
+from megatron_policy.estimate.schedule import Schedule
+from megatron_policy.estimate.states import WIDTHS, States
+from megatron_policy.parallel.topology import Topology
+
+HEAD_AGAIN = 1
+"""The head's logits are computed again for the gradient, tile by tile."""
+
+AXES = ("tp", "cp", "ep", "pp", "dp")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Least seconds of a training step, and what they consist of."""
+
+    model_flops: int
+    """Of the whole step on all ranks, without recomputation."""
+    compute: float
+    """Matrix products with the schedule's waiting, recomputation included."""
+    optimizer: float
+    """Reading and writing the optimizer's states once."""
+    wire: dict[str, float]
+    """For each axis, moving its bytes over the slowest link that its group spans."""
+    wire_bytes: dict[str, int]
+    """Sent by the busiest rank."""
+    bubble: float
+    """The share of the step in which a stage waits, if all are equally slow."""
+    balance: float
+    """The mean stage's time over that of the slowest."""
+
+    @property
+    def overlapped(self) -> float:
+        """The lower bound: all that can overlap does."""
+        return max(self.compute, *self.wire.values()) + self.optimizer
+
+    @property
+    def serial(self) -> float:
+        """If nothing overlaps."""
+        return self.compute + sum(self.wire.values()) + self.optimizer
+
+    def mfu(self, ranks: int, device: DeviceFigures) -> float:
+        """Model FLOPs utilisation at `serial`."""
+        return self.model_flops / (self.serial * ranks * device.bf16_flops)
+
+
+def step_time(
+    config: PolicyConfig,
+    arch: Architecture,
+    topology: Topology,
+    batch_shape: BatchShape,
+    states: States,
+    device: DeviceFigures,
+) -> StepTime:
+    """Bounds of a step under the configuration; `states` are those of the fullest stage."""
+    microbatches = batch_shape.microbatches(topology)
+    schedule = Schedule.of(topology, microbatches)
+    stages = _stage_seconds(config, arch, topology, batch_shape, device)
+    wire_bytes = _traffic(config, arch, topology, batch_shape, states)
+    spans = {
+        "tp": topology.tp,
+        "cp": topology.tp * topology.cp,
+        "ep": topology.expert_tp * topology.ep,
+        "pp": topology.world_size,
+        "dp": topology.world_size // topology.pp,
+    }
+    rows = batch_shape.rows
+    lengths = [batch_shape.length] * rows
+    touched = 2 * (states.main_parameters + states.moments) + states.parameters + states.gradients
+    return StepTime(
+        model_flops=(1 + BACKWARD) * forward_flops(arch, lengths).total,
+        compute=schedule.seconds(stages),
+        optimizer=touched / device.memory_bandwidth,
+        wire={axis: sent / device.link(spans[axis]) for axis, sent in wire_bytes.items()},
+        wire_bytes=wire_bytes,
+        bubble=schedule.bubble,
+        balance=sum(stages) / len(stages) / max(stages),
+    )
+
+
+def _stage_seconds(
+    config: PolicyConfig,
+    arch: Architecture,
+    topology: Topology,
+    batch_shape: BatchShape,
+    device: DeviceFigures,
+) -> list[float]:
+    """Of each stage, both passes over one microbatch."""
+    sequences = max(1, batch_shape.tokens // batch_shape.length)
+    flops = forward_flops(arch, [batch_shape.length] * sequences)
+    rate = device.bf16_flops * topology.tp * topology.cp
+    settings = config.megatron_cfg
+    number = settings.recompute_num_layers or 1
+    seconds = []
+    for chunks in layer_split(config, arch, topology).stages:
+        total = 0
+        for layers in chunks:
+            for at, layer in enumerate(layers):
+                again = 0
+                if settings.recompute_granularity == "full":
+                    again = int(settings.recompute_method != "block" or at < number)
+                of = flops.layers[layer]
+                total += (1 + BACKWARD + again) * of.total
+                if settings.recompute_granularity == "selective":
+                    modules = settings.recompute_modules or ()
+                    total += of.attention * ("core_attn" in modules) + of.mlp * ("mlp" in modules)
+        seconds.append(total / rate)
+    seconds[-1] += (1 + BACKWARD + HEAD_AGAIN) * (flops.head + flops.mtp) / rate
+    return seconds
+
+
+def _traffic(
+    config: PolicyConfig,
+    arch: Architecture,
+    topology: Topology,
+    batch_shape: BatchShape,
+    states: States,
+) -> dict[str, int]:
+    """Bytes that the busiest rank sends in a step, by axis."""
+    width = WIDTHS[config.precision]
+    batch = batch_shape.microbatch(topology)
+    microbatches = batch_shape.microbatches(topology)
+    layers = max(
+        (layer for stage in layer_split(config, arch, topology).stages for layer in [stage]),
+        key=lambda chunks: sum(map(len, chunks)),
+    )
+    held = [layer for chunk in layers for layer in chunk]
+    experts = sum(arch.has_experts(layer) for layer in held)
+    hidden = batch.tokens * arch.hidden_size * width
+    passes = 2 + int(config.megatron_cfg.recompute_granularity == "full")
+    sequence = config.megatron_cfg.sequence_parallel
+    return {
+        "tp": microbatches * _tensor(len(held), experts, hidden, topology, passes, sequence),
+        "cp": microbatches * len(held) * _context(arch, topology, batch.tokens, width, passes),
+        "ep": microbatches * experts * passes * _experts(arch, topology, hidden, sequence),
+        "pp": microbatches * _pipeline(topology, hidden, sequence),
+        "dp": _data(topology, states, config.megatron_cfg.optimizer.use_distributed_optimizer),
+    }
+
+
+def _share(size: int) -> float:
+    """What a rank sends of what a collective of `size` ranks gathers or reduces."""
+    return (size - 1) / size
+
+
+def _tensor(
+    layers: int, experts: int, hidden: int, topology: Topology, passes: int, sequence: bool
+) -> int:
+    """Each linear pair gathers and reduces in each pass; with sequence parallelism the backward
+    pass gathers its input again. Experts' ranks have traffic of their own.
+    """
+    pairs = 2 * layers - experts
+    again = pairs if sequence else 0
+    return int((2 * pairs * passes + again) * hidden * _share(topology.tp))
+
+
+def _context(arch: Architecture, topology: Topology, tokens: int, width: int, passes: int) -> int:
+    """Keys and values visit all ranks; their gradients come back."""
+    keys = 2 * max(arch.kv_size // topology.tp, arch.kv_channels)
+    if arch.mla is not None:
+        heads = arch.num_attention_heads // topology.tp
+        keys = heads * (arch.kv_channels + arch.mla.v_head_dim)
+    return int((passes + 1) * (topology.cp - 1) * tokens * keys * width)
+
+
+def _experts(arch: Architecture, topology: Topology, hidden: int, sequence: bool) -> int:
+    """A pass sends each token to its experts and back; the ranks that split an expert gather what
+    each got.
+    """
+    if arch.moe is None:
+        return 0
+    own = hidden / (topology.tp if sequence else 1) * arch.moe.chosen
+    return int(2 * own * (_share(topology.ep) + (topology.expert_tp - 1)))
+
+
+def _pipeline(topology: Topology, hidden: int, sequence: bool) -> int:
+    """Each chunk sends its output on, and a gradient back."""
+    if topology.pp == 1:
+        return 0
+    return 2 * topology.vpp * hidden // (topology.tp if sequence else 1)
+
+
+def _data(topology: Topology, states: States, distributed: bool) -> int:
+    """Gradients are reduced, and parameters or gradients gathered."""
+    gathered = states.parameters if distributed else states.gradients
+    return int((states.gradients + gathered) * _share(topology.dp * topology.cp))
