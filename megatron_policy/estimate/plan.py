@@ -175,6 +175,7 @@ def _length(base: Mapping[str, Any]) -> int:
 
 def _layouts(arch: Architecture, ranks: int, length: int) -> Iterator[dict[str, Any]]:
     """Keys of `megatron_cfg` for each layout to try; most are legal."""
+    whole = {"expert_tensor_parallel_size": 1}
     for tp in _powers(NODE):
         for cp in _powers(max(1, length // LEAST_TOKENS)):
             for pp in _divisors(ranks // (tp * cp)) if ranks % (tp * cp) == 0 else ():
@@ -189,8 +190,7 @@ def _layouts(arch: Architecture, ranks: int, length: int) -> Iterator[dict[str, 
                                 "sequence_parallel": tp > 1,
                                 "context_parallel_size": cp,
                                 "pipeline_model_parallel_size": pp,
-                                "expert_model_parallel_size": ep,
-                                "expert_tensor_parallel_size": 1,
+                                **({"expert_model_parallel_size": ep} | whole if arch.moe else {}),
                                 **split,
                                 **recompute,
                             }

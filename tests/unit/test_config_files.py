@@ -20,6 +20,7 @@ SHAPES = {
     "sft_llama_8b_tp4_pp2.yaml": (16, (32, 32, 8, 14336)),
     "dpo_mistral_7b_tp2_pp2_vpp2.yaml": (8, (32, 32, 8, 14336)),
     "grpo_qwen3_30b_a3b_tp2_ep8.yaml": (16, (48, 32, 4, 6144)),
+    "grpo_qwen2_7b_8h100.yaml": (8, (28, 28, 4, 18944)),
     "grpo_qwen3_8b_tp2_pp4_uneven.yaml": (8, (36, 32, 8, 12288)),
 }
 """Ranks, and the model's layers, attention heads, key-value heads and feed-forward channels."""

@@ -1,0 +1,239 @@
+"""Plans of published models from their configs alone: what fits, what is searched, what is said."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from megatron_policy.cli import app
+from megatron_policy.converters.formats.hf_config import read_config
+from megatron_policy.converters.table import bind
+from megatron_policy.estimate.devices import SHORT
+from megatron_policy.estimate.plan import Found, StepPlan, search
+from megatron_policy.estimate.schedule import Schedule
+from megatron_policy.estimate.states import ModelRows
+from tests.unit.published import COMMON, PUBLISHED
+from tests.unit.published_experts import PUBLISHED_EXPERTS
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+GIB = 2**30
+SMALL = PUBLISHED["Qwen2.5-0.5B"][-1]
+QWEN_7B = SMALL | {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+LLAMA_70B = PUBLISHED["Llama-3.1-8B"][-1] | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+MODELS: dict[str, tuple[dict[str, Any], int]] = {
+    "Llama-3.1-8B": (PUBLISHED["Llama-3.1-8B"][-1], 8),
+    "Llama 70B": (LLAMA_70B, 64),
+    "Qwen2.5-7B": (QWEN_7B, 8),
+    "Qwen3-30B-A3B": (PUBLISHED_EXPERTS["Qwen3-30B-A3B"][-1], 16),
+    "Qwen3-235B-A22B": (PUBLISHED_EXPERTS["Qwen3-235B-A22B"][-1], 128),
+    "DeepSeek-V3": (PUBLISHED_EXPERTS["DeepSeek-V3 in bf16"][-1], 256),
+}
+BASE = {
+    "precision": "bfloat16",
+    "train_global_batch_size": 512,
+    "train_micro_batch_size": 1,
+    "max_total_sequence_length": 4096,
+    "sequence_packing": {"enabled": True, "train_mb_tokens": 4096},
+    "megatron_cfg": {
+        "enabled": True,
+        "optimizer": {"use_distributed_optimizer": True},
+        "distributed_data_parallel_config": {"grad_reduce_in_fp32": True},
+    },
+}
+
+
+@cache
+def rows_of(name: str) -> ModelRows:
+    with TemporaryDirectory() as path:
+        return ModelRows.of(bind(read_config(model(Path(path), MODELS[name][0]))))
+
+
+@cache
+def found(name: str) -> Found:
+    ranks = MODELS[name][1]
+    return search({**BASE, "model_name": name}, rows_of(name), ranks, SHORT["H100"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_search_finds_plans_that_fit_and_orders_them(name: str) -> None:
+    plans = found(name)
+    ranks = MODELS[name][1]
+    assert plans.fitting
+    assert all(plan.peak <= plan.usable for plan in plans.fitting)
+    assert all(plan.peak > plan.usable for plan in plans.too_large)
+    least = min(plan.time.serial for plan in plans.fitting)
+    assert plans.fitting[0].time.serial <= 1.05 * least
+    for plan in plans.fitting:
+        assert plan.topology.world_size == ranks
+        assert 0 < plan.time.overlapped <= plan.time.serial
+        assert 0 < plan.time.mfu(ranks, plan.device) < 1
+
+
+PUBLISHED_PARAMETERS = {
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama 70B": 70_553_706_496,
+    "Qwen2.5-7B": 7_615_616_512,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
+def test_ranks_hold_all_weights_between_them(name: str) -> None:
+    """But for alignment and the padding of the vocabulary, 2 parts in 1,000."""
+    plan, stated = found(name).fitting[0], PUBLISHED_PARAMETERS[name]
+    at = plan.topology
+    held = sum(stage.states.parameters for stage in plan.stages) * at.tp // 2
+    assert held == pytest.approx(stated, rel=2e-3)
+    moments = sum(stage.states.moments for stage in plan.stages) * at.tp * at.dp * at.cp // 8
+    assert moments == pytest.approx(stated, rel=2e-3)
+
+
+def test_expert_parallel_ranks_hold_all_experts_between_them() -> None:
+    """Each of a stage's expert-parallel ranks has a share of the experts and all else."""
+    plans = found("Qwen3-30B-A3B").fitting
+    plan = next(each for each in plans if each.topology.tp == 1 and each.topology.ep > 1)
+    at, arch = plan.topology, plan.architecture
+    assert arch.moe is not None
+    expert = 3 * arch.hidden_size * arch.moe.ffn_hidden_size
+    experts = arch.moe.experts * arch.num_layers * expert
+    held = sum(stage.states.parameters for stage in plan.stages) // 2
+    assert held - experts // at.ep == pytest.approx(30_532_122_624 - experts, rel=2e-3)
+
+
+def first(name: str) -> StepPlan:
+    return found(name).fitting[0]
+
+
+def test_states_follow_from_bytes_per_parameter() -> None:
+    """Of bf16 parameters with fp32 gradients, 2 + 4 bytes each, and 12 / replicas of Adam's."""
+    plan = first("Qwen2.5-7B")
+    at, (stage,) = plan.topology, plan.stages
+    own = PUBLISHED_PARAMETERS["Qwen2.5-7B"] / at.tp
+    assert stage.states.resident == pytest.approx(own * (6 + 12 / (at.dp * at.cp)), rel=2e-3)
+
+
+def test_recomputation_trades_memory_for_time() -> None:
+    plans = [*found("Llama 70B").fitting, *found("Llama 70B").too_large]
+    by_kind = {
+        (plan.topology, plan.config.megatron_cfg.recompute_granularity): plan for plan in plans
+    }
+    topologies = {topology for topology, _ in by_kind}
+    for topology in topologies:
+        none, some, full = (by_kind[topology, kind] for kind in (None, "selective", "full"))
+        assert none.peak > some.peak > full.peak
+        assert none.time.compute < some.time.compute < full.time.compute
+
+
+def test_schedules_hold_what_their_warm_up_runs() -> None:
+    assert [Schedule(4, 1, 8).in_flight(stage) for stage in range(4)] == [(4,), (3,), (2,), (1,)]
+    assert Schedule(4, 1, 2).in_flight(0) == (2,)
+    assert Schedule(1, 1, 8).in_flight(0) == (1,)
+    # Megatron-Core's interleaved warm-up: 2 x (stages behind) + (chunks - 1) x stages, and one.
+    assert sum(Schedule(2, 2, 8).in_flight(0)) == 5 and sum(Schedule(2, 2, 8).in_flight(1)) == 3
+    assert Schedule(4, 1, 12).bubble == pytest.approx(3 / 15)
+    assert Schedule(4, 2, 12).bubble == pytest.approx(1.5 / 13.5)
+    assert Schedule(2, 1, 3).seconds([1.0, 2.0]) == pytest.approx(7.0)
+
+
+def model(tmp_path: Path, fields: dict[str, Any]) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(COMMON | fields))
+    return tmp_path
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+def test_plan_lists_the_best_and_shows_the_first(tmp_path: Path) -> None:
+    path = model(tmp_path, QWEN_7B)
+    result = run("--model", path, "--gpus", 8)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert "plans fit on 8 H100 of 80 GiB" in lines[0]
+    assert lines[2].split()[:6] == ["2", "1", "1", "1", "1", "4"]
+    assert any("tp 2 x cp 1 x dp 4 x pp 1" in line for line in lines)
+    data = json.loads(run("--model", path, "--gpus", 8, "--json").stdout)
+    assert data[0]["layout"]["tp"] == 2 and data[0]["fits"]
+    (stage,) = data[0]["stages"]
+    assert stage["peak_bytes"] == data[0]["peak_bytes"] <= data[0]["usable_bytes"]
+
+
+def test_plan_of_one_layout(tmp_path: Path) -> None:
+    path = model(tmp_path, QWEN_7B)
+    result = run("--model", path, "--tp", 4, "--pp", 2, "--dp", 2, "--seq-len", 8192)
+    assert result.exit_code == 0, result.output
+    assert "on 16 H100" in result.stdout and "rows of 8192 tokens" in result.stdout
+    illegal = run("--model", path, "--tp", 3, "--gpus", 6)
+    assert illegal.exit_code == 2 and "--tp 3 does not divide" in illegal.stderr
+
+
+def test_plan_says_what_to_change_if_nothing_fits(tmp_path: Path) -> None:
+    path = model(tmp_path, QWEN_7B)
+    result = run("--model", path, "--gpus", 1)
+    assert result.exit_code == 1
+    assert "states alone take" in result.stdout and "use more GPUs" in result.stdout
+    small = tmp_path / "small"
+    small.mkdir()
+    long = ("--seq-len", 32768, "--mb-tokens", 262144, "--gpu-memory", "12GiB")
+    tight = run("--model", model(small, SMALL), "--gpus", 1, *long)
+    assert tight.exit_code == 1 and "--mb-tokens" in tight.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give a CONFIG, --model DIR or --refit CHECKPOINT"),
+        (("--model", "{}"), "--gpus is missing"),
+        (("--model", "{}", "--gpus", "8", "--gpu", "V100"), "--gpu V100 is not known: use one of"),
+    ],
+)
+def test_plan_says_what_is_missing(tmp_path: Path, arguments: Any, message: str) -> None:
+    path = model(tmp_path, QWEN_7B)
+    result = run(*(each.format(path) for each in arguments))
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_the_shipped_configuration_is_the_first_answer_and_its_plan_is_beside_it(
+    tmp_path: Path,
+) -> None:
+    file = CONFIGS / "grpo_qwen2_7b_8h100.yaml"
+    document = yaml.safe_load(file.read_text())
+    document["policy"]["model_name"] = str(model(tmp_path, QWEN_7B))
+    local = tmp_path / "policy.yaml"
+    local.write_text(yaml.safe_dump(document))
+    shown = run(local, "--gpus", 8)
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout == file.with_suffix(".plan.txt").read_text()
+    answer = json.loads(run("--model", tmp_path, "--gpus", 8, "--json").stdout)[0]
+    own = json.loads(run(local, "--gpus", 8, "--json").stdout)[0]
+    assert own["layout"] == answer["layout"] and own["recompute"] == answer["recompute"]
+    assert own["peak_bytes"] == answer["peak_bytes"]
+    refused = run(local, "--tp", 2)
+    assert refused.exit_code == 2 and "--tp cannot be given with a CONFIG" in refused.stderr
+
+
+def test_more_memory_admits_more_plans() -> None:
+    rows, ranks = rows_of("Llama-3.1-8B"), MODELS["Llama-3.1-8B"][1]
+    larger = replace(SHORT["H100"], memory_bytes=141 * GIB)
+    more = search({**BASE, "model_name": "m"}, rows, ranks, larger)
+    assert len(more.fitting) > len(found("Llama-3.1-8B").fitting)
