@@ -36,14 +36,15 @@ def train(policy: Policy, seed: int) -> tuple[float, float]:
 def save(policy: Policy, tmp_path: Path, step: str, **more: Any) -> Path:
     """As the host does: into a directory that gets its name when all is in it."""
     temporary = tmp_path / f"tmp_{step}"
-    policy.save_checkpoint(
+    reported = policy.save_checkpoint(
         weights_path=str(temporary / "policy" / "weights"),
         optimizer_path=str(temporary / "policy" / "optimizer"),
         tokenizer_path=str(temporary / "policy" / "tokenizer"),
         checkpointing_cfg=HOSTS,
         **more,
     )
-    policy.finalize_async_save()
+    report = policy.finalize_async_save() or reported
+    assert report is not None and report.total_bytes > 0 and report.bytes_per_second > 0
     return temporary.rename(tmp_path / step) / "policy"
 
 

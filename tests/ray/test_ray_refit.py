@@ -48,7 +48,8 @@ def refit_by_stream(policy: Policy, engines: dict[str, Engine]) -> list[int]:
             threads.submit(engine.receiver.receive_ipc_stream, addresses[device])
             for device, engine in engines.items()
         ]
-        ray.get(policy.stream_weights_via_ipc_zmq(buffer_size_bytes=64 * 1024))
+        sent = ray.get(policy.stream_weights_via_ipc_zmq(buffer_size_bytes=64 * 1024))
+        assert all(each["total_bytes"] > 0 and each["bytes_per_second"] > 0 for each in sent)
         return [each.result().step for each in received]
 
 
@@ -128,7 +129,8 @@ def test_engines_elsewhere_join_a_group(policy: Policy, tmp_path: Path, by_stage
             "127.0.0.1", port, world - 1, world, trains, timeout_s=WAIT_S, secret=secret
         )
         received = threads.submit(engine.receiver.receive_collective, group)
-        ray.get(policy.broadcast_weights_for_collective(kv_scales=None))
+        sent = ray.get(policy.broadcast_weights_for_collective(kv_scales=None))
+        assert sum(each["total_bytes"] for each in sent) > 0 and min(s["seconds"] for s in sent) > 0
         received.result()
         group.close()
     assert engine.holds(expected)

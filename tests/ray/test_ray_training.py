@@ -77,6 +77,7 @@ class Oracle:
         learned = self.learned(steps + 1)
         learned.assert_same_loss(result["loss"], steps)
         learned.assert_same_norm(result["grad_norm"], steps)
+        assert result["speed"]["tokens"] == good()["input_lengths"].sum()
         self.taken.append(good())
 
     def take(self, data: BatchedDataDict) -> None:

@@ -105,12 +105,13 @@ def test_an_empty_batch_is_refused() -> None:
         even_shards(BatchedDataDict(), 2)
 
 
-def test_metrics_of_all_ranks_follow_one_another() -> None:
+def test_metrics_of_all_ranks_follow_one_another_and_the_slowest_gives_the_speed() -> None:
+    common, speeds = {"loss": 1, "grad_norm": 2}, [{"seconds": 1.0}, {"seconds": 3.0}]
     results = [
-        {"loss": 1, "grad_norm": 2, "microbatch_metrics": {"a": [1, 2], "b": [3]}},
-        {"loss": 1, "grad_norm": 2, "microbatch_metrics": {"a": [4]}},
+        common | {"microbatch_metrics": {"a": [1, 2], "b": [3]}, "speed": speeds[0], "rank": 0},
+        common | {"microbatch_metrics": {"a": [4]}, "speed": speeds[1], "rank": 1},
     ]
-    merged = {"loss": 1, "grad_norm": 2, "microbatch_metrics": {"a": [1, 2, 4], "b": [3]}}
+    merged = common | {"microbatch_metrics": {"a": [1, 2, 4], "b": [3]}, "speed": speeds[1]}
     assert merged_training(results) == merged
 
 
