@@ -250,12 +250,13 @@ def canonical_name(name: str, layer_offset: int, expert_offset: int = 0) -> str:
     """The table's name for a built model's parameter; the offsets are the chunk's first layer and
     the rank's first expert of a layer.
     """
-    name = re.sub(r"^(module\.)+", "", name)
-    if of_mtp := _MTP_LAYER_NAME.fullmatch(name):
-        return f"mtp.{of_mtp.group(1)}{_within_layer(of_mtp.group(2), expert_offset)}"
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
     if of_layer := _LAYER_NAME.fullmatch(name):
         number = int(of_layer.group(1)) + layer_offset
         return f"decoder.layers.{number}.{_within_layer(of_layer.group(2), expert_offset)}"
+    if of_mtp := _MTP_LAYER_NAME.fullmatch(name):
+        return f"mtp.{of_mtp.group(1)}{_within_layer(of_mtp.group(2), expert_offset)}"
     return re.sub(r"^mtp_block\.", "mtp.", name)
 
 

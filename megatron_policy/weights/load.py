@@ -50,11 +50,13 @@ def _weights(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, and the persistent buffers (those in the state dict), which belong to the model
     as well.
     """
-    yield from chunk.named_parameters()
-    for path, module in chunk.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{path}.{name}", buffer
+    seen: set[int] = set()
+    for path, module in chunk.named_modules():  # one walk: models have very many modules
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            passing = tensor is None or name in module._non_persistent_buffers_set
+            if not passing and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield f"{path}.{name}" if path else name, tensor
 
 
 @torch.no_grad()
