@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.converters.architecture import Architecture, padded_vocab
+from megatron_policy.device import current_device
 from megatron_policy.engines.megatron.layer_spec import block_spec
 from megatron_policy.engines.megatron.layers.activations import install_activations
 from megatron_policy.engines.megatron.layers.rope import Rotary, ropes_of
@@ -88,7 +89,15 @@ def _build_chunk(
     install_scales(model, architecture)
     install_activations(model, architecture, config)
     add_mtp_layers(model, architecture, config, implementation, place, chunk)
+    _move(model, current_device())
     return model
+
+
+def _move(model: torch.nn.Module, device: torch.device) -> None:
+    """Move what Megatron-Core makes in host memory: routers, and gates of shared experts."""
+    for parameter in model.parameters():
+        if parameter.device != device:
+            parameter.data = parameter.data.to(device)
 
 
 def held_layers(
