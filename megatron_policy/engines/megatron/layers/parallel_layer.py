@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import make_viewless_tensor
 
 
 class ParallelLayer(TransformerLayer):
@@ -48,4 +49,9 @@ class ParallelLayer(TransformerLayer):
             hidden_states = self.mlp_bda(self.training, fused)(
                 mixed, hidden_states, self.hidden_dropout
             )
-        return hidden_states, None
+        # Without gradients the sums are made in place, in what can be a view. Pipeline schedules
+        # free the data of what a chunk returns, and refuse views.
+        output: torch.Tensor = make_viewless_tensor(
+            inp=hidden_states, requires_grad=hidden_states.requires_grad, keep_graph=True
+        )
+        return output, None
