@@ -1,0 +1,42 @@
+"""The cases of the sweep, and of the faults that it has to find."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tests.fake_device.layouts import DENSE, EXPERTS, Layout
+from tests.fake_device.models import experts_of, fitted, published
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank of one family under one layout; `fault` names what is planted."""
+
+    family: str
+    layout: Layout
+    rank: int
+    fault: str = ""
+
+    @property
+    def name(self) -> str:
+        planted = f" with {self.fault}" if self.fault else ""
+        return f"{self.family} {self.layout.name} {self.rank} of {self.layout.world}{planted}"
+
+
+def cases() -> Iterator[Case]:
+    """Every family under every layout."""
+    for family, fields in published().items():
+        for layout in EXPERTS if experts_of(fields) > 1 else DENSE:
+            own = fitted(layout, fields)
+            for rank in own.ranks:
+                yield Case(family, own, rank)
+
+
+def _planted(tp: int, fault: str) -> Case:
+    return Case("glm4", Layout(f"tp{tp}", tp, tp=tp), tp - 1, fault)
+
+
+FOUND = (_planted(8, "cpu_index"), _planted(8, "cpu_all_reduce"), _planted(8, "wrong_reshape"))
+HIDDEN = _planted(2, "wrong_reshape")
+"""The model has 32 query heads: two ranks have 16 each, eight ranks four."""

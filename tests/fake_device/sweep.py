@@ -1,0 +1,254 @@
+"""Builds every family on ranks of every layout, and runs it forward on a GPU that is not there.
+
+`python -m tests.fake_device.sweep DIRECTORY [FAMILY...]` prints a line of JSON for each case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.layout import check_layout, topology_of
+from megatron_policy.engines.megatron import assemble, pipeline
+from megatron_policy.engines.megatron.engine import MegatronEngine
+from megatron_policy.interfaces import LossInputType, LossType
+from megatron_policy.training import step
+from megatron_policy.training.batching import Batcher, batcher_of
+from megatron_policy.training.losses import count_valid
+from megatron_policy.training.replay import Replay
+from megatron_policy.training.scoring import Scorer
+from tests.fake_device.cases import FOUND, HIDDEN, Case, cases
+from tests.fake_device.collectives import WrongCallError
+from tests.fake_device.faults import FAULTS
+from tests.fake_device.gpu import GPU, fake_gpu
+from tests.fake_device.layouts import Layout
+from tests.fake_device.models import published, with_layers, written
+from tests.fake_device.values import DeviceRules
+
+LONG, SHORT, WIDTH = 700, 300, 720
+TOKENS = 1024
+"""Of a packed microbatch: one long and one short row each, so that all have the same shape."""
+
+
+class EntropyLoss:
+    """A token-level loss of log-probabilities and entropies."""
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInputType.LOGPROB
+    needs_entropy = True
+
+    def __call__(
+        self,
+        data: BatchedDataDict,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+        next_token_logprobs: torch.Tensor,
+        next_token_entropy: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
+        loss = ((next_token_entropy - next_token_logprobs) * mask).sum() / global_valid_toks
+        return loss, {"loss": loss.detach()}
+
+
+def policy_config(path: Path, layout: Layout, packed: bool) -> PolicyConfig:
+    """The policy section, in bf16."""
+    return PolicyConfig.parse(
+        {
+            "model_name": str(path),
+            "precision": "bfloat16",
+            "train_global_batch_size": layout.world * 8,
+            "train_micro_batch_size": 2,
+            "logprob_batch_size": 2,
+            "max_total_sequence_length": WIDTH,
+            "sequence_packing": {
+                "enabled": packed,
+                "train_mb_tokens": TOKENS,
+                "logprob_mb_tokens": TOKENS,
+                "algorithm": "first_fit_decreasing",
+            },
+            "megatron_cfg": layout.section(),
+        }
+    )
+
+
+def batch(microbatches: int, vocab: int) -> BatchedDataDict:
+    """Rows for so many microbatches of a long and a short row."""
+    rows = 2 * microbatches
+    lengths = torch.tensor([LONG, SHORT] * microbatches)
+    inside = torch.arange(WIDTH) < lengths.unsqueeze(1)
+    return BatchedDataDict(
+        input_ids=torch.arange(rows * WIDTH).view(rows, WIDTH) % vocab,
+        input_lengths=lengths,
+        token_mask=inside.float(),
+        sample_mask=torch.ones(rows),
+    )
+
+
+@contextmanager
+def objects() -> Iterator[None]:
+    """Within this context torch can send objects as fake tensors; all ranks send this rank's."""
+
+    def packed(value: Any, device: torch.device, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        content = torch.tensor(list(pickle.dumps(value)), dtype=torch.uint8, device=device)
+        return content, torch.tensor([content.numel()], device=device)
+
+    def unpacked(tensor: torch.Tensor, size: Any, *_: Any) -> Any:
+        return pickle.loads(bytes(tensor[: int(size)].tolist()))
+
+    with mock.patch.multiple(
+        distributed_c10d, _object_to_tensor=packed, _tensor_to_object=unpacked
+    ):
+        yield
+
+
+@contextmanager
+def rank_of(rank: int, world: int) -> Iterator[None]:
+    """Within this context the process is one of `world` ranks, whose collectives do nothing."""
+    member = dist.new_group
+
+    def own_groups_only(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # As with NCCL, a rank has nothing of a group that it is not in.
+        if ranks is not None and rank not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        return member(ranks, *args, **kwargs)
+
+    dist.init_process_group("cuda:fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        with mock.patch.object(dist, "new_group", own_groups_only), objects():
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def forward_only() -> Iterator[None]:
+    """Within this context schedules run no backward pass: autograd needs a driver for it."""
+    chosen = pipeline.get_forward_backward_func
+
+    def without_backward() -> Callable[..., Any]:
+        schedule = chosen()
+        return lambda **given: schedule(**given | {"forward_only": True})
+
+    with mock.patch.object(pipeline, "get_forward_backward_func", without_backward):
+        yield
+
+
+def run_case(case: Case, directory: Path) -> dict[str, int]:
+    """Build the rank and run it forward, in training and in scoring; how often each collective was
+    called.
+    """
+    layout = case.layout
+    fields = with_layers(published()[case.family], layout.all_layers)
+    path, table, architecture = written(fields, directory)
+    config = policy_config(path, layout, layout.packed)
+    topology = topology_of(config, layout.world)
+    check_layout(config, architecture, topology)
+    planted = FAULTS[case.fault]() if case.fault else nullcontext()
+    with (
+        rank_of(case.rank, layout.world),
+        fake_gpu() as fake,
+        DeviceRules(fake, GPU) as rules,
+        planted,
+    ):
+        assemble.prepare()
+        engine = assemble.build(
+            config,
+            table,
+            topology,
+            init_optimizer=layout.optimizer,
+            timeout_s=60.0,
+            source_dtypes=dict.fromkeys(table.hf_shapes(), torch.bfloat16),
+        )
+        try:
+            _check_model(engine)
+            data = batch(layout.microbatches, architecture.vocab_size)
+            _train(engine, batcher_of(config, topology, architecture), data, rules)
+            padded = policy_config(path, layout, packed=False)
+            _score(engine, batcher_of(padded, topology, architecture), data, rules)
+        finally:
+            engine.close()
+    return rules.collectives.counts
+
+
+def _check_model(engine: MegatronEngine) -> None:
+    """A parameter elsewhere can work: some modules move theirs when they run."""
+    for chunk in engine.pipeline.models:
+        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
+            if tensor.device != GPU:
+                raise WrongCallError(f"{name} {list(tensor.shape)} is on {tensor.device}")
+
+
+def _train(
+    engine: MegatronEngine,
+    batcher: Batcher,
+    data: BatchedDataDict,
+    rules: DeviceRules,
+) -> None:
+    """Training's forward pass, with gradients recorded, to the loss."""
+    loss_fn = EntropyLoss()
+    (cut,) = batcher.for_training(data, data.size * engine.place.topology.dp, 2)
+    _announce(engine, cut.microbatches, rules)
+    counts = count_valid(cut.data, engine.groups.dp, GPU)
+    with forward_only():
+        kept = step.run(engine, cut.microbatches, loss_fn, counts, forward_only=False)
+    faults = [wrong for _, _, each in kept for wrong in each]
+    if faults:
+        raise RuntimeError(f"{faults[0].what}\n{faults[0].trace}")
+    expected = len(cut.microbatches) if engine.is_last_stage else 0
+    assert len(kept) == expected, (len(kept), expected)
+
+
+def _score(
+    engine: MegatronEngine, batcher: Batcher, data: BatchedDataDict, rules: DeviceRules
+) -> None:
+    """Log-probabilities, as scoring returns them."""
+    cut = batcher.for_scoring(data, 2)
+    _announce(engine, cut.microbatches, rules)
+    found = Scorer(engine, batcher, 2).logprobs(data, None, Replay.NEVER)
+    assert found.shape == data["input_ids"].shape and found.device.type == "cpu"
+
+
+def _announce(engine: MegatronEngine, microbatches: Any, rules: DeviceRules) -> None:
+    """Tell which shape of hidden states neighbours announce: that of this rank's."""
+    topology = engine.place.topology
+    shapes = {each.layout.sources_CTR.shape[1:] for each in microbatches}
+    assert len(shapes) == 1, f"microbatches differ in shape: {shapes}"
+    ((positions, rows),) = shapes
+    hidden = engine.table.architecture.hidden_size
+    split = topology.tp if engine.pipeline.models[0].config.sequence_parallel else 1
+    rules.collectives.hidden_shape = (positions // split, rows, hidden)
+
+
+def main(directory: Path, families: Sequence[str]) -> None:
+    """Run the cases of these families, or all of them and then the planted faults."""
+    assert os.environ.get("TORCHDYNAMO_DISABLE") == "1", "nothing can be compiled here"
+    own = [case for case in cases() if not families or case.family in families]
+    for case in own if families else [*own, *FOUND, HIDDEN]:
+        before = time.process_time()
+        line: dict[str, Any] = {"case": case.name}
+        try:
+            line["collectives"] = run_case(case, directory)
+        except Exception:
+            line["error"] = traceback.format_exc()
+        line["seconds"] = round(time.process_time() - before, 2)
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

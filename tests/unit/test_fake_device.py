@@ -1,0 +1,113 @@
+"""Every family under every kind of layout on GPUs that are not there (see `tests/fake_device`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy.converters.registry import FAMILIES
+from tests.fake_device.cases import FOUND, HIDDEN, Case, cases
+from tests.fake_device.layouts import Layout
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = list(cases())
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "TORCHDYNAMO_DISABLE": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+Results = dict[str, dict[str, Any]]
+
+pytestmark = pytest.mark.skipif(
+    torch.version.cuda is None, reason="fake tensors on a GPU need a CUDA build of torch"
+)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
+    """What became of each case, by its name. A process of its own: tests here have adapted
+    Megatron-Core to the CPU.
+    """
+    directory = tmp_path_factory.mktemp("fake_device")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.fake_device.sweep", str(directory)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    yield {line["case"]: line for line in lines}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_family_runs_forward_on_gpus_under_every_layout(results: Results, family: str) -> None:
+    own = [case for case in CASES if case.family == family]
+    assert own, f"no published model of {family}"
+    errors = {case.name: results[case.name].get("error") for case in own}
+    failed = [f"{name}\n{error}" for name, error in errors.items() if error]
+    assert not failed, f"{len(failed)} of {len(own)} failed\n" + "\n".join(failed)
+    for case in own:
+        called = set(results[case.name]["collectives"])
+        missing = needed(case) - called
+        assert not missing, f"{case.name} never called {missing}, only {called}"
+
+
+def needed(case: Case) -> set[str]:
+    """Collectives without which a rank cannot have computed its part."""
+    layout = case.layout
+    tensor_parallel = {"allgather_base", "reduce_scatter_base"} if layout.sp else {"allreduce"}
+    found = tensor_parallel if layout.tp > 1 else set()
+    stage = case.rank * layout.pp // layout.world
+    if layout.pp > 1:
+        found |= {"send"} if stage < layout.pp - 1 or layout.vpp > 1 else set()
+        found |= {"recv"} if stage > 0 or layout.vpp > 1 else set()
+    found |= {"alltoall_base"} if layout.ep > 1 and layout.pp == 1 else set()
+    return found | ({"allgather_base"} if layout.cp > 1 else set())
+
+
+@pytest.mark.parametrize("axis", ["tp", "sp", "pp", "vpp", "cp", "ep", "etp", "dp"])
+def test_every_family_is_split_along_every_axis_that_it_has(axis: str) -> None:
+    without = {
+        family
+        for family in FAMILIES
+        if not any(width(case.layout, axis) > 1 for case in CASES if case.family == family)
+    }
+    with_experts = {case.family for case in CASES if case.layout.ep > 1}
+    assert len(with_experts) == 11
+    expected: set[str] = set()
+    if axis in ("ep", "etp"):
+        expected = set(FAMILIES) - with_experts
+    if axis == "etp":
+        expected |= {"gpt_oss"}  # its experts have biases
+    assert without == expected
+
+
+def width(layout: Layout, axis: str) -> int:
+    """How many ranks a layout has along an axis; 2 for sequence parallelism."""
+    if axis == "dp":
+        return layout.world // (layout.tp * layout.pp * layout.cp)
+    return 1 + layout.sp if axis == "sp" else int(getattr(layout, axis))
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    zip(
+        FOUND,
+        ("the index torch.int64", "allreduce: a tensor torch.float32 [4] on cpu", "unflatten"),
+        strict=True,
+    ),
+    ids=lambda value: getattr(value, "fault", ""),
+)
+def test_a_planted_fault_is_found(results: Results, case: Case, said: str) -> None:
+    assert said in results[case.name].get("error", "")
+
+
+def test_a_small_layout_hides_what_a_large_one_shows(results: Results) -> None:
+    assert "error" not in results[HIDDEN.name], results[HIDDEN.name]["error"]
