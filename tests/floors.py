@@ -52,7 +52,7 @@ PURE += (
     "refit.planning",
     "weights.geometry",
 )
-PURE_IMPORTS = sys.stdlib_module_names | {PACKAGE, "torch", "numpy", "pydantic", "yaml"}
+PURE_IMPORTS = sys.stdlib_module_names | {PACKAGE, "torch", "triton", "numpy", "pydantic", "yaml"}
 PURE_FORBIDS = ("environ", "getenv")
 PURE_FORBIDS_IMPORTS = ("mmap", "shutil", "socket", "subprocess", "tempfile")
 FILE_NAMES = {"open", "fdopen", "fsync", "mkdir", "rmdir", "unlink", "touch", "stat", "exists"}
@@ -83,6 +83,7 @@ IMPORT_ONLY_IN: dict[str, tuple[str, ...]] = {
     "nemo_rl": ("hosts.nemo_rl", "hosts.nemo_rl.*"),
     "megatron": MEGATRON,
     "transformer_engine": MEGATRON,
+    "triton": ("lm_head.triton_tiles",),
     "zmq": ("refit.transports.ipc.*",),
     "converters": (),  # it is imported as megatron_policy.converters, or a wheel has two of it
 }

@@ -38,6 +38,7 @@ __all__ = [
     "queued",
     "random_state",
     "reset_peak_memory",
+    "runs_triton",
     "set_random_state",
     "shareable_bytes",
     "spare_cores",
@@ -79,11 +80,19 @@ def compute_capability() -> tuple[int, int]:
 
 
 def can_compile() -> bool:
-    """Whether torch can compile kernels for a GPU: Triton is installed, and a C compiler for its
-    launchers is found (CC, or gcc or clang on the path).
+    """Whether torch can compile kernels for a GPU: Triton is installed and does not interpret them
+    (TRITON_INTERPRET), and a C compiler for its launchers is found (CC, or gcc or clang on the
+    path).
     """
+    if os.environ.get("TRITON_INTERPRET", "0") != "0":
+        return False
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     return importlib.util.find_spec("triton") is not None and bool(compiler)
+
+
+def runs_triton(tensor: torch.Tensor) -> bool:
+    """Whether Triton kernels can work on this tensor: it is on a GPU, and they can be compiled."""
+    return tensor.device.type == "cuda" and can_compile()
 
 
 def prepare_for_other_engines() -> None:

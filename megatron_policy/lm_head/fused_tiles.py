@@ -1,7 +1,8 @@
-"""Computes the logits of a language-model head tile by tile, in reused buffers.
+"""The tiles of a language-model head's logits: their grid, their products in reused buffers, and
+what the passes over them keep of each token.
 
 Shapes: N tokens, V entries of this rank's slice of the vocabulary, D model, R rows and W entries of
-a tile, K targets of a token.
+a tile, K targets of a token, M running sums of a token.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from megatron_policy.device import is_accelerated
+
+# Below any logit, and yet finite: infinity minus infinity is NaN.
+LOWEST = -1e30
 
 # Elements of a tile on which elementwise work is done at once. A CPU passes over them several
 # times, so they have to stay in its cache; a GPU wants few and large kernels.
@@ -120,20 +124,55 @@ def multiply(
     return torch.mm(hidden_RD, weight_WD.t(), out=product_RW)
 
 
-def finish_logits(product_RW: torch.Tensor, head: HeadShape, out: MatrixBuffer) -> torch.Tensor:
-    """The logits `[R, W]` of products `h.w`."""
-    logits_RW = out.view(*product_RW.shape).copy_(product_RW)
-    if head.softcap is not None:
-        logits_RW.mul_(head.scale / head.softcap).tanh_()
-        return logits_RW.mul_(head.softcap / head.temperature)
-    factor = head.scale / head.temperature
-    return logits_RW if factor == 1.0 else logits_RW.mul_(factor)
-
-
-def place_of_targets(local_RK: torch.Tensor, tile: VocabTile) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each target's index among the entries of a tile, int64 `[R, K]`, and whether it is there; the
-    index of a target outside the tile has no meaning.
+@dataclass(frozen=True)
+class Sums:
+    """Running statistics of each token's logits l, updated in place: the maximum (`peak`), the sums
+    of `exp(l - peak)` and of `exp(l - peak) * (l - peak)`, and each target's logit, 0 until it is
+    seen: M = 2 + K sums. The second sum has no meaning unless the entropy is wanted.
     """
-    here_RK = (local_RK >= tile.entries.start) & (local_RK < tile.entries.stop)
-    last = tile.entries.stop - tile.entries.start - 1
-    return (local_RK - tile.entries.start).clamp(0, last), here_RK
+
+    peak_N: torch.Tensor
+    sums_MN: torch.Tensor
+
+    @classmethod
+    def of_nothing(cls, local_NK: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Sums:
+        tokens, targets = local_NK.shape
+        peak_N = torch.full((tokens,), LOWEST, dtype=dtype, device=device)
+        return cls(peak_N, torch.zeros(2 + targets, tokens, dtype=dtype, device=device))
+
+    @property
+    def total_N(self) -> torch.Tensor:
+        return self.sums_MN[0]
+
+    @property
+    def moment_N(self) -> torch.Tensor:
+        return self.sums_MN[1]
+
+    @property
+    def target_NK(self) -> torch.Tensor:
+        return self.sums_MN[2:].t()
+
+    def of(self, rows: slice) -> Sums:
+        return Sums(self.peak_N[rows], self.sums_MN[:, rows])
+
+    def raise_peak(self, peak_N: torch.Tensor) -> None:
+        """Rescale the sums to a peak that is at least as large."""
+        difference_N = self.peak_N - peak_N
+        self.moment_N.addcmul_(difference_N, self.total_N)
+        self.sums_MN[:2].mul_(difference_N.exp_())
+        self.peak_N.copy_(peak_N)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the forward pass has saved, and the loss's gradients with respect to its two results.
+
+    `local_NK` are the targets relative to this rank's slice, outside it for those of other
+    ranks. Without `grad_entropy_N` the loss does not depend on the entropy.
+    """
+
+    normaliser_N: torch.Tensor
+    local_NK: torch.Tensor
+    grad_logprobs_NK: torch.Tensor
+    entropy_N: torch.Tensor | None
+    grad_entropy_N: torch.Tensor | None

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from megatron_policy.lm_head.fused_tiles import (
     HeadShape,
     buffer,
-    finish_logits,
     multiply,
     tiling,
 )
+from megatron_policy.lm_head.tile_work import finish_logits
 
 NO_CANDIDATE = torch.iinfo(torch.int64).min
 

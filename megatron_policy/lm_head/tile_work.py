@@ -1,0 +1,174 @@
+"""What is done with the products of a tile besides matrix products: the choice between two
+implementations, and the one in torch. `triton_tiles.py` has the other, a kernel for each direction.
+
+Shapes: N tokens, R rows and W entries of a tile or strip, K targets of a token.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+
+from megatron_policy.device import runs_triton
+from megatron_policy.lm_head.fused_tiles import (
+    HeadShape,
+    Known,
+    MatrixBuffer,
+    Sums,
+    Tiling,
+    VocabTile,
+    buffer,
+    calculation_dtype,
+)
+
+Implementation = Literal["torch", "triton"]
+
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class TileWork(Protocol):
+    """Work on the products `h.w` of a tile, `[R, W]`, for one head."""
+
+    def add_logits(
+        self,
+        product_RW: torch.Tensor,
+        tile: VocabTile,
+        sums: Sums,
+        local_NK: torch.Tensor,
+        entropy: bool,
+    ) -> None:
+        """Add the tile's logits to `sums`, and take those of the targets in it. `local_NK` are the
+        targets relative to this rank's slice of the vocabulary.
+        """
+
+    def to_gradient(self, product_RW: torch.Tensor, tile: VocabTile, known: Known) -> None:
+        """Replace products by the gradient with respect to them."""
+
+
+def chosen(weight_VD: torch.Tensor) -> Implementation:
+    """The implementation for a head with these weights: kernels wherever they run."""
+    fits = weight_VD.dtype in TRITON_DTYPES and runs_triton(weight_VD)
+    return "triton" if fits else "torch"
+
+
+def tile_work(
+    implementation: Implementation,
+    plan: Tiling,
+    head: HeadShape,
+    weight_VD: torch.Tensor,
+    entropy: bool,
+) -> TileWork:
+    """The work of one pass over all tiles, with what memory it needs. `entropy`: whether the pass
+    asks for the entropy, or its gradient.
+    """
+    if implementation == "triton":
+        # Imported when it is chosen: Triton is not installed everywhere.
+        from megatron_policy.lm_head.triton_tiles import TritonTiles
+
+        return TritonTiles(head)
+    return TorchTiles(plan, head, calculation_dtype(weight_VD), weight_VD.device, entropy)
+
+
+class TorchTiles:
+    """One operator after another on a strip of the tile, in buffers of the calculation's dtype."""
+
+    def __init__(
+        self,
+        plan: Tiling,
+        head: HeadShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        entropy: bool,
+    ) -> None:
+        self._plan, self._head = plan, head
+        self._work = buffer(plan.strip, plan.width, dtype, device)
+        self._powers = buffer(plan.strip, plan.width, dtype, device) if entropy else self._work
+
+    def add_logits(
+        self,
+        product_RW: torch.Tensor,
+        tile: VocabTile,
+        sums: Sums,
+        local_NK: torch.Tensor,
+        entropy: bool,
+    ) -> None:
+        for rows, inside in self._plan.strips(tile):
+            logits_RW = finish_logits(product_RW[inside], self._head, self._work)
+            strip = sums.of(rows)
+            _take_targets(strip, logits_RW, local_NK[rows], tile)
+            _add_logits(strip, logits_RW, self._powers.view(*logits_RW.shape), entropy)
+
+    def to_gradient(self, product_RW: torch.Tensor, tile: VocabTile, known: Known) -> None:
+        for rows, inside in self._plan.strips(tile):
+            product_RW[inside] = self._gradient(product_RW[inside], rows, tile, known)
+
+    def _gradient(
+        self, product_RW: torch.Tensor, rows: slice, tile: VocabTile, known: Known
+    ) -> torch.Tensor:
+        """The gradient with respect to the products `h.w` of a strip."""
+        head = self._head
+        logits_RW = finish_logits(product_RW, head, self._work)
+        slope_RW = None
+        if head.softcap is not None:
+            capped_RW = logits_RW * (head.temperature / head.softcap)
+            slope_RW = capped_RW.square_().neg_().add_(1)
+        factor = head.scale / head.temperature
+        grad_RK = known.grad_logprobs_NK[rows] * factor
+        grad_R1 = grad_RK.sum(1, keepdim=True)
+        normaliser_R1 = known.normaliser_N[rows].unsqueeze(1)
+        if known.grad_entropy_N is None:
+            # d log p(target) / d logit j = (j is the target) - p(j), for each of the targets
+            grad_RW = logits_RW.sub_(normaliser_R1).exp_().mul_(-grad_R1)
+        else:
+            # d H / d logit j = -p(j) (log p(j) + H)
+            assert known.entropy_N is not None
+            entropy_R1 = known.entropy_N[rows].unsqueeze(1)
+            of_entropy_R1 = known.grad_entropy_N[rows].unsqueeze(1) * -factor
+            logits_RW.sub_(normaliser_R1)
+            probabilities_RW = torch.exp(logits_RW, out=self._powers.view(*logits_RW.shape))
+            grad_RW = logits_RW.add_(entropy_R1).mul_(of_entropy_R1).sub_(grad_R1)
+            grad_RW.mul_(probabilities_RW)
+        # Added, since targets can repeat: targets elsewhere add 0 at an arbitrary place.
+        index_RK, here_RK = _place_of_targets(known.local_NK[rows], tile)
+        grad_RW.scatter_add_(1, index_RK, grad_RK * here_RK)
+        return grad_RW if slope_RW is None else grad_RW.mul_(slope_RW)
+
+
+def finish_logits(product_RW: torch.Tensor, head: HeadShape, out: MatrixBuffer) -> torch.Tensor:
+    """The logits `[R, W]` of products `h.w`."""
+    logits_RW = out.view(*product_RW.shape).copy_(product_RW)
+    if head.softcap is not None:
+        logits_RW.mul_(head.scale / head.softcap).tanh_()
+        return logits_RW.mul_(head.softcap / head.temperature)
+    factor = head.scale / head.temperature
+    return logits_RW if factor == 1.0 else logits_RW.mul_(factor)
+
+
+def _take_targets(
+    sums: Sums, logits_RW: torch.Tensor, local_RK: torch.Tensor, tile: VocabTile
+) -> None:
+    index_RK, here_RK = _place_of_targets(local_RK, tile)
+    found_RK = logits_RW.gather(1, index_RK)
+    sums.target_NK.copy_(torch.where(here_RK, found_RK, sums.target_NK))
+
+
+def _add_logits(
+    sums: Sums, logits_RW: torch.Tensor, powers_RW: torch.Tensor, entropy: bool
+) -> None:
+    """Overwrites both matrices, which can be the same one unless the entropy is wanted."""
+    sums.raise_peak(torch.maximum(sums.peak_N, logits_RW.amax(-1)))
+    logits_RW.sub_(sums.peak_N.unsqueeze(1))
+    torch.exp(logits_RW, out=powers_RW)
+    sums.total_N.add_(powers_RW.sum(-1))
+    if entropy:
+        sums.moment_N.add_(logits_RW.mul_(powers_RW).sum(-1))
+
+
+def _place_of_targets(local_RK: torch.Tensor, tile: VocabTile) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each target's index among the entries of a tile, int64 `[R, K]`, and whether it is there; the
+    index of a target outside the tile has no meaning.
+    """
+    here_RK = (local_RK >= tile.entries.start) & (local_RK < tile.entries.stop)
+    last = tile.entries.stop - tile.entries.start - 1
+    return (local_RK - tile.entries.start).clamp(0, last), here_RK
