@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_policy.device import join_process_group
 from megatron_policy.lm_head.fused import HeadShape, fused_scores, fused_topk
+from megatron_policy.lm_head.tile_work import Implementation
 from tests.exact import Exact, assert_equal
 from tests.unit.test_fused import (
     Case,
@@ -25,6 +26,7 @@ from tests.unit.test_fused import (
     plain_logits,
     plain_scores,
 )
+from tests.unit.test_triton_tiles import interpreted
 
 MODEL = 6
 HEADS = (HeadShape(0, 0), HeadShape(0, 0, scale=0.5, softcap=3.0, temperature=1.7))
@@ -47,7 +49,7 @@ def own_slice(case: Case, group: dist.ProcessGroup) -> tuple[slice, HeadShape]:
 
 
 def scores_of_rank(
-    cases: list[Case], chunk: int, entropy: bool
+    cases: list[Case], chunk: int, entropy: bool, implementation: Implementation = "torch"
 ) -> list[tuple[dict[str, torch.Tensor], list[str]]]:
     """Of each case, results and gradients of this rank's slice, and the collectives they took."""
     join_process_group(600.0)
@@ -58,7 +60,8 @@ def scores_of_rank(
         mine, head = own_slice(case, group)
         local = replace(case, weight_VD=case.weight_VD[mine], head=head)
         with Watch() as watch:
-            results = differentiated(local, partial(fused, group, chunk, entropy), entropy)
+            scores = partial(fused, group, chunk, entropy, implementation)
+            results = differentiated(local, scores, entropy)
         found.append((results, [name for name in watch.called if name.startswith("c10d")]))
     return found
 
@@ -67,12 +70,13 @@ def fused(
     group: dist.ProcessGroup,
     chunk: int,
     entropy: bool,
+    implementation: Implementation,
     hidden_ND: torch.Tensor,
     weight_VD: torch.Tensor,
     targets: torch.Tensor,
     head: HeadShape,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return fused_scores(hidden_ND, weight_VD, targets, head, group, chunk, entropy)
+    return fused_scores(hidden_ND, weight_VD, targets, head, group, chunk, entropy, implementation)
 
 
 def joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -102,6 +106,20 @@ def test_split_vocabularies_give_the_scores_and_gradients_of_the_whole(
     for case, of_ranks in zip(cases, zip(*found, strict=True), strict=True):
         expected = differentiated(case, plain_scores, entropy)
         assert_close(joined([results for results, _ in of_ranks]), expected, 1e-11)
+
+
+@interpreted
+@pytest.mark.parametrize("world", [2, 4])
+def test_kernels_give_the_scores_and_gradients_of_the_whole_too(ranks, world: int) -> None:
+    cases = [whole_case(7, *VOCABULARIES[1], head, k) for head in HEADS for k in (None, 5)]
+    rounded = [case.to(torch.float32) for case in cases]
+    found = ranks.run(world, scores_of_rank, rounded, 5, True, "triton")
+    for case, of_ranks in zip(cases, zip(*found, strict=True), strict=True):
+        got = joined([results for results, _ in of_ranks])
+        assert_close(got, differentiated(case, plain_scores), 1e-5)
+        for results, collectives in of_ranks:
+            assert results["logprobs"].shape == case.targets.shape
+            assert [name.split(".")[1] for name in collectives] == ["allreduce_"] * 2
 
 
 def test_split_vocabularies_are_exact_in_fp32(ranks) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_policy import device
 from megatron_policy.device import shared
@@ -109,6 +110,7 @@ def test_kernels_are_compiled_only_where_triton_and_a_compiler_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for triton in (None, object()):
         monkeypatch.setattr(device.importlib.util, "find_spec", lambda _, t=triton: t)
         for compiler in (None, "/usr/bin/clang"):
@@ -119,6 +121,18 @@ def test_kernels_are_compiled_only_where_triton_and_a_compiler_are(
     monkeypatch.setattr(device.shutil, "which", lambda _: None)
     monkeypatch.setenv("CC", "/opt/cc")
     assert device.can_compile()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert not device.can_compile()
+
+
+def test_triton_runs_on_tensors_of_a_gpu_where_kernels_are_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for compiled in (False, True):
+        monkeypatch.setattr(device, "can_compile", lambda c=compiled: c)
+        with FakeTensorMode():
+            assert device.runs_triton(torch.empty(1, device="cuda")) == compiled
+        assert not device.runs_triton(torch.empty(1))
 
 
 @pytest.mark.parametrize("shape", [(3, 7), (5, 6), (4, 4), (16, 64)])
