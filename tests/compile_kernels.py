@@ -34,7 +34,7 @@ def argument_type(name: str, dtype: str) -> str:
         return "*fp32"
     if name.isupper():
         return "constexpr"
-    return "fp32" if name in ("gain", "cap") else "i32"
+    return "fp32" if name in ("gain", "cap", "factor") else "i32"
 
 
 def compile_for(kernel: Any, capability: int, dtype: str) -> tuple[int, int]:

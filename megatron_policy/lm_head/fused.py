@@ -87,7 +87,7 @@ class _FusedScores(torch.autograd.Function):
         entropy: bool,
         implementation: Implementation,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        local_NK = targets_NK - head.vocab_start
+        local_NK = (targets_NK - head.vocab_start).contiguous()
         plan = tiling(hidden_ND.size(0), weight_VD.size(0), head.real, chunk)
         products = buffer(plan.height, plan.width, weight_VD.dtype, weight_VD.device)
         work = tile_work(implementation, plan, head, weight_VD, entropy)
@@ -110,6 +110,9 @@ class _FusedScores(torch.autograd.Function):
         hidden_ND, weight_VD, local_NK, normaliser_N, entropy_N = ctx.saved_tensors
         if grad_logprobs_NK is None:
             grad_logprobs_NK = torch.zeros_like(local_NK, dtype=normaliser_N.dtype)
+        if grad_entropy_N is not None:
+            grad_entropy_N = grad_entropy_N.contiguous()
+        grad_logprobs_NK = grad_logprobs_NK.contiguous()
         known = Known(normaliser_N, local_NK, grad_logprobs_NK, entropy_N, grad_entropy_N)
         products, ctx.products = ctx.products, None  # overwritten below: valid for one pass
         plan = tiling(hidden_ND.size(0), weight_VD.size(0), ctx.head.real, ctx.chunk)

@@ -168,7 +168,7 @@ class Known:
     """What the forward pass has saved, and the loss's gradients with respect to its two results.
 
     `local_NK` are the targets relative to this rank's slice, outside it for those of other
-    ranks. Without `grad_entropy_N` the loss does not depend on the entropy.
+    ranks. Without `grad_entropy_N` the loss does not depend on the entropy. All are contiguous.
     """
 
     normaliser_N: torch.Tensor

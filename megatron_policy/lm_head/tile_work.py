@@ -28,7 +28,7 @@ TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TileWork(Protocol):
-    """Work on the products `h.w` of a tile, `[R, W]`, for one head."""
+    """Work on the products `h.w` of a tile, `[R, W]`, for one head. All tensors are contiguous."""
 
     def add_logits(
         self,

@@ -30,11 +30,9 @@ class TritonTiles:
 
     def __init__(self, head: HeadShape) -> None:
         self._factor = head.scale / head.temperature
-        if head.softcap is None:
-            self._gain, self._cap = self._factor, None
-        else:
+        self._gain, self._cap = self._factor, None
+        if head.softcap is not None:
             self._gain, self._cap = head.scale / head.softcap, head.softcap / head.temperature
-        self._gradients: tuple[Known, tuple[torch.Tensor | None, ...]] | None = None
 
     def add_logits(
         self,
@@ -46,24 +44,22 @@ class TritonTiles:
     ) -> None:
         start = tile.rows.start, tile.entries.start
         statistics = sums.peak_N, sums.sums_MN
-        _add_logits(
-            product_RW, *statistics, local_NK.contiguous(), *start, self._gain, self._cap, entropy
-        )
+        _add_logits(product_RW, *statistics, local_NK, *start, self._gain, self._cap, entropy)
 
     def to_gradient(self, product_RW: torch.Tensor, tile: VocabTile, known: Known) -> None:
-        if self._gradients is None or self._gradients[0] is not known:
-            self._gradients = known, self._of_rows(known)
-        start = tile.rows.start, tile.entries.start
-        _to_gradient(product_RW, *self._gradients[1], *start, self._gain, self._cap)
-
-    def _of_rows(self, known: Known) -> tuple[torch.Tensor | None, ...]:
-        """What the kernel has to know of each token, contiguous."""
-        grad_NK = (known.grad_logprobs_NK * self._factor).contiguous()
-        local_NK, grad_N = known.local_NK.contiguous(), grad_NK.sum(1)
-        if known.grad_entropy_N is None:
-            return known.normaliser_N, local_NK, grad_NK, grad_N, None, None
-        of_entropy_N = (known.grad_entropy_N * -self._factor).contiguous()
-        return known.normaliser_N, local_NK, grad_NK, grad_N, known.entropy_N, of_entropy_N
+        _to_gradient(
+            product_RW,
+            known.normaliser_N,
+            known.local_NK,
+            known.grad_logprobs_NK,
+            known.entropy_N,
+            known.grad_entropy_N,
+            tile.rows.start,
+            tile.entries.start,
+            self._factor,
+            self._gain,
+            self._cap,
+        )
 
 
 @torch.library.custom_op(
@@ -107,41 +103,42 @@ def _add_logits(
 @torch.library.custom_op(
     "megatron_policy::to_gradient",
     mutates_args=("product_RW",),
-    schema="(Tensor(a!) product_RW, Tensor normaliser_N, Tensor local_NK, Tensor grad_NK, "
-    "Tensor grad_N, Tensor? entropy_N, Tensor? of_entropy_N, int first_row, int first_entry, "
+    schema="(Tensor(a!) product_RW, Tensor normaliser_N, Tensor local_NK, Tensor grad_logprobs_NK, "
+    "Tensor? entropy_N, Tensor? grad_entropy_N, int first_row, int first_entry, float factor, "
     "float gain, float? cap) -> ()",
 )
 def _to_gradient(
     product_RW: torch.Tensor,
     normaliser_N: torch.Tensor,
     local_NK: torch.Tensor,
-    grad_NK: torch.Tensor,
-    grad_N: torch.Tensor,
+    grad_logprobs_NK: torch.Tensor,
     entropy_N: torch.Tensor | None,
-    of_entropy_N: torch.Tensor | None,
+    grad_entropy_N: torch.Tensor | None,
     first_row: int,
     first_entry: int,
+    factor: float,
     gain: float,
     cap: float | None,
 ) -> None:
-    rows, width = product_RW.shape
+    (rows, width), targets = product_RW.shape, local_NK.size(1)
     to_gradient_kernel[(rows,)](
         product_RW,
         normaliser_N,
         local_NK,
-        grad_NK,
-        grad_N,
-        normaliser_N if entropy_N is None else entropy_N,  # not read without an entropy
-        normaliser_N if of_entropy_N is None else of_entropy_N,
+        grad_logprobs_NK,
+        normaliser_N if entropy_N is None else entropy_N,  # neither is read without its gradient
+        normaliser_N if grad_entropy_N is None else grad_entropy_N,
         first_row,
         first_entry,
         width,
-        local_NK.size(1),
+        targets,
+        factor,
         gain,
         cap or 1.0,
         CAPPED=cap is not None,
-        ENTROPY=entropy_N is not None,
+        ENTROPY=grad_entropy_N is not None,
         BLOCK=BLOCK,
+        TARGETS=min(TARGETS, triton.next_power_of_2(max(targets, 1))),
         num_warps=WARPS,
     )
 
@@ -208,40 +205,48 @@ def to_gradient_kernel(
     product_RW,
     normaliser_N,
     local_NK,
-    grad_NK,
-    grad_N,
+    grad_logprobs_NK,
     entropy_N,
-    of_entropy_N,
+    grad_entropy_N,
     first_row,
     first_entry,
     width,
     targets,
+    factor,
     gain,
     cap,
     CAPPED: tl.constexpr,
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
+    TARGETS: tl.constexpr,
 ):
     """Replaces one row of products by the gradient with respect to them, rounded once."""
     row = tl.program_id(0).to(tl.int64)
     token = first_row + row
     product_W = product_RW + row * width
-    normaliser, grad = tl.load(normaliser_N + token), tl.load(grad_N + token)
+    local_K = local_NK + token * targets
+    grad_K = grad_logprobs_NK + token * targets
+    of_targets = 0.0
+    for first in range(0, targets, TARGETS):
+        target_K = first + tl.arange(0, TARGETS)
+        of_targets += tl.sum(tl.load(grad_K + target_K, mask=target_K < targets, other=0.0), 0)
+    of_targets *= factor
+    normaliser = tl.load(normaliser_N + token)
     if ENTROPY:
-        entropy, of_entropy = tl.load(entropy_N + token), tl.load(of_entropy_N + token)
+        entropy, of_entropy = tl.load(entropy_N + token), tl.load(grad_entropy_N + token) * factor
     for first in range(0, width, BLOCK):
         place_B = first + tl.arange(0, BLOCK)
         product_B = tl.load(product_W + place_B, mask=place_B < width, other=0.0)
         bounded_B = _bounded(product_B, gain, CAPPED)
         logprob_B = bounded_B * cap - normaliser
         if ENTROPY:
-            grad_B = tl.exp(logprob_B) * ((logprob_B + entropy) * of_entropy - grad)
+            grad_B = tl.exp(logprob_B) * -((logprob_B + entropy) * of_entropy + of_targets)
         else:
-            grad_B = tl.exp(logprob_B) * -grad
+            grad_B = tl.exp(logprob_B) * -of_targets
         for target in range(0, targets):  # one after another, since they can repeat
-            place = tl.load(local_NK + token * targets + target) - first_entry
+            place = tl.load(local_K + target) - first_entry
             if (place >= first) & (place < first + BLOCK):
-                of_target = tl.load(grad_NK + token * targets + target)
+                of_target = tl.load(grad_K + target) * factor
                 grad_B += tl.where(place_B == place, of_target, 0.0)
         if CAPPED:
             grad_B *= 1.0 - bounded_B * bounded_B

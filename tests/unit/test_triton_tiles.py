@@ -34,12 +34,12 @@ from tests.unit.test_fused import (
 )
 
 NO_TRITON = importlib.util.find_spec("triton") is None
-needs_triton = pytest.mark.skipif(
-    NO_TRITON, reason="Triton is not installed: torch's CUDA builds bring it"
-)
+NOT_INSTALLED = "Triton is not installed: torch's CUDA builds bring it"
+NOT_INTERPRETED = "needs TRITON_INTERPRET=1, which make test-latest sets where there is no GPU"
+needs_triton = pytest.mark.skipif(NO_TRITON, reason=NOT_INSTALLED)
 interpreted = pytest.mark.skipif(
     NO_TRITON or os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs Triton and TRITON_INTERPRET=1, as in make test-latest without a GPU",
+    reason=NOT_INSTALLED if NO_TRITON else NOT_INTERPRETED,
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -379,7 +379,10 @@ def test_kernels_compile_for_gpus_to_wide_loads_and_stores(tmp_path: Path) -> No
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     program = [sys.executable, "-m", "tests.compile_kernels"]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=600)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        program, env=environment, cwd=root, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert len(lines) == 12
