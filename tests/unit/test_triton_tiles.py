@@ -74,13 +74,15 @@ def logits_of(product_RW: torch.Tensor, head: HeadShape) -> torch.Tensor:
 def make_tile(
     width: int, head: HeadShape, dtype: torch.dtype, targets: int, device: str = "cpu"
 ) -> Tile:
-    """Of 5 rows, which `dtype` represents. Targets repeat, stand at both ends of the tile, next to
-    it, and in other ranks' slices.
+    """Of 5 rows, which `dtype` represents; one of them has its peak at its end. Targets repeat,
+    stand at both ends of the tile, next to it, and in other ranks' slices.
     """
     random = torch.Generator().manual_seed(width + targets)
     rows, start, tokens = 5, 300, 9
     where = VocabTile(slice(2, 2 + rows), slice(start, start + width))
-    product_RW = (torch.randn(rows, width, generator=random) * 4).to(dtype).double()
+    product_RW = torch.randn(rows, width, generator=random) * 2
+    product_RW[0, -1] = product_RW[0].max() + 1
+    product_RW = product_RW.to(dtype).double()
     ends = torch.tensor([start, start + width - 1, start - 1, start + width, -5, 10**6, start])
     anywhere_NK = torch.randint(start, start + width, (tokens, targets), generator=random)
     picked_NK = ends[torch.randint(len(ends), (tokens, targets), generator=random)]
@@ -163,7 +165,7 @@ def check_sums(tile: Tile, dtype: torch.dtype, entropy: bool) -> None:
         got["target"] = sums.target_NK[rows]
         if entropy:
             found["moment"], got["moment"] = moment_R, sums.moment_N[rows]
-        assert_close(got, found, 2e-6)
+        assert_close(got, found, 5e-6)
         for before, after in zip(untouched, [sums.peak_N, sums.sums_MN], strict=True):
             assert torch.equal(before[..., :2], after[..., :2])
             assert torch.equal(before[..., 7:], after[..., 7:])
@@ -343,19 +345,20 @@ class Traffic(TorchDispatchMode):
 
 # Bytes per logit in bf16 that docs/benchmarks.md states, forward and backward.
 MOVED = {
-    ("torch", False): (30, 36),
-    ("torch", True): (46, 64),
-    ("triton", False): (2, 4),
-    ("triton", True): (2, 4),
+    ("torch", False, 1.0): (30, 36),
+    ("torch", True, 1.0): (46, 64),
+    ("torch", False, 0.7): (38, 44),
+    ("triton", False, 1.0): (2, 4),
+    ("triton", True, 0.7): (2, 4),
 }
 
 
 @interpreted
-@pytest.mark.parametrize(("implementation", "entropy"), MOVED)
+@pytest.mark.parametrize(("implementation", "entropy", "temperature"), MOVED)
 def test_bytes_moved_per_logit_are_those_of_the_documentation(
-    implementation: Implementation, entropy: bool
+    implementation: Implementation, entropy: bool, temperature: float
 ) -> None:
-    case = make_case(8, 600, 4, HeadShape(0, 600)).to(torch.bfloat16)
+    case = make_case(8, 600, 4, HeadShape(0, 600, temperature=temperature)).to(torch.bfloat16)
     hidden_ND = case.hidden_ND.requires_grad_()
     plan = tiling(8, 600, 600, 8)
     assert (plan.height, plan.width, plan.strip) == (8, 600, 8)
@@ -367,7 +370,7 @@ def test_bytes_moved_per_logit_are_those_of_the_documentation(
     with Traffic(8 * 600) as backward:
         total.backward()
     moved = tuple(traffic.bytes / (8 * 600) for traffic in (forward, backward))
-    assert moved == MOVED[implementation, entropy]
+    assert moved == MOVED[implementation, entropy, temperature]
     kernels = int(implementation == "triton")
     assert forward.calls["megatron_policy::add_logits"] == kernels
     assert backward.calls["megatron_policy::to_gradient"] == kernels
