@@ -207,6 +207,20 @@ def test_more_targets_than_are_looked_up_at_once_are_all_found() -> None:
     check_gradient(tile, torch.float32, True)
 
 
+@interpreted
+def test_softcaps_are_within_a_few_units_in_the_last_place() -> None:
+    width, head = 401, HeadShape(0, 401, softcap=2.0)
+    product_1W = torch.linspace(-3, 3, width).unsqueeze(0) ** 3  # many of them near 0
+    everything_1K = torch.arange(width).unsqueeze(0)
+    sums = Sums.of_nothing(everything_1K, torch.float32, product_1W.device)
+    tile = VocabTile(slice(0, 1), slice(0, width))
+    work = tile_work("triton", tiling(1, width, width, 1), head, product_1W, False)
+    work.add_logits(product_1W, tile, sums, everything_1K, False)
+    expected_1W = logits_of(product_1W.double(), head)
+    error_1W = (sums.target_NK.double() - expected_1W).abs()
+    assert (error_1W <= 4 * torch.finfo(torch.float32).eps * expected_1W.abs()).all()
+
+
 def in_triton(case: Case, chunk: int, entropy: bool) -> dict[str, torch.Tensor]:
     def scores(*args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         return fused_scores(*args, ALONE, chunk, entropy, implementation="triton")
