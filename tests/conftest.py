@@ -176,9 +176,19 @@ def checkpoints(checkpoint: Callable[..., Path]) -> dict[bool, Path]:
 @pytest.fixture(scope="session")
 def bf16_checkpoints(checkpoint: Callable[..., Path]) -> dict[bool, Path]:
     """The same with weights in bf16."""
+    return _in(checkpoint, "bfloat16")
+
+
+@pytest.fixture(scope="session")
+def fp16_checkpoints(checkpoint: Callable[..., Path]) -> dict[bool, Path]:
+    """The same with weights in fp16."""
+    return _in(checkpoint, "float16")
+
+
+def _in(checkpoint: Callable[..., Path], dtype: str) -> dict[bool, Path]:
     from tests.dist.layouts import FAMILIES, SIZES
 
     return {
-        tied: checkpoint(family, tied=tied, dtype="bfloat16", **SIZES)
+        tied: checkpoint(family, tied=tied, dtype=dtype, **SIZES)
         for tied, family in FAMILIES.items()
     }

@@ -171,10 +171,12 @@ def train(
     load: Callable[[Path | str, torch.dtype], PreTrainedModel] = load_hf,
     apart: Callable[[str], bool] = lambda name: False,
     clip: float = CLIP,
+    scale: float = 1.0,
 ) -> Trained:
     """One step per global batch, fp32 main weights (fp64 in fp64), weight decay of what decays,
     gradients clipped to the norm `clip`, or not at all if that is 0; those of parameters that are
-    `apart`, by name, by their own norm, which is not in the result.
+    `apart`, by name, by their own norm, which is not in the result. Gradients are computed of the
+    loss times `scale`.
     """
     model = load(path, dtype)
     live = dict(model.named_parameters())
@@ -195,9 +197,9 @@ def train(
         model.zero_grad()
         with InDouble() if dtype is torch.float64 else nullcontext():
             loss = loss_of(model, data.get_batch(index, global_batch_size))
-        loss.backward()
+        (loss * scale).backward()
         for name, parameter in live.items():
-            main[name].grad = _gradient(name, parameter).to(wide)
+            main[name].grad = _gradient(name, parameter).to(wide) / scale
         gradients.append({name: m.grad.clone() for name, m in main.items()})
         together = [m for n, m in main.items() if not apart(n)]
         limit = clip or math.inf

@@ -239,6 +239,13 @@ class Trainable:
         self.optimizer.step()
         return norm
 
+    @property
+    def loss_factor(self) -> None:
+        return None
+
+    def skip_step(self) -> bool:
+        return False
+
     def routing_metrics(self) -> dict[str, float]:
         return {}
 

@@ -25,10 +25,13 @@ _NULL_IS_A_VALUE = ("max_grad_norm", "megatron_cfg.optimizer.clip_grad")
 
 @dataclass
 class Classified:
-    """`kept` is for the typed sections, `ignored` has path and reason of keys without effect."""
+    """`kept` is for the typed sections, `ignored` has path and reason of keys without effect, and
+    `warned` those of them that ask for what would save memory.
+    """
 
     kept: dict[str, Any] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
+    warned: dict[str, str] = field(default_factory=dict)
 
 
 def classify(raw: Mapping[str, Any], root: type[Section]) -> Classified:
@@ -111,6 +114,8 @@ def _walk(
         else:
             if isinstance(rule, Ignored):
                 result.ignored[path] = rule.why
+                if rule.warned and not _asks_for_nothing(value):
+                    result.warned[path] = rule.why
             elif isinstance(rule, Rejected) and not _harmless(rule, path, value, whole):
                 yield _rejection(rule, path, value)
             if name in fields:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_policy.config.megatron_keys import MEGATRON_SECTIONS, MEMORY, TEXT
+from megatron_policy.config.megatron_keys import MEGATRON_SECTIONS, TEXT
 from megatron_policy.config.rules import (
     Applied,
     Ignored,
@@ -35,7 +35,7 @@ _POLICY: Rules = {
         """model_name train_global_batch_size train_micro_batch_size max_total_sequence_length
         make_sequence_length_divisible_by seed logprob_chunk_size""",
     ),
-    "precision": Applied("float32 or bfloat16"),
+    "precision": Applied("float32, bfloat16, or float16 with a factor on losses"),
     "logprob_batch_size": Applied("train_micro_batch_size where it is not given"),
     "generation_batch_size": Applied("logprob_batch_size where it is not given"),
     "max_grad_norm": Applied("where megatron_cfg.optimizer.clip_grad is not given"),
@@ -63,7 +63,10 @@ _POLICY: Rules = {
         Ignored(_OTHER),
         "optimizer scheduler fsdp_offload_enabled activation_checkpointing_enabled",
     ),
-    **each(Ignored(MEMORY), "offload_optimizer_for_logprob offload_optimizer_for_refit"),
+    **each(
+        Ignored("the optimizer's state always leaves the device for log-probabilities and refits"),
+        "offload_optimizer_for_logprob offload_optimizer_for_refit",
+    ),
     **each(
         Ignored(_QUANT),
         """quant_calib_data quant_calib_size quant_batch_size quant_sequence_length
@@ -121,7 +124,7 @@ _DTENSOR: Rules = {
 _BATCHING: Rules = {
     **each(Applied(), "enabled train_mb_tokens logprob_mb_tokens"),
     "microbatch_order": Ignored("each rank computes its costliest microbatch first"),
-    "fuse_loss": Ignored(MEMORY),
+    "fuse_loss": Ignored("all rows of a microbatch are scored at once, in tiles"),
 }
 
 _DYNAMIC: Rules = _BATCHING | {

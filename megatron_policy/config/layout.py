@@ -306,6 +306,7 @@ def _balancing(config: PolicyConfig, architecture: Shape) -> Iterator[str]:
             f"policy.megatron_cfg.moe_router_load_balancing_type={kind!r} needs a coefficient, and "
             "the model's config.json has none: set moe_aux_loss_coeff (1e-3, for example)"
         )
+    yield from _expert_bias(megatron, moe)
     factor = megatron.moe_expert_capacity_factor
     if factor == 0:
         yield (
@@ -321,4 +322,17 @@ def _balancing(config: PolicyConfig, architecture: Shape) -> Iterator[str]:
         yield (
             f"policy.megatron_cfg.moe_router_dtype={megatron.moe_router_dtype!r} is not a "
             "router precision: use 'fp32' or 'fp64', or null for the model's"
+        )
+
+
+def _expert_bias(megatron: MegatronConfig, moe: Moe) -> Iterator[str]:
+    """Report a correction bias that is switched against the model, where that would count."""
+    at, asked = "policy.megatron_cfg.moe_router_enable_expert_bias", megatron
+    if asked.moe_router_enable_expert_bias is False and moe.correction_bias:
+        yield f"{at}=false drops the correction biases that the model has: leave it out"
+    trained = asked.moe_router_enable_expert_bias and asked.moe_router_bias_update_rate
+    if trained and not moe.correction_bias:
+        yield (
+            f"{at}=true trains correction biases, which the model does not have: leave it out, or "
+            "set moe_router_bias_update_rate to 0"
         )

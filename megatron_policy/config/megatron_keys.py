@@ -18,12 +18,15 @@ from megatron_policy.config.sections import (
     MegatronSchedulerConfig,
 )
 
-MEMORY = "saves memory only; results are the same without it"
 TEXT = "affects vision, audio and video towers only; the built-in model families are text only"
 _FILES = "the plan is computed at every save and load"
-_FP16 = "affects float16 training only, and fp16 is rejected"
-_FP32 = "optimizer states and main parameters are always fp32"
+_FP32 = (
+    "kept in fp32; other dtypes need Transformer Engine's Adam and a form of state that "
+    "checkpoints here do not have"
+)
+_FSDP = "parameters are not sharded over data-parallel ranks: a row is a tensor-parallel shard"
 _FP32_NAMES = ("float32", "fp32", "torch.float32")
+_OFFLOAD = "affects optimizer_cpu_offload only, which is rejected"
 _GRAPHS = "affects captured CUDA graphs only; nothing is captured here"
 _KERNEL = "chooses kernels only; the implementation picks its own"
 _LOG = "logs only"
@@ -66,12 +69,21 @@ _COMPUTATION: Rules = {
         Applied("where the implementation has the fused kernel"),
         "apply_rope_fusion bias_activation_fusion",
     ),
-    "empty_unused_memory_level": Ignored("caches are emptied where memory is handed over"),
+    "empty_unused_memory_level": Applied(
+        "1: unused device memory is given back before the optimizer's part of a step; 2: after it, "
+        "too"
+    ),
     **each(
-        Ignored(MEMORY),
+        Ignored("log-probabilities are always computed in tiles, without logits of all tokens"),
         """defer_fp32_logits use_fused_linear_logprobs fused_linear_logprobs_chunk_size
-        use_linear_ce_fusion_loss linear_ce_fusion_chunk_size fine_grained_activation_offloading
-        offload_modules clear_memory_caches_before_refit""",
+        use_linear_ce_fusion_loss linear_ce_fusion_chunk_size""",
+    ),
+    "clear_memory_caches_before_refit": Ignored("always done when memory is handed over"),
+    "fine_grained_activation_offloading": Rejected(
+        "activations stay on the device; use activation_checkpointing"
+    ),
+    "offload_modules": Ignored(
+        "affects fine_grained_activation_offloading only, which is rejected"
     ),
     **each(
         Ignored(_KERNEL),
@@ -144,7 +156,9 @@ _EXPERTS: Rules = {
     "moe_pad_expert_input_to_capacity": Applied("with moe_expert_capacity_factor"),
     "moe_token_drop_policy": Applied("'probs' or 'position', with moe_expert_capacity_factor"),
     **each(Rejected(_OVERRIDE), "moe_router_num_groups moe_router_group_topk"),
-    "moe_router_enable_expert_bias": Ignored("follows from the model's config.json"),
+    "moe_router_enable_expert_bias": Applied(
+        "follows from the model's config.json; refused where it contradicts it and that counts"
+    ),
     **each(
         Ignored(_KERNEL),
         """moe_grouped_gemm moe_enable_deepep moe_hybridep_num_sms
@@ -162,17 +176,33 @@ _OPTIMIZER: Rules = {
     ),
     "lr": Applied("policy.learning_rate where it is not given"),
     "clip_grad": Applied("policy.max_grad_norm where it is not given"),
-    "fp16": Rejected("float16 training is not supported; use precision bfloat16 or float32"),
-    "bf16": Ignored("follows from precision; main parameters are always fp32"),
+    "fp16": Applied("follows from precision, and has to agree with it"),
+    "bf16": Applied("follows from precision; main parameters are always fp32"),
+    "loss_scale": Applied("a fixed factor on losses, with precision float16"),
+    "initial_loss_scale": Applied("with precision float16; not given, it is 65536"),
+    **each(
+        Applied("with precision float16"),
+        "min_loss_scale loss_scale_window hysteresis",
+    ),
     "params_dtype": Ignored("parameters have the dtype of precision, main parameters are fp32"),
     **each(
         Rejected(_FP32, only=_FP32_NAMES),
         "main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
     ),
+    "use_precision_aware_optimizer": Ignored(
+        "results are the same without it; main parameters take 4 bytes each instead of 2, and a "
+        "step copies bfloat16 gradients to fp32",
+        warned=True,
+    ),
+    "store_param_remainders": Ignored("affects use_precision_aware_optimizer only"),
+    "optimizer_cpu_offload": Rejected(
+        "Megatron-Core's hybrid optimizer keeps copies of the state that checkpoints and memory "
+        "states do not reach. Between steps the state leaves the device anyhow; within them "
+        "use_distributed_optimizer spreads it over data-parallel ranks"
+    ),
     **each(
-        Ignored(MEMORY),
-        """use_precision_aware_optimizer store_param_remainders optimizer_cpu_offload
-        optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
+        Ignored(_OFFLOAD),
+        """optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
         use_torch_optimizer_for_cpu_offload pin_cpu_grads pin_cpu_params""",
     ),
     "decoupled_weight_decay": Applied(
@@ -186,9 +216,6 @@ _OPTIMIZER: Rules = {
     ),
     "reuse_grad_buf_for_mxfp8_param_ag": Rejected("fp8 training is not supported"),
     "fp8_recipe": Ignored("affects fp8 training only, and fp8_cfg.enabled is rejected"),
-    **each(
-        Ignored(_FP16), "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis"
-    ),
     "overlap_param_gather": Ignored("distributed_data_parallel_config.overlap_param_gather counts"),
     "overlap_param_gather_with_optimizer_step": Ignored(_KERNEL),
     "optimizer_cuda_graph": Ignored(_GRAPHS),
@@ -222,8 +249,10 @@ _DDP: Rules = {
     **each(Applied(), "grad_reduce_in_fp32 overlap_grad_reduce"),
     "overlap_param_gather": Applied("where the distributed optimizer spreads parameters"),
     "average_in_collective": Ignored(_NORMALISED),
-    "use_custom_fsdp": Rejected("Megatron's own sharded data parallelism is not supported"),
-    "data_parallel_sharding_strategy": Ignored("affects use_custom_fsdp only"),
+    **each(Rejected(_FSDP), "use_custom_fsdp use_megatron_fsdp"),
+    "data_parallel_sharding_strategy": Ignored(
+        "affects use_custom_fsdp and use_megatron_fsdp only, which are rejected"
+    ),
 }
 
 _CHECKPOINT: Rules = {

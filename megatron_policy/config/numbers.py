@@ -83,6 +83,8 @@ Fraction = Annotated[float, _FINITE, Field(ge=0.0, le=1.0), _NUMBER]
 Probability = Annotated[float, _FINITE, Field(gt=0.0, le=1.0), _NUMBER]
 Norm = Annotated[float, _FINITE, _between(0.0, MAX_FP32), _NUMBER, BeforeValidator(_zero_for_none)]
 """A limit on a gradient's L2 norm; 0, and null in a file, mean none."""
+Factor = Annotated[float, _FINITE, _between(LEAST_FP32, MAX_FP32), _NUMBER]
+"""A factor on a loss."""
 Temperature = Annotated[
     float, _FINITE, _between(COLDEST, HOTTEST, "be 0, the likeliest token, or "), _NUMBER
 ]

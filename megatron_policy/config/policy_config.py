@@ -48,6 +48,8 @@ class PolicyConfig(PolicySection):
             classified = classify(raw, cls)
             if classified.ignored:
                 _log.info("keys without effect: %s", ", ".join(sorted(classified.ignored)))
+            for path, why in classified.warned.items():
+                _log.warning("policy.%s has no effect: %s", path, why)
             config = _validate(cls, classified.kept)
             unknown = classified.ignored.keys() & set(config.ignore_unknown_keys)
             if unknown:

@@ -125,10 +125,25 @@ def _backend(config: PolicySection) -> Iterator[str]:
 
 
 def _dtypes(config: PolicySection) -> Iterator[str]:
-    optimizer = config.megatron_cfg.optimizer
+    optimizer, precision = config.megatron_cfg.optimizer, config.precision
+    at, half = "policy.megatron_cfg.optimizer", config.precision == "float16"
+    if half and optimizer.bf16:
+        yield f"{at}.bf16=true contradicts policy.precision=float16: leave it out"
+    if optimizer.fp16 not in (None, half):
+        given, fix = ("false", "true") if half else ("true", "false")
+        yield (
+            f"{at}.fp16={given} contradicts policy.precision={precision}: leave it out, set it to "
+            f"{fix}, or change policy.precision"
+        )
+    least, first = optimizer.min_loss_scale, optimizer.initial_loss_scale
+    if half and optimizer.loss_scale is None and least > first:
+        yield f"{at}.min_loss_scale={least} is above initial_loss_scale={first}: lower it"
     # The distributed optimizer keeps fp32 main parameters whatever bf16 says.
-    if config.precision == "float32" or optimizer.bf16 is not False:
-        return
+    if precision == "bfloat16" and optimizer.bf16 is False:
+        yield from _main_parameters(optimizer)
+
+
+def _main_parameters(optimizer: MegatronOptimizerConfig) -> Iterator[str]:
     if not optimizer.use_distributed_optimizer:
         yield (
             "policy.megatron_cfg.optimizer.bf16=false asks for bfloat16 updates without fp32 main "

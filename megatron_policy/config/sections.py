@@ -13,6 +13,7 @@ from megatron_policy.config.numbers import (
     Count,
     CountOrZero,
     Epsilon,
+    Factor,
     Fraction,
     Gib,
     Limit,
@@ -31,7 +32,8 @@ from megatron_policy.coordination.timeouts import (
     WORKER_TIMEOUT_S,
 )
 
-Precision = Literal["float32", "bfloat16"]
+WeightPrecision = Literal["float32", "bfloat16"]
+Precision = Literal["float32", "bfloat16", "float16"]
 SchedulerMilestones = dict[str, list[CountOrZero]]
 
 _DTYPE_NAMES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -45,6 +47,7 @@ def _as_text(value: Any) -> Any:
     return {k: str(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
 
+WeightDtype = Annotated[WeightPrecision, BeforeValidator(_full_dtype_name)]
 Dtype = Annotated[Precision, BeforeValidator(_full_dtype_name)]
 
 
@@ -148,7 +151,18 @@ class MegatronOptimizerConfig(Section):
     decoupled_weight_decay: bool | None = None
     """Follows from `optimizer`."""
     bf16: bool | None = None
-    fp16: bool = False
+    fp16: bool | None = None
+    """Follows from `precision`, as `bf16` does."""
+    loss_scale: Factor | None = None
+    """A fixed factor on losses in float16; by default it moves, from `initial_loss_scale` on."""
+    initial_loss_scale: Factor = 65536.0
+    """Megatron-Core's own 2 ** 32 overflows in the first steps, each of which costs a batch."""
+    min_loss_scale: Factor = 1.0
+    """A gradient that overflows even at this factor is an error."""
+    loss_scale_window: Count = 1000
+    """Steps in a row after which the factor doubles."""
+    hysteresis: Count = 2
+    """The factor halves at this overflow of those since it last grew, and at each further one."""
     params_dtype: str | None = None
     adam_beta1: Momentum = 0.9
     adam_beta2: Momentum = 0.999
@@ -186,6 +200,7 @@ class MegatronDDPConfig(Section):
     overlap_param_gather: bool = False
     average_in_collective: bool = False
     use_custom_fsdp: bool = False
+    use_megatron_fsdp: bool = False
     data_parallel_sharding_strategy: str | None = None
 
 
@@ -232,6 +247,7 @@ class MegatronConfig(Section):
     moe_router_dtype: str | None = None
     moe_router_load_balancing_type: str | None = None
     moe_router_bias_update_rate: Rate | None = None
+    moe_router_enable_expert_bias: bool | None = None
     moe_aux_loss_coeff: Rate | None = None
     """The model's own if not given; of use with a type of load balancing loss."""
     moe_z_loss_coeff: Rate | None = None
@@ -312,7 +328,7 @@ class PolicySection(Section):
     """
     refit_bucket_bytes: Bytes = DEFAULT_BUCKET_BYTES
     """The most bytes that one collective of a refit moves."""
-    refit_dtype: Dtype | None = None
+    refit_dtype: WeightDtype | None = None
     """Dtype of the weights handed to engines; the checkpoint's if not given."""
     refit_timeout_s: Seconds = DEFAULT_TIMEOUT_S
     """The longest time that a refit waits for another rank or an engine."""

@@ -17,6 +17,12 @@ def release_cached() -> None:
         gc.collect()
         # An exported buffer that no process has opened would keep its memory.
         torch.cuda.ipc_collect()
+        return_unused()
+
+
+def return_unused() -> None:
+    """The same for what is unused already: unreachable cycles and exported buffers stay."""
+    if is_accelerated():
         torch.cuda.empty_cache()
 
 

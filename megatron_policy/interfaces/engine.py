@@ -106,6 +106,12 @@ class Trainable(Protocol):
         """The weight decay of the next step."""
 
     @property
+    def loss_factor(self) -> float | None:
+        """The factor on the losses of the next step, by which gradients are divided again; None
+        unless the precision is float16.
+        """
+
+    @property
     def stopwatch(self) -> Stopwatch:
         """Where training has its parts timed; the engine itself times `REDUCE`."""
 
@@ -124,6 +130,11 @@ class Trainable(Protocol):
         """Clip, update the parameters, and return the whole model's gradient norm before clipping;
         collective. NotFiniteError, on every rank and before anything has changed, if that norm is
         not finite.
+        """
+
+    def skip_step(self) -> bool:
+        """After a NotFiniteError: lower the factor on losses, in whose gradients float16 has
+        overflowed. False if a lower one would not help: none is used, or it is fixed, or the least.
         """
 
     def routing_metrics(self) -> dict[str, float]:

@@ -178,9 +178,11 @@ class GradientAccumulator:
                 trainable.reduce_gradients(1.0 / divisor)
             with step.meter.stopwatch.timing(STEP):
                 stats = take_step(trainable, self._engine.groups, undo, ())
-            trainable.advance_schedule(step.gbs)
+            if not stats.skipped:
+                trainable.advance_schedule(step.gbs)
         self._close()
-        self._stepped()
+        if not stats.skipped:
+            self._stepped()
         divisors = step.normalization.divisors(counts)
         metrics = [completed(each, divisors, counts, stats) for each in step.metrics]
         result = result_of([step.loss / divisor], stats, [counts], metrics, self._engine.groups.dp)

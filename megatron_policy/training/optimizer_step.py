@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from megatron_policy.errors import LossError
@@ -10,6 +11,8 @@ from megatron_policy.parallel.groups import Groups
 from megatron_policy.training.faults import Fault, any_fault, raise_everywhere
 from megatron_policy.training.results import OptimStats
 from megatron_policy.training.rollback import Rollback
+
+_log = logging.getLogger(__name__)
 
 UNCHANGED = (
     "No weight, optimizer state, schedule or random number has changed, and the policy remains "
@@ -26,8 +29,9 @@ def take_step(
 ) -> OptimStats:
     """Clip, update the parameters, and report; every rank gets the whole model's gradient norm.
 
-    LossError, on every rank, if the gradient is not finite, which a fault on any rank causes:
-    gradients are dropped and the step's other changes are undone.
+    If the gradient is not finite, gradients are dropped and the step's other changes are undone.
+    Where that can be an overflow of float16, which a lower factor on losses prevents, the step is
+    skipped. Otherwise LossError, on every rank, and always for a fault on any rank.
     """
     lr, wd = trainable.lr, trainable.weight_decay
     try:
@@ -36,15 +40,31 @@ def take_step(
         norm = error.norm
     else:
         assert not faults, "a loss that cannot be trained on leaves no finite gradient"
-        return OptimStats(grad_norm, lr, wd, trainable.routing_metrics())
+        return OptimStats(grad_norm, lr, wd, trainable.routing_metrics(), trainable.loss_factor)
     trainable.zero_gradients()
     undo()
     if any_fault(faults, groups):
         raise_everywhere(faults, groups, consequence)
+    factor = trainable.loss_factor
+    if trainable.skip_step():
+        _log.warning(
+            "a step was skipped: its gradient's norm is %s at loss scale %g, and %g is next",
+            norm,
+            factor,
+            trainable.loss_factor,
+        )
+        return OptimStats(norm, lr, wd, loss_factor=trainable.loss_factor, skipped=1)
+    overflow = ""
+    if factor is not None:
+        overflow = (
+            f" Or gradients overflow float16 at loss scale {factor:g}, which the configuration "
+            "does not let become smaller: lower megatron_cfg.optimizer.loss_scale or "
+            "min_loss_scale, or set policy.precision to bfloat16."
+        )
     raise LossError(
         f"the gradient's norm is {norm}, although the loss is finite everywhere: look for a "
         "derivative that is not, such as that of a root or a logarithm at 0 or of an exponential "
-        f"that overflows, also where a mask multiplies it by 0 afterwards. {consequence}"
+        f"that overflows, also where a mask multiplies it by 0 afterwards.{overflow} {consequence}"
     )
 
 

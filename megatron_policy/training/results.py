@@ -24,6 +24,9 @@ class OptimStats:
     lr: float
     wd: float
     routing: Mapping[str, float] = field(default_factory=dict)
+    loss_factor: float | None = None
+    skipped: int = 0
+    """Steps not taken, of those that these statistics stand for."""
 
 
 def completed(
@@ -48,14 +51,18 @@ class TrainResult(dict[str, Any]):
     """What training reports, on every rank:
 
     - `loss`: fp32 `[global batches]`, summed over data-parallel ranks,
-    - `grad_norm`: fp32 `[1]`, the L2 norm before clipping, of the last step,
+    - `grad_norm`: fp32 `[1]`, the L2 norm before clipping, of the last step; not finite if that
+      step was skipped,
     - `lr`, `weight_decay`: of the last step,
     - `valid_sequences`, `valid_tokens`: how many counted, of each global batch,
     - `microbatch_metrics`: the loss's metrics, a list per name, of this data-parallel rank's
       microbatches, or of all ranks' where a driver has merged them; they add up to the true values.
       Layers for multi-token prediction add theirs: `mtp_1_loss` for the first, before the factor,
     - `moe_metrics`: what the routers of experts did in the last step (docs/experts.md names them),
-      the same on every rank; absent without experts and in `eval_mode`,
+      the same on every rank; absent without experts, in `eval_mode` and for a skipped step,
+    - `loss_scale`, `skipped_steps`: with precision float16 only, and not in `eval_mode`: the factor
+      on the losses of the next step, and how many steps of this call changed nothing, since their
+      gradients overflowed,
     - `speed`: how fast the call was and where time was lost, by name (docs/interface.md).
 
     `global_loss` and `all_mb_metrics`, the names of the last release, still work and warn.
@@ -120,7 +127,9 @@ def result_of(
     total = torch.tensor(losses, dtype=torch.float32, device=current_device())
     dist.all_reduce(total, group=group)
     names = dict.fromkeys(name for each in metrics for name in each)
-    routing = {"moe_metrics": dict(stats.routing)} if stats.routing else {}
+    further: dict[str, Any] = {"moe_metrics": dict(stats.routing)} if stats.routing else {}
+    if stats.loss_factor is not None:
+        further |= {"loss_scale": stats.loss_factor, "skipped_steps": stats.skipped}
     return TrainResult(
         loss=total.cpu(),
         grad_norm=torch.tensor([stats.grad_norm]),
@@ -130,5 +139,5 @@ def result_of(
         valid_tokens=[each.tokens.item() for each in counts],
         microbatch_metrics={name: [m[name] for m in metrics if name in m] for name in names},
         rank=dist.get_rank(),
-        **routing,
+        **further,
     )

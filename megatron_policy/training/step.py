@@ -153,7 +153,8 @@ def train(
 
     With `trainable` each global batch is one optimizer step, and the schedule advances by
     `global_batch_size` samples once, at the end, as the host's does. Without it, losses and
-    metrics are computed and nothing changes. `stepped` is called after each step.
+    metrics are computed and nothing changes. `stepped` is called after each step that is taken;
+    the schedule stays where it is if none is.
 
     Returns a `TrainResult`. BatchError, before anything is computed, for data that
     cannot be cut, on all data-parallel ranks if it is so on one. LossError, on all ranks, for a
@@ -170,7 +171,7 @@ def train(
     counts: list[ValidCounts] = []
     mb_metrics: list[Metrics] = []
     faults: list[Fault] = []
-    stats = OptimStats(grad_norm=0.0, lr=0.0, wd=0.0)
+    stats, skipped = OptimStats(grad_norm=0.0, lr=0.0, wd=0.0), 0
     undo = Rollback.here(engine)
     for number, batch in enumerate(batches):
         result = forward_backward(engine, batch, loss_fn, trainable, number, meter.stopwatch)
@@ -178,7 +179,9 @@ def train(
             left = left_by(number)
             with meter.stopwatch.timing(STEP):
                 stats = take_step(trainable, engine.groups, undo, result.faults, left)
-            stepped()
+            skipped += stats.skipped
+            if not stats.skipped:
+                stepped()
             undo = Rollback.here(engine)
         faults += result.faults
         losses.append(result.loss)
@@ -188,10 +191,12 @@ def train(
             completed(each, lambda _: len(batches), result.counts, stats) for each in result.metrics
         ]
     if trainable is not None:
-        trainable.advance_schedule(global_batch_size)
+        if skipped < len(batches):
+            trainable.advance_schedule(global_batch_size)
     elif any_fault(faults, engine.groups):
         undo()
         raise_everywhere(faults, engine.groups, UNCHANGED)
+    stats = replace(stats, skipped=skipped)
     return meter.added_to(result_of(losses, stats, counts, mb_metrics, engine.groups.dp))
 
 

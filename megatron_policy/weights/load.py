@@ -15,7 +15,7 @@ from megatron_policy.errors import CheckpointError
 from megatron_policy.parallel.topology import Placement
 
 Held = list[tuple[Entry, torch.Tensor]]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The dtypes of parameters in training, by their name in the configuration."""
 
 # The mark is a NaN with every bit set, which no arithmetic makes: computed NaNs have one bit of

@@ -44,7 +44,7 @@ def _table(rules: dict[str, Rule]) -> str:
     for name, rule in rules.items():
         shared.setdefault(_said(rule), []).append(name)
     rows = [(_quoted(names), *said) for said, names in shared.items()]
-    order = ("applied", "section", "ignored", "rejected")
+    order = ("applied", "section", "ignored", "ignored with a warning", "rejected")
     rows.sort(key=lambda row: order.index(row[1]))
     header = ("key", "is", "why, or what it means")
     return _rows([header, ("---", "---", "---"), *rows])
@@ -54,7 +54,7 @@ def _said(rule: Rule) -> tuple[str, str]:
     if isinstance(rule, Applied):
         return "applied", rule.note
     if isinstance(rule, Ignored):
-        return "ignored", rule.why
+        return "ignored with a warning" if rule.warned else "ignored", rule.why
     if isinstance(rule, Rejected):
         if rule.same_as:
             return "rejected", f"{rule.why}: passes where it equals `{rule.same_as}`"

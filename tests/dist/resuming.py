@@ -69,6 +69,7 @@ def train(policy: MegatronPolicy, numbers: list[int] | range) -> list[dict[str, 
                 "grad_norm": torch.as_tensor(result["grad_norm"]).clone(),
                 "lr": metrics["lr"][0],
                 "wd": metrics["wd"][0],
+                "loss_scale": result.get("loss_scale"),
             }
         )
     return results
@@ -130,6 +131,8 @@ def everything_of(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
         found |= {f"optimizer {name}": p for name, p in optimizer_of(policy).items()}
         scheduler = policy._session.trainable.scheduler
         found["schedule"] = torch.tensor([scheduler.num_steps])
+        if (scale := policy._session.trainable.loss_scale) is not None:
+            found["loss scale"] = torch.tensor([*map(float, scale.state().values())])
         for number, each in enumerate(optimizers(policy)):
             for at, group in enumerate(each.param_groups):
                 rates = [float(group["lr"]), float(group["weight_decay"])]

@@ -1,7 +1,8 @@
-"""Every layout in bf16 against one process of Hugging Face transformers and torch's AdamW in fp64.
+"""Every layout in bf16, and some in fp16, against one process of Hugging Face transformers and
+torch's AdamW in fp64.
 
 A result in bf16 is no further from the truth than Hugging Face's own in bf16, up to a small factor
-whose derivation stands at each. (In fp32, and with every batching: test_invariance.py.)
+whose derivation stands at each; the same holds of fp16. (In fp32, and with every batching: test_invariance.py.)
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ from tests.turns import in_turns
 # Small enough that rounding gradients to bf16 moves no weight by a unit in its last place.
 BF16_LR = 1e-3
 
-UNIT = 2.0**-8
-"""The unit roundoff of bf16: a sum of its products is exact to fp32, and then rounded to this."""
+UNITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""The unit roundoff of each: a sum of products is exact to fp32, and then rounded to this.
 
-LOSS = UNIT
-"""Relative, of a loss: a mean over tokens of log-probabilities, each from logits that were rounded
-to bf16. Their errors are independent, so that the mean is not as far off as one of them can be.
+Also how far off a loss can be, relative: it is a mean over tokens of log-probabilities, each from
+logits that were rounded so. Their errors are independent, so that the mean is not as far off as one
+of them can be.
 """
+SCALE = 1024.0
+"""The factor on losses in fp16: far from overflow, and small gradients keep their bits."""
 
 ROOM = 2.5
 """How many times Hugging Face's distance from the truth a trained tensor can be away from it. That
@@ -58,10 +61,11 @@ def data():
 
 @dataclass(frozen=True)
 class Expected:
-    """What one process learns, from the weights in bf16: in fp64, and as transformers does in bf16;
-    weights under their Hugging Face names.
+    """What one process learns, from the weights in bf16 or fp16: in fp64, and as transformers does
+    in that; weights under their Hugging Face names.
     """
 
+    dtype: torch.dtype
     start: dict[str, torch.Tensor]
     exact: oracle.Trained
     rounded: oracle.Trained
@@ -69,14 +73,15 @@ class Expected:
 
 
 @cache
-def expected(path: Path) -> Expected:
-    """Of a checkpoint in bf16."""
-    start = {name: p.detach() for name, p in load_hf(path, torch.bfloat16).named_parameters()}
+def expected(path: Path, half: torch.dtype = torch.bfloat16) -> Expected:
+    """Of a checkpoint in `half`."""
+    start = {name: p.detach() for name, p in load_hf(path, half).named_parameters()}
+    scale = SCALE if half is torch.float16 else 1.0
     exact, rounded = (
-        oracle.train(path, data(), GLOBAL_BATCH, oracle.token_level, dtype, BF16_LR)
-        for dtype in (torch.float64, torch.bfloat16)
+        oracle.train(path, data(), GLOBAL_BATCH, oracle.token_level, dtype, BF16_LR, scale=scale)
+        for dtype in (torch.float64, half)
     )
-    return Expected(start, exact, rounded, oracle.Rounding.of(rounded, exact))
+    return Expected(half, start, exact, rounded, oracle.Rounding.of(rounded, exact))
 
 
 def shards_of(path: Path, weights: dict[str, torch.Tensor], tp: int, rank: int, names: list[str]):
@@ -95,11 +100,13 @@ def shards_of(path: Path, weights: dict[str, torch.Tensor], tp: int, rank: int, 
 def assert_steps_like_hf(seen: dict[str, Any], hf: Expected) -> None:
     steps = zip(seen["steps"], hf.exact.losses, hf.exact.grad_norms, strict=True)
     for step, loss, norm in steps:
-        check("bf16 loss", abs(step["loss"].item() / loss - 1), LOSS)
+        check(f"{hf.dtype} loss", abs(step["loss"].item() / loss - 1), UNITS[hf.dtype])
         # A norm is off by no more than the vector is, most of whose error is across its direction.
-        check("bf16 grad norm", abs(step["grad_norm"].item() / norm - 1), hf.rounding.grad_norm)
+        check(
+            f"{hf.dtype} grad norm", abs(step["grad_norm"].item() / norm - 1), hf.rounding.grad_norm
+        )
     evaluated = seen["eval"]["loss"][0].item()
-    check("bf16 loss", abs(evaluated / hf.exact.losses[0] - 1), LOSS)
+    check(f"{hf.dtype} loss", abs(evaluated / hf.exact.losses[0] - 1), UNITS[hf.dtype])
 
 
 # The models take turns; both are under every layout in fp32 (tests/invariance).
@@ -117,6 +124,34 @@ def test_bf16_training_is_as_near_to_exact_arithmetic_as_that_of_hf(
         assert_weights_like_hf(path, case.tp, seen, hf)
 
 
+IN_FP16 = (
+    "one process",
+    "TP2+SP",
+    "PP2xVPP2",
+    "DP2 distributed optimizer, both overlaps",
+    "TP2xCP2+SP",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"), in_turns(zip(IN_FP16, itertools.cycle(FAMILIES), strict=False))
+)
+def test_fp16_training_is_as_near_to_exact_arithmetic_as_that_of_hf(
+    ranks, fp16_checkpoints, name: str, tied: bool
+) -> None:
+    path, case = fp16_checkpoints[tied], LAYOUTS[name]
+    config = policy_config(path, case.megatron, lr=BF16_LR, precision="float16")
+    config["megatron_cfg"]["optimizer"]["initial_loss_scale"] = SCALE
+    hf = expected(path, torch.float16)
+    for seen in ranks.run(case.world, train_two_steps, config, "token", data(), VOCAB, False):
+        assert [(step["loss_scale"], step["skipped_steps"]) for step in seen["steps"]] == [
+            (SCALE, 0),
+            (SCALE, 0),
+        ]
+        assert_steps_like_hf(seen, hf)
+        assert_weights_like_hf(path, case.tp, seen, hf)
+
+
 def assert_weights_like_hf(path: Path, tp: int, seen: dict[str, Any], hf: Expected) -> None:
     """No trained tensor is further from the truth than Hugging Face's, up to `ROOM`, and every
     matrix has moved along the right update as far as Hugging Face's has, up to `SHARE_ROOM`.
@@ -128,17 +163,18 @@ def assert_weights_like_hf(path: Path, tp: int, seen: dict[str, Any], hf: Expect
     )
     for name in names:
         weight, exact = seen["weights"][name], exacts[name]
-        assert weight.dtype == theirs[name].dtype == torch.bfloat16
+        assert weight.dtype == theirs[name].dtype == hf.dtype
         if not exact.any():  # a shard of nothing but the vocabulary's padding
             assert not weight.any(), name
             continue
         distance = (theirs[name].double() - exact).norm()
-        check("bf16 weights", float((weight.double() - exact).norm()), ROOM * float(distance), name)
+        apart = float((weight.double() - exact).norm())
+        check(f"{hf.dtype} weights", apart, ROOM * float(distance), name)
         update = exact - starts[name].double()
         if weight.dim() > 1:
             noise = float(distance / update.norm()) / update.numel() ** 0.5
             ours, hfs = (moved(w, starts[name], update) for w in (weight, theirs[name]))
-            check("bf16 share of the update", abs(ours - hfs), SHARE_ROOM * noise, name)
+            check(f"{hf.dtype} share of the update", abs(ours - hfs), SHARE_ROOM * noise, name)
             assert 10 * SHARE_ROOM * noise < 0.9, f"{name}: too little to tell from no training"
 
 

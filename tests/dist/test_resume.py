@@ -58,6 +58,9 @@ from tests.turns import in_turns
 
 SHARDED = {"optimizer": {"use_distributed_optimizer": True}}
 BF16 = {"precision": "bfloat16"}
+FP16 = {"precision": "float16"}
+DOUBLING = {"optimizer": {"loss_scale_window": 3, "initial_loss_scale": 256.0}}
+"""The factor on losses doubles after the third step, the first of those after the save."""
 ALL = {"weights", "optimizer", "schedule", "random numbers"}
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 64}}
 ASYNC = {"checkpoint": {"async_save": True, "ckpt_assume_constant_structure": True}}
@@ -92,6 +95,7 @@ SAME = {
     "PP2, tied": Case(LAYOUTS["PP2"]),
     "DP2, distributed optimizer, both overlaps": Case(layout(2, **OVERLAPPED), ASYNC),
     "DP2, distributed, bf16": Case(layout(2, **SHARDED), top=BF16),
+    "DP2, distributed, fp16": Case(layout(2, **SHARDED), DOUBLING, FP16),
     "TP2, bf16": Case(LAYOUTS["TP2"], top=BF16, family="apertus", tied=False),
     "EP2xDP2, distributed, packed": Case(
         layout(4, expert_model_parallel_size=2, **OVERLAPPED),

@@ -119,7 +119,7 @@ def test_a_section_of_the_host_parses_and_its_idle_keys_are_listed(name: str) ->
     assert PolicyConfig.parse(config.model_dump()) == config
     assert config.megatron_cfg.optimizer.adam_eps == 1e-8
     listed = ignored_keys(raw)
-    assert "megatron_cfg.empty_unused_memory_level" in listed
+    assert "megatron_cfg.distributed_data_parallel_config.average_in_collective" in listed
     assert listed.keys() & {"model_name", "megatron_cfg.optimizer.lr"} == set()
 
 

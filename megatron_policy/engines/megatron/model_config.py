@@ -54,6 +54,7 @@ def transformer_config(
         variable_seq_lengths=variable_lengths and topology.pp > 1,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
         # Losses are normalized by global counts: gradients are sums, never means.
         calculate_per_token_loss=True,
         # Every weight is read from the checkpoint, so none is initialised at random.

@@ -24,6 +24,7 @@ from megatron_policy.config import MegatronConfig
 from megatron_policy.converters.rows import Role
 from megatron_policy.device.timing import Stopwatch
 from megatron_policy.engines.megatron.gradient_norm import ClippedApart, GradientNorm
+from megatron_policy.engines.megatron.loss_scale import LossScale
 from megatron_policy.engines.megatron.mtp import sum_embedding_gradients
 from megatron_policy.interfaces.engine import REDUCE, NotFiniteError
 from megatron_policy.memory.pending_reads import PendingReads
@@ -44,6 +45,8 @@ class WrappedModel:
     gradient_norm: GradientNorm
     apart: ClippedApart | None
     stopwatch: Stopwatch
+    loss_scale: LossScale | None
+    """Only in float16."""
 
     def detach(self) -> None:
         """Remove the optimizer from the model's config.
@@ -62,10 +65,12 @@ class WrappedModel:
         NotFiniteError, on every rank and before any parameter or state has changed, if that norm is
         not finite.
         """
-        optimizer = self.optimizer
+        optimizer, scale = self.optimizer, self.loss_scale
         distributed = bool(self.chunks[0].ddp_config.use_distributed_optimizer)
 
         def finite_norm() -> float:
+            if scale is not None:
+                scale.unscale(optimizer)
             norm = self.gradient_norm(optimizer, distributed=distributed)
             if not math.isfinite(norm):
                 raise NotFiniteError(norm)
@@ -82,8 +87,14 @@ class WrappedModel:
             succeeded, norm, _ = optimizer.step()
         finally:
             del optimizer.get_grad_norm
-        assert succeeded, "only a loss scaler skips steps, and fp16 is refused by the config"
+        assert succeeded, "without loss scalers of its own Megatron-Core skips no step"
+        if scale is not None:
+            scale.count_step()
         return float(norm)
+
+    def skip_step(self) -> bool:
+        """See `Trainable`."""
+        return self.loss_scale is not None and self.loss_scale.lower()
 
     def settle(self) -> None:
         """Make the parameters current: an overlapped gather leaves them stale until the next
@@ -121,8 +132,9 @@ def wrap_model(
         use_gloo_process_groups=False,
     )
     scheduler = _scheduler(optimizer, settings, global_batch_size)
+    scale = LossScale(settings.optimizer) if config.params_dtype == torch.float16 else None
     model = WrappedModel(
-        wrapped, optimizer, scheduler, pending_reads, gradient_norm, apart, Stopwatch()
+        wrapped, optimizer, scheduler, pending_reads, gradient_norm, apart, Stopwatch(), scale
     )
     _connect(config, model)
     return model
@@ -175,7 +187,8 @@ def _optimizer_config(settings: MegatronConfig, dtype: torch.dtype) -> Optimizer
         adam_beta2=optimizer.adam_beta2,
         adam_eps=optimizer.adam_eps,
         sgd_momentum=optimizer.sgd_momentum,
-        bf16=dtype == torch.bfloat16,
+        # fp32 main parameters. `fp16` would do the same, with a loss scaler for each optimizer.
+        bf16=dtype != torch.float32,
         params_dtype=dtype,
         clip_grad=optimizer.clip_grad,
         use_distributed_optimizer=optimizer.use_distributed_optimizer,
@@ -188,7 +201,8 @@ def _connect(config: TransformerConfig, model: WrappedModel) -> None:
     config.finalize_model_grads_func = partial(
         finalize_gradients, model.pending_reads, model.stopwatch
     )
-    config.grad_scale_func = model.optimizer.scale_loss
+    scale = model.loss_scale
+    config.grad_scale_func = model.optimizer.scale_loss if scale is None else scale.scale
     if model.chunks[0].ddp_config.overlap_grad_reduce:
         config.no_sync_func = _one_or_all([chunk.no_sync for chunk in model.chunks])
 

@@ -13,11 +13,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_policy.config import MegatronConfig
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.table import Entry
+from megatron_policy.device.caches import return_unused
 from megatron_policy.engines.megatron.gradient_norm import (
     ClippedApart,
     GradientNorm,
     separate_experts,
 )
+from megatron_policy.engines.megatron.loss_scale import SCALE
 from megatron_policy.engines.megatron.optimizer import WrappedModel, finalize_gradients, wrap_model
 from megatron_policy.engines.megatron.optimizer_state import MegatronOptimizerState
 from megatron_policy.engines.megatron.routers import Routers
@@ -42,9 +44,14 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class MegatronTrainable(WrappedModel):
-    """Gradient buffers, optimizer and schedule of Megatron-Core, and the routers of a step."""
+    """Gradient buffers, optimizer and schedule of Megatron-Core, and the routers of a step.
+
+    `empty_level` is when unused device memory is given back: from 1 on before the optimizer's part
+    of a step, at 2 after it as well.
+    """
 
     routers: Routers
+    empty_level: int = 0
 
     @property
     def state(self) -> MegatronOptimizerState:
@@ -60,6 +67,11 @@ class MegatronTrainable(WrappedModel):
     def weight_decay(self) -> float:
         """See `Trainable`."""
         return float(self.scheduler.get_wd())
+
+    @property
+    def loss_factor(self) -> float | None:
+        """See `Trainable`."""
+        return None if self.loss_scale is None else self.loss_scale.value
 
     def zero_gradients(self) -> None:
         """Zero the gradient buffers and drop gradients held elsewhere."""
@@ -105,8 +117,12 @@ class MegatronTrainable(WrappedModel):
 
     def step(self) -> float:
         """See `Trainable`."""
+        if self.empty_level >= 1:
+            return_unused()
         norm = super().step()
         self.routers.finish_step()
+        if self.empty_level >= 2:
+            return_unused()
         return norm
 
     def routing_metrics(self) -> dict[str, float]:
@@ -163,7 +179,9 @@ def make_trainable(
         parts.gradient_norm,
         parts.apart,
         parts.stopwatch,
+        parts.loss_scale,
         routers,
+        settings.empty_unused_memory_level,
     )
 
 
@@ -176,11 +194,12 @@ def _reduce_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def schedule_state(model: WrappedModel) -> dict[str, Any]:
-    """`num_steps`, the samples that the schedule has counted, and its settings by Megatron-Core's
-    names: numbers and strings.
+    """`num_steps`, the samples that the schedule has counted, its settings by Megatron-Core's
+    names, and where a loss scale is: numbers and strings.
     """
-    scheduler = model.scheduler
-    return {"num_steps": scheduler.num_steps} | {n: getattr(scheduler, n) for n in _SETTINGS}
+    scheduler, scale = model.scheduler, model.loss_scale
+    found = {"num_steps": scheduler.num_steps} | {n: getattr(scheduler, n) for n in _SETTINGS}
+    return found if scale is None else found | scale.state()
 
 
 def restore_schedule(
@@ -198,9 +217,11 @@ def restore_schedule(
             f"the checkpoint does not say how far its schedule has advanced: num_steps is "
             f"{steps!r}. Load another checkpoint, or load this one with fresh_optimizer"
         )
-    configured = schedule_state(model)
+    configured, scale = schedule_state(model), model.loss_scale
+    anew = scale is not None and not scale.restore(state)
     # Set directly: Megatron-Core's own load adds to the count and takes rates from the file.
     model.scheduler.num_steps = steps
     model.scheduler.step(increment=0)
     saved = {name: state.get(name) for name in _SETTINGS}
-    return {n: (saved[n], configured[n]) for n in _SETTINGS if saved[n] != configured[n]}
+    changed = {n: (saved[n], configured[n]) for n in _SETTINGS if saved[n] != configured[n]}
+    return changed | ({SCALE: (None, scale.value)} if scale is not None and anew else {})

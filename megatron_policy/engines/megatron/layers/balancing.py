@@ -110,6 +110,7 @@ class Balancing(torch.nn.Module):
         self.z_coefficient: float = config.moe_z_loss_coeff or 0.0
         self.one_replica: dist.ProcessGroup = groups.tp_cp_group
         self.all_replicas: dist.ProcessGroup = groups.tp_dp_cp_group
+        self.config = config
         self.rows: RoutedRows | None = None
         self.numbers_T: torch.Tensor | None = None
         """The row numbers of the tokens of the forward pass that is running."""
@@ -147,6 +148,8 @@ class Balancing(torch.nn.Module):
             added = added + self.z_coefficient * z
         if not added.requires_grad:
             return weights_TE
+        if self.config.fp16 and self.config.grad_scale_func is not None:
+            added = self.config.grad_scale_func(added).squeeze()
         with_loss_TE: torch.Tensor = _AddedLoss.apply(weights_TE, added)  # type: ignore[no-untyped-call]
         return with_loss_TE
 
