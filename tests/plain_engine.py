@@ -240,7 +240,7 @@ class Trainable:
         return norm
 
     @property
-    def loss_factor(self) -> None:
+    def loss_scale(self) -> None:
         return None
 
     def skip_step(self) -> bool:

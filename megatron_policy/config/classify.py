@@ -156,7 +156,8 @@ def _rejection(rule: Rejected, path: str, value: Any) -> str:
         fix += f" or give it the value of policy.{rule.same_as}"
     elif value is True:
         fix += " or set it to false"
-    return f"policy.{path}={shown} would change results and is not supported: {rule.why}; {fix}"
+    said = f"policy.{path}={shown} would change {rule.changes} and is not supported"
+    return f"{said}: {rule.why}; {fix}"
 
 
 def _unknown(prefix: str, name: str) -> str:

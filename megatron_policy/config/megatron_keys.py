@@ -24,7 +24,11 @@ _FP32 = (
     "kept in fp32; other dtypes need Transformer Engine's Adam and a form of state that "
     "checkpoints here do not have"
 )
-_FSDP = "parameters are not sharded over data-parallel ranks: a row is a tensor-parallel shard"
+_FSDP = (
+    "Megatron-Core's FSDP makes parameters DTensors, which loading, checkpoints and refits here "
+    "cannot address; use_distributed_optimizer spreads main parameters and moments over "
+    "data-parallel ranks"
+)
 _FP32_NAMES = ("float32", "fp32", "torch.float32")
 _OFFLOAD = "affects optimizer_cpu_offload only, which is rejected"
 _GRAPHS = "affects captured CUDA graphs only; nothing is captured here"
@@ -74,13 +78,16 @@ _COMPUTATION: Rules = {
         "too"
     ),
     **each(
-        Ignored("log-probabilities are always computed in tiles, without logits of all tokens"),
+        Ignored(
+            "log-probabilities are always computed in tiles, without logits of all tokens; only a "
+            "loss that takes logits gets them, in fp32"
+        ),
         """defer_fp32_logits use_fused_linear_logprobs fused_linear_logprobs_chunk_size
         use_linear_ce_fusion_loss linear_ce_fusion_chunk_size""",
     ),
     "clear_memory_caches_before_refit": Ignored("always done when memory is handed over"),
     "fine_grained_activation_offloading": Rejected(
-        "activations stay on the device; use activation_checkpointing"
+        "activations stay on the device; use activation_checkpointing", changes="memory"
     ),
     "offload_modules": Ignored(
         "affects fine_grained_activation_offloading only, which is rejected"
@@ -198,7 +205,8 @@ _OPTIMIZER: Rules = {
     "optimizer_cpu_offload": Rejected(
         "Megatron-Core's hybrid optimizer keeps copies of the state that checkpoints and memory "
         "states do not reach. Between steps the state leaves the device anyhow; within them "
-        "use_distributed_optimizer spreads it over data-parallel ranks"
+        "use_distributed_optimizer spreads it over data-parallel ranks",
+        changes="memory",
     ),
     **each(
         Ignored(_OFFLOAD),
@@ -249,7 +257,7 @@ _DDP: Rules = {
     **each(Applied(), "grad_reduce_in_fp32 overlap_grad_reduce"),
     "overlap_param_gather": Applied("where the distributed optimizer spreads parameters"),
     "average_in_collective": Ignored(_NORMALISED),
-    **each(Rejected(_FSDP), "use_custom_fsdp use_megatron_fsdp"),
+    **each(Rejected(_FSDP, changes="memory"), "use_custom_fsdp use_megatron_fsdp"),
     "data_parallel_sharding_strategy": Ignored(
         "affects use_custom_fsdp and use_megatron_fsdp only, which are rejected"
     ),

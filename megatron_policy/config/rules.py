@@ -35,14 +35,15 @@ class Ignored:
 
 @dataclass(frozen=True)
 class Rejected:
-    """Would change results. Accepted only if it asks for nothing (null, false, 0, an empty
-    section), is one of the values `only`, if any, or means the same as the key `same_as`, given
-    or by default.
+    """Would change results, or what `changes` says. Accepted only if it asks for nothing (null,
+    false, 0, an empty section), is one of the values `only`, if any, or means the same as the key
+    `same_as`, given or by default.
     """
 
     why: str
     same_as: str = ""
     only: tuple[Any, ...] = ()
+    changes: str = "results"
 
 
 Rule = Applied | Nested | Ignored | Rejected

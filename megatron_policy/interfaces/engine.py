@@ -106,7 +106,7 @@ class Trainable(Protocol):
         """The weight decay of the next step."""
 
     @property
-    def loss_factor(self) -> float | None:
+    def loss_scale(self) -> float | None:
         """The factor on the losses of the next step, by which gradients are divided again; None
         unless the precision is float16.
         """

@@ -40,20 +40,20 @@ def take_step(
         norm = error.norm
     else:
         assert not faults, "a loss that cannot be trained on leaves no finite gradient"
-        return OptimStats(grad_norm, lr, wd, trainable.routing_metrics(), trainable.loss_factor)
+        return OptimStats(grad_norm, lr, wd, trainable.routing_metrics(), trainable.loss_scale)
     trainable.zero_gradients()
     undo()
     if any_fault(faults, groups):
         raise_everywhere(faults, groups, consequence)
-    factor = trainable.loss_factor
+    factor = trainable.loss_scale
     if trainable.skip_step():
         _log.warning(
             "a step was skipped: its gradient's norm is %s at loss scale %g, and %g is next",
             norm,
             factor,
-            trainable.loss_factor,
+            trainable.loss_scale,
         )
-        return OptimStats(norm, lr, wd, loss_factor=trainable.loss_factor, skipped=1)
+        return OptimStats(norm, lr, wd, loss_scale=trainable.loss_scale, skipped=1)
     overflow = ""
     if factor is not None:
         overflow = (

@@ -24,7 +24,7 @@ class OptimStats:
     lr: float
     wd: float
     routing: Mapping[str, float] = field(default_factory=dict)
-    loss_factor: float | None = None
+    loss_scale: float | None = None
     skipped: int = 0
     """Steps not taken, of those that these statistics stand for."""
 
@@ -128,8 +128,8 @@ def result_of(
     dist.all_reduce(total, group=group)
     names = dict.fromkeys(name for each in metrics for name in each)
     further: dict[str, Any] = {"moe_metrics": dict(stats.routing)} if stats.routing else {}
-    if stats.loss_factor is not None:
-        further |= {"loss_scale": stats.loss_factor, "skipped_steps": stats.skipped}
+    if stats.loss_scale is not None:
+        further |= {"loss_scale": stats.loss_scale, "skipped_steps": stats.skipped}
     return TrainResult(
         loss=total.cpu(),
         grad_norm=torch.tensor([stats.grad_norm]),

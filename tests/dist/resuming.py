@@ -131,7 +131,7 @@ def everything_of(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
         found |= {f"optimizer {name}": p for name, p in optimizer_of(policy).items()}
         scheduler = policy._session.trainable.scheduler
         found["schedule"] = torch.tensor([scheduler.num_steps])
-        if (scale := policy._session.trainable.loss_scale) is not None:
+        if (scale := policy._session.trainable.scaling) is not None:
             found["loss scale"] = torch.tensor([*map(float, scale.state().values())])
         for number, each in enumerate(optimizers(policy)):
             for at, group in enumerate(each.param_groups):

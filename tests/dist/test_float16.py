@@ -52,7 +52,7 @@ def overflow(config: dict[str, Any]) -> dict[str, Any]:
         policy.accumulator.microbatch(own_share(policy, batch()))
         with unchanged(policy):
             seen["skipped"].append(policy.accumulator.finish())
-        policy._engine.trainable.loss_scale._scaler._scale.fill_(1024.0)
+        policy._engine.trainable.scaling._scaler._scale.fill_(1024.0)
         seen["taken"] = train(policy)
         seen["count"] = policy.steps
         return seen
@@ -86,13 +86,11 @@ def test_an_overflow_skips_the_step_on_all_ranks_and_halves_the_factor(
         torch.testing.assert_close(skipped[-1]["loss"], taken["loss"], rtol=1e-3, atol=0)
 
 
-def same_gradients(config: dict[str, Any]) -> list[torch.Tensor]:
-    """Gradients of a step at the factor of the configuration, divided by it."""
+def gradients(config: dict[str, Any]) -> list[torch.Tensor]:
+    """Unclipped gradients of a step, which are divided by the factor in their fp32 buffers."""
     with open_policy(config, init_reference_model=False) as policy:
-        result = train(policy)
-        factor = result.get("loss_scale", 1.0)
-        parameters = [p for _, p in policy.named_parameters()]
-        return [p.main_grad.float() / factor for p in parameters if p.requires_grad]
+        train(policy)
+        return [p.main_grad.clone() for _, p in policy.named_parameters() if p.requires_grad]
 
 
 def test_losses_of_routers_have_the_factor_too(ranks, checkpoint) -> None:
@@ -103,9 +101,9 @@ def test_losses_of_routers_have_the_factor_too(ranks, checkpoint) -> None:
         "moe_aux_loss_coeff": 10.0,
         "moe_z_loss_coeff": 1.0,
     }
-    plain = policy_config(path, balanced)
-    half = scaled(path, balanced, initial_loss_scale=256.0)
-    (exact,), (found,) = (ranks.run(1, same_gradients, config) for config in (plain, half))
+    plain = policy_config(path, balanced, max_grad_norm=0.0)
+    half = scaled(path, balanced, initial_loss_scale=256.0) | {"max_grad_norm": 0.0}
+    (exact,), (found,) = (ranks.run(1, gradients, config) for config in (plain, half))
     apart = sum(float((a - b).square().sum()) for a, b in zip(found, exact, strict=True))
     length = sum(float(b.square().sum()) for b in exact)
     assert apart**0.5 < 0.02 * length**0.5
@@ -126,7 +124,7 @@ def test_the_factor_doubles_after_a_window_of_good_steps(ranks, checkpoints) -> 
 
 def mistakes(config: dict[str, Any]) -> dict[str, Any]:
     with open_policy(config, init_reference_model=False) as policy:
-        scale = policy._engine.trainable.loss_scale
+        scale = policy._engine.trainable.scaling
         with unchanged(policy):
             wrong = Mistaken("token", "NaN", rank=0, call=1)
             seen: dict[str, Any] = {"loss": hear(lambda: train(policy, wrong))}

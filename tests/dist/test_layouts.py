@@ -2,7 +2,8 @@
 torch's AdamW in fp64.
 
 A result in bf16 is no further from the truth than Hugging Face's own in bf16, up to a small factor
-whose derivation stands at each; the same holds of fp16. (In fp32, and with every batching: test_invariance.py.)
+whose derivation stands at each; the same holds of fp16. (In fp32, and with every batching:
+test_invariance.py.)
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ def minimal(**changes: Any) -> dict[str, Any]:
 
 MEGATRON, OPTIMIZER = "megatron_cfg.", "megatron_cfg.optimizer."
 SCHEDULER = "megatron_cfg.scheduler."
+DDP = "megatron_cfg.distributed_data_parallel_config."
 
 
 def test_a_minimal_configuration_is_complete() -> None:
@@ -162,7 +163,9 @@ def test_null_means_not_given() -> None:
     assert PolicyConfig.parse(minimal(generation=None, **nulls)) == PolicyConfig.parse(minimal())
 
 
-@pytest.mark.parametrize(("name", "full"), [("fp32", "float32"), ("bf16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "full"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")]
+)
 def test_short_names_of_precisions_are_understood(name: str, full: str) -> None:
     assert PolicyConfig.parse(minimal(precision=name)).precision == full
 
@@ -214,7 +217,11 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
         ({MEGATRON + "tensor_model_paralel_size": 2}, "did you mean 'tensor_model_parallel_size'"),
         ({"tensor_model_parallel_size": 2}, "did you mean policy.megatron_cfg.tensor_model_par"),
         ({"colour": 1}, r"policy.colour is unknown: its keys are model_name, "),
-        ({"precision": "float16"}, "policy.precision: .*'float32' or 'bfloat16', not 'float16'"),
+        ({"precision": "float64"}, "policy.precision: .*'bfloat16' or 'float16', not 'float64'"),
+        (
+            {"refit_dtype": "float16"},
+            "policy.refit_dtype: .*'float32' or 'bfloat16', not 'float16'",
+        ),
         ({MEGATRON + "transformer_impl": "apex"}, "'auto', 'local' or 'transformer_engine'"),
         ({MEGATRON + "tensor_model_parallel_size": 0}, "greater than 0, not 0"),
         ({"train_global_batch_size": None}, "policy.train_global_batch_size: Field required"),
@@ -226,7 +233,41 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
         ({"collective_timeout_s": 0}, "collective_timeout_s: .*greater than 0, not 0"),
         ({"worker_timeout_s": 0.5}, "worker_timeout_s: .*greater than or equal to 1, not 0.5"),
         ({OPTIMIZER + "min_lr": 1.0}, "min_lr must be at most lr"),
-        ({OPTIMIZER + "fp16": True}, "fp16=True would change results"),
+        (
+            {OPTIMIZER + "fp16": True},
+            "fp16=true contradicts policy.precision=bfloat16: leave it out",
+        ),
+        (
+            {"precision": "float16", OPTIMIZER + "fp16": False},
+            "fp16=false contradicts policy.precision=float16: leave it out, set it to true",
+        ),
+        (
+            {"precision": "float16", OPTIMIZER + "bf16": True},
+            "bf16=true contradicts .*: leave it out",
+        ),
+        (
+            {"precision": "float16", OPTIMIZER + "min_loss_scale": 2.0**17},
+            "min_loss_scale=131072.0 is above initial_loss_scale=65536.0: lower it",
+        ),
+        ({OPTIMIZER + "loss_scale": 0.0}, "loss_scale: .*lie between"),
+        ({OPTIMIZER + "hysteresis": 0}, "hysteresis: .*greater than 0"),
+        (
+            {OPTIMIZER + "optimizer_cpu_offload": True},
+            "optimizer_cpu_offload=True would change memory .*or set it to false",
+        ),
+        (
+            {OPTIMIZER + "exp_avg_dtype": "torch.bfloat16"},
+            "exp_avg_dtype='torch.bfloat16' would change results .*kept in fp32",
+        ),
+        ({DDP + "use_megatron_fsdp": True}, "use_megatron_fsdp=True would change memory"),
+        (
+            {MEGATRON + "fine_grained_activation_offloading": True},
+            "would change memory .*use activation_checkpointing",
+        ),
+        (
+            {"precision": "float16", MEGATRON + "pipeline_dtype": "bfloat16"},
+            "pipeline_dtype='bfloat16' would change results .*value of policy.precision",
+        ),
         ({SCHEDULER + "lr_decay_style": "WSD"}, "'constant', 'linear', 'cosine' or 'inverse-"),
         ({SCHEDULER + "lr_decay_style": "cosine"}, "lr_decay_iters is missing: give it"),
         ({SCHEDULER + "end_weight_decay": 0.5}, "make them equal, or weight_decay_incr_style"),
@@ -271,6 +312,27 @@ def test_what_cannot_be_run_is_refused_with_its_path_and_a_fix(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         PolicyConfig.parse(minimal(**changes))
+
+
+@pytest.mark.parametrize("given", [{}, {"bf16": False, "fp16": True}, {"fp16": True}])
+def test_float16_needs_no_more_than_its_precision(given: dict[str, bool]) -> None:
+    keys = {OPTIMIZER + name: value for name, value in given.items()}
+    keys |= {MEGATRON + "pipeline_dtype": "fp16"}
+    config = PolicyConfig.parse(minimal(precision="float16", **keys))
+    assert config.precision == "float16"
+    assert config.megatron_cfg.optimizer.initial_loss_scale == 65536.0
+    assert PolicyConfig.parse(config.model_dump()) == config
+
+
+@pytest.mark.parametrize(("asked", "warned"), [(True, True), (False, False), (None, False)])
+def test_who_asks_for_what_would_save_memory_is_told_that_it_does_not(
+    caplog: pytest.LogCaptureFixture, asked: bool | None, warned: bool
+) -> None:
+    key = OPTIMIZER + "use_precision_aware_optimizer"
+    PolicyConfig.parse(minimal(**{key: asked}))
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert bool(said) == warned
+    assert all(f"policy.{key} has no effect: results are the same" in each for each in said)
 
 
 def test_everything_wrong_is_said_at_once() -> None:

@@ -332,6 +332,19 @@ def test_a_balancing_loss_takes_the_models_coefficient_and_is_refused_without_an
     check_layout(given, shape(moe=MOE), topology_of(given, 1))
 
 
+def test_correction_biases_are_those_of_the_model() -> None:
+    """Where a switch against the model would count."""
+    key, rate = "moe_router_enable_expert_bias", "moe_router_bias_update_rate"
+    plain = replace(MOE, correction_bias=False)
+    said = refusal(config(**{key: False}), shape(moe=MOE), 1)
+    assert f"{key}=false drops the correction biases that the model has: leave it out" in said
+    said = refusal(config(**{key: True, rate: 1e-3}), shape(moe=plain), 1)
+    assert f"{key}=true trains correction biases, which the model does not have" in said
+    for asked, step, moe in ((True, 1e-3, MOE), (True, 0.0, plain), (False, 1e-3, plain)):
+        fits = config(**{key: asked, rate: step})
+        check_layout(fits, shape(moe=moe), topology_of(fits, 1))
+
+
 def test_a_capacity_that_cannot_be_is_refused() -> None:
     none, pads = "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"
     assert f"{none}=0 leaves experts without tokens" in refusal(

@@ -50,7 +50,8 @@ class LossScale:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the factor, without waiting for the device."""
-        return self._scaler.scale * loss
+        scaled: torch.Tensor = self._scaler.scale * loss
+        return scaled
 
     @torch.no_grad()
     def unscale(self, optimizer: Any) -> None:

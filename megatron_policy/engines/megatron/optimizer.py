@@ -45,7 +45,7 @@ class WrappedModel:
     gradient_norm: GradientNorm
     apart: ClippedApart | None
     stopwatch: Stopwatch
-    loss_scale: LossScale | None
+    scaling: LossScale | None
     """Only in float16."""
 
     def detach(self) -> None:
@@ -65,7 +65,7 @@ class WrappedModel:
         NotFiniteError, on every rank and before any parameter or state has changed, if that norm is
         not finite.
         """
-        optimizer, scale = self.optimizer, self.loss_scale
+        optimizer, scale = self.optimizer, self.scaling
         distributed = bool(self.chunks[0].ddp_config.use_distributed_optimizer)
 
         def finite_norm() -> float:
@@ -94,7 +94,7 @@ class WrappedModel:
 
     def skip_step(self) -> bool:
         """See `Trainable`."""
-        return self.loss_scale is not None and self.loss_scale.lower()
+        return self.scaling is not None and self.scaling.lower()
 
     def settle(self) -> None:
         """Make the parameters current: an overlapped gather leaves them stale until the next
@@ -201,7 +201,7 @@ def _connect(config: TransformerConfig, model: WrappedModel) -> None:
     config.finalize_model_grads_func = partial(
         finalize_gradients, model.pending_reads, model.stopwatch
     )
-    scale = model.loss_scale
+    scale = model.scaling
     config.grad_scale_func = model.optimizer.scale_loss if scale is None else scale.scale
     if model.chunks[0].ddp_config.overlap_grad_reduce:
         config.no_sync_func = _one_or_all([chunk.no_sync for chunk in model.chunks])

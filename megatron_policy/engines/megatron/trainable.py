@@ -69,9 +69,9 @@ class MegatronTrainable(WrappedModel):
         return float(self.scheduler.get_wd())
 
     @property
-    def loss_factor(self) -> float | None:
+    def loss_scale(self) -> float | None:
         """See `Trainable`."""
-        return None if self.loss_scale is None else self.loss_scale.value
+        return None if self.scaling is None else self.scaling.value
 
     def zero_gradients(self) -> None:
         """Zero the gradient buffers and drop gradients held elsewhere."""
@@ -179,7 +179,7 @@ def make_trainable(
         parts.gradient_norm,
         parts.apart,
         parts.stopwatch,
-        parts.loss_scale,
+        parts.scaling,
         routers,
         settings.empty_unused_memory_level,
     )
@@ -197,7 +197,7 @@ def schedule_state(model: WrappedModel) -> dict[str, Any]:
     """`num_steps`, the samples that the schedule has counted, its settings by Megatron-Core's
     names, and where a loss scale is: numbers and strings.
     """
-    scheduler, scale = model.scheduler, model.loss_scale
+    scheduler, scale = model.scheduler, model.scaling
     found = {"num_steps": scheduler.num_steps} | {n: getattr(scheduler, n) for n in _SETTINGS}
     return found if scale is None else found | scale.state()
 
@@ -217,7 +217,7 @@ def restore_schedule(
             f"the checkpoint does not say how far its schedule has advanced: num_steps is "
             f"{steps!r}. Load another checkpoint, or load this one with fresh_optimizer"
         )
-    configured, scale = schedule_state(model), model.loss_scale
+    configured, scale = schedule_state(model), model.scaling
     anew = scale is not None and not scale.restore(state)
     # Set directly: Megatron-Core's own load adds to the count and takes rates from the file.
     model.scheduler.num_steps = steps
