@@ -11,7 +11,7 @@ import torch
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.rows import fill_shard
 from megatron_policy.converters.table import Entry, Table, canonical_name
-from megatron_policy.errors import CheckpointError
+from megatron_policy.errors import CheckpointError, ConversionError
 from megatron_policy.parallel.topology import Placement
 
 Held = list[tuple[Entry, torch.Tensor]]
@@ -77,6 +77,11 @@ def load_parameters(held: Held, reader: HfReader, table: Table, place: Placement
             [reader.part(name) for name in entry.hf],
             *place.shard_of(entry.row),
         )
+        if parameter.dtype == torch.float16 and not parameter.isfinite().all():
+            raise ConversionError(
+                f"{', '.join(entry.hf)} has a weight that float16 cannot hold, or that is not "
+                "finite: set policy.precision to bfloat16 or float32"
+            )
 
 
 @torch.no_grad()

@@ -4,15 +4,17 @@ on from a checkpoint. (How near the results are to exact arithmetic: test_layout
 
 from __future__ import annotations
 
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.errors import CheckpointError
+from megatron_policy.errors import CheckpointError, ConversionError
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
 from tests.dist.layouts import EXPERT_LAYOUTS, LAYOUTS, LENGTH, OVERLAPPED, VOCAB
@@ -155,6 +157,21 @@ def refuse(config: dict[str, Any]) -> str:
 def test_an_overflow_at_a_fixed_factor_is_an_error(ranks, checkpoints) -> None:
     (said,) = ranks.run(1, refuse, scaled(checkpoints[True], {}, loss_scale=HUGE))
     assert "lower megatron_cfg.optimizer.loss_scale" in said
+
+
+def opened(config: dict[str, Any]) -> str:
+    return hear(lambda: open_policy(config).__enter__(), ConversionError)
+
+
+def test_a_weight_that_float16_cannot_hold_is_refused(ranks, checkpoints, tmp_path: Path) -> None:
+    source = shutil.copytree(checkpoints[True], tmp_path / "source")
+    (file,) = source.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] = 1e6
+    save_file(tensors, file)
+    (said,) = ranks.run(1, opened, scaled(source, {}))
+    assert "model.norm.weight has a weight that float16 cannot hold" in said
+    assert "set policy.precision to bfloat16 or float32" in said
 
 
 def save(config: dict[str, Any], root: Path) -> None:
