@@ -24,7 +24,7 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-latest sweep sweep-cpus soak invariance compatibility lint format bench clean
+.PHONY: help demo test test-latest test-gpu sweep sweep-cpus soak invariance compatibility lint format bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -37,6 +37,9 @@ test: $(VENV)/.installed ## run the tests; those that need GPUs skip where there
 
 test-latest: $(LATEST)/.installed ## run the tests on Python 3.13 (or 3.12) with the newest megatron-core
 	$(INTERPRETED) $(LATEST)/bin/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.installed ## run the tests that need GPUs, as far as those visible go
+	$(BIN)/python -m pytest -m "gpu or multi_gpu" $(PYTEST_ARGS)
 
 sweep: $(VENV)/.installed ## run the further cases of tests of which `make test` runs a few
 	$(BIN)/python -m pytest $(PARALLEL) -m sweep $(PYTEST_ARGS)
