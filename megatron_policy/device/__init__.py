@@ -84,7 +84,7 @@ def can_compile() -> bool:
     (TRITON_INTERPRET), and a C compiler for its launchers is found (CC, or gcc or clang on the
     path).
     """
-    if os.environ.get("TRITON_INTERPRET", "0") != "0":
+    if os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y"):
         return False
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     return importlib.util.find_spec("triton") is not None and bool(compiler)

@@ -121,8 +121,9 @@ def test_kernels_are_compiled_only_where_triton_and_a_compiler_are(
     monkeypatch.setattr(device.shutil, "which", lambda _: None)
     monkeypatch.setenv("CC", "/opt/cc")
     assert device.can_compile()
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert not device.can_compile()
+    for value, interprets in (("1", True), ("on", True), ("0", False), ("", False)):
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+        assert device.can_compile() == (not interprets)
 
 
 def test_triton_runs_on_tensors_of_a_gpu_where_kernels_are_compiled(
