@@ -7,10 +7,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,13 +83,18 @@ def compute_capability() -> tuple[int, int]:
 
 def can_compile() -> bool:
     """Whether torch can compile kernels for a GPU: Triton is installed and does not interpret them
-    (TRITON_INTERPRET), and a C compiler for its launchers is found (CC, or gcc or clang on the
-    path).
+    (TRITON_INTERPRET), and its launchers can be built: a C compiler is found (CC, or gcc or clang
+    on the path), and Python's headers are.
     """
     if os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y"):
         return False
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    return importlib.util.find_spec("triton") is not None and bool(compiler)
+    return importlib.util.find_spec("triton") is not None and bool(compiler) and _headers().exists()
+
+
+def _headers() -> Path:
+    """Python's C headers, which slim images lack."""
+    return Path(sysconfig.get_path("include")) / "Python.h"
 
 
 def runs_triton(tensor: torch.Tensor) -> bool:

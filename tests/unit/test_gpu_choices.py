@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,10 +108,11 @@ def test_a_worker_takes_the_gpu_that_ray_gave_it_among_those_it_sees(
 
 
 def test_kernels_are_compiled_only_where_triton_and_a_compiler_are(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(device, "_headers", lambda: Path(__file__))
     for triton in (None, object()):
         monkeypatch.setattr(device.importlib.util, "find_spec", lambda _, t=triton: t)
         for compiler in (None, "/usr/bin/clang"):
@@ -120,6 +122,10 @@ def test_kernels_are_compiled_only_where_triton_and_a_compiler_are(
             assert device.can_compile() == (triton is not None and compiler is not None)
     monkeypatch.setattr(device.shutil, "which", lambda _: None)
     monkeypatch.setenv("CC", "/opt/cc")
+    assert device.can_compile()
+    monkeypatch.setattr(device, "_headers", lambda: tmp_path / "Python.h")
+    assert not device.can_compile()
+    (tmp_path / "Python.h").touch()
     assert device.can_compile()
     for value, interprets in (("1", True), ("on", True), ("0", False), ("", False)):
         monkeypatch.setenv("TRITON_INTERPRET", value)

@@ -173,8 +173,8 @@ def _kernels(
     compiled = is_accelerated() and can_compile()
     if is_accelerated() and not compiled:
         _log.warning(
-            "bias, dropout and activation are not fused: torch.compile needs Triton and a C "
-            "compiler (gcc or clang on the path, or CC)"
+            "bias, dropout and activation are not fused: torch.compile needs Triton, a C "
+            "compiler (gcc or clang on the path, or CC) and Python's headers"
         )
     return {
         "apply_rope_fusion": settings.apply_rope_fusion and with_te and architecture.mla is None,
