@@ -45,6 +45,41 @@ _UNSPLIT_EXPERTS = {"gpt_oss"}
 """Their experts have biases, which Megatron-Core does not split over tensor-parallel ranks."""
 
 
+_FURTHER: dict[str, dict[str, Any]] = {
+    "apertus": {
+        "architectures": ["ApertusForCausalLM"],
+        "hidden_act": "xielu",
+        "hidden_size": 4096,
+        "intermediate_size": 21504,
+        "max_position_embeddings": 65536,
+        "model_type": "apertus",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+        "vocab_size": 131072,
+    },
+    "ernie4_5_moe": {
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "max_position_embeddings": 131072,
+        "model_type": "ernie4_5_moe",
+        "moe_intermediate_size": 3584,
+        "moe_k": 8,
+        "moe_layer_start_index": 1,
+        "moe_num_experts": 64,
+        "moe_num_shared_experts": 0,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 54,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+        "vocab_size": 103424,
+    },
+}
+"""The sizes of Apertus-8B and ERNIE-4.5-300B-A47B; all else is their class's default."""
+
+
 def published() -> dict[str, dict[str, Any]]:
     """The config of the largest published model of each family, by the family's name."""
     found: dict[str, tuple[int, dict[str, Any]]] = {}
@@ -52,7 +87,8 @@ def published() -> dict[str, dict[str, Any]]:
         family = fields["model_type"]
         if family not in found or parameters > found[family][0]:
             found[family] = parameters, fields
-    return {name: COMMON | each | _LARGER.get(name, {}) for name, (_, each) in found.items()}
+    known = {name: COMMON | each | _LARGER.get(name, {}) for name, (_, each) in found.items()}
+    return known | {name: COMMON | each for name, each in _FURTHER.items()}
 
 
 def with_layers(fields: dict[str, Any], layers: int) -> dict[str, Any]:

@@ -28,16 +28,14 @@ LONGEST_S = 3000
 """The sweep takes 3 minutes of a core; on a loaded machine it has a small share of one."""
 Results = dict[str, dict[str, Any]]
 
-pytestmark = pytest.mark.skipif(
-    torch.version.cuda is None, reason="fake tensors on a GPU need a CUDA build of torch"
-)
-
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
     """What became of each case, by its name. A process of its own: tests here have adapted
     Megatron-Core to the CPU.
     """
+    if torch.version.cuda is None:
+        pytest.skip("fake tensors on a GPU need a CUDA build of torch")
     directory = tmp_path_factory.mktemp("fake_device")
     command = [sys.executable, "-W", "ignore", "-m", "tests.fake_device.sweep", str(directory)]
     done = subprocess.run(
