@@ -75,6 +75,7 @@ def policy_config(path: Path, layout: Layout, packed: bool) -> PolicyConfig:
             "train_global_batch_size": layout.world * 8,
             "train_micro_batch_size": 2,
             "logprob_batch_size": 2,
+            "logprob_chunk_size": TOKENS,
             "max_total_sequence_length": WIDTH,
             "sequence_packing": {
                 "enabled": packed,
@@ -179,8 +180,9 @@ def run_case(case: Case, directory: Path) -> dict[str, int]:
             _check_model(engine)
             data = batch(layout.microbatches, architecture.vocab_size)
             _train(engine, batcher_of(config, topology, architecture), data, rules)
-            padded = policy_config(path, layout, packed=False)
-            _score(engine, batcher_of(padded, topology, architecture), data, rules)
+            if layout.score:
+                padded = policy_config(path, layout, packed=False)
+                _score(engine, batcher_of(padded, topology, architecture), data, rules)
         finally:
             engine.close()
     return rules.collectives.counts
