@@ -11,11 +11,13 @@ from tests.fake_device.models import experts_of, fitted, published
 
 @dataclass(frozen=True)
 class Case:
-    """One rank of one family under one layout; `fault` names what is planted."""
+    """One rank of one family under one layout, and what it runs; `fault` names what is planted."""
 
     family: str
     layout: Layout
     rank: int
+    train: bool = True
+    score: bool = False
     fault: str = ""
 
     @property
@@ -25,16 +27,17 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every family under every layout."""
+    """Every family under every layout. Of two ranks the first scores and the second trains."""
     for family, fields in published().items():
         for layout in EXPERTS if experts_of(fields) > 1 else DENSE:
             own = fitted(layout, fields)
-            for rank in own.ranks:
-                yield Case(family, own, rank)
+            *first, last = own.ranks
+            yield from (Case(family, own, rank, train=False, score=True) for rank in first)
+            yield Case(family, own, last, score=own.score and not first)
 
 
 def _planted(tp: int, fault: str) -> Case:
-    return Case("glm4", Layout(f"tp{tp}", tp, tp=tp), tp - 1, fault)
+    return Case("glm4", Layout(f"tp{tp}", tp, tp=tp), tp - 1, fault=fault)
 
 
 FOUND = (_planted(8, "cpu_index"), _planted(8, "cpu_all_reduce"), _planted(8, "wrong_reshape"))

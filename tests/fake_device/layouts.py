@@ -11,8 +11,8 @@ class Layout:
     """Sizes of the axes, on `world` ranks; what is left is data parallel.
 
     `layers` is the number of layers of each chunk. `packed`: whether training's microbatches are.
-    `score`: whether it scores too, padded. `optimizer`: whether gradient buffers and optimizer are
-    made.
+    `score`: whether a rank that trains also scores, padded. `optimizer`: whether gradient buffers
+    and optimizer are made.
     """
 
     name: str
@@ -39,8 +39,8 @@ class Layout:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that are built: the last one, or two of the first stage, one in the middle and the
-        last, on different places of the other axes.
+        """Those that are built: the last one, or two of the first, a middle and the last stage, on
+        different places of the other axes.
         """
         stage, last = self.world // self.pp, self.world - 1
         middle = stage * (self.pp // 2) + stage // 2
@@ -70,19 +70,19 @@ DENSE = (
     Layout("dp", 8, optimizer=True),
     Layout("tp", 8, tp=8, score=False),
     Layout("sp", 16, tp=8, sp=True, packed=True),
-    Layout("pp", 64, tp=4, pp=8, layers=1, score=False),
+    Layout("pp", 64, tp=4, pp=8, layers=1),
     Layout("vpp", 32, tp=2, pp=2, vpp=2, packed=True, layers=1),
     Layout("cp", 64, cp=4, tp=2, packed=True),
-    Layout("all", 1024, tp=8, sp=True, pp=8, cp=4, packed=True, layers=1, score=False),
+    Layout("all", 1024, tp=8, sp=True, pp=8, cp=4, packed=True, layers=1),
 )
 EXPERTS = (
     Layout("dp", 8, ep=8, optimizer=True),
     Layout("tp", 16, tp=8, sp=True, ep=16, score=False),
     Layout("sp", 64, tp=8, sp=True, ep=64, packed=True),
     Layout("etp", 64, tp=4, sp=True, ep=16, etp=4, packed=True, score=False),
-    Layout("pp", 512, tp=4, sp=True, pp=8, ep=64, layers=1, score=False),
+    Layout("pp", 512, tp=4, sp=True, pp=8, ep=64, layers=1),
     Layout("vpp", 256, tp=2, sp=True, pp=2, vpp=2, ep=64, packed=True, layers=1),
     Layout("cp", 64, cp=4, tp=2, sp=True, ep=64, packed=True),
-    Layout("all", 1024, tp=8, sp=True, pp=8, cp=4, ep=64, packed=True, layers=1, score=False),
+    Layout("all", 1024, tp=8, sp=True, pp=8, cp=4, ep=64, packed=True, layers=1),
 )
 """Tensor-parallel ranks of experts need sequence parallelism."""

@@ -179,8 +179,9 @@ def run_case(case: Case, directory: Path) -> dict[str, int]:
         try:
             _check_model(engine)
             data = batch(layout.microbatches, architecture.vocab_size)
-            _train(engine, batcher_of(config, topology, architecture), data, rules)
-            if layout.score:
+            if case.train:
+                _train(engine, batcher_of(config, topology, architecture), data, rules)
+            if case.score:
                 padded = policy_config(path, layout, packed=False)
                 _score(engine, batcher_of(padded, topology, architecture), data, rules)
         finally:
