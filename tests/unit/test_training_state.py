@@ -127,7 +127,7 @@ def scheduled(**other: Any) -> Any:
     }
     optimizer: Any = SimpleNamespace(param_groups=groups)
     scheduler = OptimizerParamScheduler(optimizer, **settings | other)
-    return SimpleNamespace(optimizer=optimizer, scheduler=scheduler)
+    return SimpleNamespace(optimizer=optimizer, scaling=None, scheduler=scheduler)
 
 
 def test_a_restored_schedule_goes_on_as_if_it_had_never_stopped() -> None:
