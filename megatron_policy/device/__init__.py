@@ -8,10 +8,13 @@ import importlib.util
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ __all__ = [
     "memory_info",
     "on_side_stream",
     "place_process",
+    "prefer_flash_attention",
     "prepare_for_other_engines",
     "private_group",
     "queued",
@@ -45,6 +49,7 @@ __all__ = [
     "shareable_bytes",
     "spare_cores",
     "synchronize",
+    "varlen_kernel",
 ]
 
 
@@ -100,6 +105,40 @@ def _headers() -> Path:
 def runs_triton(tensor: torch.Tensor) -> bool:
     """Whether Triton kernels can work on this tensor: it is on a GPU, and they can be compiled."""
     return tensor.device.type == "cuda" and can_compile()
+
+
+def varlen_kernel() -> Callable[..., Any] | None:
+    """torch's attention kernel for sequences of different lengths, `varlen_attn`; None where this
+    process's GPU or torch lacks it.
+
+    It is flash attention, which needs compute capability 8.0 and a build of torch that has it.
+    Windows, grouped heads and a scale were added to its arguments after its first release.
+    """
+    if torch.version.cuda is None or compute_capability() < (8, 0):
+        return None
+    return _varlen_attn()
+
+
+@cache
+def _varlen_attn() -> Callable[..., Any] | None:
+    """The function if this torch has it with all arguments that are used."""
+    if not torch.backends.cuda.is_flash_attention_available():
+        return None
+    try:
+        function: Callable[..., Any] = import_module("torch.nn.attention.varlen").varlen_attn
+    except (ImportError, AttributeError):
+        return None
+    needed = {"scale", "window_size", "enable_gqa"}
+    return function if needed <= signature(function).parameters.keys() else None
+
+
+def prefer_flash_attention() -> None:
+    """Let `scaled_dot_product_attention` choose among its kernels without cuDNN's.
+
+    cuDNN builds a plan for every new pair of lengths, which takes host time; lengths of sequences
+    hardly repeat, and the keys of a cache grow by one with each token.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def prepare_for_other_engines() -> None:

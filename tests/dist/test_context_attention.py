@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from megatron_policy.engines.megatron.layers.tiles import BLOCK
 from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.packing.tokens import TokenLayout, packed_layout, padded_layout
 from tests.exact import Exact, assert_equal
+from tests.varlen_oracle import varlen_oracle
 
 HEADS, HEAD_DIM = 4, 8
 LENGTHS = (1, 13, 24, 0, 7, 2)
@@ -154,11 +156,25 @@ def put(layout: TokenLayout, values_TR: torch.Tensor) -> torch.Tensor:
     return layout.put(everyones.unflatten(0, layout.columns_CT.shape))
 
 
-def attend(kind: str) -> dict[str, list[torch.Tensor]]:
-    """As `reference`, each variant by all ranks of the world together."""
+def attend(kind: str, kernel: str) -> dict[str, list[torch.Tensor]]:
+    """As `reference`, each variant by all ranks of the world together, in tiles or where possible
+    in one call.
+    """
     prepare_platform()
     device.join_process_group(60.0)
+    if kernel == "one call":
+        return {name: _attend_in_one_call(kind, variant) for name, variant in VARIANTS.items()}
     return {name: _attend(kind, variant) for name, variant in VARIANTS.items()}
+
+
+def _attend_in_one_call(kind: str, variant: Variant) -> list[torch.Tensor]:
+    with varlen_oracle() as oracle:
+        found = _attend(kind, variant)
+    explicit = variant.softcap is not None or variant.sinks
+    # Padded rows on one rank are one tile unless there is a window.
+    tile = kind == "padded" and dist.get_world_size() == 1 and variant.reach is None
+    assert oracle.calls == (0 if explicit or tile else 1), oracle.calls
+    return found
 
 
 def _attend(kind: str, variant: Variant) -> list[torch.Tensor]:
@@ -179,12 +195,12 @@ def _attend(kind: str, variant: Variant) -> list[torch.Tensor]:
 
 
 @pytest.fixture(
-    scope="module", params=[(world, kind) for world in (1, 2, 4) for kind in ("padded", "packed")]
+    scope="module", params=list(product((1, 2, 4), ("padded", "packed"), ("tiles", "one call")))
 )
 def attended(request, ranks) -> list[dict[str, list[torch.Tensor]]]:
     """What each rank makes of every variant."""
-    world, kind = request.param
-    everyones: list[dict[str, list[torch.Tensor]]] = ranks.run(world, attend, kind)
+    world, *how = request.param
+    everyones: list[dict[str, list[torch.Tensor]]] = ranks.run(world, attend, *how)
     return everyones
 
 

@@ -64,9 +64,18 @@ def test_importing_patches_nothing_and_using_megatron_core_imports_no_compiler()
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=600)
 
 
-def test_a_machine_with_a_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-
+def test_a_machine_with_a_gpu_keeps_its_functions_and_all_kernels_but_cudnns_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = torch.empty, torch.Tensor.type, torch.cuda.current_device
-    assert prepare_platform() is False
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        assert prepare_platform() is False
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
+        assert torch.backends.cuda.mem_efficient_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
     assert (torch.empty, torch.Tensor.type, torch.cuda.current_device) == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,6 +141,49 @@ def test_triton_runs_on_tensors_of_a_gpu_where_kernels_are_compiled(
         with FakeTensorMode():
             assert device.runs_triton(torch.empty(1, device="cuda")) == compiled
         assert not device.runs_triton(torch.empty(1))
+
+
+def windowed(*, scale: float, window_size: tuple[int, int], enable_gqa: bool) -> None: ...
+
+
+def without_windows(*, scale: float) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("cuda", "capability", "built", "module", "found"),
+    [
+        ("13.0", (9, 0), True, SimpleNamespace(varlen_attn=windowed), True),
+        ("13.0", (8, 0), True, SimpleNamespace(varlen_attn=windowed), True),
+        ("13.0", (7, 5), True, SimpleNamespace(varlen_attn=windowed), False),
+        ("13.0", (9, 0), False, SimpleNamespace(varlen_attn=windowed), False),
+        (None, (9, 4), True, SimpleNamespace(varlen_attn=windowed), False),
+        ("12.8", (9, 0), True, SimpleNamespace(varlen_attn=without_windows), False),
+        ("12.8", (9, 0), True, SimpleNamespace(), False),
+        ("12.4", (9, 0), True, None, False),
+    ],
+)
+def test_attention_of_many_sequences_is_one_call_where_torch_and_the_gpu_have_the_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+    cuda: str | None,
+    capability: tuple[int, int],
+    built: bool,
+    module: object,
+    found: bool,
+) -> None:
+    def imported(name: str) -> object:
+        if module is None:
+            raise ImportError(name)
+        return module
+
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(device, "compute_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
+    monkeypatch.setattr(device, "import_module", imported)
+    device._varlen_attn.cache_clear()
+    try:
+        assert device.varlen_kernel() is (windowed if found else None)
+    finally:
+        device._varlen_attn.cache_clear()
 
 
 @pytest.mark.parametrize("shape", [(3, 7), (5, 6), (4, 4), (16, 64)])

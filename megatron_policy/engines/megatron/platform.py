@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 
-from megatron_policy.device import is_accelerated
+from megatron_policy.device import is_accelerated, prefer_flash_attention
 from megatron_policy.engines.megatron import cpu_platform
 
 
 def prepare_platform() -> bool:
     """Make stock Megatron-Core usable on this machine; call it before making groups or models.
 
-    With a GPU this only binds names that a missing Transformer Engine leaves unbound. Without one
-    it also applies the patches of `cpu_platform`, once. Returns whether patches are active.
+    With a GPU this binds names that a missing Transformer Engine leaves unbound, and keeps torch's
+    attention from cuDNN. Without one it also applies the patches of `cpu_platform`, once. Returns
+    whether patches are active.
     """
-    if not is_accelerated():
+    if is_accelerated():
+        prefer_flash_attention()
+    else:
         cpu_platform.apply()
     bind_unbound_names()
     return not is_accelerated()

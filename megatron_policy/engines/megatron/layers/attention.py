@@ -23,6 +23,12 @@ from megatron_policy.engines.megatron.layers.context_parallel import gather_keys
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams
 from megatron_policy.engines.megatron.layers.tile_attention import explicit, fused, fused_bias
 from megatron_policy.engines.megatron.layers.tiles import cut, mask, tiles
+from megatron_policy.engines.megatron.layers.varlen_attention import (
+    VarlenSequences,
+    supports,
+    varlen_attention,
+    varlen_rows,
+)
 from megatron_policy.packing.tokens import CausalRectangle
 
 
@@ -32,7 +38,8 @@ class TorchAttention(MegatronModule):
 
     Replaces `DotProductAttention` in the local spec. Right padding needs no mask: no valid position
     can see a later one. Scores are materialised only if they are softcapped or there are sinks
-    (learnt scores of each head that attend to nothing): the fused kernels support neither.
+    (learnt scores of each head that attend to nothing): the fused kernels support neither. Where
+    torch and the device have a kernel that takes all sequences at once, it is called once.
     `post_rope_norm` normalizes each query and key head as it arrives, which is after the rotary
     embedding.
     """
@@ -96,6 +103,36 @@ class TorchAttention(MegatronModule):
                 key_KBGH, value_KBGH = gather_keys(
                     key_KBGH, value_KBGH, packed_seq_params.order, packed_seq_params.context_group
                 )
+        states = (query_SBNH, key_KBGH, value_KBGH)
+        varlen = self._varlen(*states, packed_seq_params)
+        if varlen is not None:
+            return varlen_attention(*states, varlen, self.softmax_scale, self.reach).flatten(2)
+        return self._tiled(*states, pieces)
+
+    def _varlen(
+        self,
+        query_SBNH: torch.Tensor,
+        key_KBGH: torch.Tensor,
+        value_KBGH: torch.Tensor,
+        params: SequenceParams | None,
+    ) -> VarlenSequences | None:
+        """The sequences for one kernel that takes them all; None if tiles are computed instead."""
+        if not self._can_fuse or self._dropout_now > 0 or not supports(query_SBNH, value_KBGH):
+            return None
+        if params is not None:
+            return params.varlen
+        # Without a window, or for one query, a single tile without a mask is one call too.
+        tiled = self.reach is None or query_SBNH.size(0) == 1
+        return None if tiled else varlen_rows(query_SBNH, key_KBGH)
+
+    def _tiled(
+        self,
+        query_SBNH: torch.Tensor,
+        key_KBGH: torch.Tensor,
+        value_KBGH: torch.Tensor,
+        pieces: tuple[CausalRectangle, ...],
+    ) -> torch.Tensor:
+        """The context of each tile by itself, `[S, B, N*H]`."""
         parts = tiles(pieces, self.reach, explicit=not self._can_fuse)
         queries, keys = ([(t.query, t.queries) for t in parts], [(t.key, t.keys) for t in parts])
         states = (cut(query_SBNH, queries), cut(key_KBGH, keys), cut(value_KBGH, keys))

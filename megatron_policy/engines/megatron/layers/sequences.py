@@ -12,6 +12,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_policy.device import current_device
 from megatron_policy.engines.megatron.layers.replay import RouterParams
+from megatron_policy.engines.megatron.layers.varlen_attention import (
+    VarlenSequences,
+    ends,
+    varlen_sequences,
+)
 from megatron_policy.packing.tokens import CausalRectangle, TokenLayout
 
 
@@ -28,6 +33,8 @@ class SequenceParams(PackedSeqParams):
     """Positions of this rank's tokens within their sequences, int64 `[T]`, on the device."""
     pieces: tuple[CausalRectangle, ...]
     """The pieces of this rank's attention."""
+    varlen: VarlenSequences | None
+    """The same for a kernel that takes all of them at once; None where there is none."""
     longest: int
     """Length of the longest sequence, including its filler, over all ranks."""
     order: torch.Tensor | None
@@ -65,10 +72,12 @@ def sequence_params(layout: TokenLayout, cp_group: dist.ProcessGroup) -> Sequenc
     if layout.plain:
         return None
     device, rank = current_device(), cp_group.rank()
+    pieces, rows = layout.pieces(rank), layout.sources_CTR.size(2)
     order = layout.columns_CT.flatten().argsort() if layout.ranks > 1 else None
     return SequenceParams(
         positions=layout.positions(rank).to(device),
-        pieces=layout.pieces(rank),
+        pieces=pieces,
+        varlen=varlen_sequences(pieces, rows, device),
         longest=max(segment.length for segment in layout.segments),
         order=None if order is None else order.to(device),
         context_group=cp_group,
@@ -81,13 +90,13 @@ def _packed(layout: TokenLayout, device: torch.device) -> PackedSeqParams:
     output undefined.
     """
     lengths = [segment.length for segment in layout.segments if segment.length]
-    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    sums = ends(lengths, device)
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        cu_seqlens_q_padded=ends,
-        cu_seqlens_kv_padded=ends,
+        cu_seqlens_q=sums,
+        cu_seqlens_kv=sums,
+        cu_seqlens_q_padded=sums,
+        cu_seqlens_kv_padded=sums,
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
     )
