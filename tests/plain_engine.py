@@ -102,7 +102,7 @@ class Decoder(torch.nn.Module):
         lengths = torch.tensor([segment.length for segment in layout.segments])
         segment_T = torch.arange(len(lengths)).repeat_interleave(lengths)
         mask_TT = (segment_T[:, None] == segment_T[None]).tril()
-        positions_T = layout.positions(0)
+        positions_T = layout.positions_CT[0]
         x = F.embedding(tokens_RT, self._weight("embedding.word_embeddings.weight"))
         for layer in range(self.shape.num_layers):
             name = f"decoder.layers.{layer}"

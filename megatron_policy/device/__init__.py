@@ -49,6 +49,7 @@ __all__ = [
     "shareable_bytes",
     "spare_cores",
     "synchronize",
+    "to_device",
     "varlen_kernel",
 ]
 
@@ -175,6 +176,16 @@ def current_device() -> torch.device:
     if is_accelerated():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def to_device(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on this process's device. From host memory it is copied through pinned memory, so
+    that the host does not wait for the copy.
+    """
+    device = current_device()
+    if tensor.device.type == "cpu" and device.type != "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def join_process_group(timeout_s: float = 600.0) -> bool:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.device import to_device
 from megatron_policy.lm_head.head import LanguageModelHead, MtpLayers
 from megatron_policy.packing.microbatch import Microbatch, cut
 from megatron_policy.packing.multiples import NARROWEST
@@ -27,6 +28,9 @@ from megatron_policy.packing.tokens import FILLER
 class Output:
     """What a loss or a scoring function is given on the last stage. Results are the same on every
     tensor- and context-parallel rank.
+
+    Masks `wanted_BS` say where results are wanted. They belong in host memory, as those made from
+    `microbatch.host` are: for others the host waits for the device.
     """
 
     hidden_TRD: torch.Tensor
@@ -71,7 +75,7 @@ class Output:
         """The `k` largest logits after each wanted position at temperature 1, fp32, and their
         entries, int64: `[B, S, K]`.
         """
-        chosen_N = self._take(wanted_BS.long()).flatten().nonzero()[:, 0]
+        chosen_N = self._chosen(wanted_BS)
         values_NK, indices_NK = self.head.plain.topk(self._hidden(chosen_N), k)
         return self._put(values_NK, chosen_N), self._put(indices_NK, chosen_N)
 
@@ -89,8 +93,9 @@ class Output:
             yield data, layout.put(all_CTRV)
             return
         flat = all_CTRV.flatten(0, 2)
-        for row, where_S in enumerate(layout.where()):
-            length = max(int((where_S != FILLER).sum()), NARROWEST)
+        lengths = (self.microbatch.host.layout.where_BS != FILLER).sum(1).tolist()
+        for row, where_S in enumerate(layout.where_BS):
+            length = max(lengths[row], NARROWEST)
             where_S = where_S[:length]
             logits_SV = flat[where_S.clamp(min=0)].masked_fill((where_S == FILLER)[:, None], 0)
             yield cut(data.slice(row, row + 1), length), logits_SV.unsqueeze(0)
@@ -120,11 +125,17 @@ class Output:
         """Log-probabilities `[B, S - 1, K]` of `targets_BSK[:, t]` and entropies `[B, S - 1]` after
         the tokens up to t, where token t + 1 is wanted.
         """
-        chosen_N = self._take(shifted(wanted_BS.long(), 1)).flatten().nonzero()[:, 0]
+        chosen_N = self._chosen(shifted(wanted_BS, 1))
         targets_NK = self._take(targets_BSK).flatten(0, 1)[chosen_N]
         logprobs_NK, entropy_N = self.head.scores(self._hidden(chosen_N), targets_NK, entropy)
         logprobs_BSK = self._put(logprobs_NK, chosen_N)[:, :-1]
         return logprobs_BSK, None if entropy_N is None else self._put(entropy_N, chosen_N)[:, :-1]
+
+    def _chosen(self, wanted_BS: torch.Tensor) -> torch.Tensor:
+        """This rank's wanted positions among its `T * R`, int64 `[N]`, found on the host."""
+        layout = self.microbatch.host.layout
+        wanted_TR = layout.take(wanted_BS.cpu().long(), self.context_group.rank())
+        return to_device(wanted_TR.flatten().nonzero()[:, 0])
 
     def _take(self, values_BS: torch.Tensor) -> torch.Tensor:
         return self.microbatch.layout.take(values_BS, self.context_group.rank())

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.device import current_device
+from megatron_policy.device import to_device
 from megatron_policy.packing.multiples import NARROWEST, Multiples
 from megatron_policy.packing.tokens import TokenLayout, packed_layout, padded_layout
 
@@ -22,15 +22,27 @@ ROUTED_EXPERTS = "routed_experts"
 
 
 @dataclass(frozen=True)
-class Microbatch:
-    """Rows and the layout of their tokens. `text_length` is the width of the caller's batch, which
-    some rotary embeddings depend on. A filler only keeps ranks synchronised: its results are
-    dropped. `rows` are the numbers of its rows in the data they were cut from. `shares`, fp32
-    `[B]`, are what its rows weigh in a mean over the global batch; None if nothing is averaged.
+class HostRows:
+    """Rows and the layout of their tokens in host memory: what indices and sizes are made from, so
+    that the host does not wait for the device.
     """
 
     data: BatchedDataDict
     layout: TokenLayout
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Rows and the layout of their tokens, on the device, and the same on the host. `text_length`
+    is the width of the caller's batch, which some rotary embeddings depend on. A filler only keeps
+    ranks synchronised: its results are dropped. `rows` are the numbers of its rows in the data they
+    were cut from. `shares`, fp32 `[B]`, are what its rows weigh in a mean over the global batch;
+    None if nothing is averaged.
+    """
+
+    data: BatchedDataDict
+    layout: TokenLayout
+    host: HostRows
     text_length: int
     filler: bool = False
     rows: tuple[int, ...] = ()
@@ -62,7 +74,7 @@ def padded_microbatch(
     data = cut(data, max(width, NARROWEST))
     rows, width = data["input_ids"].shape
     layout = padded_layout(rows, width, multiples.row, multiples.context_ranks)
-    return _on_device(Microbatch(data, layout, text_length))
+    return _microbatch(data, layout, text_length)
 
 
 def packed_microbatch(
@@ -74,14 +86,14 @@ def packed_microbatch(
     layout = packed_layout(
         lengths, width, multiples.sequence, multiples.row, multiples.context_ranks
     )
-    return _on_device(Microbatch(data, layout, text_length))
+    return _microbatch(data, layout, text_length)
 
 
 def empty_microbatch(text_length: int, multiples: Multiples) -> Microbatch:
     """A filler without rows: the fewest positions that the layout can split."""
     data = BatchedDataDict({"input_ids": torch.zeros(0, 1, dtype=torch.long)})
     layout = packed_layout([], 1, multiples.sequence, multiples.row, multiples.context_ranks)
-    return _on_device(Microbatch(data, layout, text_length, filler=True))
+    return replace(_microbatch(data, layout, text_length), filler=True)
 
 
 def numbered(microbatches: Sequence[Microbatch], rows: Sequence[int]) -> list[Microbatch]:
@@ -102,9 +114,19 @@ def cut(data: BatchedDataDict, width: int) -> BatchedDataDict:
     )
 
 
-def _on_device(microbatch: Microbatch) -> Microbatch:
-    where = current_device()
-    return replace(microbatch, data=microbatch.data.to(where), layout=microbatch.layout.to(where))
+def _microbatch(data: BatchedDataDict, layout: TokenLayout, text_length: int) -> Microbatch:
+    """On the device, by copies that nobody waits for if the caller's data are in host memory."""
+    host = HostRows(BatchedDataDict(data).to("cpu"), layout)
+    return Microbatch(_on_device(data), layout.moved(to_device), host, text_length)
+
+
+def _on_device(data: BatchedDataDict) -> BatchedDataDict:
+    return BatchedDataDict(
+        {
+            key: to_device(value) if isinstance(value, torch.Tensor) else value
+            for key, value in data.items()
+        }
+    )
 
 
 def inside(data: BatchedDataDict) -> torch.Tensor:

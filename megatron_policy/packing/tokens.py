@@ -11,7 +11,7 @@ R rows that are computed in parallel (B when padded, 1 when packed).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +52,8 @@ class TokenLayout:
 
     `sources_CTR` holds, for every rank, the flat index (row * S + position) of the token at each of
     its positions, or FILLER. Filler only follows the tokens of its segment, so causal attention
-    keeps it from affecting them.
+    keeps it from affecting them. All tensors are made on the CPU, by which a device is not waited
+    for.
     """
 
     rows: int
@@ -61,6 +62,14 @@ class TokenLayout:
     columns_CT: torch.Tensor
     """For each rank, which of all ranks' positions it has."""
     sources_CTR: torch.Tensor
+    positions_CT: torch.Tensor
+    """For each rank, the positions of its tokens in their sequences, int64; alike in all rows."""
+    where_BS: torch.Tensor
+    """The flat index among all ranks' positions `[C, T, R]` of each of the caller's, or FILLER."""
+    order_CT: torch.Tensor
+    """Index that sorts what is gathered from the ranks, `[C * T]`, into the order of all ranks'
+    positions.
+    """
 
     @property
     def ranks(self) -> int:
@@ -77,14 +86,17 @@ class TokenLayout:
         """Whether every row is one sequence that one rank computes from its first position on."""
         return self.ranks == 1 and len(self.segments) == 1
 
-    def to(self, device: torch.device) -> TokenLayout:
-        """The same on another device."""
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> TokenLayout:
+        """The same with the tensors that index others where `move` puts them."""
         return TokenLayout(
             self.rows,
             self.width,
             self.segments,
-            self.columns_CT.to(device),
-            self.sources_CTR.to(device),
+            self.columns_CT,
+            move(self.sources_CTR),
+            move(self.positions_CT),
+            move(self.where_BS),
+            move(self.order_CT),
         )
 
     def take(self, values_BS: torch.Tensor, rank: int, filler: float = 0) -> torch.Tensor:
@@ -98,28 +110,10 @@ class TokenLayout:
         none; the inverse of `take`, differentiable.
         """
         rest = values_CTR.shape[3:]
-        where_BS = self.where()
+        where_BS = self.where_BS
         found = values_CTR.reshape(-1, *rest)[where_BS.clamp(min=0)]
         missing = (where_BS == FILLER).view(*where_BS.shape, *[1] * len(rest))
         return found.masked_fill(missing, 0)
-
-    def where(self) -> torch.Tensor:
-        """The flat index among all ranks' positions `[C, T, R]` of each of the caller's `[B, S]`,
-        or FILLER.
-        """
-        sources = self.sources_CTR.reshape(-1)
-        real = (sources != FILLER).nonzero().squeeze(-1)
-        where = sources.new_full((self.rows * self.width,), FILLER)
-        where[sources[real]] = real
-        return where.view(self.rows, self.width)
-
-    def positions(self, rank: int) -> torch.Tensor:
-        """Positions of rank `rank`'s tokens in their sequences, int64 `[T]`, for all R rows."""
-        device = self.columns_CT.device
-        lengths = torch.tensor([s.length for s in self.segments], device=device)
-        starts = torch.tensor([s.start for s in self.segments], device=device)
-        within = torch.arange(self.full_length, device=device) - starts.repeat_interleave(lengths)
-        return within[self.columns_CT[rank]]
 
     def pieces(self, rank: int) -> tuple[CausalRectangle, ...]:
         """The pieces of rank `rank`'s causal attention; its queries in order, each once."""
@@ -177,7 +171,27 @@ def _layout(
     rows: int, width: int, segments: tuple[PackedSequence, ...], source_TR: torch.Tensor, ranks: int
 ) -> TokenLayout:
     columns_CT = torch.stack([_zigzag(segments, rank, ranks) for rank in range(ranks)])
-    return TokenLayout(rows, width, segments, columns_CT, source_TR[columns_CT])
+    sources_CTR = source_TR[columns_CT]
+    within_T = torch.cat([torch.arange(segment.length) for segment in segments])
+    return TokenLayout(
+        rows,
+        width,
+        segments,
+        columns_CT,
+        sources_CTR,
+        within_T[columns_CT],
+        _where(sources_CTR, rows, width),
+        columns_CT.flatten().argsort(),
+    )
+
+
+def _where(sources_CTR: torch.Tensor, rows: int, width: int) -> torch.Tensor:
+    """The inverse of `sources_CTR`; see `TokenLayout.where_BS`."""
+    sources = sources_CTR.flatten()
+    real = (sources != FILLER).nonzero().squeeze(-1)
+    where = sources.new_full((rows * width,), FILLER)
+    where[sources[real]] = real
+    return where.view(rows, width)
 
 
 def _zigzag(segments: Sequence[PackedSequence], rank: int, ranks: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
-from megatron_policy.device import current_device
+from megatron_policy.device import current_device, to_device
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces.engine import Trainable, TrainingEngine
 from megatron_policy.interfaces.loss import LossFunction
@@ -148,7 +148,7 @@ class GradientAccumulator:
             if any_fault(faults, self._engine.groups):
                 undo()
                 raise_everywhere(faults, self._engine.groups, UNCHANGED)
-        step.counts += own_counts(batch.data, current_device())
+        step.counts += to_device(own_counts(batch.data))
         step.parts += 1
         step.loss += loss
         step.metrics += metrics

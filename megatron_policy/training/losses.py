@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.device import to_device
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces import LossFunction, LossInputType, LossType, MetricNormalizer
 from megatron_policy.lm_head.logprobs import gather_vocab
@@ -43,32 +44,30 @@ class ValidCounts:
     tokens: torch.Tensor
 
 
-def count_valid(
-    batch: BatchedDataDict, group: dist.ProcessGroup, device: torch.device
-) -> ValidCounts:
-    """Valid sequences and tokens of the whole global batch, summed over the data-parallel `group`;
-    see `own_counts`.
+def count_valid(batch: BatchedDataDict, group: dist.ProcessGroup) -> ValidCounts:
+    """Valid sequences and tokens of the whole global batch, summed over the data-parallel `group`,
+    on the device; see `own_counts`.
     """
-    counts = own_counts(batch, device)
+    counts = to_device(own_counts(batch))
     dist.all_reduce(counts, group=group)
     return ValidCounts(sequences=counts[0], tokens=counts[1])
 
 
-def own_counts(batch: BatchedDataDict, device: torch.device) -> torch.Tensor:
+def own_counts(batch: BatchedDataDict) -> torch.Tensor:
     """Valid sequences and tokens of this rank's rows, fp32 `[2]`.
 
     A token counts where `token_mask[:, 1:]` and its row's `sample_mask` are set: position 0
     predicts nothing. Without a `token_mask` every position within `input_lengths` counts.
     """
-    return counts_of_rows(batch, device).sum(0)
+    return counts_of_rows(batch).sum(0)
 
 
-def counts_of_rows(batch: BatchedDataDict, device: torch.device) -> torch.Tensor:
+def counts_of_rows(batch: BatchedDataDict) -> torch.Tensor:
     """For each row, what it adds to valid sequences and tokens, fp32 `[B, 2]`; see `own_counts`."""
-    sample_mask_B = batch["sample_mask"].to(device, torch.float32)
+    sample_mask_B = batch["sample_mask"].float()
     masked = "token_mask" in batch
     tokens_BS = batch["token_mask"][:, 1:] if masked else inside(batch)
-    tokens_B = tokens_BS.to(device, torch.float32).sum(-1) * sample_mask_B
+    tokens_B = tokens_BS.float().sum(-1) * sample_mask_B
     return torch.stack([sample_mask_B, tokens_B], -1)
 
 
@@ -119,10 +118,11 @@ def further_losses(
     data = output.microbatch.data
     mask_BS = (data["token_mask"] if "token_mask" in data else inside(data)).float()
     mask_BS = mask_BS * data["sample_mask"].float().unsqueeze(-1)
+    wanted_BS = counted(output.microbatch.host.data)
     tokens = counts.tokens.clamp(min=1)
     losses = [
         -(scores_BS * shifted(mask_BS, number)[:, 1:]).sum() / tokens
-        for number, scores_BS in enumerate(output.further_scores(mask_BS != 0), start=1)
+        for number, scores_BS in enumerate(output.further_scores(wanted_BS), start=1)
     ]
     names = {f"mtp_{k}_loss": loss.detach() for k, loss in enumerate(losses, start=1)}
     return output.mtp.loss_factor * torch.stack(losses).mean(), names
@@ -170,8 +170,9 @@ def _call(
 
 def _scores(loss_fn: LossFunction, output: Output) -> dict[str, torch.Tensor | None]:
     data = output.microbatch.data
+    on_host = output.microbatch.host.data
     everywhere = getattr(loss_fn, "reads_masked_positions", False)
-    wanted_BS = inside(data) if everywhere else counted(data)
+    wanted_BS = inside(on_host) if everywhere else counted(on_host)
     with_entropy = getattr(loss_fn, "needs_entropy", False)
     found: dict[str, torch.Tensor | None] = {}
     key = candidates_key(loss_fn)
@@ -261,14 +262,12 @@ class LossNormalization:
         return lambda name: numbers[self.metrics.get(name, self.loss)]
 
 
-def row_shares(
-    loss_fn: LossFunction, batch: BatchedDataDict, counts: ValidCounts, device: torch.device
-) -> torch.Tensor:
+def row_shares(loss_fn: LossFunction, batch: BatchedDataDict, counts: ValidCounts) -> torch.Tensor:
     """What each row of `batch` weighs in a mean over the global batch, fp32 `[B]`: as much as in
     the loss. That is a sequence in a loss that says it is at sequence level, otherwise its tokens.
     """
     by_sequence = _value(getattr(loss_fn, "loss_type", None)) == LossType.SEQUENCE_LEVEL.value
-    number_B2 = counts_of_rows(batch, device)
+    number_B2 = counts_of_rows(batch)
     if by_sequence:
         return number_B2[:, 0] / counts.sequences.clamp(min=1)
     return number_B2[:, 1] / counts.tokens.clamp(min=1)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.device import current_device
+from megatron_policy.device import current_device, to_device
 from megatron_policy.errors import BatchError
 from megatron_policy.interfaces.engine import TrainingEngine
 from megatron_policy.lm_head.output import Output
@@ -66,7 +66,7 @@ class Scorer:
         """
 
         def read(output: Output) -> list[torch.Tensor]:
-            wanted_BS = inside(output.microbatch.data)
+            wanted_BS = inside(output.microbatch.host.data)
             _, entropies = output.next_token_scores(wanted_BS, entropy=True)
             assert entropies is not None
             return [F.pad(entropies, (1, 0))]
@@ -87,7 +87,7 @@ class Scorer:
             )
 
         def read(output: Output) -> list[torch.Tensor]:
-            return list(output.topk(k, inside(output.microbatch.data)))
+            return list(output.topk(k, inside(output.microbatch.host.data)))
 
         kinds = [((k,), torch.float32), ((k,), torch.int64)]
         values, indices = self._read(data, rows, read, kinds, replay)
@@ -120,7 +120,7 @@ class Scorer:
             whole = torch.zeros(*tokens_BS.shape, *rest, dtype=dtype, device=where)
             for own, part in zip(cut.rows, parts, strict=bool(parts)):
                 values = part[index][: len(own)]
-                whole[torch.tensor(own, device=where), : values.size(1)] = values
+                whole[to_device(torch.tensor(own)), : values.size(1)] = values
             shared = engine.share_tensor(whole if engine.is_last_stage else None, whole)
             found.append(shared.cpu())
         return found
@@ -149,5 +149,5 @@ class Scorer:
 
 
 def _logprobs(output: Output) -> list[torch.Tensor]:
-    scores, _ = output.next_token_scores(inside(output.microbatch.data))
+    scores, _ = output.next_token_scores(inside(output.microbatch.host.data))
     return [F.pad(scores, (1, 0))]

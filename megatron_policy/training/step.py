@@ -12,7 +12,6 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
-from megatron_policy.device import current_device
 from megatron_policy.device.timing import Stopwatch
 from megatron_policy.interfaces.engine import Trainable, TrainingEngine
 from megatron_policy.interfaces.loss import LossFunction
@@ -71,7 +70,7 @@ def forward_backward(
     only the loss is computed. The loss divides by global counts, so the sum is the gradient of the
     global batch's loss.
     """
-    counts = count_valid(batch.data, engine.groups.dp, current_device())
+    counts = count_valid(batch.data, engine.groups.dp)
     if trainable is not None:
         trainable.zero_gradients()
     with stopwatch.timing(FORWARD_BACKWARD):
@@ -111,7 +110,7 @@ def run(
 def _with_shares(microbatch: Microbatch, loss_fn: LossFunction, counts: ValidCounts) -> Microbatch:
     if microbatch.filler:
         return microbatch
-    shares_B = row_shares(loss_fn, microbatch.data, counts, current_device())
+    shares_B = row_shares(loss_fn, microbatch.data, counts)
     return replace(microbatch, shares=shares_B)
 
 

@@ -130,7 +130,7 @@ def states(config: dict[str, Any], kind: str, tp: int, cp: int) -> tuple[torch.T
         tokens_RT = layout.take(tokens_BS, rank).T.contiguous()
         hidden_TRD = model(
             tokens_RT,
-            layout.positions(rank).expand_as(tokens_RT),
+            layout.positions_CT[rank].expand_as(tokens_RT),
             None,
             packed_seq_params=sequence_params(layout, groups.cp),
         )

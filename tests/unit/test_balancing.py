@@ -71,13 +71,13 @@ def test_a_rows_tokens_weigh_its_share_together() -> None:
 @pytest.mark.parametrize("level", [LossType.TOKEN_LEVEL, LossType.SEQUENCE_LEVEL, None])
 def test_the_shares_of_a_global_batch_add_up_to_one(level: LossType | None) -> None:
     data = rows()
-    counts = ValidCounts(*own_counts(data, CPU))
-    shares_B = row_shares(SimpleNamespace(loss_type=level), data, counts, CPU)
+    counts = ValidCounts(*own_counts(data))
+    shares_B = row_shares(SimpleNamespace(loss_type=level), data, counts)
     expected = [0.5, 0, 0.5] if level is LossType.SEQUENCE_LEVEL else [4 / 6, 0, 2 / 6]
     assert shares_B.tolist() == pytest.approx(expected)
     data["sample_mask"] = torch.zeros(3)
-    nothing = ValidCounts(*own_counts(data, CPU))
-    assert not row_shares(SimpleNamespace(loss_type=level), data, nothing, CPU).any()
+    nothing = ValidCounts(*own_counts(data))
+    assert not row_shares(SimpleNamespace(loss_type=level), data, nothing).any()
 
 
 @pytest.mark.parametrize("scoring", Scoring)

@@ -68,7 +68,7 @@ def test_positions_count_from_the_start_of_each_sequence(
     for rank in range(layout.ranks):
         real_TR = layout.sources_CTR[rank] != FILLER
         expected_TR = layout.take(place_BS, rank)
-        positions_TR = layout.positions(rank).unsqueeze(1).expand_as(expected_TR)
+        positions_TR = layout.positions_CT[rank].unsqueeze(1).expand_as(expected_TR)
         assert torch.equal(positions_TR[real_TR], expected_TR[real_TR])
 
 

@@ -115,7 +115,7 @@ def test_on_the_cpu_there_are_only_tiles() -> None:
 def test_rectangles_follow_one_another_row_by_row(drawn: list[tuple[int, int]], rows: int) -> None:
     pieces = pieces_of([*drawn, (1, 0)])
     with varlen_oracle():
-        found = module.varlen_sequences(pieces, rows, torch.device("cpu"))
+        found = module.varlen_sequences(pieces, rows)
     assert found is not None
     kept = [piece for piece in pieces if piece.queries] * rows
     assert found.query_ends.diff().tolist() == [piece.queries for piece in kept]
@@ -132,7 +132,7 @@ def test_rectangles_follow_one_another_row_by_row(drawn: list[tuple[int, int]], 
 def test_rectangles_that_share_keys_each_have_their_own() -> None:
     pieces = [CausalRectangle(0, 4, 0, 4), CausalRectangle(4, 4, 0, 16)]
     with varlen_oracle():
-        found = module.varlen_sequences(pieces, 1, torch.device("cpu"))
+        found = module.varlen_sequences(pieces, 1)
     assert found is not None and found.key_ranges == ((0, 4), (0, 16))
 
 
@@ -151,7 +151,7 @@ def test_torchs_own_operator_takes_what_it_is_given_also_when_recomputed(
     monkeypatch.setattr(module, "varlen_kernel", lambda: kernel)
     pieces = [CausalRectangle(0, 4, 0, 4), CausalRectangle(4, 4, 0, 16)]
     with FakeTensorMode():
-        sequences = module.varlen_sequences(pieces, 2, torch.device("cpu"))
+        sequences = module.varlen_sequences(pieces, 2)
         sizes = ((8, HEADS, HEAD_DIM), (16, GROUPS, HEAD_DIM), (16, GROUPS, VALUES))
         states = [
             torch.empty(length, 2, *size, dtype=torch.bfloat16, requires_grad=True)

@@ -229,7 +229,7 @@ class MegatronMtp:
     def hidden_states(self, hidden_SRD: torch.Tensor, microbatch: Microbatch) -> list[torch.Tensor]:
         """See `MtpLayers`."""
         layout, rank = microbatch.layout, self.context_group.rank()
-        positions_RT = layout.positions(rank).expand(layout.sources_CTR.size(2), -1)
+        positions_RT = layout.positions_CT[rank].expand(layout.sources_CTR.size(2), -1)
         params = sequence_params(layout, self.context_group)
         block: Any = self.model.mtp_block
         embed = self.model.embedding if self.model.pre_process else block.embedding

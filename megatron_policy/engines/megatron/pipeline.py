@@ -152,7 +152,7 @@ class Pipeline:
         microbatch, numbers_RT, recorded, held = next(microbatches)
         layout, rank = microbatch.layout, self.groups.cp.rank()
         tokens_RT = layout.take(microbatch.tokens_BS, rank).T.contiguous()
-        positions_RT = layout.positions(rank).expand_as(tokens_RT)
+        positions_RT = layout.positions_CT[rank].expand_as(tokens_RT)
         params = self._params(microbatch, held, recorded)
         with hidden_states_of(_model(chunk)):
             output = chunk(

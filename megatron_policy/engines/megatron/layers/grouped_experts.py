@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from megatron_policy.device import compute_capability
+from megatron_policy.device import compute_capability, to_device
 
 _ALIGNMENT = 8
 """Channels, and tokens of an expert: kernels want rows of 16 bytes in bfloat16, also where they sum
@@ -39,10 +39,8 @@ class GroupedExperts(SequentialMLP):
             )
             return one_by_one
         places_T, counts_E = _padded_places(tokens_per_expert)
-        ends_E = counts_E.cumsum(0).to(torch.int32)
-        where = permuted_local_hidden_states.device
-        places_T, ends_E = places_T.to(where), ends_E.to(where)
         rows = int(counts_E.sum())
+        places_T, ends_E = to_device(places_T), to_device(counts_E.cumsum(0).to(torch.int32))
 
         def padded(values: torch.Tensor) -> torch.Tensor:
             return values.new_zeros(rows, *values.shape[1:]).index_copy(0, places_T, values)
@@ -80,7 +78,8 @@ class GroupedExperts(SequentialMLP):
         biases = [getattr(expert, name).bias for expert in self.local_experts]
         if biases[0] is None:
             return None
-        return torch.stack(biases).repeat_interleave(counts_E.to(biases[0].device), 0)
+        rows = int(counts_E.sum())
+        return torch.stack(biases).repeat_interleave(to_device(counts_E), 0, output_size=rows)
 
     def _activated(self, inner_PF: torch.Tensor) -> torch.Tensor:
         config: Any = self.config

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from megatron_policy.device import to_device
 from megatron_policy.packing.microbatch import Microbatch, inside
 from megatron_policy.parallel.groups import Groups
 
@@ -72,7 +73,8 @@ class RouterChannel:
             return None if recorded is None else RouterParams(recorded=recorded)
         own = [index for index, layer in enumerate(self.layers) if layer in held]
         cp, tp = self.groups.cp, self.groups.tp
-        mine_TRLK = microbatch.layout.take(given_BSLK[:, :, own], cp.rank(), filler=-1)
+        own_BSLK = given_BSLK.index_select(2, to_device(torch.tensor(own, dtype=torch.long)))
+        mine_TRLK = microbatch.layout.take(own_BSLK, cp.rank(), filler=-1)
         if self.splits_sequences:
             mine_TRLK = mine_TRLK.chunk(tp.size())[tp.rank()]
         layers_NK = mine_TRLK.flatten(0, 1).unbind(1)
@@ -94,7 +96,8 @@ class RouterChannel:
         own = [index for index, layer in enumerate(self.layers) if layer in recorded]
         if own:
             mine_NLK = torch.stack([recorded[self.layers[index]] for index in own], dim=1)
-            whole_BSLK[:, :, own] = self._in_rows(microbatch, mine_NLK)
+            own_L = to_device(torch.tensor(own))
+            whole_BSLK.index_copy_(2, own_L, self._in_rows(microbatch, mine_NLK))
         if self.groups.pp.size() > 1:
             dist.all_reduce(whole_BSLK, op=dist.ReduceOp.MAX, group=self.groups.pp)
         return whole_BSLK.masked_fill(~inside(microbatch.data)[:, :, None, None], -1)

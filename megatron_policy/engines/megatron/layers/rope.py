@@ -24,7 +24,7 @@ from megatron_policy.converters.architecture.rotary import (
     Rope,
     YarnScaling,
 )
-from megatron_policy.device import current_device
+from megatron_policy.device import current_device, to_device
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams, sequences_of
 
 _BY_LENGTH = (DynamicScaling, LongScaling)
@@ -160,10 +160,9 @@ class Rotary(torch.nn.Module):
 
     def _frequencies_of(self, text_length: int) -> list[torch.Tensor]:
         if text_length not in self._frequencies:
-            device = current_device()
             self._frequencies = {
                 text_length: [
-                    inverse_frequencies(rope, self.head_dim, text_length).to(device)
+                    to_device(inverse_frequencies(rope, self.head_dim, text_length))
                     for rope in self.ropes
                 ]
             }

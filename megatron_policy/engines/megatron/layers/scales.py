@@ -32,4 +32,4 @@ class _Scaled:
 
     def __call__(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         # In the activations' precision, to which transformers also rounds the factor.
-        return output * torch.tensor(self.scale, dtype=output.dtype, device=output.device)
+        return output * output.new_full((), self.scale)

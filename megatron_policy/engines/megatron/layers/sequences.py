@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_policy.device import current_device
 from megatron_policy.engines.megatron.layers.replay import RouterParams
 from megatron_policy.engines.megatron.layers.varlen_attention import (
     VarlenSequences,
@@ -71,26 +70,25 @@ def sequence_params(layout: TokenLayout, cp_group: dist.ProcessGroup) -> Sequenc
     assert layout.ranks == cp_group.size(), (layout.ranks, cp_group.size())
     if layout.plain:
         return None
-    device, rank = current_device(), cp_group.rank()
+    rank = cp_group.rank()
     pieces, rows = layout.pieces(rank), layout.sources_CTR.size(2)
-    order = layout.columns_CT.flatten().argsort() if layout.ranks > 1 else None
     return SequenceParams(
-        positions=layout.positions(rank).to(device),
+        positions=layout.positions_CT[rank],
         pieces=pieces,
-        varlen=varlen_sequences(pieces, rows, device),
+        varlen=varlen_sequences(pieces, rows),
         longest=max(segment.length for segment in layout.segments),
-        order=None if order is None else order.to(device),
+        order=layout.order_CT if layout.ranks > 1 else None,
         context_group=cp_group,
-        packed=_packed(layout, device) if len(layout.segments) > 1 else None,
+        packed=_packed(layout) if len(layout.segments) > 1 else None,
     )
 
 
-def _packed(layout: TokenLayout, device: torch.device) -> PackedSeqParams:
+def _packed(layout: TokenLayout) -> PackedSeqParams:
     """Filler counts as tokens here: nothing attends to it, and kernels that skip it would leave its
     output undefined.
     """
     lengths = [segment.length for segment in layout.segments if segment.length]
-    sums = ends(lengths, device)
+    sums = ends(lengths)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=sums,

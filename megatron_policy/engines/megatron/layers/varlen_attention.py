@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
-from megatron_policy.device import varlen_kernel
+from megatron_policy.device import to_device, varlen_kernel
 from megatron_policy.engines.megatron.layers.tiles import cut
 from megatron_policy.packing.multiples import round_up
 from megatron_policy.packing.tokens import CausalRectangle
@@ -40,9 +40,7 @@ class VarlenSequences:
     key_ranges: tuple[tuple[int, int], ...]
 
 
-def varlen_sequences(
-    pieces: Iterable[CausalRectangle], rows: int, device: torch.device
-) -> VarlenSequences | None:
+def varlen_sequences(pieces: Iterable[CausalRectangle], rows: int) -> VarlenSequences | None:
     """These pieces of each of `rows` rows; their queries are all of the rank's, in order. None
     where there is no kernel.
     """
@@ -51,8 +49,8 @@ def varlen_sequences(
     pieces = [piece for piece in pieces if piece.queries]
     queries, keys = [piece.queries for piece in pieces], [piece.keys for piece in pieces]
     return VarlenSequences(
-        ends(queries * rows, device),
-        ends(keys * rows, device),
+        ends(queries * rows),
+        ends(keys * rows),
         max(queries),
         max(keys),
         _joined((piece.key, piece.keys) for piece in pieces),
@@ -70,9 +68,9 @@ def varlen_rows(query_SBNH: torch.Tensor, key_KBGH: torch.Tensor) -> VarlenSeque
     return VarlenSequences(numbers * queries, numbers * keys, queries, keys, ((0, keys),))
 
 
-def ends(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    """0 and the sum of the lengths up to each of them, int32 `[lengths + 1]`."""
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+def ends(lengths: Sequence[int]) -> torch.Tensor:
+    """0 and the sum of the lengths up to each of them, int32 `[lengths + 1]`, on the device."""
+    return to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32))
 
 
 def supports(query_SBNH: torch.Tensor, value_KBGH: torch.Tensor) -> bool:
