@@ -37,9 +37,10 @@ def cases() -> Iterator[Case]:
 
 
 def _planted(tp: int, fault: str) -> Case:
-    return Case("glm4", Layout(f"tp{tp}", tp, tp=tp), tp - 1, fault=fault)
+    return Case("glm4", Layout(f"tp{tp}", tp, tp=tp, packed=True), tp - 1, fault=fault)
 
 
 FOUND = (_planted(8, "cpu_index"), _planted(8, "cpu_all_reduce"), _planted(8, "wrong_reshape"))
+WAITING = tuple(_planted(2, fault) for fault in ("device_mask", "pageable_copy", "read_value"))
 HIDDEN = _planted(2, "wrong_reshape")
 """The model has 32 query heads: two ranks have 16 each, eight ranks four."""

@@ -10,9 +10,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megatron_policy.device import current_device, to_device
 from megatron_policy.engines.megatron.layers.attention import TorchAttention
 from megatron_policy.lm_head import fused
+from megatron_policy.lm_head.output import Output
 from megatron_policy.packing.tokens import TokenLayout
+from megatron_policy.training import losses, step
 
 
 @contextmanager
@@ -58,8 +61,46 @@ def wrong_reshape() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def device_mask() -> Iterator[None]:
+    """The positions of wanted tokens are found on the GPU."""
+
+    def chosen(self: Output, wanted_BS: torch.Tensor) -> torch.Tensor:
+        return self._take(to_device(wanted_BS.long())).flatten().nonzero()[:, 0]
+
+    with mock.patch.object(Output, "_chosen", chosen):
+        yield
+
+
+@contextmanager
+def pageable_copy() -> Iterator[None]:
+    """Token counts are copied from host memory that is not pinned."""
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(current_device(), non_blocking=True)
+
+    with mock.patch.object(losses, "to_device", copied):
+        yield
+
+
+@contextmanager
+def read_value() -> Iterator[None]:
+    """The host reads how many tokens are divided by."""
+    clamped = losses.evaluate_loss
+
+    def read(loss_fn: Any, output: Any, counts: Any, *args: Any) -> Any:
+        assert float(counts.tokens) > 0
+        return clamped(loss_fn, output, counts, *args)
+
+    with mock.patch.object(step, "evaluate_loss", read):
+        yield
+
+
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "cpu_index": cpu_index,
     "cpu_all_reduce": cpu_all_reduce,
     "wrong_reshape": wrong_reshape,
+    "device_mask": device_mask,
+    "pageable_copy": pageable_copy,
+    "read_value": read_value,
 }

@@ -15,6 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from tests.fake_device.waits import pinned, waited
+
 GPU = torch.device("cuda", 0)
 CAPABILITY = (9, 0)
 _MEMORY = 80 * 2**30
@@ -35,6 +37,9 @@ class Shell:
         if name.startswith("__"):
             raise AttributeError(name)
         return _nothing
+
+    def synchronize(self) -> None:
+        waited()
 
     def query(self) -> bool:
         return True
@@ -62,7 +67,7 @@ class Moves(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.pin_memory:
-            return args[0]
+            return pinned(args[0])
         found = func(*args, **{k: v for k, v in (kwargs or {}).items() if k != "pin_memory"})
         if func == _SET_DATA and isinstance(args[0], FakeTensor):
             assert isinstance(args[1], FakeTensor), "real data for a fake tensor"
@@ -130,7 +135,6 @@ _SILENT = (
     "set_device",
     "set_rng_state",
     "set_stream",
-    "synchronize",
 )
 
 
@@ -139,7 +143,7 @@ def fake_gpu() -> Iterator[FakeTensorMode]:
     """Within this context the process seems to be bound to one of eight GPUs, and all tensors that
     are made are fake.
     """
-    answers = _ANSWERS | dict.fromkeys(_SILENT, _nothing)
+    answers = _ANSWERS | dict.fromkeys(_SILENT, _nothing) | {"synchronize": waited}
     with (
         mock.patch.multiple(torch.cuda, **answers),
         Moves(),

@@ -33,7 +33,7 @@ from megatron_policy.training.batching import Batcher, batcher_of
 from megatron_policy.training.losses import count_valid
 from megatron_policy.training.replay import Replay
 from megatron_policy.training.scoring import Scorer
-from tests.fake_device.cases import FOUND, HIDDEN, Case, cases
+from tests.fake_device.cases import FOUND, HIDDEN, WAITING, Case, cases
 from tests.fake_device.collectives import WrongCallError
 from tests.fake_device.faults import FAULTS
 from tests.fake_device.gpu import GPU, fake_gpu
@@ -150,9 +150,9 @@ def forward_only() -> Iterator[None]:
         yield
 
 
-def run_case(case: Case, directory: Path) -> dict[str, int]:
-    """Build the rank and run it forward, in training and in scoring; how often each collective was
-    called.
+def run_case(case: Case, directory: Path) -> dict[str, Any]:
+    """Build the rank and run it forward, in training and in scoring. Returns how often each
+    collective was called, and where the host waited while it trained.
     """
     layout = case.layout
     fields = with_layers(published()[case.family], layout.all_layers)
@@ -186,7 +186,7 @@ def run_case(case: Case, directory: Path) -> dict[str, int]:
                 _score(engine, batcher_of(padded, topology, architecture), data, rules)
         finally:
             engine.close()
-    return rules.collectives.counts
+    return {"collectives": rules.collectives.counts, "waits": sorted(rules.waits.found)}
 
 
 def _check_model(engine: MegatronEngine) -> None:
@@ -207,8 +207,8 @@ def _train(
     loss_fn = EntropyLoss()
     (cut,) = batcher.for_training(data, data.size * engine.place.topology.dp, 2)
     _announce(engine, cut.microbatches, rules)
-    counts = count_valid(cut.data, engine.groups.dp, GPU)
-    with forward_only():
+    with rules.waits.watching(), forward_only():
+        counts = count_valid(cut.data, engine.groups.dp)
         kept = step.run(engine, cut.microbatches, loss_fn, counts, forward_only=False)
     faults = [wrong for _, _, each in kept for wrong in each]
     if faults:
@@ -242,11 +242,11 @@ def main(directory: Path, families: Sequence[str]) -> None:
     """Run the cases of these families, or all of them and then the planted faults."""
     assert os.environ.get("TORCHDYNAMO_DISABLE") == "1", "nothing can be compiled here"
     own = [case for case in cases() if not families or case.family in families]
-    for case in own if families else [*own, *FOUND, HIDDEN]:
+    for case in own if families else [*own, *FOUND, *WAITING, HIDDEN]:
         before = time.process_time()
         line: dict[str, Any] = {"case": case.name}
         try:
-            line["collectives"] = run_case(case, directory)
+            line |= run_case(case, directory)
         except Exception:
             line["error"] = traceback.format_exc()
         line["seconds"] = round(time.process_time() - before, 2)

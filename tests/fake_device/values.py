@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fake_device.collectives import Collectives, WrongCallError
 from tests.fake_device.known import forget, known, learn, tensors_of
+from tests.fake_device.waits import SHAPED_BY_VALUES, TO_PYTHON, Waits, look
 
 _aten = torch.ops.aten
 _MOST_INTEGERS, _MOST_FLOATS = 2**23, 2**16
@@ -44,14 +45,6 @@ _INDEXED = {
     _aten.index_put_.default,
     _aten._index_put_impl_.default,
 }
-_SHAPED_BY_VALUES = {
-    _aten.nonzero.default,
-    _aten.masked_select.default,
-    _aten.repeat_interleave.Tensor,
-    _aten._unique2.default,
-    _aten.bincount.default,
-}
-_TO_PYTHON = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default}
 _OVERWRITE = {
     _aten.copy_.default,
     _aten.fill_.Scalar,
@@ -71,6 +64,7 @@ class DeviceRules(TorchDispatchMode):
         super().__init__()
         self._fake = fake
         self.collectives = Collectives(gpu)
+        self.waits = Waits()
 
     def __torch_dispatch__(
         self,
@@ -92,9 +86,10 @@ class DeviceRules(TorchDispatchMode):
         if _is_on_cpu(given, kwargs):
             with torch._C._DisableTorchDispatch():
                 return func(*args, **kwargs)
-        if func in _TO_PYTHON:
+        look(func, args, kwargs)
+        if func in TO_PYTHON:
             return _on_twins(func, args, kwargs)
-        if func in _SHAPED_BY_VALUES:
+        if func in SHAPED_BY_VALUES:
             return self._like(_on_twins(func, args, kwargs), args[0].device)
         if func in _INDEXED:
             _check_indices(func, args)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_policy.converters.registry import FAMILIES
-from tests.fake_device.cases import FOUND, HIDDEN, Case, cases
+from tests.fake_device.cases import FOUND, HIDDEN, WAITING, Case, cases
 from tests.fake_device.layouts import Layout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +26,15 @@ ENVIRONMENT = {
 }
 LONGEST_S = 3000
 """The sweep takes 3 minutes of a core; on a loaded machine it has a small share of one."""
+NAMED_WAITS = {
+    "megatron/core/transformer/moe/token_dispatcher.py _maybe_dtoh_and_synchronize": (
+        "how many tokens each expert of this rank takes, by which they are sent and multiplied"
+    ),
+    "megatron/core/pipeline_parallel/p2p_communication.py _communicate_shapes": (
+        "which shape the neighbour's hidden states have"
+    ),
+}
+"""Where the host waits for the GPU between cutting a batch and the loss, and for what."""
 Results = dict[str, dict[str, Any]]
 
 
@@ -62,6 +71,8 @@ def test_a_family_runs_forward_on_gpus_under_every_layout(results: Results, fami
         called = set(results[case.name]["collectives"])
         missing = needed(case) - called
         assert not missing, f"{case.name} never called {missing}, only {called}"
+        waits = set(results[case.name]["waits"]) - set(NAMED_WAITS)
+        assert not waits, f"in {case.name} the host waits for the GPU in {waits}"
 
 
 def needed(case: Case) -> set[str]:
@@ -112,6 +123,28 @@ def width(layout: Layout, axis: str) -> int:
 )
 def test_a_planted_fault_is_found(results: Results, case: Case, said: str) -> None:
     assert said in results[case.name].get("error", "")
+
+
+@pytest.mark.parametrize(
+    ("case", "place"),
+    zip(
+        WAITING,
+        (
+            "megatron_policy/lm_head/output.py _scores",
+            "megatron_policy/training/losses.py count_valid",
+            "megatron_policy/training/step.py loss",
+        ),
+        strict=True,
+    ),
+    ids=lambda value: getattr(value, "fault", ""),
+)
+def test_a_planted_wait_is_found(results: Results, case: Case, place: str) -> None:
+    assert results[case.name]["waits"] == [place]
+
+
+def test_every_named_wait_occurs(results: Results) -> None:
+    found = {place for line in results.values() for place in line.get("waits", ())}
+    assert found >= set(NAMED_WAITS)
 
 
 def test_a_small_layout_hides_what_a_large_one_shows(results: Results) -> None:
