@@ -27,6 +27,8 @@ class Kernels:
     fused_activation: bool
     """SwiGLU in one kernel, which keeps nothing but its input."""
     fused_rope: bool = False
+    fused_norm: bool = False
+    """RMS norms in one kernel, which keeps its input and a number for each vector."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ class LayerActivations:
                 return self.width * size + 2 * FP32
             case Norm.RMS_PLUS_ONE:
                 return FP32 * size + FP32 + FP32 * size
-        return FP32 * size + FP32 + self.width * size
+        own = self.width if self.kernels.fused_norm else FP32
+        return own * size + FP32 + self.width * size
 
     def _heads(self) -> tuple[int, int]:
         """Query and key heads of a rank."""

@@ -92,6 +92,7 @@ def kernels_of(config: PolicyConfig, arch: Architecture, accelerated: bool) -> K
         transformer_engine=with_te,
         fused_activation=accelerated and megatron.bias_activation_fusion and swiglu,
         fused_rope=with_te and megatron.apply_rope_fusion and arch.mla is None,
+        fused_norm=accelerated,
     )
 
 

@@ -61,11 +61,12 @@ class RMSNorm(torch.nn.Module):
             torch.nn.init.constant_(self.weight, 0.0 if plus_one else 1.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x_fp32 = x.float()
-        normed = x_fp32 * torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + self.eps)
+        # The weight is not given to torch: on GPUs it would multiply before rounding.
+        shape = self.weight.shape
         if self.plus_one:
+            normed = F.rms_norm(x.float(), shape, None, self.eps)
             return (normed * (1.0 + self.weight.float())).to(x.dtype)
-        return self.weight * normed.to(x.dtype)
+        return self.weight * F.rms_norm(x, shape, None, self.eps)
 
 
 class LayerNorm(torch.nn.Module):
