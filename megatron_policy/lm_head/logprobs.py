@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 CHUNK = 1024
 """Positions whose softmax is held at a time."""
+_GATHERED = 2**24
+"""Logits that are gathered at a time."""
 
 
 def vocab_parallel_logprobs(
@@ -110,8 +112,14 @@ class _GatherVocab(torch.autograd.Function):
 
 
 def _gather_last(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    parts = [
-        torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())
-    ]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return torch.cat(parts, dim=-1)
+    """Holds little more than what it returns: positions are gathered some at a time."""
+    ranks, width = group.size(), x.size(-1)
+    whole = x.new_empty(*x.shape[:-1], ranks * width)
+    own_NV, whole_NRV = x.reshape(-1, width), whole.view(-1, ranks, width)
+    step = max(1, _GATHERED // max(1, ranks * width))
+    for start in range(0, own_NV.size(0), step):
+        part_NV = own_NV[start : start + step].contiguous()
+        part_RNV = part_NV.new_empty(ranks, *part_NV.shape)
+        dist.all_gather_into_tensor(part_RNV.flatten(0, 1), part_NV, group=group)
+        whole_NRV[start : start + step] = part_RNV.transpose(0, 1)
+    return whole

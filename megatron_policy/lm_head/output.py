@@ -97,7 +97,7 @@ class Output:
         for row, where_S in enumerate(layout.where_BS):
             length = max(lengths[row], NARROWEST)
             where_S = where_S[:length]
-            logits_SV = flat[where_S.clamp(min=0)].masked_fill((where_S == FILLER)[:, None], 0)
+            logits_SV = flat[where_S.clamp(min=0)].masked_fill_((where_S == FILLER)[:, None], 0)
             yield cut(data.slice(row, row + 1), length), logits_SV.unsqueeze(0)
 
     def nothing(self) -> torch.Tensor:

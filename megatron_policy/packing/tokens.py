@@ -113,7 +113,7 @@ class TokenLayout:
         where_BS = self.where_BS
         found = values_CTR.reshape(-1, *rest)[where_BS.clamp(min=0)]
         missing = (where_BS == FILLER).view(*where_BS.shape, *[1] * len(rest))
-        return found.masked_fill(missing, 0)
+        return found.masked_fill_(missing, 0)
 
     def pieces(self, rank: int) -> tuple[CausalRectangle, ...]:
         """The pieces of rank `rank`'s causal attention; its queries in order, each once."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_policy.device import join_process_group
+from megatron_policy.lm_head import logprobs
 from megatron_policy.lm_head.fused import HeadShape, fused_scores, fused_topk
 from megatron_policy.lm_head.tile_work import Implementation
 from tests.exact import Exact, assert_equal
@@ -161,3 +163,34 @@ def test_topk_of_split_vocabularies_is_that_of_the_whole_with_ties_in_order(
         for values_NK, indices_NK in ranks.run(world, topk_of_rank, case, k, 3):
             assert torch.equal(values_NK, expected.values[:, :k])
             assert torch.equal(indices_NK, expected.indices[:, :k])
+
+
+def gathered(shape: tuple[int, ...], at_once: int) -> tuple[bool, int]:
+    """Whether slices of logits are gathered in the order of the vocabulary, and their gradient is
+    this rank's slice; the number of collectives.
+    """
+    join_process_group(600.0)
+    group = dist.group.WORLD
+    assert group is not None
+    whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    width = shape[-1] // group.size()
+    own = slice(group.rank() * width, (group.rank() + 1) * width)
+    logits = whole[..., own].clone().requires_grad_()
+    calls = mock.Mock(side_effect=dist.all_gather_into_tensor)
+    with (
+        mock.patch.multiple(logprobs, _GATHERED=at_once),
+        mock.patch.object(dist, "all_gather_into_tensor", calls),
+    ):
+        found = logprobs.gather_vocab(logits, group)
+    (gradient,) = torch.autograd.grad((found * whole).sum(), logits)
+    return torch.equal(found, whole) and torch.equal(gradient, whole[..., own]), calls.call_count
+
+
+@pytest.mark.parametrize(("at_once", "calls"), [(2**24, 1), (3 * 24, 5), (1, 14)])
+def test_logits_are_gathered_some_positions_at_a_time(ranks, at_once: int, calls: int) -> None:
+    found = ranks.run(4, gathered, (2, 7, 24), at_once)
+    assert found == [(True, calls)] * 4
+
+
+def test_no_logits_are_gathered_of_no_positions(ranks) -> None:
+    assert ranks.run(2, gathered, (0, 7, 24), 100) == [(True, 0)] * 2

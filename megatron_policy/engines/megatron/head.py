@@ -17,7 +17,6 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 
-from megatron_policy.engines.megatron.layers.scales import softcap
 from megatron_policy.lm_head.fused import HeadShape, fused_scores, fused_topk
 
 # Logit of a padding entry of the vocabulary: its probability is exactly 0 and 0 * logit stays
@@ -100,17 +99,18 @@ class Head:
         weight = self.weight if self.model.share_embeddings_and_output_weights else None
         logits_SRV: torch.Tensor
         logits_SRV, _ = self.model.output_layer(hidden_SRD, weight=weight)
+        # In place: one matrix is held, and with a softcap another, which its gradient needs.
         logits_SRV = logits_SRV.float()
         shape = self.shape
         if shape.scale != 1.0:
-            logits_SRV = logits_SRV * shape.scale
+            logits_SRV.mul_(shape.scale)
         if shape.softcap is not None:
-            logits_SRV = softcap(logits_SRV, shape.softcap)
+            logits_SRV = logits_SRV.div_(shape.softcap).tanh_() * shape.softcap
         if shape.temperature != 1.0:
-            logits_SRV = logits_SRV / shape.temperature
+            logits_SRV.div_(shape.temperature)
         if shape.real < logits_SRV.size(-1):
             padding = torch.arange(logits_SRV.size(-1), device=logits_SRV.device) >= shape.real
-            logits_SRV = logits_SRV.masked_fill(padding, PADDING_LOGIT)
+            logits_SRV.masked_fill_(padding, PADDING_LOGIT)
         return logits_SRV
 
     @torch.no_grad()
