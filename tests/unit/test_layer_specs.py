@@ -10,7 +10,11 @@ import torch
 from megatron_policy.config import MegatronConfig
 from megatron_policy.converters.architecture.traits import Activation, Norm, QkNorm, QueryGrowth
 from megatron_policy.engines.megatron.layer_spec import resolve_implementation
-from megatron_policy.engines.megatron.model_config import LOCAL, transformer_config
+from megatron_policy.engines.megatron.model_config import (
+    LOCAL,
+    TRANSFORMER_ENGINE,
+    transformer_config,
+)
 from megatron_policy.errors import ConfigError
 from megatron_policy.parallel.topology import Topology
 from tests.unit.test_rows import model
@@ -53,3 +57,16 @@ def test_stages_exchange_shapes_where_lengths_vary(pp: int, variable: bool) -> N
     assert described.variable_seq_lengths == (variable and pp > 1)
     assert described.moe_token_dispatcher_type == "alltoall"
     assert described.context_parallel_size == 2
+
+
+@pytest.mark.parametrize("implementation", [LOCAL, TRANSFORMER_ENGINE])
+def test_no_layer_overwrites_or_drops_weight_gradients(implementation: str) -> None:
+    """The flag for all linear layers drops those of weights with two readers, and Transformer
+    Engine overwrites them in the first microbatch of each run of the schedule unless it keeps no
+    transposed weights.
+    """
+    described = transformer_config(
+        model(), MegatronConfig(), Topology(), torch.bfloat16, implementation
+    )
+    assert not described.gradient_accumulation_fusion
+    assert described.disable_parameter_transpose_cache == (implementation == TRANSFORMER_ENGINE)

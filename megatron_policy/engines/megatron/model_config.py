@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from typing import Any
 
@@ -167,7 +166,6 @@ def _kernels(
     architecture: Architecture, settings: MegatronConfig, implementation: str
 ) -> dict[str, Any]:
     with_te = implementation == TRANSFORMER_ENGINE
-    apex_wgrad = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     # Megatron-Core's fused GELU is always the tanh approximation, whatever function is requested.
     swiglu = architecture.gated and architecture.activation is Activation.SILU
     compiled = is_accelerated() and can_compile()
@@ -180,7 +178,11 @@ def _kernels(
         "apply_rope_fusion": settings.apply_rope_fusion and with_te and architecture.mla is None,
         "bias_activation_fusion": settings.bias_activation_fusion and compiled and swiglu,
         "bias_dropout_fusion": compiled,
-        "gradient_accumulation_fusion": is_accelerated() and apex_wgrad,
+        # For all linear layers it needs APEX, and drops gradients of weights that are also read
+        # otherwise, as the head's and grouped experts' are. `fuse_weight_gradients` sets it.
+        "gradient_accumulation_fusion": False,
+        # Otherwise the first microbatch of a run of the schedule overwrites such gradients.
+        "disable_parameter_transpose_cache": with_te,
         "masked_softmax_fusion": False,
         "persist_layer_norm": with_te,
     }

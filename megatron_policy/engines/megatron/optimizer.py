@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +32,8 @@ from megatron_policy.weights.load import Held
 
 # Megatron-LM's own default: buckets large enough to saturate the network, growing with the ring.
 _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK = 40_000_000, 1_000_000
+_FUSES = "fuse_wgrad_accumulation"
+"""What Transformer Engine names it."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ def wrap_model(
     that. `pending_reads` are waited for before a step changes anything.
     """
     wrapped = _wrap(chunks, config, settings, data_parallel_size)
+    fuse_weight_gradients(chunks)
     optimizer = get_megatron_optimizer(
         _optimizer_config(settings, config.params_dtype),
         list(wrapped),
@@ -174,6 +177,19 @@ def _wrap(
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     )
+
+
+def fuse_weight_gradients(chunks: Iterable[torch.nn.Module]) -> None:
+    """Let Transformer Engine's linear layers add weight gradients to the buffers in their matrix
+    products. Call it once parameters have their buffers.
+
+    Transformer Engine marks such a parameter, whose gradient Megatron-Core's hook then drops: right
+    for weights that only one layer reads.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, _FUSES):
+                setattr(module, _FUSES, True)
 
 
 def _optimizer_config(settings: MegatronConfig, dtype: torch.dtype) -> OptimizerConfig:
