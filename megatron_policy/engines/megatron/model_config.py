@@ -36,7 +36,8 @@ def transformer_config(
     """Megatron-Core's config of this model under this layout; `dtype` is that of parameters and
     activations.
 
-    With `variable_lengths` microbatches differ in shape, so stages send each other the shapes.
+    With `variable_lengths` microbatches differ in shape: Megatron-Core asks its communicator for
+    the shape of everything that a stage receives (`hidden_shapes.py`).
     """
     with_te = implementation == TRANSFORMER_ENGINE
     kind = TransformerConfig if architecture.mla is None else MLATransformerConfig

@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_policy.device import current_device
 from megatron_policy.engines.megatron.head import Head
+from megatron_policy.engines.megatron.hidden_shapes import DerivedShapes, hidden_shape
 from megatron_policy.engines.megatron.layers.balancing import RoutedRows, routing
 from megatron_policy.engines.megatron.layers.replay import Recorded, RouterChannel
 from megatron_policy.engines.megatron.layers.rope import set_text_length
@@ -27,6 +28,7 @@ from megatron_policy.engines.megatron.layers.sequences import (
     sequence_params,
 )
 from megatron_policy.engines.megatron.mtp import MegatronMtp
+from megatron_policy.engines.megatron.process_groups import schedule_groups
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing.microbatch import Microbatch
 from megatron_policy.parallel.groups import Groups
@@ -129,19 +131,36 @@ class Pipeline:
         numbers = repeat(None) if rows is None else rows.numbers
         data = [zip(microbatches, numbers, records, repeat(held)) for held in self.layers]
         schedule = get_forward_backward_func()
+        communicator = self._communicator(microbatches, forward_only)
         kept: list[Any] = schedule(
             forward_step_func=partial(self._forward, finish),
             data_iterator=data if several else data[0],
             model=list(self.chunks) if several else self.chunks[0],
             num_microbatches=len(microbatches),
-            # These two apply to all microbatches, unless their lengths can vary.
+            # These two apply to all microbatches, unless the communicator has the shape of each.
             seq_length=first.layout.full_length,
             micro_batch_size=first.layout.sources_CTR.size(2),
             forward_only=forward_only,
             collect_non_loss_data=collect,
+            p2p_communicator=communicator,
+            pg_collection=None if communicator is None else schedule_groups(),
         )
+        if communicator is not None:
+            communicator.finish()
         pairs = zip(kept, microbatches, strict=bool(kept))
         return [value for value, microbatch in pairs if not microbatch.filler]
+
+    def _communicator(
+        self, microbatches: Sequence[Microbatch], forward_only: bool
+    ) -> DerivedShapes | None:
+        """What exchanges the hidden states of microbatches that differ in shape; None if they do
+        not, for Megatron-Core's own.
+        """
+        config: Any = self.models[0].config
+        if not config.variable_seq_lengths:
+            return None
+        shapes = [hidden_shape(each, config) for each in microbatches]
+        return DerivedShapes(self.groups.pp, config, shapes, forward_only)
 
     def _forward(
         self,

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_policy.errors import ConfigError
 from megatron_policy.parallel.groups import Groups
@@ -37,6 +38,14 @@ def make_groups(topology: Topology, timeout_s: float) -> Groups:
         cp=parallel_state.get_context_parallel_group(),
         dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
+
+
+def schedule_groups() -> ProcessGroupCollection:
+    """The groups that a pipeline schedule uses by default, for one that is given its communicator:
+    it then has to be given its groups too.
+    """
+    names = ["tp", "cp", "pp", "dp", "dp_cp", "tp_dp_cp", "embd", "pos_embd"]
+    return ProcessGroupCollection.use_mpu_process_groups(names)
 
 
 def embedding_group() -> dist.ProcessGroup:
