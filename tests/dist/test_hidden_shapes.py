@@ -18,6 +18,7 @@ from tests.dist.cases import open_policy, policy_config
 from tests.dist.layouts import SP, VOCAB, Layout, layout
 from tests.losses import TokenNLL
 from tests.ranks import RankFailure
+from tests.turns import in_turns
 
 LENGTH, ROWS = 13, 16
 LAYOUTS = {
@@ -35,6 +36,14 @@ BATCHINGS = {
     "dynamic": {"dynamic_batching": MICROBATCH | {"sequence_length_round": 2}},
     "packed": {"sequence_packing": MICROBATCH},
 }
+
+WRONG = r"sent forward: microbatch \d+ has the shape .* expects"
+LEFT = r"(sent|received) backward: the schedule has exchanged 0 of \d+"
+COMPARED = [
+    (name, batching)
+    for number, name in enumerate(LAYOUTS)
+    for batching in sorted(BATCHINGS, reverse=number % 2 == 1)
+]
 
 
 class Compared(DerivedShapes):
@@ -130,8 +139,7 @@ def with_a_shape_left(config: dict[str, Any]) -> None:
         use(config)
 
 
-@pytest.mark.parametrize("batching", BATCHINGS)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("name", "batching"), in_turns(COMPARED, "-".join))
 def test_derived_shapes_are_those_that_neighbours_would_send(
     ranks: Any, checkpoint: Callable[..., Path], name: str, batching: str
 ) -> None:
@@ -148,14 +156,19 @@ def test_stages_exchange_no_shapes(ranks: Any, checkpoint: Callable[..., Path], 
         assert tensors and not shapes, (tensors, shapes)
 
 
-@pytest.mark.parametrize("name", ["PP2", "PP2xVPP2"])
 @pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (with_a_wrong_shape, r"sent forward: microbatch \d+ has the shape .* expects"),
-        (with_a_wrong_order, r"sent forward: microbatch \d+ has the shape .* expects"),
-        (with_a_shape_left, r"(sent|received) backward: the schedule has exchanged 0 of \d+"),
-    ],
+    ("name", "wrong", "message"),
+    in_turns(
+        [
+            ("PP2", with_a_wrong_shape, WRONG),
+            ("PP2xVPP2", with_a_wrong_shape, WRONG),
+            ("PP2xVPP2", with_a_wrong_order, WRONG),
+            ("PP2", with_a_wrong_order, WRONG),
+            ("PP2", with_a_shape_left, LEFT),
+            ("PP2xVPP2", with_a_shape_left, LEFT),
+        ],
+        lambda case: f"{case[0]}-{case[1].__name__}",
+    ),
 )
 def test_a_wrong_expectation_is_an_error_and_no_wait(
     ranks: Any,

@@ -25,14 +25,12 @@ class Collectives:
     """Checks and follows the collectives of the rank on `gpu`.
 
     What a sum or a maximum leaves is what this rank put in: the others count for nothing. Whatever
-    else others send is what this rank sends. `hidden_shape` is what neighbours announce as the
-    shape of their next hidden states.
+    else others send is what this rank sends.
     """
 
     def __init__(self, gpu: torch.device) -> None:
         self.gpu = gpu
         self.counts: dict[str, int] = {}
-        self.hidden_shape: tuple[int, ...] = ()
 
     def check(self, func: Any, args: tuple[Any, ...], tensors: Iterable[torch.Tensor]) -> None:
         """WrongCallError for what NCCL would refuse."""
@@ -52,8 +50,6 @@ class Collectives:
         """Find out what this rank has after the collective."""
         if func in _FOLLOWED:
             _FOLLOWED[func](args)
-        elif func is _c10d.recv_.default and args[0][0].dtype == torch.int64:
-            learn(args[0][0], torch.tensor(self.hidden_shape))
         elif func not in _UNCHANGED:
             for tensor in tensors_of(args[:1]):
                 forget(tensor)

@@ -140,13 +140,19 @@ def rank_of(rank: int, world: int) -> Iterator[None]:
 @contextmanager
 def forward_only() -> Iterator[None]:
     """Within this context schedules run no backward pass: autograd needs a driver for it."""
-    chosen = pipeline.get_forward_backward_func
+    chosen, expecting = pipeline.get_forward_backward_func, pipeline.DerivedShapes
 
     def without_backward() -> Callable[..., Any]:
         schedule = chosen()
         return lambda **given: schedule(**given | {"forward_only": True})
 
-    with mock.patch.object(pipeline, "get_forward_backward_func", without_backward):
+    def without_gradients(group: Any, config: Any, shapes: Any, _: bool) -> Any:
+        return expecting(group, config, shapes, True)
+
+    with (
+        mock.patch.object(pipeline, "get_forward_backward_func", without_backward),
+        mock.patch.object(pipeline, "DerivedShapes", without_gradients),
+    ):
         yield
 
 
@@ -183,7 +189,7 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
                 _train(engine, batcher_of(config, topology, architecture), data, rules)
             if case.score:
                 padded = policy_config(path, layout, packed=False)
-                _score(engine, batcher_of(padded, topology, architecture), data, rules)
+                _score(engine, batcher_of(padded, topology, architecture), data)
         finally:
             engine.close()
     return {"collectives": rules.collectives.counts, "waits": sorted(rules.waits.found)}
@@ -206,7 +212,6 @@ def _train(
     """Training's forward pass, with gradients recorded, to the loss."""
     loss_fn = EntropyLoss()
     (cut,) = batcher.for_training(data, data.size * engine.place.topology.dp, 2)
-    _announce(engine, cut.microbatches, rules)
     with rules.waits.watching(), forward_only():
         counts = count_valid(cut.data, engine.groups.dp)
         kept = step.run(engine, cut.microbatches, loss_fn, counts, forward_only=False)
@@ -217,25 +222,10 @@ def _train(
     assert len(kept) == expected, (len(kept), expected)
 
 
-def _score(
-    engine: MegatronEngine, batcher: Batcher, data: BatchedDataDict, rules: DeviceRules
-) -> None:
+def _score(engine: MegatronEngine, batcher: Batcher, data: BatchedDataDict) -> None:
     """Log-probabilities, as scoring returns them."""
-    cut = batcher.for_scoring(data, 2)
-    _announce(engine, cut.microbatches, rules)
     found = Scorer(engine, batcher, 2).logprobs(data, None, Replay.NEVER)
     assert found.shape == data["input_ids"].shape and found.device.type == "cpu"
-
-
-def _announce(engine: MegatronEngine, microbatches: Any, rules: DeviceRules) -> None:
-    """Tell which shape of hidden states neighbours announce: that of this rank's."""
-    topology = engine.place.topology
-    shapes = {each.layout.sources_CTR.shape[1:] for each in microbatches}
-    assert len(shapes) == 1, f"microbatches differ in shape: {shapes}"
-    ((positions, rows),) = shapes
-    hidden = engine.table.architecture.hidden_size
-    split = topology.tp if engine.pipeline.models[0].config.sequence_parallel else 1
-    rules.collectives.hidden_shape = (positions // split, rows, hidden)
 
 
 def main(directory: Path, families: Sequence[str]) -> None:

@@ -30,9 +30,6 @@ NAMED_WAITS = {
     "megatron/core/transformer/moe/token_dispatcher.py _maybe_dtoh_and_synchronize": (
         "how many tokens each expert of this rank takes, by which they are sent and multiplied"
     ),
-    "megatron/core/pipeline_parallel/p2p_communication.py _communicate_shapes": (
-        "which shape the neighbour's hidden states have"
-    ),
 }
 """Where the host waits for the GPU between cutting a batch and the loss, and for what."""
 Results = dict[str, dict[str, Any]]
