@@ -24,7 +24,7 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-latest test-gpu sweep sweep-cpus soak invariance compatibility lint format bench clean
+.PHONY: help demo test test-latest test-gpu sweep sweep-cpus soak invariance compatibility lint format bench bench-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -70,6 +70,9 @@ format: $(VENV)/.installed ## fix what ruff can fix
 
 bench: $(VENV)/.installed ## measure against the floors; one JSON line a row in benchmarks/results.jsonl
 	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+
+bench-gpu: $(VENV)/.installed ## measure the head, training steps, their plan and refits on the visible GPUs
+	$(BIN)/python benchmarks/run.py --gpu $(BENCH_ARGS)
 
 clean: ## remove environments, builds and caches
 	rm -rf $(VENV) $(LATEST) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -37,6 +37,13 @@ ONE_AND_A_HALF_BILLION = Size(hidden=1536, ffn=8960, layers=28, heads=12, groups
 BLOCK = 128
 """Rows and columns that share a scale, as published."""
 SIZES = {"0.5B": HALF_BILLION, "1.5B": ONE_AND_A_HALF_BILLION}
+LARGER = {
+    "3B": Size(hidden=2048, ffn=11008, layers=36, heads=16, groups=2, vocab=151936),
+    "7B": Size(hidden=3584, ffn=18944, layers=28, heads=28, groups=4, vocab=152064, tied=False),
+    "14B": Size(hidden=5120, ffn=13824, layers=48, heads=40, groups=8, vocab=152064, tied=False),
+    "32B": Size(hidden=5120, ffn=27648, layers=64, heads=40, groups=8, vocab=152064, tied=False),
+}
+"""The shapes of Qwen2.5's other models."""
 
 
 CHOSEN = 4
@@ -50,13 +57,21 @@ def narrow(layers: int) -> Size:
     return Size(hidden=128, ffn=256, layers=layers, heads=4, groups=2, vocab=1024)
 
 
-def write_checkpoint(path: Path, size: Size) -> Path:
-    """Write config.json and model.safetensors into the new folder `path`; return `path`."""
+def write_config(path: Path, size: Size) -> Path:
+    """Write config.json into the new folder `path`; return `path`."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(_config(size)), encoding="utf-8")
+    return path
+
+
+def write_checkpoint(path: Path, size: Size, alike: bool = False) -> Path:
+    """Write config.json and model.safetensors into the new folder `path`; return `path`. With
+    `alike` tensors of one shape have the same values, which is quicker to write.
+    """
+    write_config(path, size)
     shapes = bind(read_config(path)).hf_shapes()
     inventory = {name: (torch.bfloat16, shape) for name, shape in shapes.items()}
-    write_shard(path, SINGLE, inventory, _random_tensors(shapes))
+    write_shard(path, SINGLE, inventory, _random_tensors(shapes, alike))
     return path
 
 
@@ -115,8 +130,16 @@ def _config(size: Size) -> dict[str, object]:
     }
 
 
-def _random_tensors(shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _random_tensors(
+    shapes: dict[str, tuple[int, ...]], alike: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
+    drawn: dict[tuple[int, ...], torch.Tensor] = {}
     for name, shape in shapes.items():
-        tensor = torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=generator)
+        tensor = drawn.get(shape)
+        if tensor is None:
+            tensor = torch.empty(shape, dtype=torch.bfloat16)
+            tensor.normal_(0.0, 0.02, generator=generator)
+        if alike:
+            drawn[shape] = tensor
         yield name, tensor + 1 if "norm" in name else tensor

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from benchmarks.logprob_anchor import plain_chunks
 from megatron_policy.lm_head.fused import HeadShape, fused_scores
+from megatron_policy.lm_head.tile_work import Implementation
 
 VOCAB, MODEL = 151936, 896
 READ, TRAINED = 4096, 1024
@@ -40,7 +41,7 @@ def reading(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, chunk: int
 ) -> Results:
     """Log-probabilities as the policy computes them for inference."""
-    return {"logprobs": _ours(hidden_ND, weight_VD, targets_N, chunk)}
+    return {"logprobs": ours(hidden_ND, weight_VD, targets_N, chunk)}
 
 
 def reading_plain(
@@ -54,35 +55,43 @@ def training(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, chunk: int
 ) -> Results:
     """Log-probabilities and both gradients as the policy computes them in training."""
-    return _trained(_ours, hidden_ND, weight_VD, targets_N, chunk)
+    return trained(ours, hidden_ND, weight_VD, targets_N, chunk)
 
 
 def training_plain(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, chunk: int
 ) -> Results:
     """Log-probabilities and both gradients by plain chunks."""
-    return _trained(plain_chunks, hidden_ND, weight_VD, targets_N, chunk)
+    return trained(plain_chunks, hidden_ND, weight_VD, targets_N, chunk)
 
 
-def _ours(
-    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, chunk: int
+def ours(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_N: torch.Tensor,
+    chunk: int,
+    implementation: Implementation | None = None,
 ) -> torch.Tensor:
+    """fp32 `[N]`, on one rank."""
     # A group without a backend: a single rank does not communicate.
     alone, head = dist.ProcessGroup(0, 1), HeadShape(vocab_start=0, real=weight_VD.size(0))
-    logprobs_N, _ = fused_scores(hidden_ND, weight_VD, targets_N, head, alone, chunk)
+    logprobs_N, _ = fused_scores(
+        hidden_ND, weight_VD, targets_N, head, alone, chunk, implementation=implementation
+    )
     return logprobs_N
 
 
-def _trained(
+def trained(
     logprobs_of: Callable[..., torch.Tensor],
     hidden_ND: torch.Tensor,
     weight_VD: torch.Tensor,
     targets_N: torch.Tensor,
     chunk: int,
 ) -> Results:
+    """Log-probabilities by `logprobs_of`, and both gradients of their weighted sum."""
     hidden_ND, weight_VD = hidden_ND.requires_grad_(), weight_VD.requires_grad_()
     logprobs_N = logprobs_of(hidden_ND, weight_VD, targets_N, chunk)
-    weights_N = torch.linspace(-1, 1, len(targets_N))
+    weights_N = torch.linspace(-1, 1, len(targets_N), device=hidden_ND.device)
     (logprobs_N * weights_N).sum().backward()
     assert hidden_ND.grad is not None and weight_VD.grad is not None
     return {

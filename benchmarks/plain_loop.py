@@ -32,6 +32,8 @@ class PlainLoop:
         """Train on microbatches of `rows`; return the mean next-token loss and the
         gradient norm.
         """
+        where = next(self.model.parameters()).device
+        tokens_BS, mask_BS = tokens_BS.to(where), mask_BS.to(where)
         labels_BS, counted_BS = tokens_BS.roll(-1, 1), mask_BS.roll(-1, 1)
         counted_BS[:, -1] = 0  # the last token has nothing to predict
         total = counted_BS.sum()
@@ -50,7 +52,7 @@ class PlainLoop:
         self, microbatches: Sequence[Microbatch], total: torch.Tensor
     ) -> list[torch.Tensor]:
         rows, length = microbatches[0][0].shape
-        positions_BS = torch.arange(length).expand(rows, length)
+        positions_BS = torch.arange(length, device=total.device).expand(rows, length)
 
         def forward(
             batches: Iterator[Microbatch], model: torch.nn.Module

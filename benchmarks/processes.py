@@ -15,24 +15,26 @@ from megatron_policy.coordination.rendezvous import reserved_port
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# One thread, so that CPU seconds are work, not waiting. No GPU: these rows are for the CPU.
+# One thread, so that CPU seconds are work, not waiting.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONWARNINGS": "ignore",
 }
 
+WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
-def run_fresh(module: str, *arguments: str | Path) -> dict[str, Any]:
-    """Run `python -m module arguments` and return the JSON object on its last line of output.
+
+def run_fresh(module: str, *arguments: str | Path, gpus: bool = False) -> dict[str, Any]:
+    """Run `python -m module arguments` and return the JSON object on its last line of output. With
+    `gpus` it sees those of this process.
 
     RuntimeError with its stderr if it failed.
     """
     command = [sys.executable, "-m", module, *map(str, arguments)]
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False
+        command, cwd=ROOT, env=environment(gpus), capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise RuntimeError(
@@ -42,10 +44,16 @@ def run_fresh(module: str, *arguments: str | Path) -> dict[str, Any]:
     return result
 
 
+def environment(gpus: bool) -> dict[str, str]:
+    """The environment of a measuring program."""
+    return os.environ | ENVIRONMENT | ({} if gpus else WITHOUT_GPUS)
+
+
 def run_ranks(
-    world: int, module: str, *arguments: str | Path, limit_s: float = 300.0
+    world: int, module: str, *arguments: str | Path, limit_s: float = 300.0, gpus: bool = False
 ) -> list[dict[str, Any]]:
     """Run the module in `world` processes that can communicate; return the JSON object of each.
+    With `gpus` each takes one of those that this process sees.
 
     RuntimeError with a process's stderr if it failed or takes longer than `limit_s` seconds; none
     is left running.
@@ -58,7 +66,7 @@ def run_ranks(
             for rank in range(world):
                 out, err = logs[2 * rank : 2 * rank + 2]
                 with out.open("wb") as stdout, err.open("wb") as stderr:
-                    env = os.environ | ENVIRONMENT | _rendezvous(rank, world, port)
+                    env = environment(gpus) | _rendezvous(rank, world, port)
                     processes.append(
                         subprocess.Popen(command, cwd=ROOT, env=env, stdout=stdout, stderr=stderr)
                     )

@@ -1,6 +1,8 @@
-"""Alternating steps of policy and plain loop: `python -m benchmarks.train_steps CHECKPOINT STEPS`.
+"""Alternating steps of policy and plain loop: `python -m benchmarks.train_steps CHECKPOINT STEPS
+[ROWS MICROBATCH_ROWS LENGTH IMPLEMENTATION]`.
 
-Prints the CPU seconds of each. Both have equal models, optimizers, schedules, starting weights and
+Prints the CPU seconds of each; with the further arguments, in bf16 on this process's device, the
+seconds on its clock. Both have equal models, optimizers, schedules, starting weights and
 batches, so losses, gradient norms and final weights must be equal as well.
 """
 
@@ -9,19 +11,22 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.device_once import timed
 from benchmarks.plain_loop import PlainLoop
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config.layout import layer_split
 from megatron_policy.converters.formats.hf_files import HfReader, read_config
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.engines.megatron.build import build_chunks
+from megatron_policy.engines.megatron.layer_spec import resolve_implementation
 from megatron_policy.engines.megatron.model_config import LOCAL, transformer_config
 from megatron_policy.engines.megatron.routers import Routers
 from megatron_policy.engines.megatron.trainable import make_trainable
@@ -31,13 +36,29 @@ from megatron_policy.parallel.topology import Placement
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.weights.load import Held, held_entries, load_parameters
 
-ROWS, MICROBATCH_ROWS, LENGTH = 8, 2, 128
+
+@dataclass(frozen=True)
+class Shape:
+    """A step: `rows` of `length` tokens, in microbatches of `microbatch_rows`; by default one that
+    a CPU takes.
+    """
+
+    rows: int = 8
+    microbatch_rows: int = 2
+    length: int = 128
+    implementation: str = LOCAL
+    precision: str = "float32"
+    on_device: bool = False
+
+
 LEARNING_RATE = 1e-4
 # The two losses sum in different orders, and Adam takes full steps for the smallest gradients.
 RELATIVE, WEIGHTS = 1e-5, 0.1 * LEARNING_RATE
 # With weights that differ so slightly, a token to which two experts are equally good may still take
 # the other one. A weight then moves by other full steps.
 RELATIVE_OF_EXPERTS = 2e-4
+# In bf16 every logit, and every weight after a step, is rounded to 8 bits.
+RELATIVE_OF_BF16, ROUNDING = 2e-2, 2**-7
 
 
 class NextTokenLoss:
@@ -58,22 +79,31 @@ class NextTokenLoss:
         return loss, {"loss": loss.detach()}
 
 
-def main(path: Path, steps: int) -> dict[str, Any]:
-    policy = MegatronPolicy(_config(path), init_reference_model=False)
+def main(path: Path, steps: int, shape: Shape | None = None) -> dict[str, Any]:
+    """Seconds of every step on both sides, and what was verified."""
+    shape = shape or Shape()
+    policy = MegatronPolicy(_config(path, shape), init_reference_model=False)
     table = bind(read_config(path))
-    plain, held = _plain_loop(policy, table)
+    plain, held = _plain_loop(policy, table, shape)
     before = {entry.megatron: parameter.detach().clone() for entry, parameter in held}
     seconds: dict[str, list[float]] = {"plain loop": [], "ours": []}
     experts = table.architecture.moe is not None
-    for step, batch in enumerate(_batches(steps, table.architecture.vocab_size)):
+    for step, batch in enumerate(_batches(steps, table.architecture.vocab_size, shape)):
         relative = RELATIVE_OF_EXPERTS if experts and step else RELATIVE
-        expected = _timed(seconds["plain loop"], _plain_step, plain, batch)
-        got = _timed(seconds["ours"], _policy_step, policy, batch)
+        if shape.on_device:
+            relative = RELATIVE_OF_BF16
+        timing = _timed_on_device if shape.on_device else _timed
+        rows = shape.microbatch_rows
+        expected = timing(seconds["plain loop"], _plain_step, plain, batch, rows)
+        got = timing(seconds["ours"], _policy_step, policy, batch)
         for what, ours, theirs in zip(("loss", "gradient norm"), got, expected, strict=True):
             if abs(ours - theirs) > relative * abs(theirs):
                 raise RuntimeError(f"{what} {ours} of the policy, {theirs} of the plain loop")
     allowed = steps * LEARNING_RATE if experts else WEIGHTS
-    difference = _compare_weights(policy, held, before, allowed)
+    if shape.on_device:
+        allowed = 2 * steps * LEARNING_RATE  # both take full steps, each in its direction
+    rounding = ROUNDING if shape.on_device else 0.0
+    difference = _compare_weights(policy, held, before, allowed, rounding)
     verified = (
         f"loss and gradient norm of every step equal within {relative:g}; weights after {steps} "
         f"steps of {LEARNING_RATE:g} equal within {difference:.1e}"
@@ -88,8 +118,14 @@ def _timed(seconds: list[float], step: Callable[..., Any], *arguments: Any) -> A
     return result
 
 
-def _plain_step(plain: PlainLoop, batch: BatchedDataDict) -> tuple[float, float]:
-    return plain.step(batch["input_ids"], batch["token_mask"], MICROBATCH_ROWS)
+def _timed_on_device(seconds: list[float], step: Callable[..., Any], *arguments: Any) -> Any:
+    results: list[Any] = []
+    seconds.append(timed(lambda: results.append(step(*arguments))))
+    return results[0]
+
+
+def _plain_step(plain: PlainLoop, batch: BatchedDataDict, rows: int) -> tuple[float, float]:
+    return plain.step(batch["input_ids"], batch["token_mask"], rows)
 
 
 def _policy_step(policy: MegatronPolicy, batch: BatchedDataDict) -> tuple[float, float]:
@@ -97,28 +133,30 @@ def _policy_step(policy: MegatronPolicy, batch: BatchedDataDict) -> tuple[float,
     return result["loss"].item(), result["grad_norm"].item()
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _config(path: Path, shape: Shape) -> dict[str, Any]:
     return {
         "model_name": str(path),
-        "precision": "float32",
-        "train_global_batch_size": ROWS,
-        "train_micro_batch_size": MICROBATCH_ROWS,
-        "max_total_sequence_length": LENGTH,
+        "precision": shape.precision,
+        "train_global_batch_size": shape.rows,
+        "train_micro_batch_size": shape.microbatch_rows,
+        "max_total_sequence_length": shape.length,
         "megatron_cfg": {
             "enabled": True,
-            "transformer_impl": LOCAL,
+            "transformer_impl": shape.implementation,
             "optimizer": {"lr": LEARNING_RATE, "min_lr": LEARNING_RATE},
         },
     }
 
 
-def _plain_loop(policy: MegatronPolicy, table: Table) -> tuple[PlainLoop, Held]:
+def _plain_loop(policy: MegatronPolicy, table: Table, shape: Shape) -> tuple[PlainLoop, Held]:
     """A second model with its own optimizer, in the process groups that the policy created."""
     config, architecture, topology = policy.config, table.architecture, policy.topology
     settings = config.megatron_cfg
     place = Placement(topology, policy.coords, layer_split(config, architecture, topology))
-    model_config = transformer_config(architecture, settings, topology, torch.float32, LOCAL)
-    chunks = build_chunks(architecture, model_config, place, LOCAL, config.seed)
+    layers = resolve_implementation(shape.implementation, architecture)
+    dtype = getattr(torch, shape.precision)
+    model_config = transformer_config(architecture, settings, topology, dtype, layers)
+    chunks = build_chunks(architecture, model_config, place, layers, config.seed)
     held = held_entries(chunks, table, place)
     with HfReader(config.model_name) as reader:
         load_parameters(held, reader, table, place)
@@ -126,7 +164,7 @@ def _plain_loop(policy: MegatronPolicy, table: Table) -> tuple[PlainLoop, Held]:
         chunks,
         model_config,
         settings,
-        ROWS,
+        shape.rows,
         PendingReads(),
         held,
         architecture,
@@ -137,28 +175,51 @@ def _plain_loop(policy: MegatronPolicy, table: Table) -> tuple[PlainLoop, Held]:
     return PlainLoop(model, trainable.optimizer, trainable.scheduler), held
 
 
-def _batches(count: int, vocab_size: int) -> Iterator[BatchedDataDict]:
+def _batches(count: int, vocab_size: int, shape: Shape) -> Iterator[BatchedDataDict]:
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):
-        tokens_BS = torch.randint(vocab_size, (ROWS, LENGTH), generator=generator)
-        ones_BS, ones_B = torch.ones(ROWS, LENGTH), torch.ones(ROWS)
+        size = shape.rows, shape.length
+        tokens_BS = torch.randint(vocab_size, size, generator=generator)
+        ones_BS, ones_B = torch.ones(size), torch.ones(shape.rows)
         yield BatchedDataDict(
             {"input_ids": tokens_BS, "token_mask": ones_BS, "sample_mask": ones_B}
         )
 
 
 def _compare_weights(
-    policy: MegatronPolicy, held: Held, before: dict[str, torch.Tensor], allowed: float
+    policy: MegatronPolicy,
+    held: Held,
+    before: dict[str, torch.Tensor],
+    allowed: float,
+    rounding: float,
 ) -> float:
-    """The largest difference; RuntimeError if it is too large, or if nothing was trained."""
+    """The largest difference beyond `rounding` times the weight; RuntimeError if it is too large,
+    or if nothing was trained.
+    """
     weights = dict(policy.named_parameters())
-    difference = max((weights[e.megatron] - p).abs().max().item() for e, p in held)
+
+    def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+        return float(((ours - theirs).abs() - rounding * theirs.abs()).max())
+
+    difference = max(max(0.0, apart(weights[e.megatron], p)) for e, p in held)
     if difference > allowed:
         raise RuntimeError(f"policy and plain loop end with weights {difference} apart")
-    if any(torch.equal(before[entry.megatron], parameter) for entry, parameter in held):
+    # A step is too small for weights near 1 in bf16: those of norms.
+    moving = [(e, p) for e, p in held if p.ndim > 1 or not rounding]
+    if any(torch.equal(before[entry.megatron], parameter) for entry, parameter in moving):
         raise RuntimeError("a weight did not move: nothing was trained")
     return difference
 
 
+def run(arguments: Sequence[str]) -> dict[str, Any]:
+    """`main` with the arguments of the command line."""
+    path, steps, *of_step = arguments
+    if not of_step:
+        return main(Path(path), int(steps))
+    rows, microbatch_rows, length, implementation = of_step
+    sizes = int(rows), int(microbatch_rows), int(length)
+    return main(Path(path), int(steps), Shape(*sizes, implementation, "bfloat16", on_device=True))
+
+
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]))))
+    print(json.dumps(run(sys.argv[1:])))
