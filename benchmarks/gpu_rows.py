@@ -40,8 +40,10 @@ class Scale:
     copy_bytes: int
     heads: Mapping[str, tuple[int, int]]
     """Entries and channels of each head."""
+    head_tokens: int
+    """Of a pass over a head."""
     tokens: int
-    """Of a microbatch, and of a pass over a head."""
+    """Of a microbatch."""
     chunks: tuple[int, ...]
     trained_chunk: int
     length: int
@@ -49,6 +51,8 @@ class Scale:
     sizes: Mapping[str, Size]
     """Models in the order of their weights."""
     refitted: str
+    turns: int = 3
+    """For each repetition that is asked for."""
     cpu_ranks: int = 0
     """On the CPU, by so many processes in place of one for each GPU."""
 
@@ -57,6 +61,7 @@ FULL = Scale(
     product=8192,
     copy_bytes=2 * 2**30,
     heads={"D 896": (151936, 896), "D 3584": (152064, 3584)},
+    head_tokens=8192,
     tokens=8192,
     chunks=(128, 512, 1024),
     trained_chunk=1024,
@@ -69,6 +74,7 @@ TOY = Scale(
     product=64,
     copy_bytes=2**16,
     heads={"D 16": (97, 16), "D 32": (97, 32)},
+    head_tokens=8,
     tokens=32,
     chunks=(4, 8),
     trained_chunk=8,
@@ -79,6 +85,7 @@ TOY = Scale(
         "large": Size(hidden=32, ffn=48, layers=2, heads=4, groups=2, vocab=128),
     },
     refitted="small",
+    turns=1,
     cpu_ranks=2,
 )
 
@@ -126,9 +133,9 @@ class GpuBench:
         beside: dict[str, float] = {}
         worst = 0.0
         for head, (vocab, hidden) in self.scale.heads.items():
-            numbers = map(str, (self.scale.tokens, vocab, hidden))
+            numbers = map(str, (self.scale.head_tokens, vocab, hidden))
             chunks = ",".join(map(str, self.scale.chunks))
-            rest = str(self.scale.trained_chunk), str(3 * repetitions)
+            rest = str(self.scale.trained_chunk), str(self.scale.turns * repetitions)
             found = self._fresh("benchmarks.head_once", *numbers, chunks, *rest)
             median = {name: statistics.median(of) for name, of in found["seconds"].items()}
             seconds |= {f"{head}: {name}": tuple(of) for name, of in found["seconds"].items()}
@@ -151,7 +158,7 @@ class GpuBench:
         found = self._fresh(
             "benchmarks.train_steps",
             self._checkpoint(folder, size),
-            str(3 * repetitions),
+            str(self.scale.turns * repetitions),
             *map(str, (scale.microbatches * rows, rows, scale.length)),
             implementation,
         )
@@ -166,7 +173,7 @@ class GpuBench:
         path = self._checkpoint(folder, self.scale.refitted)
         seconds: dict[str, tuple[float, ...]] = {}
         beside: dict[str, float] = {}
-        found = self._fresh("benchmarks.refit_once", path, str(3 * repetitions))
+        found = self._fresh("benchmarks.refit_once", path, str(self.scale.turns * repetitions))
         for name, runs in found["seconds"].items():
             copy, refit = (statistics.median(runs[what]) for what in ("copy", "refit"))
             seconds |= {f"{name}: {what}": tuple(of) for what, of in runs.items()}
@@ -218,7 +225,11 @@ class GpuBench:
             smallest = next(iter(self.scale.sizes))
             for size in {smallest: 0, self._largest(implementation, self.ranks): 0}:
                 if (size, implementation) not in self._speeds:
-                    run = self._run(self._checkpoint(folder, size), implementation, 3 * repetitions)
+                    run = self._run(
+                        self._checkpoint(folder, size),
+                        implementation,
+                        self.scale.turns * repetitions,
+                    )
                     self._speeds[size, implementation] = run_ranks(
                         self.ranks,
                         "benchmarks.speed_once",
