@@ -15,6 +15,7 @@ from megatron_policy.converters.rows.blocks import of_expert
 from megatron_policy.engines.megatron import assemble, trainable
 from megatron_policy.engines.megatron.layers import context_parallel
 from megatron_policy.lm_head.output import Output
+from megatron_policy.packing import tokens
 from megatron_policy.packing.tokens import CausalRectangle, TokenLayout
 from megatron_policy.parallel.topology import Copy, Placement
 from megatron_policy.training import batching, losses, step
@@ -48,11 +49,13 @@ def _one_piece(patch: pytest.MonkeyPatch) -> None:
 
 
 def _neighbours(patch: pytest.MonkeyPatch) -> None:
-    def contiguous(self: TokenLayout, rank: int) -> torch.Tensor:
-        own = self.columns_CT.size(1)
-        return torch.arange(rank * own, (rank + 1) * own, device=self.columns_CT.device)
+    layout = tokens._layout
 
-    patch.setattr(TokenLayout, "positions", contiguous)
+    def contiguous(*args: Any) -> TokenLayout:
+        made = layout(*args)
+        return replace(made, positions_CT=torch.arange(made.full_length).view_as(made.positions_CT))
+
+    patch.setattr(tokens, "_layout", contiguous)
 
 
 def _own_gradient(patch: pytest.MonkeyPatch) -> None:
@@ -78,11 +81,11 @@ def _mask_of_all_but_the_first(patch: pytest.MonkeyPatch) -> None:
 def _counts_of_one_replica(patch: pytest.MonkeyPatch) -> None:
     counted = step.count_valid
 
-    def own(batch: BatchedDataDict, group: Any, device: torch.device) -> Any:
+    def own(batch: BatchedDataDict, group: Any) -> Any:
         alone = torch.distributed.new_group(
             [torch.distributed.get_rank()], use_local_synchronization=True
         )
-        return counted(batch, alone, device)
+        return counted(batch, alone)
 
     patch.setattr(step, "count_valid", own)
 
