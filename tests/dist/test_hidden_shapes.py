@@ -12,7 +12,7 @@ import pytest
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_policy.engines.megatron import hidden_shapes, pipeline
-from megatron_policy.engines.megatron.hidden_shapes import DerivedShapes, Link, Shape
+from megatron_policy.engines.megatron.hidden_shapes import DerivedShapes, StageLink, Shape
 from tests import oracle
 from tests.dist.cases import open_policy, policy_config
 from tests.dist.layouts import SP, VOCAB, Layout, layout
@@ -183,7 +183,7 @@ def test_a_wrong_expectation_is_an_error_and_no_wait(
 
 
 def test_a_schedule_that_exchanges_too_much_is_found() -> None:
-    link = Link("sent forward", [(4, 1, 8), (6, 1, 8)], 1, 2, wraps=False)
+    link = StageLink("sent forward", [(4, 1, 8), (6, 1, 8)], 1, 2, wraps=False)
     assert [link.next(), link.next()] == [(0, (4, 1, 8)), (1, (6, 1, 8))]
     link.finish()
     with pytest.raises(AssertionError, match="more than the 2 tensors of 2 microbatches"):
@@ -192,10 +192,10 @@ def test_a_schedule_that_exchanges_too_much_is_found() -> None:
 
 def test_a_link_from_the_last_stage_to_the_first_lacks_one_chunk() -> None:
     shapes = [(length, 1, 8) for length in (2, 4, 6, 8)]
-    link = Link("sent forward", shapes, 2, 2, wraps=True)
+    link = StageLink("sent forward", shapes, 2, 2, wraps=True)
     assert [link.next()[0] for _ in shapes] == [0, 1, 2, 3]
     link.finish()
-    Link("sent forward", shapes, 1, 4, wraps=True).finish()
+    StageLink("sent forward", shapes, 1, 4, wraps=True).finish()
 
 
 def small(checkpoint: Callable[..., Path]) -> Path:

@@ -35,7 +35,7 @@ def hidden_shape(microbatch: Microbatch, config: TransformerConfig) -> Shape:
     return positions // split, rows, config.hidden_size
 
 
-class Link:
+class StageLink:
     """Tensors that travel between two stages in one direction: the shape of each, in their order.
 
     The schedule table has the order in which every stage computes microbatches and chunks, and with
@@ -96,10 +96,10 @@ class DerivedShapes(P2PCommunicator):  # type: ignore[misc]
         chunks = config.virtual_pipeline_model_parallel_size or 1
         size = config.microbatch_group_size_per_vp_stage if chunks > 1 else len(shapes)
         backward = () if forward_only else shapes
-        self._sent_next = Link("sent forward", shapes, chunks, size, last)
-        self._received_prev = Link("received forward", shapes, chunks, size, first)
-        self._sent_prev = Link("sent backward", backward, chunks, size, first)
-        self._received_next = Link("received backward", backward, chunks, size, last)
+        self._sent_next = StageLink("sent forward", shapes, chunks, size, last)
+        self._received_prev = StageLink("received forward", shapes, chunks, size, first)
+        self._sent_prev = StageLink("sent backward", backward, chunks, size, first)
+        self._received_next = StageLink("received backward", backward, chunks, size, last)
 
     def _communicate_shapes(
         self,
