@@ -50,6 +50,7 @@ __all__ = [
     "spare_cores",
     "synchronize",
     "to_device",
+    "trains_packed_cudnn",
     "varlen_kernel",
 ]
 
@@ -131,6 +132,21 @@ def _varlen_attn() -> Callable[..., Any] | None:
         return None
     needed = {"scale", "window_size", "enable_gqa"}
     return function if needed <= signature(function).parameters.keys() else None
+
+
+def trains_packed_cudnn() -> bool:
+    """Whether cuDNN's attention computes packed sequences forward and backward on this process's
+    GPU, with values of another head size, and Transformer Engine's environment allows it.
+
+    Packing needs compute capability 9. Two head sizes on 10.x need cuDNN 9.11, which is asked of
+    9.0 as well; 12.x has no backward pass for them. Deterministic algorithms exclude it on some.
+    """
+    major, minor = compute_capability()
+    allowed = ("NVTE_FUSED_ATTN", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
+    if any(os.environ.get(name, "1") == "0" for name in allowed):
+        return False
+    built = (major, minor) == (9, 0) or major == 10
+    return built and (torch.backends.cudnn.version() or 0) >= 91100
 
 
 def prefer_flash_attention() -> None:

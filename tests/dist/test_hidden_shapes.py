@@ -12,7 +12,7 @@ import pytest
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_policy.engines.megatron import hidden_shapes, pipeline
-from megatron_policy.engines.megatron.hidden_shapes import DerivedShapes, StageLink, Shape
+from megatron_policy.engines.megatron.hidden_shapes import DerivedShapes, Shape, StageLink
 from tests import oracle
 from tests.dist.cases import open_policy, policy_config
 from tests.dist.layouts import SP, VOCAB, Layout, layout

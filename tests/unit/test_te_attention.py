@@ -13,6 +13,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_policy import device
+from megatron_policy.engines.megatron.layers import te_attention as module
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams, sequence_params
 from megatron_policy.engines.megatron.layers.te_attention import TEAttention, te_attention
 from megatron_policy.packing.tokens import packed_layout, padded_layout
@@ -46,11 +48,15 @@ class Engine(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        num_splits: int | None = None,
         cp_comm_type: str | None = "p2p",
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
         self.calls: list[dict[str, Any]] = []
+        self.channels, self.scale = (k_channels, v_channels), softmax_scale
 
     def forward(
         self,
@@ -63,29 +69,32 @@ class Engine(MegatronModule):
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
         assert attn_mask_type is AttnMaskType.causal and attention_mask is attention_bias is None
-        self.calls.append({"shape": tuple(query.shape), "params": packed_seq_params})
+        shapes = [tuple(x.shape) for x in (query, key, value)]
+        self.calls.append({"shape": shapes[0], "shapes": shapes, "params": packed_seq_params})
         if packed_seq_params is None:
-            return attend(query, key, value)
+            return attend(query, key, value, self.scale)
         assert packed_seq_params.qkv_format == "thd"
         ends = packed_seq_params.cu_seqlens_q.tolist()
         assert ends[-1] <= query.size(0) * self.config.context_parallel_size
         if self.config.context_parallel_size > 1:
-            return query.flatten(1)
+            return value.flatten(1)
         parts = [
-            attend(*(x[a:b].unsqueeze(1) for x in (query, key, value)))
+            attend(*(x[a:b].unsqueeze(1) for x in (query, key, value)), self.scale)
             for a, b in itertools.pairwise(ends)
         ]
         return torch.cat(parts).squeeze(1)
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None
+) -> torch.Tensor:
     """`[S, B, N, H]` to `[S, B, N*H]`."""
     states = [x.permute(1, 2, 0, 3) for x in (query, key, value)]
-    context = torch.nn.functional.scaled_dot_product_attention(*states, is_causal=True)
+    context = torch.nn.functional.scaled_dot_product_attention(*states, is_causal=True, scale=scale)
     return context.permute(2, 0, 1, 3).flatten(2)
 
 
-def build(ranks: int = 1, **more: Any) -> TEAttention:
+def build(ranks: int = 1, given: dict[str, Any] | None = None, **more: Any) -> TEAttention:
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HEADS * HEAD_DIM,
@@ -100,9 +109,7 @@ def build(ranks: int = 1, **more: Any) -> TEAttention:
         layer_number=1,
         attn_mask_type=AttnMaskType.causal,
         attention_type="self",
-        cp_comm_type=None,
-        softmax_scale=None,
-        pg_collection=None,
+        **{"cp_comm_type": None, "softmax_scale": None, "pg_collection": None, **(given or {})},
     )
     return attention
 
@@ -166,7 +173,8 @@ def test_padded_rows_reach_the_engine_as_they_are(ranks: int) -> None:
     params = sequence_params(padded_layout(3, 4 * ranks, 4, ranks), Group(ranks))
     assert (params is None) == (ranks == 1)
     context = call(attention, given, params)
-    assert attention.te_module.calls == [{"shape": (4, 3, HEADS, HEAD_DIM), "params": None}]
+    (seen,) = attention.te_module.calls
+    assert seen["shape"] == (4, 3, HEADS, HEAD_DIM) and seen["params"] is None
     assert torch.equal(context, attend(*given))
 
 
@@ -194,3 +202,116 @@ def test_a_window_under_context_parallelism_is_torchs() -> None:
     full = build(2, window_size=(2, 0), window_attn_skip_freq=[0])
     call(full, states(8, 1), packed(2))
     assert len(full.te_module.calls) == 1
+
+
+LATENT = {"k_channels": 192, "v_channels": 128, "softmax_scale": 0.3}
+"""What Megatron-Core's MLA builds its attention with, in DeepSeek's sizes."""
+
+
+def latent_states(positions: int, rows: int = 1) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randn(positions, rows, HEADS, size, generator=draw) for size in (192, 192, 128)]
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch, release: str = "2.5.0", cudnn: bool = True) -> None:
+    def at_least(version: str) -> bool:
+        return [int(x) for x in release.split(".")] >= [int(x) for x in version.split(".")]
+
+    monkeypatch.setattr(module, "trains_packed_cudnn", lambda: cudnn)
+    monkeypatch.setattr(module, "is_te_min_version", at_least)
+
+
+def test_packed_values_of_another_head_size_reach_the_engine_unpadded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_gpu(monkeypatch)
+    # The stand-in computes in fp32, so that its numbers tell which scale and pieces it was given.
+    monkeypatch.setattr(module, "_HALF", (torch.float32,))
+    attention, params, given = build(given=LATENT), packed(), latent_states(16)
+    context = call(attention, given, params)
+    assert attention.te_module.channels == (192, 128)
+    assert [seen["shapes"] for seen in attention.te_module.calls] == [
+        [(16, HEADS, 192), (16, HEADS, 192), (16, HEADS, 128)]
+    ]
+    assert context.shape == (16, 1, HEADS * 128)
+    torch.testing.assert_close(context, attention.fallback(*given, None, packed_seq_params=params))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_head_sizes_reach_the_engine_under_context_parallelism(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpu(monkeypatch)
+    for params, rows in [
+        (packed(2, rank), 1),
+        (sequence_params(padded_layout(3, 16, 4, 2), Group(2, rank)), 3),
+    ]:
+        attention = build(2, given=LATENT)
+        given = [x.bfloat16() for x in latent_states(8, rows)]
+        context = call(attention, given, params)
+        (seen,) = attention.te_module.calls
+        assert seen["shapes"][2][-1] == 128 and context.shape == (8, rows, HEADS * 128)
+
+
+@pytest.mark.parametrize(
+    ("release", "cudnn", "more"),
+    [
+        ("2.4.0", True, {}),
+        ("2.5.0", False, {}),
+        ("2.18.0", True, {"window_size": (2, 0)}),
+    ],
+)
+def test_two_head_sizes_are_torchs_where_the_engine_may_lack_them(
+    release: str, cudnn: bool, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpu(monkeypatch, release, cudnn)
+    attention = build(given=LATENT, **more)
+    context = call(attention, [x.bfloat16() for x in latent_states(16)], packed())
+    assert not attention.te_module.calls and context.shape == (16, 1, HEADS * 128)
+
+
+@pytest.mark.parametrize(
+    ("head", "value_head", "taken"),
+    [
+        (192, 128, True),
+        (128, 64, True),
+        (24, 16, True),
+        (256, 128, False),
+        (192, 64, False),
+        (24, 12, False),
+    ],
+)
+def test_two_head_sizes_are_those_that_every_gpu_of_the_rule_trains(
+    head: int, value_head: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpu(monkeypatch)
+    assert module.two_head_sizes(head, value_head) == taken
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "variables", "runs"),
+    [
+        ((9, 0), 91100, {}, True),
+        ((10, 3), 92000, {}, True),
+        ((9, 0), 91002, {}, False),
+        ((8, 0), 92000, {}, False),
+        ((12, 0), 92000, {}, False),
+        ((9, 0), 92000, {"NVTE_FUSED_ATTN": "0"}, False),
+        ((9, 0), 92000, {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}, False),
+        ((0, 0), None, {}, False),
+    ],
+)
+def test_cudnn_trains_packed_sequences_where_it_is_known_to(
+    capability: tuple[int, int],
+    version: int | None,
+    variables: dict[str, str],
+    runs: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("NVTE_FUSED_ATTN", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(device, "compute_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    assert device.trains_packed_cudnn() == runs

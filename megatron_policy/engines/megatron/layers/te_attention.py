@@ -14,7 +14,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import is_te_min_version
 
+from megatron_policy.device import trains_packed_cudnn
 from megatron_policy.engines.megatron.layers.attention import TorchAttention
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams
 
@@ -79,12 +81,30 @@ class TEAttention(MegatronModule):
             return split
         # Only its fused kernels support packing and context parallelism. They need 16 bits; their
         # support for windows and for two head sizes depends on the release and on the GPU.
-        uneven = query_SBNH.size(-1) != value_KBGH.size(-1)
+        head, value_head = query_SBNH.size(-1), value_KBGH.size(-1)
         windowed = self.fallback.reach is not None
-        return query_SBNH.dtype not in _HALF or uneven or (windowed and split)
+        if query_SBNH.dtype not in _HALF:
+            return True
+        if head != value_head:
+            return windowed or not two_head_sizes(head, value_head)
+        # Its exchange between neighbours, which Megatron-Core takes by default, has no windows.
+        return windowed and split
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Checkpoints hold Transformer Engine's state only: there is nothing else to save."""
         te_module: Any = self.te_module
         kept: dict[str, Any] = te_module.sharded_state_dict(*args, **kwargs)
         return kept
+
+
+def two_head_sizes(head: int, value_head: int) -> bool:
+    """Whether Transformer Engine's fused attention trains on packed or split sequences whose values
+    have heads of another size than queries and keys.
+
+    Its exchange between context-parallel ranks takes two sizes since 2.5. Of what it runs on cuDNN
+    for training, this is the part that does not depend on the GPU: multiples of 8 up to 128, and
+    192 with 128 (`nvte_get_fused_attn_backend`).
+    """
+    sizes = head % 8 == value_head % 8 == 0 and max(head, value_head) <= 128
+    known: bool = sizes or (head, value_head) == (192, 128)
+    return known and trains_packed_cudnn() and bool(is_te_min_version("2.5.0"))
