@@ -43,6 +43,7 @@ def as_data(plan: StepPlan) -> dict[str, Any]:
             }
             for chunks, stage in zip(plan.split.stages, plan.stages, strict=True)
         ],
+        "refit_bytes": plan.refit_bytes,
         "host": {"reference_bytes": plan.reference_bytes, "staging_bytes": plan.staging_bytes},
         "model_flops": time.model_flops,
         "seconds": {
@@ -77,6 +78,7 @@ def lines(plan: StepPlan, device: str) -> Iterator[str]:
         f"{state}: {show_gib(plan.peak)} at the peak, of stage {plan.fullest}, in "
         f"{show_gib(plan.usable)} that can be planned with"
     )
+    yield f"a refit: {show_gib(plan.refit_bytes)} of buffers on each rank, beside its states"
     yield (
         f"host memory of a rank: {show_gib(plan.reference_bytes)} for a reference policy, "
         f"{show_gib(plan.staging_bytes)} for a save in the background"

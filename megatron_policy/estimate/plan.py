@@ -21,7 +21,7 @@ from megatron_policy.estimate.memory import (
     stage_memory,
 )
 from megatron_policy.estimate.schedule import Schedule
-from megatron_policy.estimate.states import ModelRows
+from megatron_policy.estimate.states import WIDTHS, ModelRows
 from megatron_policy.estimate.step_time import StepTime, step_time
 from megatron_policy.parallel.topology import LayerSplit, Topology
 
@@ -100,6 +100,18 @@ class StepPlan:
     def reference_bytes(self) -> int:
         """Host memory for the weights of a frozen reference policy, on the fullest rank."""
         return max(stage.states.parameters for stage in self.stages)
+
+    @cached_property
+    def refit_bytes(self) -> int:
+        """A refit's buffers on each rank, beside its states: a bucket that is exchanged, one of the
+        transport, and the largest tensor. Optimizer and gradients can leave the device meanwhile.
+        """
+        width = WIDTHS[self.config.refit_dtype or self.config.precision]
+        total, largest = (elements * width for elements in self.rows.hf_elements())
+        bucket = min(self.config.refit_bucket_bytes, total)
+        at = self.topology
+        exchanged = bucket if at.tp > 1 or at.pp > 1 or at.experts_apart else 0
+        return exchanged + bucket + largest
 
     @property
     def staging_bytes(self) -> int:

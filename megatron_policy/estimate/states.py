@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import NamedTuple
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.rows.blocks import Row, of_expert
+from megatron_policy.converters.rows.expert_rows import Stacked
 from megatron_policy.converters.table import EMBEDDING, LAYER, Table
 from megatron_policy.parallel.topology import LayerSplit, Topology
 
@@ -145,6 +147,19 @@ class ModelRows:
                 self._sizes[key] = self._measured(rows, topology, frozen_routers)
             total = total.plus(self._sizes[key])
         return total
+
+    def hf_elements(self) -> tuple[int, int]:
+        """Elements of all HF tensors that a refit sends, and of the largest."""
+        arch, total, largest = self.architecture, 0, 0
+        experts = 1 if arch.moe is None else arch.moe.experts
+        for rows in (self.embedding, *self.layers, self.head):
+            for row in filter(attrgetter("owns"), rows):
+                single = of_expert(row.megatron) and not isinstance(row, Stacked)
+                for shape in row.hf_shapes(arch):
+                    elements = math.prod(shape)
+                    total += elements * (experts if single else 1)
+                    largest = max(largest, elements)
+        return total, largest
 
     def _measured(self, rows: Iterable[Row], topology: Topology, frozen_routers: bool) -> _Held:
         arch, total = self.architecture, _Held()

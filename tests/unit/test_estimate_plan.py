@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,16 +11,18 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
 from megatron_policy.cli import app
 from megatron_policy.converters.formats.hf_config import read_config
-from megatron_policy.converters.table import bind
+from megatron_policy.converters.table import Table, bind
 from megatron_policy.estimate.devices import SHORT
 from megatron_policy.estimate.plan import Found, StepPlan, search
 from megatron_policy.estimate.schedule import Schedule
 from megatron_policy.estimate.states import ModelRows
+from megatron_policy.refit.planning import RefitModel, plan_refit
 from tests.unit.published import COMMON, PUBLISHED
 from tests.unit.published_experts import PUBLISHED_EXPERTS
 
@@ -49,6 +52,9 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "Qwen3-235B-A22B": (PUBLISHED_EXPERTS["Qwen3-235B-A22B"][-1], 128),
     "DeepSeek-V3": (PUBLISHED_EXPERTS["DeepSeek-V3 in bf16"][-1], 256),
 }
+STACKED = "gpt-oss-20b in bf16"
+"""A model with all experts of a layer in one HF tensor."""
+
 BASE = {
     "precision": "bfloat16",
     "train_global_batch_size": 512,
@@ -64,9 +70,15 @@ BASE = {
 
 
 @cache
-def rows_of(name: str) -> ModelRows:
+def table_of(name: str) -> Table:
     with TemporaryDirectory() as path:
-        return ModelRows.of(bind(read_config(model(Path(path), MODELS[name][0]))))
+        config = PUBLISHED_EXPERTS[name][-1] if name == STACKED else MODELS[name][0]
+        return bind(read_config(model(Path(path), config)))
+
+
+@cache
+def rows_of(name: str) -> ModelRows:
+    return ModelRows.of(table_of(name))
 
 
 @cache
@@ -130,6 +142,23 @@ def test_states_follow_from_bytes_per_parameter() -> None:
     at, (stage,) = plan.topology, plan.stages
     own = PUBLISHED_PARAMETERS["Qwen2.5-7B"] / at.tp
     assert stage.states.resident == pytest.approx(own * (6 + 12 / (at.dp * at.cp)), rel=2e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_buffers_of_a_refit_are_those_of_its_plan(name: str) -> None:
+    """But for rounding of shares, 2 parts in 100 of a bucket."""
+    plan, table = found(name).fitting[0], table_of(name)
+    dtypes = dict.fromkeys(table.hf_shapes(), torch.bfloat16)
+    sent = plan_refit(RefitModel(table, plan.split, dtypes, torch.bfloat16, plan.topology))
+    needed = sent.round_bytes + min(sent.bucket_bytes, sent.total_bytes) + sent.largest_bytes
+    assert plan.refit_bytes == pytest.approx(needed, rel=0.02)
+
+
+@pytest.mark.parametrize("name", [*MODELS, STACKED])
+def test_a_refit_sends_what_its_plan_lists(name: str) -> None:
+    table = table_of(name)
+    elements = [math.prod(shape) for shape in table.hf_shapes().values()]
+    assert rows_of(name).hf_elements() == (sum(elements), max(elements))
 
 
 def test_recomputation_trades_memory_for_time() -> None:
