@@ -74,7 +74,7 @@ def ours(
 ) -> torch.Tensor:
     """fp32 `[N]`, on one rank."""
     # A group without a backend: a single rank does not communicate.
-    alone, head = dist.ProcessGroup(0, 1), HeadShape(vocab_start=0, real=weight_VD.size(0))
+    alone, head = dist.ProcessGroup(0, 1), HeadShape(vocab_start=0, real=weight_VD.size(0))  # type: ignore[call-arg]
     logprobs_N, _ = fused_scores(
         hidden_ND, weight_VD, targets_N, head, alone, chunk, implementation=implementation
     )
