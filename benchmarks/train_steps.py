@@ -23,6 +23,7 @@ from benchmarks.device_once import timed
 from benchmarks.plain_loop import PlainLoop
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config.layout import layer_split
+from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.converters.formats.hf_files import HfReader, read_config
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.engines.megatron.build import build_chunks
@@ -171,6 +172,7 @@ def _plain_loop(policy: MegatronPolicy, table: Table, shape: Shape) -> tuple[Pla
         architecture,
         place,
         Routers((), 0, 0.0, False, (), dist.group.WORLD),  # the plain loop trains no biases
+        ParamGroups(),
     )
     (model,) = trainable.chunks
     return PlainLoop(model, trainable.optimizer, trainable.scheduler), held

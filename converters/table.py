@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -68,6 +68,10 @@ class Table:
     architecture: Architecture
     entries: tuple[Entry, ...]
     ignored: Mapping[str, Ignore]
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of config.json that have other values than in the model's file: what is written has
+    them.
+    """
 
     def exported(self) -> tuple[Entry, ...]:
         """The entries that own their HF tensors: together they hold each HF tensor exactly once."""

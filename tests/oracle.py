@@ -172,21 +172,23 @@ def train(
     apart: Callable[[str], bool] = lambda name: False,
     clip: float = CLIP,
     scale: float = 1.0,
+    own: Callable[[str], Mapping[str, float] | None] = lambda name: {},
 ) -> Trained:
     """One step per global batch, fp32 main weights (fp64 in fp64), weight decay of what decays,
     gradients clipped to the norm `clip`, or not at all if that is 0; those of parameters that are
     `apart`, by name, by their own norm, which is not in the result. Gradients are computed of the
-    loss times `scale`.
+    loss times `scale`. `own` says by name what differs for a parameter, its `lr` or its
+    `weight_decay`; None if it is frozen.
     """
     model = load(path, dtype)
-    live = dict(model.named_parameters())
+    live = {name: p for name, p in model.named_parameters() if own(name) is not None}
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     main = {name: p.detach().to(wide, copy=True) for name, p in live.items()}
     decaying = _decaying(model)
     optimizer = torch.optim.AdamW(
         [
-            {"params": [m for n, m in main.items() if n in decaying], "weight_decay": weight_decay},
-            {"params": [m for n, m in main.items() if n not in decaying], "weight_decay": 0.0},
+            {"params": [m], "weight_decay": weight_decay if n in decaying else 0.0} | (own(n) or {})
+            for n, m in main.items()
         ],
         lr=lr,
         betas=BETAS,
@@ -210,7 +212,7 @@ def train(
         with torch.no_grad():
             for name, parameter in live.items():
                 parameter.copy_(main[name])
-    weights = {name: p.detach().clone() for name, p in live.items()}
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     return Trained(losses, norms, gradients, weights)
 
 

@@ -19,6 +19,7 @@ LIMIT = 0.5
 """Of a tolerance: what the rest is for is the machine that has not been tried."""
 
 TESTS = (
+    "tests/dist/test_config_overrides.py",
     "tests/dist/test_context_attention.py",
     "tests/dist/test_context_models.py",
     "tests/dist/test_dense_models.py",
@@ -42,6 +43,7 @@ TESTS = (
     "tests/dist/test_router_replay.py",
     "tests/dist/test_router_training.py",
     "tests/dist/test_split_training.py",
+    "tests/dist/test_param_groups.py",
     "tests/dist/test_weight_decay.py",
     "tests/ray/test_ray_batching.py",
     "tests/ray/test_ray_training.py",

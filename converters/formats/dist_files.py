@@ -23,10 +23,10 @@ from megatron_policy.converters.rows.shards import unpadded_shape
 from megatron_policy.converters.table import Entry
 from megatron_policy.errors import ConfigError, ConversionError
 
-from .dist_keys import KeyedSlice, not_weights, readable
+from .dist_keys import OPTIMIZER_STATE, KeyedSlice, not_weights, readable
 from .dist_metadata import METADATA, read_metadata
 from .dist_records import data_offset
-from .stored import Chunk, Stored
+from .stored import Chunk, Stored, tiled
 
 FORMAT = "metadata.json"
 _MAX_BYTES = 2**20
@@ -82,7 +82,8 @@ class DistReader:
         """The first key of the entry's parameter that the checkpoint has, and the parameter there.
 
         A vocabulary can have more rows in the file: padding, which is left out. None when the
-        checkpoint has no such key. `prefix` precedes the keys of an optimizer's state.
+        checkpoint has no such key, or nothing of that parameter there. `prefix` precedes the keys
+        of an optimizer's state.
         """
         shape = unpadded_shape(entry.row, arch)
         places = (replace(place, key=prefix + place.key) for place in readable(entry, arch))
@@ -132,6 +133,11 @@ class DistReader:
                     f"misshapen: {keys[0]} in {self.root} is {list(found)} for each parameter, must"
                     f" be {list(shape)}; is this the checkpoint of that config.json?"
                 )
+            if keys[0].startswith(OPTIMIZER_STATE):
+                if not chunks and place.lead:
+                    return None
+                if not tiled(found, [(chunk.origin, chunk.sizes) for chunk in chunks]):
+                    raise ConversionError(f"{self.root} has only a part of {keys[0]} {place.lead}")
             return keys[0], Stored(shape, self.keys[keys[0]].dtype, chunks)
         return None
 

@@ -22,6 +22,9 @@ _FUSED = {
 }
 _LAYER = re.compile(r"decoder\.layers\.\d+\.|mtp\.layers\.\d+\.transformer_layer\.")
 _EXPERT = re.compile(r"(?<=mlp\.experts\.)local_experts\.\d+\.")
+OPTIMIZER_STATE = "optimizer.state."
+"""What the keys of an optimizer's state begin with. It has nothing of layers that are frozen."""
+
 _OTHERS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine")
 """Keys of a training checkpoint that are not weights."""
 

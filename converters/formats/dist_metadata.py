@@ -18,7 +18,8 @@ from megatron_policy.converters.files.contained import inside, read
 from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.errors import ConversionError
 
-from .stored import tiled
+from .dist_keys import OPTIMIZER_STATE
+from .stored import tiled, tiled_in_part
 from .unpickled import Made, Name, unpickled
 
 METADATA = ".metadata"
@@ -201,7 +202,9 @@ def _key(
     dtype, shape = _dtype(held["properties"]), _size(held["size"])
     states = [_state(chunk, "metadata", "ChunkStorageMetadata") for chunk in held["chunks"]]
     chunks = tuple((_size(state["offsets"]), _size(state["sizes"])) for state in states)
-    if not tiled(shape, chunks):
+    # Layers that were not trained have no optimizer state.
+    partly = name.startswith(OPTIMIZER_STATE) and bool(shape) and tiled_in_part(shape, chunks)
+    if not (partly or tiled(shape, chunks)):
         raise ConversionError(f"{root / METADATA}: the chunks of {name} do not fill {list(shape)}")
     records = []
     for origin, sizes in chunks:

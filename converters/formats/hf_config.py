@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,6 +22,10 @@ from megatron_policy.errors import ConfigError
 from .hf_location import locate
 
 CONFIG = "config.json"
+_FIXED = {"model_type", "architectures", "dtype", "torch_dtype", SECTION, "transformers_version"}
+_ROPE = (frozenset({"rope_parameters"}), frozenset({"rope_scaling", "rope_theta"}))
+"""What releases of transformers call the settings of rotary embeddings: 5, and before."""
+_OF_LATER_DEFAULTS = _ROPE[0] | _ROPE[1]
 MAX_BYTES = 16 * 2**20
 
 # Fields of a config.json that do not describe the model but that transformers acts on: code to
@@ -32,8 +37,9 @@ _NOT_THE_MODEL = re.compile(
 )
 
 
-def read_config(model: str | Path) -> dict[str, Any]:
-    """Every field of the model's HF config, class defaults included.
+def read_config(model: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Every field of the model's HF config, class defaults included, with the values of
+    `overrides` in place of its own.
 
     Fields common to all transformers models are left out where they have their common default. The
     config of an added family that transformers does not know is taken from the file unchanged.
@@ -42,6 +48,9 @@ def read_config(model: str | Path) -> dict[str, Any]:
     somewhere else.
     """
     config = written_config(model)
+    if overrides:
+        _check_overrides(model, config, overrides)
+        config |= overrides
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise _unreadable(model, f"its model_type is {kind!r:.100}, not the name of a family")
@@ -60,6 +69,26 @@ def read_config(model: str | Path) -> dict[str, Any]:
     common = PretrainedConfig().to_dict()
     common.pop("tie_word_embeddings", None)  # describes the model, so it always counts
     return {name: v for name, v in config.items() if name not in common or v != common[name]}
+
+
+def _check_overrides(
+    model: str | Path, config: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> None:
+    """ConfigError for fields that the model's config does not have or that have to stay."""
+    fixed = sorted(name for name in overrides if name in _FIXED or _NOT_THE_MODEL.fullmatch(name))
+    if fixed:
+        raise ConfigError(f"{', '.join(fixed)} cannot be overridden: it says which model this is")
+    known = config.keys() | read_config(model).keys()
+    if unknown := sorted(overrides.keys() - known - _OF_LATER_DEFAULTS):
+        close = get_close_matches(unknown[0], known, 1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"the model's {CONFIG} has no {', '.join(unknown)}{meant}")
+    for own, other in (_ROPE, _ROPE[::-1]):
+        if any(config.get(name) for name in own) and (given := other & overrides.keys()):
+            raise ConfigError(
+                f"the model's {CONFIG} has {', '.join(sorted(own & config.keys()))}: override "
+                f"that, as a whole, instead of {', '.join(sorted(given))}"
+            )
 
 
 def written_config(model: str | Path) -> dict[str, Any]:
@@ -93,6 +122,11 @@ def without_quantisation(config: bytes) -> bytes:
     fields = strict_json.parse(config, finite=False)
     del fields[SECTION]
     return encoded_like(config, fields)
+
+
+def with_overrides(config: bytes, overrides: Mapping[str, Any]) -> bytes:
+    """The content of a config.json with the values of `overrides` in place of its own."""
+    return encoded_like(config, strict_json.parse(config, finite=False) | dict(overrides))
 
 
 def encoded_like(config: bytes, fields: Mapping[str, Any]) -> bytes:

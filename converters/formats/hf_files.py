@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from megatron_policy.converters.rows.blocks import Copying
 from megatron_policy.errors import ConversionError
 
 from .dequantising import ByteMatrix, QuantisedTensor
-from .hf_config import CONFIG, scheme_in, without_quantisation
+from .hf_config import CONFIG, scheme_in, with_overrides, without_quantisation
 from .hf_config import read_config as read_config
 from .hf_location import locate as locate
 from .quantised import Inventory, as_read, quantised_tensors
@@ -213,9 +213,12 @@ def side_files(root: Path) -> list[Path]:
     ]
 
 
-def side_contents(model: str | Path) -> dict[str, bytes]:
+def side_contents(
+    model: str | Path, overrides: Mapping[str, Any] | None = None
+) -> dict[str, bytes]:
     """Config and tokenizer by file name, from a directory or hub repository as `locate` takes it,
-    for weights that are not quantised: a config.json that says how they are loses that.
+    for weights that are not quantised: a config.json that says how they are loses that. It has the
+    values of `overrides` in place of its own.
 
     For callers that write them later, when the directory may be gone.
     """
@@ -224,6 +227,8 @@ def side_contents(model: str | Path) -> dict[str, bytes]:
     if scheme := scheme_in(root):
         content[CONFIG] = without_quantisation(content[CONFIG])
         _tell(root, scheme)
+    if overrides:
+        content[CONFIG] = with_overrides(content[CONFIG], overrides)
     return content
 
 

@@ -129,6 +129,21 @@ def tiled(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
     return _is_cut(shape, boxes) or _is_grid(shape, boxes) or _adds_up(shape, boxes)
 
 
+def tiled_in_part(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
+    """Whether boxes fill, without overlap, some of the slabs of a tensor of that shape along its
+    first dimension, and nothing else.
+    """
+    slabs: dict[tuple[int, int], list[tuple[Shape, Shape]]] = {}
+    for origin, sizes in boxes:
+        slabs.setdefault((origin[0], sizes[0]), []).append(((0, *origin[1:]), sizes))
+    end = 0
+    for start, size in sorted(slabs):
+        if start < end or start + size > shape[0]:
+            return False
+        end = start + size
+    return all(tiled((size, *shape[1:]), slab) for (_, size), slab in slabs.items())
+
+
 def _is_cut(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
     """Whether the boxes come from cutting the first dimension, then the second of each slab, and so
     on.

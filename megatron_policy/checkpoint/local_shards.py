@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_policy.checkpoint.slices import Slice, in_pieces, shares, slices
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.formats.dist_keys import KeyedSlice, written
+from megatron_policy.converters.formats.dist_keys import OPTIMIZER_STATE, KeyedSlice, written
 from megatron_policy.converters.formats.dist_writing import CHUNK_BYTES
 from megatron_policy.converters.rows.blocks import Row, Shape
 from megatron_policy.converters.rows.shards import is_split, unpadded_shape
@@ -112,7 +112,7 @@ def state_key(kind: str, key: str) -> str:
 
 def state_prefix(kind: str) -> str:
     """The prefix that turns a parameter's key into the key of its state."""
-    return "" if kind == WEIGHTS else f"optimizer.state.{kind}."
+    return "" if kind == WEIGHTS else f"{OPTIMIZER_STATE}{kind}."
 
 
 def _replica(

@@ -135,8 +135,8 @@ def check_model(manifest: CheckpointManifest, family: str, config: str) -> None:
     if manifest.config != config:
         raise CheckpointError(
             f"{where} is of a different {family} model from this policy's: their config.json "
-            "differ, and the checkpoint's is in its directory hf/, or their "
-            "megatron_cfg.mtp_num_layers differ; load a checkpoint of this model"
+            "differ (with policy.hf_config_overrides), and the checkpoint's is in its directory "
+            "hf/, or their megatron_cfg.mtp_num_layers differ; load a checkpoint of this model"
         )
 
 

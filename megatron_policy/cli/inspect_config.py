@@ -44,8 +44,11 @@ def inspect_config(
         model = _table(config)
         architecture = model.architecture
         check_layout(config, architecture, topology)
+        groups = list(_param_groups(config, model))
     console = Console(highlight=False)
     summary = _summary(config, architecture, topology)
+    for number, line in enumerate(groups):
+        summary.add_row("trained" if number == 0 else "", line)
     summary.add_row("memory of a GPU", _memory(config, model, topology))
     console.print(summary)
     console.print(_stages(config, architecture, topology))
@@ -61,12 +64,9 @@ def fewest_ranks(config: PolicyConfig) -> int:
 
 
 def _table(config: PolicyConfig) -> ModelTable:
-    from megatron_policy.config.layout import mtp_layers
-    from megatron_policy.converters.formats.hf_files import read_config
-    from megatron_policy.converters.table import bind
+    from megatron_policy.config.model_table import model_table
 
-    further = mtp_layers(config.megatron_cfg)
-    return bind(read_config(config.model_name), mtp_layers=further)
+    return model_table(config)
 
 
 def _summary(config: PolicyConfig, architecture: Architecture, topology: Topology) -> Table:
@@ -91,6 +91,22 @@ def _summary(config: PolicyConfig, architecture: Architecture, topology: Topolog
     table.add_row("train step", _train_step(config, topology))
     table.add_row("ranks that fit", _listed(_legal_world_sizes(config)))
     return table
+
+
+def _param_groups(config: PolicyConfig, model: ModelTable) -> Iterator[str]:
+    """How many parameters are trained in which way."""
+    from megatron_policy.config.param_groups import ParamGroups
+
+    groups, arch = ParamGroups.of(config.megatron_cfg), model.architecture
+    groups.check(model)
+    sizes: dict[str, int] = {}
+    for entry in model.entries:
+        if entry.row.owns and not entry.row.keeps_dtype:
+            how = groups.described(entry)
+            sizes[how] = sizes.get(how, 0) + math.prod(entry.row.local_shape(arch, 1))
+    total = sum(sizes.values())
+    for how, size in sizes.items():
+        yield f"{size:,} parameters ({size / total:.1%}) {how}"
 
 
 def _memory(config: PolicyConfig, model: ModelTable, topology: Topology) -> str:

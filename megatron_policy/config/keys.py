@@ -17,7 +17,6 @@ from megatron_policy.config.sections import (
     DTensorConfig,
     DynamicBatchingConfig,
     GenerationConfig,
-    HfConfigOverridesConfig,
     MegatronConfig,
     RouterReplayConfig,
     SequencePackingConfig,
@@ -54,7 +53,10 @@ _POLICY: Rules = {
     "dtensor_cfg": Nested(DTensorConfig),
     "dynamic_batching": Nested(DynamicBatchingConfig),
     "sequence_packing": Nested(SequencePackingConfig),
-    "hf_config_overrides": Nested(HfConfigOverridesConfig),
+    "hf_config_overrides": Applied(
+        "fields of config.json, also in exports and checkpoints; those that change weights are "
+        "refused. `router_aux_loss_coef` where megatron_cfg.moe_aux_loss_coeff is not given"
+    ),
     "draft": Nested(),
     "router_replay": Nested(RouterReplayConfig),
     "reward_model_cfg": Nested(),
@@ -149,10 +151,6 @@ SECTIONS: dict[str, Rules] = {
     },
     "tokenizer.": _TOKENIZER,
     "dtensor_cfg.": _DTENSOR,
-    "hf_config_overrides.": {
-        "router_aux_loss_coef": Applied("where megatron_cfg.moe_aux_loss_coeff is not given"),
-        "*": Rejected("write the change into the model's config.json"),
-    },
     "draft.": switched_off(
         "training a draft model with the policy is not supported",
         "a draft model",

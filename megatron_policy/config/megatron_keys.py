@@ -183,6 +183,7 @@ _OPTIMIZER: Rules = {
     ),
     "lr": Applied("policy.learning_rate where it is not given"),
     "clip_grad": Applied("policy.max_grad_norm where it is not given"),
+    "param_groups": Applied("parameters that are trained otherwise, or frozen"),
     "fp16": Applied("follows from precision, and has to agree with it"),
     "bf16": Applied("follows from precision; main parameters are always fp32"),
     "loss_scale": Applied("a fixed factor on losses, with precision float16"),
@@ -217,8 +218,15 @@ _OPTIMIZER: Rules = {
         "true of Adam, whose weight decay is always decoupled, false of SGD, which adds it to the "
         "gradient; no other is built"
     ),
-    **each(Rejected("all parameters share one learning rate"), "decoupled_lr decoupled_min_lr"),
-    "apply_wd_to_qk_layernorm": Rejected("norms, biases and sinks have no weight decay"),
+    **each(
+        Rejected(
+            "give the embedding and the head a learning rate of their own in param_groups, by roles"
+        ),
+        "decoupled_lr decoupled_min_lr",
+    ),
+    "apply_wd_to_qk_layernorm": Rejected(
+        "norms, biases and sinks have no weight decay, but for those to which param_groups gives it"
+    ),
     "grad_norm_skip_threshold": Rejected(
         "no step is skipped for its gradient norm", only=(float("inf"),)
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -44,8 +45,14 @@ def complete(config: P) -> P:
         **_recompute(megatron),
     )
     overrides = config.hf_config_overrides
-    if overrides is not None and overrides.router_aux_loss_coef is not None:
-        megatron = _where_absent(megatron, moe_aux_loss_coeff=overrides.router_aux_loss_coef)
+    coefficient = (overrides or {}).get("router_aux_loss_coef")
+    if coefficient is not None:
+        if not isinstance(coefficient, int | float) or not 0 <= coefficient < math.inf:
+            raise ConfigError(
+                f"policy.hf_config_overrides.router_aux_loss_coef is {coefficient!r:.40}: give a "
+                "number from 0 on"
+            )
+        megatron = _where_absent(megatron, moe_aux_loss_coeff=coefficient)
     tokenizer = _set(config.tokenizer, name=config.tokenizer.name or config.model_name)
     dynamic = _mb_tokens(config.dynamic_batching)
     rounded = dynamic.sequence_length_round or config.make_sequence_length_divisible_by

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from megatron_policy.config.numbers import (
     DEFAULT_BUCKET_BYTES,
@@ -138,6 +138,41 @@ class SinglePytorchSchedulerConfig(Section):
     kwargs: dict[str, Any] = {}
 
 
+ParamRole = Literal[
+    "embedding", "head", "linear", "expert", "router", "norm", "bias", "sink", "activation"
+]
+
+
+class ParamGroupConfig(Section):
+    """Parameters with one of `names` and one of `roles`, and how they are trained."""
+
+    names: tuple[str, ...] | None = None
+    """Names of Hugging Face tensors, in which `*`, `?` and `[...]` stand for others; all if not
+    given.
+    """
+    roles: tuple[ParamRole, ...] | None = None
+    """What they are to the model; all if not given."""
+    freeze: bool = False
+    """They keep their values and have no gradients, main parameters and moments."""
+    lr: Rate | None = None
+    """The optimizer's if not given."""
+    min_lr: Rate | None = None
+    """As small a share of `lr` as the optimizer's if not given."""
+    weight_decay: Rate | None = None
+    """All the time; as the scheduler says if not given, and of norms, biases and sinks none."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        rates = (self.lr, self.min_lr, self.weight_decay)
+        if self.names is None and self.roles is None:
+            raise ValueError("names or roles are missing: say which parameters are in the group")
+        if self.freeze and rates != (None, None, None):
+            raise ValueError("freeze is true, so nothing is learnt: leave out the rates, or freeze")
+        if not self.freeze and rates == (None, None, None):
+            raise ValueError("the group changes nothing: give freeze, lr, min_lr or weight_decay")
+        return self
+
+
 class MegatronOptimizerConfig(Section):
     """Adam with decoupled weight decay, or SGD, which adds weight decay to the clipped gradient.
 
@@ -171,6 +206,8 @@ class MegatronOptimizerConfig(Section):
     use_distributed_optimizer: bool = True
     use_precision_aware_optimizer: bool = False
     clip_grad: Norm = 1.0
+    param_groups: tuple[ParamGroupConfig, ...] = ()
+    """Parameters that are trained otherwise, or not; the first group that fits one counts."""
     optimizer_cpu_offload: bool = False
     optimizer_offload_fraction: Fraction = 0.0
 
@@ -281,13 +318,6 @@ class MegatronConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
 
 
-class HfConfigOverridesConfig(Section):
-    """What the host changes in the model's config.json."""
-
-    router_aux_loss_coef: Rate | None = None
-    """Used if `megatron_cfg.moe_aux_loss_coeff` is not given."""
-
-
 class PolicySection(Section):
     """The keys of a policy."""
 
@@ -321,7 +351,8 @@ class PolicySection(Section):
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     router_replay: RouterReplayConfig = RouterReplayConfig()
-    hf_config_overrides: HfConfigOverridesConfig | None = None
+    hf_config_overrides: dict[str, Any] | None = None
+    """Values in place of those in the model's config.json, also in what is exported."""
     refit_buffer_size_gb: Gib | None = None
     """GiB, on each rank, of the buffers in which weights travel to an engine on the same device; a
     fifth of the free memory if not given.

@@ -9,21 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from operator import attrgetter
 from typing import NamedTuple
 
 from megatron_policy.config import PolicyConfig
+from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.rows.blocks import Row, of_expert
 from megatron_policy.converters.rows.expert_rows import Stacked
-from megatron_policy.converters.table import EMBEDDING, LAYER, Table
+from megatron_policy.converters.table import EMBEDDING, LAYER, Entry, Table
 from megatron_policy.parallel.topology import LayerSplit, Topology
 
 FP32 = 4
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element, by the name of its dtype."""
 
-_ROUTER = ".mlp.router."
 _PARAMETER, _BUCKET = 64, 128
 """Elements to whose multiples the distributed optimizer aligns parameters and ends of buckets."""
 
@@ -60,7 +59,7 @@ class Precisions:
     moments: int
     distributed: bool
     trained: bool = True
-    frozen_routers: bool = False
+    groups: ParamGroups = field(default_factory=ParamGroups)
 
     @classmethod
     def of(cls, config: PolicyConfig, trained: bool = True) -> Precisions:
@@ -74,7 +73,7 @@ class Precisions:
             moments=moments,
             distributed=optimizer.use_distributed_optimizer,
             trained=trained,
-            frozen_routers=megatron.freeze_moe_router,
+            groups=ParamGroups.of(megatron),
         )
 
 
@@ -99,11 +98,20 @@ class _Held(NamedTuple):
     fixed: int = 0
     """Elements that keep fp32 and are not trained."""
     frozen: int = 0
+    frozen_expert: int = 0
+    """Of one expert."""
 
     def plus(self, other: _Held) -> _Held:
         dense, expert = self.dense.plus(other.dense), self.expert.plus(other.expert)
         shared = self.shared.plus(other.shared)
-        return _Held(dense, expert, shared, self.fixed + other.fixed, self.frozen + other.frozen)
+        return _Held(
+            dense,
+            expert,
+            shared,
+            self.fixed + other.fixed,
+            self.frozen + other.frozen,
+            self.frozen_expert + other.frozen_expert,
+        )
 
 
 @dataclass(frozen=True)
@@ -111,40 +119,41 @@ class ModelRows:
     """The rows of a model by layer, each expert's once: what a rank holds follows from them."""
 
     architecture: Architecture
-    layers: tuple[tuple[Row, ...], ...]
-    embedding: tuple[Row, ...]
-    head: tuple[Row, ...]
+    layers: tuple[tuple[Entry, ...], ...]
+    embedding: tuple[Entry, ...]
+    head: tuple[Entry, ...]
     _sizes: dict[tuple[object, ...], _Held] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, table: Table) -> ModelRows:
         """The rows of a bound table; every expert of a layer has the same ones."""
-        layers: list[list[Row]] = [[] for _ in range(table.architecture.num_layers)]
-        embedding: list[Row] = []
-        head: list[Row] = []
+        layers: list[list[Entry]] = [[] for _ in range(table.architecture.num_layers)]
+        embedding: list[Entry] = []
+        head: list[Entry] = []
         for entry in table.entries:
             if entry.expert:
                 continue
             if entry.where == LAYER:
                 assert entry.layer is not None
-                layers[entry.layer].append(entry.row)
+                layers[entry.layer].append(entry)
             else:
-                (embedding if entry.where == EMBEDDING else head).append(entry.row)
+                (embedding if entry.where == EMBEDDING else head).append(entry)
         return cls(table.architecture, tuple(map(tuple, layers)), tuple(embedding), tuple(head))
 
     def held(
-        self, layers: range, first: bool, last: bool, topology: Topology, frozen_routers: bool
+        self, layers: range, first: bool, last: bool, topology: Topology, groups: ParamGroups
     ) -> _Held:
         """What a rank holds of a model chunk; `first` has the embedding, `last` the head."""
         parts = [self.layers[layer] for layer in layers]
         parts += [self.embedding] if first else []
         # A chunk that has the embedding itself needs no tied copy of it.
-        parts += [tuple(row for row in self.head if row.owns or not first)] if last else []
+        parts += [tuple(each for each in self.head if each.row.owns or not first)] if last else []
         total = _Held()
-        for rows in parts:
-            key = rows, topology.tp, topology.expert_tp, topology.pp > 1, frozen_routers
+        for entries in parts:
+            rows = tuple((entry.row, groups.frozen(entry)) for entry in entries)
+            key = rows, topology.tp, topology.expert_tp, topology.pp > 1
             if key not in self._sizes:
-                self._sizes[key] = self._measured(rows, topology, frozen_routers)
+                self._sizes[key] = self._measured(rows, topology)
             total = total.plus(self._sizes[key])
         return total
 
@@ -152,8 +161,8 @@ class ModelRows:
         """Elements of all HF tensors that a refit sends, and of the largest."""
         arch, total, largest = self.architecture, 0, 0
         experts = 1 if arch.moe is None else arch.moe.experts
-        for rows in (self.embedding, *self.layers, self.head):
-            for row in filter(attrgetter("owns"), rows):
+        for entries in (self.embedding, *self.layers, self.head):
+            for row in (entry.row for entry in entries if entry.row.owns):
                 single = of_expert(row.megatron) and not isinstance(row, Stacked)
                 for shape in row.hf_shapes(arch):
                     elements = math.prod(shape)
@@ -161,16 +170,19 @@ class ModelRows:
                     largest = max(largest, elements)
         return total, largest
 
-    def _measured(self, rows: Iterable[Row], topology: Topology, frozen_routers: bool) -> _Held:
+    def _measured(self, rows: Iterable[tuple[Row, bool]], topology: Topology) -> _Held:
+        """Of rows and whether each is frozen."""
         arch, total = self.architecture, _Held()
-        for row in rows:
+        for row, frozen in rows:
             expert = of_expert(row.megatron)
             shards = topology.expert_tp if expert else topology.tp
             elements = math.prod(row.local_shape(arch, shards))
             size = _Sizes(elements, -(-elements // _PARAMETER) * _PARAMETER)
             if row.keeps_dtype:
                 total = total._replace(fixed=total.fixed + elements)
-            elif frozen_routers and _ROUTER in row.megatron:
+            elif frozen and expert:
+                total = total._replace(frozen_expert=total.frozen_expert + elements)
+            elif frozen:
                 total = total._replace(frozen=total.frozen + elements)
             elif expert:
                 total = total._replace(expert=total.expert.plus(size))
@@ -200,7 +212,7 @@ def stage_states(
     for chunk, layers in enumerate(split.stages[stage]):
         first = stage == 0 and chunk == 0
         last = stage == topology.pp - 1 and chunk == topology.vpp - 1
-        held = rows.held(layers, first, last, topology, precisions.frozen_routers)
+        held = rows.held(layers, first, last, topology, precisions.groups)
         total += _chunk_states(held, experts, topology, precisions)
     return total
 
@@ -209,7 +221,8 @@ def _chunk_states(held: _Held, experts: int, topology: Topology, precisions: Pre
     """Of one model chunk: what is not trained, and Megatron-Core's gradient buffers, which experts
     have for themselves if other ranks hold copies of them.
     """
-    fixed = held.fixed * FP32 + held.frozen * precisions.parameter
+    frozen = held.frozen + held.frozen_expert * experts
+    fixed = held.fixed * FP32 + frozen * precisions.parameter
     own = _Sizes().plus(held.expert, experts)
     if not precisions.trained:
         elements = held.dense.exact + held.shared.exact + own.exact

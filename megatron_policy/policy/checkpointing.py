@@ -53,12 +53,15 @@ class Checkpoints:
         size = session.topology.world_size
         self._coordinator = Coordinator(store, session.rank, size, config.checkpoint_timeout_s)
         side_files(locate(config.model_name))  # raises on every rank or on none
-        self._side = side_contents(config.model_name) if session.rank == 0 else {}
+        self._side = self._side_contents() if session.rank == 0 else {}
         model = SavedModel(self._engine.table, session.topology, self._side)
         self._saver = Saver(model, self._coordinator)
         session.engine.pending_reads.add(self._saver.copied)
         if config.megatron_cfg.checkpoint.async_save:
             self._saver.reserve(self._contents.nbytes)
+
+    def _side_contents(self) -> dict[str, bytes]:
+        return side_contents(self._config.model_name, self._engine.table.overrides)
 
     def save(
         self,
@@ -100,7 +103,7 @@ class Checkpoints:
             if hf_export is not None:
                 check_export(hf_export, weights_path, optimizer_path)
                 if self._session.rank == 0:  # only rank 0 reads what it copies from there
-                    side_contents(self._config.model_name)
+                    self._side_contents()
             if tokenizer_path is not None and self._session.rank == 0:
                 write_tokenizer(self._side, self._tokenizer, Path(tokenizer_path))
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from megatron_policy import device
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.layout import check_layout, mtp_layers, topology_of
-from megatron_policy.converters.formats.hf_files import read_config
-from megatron_policy.converters.table import bind
+from megatron_policy.config.layout import check_layout, topology_of
+from megatron_policy.config.model_table import model_table
+from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.coordination.timeouts import checked_timeout
 from megatron_policy.interfaces.engine import EngineBuilder, Trainable, TrainingEngine
 from megatron_policy.memory.device_memory import DeviceMemory
@@ -42,9 +42,7 @@ class Session:
     ) -> None:
         assert source_dtypes is None or not init_reference_model, "a reference is what was read"
         checked_timeout(timeout_s)
-        self._table = bind(
-            read_config(config.model_name), mtp_layers=mtp_layers(config.megatron_cfg)
-        )
+        self._table = model_table(config)
         # Tensor parallelism hides its collectives behind matrix products that are launched after
         # them, which must not start first (megatron/core/tensor_parallel/layers.py).
         device.place_process(in_launch_order=config.megatron_cfg.tensor_model_parallel_size > 1)
@@ -58,6 +56,7 @@ class Session:
             self.topology = topology_of(config, dist.get_world_size())
             self.coords = self.topology.coords(self.rank)
             check_layout(config, self._table.architecture, self.topology)
+            ParamGroups.of(config.megatron_cfg).check(self._table)
             self.engine: TrainingEngine = builder.build(
                 config,
                 self._table,

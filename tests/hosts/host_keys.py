@@ -94,7 +94,6 @@ HOST_KEYS: dict[str, str] = {
         dp_replicate_size enabled env_vars expert_parallel_size lora_cfg moe_parallelizer
         sequence_parallel tensor_parallel_size
     """,
-    "hf_config_overrides.": "router_aux_loss_coef",
     "draft.": "aux_layer_indices enabled loss_weight model_name num_layers",
     "router_replay.": "enabled transport",
     "reward_model_cfg.": "enabled reward_model_type",

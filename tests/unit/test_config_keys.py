@@ -211,7 +211,7 @@ def test_freezing_towers_that_a_text_model_lacks_passes_and_freezing_the_model_d
             PolicyConfig.parse(raw)
 
 
-def test_of_a_models_config_only_the_balancing_coefficient_may_be_overridden() -> None:
+def test_the_balancing_coefficient_that_is_overridden_counts_unless_ours_is_given() -> None:
     raw = copy.deepcopy(host_policies.EARLY) | {"hf_config_overrides": {"router_aux_loss_coef": 0}}
     assert PolicyConfig.parse(raw).megatron_cfg.moe_aux_loss_coeff == 0.0
     raw["hf_config_overrides"] = {"router_aux_loss_coef": 0.01}
@@ -220,8 +220,8 @@ def test_of_a_models_config_only_the_balancing_coefficient_may_be_overridden() -
     assert PolicyConfig.parse(once.model_dump()) == once
     raw["megatron_cfg"]["moe_aux_loss_coeff"] = 0.02
     assert PolicyConfig.parse(raw).megatron_cfg.moe_aux_loss_coeff == 0.02
-    raw["hf_config_overrides"] = {"max_position_embeddings": 16384}
-    with pytest.raises(ConfigError, match="max_position_embeddings=16384 would change"):
+    raw["hf_config_overrides"] = {"router_aux_loss_coef": "much"}
+    with pytest.raises(ConfigError, match="router_aux_loss_coef is 'much': give a number"):
         PolicyConfig.parse(raw)
     raw["hf_config_overrides"] = None
     PolicyConfig.parse(raw)

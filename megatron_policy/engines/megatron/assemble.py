@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_policy.config import MegatronConfig, PolicyConfig
 from megatron_policy.config.layout import layer_split
+from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.converters.architecture import Architecture, vocab_shard
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.table import Table
@@ -21,7 +22,6 @@ from megatron_policy.engines.megatron.build import build_chunks, held_layers
 from megatron_policy.engines.megatron.engine import MegatronEngine
 from megatron_policy.engines.megatron.head import Head
 from megatron_policy.engines.megatron.layer_spec import resolve_implementation
-from megatron_policy.engines.megatron.layers.experts import freeze_routers
 from megatron_policy.engines.megatron.layers.replay import RouterChannel
 from megatron_policy.engines.megatron.model_config import transformer_config
 from megatron_policy.engines.megatron.mtp import MegatronMtp
@@ -33,7 +33,7 @@ from megatron_policy.engines.megatron.process_groups import (
     refuse_second_policy,
 )
 from megatron_policy.engines.megatron.routers import Routers
-from megatron_policy.engines.megatron.trainable import make_trainable
+from megatron_policy.engines.megatron.trainable import freeze, make_trainable
 from megatron_policy.errors import CheckpointError
 from megatron_policy.lm_head.fused import HeadShape
 from megatron_policy.memory.pending_reads import PendingReads
@@ -109,8 +109,8 @@ def _build(
     built: Any = build_chunks(arch, model_config, place, implementation, config.seed)
     held = held_entries(built, table, place)
     source_dtypes = _fill(config, held, table, place, source_dtypes)
-    if settings.freeze_moe_router:
-        freeze_routers(built)
+    param_groups = ParamGroups.of(settings)
+    freeze(built, held, param_groups)
     pending_reads = PendingReads()
     chunks, trainable = built, None
     if init_optimizer:
@@ -124,6 +124,7 @@ def _build(
             arch,
             place,
             Routers.of(held_layers(built, place), arch, settings, groups.pp),
+            param_groups,
         )
         chunks = trainable.chunks
     last = place.topology.vpp - 1

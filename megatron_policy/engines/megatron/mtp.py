@@ -191,7 +191,7 @@ def sum_embedding_gradients(chunks: Iterable[Any]) -> None:
     for chunk in chunks:
         for embedding in _embeddings(getattr(chunk, "module", chunk)):
             weight = embedding.word_embeddings.weight
-            if getattr(weight, "has_copy", False):
+            if getattr(weight, "has_copy", False) and weight.requires_grad:
                 dist.all_reduce(weight.main_grad, group=embedding_group())
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,10 +18,12 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.config import MegatronConfig
+from megatron_policy.config.param_groups import ParamGroups
+from megatron_policy.config.sections import ParamGroupConfig
 from megatron_policy.converters.rows import Role
 from megatron_policy.device.timing import Stopwatch
 from megatron_policy.engines.megatron.gradient_norm import ClippedApart, GradientNorm
@@ -115,13 +118,15 @@ def wrap_model(
     data_parallel_size: int,
     pending_reads: PendingReads,
     held: Held,
+    param_groups: ParamGroups,
     gradient_norm: GradientNorm,
     apart: ClippedApart | None = None,
 ) -> WrappedModel:
     """Wrap loaded chunks for training; the optimizer copies its fp32 main parameters from their
     current values.
 
-    `held` are the parameters with their rows: those whose role is a matrix have weight decay.
+    `held` are the parameters with their rows: those whose role is a matrix have weight decay,
+    where none of `param_groups` says otherwise.
     `settings.optimizer.clip_grad` is the L2 norm to which the whole model's gradient, which
     `gradient_norm` computes, is clipped; 0 does not clip. What is clipped `apart` is left out of
     that. `pending_reads` are waited for before a step changes anything.
@@ -131,7 +136,7 @@ def wrap_model(
     optimizer = get_megatron_optimizer(
         _optimizer_config(settings, config.params_dtype),
         list(wrapped),
-        _without_decay(held),
+        _overrides(held, param_groups, settings),
         use_gloo_process_groups=False,
     )
     scheduler = _scheduler(optimizer, settings, global_batch_size)
@@ -143,13 +148,40 @@ def wrap_model(
     return model
 
 
-def _without_decay(held: Held) -> dict[ParamKey, Any]:
-    """Replaces Megatron-Core's own rule, which goes by names and numbers of dimensions: a norm
-    whose weights differ between heads has two dimensions.
+def _overrides(
+    held: Held, groups: ParamGroups, settings: MegatronConfig
+) -> dict[ParamKey, ParamGroupOverride]:
+    """What differs from the optimizer's settings. Replaces Megatron-Core's own rule for weight
+    decay, which goes by names and numbers of dimensions: a norm whose weights differ between heads
+    has two dimensions.
     """
-    own = {id(tensor) for entry, tensor in held if entry.row.role is not Role.MATRIX}
-    is_own = ParamPredicate("no matrix", lambda parameter: id(parameter) in own)
-    return {ParamKey(predicate=is_own): {"wd_mult": 0.0}}
+    alike: dict[tuple[tuple[str, float], ...], set[int]] = defaultdict(set)
+    for entry, tensor in held:
+        own = {} if entry.row.role is Role.MATRIX else {"wd_mult": 0.0}
+        if (group := groups.group_of(entry)) is not None:
+            own |= _own_rates(group, settings)
+        if own:
+            alike[tuple(sorted(own.items()))].add(id(tensor))
+    return {
+        ParamKey(predicate=ParamPredicate(str(own), partial(_is_one_of, ids))): dict(own)
+        for own, ids in alike.items()
+    }
+
+
+def _is_one_of(ids: Collection[int], parameter: torch.Tensor) -> bool:
+    return id(parameter) in ids
+
+
+def _own_rates(group: ParamGroupConfig, settings: MegatronConfig) -> dict[str, float]:
+    optimizer, found = settings.optimizer, {}
+    if group.lr is not None:
+        found["max_lr"] = group.lr
+        found["min_lr"] = optimizer.min_lr * group.lr / optimizer.lr if optimizer.lr else 0.0
+    if group.min_lr is not None:
+        found["min_lr"] = group.min_lr
+    if group.weight_decay is not None:
+        found |= {"start_wd": group.weight_decay, "end_wd": group.weight_decay, "wd_mult": 1.0}
+    return found
 
 
 def _wrap(

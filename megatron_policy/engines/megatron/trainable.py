@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.config import MegatronConfig
+from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.table import Entry
 from megatron_policy.device.caches import return_unused
@@ -61,7 +63,7 @@ class MegatronTrainable(WrappedModel):
     @property
     def lr(self) -> float:
         """See `Trainable`."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        return float(self.scheduler.get_lr({}))
 
     @property
     def weight_decay(self) -> float:
@@ -142,6 +144,25 @@ class MegatronTrainable(WrappedModel):
         return restore_schedule(self, state)
 
 
+def freeze(chunks: Iterable[GPTModel], held: Held, groups: ParamGroups) -> None:
+    """Let parameters of frozen groups need no gradients; to be called before `make_trainable`."""
+    for entry, parameter in held:
+        if isinstance(parameter, torch.nn.Parameter) and groups.frozen(entry):
+            parameter.requires_grad_(False)
+    for chunk in chunks:
+        recomputed = chunk.config.recompute_granularity is not None
+        embedding = getattr(chunk, "embedding", None)
+        if recomputed and embedding is not None:
+            embedding.register_forward_hook(_needing_gradients)
+
+
+def _needing_gradients(module: object, given: object, hidden: torch.Tensor) -> torch.Tensor:
+    """What is computed again has gradients only if something that enters it needs them, which the
+    output of a frozen embedding does not.
+    """
+    return hidden.requires_grad_() if torch.is_grad_enabled() else hidden
+
+
 def make_trainable(
     chunks: Sequence[GPTModel],
     config: TransformerConfig,
@@ -152,6 +173,7 @@ def make_trainable(
     architecture: Architecture,
     place: Placement,
     routers: Routers,
+    param_groups: ParamGroups,
 ) -> MegatronTrainable:
     """Wrap loaded chunks for training; see `wrap_model`."""
     separate_experts(held, place)
@@ -168,6 +190,7 @@ def make_trainable(
         place.topology.dp * place.topology.cp,
         pending_reads,
         held,
+        param_groups,
         GradientNorm.of(together, architecture, place),
         apart,
     )

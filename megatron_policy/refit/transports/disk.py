@@ -316,7 +316,8 @@ class HfDirectory:
     def _make(self, exporter: Exporter) -> ExportDestination:
         files = self.files(exporter)
         try:
-            side = side_contents(self.source)  # before anything is written
+            # Read before anything is written.
+            side = side_contents(self.source, exporter.table.overrides)
             carried = CarriedTensors.of(
                 self.source, exporter.table, exporter.source_dtypes, self._max_shard_bytes
             )

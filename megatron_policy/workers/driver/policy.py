@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.layout import check_layout, mtp_layers, topology_of
-from megatron_policy.converters.formats.hf_files import read_config
-from megatron_policy.converters.table import bind
+from megatron_policy.config.layout import check_layout, topology_of
+from megatron_policy.config.model_table import model_table
 from megatron_policy.coordination.authenticated_connection import new_secret
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces import ColocatablePolicyInterface, GenerationInterface
@@ -85,9 +84,7 @@ class Policy(
         self.config = PolicyConfig.parse(config)
         self._tokenizer = tokenizer
         self._can_train, self._has_reference = init_optimizer, init_reference_model
-        architecture = bind(
-            read_config(self.config.model_name), mtp_layers=mtp_layers(self.config.megatron_cfg)
-        ).architecture
+        architecture = model_table(self.config).architecture
         self.topology = topology_of(self.config, cluster.size_of(workers_per_node))
         check_layout(self.config, architecture, self.topology)
         self._dispatcher = BatchDispatcher.of(self.config, self.topology, architecture)

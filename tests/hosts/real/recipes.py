@@ -17,9 +17,8 @@ from typing import Any
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import check_layout, topology_of
+from megatron_policy.config.model_table import model_table
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.formats.hf_config import read_config
-from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConfigError
 from tests.unit.published import COMMON, PUBLISHED
 from tests.unit.published_experts import PUBLISHED_EXPERTS
@@ -121,8 +120,11 @@ def ranks_of(document: Mapping[str, Any]) -> int:
     return (nodes - theirs["num_nodes"]) * gpus
 
 
-def architecture_of(model: str) -> Architecture | None:
-    """What the model's config.json describes; None for a model that the tables above lack."""
+def architecture_of(config: PolicyConfig) -> Architecture | None:
+    """What the model's config.json describes, with what the recipe overrides; None for a model that
+    the tables above lack.
+    """
+    model = config.model_name
     if model in DENSE:
         like, sizes = DENSE[model]
         fields = dict(PUBLISHED[like][1])
@@ -136,14 +138,14 @@ def architecture_of(model: str) -> Architecture | None:
         return None
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(COMMON | fields))
-        return bind(read_config(folder)).architecture
+        return model_table(config.model_copy(update={"model_name": folder})).architecture
 
 
 def refusal(document: Mapping[str, Any]) -> str:
     """What the configuration of a recipe is refused for; empty if it is taken."""
     try:
         config = PolicyConfig.parse(for_our_worker(document["policy"]))
-        architecture = architecture_of(config.model_name)
+        architecture = architecture_of(config)
         if architecture is None:
             return f"{NOT_KNOWN}: {config.model_name}"
         check_layout(config, architecture, topology_of(config, ranks_of(document)))

@@ -19,7 +19,6 @@ NOT_SUPPORTED = {
     "megatron_cfg.peft.enabled",
     "draft.enabled",
     "reward_model_cfg.enabled",
-    "hf_config_overrides",
     "quant_cfg",
     "is_vlm",
 }

@@ -193,14 +193,6 @@ def _parts(spec: Any) -> Any:
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
-def freeze_routers(chunks: Iterable[torch.nn.Module]) -> None:
-    """Freeze the routers' parameters while everything else is trained."""
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, Router):
-                module.requires_grad_(False)
-
-
 def forget_routing(chunks: Iterable[torch.nn.Module]) -> None:
     """Drop what token dispatchers keep of the last batch.
 

@@ -1,0 +1,59 @@
+"""Binds the table of the model that a configuration names, with the fields that it overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron_policy.config.layout import mtp_layers
+from megatron_policy.config.policy_config import PolicyConfig
+from megatron_policy.converters.formats.hf_config import read_config
+from megatron_policy.converters.table import Table, bind
+from megatron_policy.errors import ConfigError, ConversionError
+
+_KEY = "policy.hf_config_overrides"
+_SHOWN = 3
+
+
+def model_table(config: PolicyConfig) -> Table:
+    """The table of `config.model_name`, bound to its config.json with `hf_config_overrides`.
+
+    ConfigError, beside those of `read_config` and `bind`, for an override that the model's config
+    does not have or cannot have, or that changes which weights there are or their shapes.
+    """
+    layers = mtp_layers(config.megatron_cfg)
+    written = read_config(config.model_name)
+    table = bind(written, mtp_layers=layers)
+    overrides = dict(config.hf_config_overrides or {})
+    if overrides.keys() == {_COEFFICIENT} and _COEFFICIENT not in written:
+        return table  # only megatron_cfg.moe_aux_loss_coeff takes it
+    if not overrides:
+        return table
+    try:
+        other = bind(read_config(config.model_name, overrides), mtp_layers=layers)
+    except (ConfigError, ConversionError) as error:
+        raise ConfigError(f"{_KEY} ({', '.join(overrides)}): {error}") from error
+    _refuse_other_weights(table, other, overrides)
+    return replace(other, overrides=overrides)
+
+
+_COEFFICIENT = "router_aux_loss_coef"
+
+
+def _refuse_other_weights(table: Table, other: Table, overrides: Mapping[str, Any]) -> None:
+    own, changed = table.hf_shapes(), other.hf_shapes()
+    names = [name for name in {**own, **changed} if own.get(name) != changed.get(name)]
+    if names:
+        shown = ", ".join(
+            f"{name} ({_shown(own.get(name))} to {_shown(changed.get(name))})"
+            for name in names[:_SHOWN]
+        )
+        raise ConfigError(
+            f"{_KEY} ({', '.join(overrides)}) would change weights, which stay as they are in the "
+            f"files: {shown}{' and others' * (len(names) > _SHOWN)}. Leave out what does"
+        )
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "none" if shape is None else str(list(shape))

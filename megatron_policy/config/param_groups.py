@@ -1,0 +1,122 @@
+"""Finds the group of each parameter: a group says how parameters are trained, or freezes them."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from fnmatch import translate
+
+from megatron_policy.config import MegatronConfig
+from megatron_policy.config.sections import ParamGroupConfig
+from megatron_policy.converters.rows import Role
+from megatron_policy.converters.rows.blocks import of_expert
+from megatron_policy.converters.table import EMBEDDING, HEAD, Entry, Table
+from megatron_policy.errors import ConfigError
+
+_KEY = "policy.megatron_cfg.optimizer.param_groups"
+_ROUTER = ".mlp.router."
+_SHOWN = 4
+
+
+def role_of(entry: Entry) -> str:
+    """The role of a parameter, as `ParamGroupConfig.roles` names it."""
+    if _ROUTER in entry.megatron:
+        return "router"
+    if entry.row.role is not Role.MATRIX:
+        return str(entry.row.role.value)
+    if of_expert(entry.row.megatron):
+        return "expert"
+    # A tied head is a copy of the embedding.
+    if entry.where == EMBEDDING or not entry.row.owns:
+        return "embedding"
+    return "head" if entry.where == HEAD and entry.megatron.startswith("output_layer") else "linear"
+
+
+class ParamGroups:
+    """The groups of a configuration over the parameters of a table. The first that fits counts."""
+
+    def __init__(self, groups: Sequence[ParamGroupConfig] = ()) -> None:
+        self._groups = tuple(groups)
+        self._patterns = [
+            None if group.names is None else re.compile("|".join(map(translate, group.names)))
+            for group in groups
+        ]
+
+    @classmethod
+    def of(cls, settings: MegatronConfig) -> ParamGroups:
+        """The groups that `settings` ask for."""
+        routers = [ParamGroupConfig(roles=("router",), freeze=True)]
+        first = routers if settings.freeze_moe_router else []
+        return cls([*first, *settings.optimizer.param_groups])
+
+    def group_of(self, entry: Entry) -> ParamGroupConfig | None:
+        """The group of a parameter; None where none fits: it is trained as the optimizer says."""
+        if not self._groups:
+            return None
+        return self._group(role_of(entry), entry.hf[0])
+
+    def described(self, entry: Entry) -> str:
+        """In a few words, how the parameter is trained."""
+        group = self.group_of(entry)
+        if group is None:
+            return "as the optimizer says"
+        rates = group.model_dump(include={"lr", "min_lr", "weight_decay"}, exclude_none=True)
+        said = ", ".join(f"{name} {value:g}" for name, value in rates.items())
+        return "frozen" if group.freeze else f"with {said}"
+
+    def frozen(self, entry: Entry) -> bool:
+        """Whether the parameter keeps its value."""
+        group = self.group_of(entry)
+        return group is not None and group.freeze
+
+    def _group(self, role: str, name: str) -> ParamGroupConfig | None:
+        for group, pattern in zip(self._groups, self._patterns, strict=True):
+            fits = pattern is None or pattern.fullmatch(name) is not None
+            if fits and (group.roles is None or role in group.roles):
+                return group
+        return None
+
+    def check(self, table: Table) -> None:
+        """ConfigError if a pattern fits no tensor of the table, if tensors that make one parameter
+        are in different groups, if experts of a layer are, or if nothing is trained.
+        """
+        if not self._groups:
+            return
+        names = [name for entry in table.entries for name in entry.hf]
+        for group in self._groups:
+            for pattern in group.names or ():
+                _refuse_unfitting(pattern, names)
+        experts: dict[tuple[int | None, str], set[int]] = defaultdict(set)
+        trained = False
+        for entry in table.entries:
+            role = role_of(entry)
+            own = {id(self._group(role, name)) for name in entry.hf}
+            if len(own) > 1:
+                raise ConfigError(
+                    f"{_KEY}: {', '.join(entry.hf)} are one parameter in training, "
+                    f"{entry.megatron}, but only some of them are in a group: name all of them"
+                )
+            if entry.expert is not None:
+                alike = experts[entry.layer, entry.row.megatron]
+                alike |= own
+                if len(alike) > 1:
+                    raise ConfigError(
+                        f"{_KEY}: experts of a layer are trained alike, but "
+                        f"{', '.join(entry.hf)} is in another group than that of another expert: "
+                        "put * where the expert's number is"
+                    )
+            trained = trained or not (entry.row.keeps_dtype or self.frozen(entry))
+        if not trained:
+            raise ConfigError(f"{_KEY} freezes every parameter: leave some to be trained")
+
+
+def _refuse_unfitting(pattern: str, names: Iterable[str]) -> None:
+    known = list(names)
+    if not any(map(re.compile(translate(pattern)).fullmatch, known)):
+        close = get_close_matches(pattern, known, _SHOWN, 0.0)
+        raise ConfigError(
+            f"{_KEY}: no tensor of the model has a name like {pattern!r}; it has "
+            f"{', '.join(close)} and others"
+        )

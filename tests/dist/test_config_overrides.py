@@ -1,0 +1,163 @@
+"""`hf_config_overrides`: the model computes as transformers' with the same fields, and what is
+written has them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.cli import app
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.model_table import model_table
+from megatron_policy.errors import CheckpointError, ConfigError
+from tests import oracle
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_steps, policy_config
+from tests.dist.layouts import LAYOUTS, LENGTH
+from tests.dist.resuming import paths, resumed
+from tests.exact import Exact, InDouble, assert_equal
+
+VOCAB = 131
+SMALL = {"hidden": 32, "heads": 4, "groups": 2, "layers": 2, "ffn": 40, "vocab": VOCAB}
+OVERRIDES: dict[str, tuple[str, dict[str, Any]]] = {
+    "rotary base": ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}),
+    "YaRN": (
+        "qwen3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+            },
+            "max_position_embeddings": 32,
+        },
+    ),
+    "norms and softcaps": ("gemma2", {"rms_norm_eps": 0.1, "final_logit_softcapping": 1.5}),
+    "window": ("mistral", {"sliding_window": 3}),
+}
+
+
+def overridden(source: Path, target: Path, overrides: dict[str, Any]) -> Path:
+    """A copy of the checkpoint with these values in its config.json."""
+    shutil.copytree(source, target)
+    config = json.loads((source / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | overrides))
+    return target
+
+
+def spelled(path: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The overrides in the words of this release of transformers, as which the file was written."""
+    own = json.loads((path / "config.json").read_text())
+    rope = overrides.get("rope_parameters")
+    if rope is None or "rope_parameters" in own:
+        return overrides
+    rest = {name: value for name, value in overrides.items() if name != "rope_parameters"}
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    default = rope["rope_type"] == "default"
+    return rest | {"rope_theta": rope["rope_theta"], "rope_scaling": None if default else scaling}
+
+
+def run(config: dict[str, Any], data: BatchedDataDict, root: Path) -> dict[str, Any]:
+    with open_policy(config) as policy:
+        read = policy.logprobs(BatchedDataDict({"input_ids": data["input_ids"]}))
+        reference = policy.reference_logprobs(BatchedDataDict({"input_ids": data["input_ids"]}))
+        policy.train(own_steps(policy, data)[0], LOSSES["token"](), mbs=1)
+        policy.export_hf(root / "exported")
+        policy.save_checkpoint(**paths(root / "saved"))
+        return {"logprobs": read, "reference": reference}
+
+
+@pytest.mark.parametrize("layout", ["one process", "TP2+SP", "PP2"])
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_overridden_fields_count_as_if_they_were_in_the_file(
+    ranks, checkpoint, tmp_path: Path, name: str, layout: str
+) -> None:
+    family, overrides = OVERRIDES[name]
+    path = checkpoint(family, **SMALL)
+    overrides = spelled(path, overrides)
+    data = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
+    changed = overridden(path, tmp_path / "changed", overrides)
+    expected = _logprobs(changed, data)
+    unchanged = oracle.hf_logprobs(oracle.load_hf(path), data["input_ids"])
+    changes = oracle.hf_logprobs(oracle.load_hf(changed), data["input_ids"]) - unchanged
+    assert changes.abs().max() > 1e-3, "the overrides have no effect"
+    config = policy_config(path, LAYOUTS[layout].megatron, hf_config_overrides=overrides)
+    for seen in ranks.run(LAYOUTS[layout].world, run, config, data, tmp_path):
+        assert_equal("logprobs", seen["logprobs"][:, 1:], expected)
+        assert_equal("reference", seen["reference"][:, 1:], expected)
+    (side,) = tmp_path.glob("saved/**/hf/config.json")
+    for written in (tmp_path / "exported" / "config.json", side):
+        own = json.loads((path / "config.json").read_text())
+        assert json.loads(written.read_text()) == own | overrides
+
+
+def _logprobs(path: Path, data: BatchedDataDict) -> Exact:
+    rounded = oracle.hf_logprobs(oracle.load_hf(path), data["input_ids"]).detach()
+    with InDouble():
+        model = oracle.load_hf(path, torch.float64)
+        exact = oracle.hf_logprobs(model, data["input_ids"]).detach()
+    return Exact.between(rounded, exact)
+
+
+def resume(config: dict[str, Any], root: Path) -> str:
+    with pytest.raises(CheckpointError) as raised, resumed(config, root):
+        pass
+    return str(raised.value)
+
+
+def test_a_checkpoint_of_other_overrides_is_refused(ranks, checkpoint, tmp_path: Path) -> None:
+    path = checkpoint("gemma2", **SMALL)
+    data = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
+    config = policy_config(path, {}, hf_config_overrides={"final_logit_softcapping": 1.5})
+    ranks.run(1, run, config, data, tmp_path)
+    (said,) = ranks.run(1, resume, policy_config(path, {}), tmp_path / "saved")
+    assert "policy.hf_config_overrides" in said
+
+
+REFUSED = {
+    "would change weights": {"hidden_size": 64},
+    "k_proj.weight": {"num_key_value_heads": 1},
+    "lm_head.weight": {"tie_word_embeddings": True},
+    "has no rms_norm_epsilon; did you mean rms_norm_eps": {"rms_norm_epsilon": 0.1},
+    "model_type cannot be overridden": {"model_type": "llama"},
+    "auto_map cannot be overridden": {"auto_map": {"AutoModel": "there.py"}},
+    "hf_config_overrides \\(hidden_act\\)": {"hidden_act": "nothing"},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_overridden_is_refused_with_the_reason(checkpoint, message: str) -> None:
+    path = checkpoint("qwen3", tied=False, **SMALL)
+    config = PolicyConfig.parse(policy_config(path, {}, hf_config_overrides=REFUSED[message]))
+    with pytest.raises(ConfigError, match=message):
+        model_table(config)
+
+
+def test_rotary_settings_are_overridden_in_the_words_of_the_file(checkpoint) -> None:
+    path = checkpoint("qwen3", **SMALL)
+    written = json.loads((path / "config.json").read_text())
+    newer = "rope_parameters" in written
+    other = {"rope_theta": 77.0} if newer else {"rope_parameters": {"rope_theta": 77.0}}
+    config = PolicyConfig.parse(policy_config(path, {}, hf_config_overrides=other))
+    with pytest.raises(ConfigError, match="override that, as a whole, instead of"):
+        model_table(config)
+
+
+def test_commands_apply_them(checkpoint, tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    section = policy_config(checkpoint("qwen3", **SMALL), {}) | {
+        "hf_config_overrides": {"hidden_size": 64}
+    }
+    file.write_text(yaml.safe_dump({"policy": section}))
+    for command in (["inspect-config"], ["plan"]):
+        result = CliRunner().invoke(app, [*command, str(file)])
+        assert result.exit_code == 2 and "would change weights" in result.stderr.replace("\n", " ")

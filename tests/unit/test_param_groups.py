@@ -1,0 +1,137 @@
+"""Groups of parameters: which parameter is in which, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from megatron_policy.cli import app
+from megatron_policy.config.param_groups import ParamGroups, role_of
+from megatron_policy.config.sections import MegatronConfig
+from megatron_policy.converters.formats.hf_config import read_config
+from megatron_policy.converters.formats.stored import tiled_in_part
+from megatron_policy.converters.table import Table, bind
+from megatron_policy.errors import ConfigError
+from tests.dist.cases import policy_config
+
+
+def groups_of(*groups: dict[str, Any], **settings: Any) -> ParamGroups:
+    return ParamGroups.of(
+        MegatronConfig.model_validate({"optimizer": {"param_groups": groups}, **settings})
+    )
+
+
+def table_of(path: Path) -> Table:
+    return bind(read_config(path))
+
+
+ROLES = {
+    "model.embed_tokens.weight": "embedding",
+    "lm_head.weight": "head",
+    "model.norm.weight": "norm",
+    "model.layers.0.self_attn.q_proj.weight": "linear",
+    "model.layers.0.self_attn.o_proj.weight": "linear",
+    "model.layers.0.self_attn.q_norm.weight": "norm",
+    "model.layers.1.mlp.gate.weight": "router",
+    "model.layers.1.mlp.experts.1.up_proj.weight": "expert",
+    "model.layers.0.input_layernorm.weight": "norm",
+}
+
+
+def test_every_tensor_has_the_role_that_its_name_says(checkpoint) -> None:
+    found = {n: role_of(e) for e in table_of(checkpoint("qwen3_moe")).entries for n in e.hf}
+    assert {name: found[name] for name in ROLES} == ROLES
+    biased = table_of(checkpoint("qwen2", tied=True)).entries
+    assert {role_of(e) for e in biased if e.hf[0].endswith("bias")} == {"bias"}
+    copies = {role_of(e) for e in biased if "embed_tokens" in e.hf[0]}
+    assert copies == {"embedding"}, "a tied head is a copy of the embedding"
+
+
+def test_the_first_group_that_fits_counts(checkpoint) -> None:
+    groups = groups_of(
+        {"names": ["model.layers.0.*"], "roles": ["linear"], "lr": 1e-4},
+        {"names": ["model.layers.*", "model.norm.*"], "freeze": True},
+        {"roles": ["norm"], "weight_decay": 0.1},
+    )
+    table = table_of(checkpoint("qwen3"))
+    groups.check(table)
+    for entry in table.entries:
+        name, group = entry.hf[0], groups.group_of(entry)
+        first = name.startswith("model.layers.0.") and "norm" not in name
+        inside = name.startswith(("model.layers.", "model.norm."))
+        assert groups.frozen(entry) == (inside and not first), name
+        assert (group.lr if group else None) == (1e-4 if first else None), name
+
+
+def test_frozen_routers_are_a_group(checkpoint) -> None:
+    groups = groups_of({"roles": ["router"], "lr": 1e-3}, freeze_moe_router=True)
+    frozen = {e.hf[0] for e in table_of(checkpoint("qwen3_moe")).entries if groups.frozen(e)}
+    assert frozen and all(name.endswith("mlp.gate.weight") for name in frozen)
+
+
+REFUSED = {
+    "no tensor of the model has a name like 'model.layer.0.*'; it has model.layers.0.": [
+        {"names": ["model.layer.0.*"], "freeze": True}
+    ],
+    "q_proj.weight, model.layers.0.self_attn.k_proj.weight, model.layers.0.self_attn.v_proj"
+    ".weight are one parameter in training": [{"names": ["*.q_proj.weight"], "freeze": True}],
+    "put \\* where the expert's number is": [{"names": ["*.experts.1.*"], "freeze": True}],
+    "freezes every parameter": [{"names": ["*"], "freeze": True}],
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_groups_that_no_model_can_have_are_refused(checkpoint, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        groups_of(*REFUSED[message]).check(table_of(checkpoint("qwen3_moe")))
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"freeze": True}, "names or roles are missing"),
+        ({"roles": ["norm"], "freeze": True, "lr": 0.1}, "leave out the rates"),
+        ({"roles": ["norm"]}, "changes nothing"),
+        ({"roles": ["normal"], "freeze": True}, "'norm'"),
+        ({"role": ["norm"], "freeze": True}, "role"),
+    ],
+)
+def test_groups_that_say_nothing_are_refused(group: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        groups_of(group)
+
+
+def test_inspect_config_shows_what_is_trained_and_how(checkpoint, tmp_path: Path) -> None:
+    path, file = checkpoint("qwen3"), tmp_path / "policy.yaml"
+
+    def shown(groups: list[dict[str, Any]]) -> Any:
+        section = policy_config(path, {"optimizer": {"param_groups": groups}})
+        file.write_text(yaml.safe_dump({"policy": section}))
+        return CliRunner().invoke(app, ["inspect-config", str(file)])
+
+    frozen = shown([{"roles": ["embedding"], "freeze": True}, {"roles": ["norm"], "lr": 1e-4}])
+    assert frozen.exit_code == 0, frozen.output
+    for words in ("%) frozen", "%) with lr 0.0001", "%) as the optimizer says"):
+        assert words in frozen.stdout, words
+    wrong = shown([{"names": ["nothing"], "freeze": True}])
+    assert wrong.exit_code == 2 and "'nothing'" in wrong.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("boxes", "tiled"),
+    [
+        ([((0, 0), (1, 4)), ((2, 0), (1, 4))], True),
+        ([((0, 0), (1, 2)), ((0, 2), (1, 2)), ((3, 0), (1, 4))], True),
+        ([], True),
+        ([((0, 0), (1, 2))], False),
+        ([((0, 0), (2, 4)), ((1, 0), (1, 4))], False),
+        ([((4, 0), (1, 4))], False),
+        ([((0, 0), (1, 3)), ((0, 2), (1, 2))], False),
+    ],
+)
+def test_layers_without_state_are_left_out_whole(boxes: Any, tiled: bool) -> None:
+    assert tiled_in_part((4, 4), boxes) == tiled
