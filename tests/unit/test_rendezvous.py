@@ -58,5 +58,5 @@ def test_ranks_meet_at_a_reserved_port() -> None:
 def test_a_machine_without_free_ports_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with reserved_port() as port:
         monkeypatch.setattr(rendezvous, "PORTS", range(port, port + 1))
-        with pytest.raises(OSError, match=f"no free port between {port} and {port}"), reserved_port():
-            pass
+        with pytest.raises(OSError, match=f"no free port between {port} and {port}"):
+            reserved_port().__enter__()
