@@ -92,12 +92,12 @@ def _mb_tokens(section: B) -> B:
     return _set(section, train_mb_tokens=train or read, logprob_mb_tokens=read or train)
 
 
-def _decay_iters(megatron: MegatronConfig) -> int:
-    """As given, else all of training; a constant schedule outlasts its warm-up. 0: unknown."""
+def _decay_iters(megatron: MegatronConfig) -> int | None:
+    """As given, else all of training, if known; a constant schedule outlasts its warm-up."""
     schedule = megatron.scheduler
-    asked = schedule.lr_decay_iters or megatron.train_iters or 0
+    asked = schedule.lr_decay_iters or megatron.train_iters
     constant = schedule.lr_decay_style == schedule.weight_decay_incr_style == "constant"
-    return max(asked, schedule.lr_warmup_iters + 1) if constant else asked
+    return max(asked or 0, schedule.lr_warmup_iters + 1) if constant else asked
 
 
 def _recompute(megatron: MegatronConfig) -> dict[str, Any]:

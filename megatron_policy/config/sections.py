@@ -223,7 +223,7 @@ class MegatronSchedulerConfig(Section):
     end_weight_decay: Rate = 0.01
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
-    lr_decay_iters: CountOrZero = 0
+    lr_decay_iters: Count | None = None
     """0 until `PolicyConfig.parse` has filled it in."""
     lr_warmup_iters: CountOrZero = 0
     lr_warmup_init: Rate = 0.0

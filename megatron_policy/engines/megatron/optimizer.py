@@ -282,6 +282,7 @@ def _scheduler(
     batch size.
     """
     schedule, lr = settings.scheduler, settings.optimizer.lr
+    assert schedule.lr_decay_iters is not None, "filled in with the configuration"
     decay_steps = schedule.lr_decay_iters * global_batch_size
     return OptimizerParamScheduler(
         optimizer,
