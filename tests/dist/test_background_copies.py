@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_policy.checkpoint import staging
 from megatron_policy.errors import CheckpointError
@@ -232,8 +233,10 @@ def fail_to_copy(config: dict[str, Any], root: Path) -> dict[str, Any]:
             train(policy, [2])  # which does not wait forever
             with pytest.raises(CheckpointError) as error:
                 policy.finalize_async_save()
+        dist.barrier()  # rank 0, which removes what was written, has raised as well
         left = [each for at in paths(root).values() for each in leftovers(at)]
         there = sorted(each.name for each in (root / "weights").glob("iter_*"))
+        dist.barrier()
         policy.save_checkpoint(**paths(root))
         policy.finalize_async_save()
         step = policy.load_checkpoint(**paths(root)).step
