@@ -52,6 +52,11 @@ class LossFunction(Protocol):
     takes logits is called for each sequence of a packed microbatch, one that takes
     log-probabilities once for all of them.
 
+    A loss that reads rows together says how many in an attribute `rows_per_group`: 2 for pairs, of
+    which rows 0 and 1 of the caller's batch are the first. The rows of a group are given to it in
+    one call, in their order, under every layout and batching; each call has whole groups, so that
+    row 0 of `data` is the first of a group.
+
     `next_token_logprobs` are computed only for tokens that `token_mask` and `sample_mask` count,
     and are 0 elsewhere; an attribute `reads_masked_positions = True` asks for all. With
     `needs_entropy = True` such a loss also gets `next_token_entropy=[B, S - 1]`, in nats. With

@@ -79,9 +79,10 @@ class Output:
         values_NK, indices_NK = self.head.plain.topk(self._hidden(chosen_N), k)
         return self._put(values_NK, chosen_N), self._put(indices_NK, chosen_N)
 
-    def logits(self) -> Iterator[tuple[BatchedDataDict, torch.Tensor]]:
+    def logits(self, at_once: int = 1) -> Iterator[tuple[BatchedDataDict, torch.Tensor]]:
         """This rank's slice of the logits, fp32 `[b, s, V]`, with the rows of data they belong to:
-        all rows at once, or one after another if they are packed.
+        all rows together, or `at_once` after another if they are packed, padded to the longest of
+        these. `at_once` divides B.
         """
         mine_TRV = self.head.logits(self.hidden_TRD)
         layout, data = self.microbatch.layout, self.microbatch.data
@@ -94,11 +95,13 @@ class Output:
             return
         flat = all_CTRV.flatten(0, 2)
         lengths = (self.microbatch.host.layout.where_BS != FILLER).sum(1).tolist()
-        for row, where_S in enumerate(layout.where_BS):
-            length = max(lengths[row], NARROWEST)
-            where_S = where_S[:length]
-            logits_SV = flat[where_S.clamp(min=0)].masked_fill_((where_S == FILLER)[:, None], 0)
-            yield cut(data.slice(row, row + 1), length), logits_SV.unsqueeze(0)
+        for first in range(0, layout.rows, at_once):
+            end = first + at_once
+            length = max(*lengths[first:end], NARROWEST)
+            where_BS = layout.where_BS[first:end, :length]
+            missing_BS1 = (where_BS == FILLER).unsqueeze(-1)
+            logits_BSV = flat[where_BS.clamp(min=0)].masked_fill_(missing_BS1, 0)
+            yield cut(data.slice(first, end), length), logits_BSV
 
     def nothing(self) -> torch.Tensor:
         """A zero that depends on every parameter, so that all of them get a gradient of zero."""

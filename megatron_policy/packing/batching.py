@@ -21,6 +21,9 @@ class Batching:
     A dynamic microbatch is as wide as its longest row, rounded up to `round_to`. Each packed
     sequence is rounded up to `round_to`, and their total to `row_multiple`, as the layout requires.
     `key` is the configuration key of `tokens`, for messages.
+
+    `rows_per_group` rows that follow each other, from row 0 on, stay together: in one microbatch,
+    in their order.
     """
 
     kind: Kind
@@ -29,6 +32,7 @@ class Batching:
     algorithm: str | None = None
     key: str = "tokens"
     row_multiple: int = 1
+    rows_per_group: int = 1
 
     @property
     def capacity(self) -> int:
@@ -45,7 +49,8 @@ class Batching:
         return min(round_up(max(length, min(width, NARROWEST)), self.round_to), widest)
 
     def check(self, lengths: Sequence[int], width: int | None = None) -> None:
-        """BatchError naming the first row that does not fit into a microbatch."""
+        """BatchError naming the first row or group of rows that does not fit into a microbatch."""
+        self.check_whole_groups(len(lengths), f"a batch of {len(lengths)} rows")
         if self.kind == "padded":
             return
         for row, length in enumerate(lengths):
@@ -56,4 +61,30 @@ class Batching:
                 raise BatchError(
                     f"row {row} has {length} tokens{padded}, more than {self.key}={self.tokens}"
                     f"{room}: raise it or truncate the row"
+                )
+        self._check_groups([self.size(length, width) for length in lengths])
+
+    def check_whole_groups(self, rows: int, what: str, parts: int = 1) -> None:
+        """BatchError unless `rows` rows, which are the share of one of `parts` in `what`, are whole
+        groups.
+        """
+        group = self.rows_per_group
+        if rows % group:
+            raise BatchError(
+                f"{what} cuts a group of {group} rows, which the loss reads together (its "
+                f"rows_per_group): make it a multiple of {group * parts}"
+            )
+
+    def _check_groups(self, sizes: Sequence[int]) -> None:
+        """BatchError naming the first group whose rows, of these `sizes`, exceed a microbatch."""
+        group = self.rows_per_group
+        for first in range(0, len(sizes) if group > 1 else 0, group):
+            own = sizes[first : first + group]
+            taken = sum(own) if self.kind == "packed" else group * max(own)
+            if taken > self.capacity:
+                room = "" if self.capacity == self.tokens else f" (room for {self.capacity})"
+                raise BatchError(
+                    f"rows {first} to {first + group - 1}, which the loss reads together (its "
+                    f"rows_per_group), take {taken} tokens with padding, more than "
+                    f"{self.key}={self.tokens}{room}: raise it or truncate the rows"
                 )

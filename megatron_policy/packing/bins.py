@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.packing.balance import levelled
-from megatron_policy.packing.cost import Cost
 from megatron_policy.packing.multiples import round_up
 
 Bins = list[list[int]]
@@ -27,10 +26,10 @@ def pack(
     algorithm: str | None = None,
     *,
     multiple: int = 1,
-    cost: Cost,
+    costs: Sequence[float],
 ) -> Bins:
     """Bins of at most `capacity` tokens that hold every sequence once; their number is a multiple
-    of `multiple`.
+    of `multiple`. `costs` are those of the sequences.
 
     For every algorithm the number of bins is raised to the multiple by splitting the costliest.
     Bins are empty only if there are more of them than sequences. ConfigError for an unknown
@@ -41,9 +40,9 @@ def pack(
         if length > capacity:
             raise BatchError(f"row {row} has {length} tokens, more than the {capacity} of a bin")
     if name == BALANCED:
-        return balanced(lengths, capacity, multiple, cost)
+        return balanced(lengths, costs, capacity, multiple)
     bins = _FITTING[name](lengths, capacity)
-    return split_to(bins, round_up(len(bins), multiple), [cost(size) for size in lengths])
+    return split_to(bins, round_up(len(bins), multiple), costs)
 
 
 def checked_algorithm(name: str | None) -> str:
@@ -57,11 +56,10 @@ def checked_algorithm(name: str | None) -> str:
     return found
 
 
-def balanced(sizes: Sequence[int], capacity: int, multiple: int, cost: Cost) -> Bins:
+def balanced(sizes: Sequence[int], costs: Sequence[float], capacity: int, multiple: int) -> Bins:
     """The fewest bins found, a multiple of `multiple`, of costs as equal as possible: each sequence
     goes into the cheapest bin with room; exchanges between bins follow.
     """
-    costs = [cost(size) for size in sizes]
     order = decreasing(sizes)
     bins = fewest(
         sizes,

@@ -12,20 +12,18 @@ from collections.abc import Iterator, Sequence
 
 from megatron_policy.packing.balance import levelled
 from megatron_policy.packing.bins import Bins, OpenBins, cheapest_first, decreasing, fewest
-from megatron_policy.packing.cost import Cost
 
 HEAVY_TURNS = 4
 """How many turns are filled around long sequences at most."""
 
 
 def balanced_shares(
-    sizes: Sequence[int], capacity: int, ranks: int, multiple: int, cost: Cost
+    sizes: Sequence[int], costs: Sequence[float], capacity: int, ranks: int, multiple: int
 ) -> list[Bins]:
     """Every rank's bins of at most `capacity` tokens, one of each turn: the fewest found, the
     same number on each rank and a multiple of `multiple`, with turns as short and total costs as
     equal as they can be made.
     """
-    costs = [cost(size) for size in sizes]
 
     def tried(number: int) -> Bins | None:
         plans = _plans(sizes, costs, capacity, ranks, number // ranks)

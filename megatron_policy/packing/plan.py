@@ -137,23 +137,32 @@ def plan_rows(
     as the algorithm allows.
 
     `width` is that of the tensor whose rows have these `lengths`: padding does not exceed it. Each
-    rank computes its costliest microbatch first. BatchError naming a row that is too long.
+    rank computes its costliest microbatch first. Rows of a group share a microbatch. BatchError
+    naming a row or a group that is too long.
     """
     assert settings.kind != "padded", "microbatches of a number of rows need no plan"
     settings.check(lengths, width)
     sizes = [settings.size(length, width) for length in lengths]
-    packed = settings.kind == "packed"
+    packed, group = settings.kind == "packed", settings.rows_per_group
+    groups = [range(first, first + group) for first in range(0, len(sizes), group)]
+    taken = [(sum if packed else max)(sizes[row] for row in rows) for rows in groups]
+    costs = [_cost(rows, sizes, cost, packed) for rows in groups]
     if packed and checked_algorithm(settings.algorithm) == BALANCED and ranks > 1:
-        shares = balanced_shares(sizes, settings.capacity, ranks, multiple, cost)
-        return [_share(share, sizes, cost, packed) for share in shares]
+        shares = balanced_shares(taken, costs, settings.capacity, ranks, multiple)
+        return [_share(_rows_of(share, groups), sizes, cost, packed) for share in shares]
     total = ranks * multiple
     if packed:
-        bins = pack(sizes, settings.capacity, settings.algorithm, multiple=total, cost=cost)
+        bins = pack(taken, settings.capacity, settings.algorithm, multiple=total, costs=costs)
     else:
-        bins = dynamic_bins(sizes, settings.capacity, total, cost)
-    costs = [_cost(bin_, sizes, cost, packed) for bin_ in bins]
-    assigned = assign_to_ranks(costs, ranks)
+        bins = dynamic_bins(taken, settings.capacity // group, total, cost)
+    bins = _rows_of(bins, groups)
+    assigned = assign_to_ranks([_cost(bin_, sizes, cost, packed) for bin_ in bins], ranks)
     return [_share([bins[b] for b in numbers], sizes, cost, packed) for numbers in assigned]
+
+
+def _rows_of(bins: Bins, groups: Sequence[Sequence[int]]) -> Bins:
+    """The bins of groups as bins of their rows."""
+    return [[row for number in bin_ for row in groups[number]] for bin_ in bins]
 
 
 def _cost(bin_: Sequence[int], sizes: Sequence[int], cost: Cost, packed: bool) -> float:

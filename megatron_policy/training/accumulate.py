@@ -224,11 +224,12 @@ class GradientAccumulator:
             step.check_whole(PART)
             if _without_rows(data):
                 return [GlobalBatch(_nothing(), [])]
-            checked = check_training_data(data, vocab_size, self._batcher.training)
-            self._batcher.longest.check(checked)
-            checked = self._batcher.replay.prepared(checked)
+            batcher = self._batcher.for_loss(step.loss_fn)
+            checked = check_training_data(data, vocab_size, batcher.training)
+            batcher.longest.check(checked)
+            checked = batcher.replay.prepared(checked)
             check_loss_inputs(step.loss_fn, checked, vocab_size)
-            return [self._batcher.for_part(checked, step.mbs)]
+            return [batcher.for_part(checked, step.mbs)]
 
         (batch,), workload = cut_synchronized(cut, self._batcher, self._engine.groups.dp)
         return batch, workload

@@ -12,6 +12,7 @@ from megatron_policy.config.layout import microbatch_round
 from megatron_policy.config.layout import microbatches as count_microbatches
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.errors import BatchError
+from megatron_policy.interfaces import LossFunction
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.bins import decreasing
 from megatron_policy.packing.cost import Cost, sequence_cost
@@ -25,7 +26,7 @@ from megatron_policy.packing.microbatch import (
 from megatron_policy.packing.multiples import Multiples, round_up
 from megatron_policy.packing.plan import MicrobatchSpan, Plan, plan_rows
 from megatron_policy.parallel.topology import Topology
-from megatron_policy.training.checks import check_size, checked_lengths
+from megatron_policy.training.checks import check_size, checked_lengths, for_loss
 from megatron_policy.training.longest import Longest
 from megatron_policy.training.replay import RouterReplay
 from megatron_policy.training.speed import Estimator
@@ -63,6 +64,12 @@ class Batcher:
     replay: RouterReplay
     estimator: Estimator
 
+    def for_loss(self, loss_fn: LossFunction) -> Batcher:
+        """The batcher of this loss's training data, which keeps rows together that it reads
+        together.
+        """
+        return replace(self, training=for_loss(self.training, loss_fn))
+
     def for_training(
         self, data: BatchedDataDict, global_batch_size: int, micro_batch_size: int
     ) -> list[GlobalBatch]:
@@ -85,6 +92,7 @@ class Batcher:
                 for start, share in self._shares(data, global_batch_size)
                 for batch in self._by_own_plan(share, start)
             ]
+        self.training.check_whole_groups(micro_batch_size, f"mbs={micro_batch_size}")
         count_microbatches(global_batch_size, micro_batch_size, self.topology)
         return [
             GlobalBatch(share, self._side_by_side(share, micro_batch_size, start))
@@ -97,6 +105,7 @@ class Batcher:
         """
         plan = _given(data, self.training)
         if plan is None and self.training.kind == "padded":
+            self.training.check_whole_groups(micro_batch_size, f"mbs={micro_batch_size}")
             if data.size % micro_batch_size:
                 raise BatchError(
                     f"{data.size} rows on a data-parallel rank cannot be cut into microbatches of "
@@ -157,6 +166,9 @@ class Batcher:
                 f"be split evenly over {self.topology.dp} data-parallel ranks: make it a "
                 "multiple, or let the driver plan the batch"
             )
+        ranks = self.topology.dp
+        over = f"gbs={global_batch_size}" + (f" over {ranks} ranks" if ranks > 1 else "")
+        self.training.check_whole_groups(share, over, ranks)
         if data.size % share or not data.size:
             raise BatchError(
                 f"{data.size} samples on a data-parallel rank are not a whole number of global "
@@ -258,7 +270,30 @@ def _given(data: BatchedDataDict, settings: Batching) -> Plan | None:
             f"the data were planned for {'packed' if plan.packed else 'dynamic'} microbatches, but "
             f"the configuration asks for {settings.kind} ones: make both agree"
         )
+    if plan is not None and settings.rows_per_group > 1:
+        _check_groups(plan, data, settings.rows_per_group)
     return plan
+
+
+def _check_groups(plan: Plan, data: BatchedDataDict, group: int) -> None:
+    """BatchError unless every microbatch of the plan has whole groups of the caller's rows."""
+    order = data.caller_rows
+    if order is None:
+        raise BatchError(
+            "the data's plan of microbatches (micro_batch_indices) does not say which of the "
+            f"caller's rows these are (caller_rows), so the {group} rows that the loss reads "
+            "together (its rows_per_group) can be anywhere: pass the data without a plan, or turn "
+            "off dynamic_batching and sequence_packing where another driver makes it"
+        )
+    sizes = [span.end - span.start for spans in plan.batches for span in spans]
+    firsts = order[::group]
+    whole = [row for first in firsts for row in range(first, first + group)]
+    if whole != order or any(n % group for n in (*firsts, *sizes)):
+        raise BatchError(
+            "the data's plan of microbatches (micro_batch_indices) separates rows that the loss "
+            f"reads together (its rows_per_group, {group}): plan whole groups, or pass the data "
+            "without it"
+        )
 
 
 def batcher_of(config: PolicyConfig, topology: Topology, architecture: Architecture) -> Batcher:

@@ -6,13 +6,14 @@ Shapes: B rows, S positions.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.errors import BatchError
+from megatron_policy.errors import BatchError, LossError
 from megatron_policy.interfaces import LossFunction, LossInputType
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.microbatch import inside
@@ -103,11 +104,12 @@ def checked_lengths(data: BatchedDataDict, batching: Batching) -> list[int]:
     """The number of tokens of each row; the width of `input_ids` if rows are padded and there are
     no `input_lengths`.
 
-    BatchError naming the row whose length is not between 1 and the width or does not fit into a
-    microbatch, and the key to change.
+    BatchError naming the row whose length is not between 1 and the width, or the row or group of
+    rows that does not fit into a microbatch, and the key to change.
     """
     rows, width = data["input_ids"].shape
     if batching.kind == "padded" and "input_lengths" not in data:
+        batching.check([width] * rows)
         return [width] * rows
     lengths: list[int] = _lengths(data, f"which {batching.kind} microbatches go by").tolist()
     for row, length in enumerate(lengths):
@@ -214,6 +216,24 @@ def candidates_key(loss_fn: LossFunction) -> str | None:
     """The key of the vocabulary entries whose log-probabilities the loss asks for, or None."""
     key: str | None = getattr(loss_fn, "candidates", None)
     return key if loss_kind(loss_fn) == LossInputType.LOGPROB.value else None
+
+
+def rows_per_group(loss_fn: LossFunction) -> int:
+    """How many rows that follow each other the loss reads together, 1 if it does not say;
+    LossError unless this is an integer of at least 1.
+    """
+    number: Any = getattr(loss_fn, "rows_per_group", 1)
+    if not is_count(number):
+        raise LossError(
+            f"{type(loss_fn).__name__}.rows_per_group is {number!r}: make it the number of rows "
+            "that the loss reads together, 2 for pairs"
+        )
+    return int(number)
+
+
+def for_loss(batching: Batching, loss_fn: LossFunction) -> Batching:
+    """`batching` that keeps together the rows that the loss reads together."""
+    return replace(batching, rows_per_group=rows_per_group(loss_fn))
 
 
 def check_loss_inputs(loss_fn: LossFunction, data: BatchedDataDict, vocab_size: int) -> None:

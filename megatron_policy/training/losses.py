@@ -22,7 +22,7 @@ from megatron_policy.lm_head.logprobs import gather_vocab
 from megatron_policy.lm_head.output import Output, shifted
 from megatron_policy.packing.microbatch import counted, inside
 from megatron_policy.parallel.groups import Groups
-from megatron_policy.training.checks import candidates_key, loss_kind
+from megatron_policy.training.checks import candidates_key, loss_kind, rows_per_group
 from megatron_policy.training.loss_calls import Call, Wrong, carried
 
 Metrics = dict[str, Any]
@@ -85,7 +85,7 @@ def evaluate_loss(
     `input_type` takes what that names (host from 0.6). `logprob`: the fp32 next-token
     log-probabilities `[B, S - 1]` and those of its `candidates`; no logits are held. `logit`: the
     whole vocabulary's fp32 logits `[B, S, vocab_size]`. A loss that takes logits is called once
-    per packed sequence.
+    per packed sequence, or group of sequences that it reads together.
 
     LossError, caused by what the loss raised, for one that fails or breaks the contract. With
     `faults` a description is appended there instead, and the scalar is NaN but has all the
@@ -137,7 +137,7 @@ def _inputs(
         given = [score for score in scores.values() if score is not None]
         yield output.microbatch.data, given, scores
         return
-    for data, logits_BSV in output.logits():
+    for data, logits_BSV in output.logits(rows_per_group(loss_fn)):
         if kind is None:
             yield (
                 data,

@@ -209,6 +209,7 @@ def _cut(
 ) -> list[GlobalBatch]:
     """Check data and loss, raising what is wrong with them, and cut the data."""
     check_sizes(global_batch_size, micro_batch_size)
+    batcher = batcher.for_loss(loss_fn)
     checked = check_training_data(data, engine.vocab_size, batcher.training)
     batcher.longest.check(checked)
     checked = batcher.replay.prepared(checked)

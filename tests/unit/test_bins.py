@@ -33,6 +33,10 @@ COST = sequence_cost(hidden_size=8)
 LENGTHS = st.lists(st.integers(1, CAPACITY), max_size=40)
 
 
+def costs_of(lengths: list[int]) -> list[float]:
+    return [COST(length) for length in lengths]
+
+
 def loads(bins: list[list[int]], lengths: list[int]) -> list[float]:
     return [sum(COST(lengths[row]) for row in members) for members in bins]
 
@@ -42,7 +46,7 @@ def loads(bins: list[list[int]], lengths: list[int]) -> list[float]:
 def test_every_row_is_in_one_bin_none_overflows_and_the_count_is_a_multiple(
     algorithm: str | None, lengths: list[int], multiple: int
 ) -> None:
-    bins = pack(lengths, CAPACITY, algorithm, multiple=multiple, cost=COST)
+    bins = pack(lengths, CAPACITY, algorithm, multiple=multiple, costs=costs_of(lengths))
     assert sorted(row for members in bins for row in members) == list(range(len(lengths)))
     assert all(sum(lengths[row] for row in members) <= CAPACITY for members in bins)
     assert len(bins) % multiple == 0
@@ -83,7 +87,7 @@ def test_a_row_longer_than_a_dynamic_bin_is_named() -> None:
 
 @given(LENGTHS.filter(bool))
 def test_balanced_never_needs_more_bins_than_first_fit_decreasing(lengths: list[int]) -> None:
-    ours = pack(lengths, CAPACITY, "balanced", cost=COST)
+    ours = pack(lengths, CAPACITY, "balanced", costs=costs_of(lengths))
     assert len(ours) <= len(first_fit_decreasing(lengths, CAPACITY))
 
 
@@ -91,7 +95,7 @@ def test_balanced_never_needs_more_bins_than_first_fit_decreasing(lengths: list[
 def test_balanced_bins_of_many_short_rows_cost_the_same_within_a_twentieth(
     lengths: list[int], multiple: int
 ) -> None:
-    costs = loads(pack(lengths, 10 * CAPACITY, None, multiple=multiple, cost=COST), lengths)
+    costs = loads(pack(lengths, 10 * CAPACITY, multiple=multiple, costs=costs_of(lengths)), lengths)
     assert max(costs) <= 1.05 * sum(costs) / len(costs) + 0.5 * COST(1)
 
 
@@ -114,16 +118,16 @@ def test_modified_first_fit_decreasing_pairs_short_rows_beside_long_ones() -> No
 
 
 def test_names_of_algorithms_may_be_in_capitals_and_others_are_answered_with_all() -> None:
-    assert pack([1, 2], 3, "FIRST_FIT_DECREASING", cost=COST) == [[1, 0]]
+    assert pack([1, 2], 3, "FIRST_FIT_DECREASING", costs=[1, 2]) == [[1, 0]]
     with pytest.raises(
         ConfigError, match="'best_fit' is unknown: use one of balanced, concatenative"
     ):
-        pack([1], 3, "best_fit", cost=COST)
+        pack([1], 3, "best_fit", costs=[1])
 
 
 def test_a_row_longer_than_a_bin_is_named() -> None:
     with pytest.raises(BatchError, match="row 2 has 9 tokens, more than the 8 of a bin"):
-        pack([1, 8, 9], 8, cost=COST)
+        pack([1, 8, 9], 8, costs=[1, 8, 9])
 
 
 def test_splitting_halves_the_costliest_bin_and_leaves_the_others() -> None:

@@ -33,6 +33,10 @@ LENGTHS = st.lists(st.integers(1, CAPACITY), max_size=40)
 RANKS, MULTIPLE = st.integers(2, 5), st.integers(1, 3)
 
 
+def own_costs(lengths: list[int]) -> list[float]:
+    return [COST(length) for length in lengths]
+
+
 def costs_of(shares: list[list[list[int]]], lengths: list[int]) -> list[list[float]]:
     """The cost of every bin of every rank."""
     return [[sum(COST(lengths[row]) for row in own) for own in share] for share in shares]
@@ -56,22 +60,22 @@ def balance(table: list[list[float]]) -> float:
 def test_every_row_is_in_one_bin_that_holds_it_and_ranks_have_equally_many(
     lengths: list[int], ranks: int, multiple: int
 ) -> None:
-    shares = balanced_shares(lengths, CAPACITY, ranks, multiple, COST)
+    shares = balanced_shares(lengths, own_costs(lengths), CAPACITY, ranks, multiple)
     bins = [own for share in shares for own in share]
     assert sorted(row for own in bins for row in own) == list(range(len(lengths)))
     assert all(sum(lengths[row] for row in own) <= CAPACITY for own in bins)
     (count,) = {len(share) for share in shares}
     assert (len(shares), count % multiple) == (ranks, 0)
-    assert shares == balanced_shares(lengths, CAPACITY, ranks, multiple, COST)
+    assert shares == balanced_shares(lengths, own_costs(lengths), CAPACITY, ranks, multiple)
 
 
 @given(LENGTHS, RANKS, MULTIPLE)
 def test_lockstep_takes_no_more_microbatches_than_equal_bins_and_first_fit_decreasing(
     lengths: list[int], ranks: int, multiple: int
 ) -> None:
-    bins = sum(map(len, balanced_shares(lengths, CAPACITY, ranks, multiple, COST)))
+    bins = sum(map(len, balanced_shares(lengths, own_costs(lengths), CAPACITY, ranks, multiple)))
     total = ranks * multiple
-    assert bins <= len(pack(lengths, CAPACITY, None, multiple=total, cost=COST))
+    assert bins <= len(pack(lengths, CAPACITY, multiple=total, costs=own_costs(lengths)))
     assert bins <= -(-max(naive_first_fit(lengths), 1) // total) * total
 
 
@@ -109,7 +113,7 @@ def check_pace(rows: int, median: int, sigma: float, seed: int) -> None:
     """
     lengths = drawn(rows, median, sigma, 8192, seed)
     cost = sequence_cost(3584)
-    shares = balanced_shares(lengths, 8192, 32, 1, cost)
+    shares = balanced_shares(lengths, [*map(cost, lengths)], 8192, 32, 1)
     table = [[sum(cost(lengths[row]) for row in own) for own in share] for share in shares]
     assert efficiency(table) >= 0.95 * bound(lengths)
     full = sum(lengths) / (8192 * 32 * len(table[0]))
@@ -134,7 +138,7 @@ def test_32_ranks_keep_pace_with_further_long_tailed_lengths(
 def test_bins_beside_a_long_row_are_filled_up_to_shorten_the_other_microbatches() -> None:
     # The long row costs 73.3. Six of the others fill a bin and cost 72.5.
     lengths = [40] + [10] * 15
-    shares = balanced_shares(lengths, CAPACITY, 2, 2, COST)
+    shares = balanced_shares(lengths, own_costs(lengths), CAPACITY, 2, 2)
     table = costs_of(shares, lengths)
     assert duration(table) == pytest.approx(best_duration([40], [10] * 15))
     assert duration(table) < COST(40) + 5.5 * COST(10)

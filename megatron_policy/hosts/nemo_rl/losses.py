@@ -14,6 +14,8 @@ from megatron_policy.hosts.nemo_rl.host_imports import part
 from megatron_policy.hosts.nemo_rl.result_types import host_batch
 
 _PREPARED = "distillation"
+_OF_PAIRS = "split_output_tensor"
+"""The method by which the host's preference losses separate the rows of pairs."""
 _REFUSED = {
     "distillation_cross_tokenizer": "teachers with another tokenizer are not supported; distil "
     "from one with the same tokenizer",
@@ -49,6 +51,15 @@ class HostLoss:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_loss_fn"], name)
+
+    @property
+    def rows_per_group(self) -> int:
+        """What the loss says, and otherwise 2 for the host's preference losses, among them DPO's:
+        they take every second row for the one that is chosen and the next for the rejected one.
+        """
+        pairs = hasattr(self._loss_fn, _OF_PAIRS)
+        number: int = getattr(self._loss_fn, "rows_per_group", 2 if pairs else 1)
+        return number
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         if "data" in kwargs:

@@ -27,6 +27,7 @@ from megatron_policy.training.checks import (
     checked_batch,
     checked_lengths,
     checked_prompts,
+    for_loss,
 )
 from megatron_policy.training.longest import Longest
 from megatron_policy.training.loss_checks import check_loss
@@ -93,15 +94,17 @@ class BatchDispatcher:
         """Each rank's rows of every global batch of `gbs`; BatchError naming invalid data."""
         _refuse_plan(data)
         check_sizes(gbs, mbs)
-        data = check_training_data(data, self.vocab_size, self.training)
+        training = for_loss(self.training, loss_fn)
+        data = check_training_data(data, self.vocab_size, training)
         self.longest.check(data)
         data = self.replay.prepared(data)
         check_loss_inputs(loss_fn, data, self.vocab_size)
         check_loss(loss_fn)
-        if self.training.kind == "padded":
+        if training.kind == "padded":
+            training.check_whole_groups(mbs, f"mbs={mbs}")
             return training_shards(data, self.topology.dp, gbs, mbs)
-        lengths = checked_lengths(data, self.training)
-        return planned_shards(data, lengths, self.training, self.topology, self.cost, gbs).shards
+        lengths = checked_lengths(data, training)
+        return planned_shards(data, lengths, training, self.topology, self.cost, gbs).shards
 
     def to_train_part(
         self, data: BatchedDataDict, loss_fn: LossFunction, mbs: int
@@ -110,14 +113,16 @@ class BatchDispatcher:
         BatchError naming invalid data.
         """
         _refuse_plan(data)
-        data = check_training_data(data, self.vocab_size, self.training)
+        training = for_loss(self.training, loss_fn)
+        data = check_training_data(data, self.vocab_size, training)
         self.longest.check(data)
         data = self.replay.prepared(data)
         check_loss_inputs(loss_fn, data, self.vocab_size)
-        if self.training.kind == "padded":
+        if training.kind == "padded":
+            training.check_whole_groups(mbs, f"mbs={mbs}")
             return part_shards(data, self.topology.dp, mbs)
-        lengths = checked_lengths(data, self.training)
-        return planned_shards(data, lengths, self.training, self.topology, self.cost).shards
+        lengths = checked_lengths(data, training)
+        return planned_shards(data, lengths, training, self.topology, self.cost).shards
 
     def to_score(self, data: BatchedDataDict, replay: Replay = Replay.IF_GIVEN) -> ShardedBatch:
         """Each rank's rows of the whole batch; BatchError naming invalid data."""
@@ -157,10 +162,11 @@ def planned_shards(
     the order of the plan attached to them.
 
     A rank may have no row of a global batch, or none at all. ConfigError unless the data are whole
-    global batches, BatchError naming a row that does not fit into a microbatch.
+    global batches, BatchError naming a row or group of rows that does not fit into a microbatch.
     """
     size = global_batch_size or data.size
     _check_whole(data, size)
+    batching.check_whole_groups(size, f"gbs={size}")
     batching.check(lengths, data["input_ids"].size(1))
     shares: list[list[RankPlan]] = []
     for start in range(0, data.size, size):
