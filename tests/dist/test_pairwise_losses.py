@@ -1,0 +1,300 @@
+"""Losses of pairs of rows are what one process of Hugging Face transformers and torch makes of
+whole batches, with every way to make microbatches; a pair is never separated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.config.model_table import model_table
+from megatron_policy.errors import BatchError, LossError
+from megatron_policy.lm_head.output import Output
+from megatron_policy.packing import plan
+from megatron_policy.policy import MegatronPolicy
+from megatron_policy.training import batching
+from megatron_policy.workers.driver.sharding import BatchDispatcher
+from tests import oracle, pairwise
+from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, own_steps, policy_config
+from tests.dist.layouts import LENGTH, VOCAB, layout
+from tests.dist.test_layouts import shards_of
+from tests.exact import ROOM, Exact, assert_equal
+from tests.turns import in_turns
+
+TIED, CANDIDATES, STEPS = True, 4, 2
+BUDGET = {"enabled": True, "train_mb_tokens": 26, "logprob_mb_tokens": 40}
+BATCHINGS: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "dynamic": {
+        "dynamic_batching": BUDGET | {"train_mb_tokens": 34, "sequence_length_round": 2},
+    },
+    "packed": {"sequence_packing": BUDGET},
+}
+"""Budgets hold the longest pair, and a few pairs at most."""
+LAYOUTS = {
+    "one process": layout(1),
+    "TP2": layout(2, tp=2),
+    "PP2": layout(2, pp=2),
+    "CP2": layout(2, context_parallel_size=2),
+    "DP2": layout(2),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`dealt`: rows are dealt by the driver, with its plan; otherwise each data-parallel rank has
+    its share in order, and plans it itself.
+    """
+
+    layout: str
+    batching: str
+    loss: str
+    dealt: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.layout} | {self.batching} | {self.loss}" + " | own" * (not self.dealt)
+
+    def config(self, path: Path) -> dict[str, Any]:
+        return policy_config(path, LAYOUTS[self.layout].megatron, **BATCHINGS[self.batching])
+
+
+def cases() -> list[Case]:
+    """Every layout with every batching, with losses in turn; and every loss with every batching."""
+    kinds = list(pairwise.LOSSES)
+    found = [
+        Case(name, batching, kinds[(row + column) % len(kinds)])
+        for row, name in enumerate(LAYOUTS)
+        for column, batching in enumerate(BATCHINGS)
+    ]
+    alone = [Case("one process", batching, kind) for batching in BATCHINGS for kind in kinds]
+    own = [Case("DP2", batching, "log-probabilities", False) for batching in BATCHINGS]
+    return list(dict.fromkeys([*found, *own, *alone]))
+
+
+@cache
+def rows() -> BatchedDataDict:
+    return pairwise.make_pairs(STEPS * GLOBAL_BATCH // 2, LENGTH, VOCAB, CANDIDATES)
+
+
+def first_batch() -> BatchedDataDict:
+    return rows().get_batch(0, GLOBAL_BATCH)
+
+
+@cache
+def learned(path: Path, kind: str) -> oracle.Learned:
+    return oracle.Learned.of(
+        path, rows(), GLOBAL_BATCH, lambda model, data: pairwise.hf_result(kind, model, data)[0]
+    )
+
+
+@cache
+def measured(path: Path, kind: str) -> Exact:
+    """The metrics of the first global batch before training."""
+
+    def compute(model: Any) -> torch.Tensor:
+        metrics = pairwise.hf_result(kind, model, first_batch())[1]
+        return torch.stack([metrics[name].to(metrics["loss"]) for name in pairwise.NAMES])
+
+    return Exact.of(path, compute)
+
+
+def dealt(policy: MegatronPolicy, loss: Any, step: BatchedDataDict) -> BatchedDataDict:
+    """This data-parallel rank's rows as the driver deals them."""
+    architecture = model_table(policy.config).architecture
+    dispatcher = BatchDispatcher.of(policy.config, policy.topology, architecture)
+    return dispatcher.to_train(step, loss, GLOBAL_BATCH, 2)[policy.coords.dp]
+
+
+def steps_of(policy: MegatronPolicy, case: Case, loss: Any) -> list[BatchedDataDict]:
+    if not case.dealt:
+        return own_steps(policy, rows())
+    batches = [rows().get_batch(step, GLOBAL_BATCH) for step in range(STEPS)]
+    return [dealt(policy, loss, batch) for batch in batches]
+
+
+def study(case: Case, config: dict[str, Any]) -> dict[str, Any]:
+    """What a rank sees that evaluates one global batch and trains on two."""
+    loss = pairwise.LOSSES[case.loss]()
+    with open_policy(config, init_reference_model=False) as policy:
+        own = steps_of(policy, case, loss)
+        sizes = {"gbs": GLOBAL_BATCH, "mbs": 2}
+        return {
+            "coords": policy.coords,
+            "evaluated": policy.train(own[0], loss, eval_mode=True, **sizes),
+            "steps": [policy.train(step, loss, **sizes) for step in own],
+            "weights": {name: p.detach().clone() for name, p in policy.named_parameters()},
+        }
+
+
+@pytest.mark.parametrize("case", in_turns(cases(), lambda case: case.name))
+def test_a_loss_of_pairs_is_that_of_the_whole_batch_in_one_process(
+    ranks, checkpoints, case: Case
+) -> None:
+    path = checkpoints[TIED]
+    seen = ranks.run(LAYOUTS[case.layout].world, study, case, case.config(path))
+    check_same(path, case, seen)
+    replicas = {each["coords"].dp: each["evaluated"]["microbatch_metrics"] for each in seen}
+    assert max(len(metrics["pairs"]) for metrics in replicas.values()) > 1, "one microbatch alone"
+
+
+def check_same(path: Path, case: Case, seen: list[dict[str, Any]]) -> None:
+    """Losses, gradient norms, metrics and weights are as close as rounding allows."""
+    expected = learned(path, case.loss)
+    replicas = {each["coords"].dp: each["evaluated"]["microbatch_metrics"] for each in seen}
+    totals = [sum(sum(own[name]) for own in replicas.values()) for name in pairwise.NAMES]
+    assert_equal("metrics", torch.tensor(totals), measured(path, case.loss), case.name)
+    tp = LAYOUTS[case.layout].tp
+    for each in seen:
+        expected.assert_same_loss(each["evaluated"]["loss"], 0, case.name)
+        expected.assert_same_steps(each["steps"], case.name)
+        names = list(each["weights"])
+        shards = shards_of(path, expected.exact.weights, tp, each["coords"].tp, names)
+        for weight, shard in shards:
+            expected.assert_same_weight(each["weights"][weight], shard, weight)
+
+
+def in_parts(config: dict[str, Any]) -> dict[str, Any]:
+    """A step on the first global batch in parts of 2 and 6 rows."""
+    loss = pairwise.PairsOfLogprobs()
+    with open_policy(config, init_reference_model=False) as policy:
+        architecture = model_table(policy.config).architecture
+        dispatcher = BatchDispatcher.of(policy.config, policy.topology, architecture)
+        policy.accumulator.begin(loss, GLOBAL_BATCH, 2)
+        for start, end in ((0, 2), (2, GLOBAL_BATCH)):
+            part = first_batch().slice(start, end)
+            shards = dispatcher.to_train_part(part, loss, 2)
+            policy.accumulator.microbatch(shards[policy.coords.dp])
+        with pytest.raises(BatchError, match="a batch of 1 rows cuts a group of 2 rows"):
+            policy.accumulator.microbatch(first_batch().slice(0, 1))
+        return {"coords": policy.coords, "step": policy.accumulator.finish()}
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+def test_pairs_are_trained_in_parts_as_well(ranks, checkpoints, batching: str) -> None:
+    case = Case("DP2", batching, "log-probabilities")
+    seen = ranks.run(2, in_parts, case.config(checkpoints[TIED]))
+    for each in seen:
+        learned(checkpoints[TIED], case.loss).assert_same_steps([each["step"]])
+    found = {each["coords"].dp: each["step"]["microbatch_metrics"]["pairs"] for each in seen}
+    assert sum(map(sum, found.values())) == first_batch()["sample_mask"].sum() / 2
+
+
+def _apart(patch: pytest.MonkeyPatch) -> None:
+    """Every pair has a row of the pair after it."""
+    rows_of = plan._rows_of
+
+    def shifted(bins: Any, groups: Any) -> Any:
+        count = 2 * len(groups)
+        return [[(row + row % 2 * 2) % count for row in own] for own in rows_of(bins, groups)]
+
+    patch.setattr(plan, "_rows_of", shifted)
+
+
+def _row_by_row(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(batching.Batcher, "for_loss", lambda self, loss_fn: self)
+
+
+def _backwards(patch: pytest.MonkeyPatch) -> None:
+    share = plan._share
+
+    def reversed_(*args: Any) -> Any:
+        made = share(*args)
+        return plan.RankPlan(tuple(row ^ 1 for row in made.rows), made.plan)
+
+    patch.setattr(plan, "_share", reversed_)
+
+
+def _logits_one_by_one(patch: pytest.MonkeyPatch) -> None:
+    logits = Output.logits
+    patch.setattr(Output, "logits", lambda self, at_once: logits(self, 1))
+
+
+MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
+    "rows of pairs are apart, packed": (_apart, "packed", "log-probabilities"),
+    "rows of pairs are apart, dynamic": (_apart, "dynamic", "slices of logits"),
+    "the planner does not ask the loss": (_row_by_row, "packed", "log-probabilities"),
+    "nor for dynamic microbatches": (_row_by_row, "dynamic", "logits"),
+    "the rejected row comes first": (_backwards, "packed", "candidates and entropies"),
+    "a loss of logits gets single rows": (_logits_one_by_one, "packed", "logits"),
+}
+
+
+def study_broken(name: str, case: Case, config: dict[str, Any]) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        MUTATIONS[name][0](patch)
+        try:
+            return study(case, config)
+        except LossError as error:
+            return {"refused": str(error)}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_planner_that_separates_pairs_is_found(ranks, checkpoints, name: str) -> None:
+    _, batching, kind = MUTATIONS[name]
+    case = Case("one process", batching, kind, dealt=False)
+    path = checkpoints[TIED]
+    (seen,) = ranks.run(1, study_broken, name, case, case.config(path))
+    if "refused" in seen:  # an odd number of rows, which cannot be halves of pairs
+        assert "must match the size" in seen["refused"]
+        return
+    expected = learned(path, kind)
+    for what, rounding, right in (
+        ("loss", expected.rounding.loss, expected.exact.losses),
+        ("grad_norm", expected.rounding.grad_norm, expected.exact.grad_norms),
+    ):
+        apart = abs(seen["steps"][0][what].item() / right[0] - 1)
+        assert apart > 10 * ROOM * rounding, (name, what, apart)
+
+
+class Threes(pairwise.PairsOfLogprobs):
+    rows_per_group = 3
+
+
+class NoNumber(pairwise.PairsOfLogprobs):
+    rows_per_group = 0
+
+
+def refused(config: dict[str, Any], kind: str) -> None:
+    """Everything that would separate a group is refused by name, and the policy goes on."""
+    loss = pairwise.PairsOfLogprobs()
+    with open_policy(config, init_reference_model=False) as policy:
+        data = own_share(policy, rows()).slice(0, 4)
+
+        def refuse(message: str, loss_fn: Any, own: BatchedDataDict, gbs: int, mbs: int) -> None:
+            with pytest.raises(BatchError, match=message):
+                policy.train(own, loss_fn, gbs=gbs, mbs=mbs)
+
+        over = "gbs=6 over 2 ranks cuts a group of 2 rows.*multiple of 4"
+        if kind != "padded":  # with as few rows, microbatches of 2 do not fit into 6 either
+            refuse(over, loss, data.slice(0, 3).from_batches([data, data.slice(0, 2)]), 6, 2)
+        refuse("a batch of 3 rows cuts a group of 2 rows", loss, data.slice(0, 3), 6, 1)
+        with pytest.raises(LossError, match=r"NoNumber.rows_per_group is 0: make it the number"):
+            policy.train(data, NoNumber(), gbs=8, mbs=2)
+        if kind == "padded":
+            refuse("mbs=1 cuts a group of 2 rows.*multiple of 2", loss, data, 8, 1)
+        else:
+            with_plan = BatchedDataDict(data)
+            own = dealt(policy, pairwise.PairsOfLogprobs(), first_batch())
+            with_plan.micro_batch_indices = [[[0, 4]]]
+            with_plan.micro_batch_lengths = [[4 * LENGTH]]
+            with_plan.elem_counts_per_gb = [4] if kind == "packed" else None
+            refuse("does not say which of the caller's rows", loss, with_plan, 8, 2)
+            with_plan.caller_rows = [0, 2, 1, 3]
+            refuse("separates rows that the loss reads together", loss, with_plan, 8, 2)
+            with_plan.caller_rows = [1, 2, 3, 4]
+            refuse("separates rows that the loss reads together", loss, with_plan, 8, 2)
+            assert own.size % 2 == 0 and own.caller_rows is not None
+        assert policy.train(data, loss, gbs=8, mbs=2)["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("kind", BATCHINGS)
+def test_what_would_separate_a_pair_is_refused_by_name(ranks, checkpoints, kind: str) -> None:
+    ranks.run(2, refused, Case("DP2", kind, "logits").config(checkpoints[TIED]), kind)
