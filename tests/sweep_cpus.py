@@ -37,6 +37,7 @@ TESTS = (
     "tests/dist/test_layouts.py",
     "tests/dist/test_loss_mistakes.py",
     "tests/dist/test_mtp_training.py",
+    "tests/dist/test_pairwise_losses.py",
     "tests/dist/test_parity.py",
     "tests/dist/test_plain_engine.py",
     "tests/dist/test_resume.py",

@@ -24,6 +24,7 @@ from megatron_policy.workers.driver.sharding import BatchDispatcher
 from tests import oracle, pairwise
 from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, own_steps, policy_config
 from tests.dist.layouts import LENGTH, VOCAB, layout
+from tests.dist.test_docs import python_blocks
 from tests.dist.test_layouts import shards_of
 from tests.exact import ROOM, Exact, assert_equal
 from tests.turns import in_turns
@@ -159,6 +160,35 @@ def check_same(path: Path, case: Case, seen: list[dict[str, Any]]) -> None:
         shards = shards_of(path, expected.exact.weights, tp, each["coords"].tp, names)
         for weight, shard in shards:
             expected.assert_same_weight(each["weights"][weight], shard, weight)
+
+
+def taught_by_the_document(config: dict[str, Any], data: BatchedDataDict) -> list[dict[str, Any]]:
+    """Steps on this rank's rows with the loss of docs/losses.md."""
+    made: dict[str, Any] = {}
+    exec(python_blocks("docs/losses.md")[2], made)
+    loss = made["DPO"]()
+    with open_policy(config, init_reference_model=False) as policy:
+        batches = [data.get_batch(step, GLOBAL_BATCH) for step in range(STEPS)]
+        own = [dealt(policy, loss, batch) for batch in batches]
+        return [policy.train(step, loss, gbs=GLOBAL_BATCH, mbs=2) for step in own]
+
+
+def dpo(model: Any, data: BatchedDataDict) -> torch.Tensor:
+    """Rafailov et al. 2023, equation 7, with a beta of 0.1, as a mean over pairs that count."""
+    above_BS = oracle.hf_logprobs(model, data["input_ids"]) - data["reference_logprobs"][:, 1:]
+    sums_B = (above_BS * data["token_mask"][:, 1:]).sum(-1)
+    counts_P = data["sample_mask"].unflatten(0, (-1, 2))[:, 0]
+    margins_P = sums_B.unflatten(0, (-1, 2)) @ sums_B.new_tensor([0.1, -0.1])
+    return (torch.nn.functional.softplus(-margins_P) * counts_P).sum() / counts_P.sum()
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+def test_the_loss_of_the_document_is_dpo(ranks, checkpoints, batching: str) -> None:
+    data = rows() | {"reference_logprobs": rows()["reference"]}
+    expected = oracle.Learned.of(checkpoints[TIED], data, GLOBAL_BATCH, dpo)
+    config = Case("DP2", batching, "").config(checkpoints[TIED])
+    for steps in ranks.run(2, taught_by_the_document, config, data):
+        expected.assert_same_steps(steps)
 
 
 def in_parts(config: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.hosts.nemo_rl.losses import adapted, fetched, set_aside
 from megatron_policy.interfaces import LossType
+from megatron_policy.training.checks import rows_per_group
 from tests.hosts.fake_host import PARTS, HostBatch, host_with
 
 
@@ -60,6 +61,18 @@ def test_what_a_loss_says_of_itself_is_seen_through() -> None:
     assert (loss.loss_type, loss.input_type) == (LossType.TOKEN_LEVEL, Kind.LOGPROB)
     assert (loss.candidates, loss.metric_normalizations) == ("top", {})
     assert not hasattr(loss, "needs_entropy") and not hasattr(adapted(Remembers()), "input_type")
+
+
+def test_a_loss_that_separates_the_rows_of_pairs_is_given_them_together() -> None:
+    class Preference(Remembers):
+        def split_output_tensor(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return tensor[::2], tensor[1::2]
+
+    assert rows_per_group(adapted(Preference(input_type=Kind.LOGPROB))) == 2
+    assert rows_per_group(adapted(Preference())) == 2
+    assert rows_per_group(adapted(Preference(input_type=Kind.DISTILLATION))) == 2
+    assert rows_per_group(adapted(Preference(rows_per_group=4))) == 4
+    assert rows_per_group(adapted(Remembers())) == 1
 
 
 def test_a_distillation_is_prepared_by_the_host_on_a_slice_of_the_logits() -> None:

@@ -17,6 +17,7 @@ from megatron_policy.workers import RayVirtualCluster
 from tests import oracle
 from tests.exact import UNIT, Exact, assert_equal
 from tests.losses import TokenNLL
+from tests.pairwise import PairsOfLogprobs, hf_result, make_pairs
 from tests.ray.policies import DP2, LENGTH, TOKENIZER, VOCAB, batch, config_of
 
 ROWS, GBS = 10, 5
@@ -115,3 +116,20 @@ def test_training_is_that_of_the_whole_global_batch(
     hf.assert_same_total(
         sum(results["microbatch_metrics"]["loss"]) * 2, *range(len(hf.exact.losses))
     )
+
+
+def test_pairs_stay_together_on_one_of_the_workers(
+    policy: Policy, checkpoint: Callable[..., Path]
+) -> None:
+    data = make_pairs(5, 8, VOCAB, 1)
+    path, size = checkpoint("qwen2", vocab=VOCAB), data.size
+
+    def loss_of(model: Any, rows: BatchedDataDict) -> torch.Tensor:
+        return hf_result("log-probabilities", model, rows)[0]
+
+    hf = oracle.Learned.of(path, data, size, loss_of)
+    results = policy.train(data, PairsOfLogprobs(), eval_mode=True, gbs=size)
+    assert len(results["microbatch_metrics"]["pairs"]) > 2
+    hf.assert_same_loss(results["loss"], 0)
+    with pytest.raises(BatchError, match="gbs=5 cuts a group of 2 rows"):
+        policy.train(data, PairsOfLogprobs(), eval_mode=True, gbs=5)

@@ -27,6 +27,7 @@ from megatron_policy.workers.driver.sharding import (
     training_shards,
 )
 from tests.losses import TokenNLL
+from tests.pairwise import PairsOfLogprobs
 
 COST = sequence_cost(hidden_size=8)
 PADDED = Batching("padded")
@@ -169,6 +170,33 @@ def test_the_row_that_is_too_long_is_the_callers() -> None:
     lengths = [1, 1, 1, 9]
     with pytest.raises(BatchError, match=r"row 3 has 9 tokens, more than sequence_packing\.t"):
         planned_shards(uneven(lengths), lengths, small, Topology(dp=2), COST, 2)
+
+
+@pytest.mark.parametrize("training", [PADDED, PACKED, DYNAMIC])
+def test_pairs_are_dealt_whole_and_what_would_cut_one_is_refused(training: Batching) -> None:
+    limits, dense = Longest(64, 64), RouterReplay(False, 0, 0, (), 1)
+    dealer = BatchDispatcher(Topology(dp=2), 99, training, training, COST, limits, dense)
+    lengths, loss = [2, 5, 7, 7, 7, 1, 3, 1], PairsOfLogprobs()
+    data = uneven(lengths) | {"sample_mask": torch.ones(8)}
+    deals = [dealer.to_train(data, loss, 8, 2), dealer.to_train_part(data, loss, 2)]
+    for shards in deals:
+        rows = [shard["input_ids"][:, 0].tolist() for shard in shards]
+        assert sorted(row for own in rows for row in own) == list(range(8))
+        pairs = [own[at : at + 2] for own in rows for at in range(0, len(own), 2)]
+        assert all(first % 2 == 0 and second == first + 1 for first, second in pairs)
+    single = TokenNLL()
+    if training.kind != "padded":
+        apart = [shard["input_ids"][:, 0].tolist() for shard in dealer.to_train(data, single, 8, 1)]
+        assert apart != [shard["input_ids"][:, 0].tolist() for shard in deals[0]]
+        with pytest.raises(BatchError, match="gbs=1 cuts a group of 2 rows"):
+            dealer.to_train(data, loss, 1, 1)
+        data["input_lengths"][2] = 10  # and 7
+        with pytest.raises(BatchError, match=r"rows 2 to 3, .* take (17|24) tokens"):
+            dealer.to_train(data, loss, 8, 2)
+        return
+    for deal in (dealer.to_train_part, lambda *args: dealer.to_train(*args[:2], 8, *args[2:])):
+        with pytest.raises(BatchError, match=r"mbs=1 cuts a group of 2 rows.*multiple of 2"):
+            deal(data, loss, 1)
 
 
 def test_planned_data_are_whole_global_batches() -> None:

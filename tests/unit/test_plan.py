@@ -86,6 +86,66 @@ def test_a_batch_of_fewer_rows_than_ranks_leaves_ranks_with_empty_microbatches()
     ] * 2
 
 
+@pytest.mark.parametrize("settings", SETTINGS)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=2, max_size=20),
+    group=st.integers(2, 3),
+    ranks=st.integers(1, 4),
+    multiple=st.integers(1, 3),
+)
+def test_rows_of_a_group_share_a_microbatch_in_their_order(
+    settings: Batching, lengths: list[int], group: int, ranks: int, multiple: int
+) -> None:
+    lengths = lengths[: len(lengths) // group * group] or [1] * group
+    settings = replace(settings, rows_per_group=group, tokens=72)
+    shares = plan_rows(lengths, settings, ranks, multiple, COST)
+    assert sorted(row for share in shares for row in share.rows) == list(range(len(lengths)))
+    (count,) = {len(spans_of(share)) for share in shares}
+    assert count % multiple == 0
+    for span, rows in (each for share in shares for each in spans_of(share)):
+        firsts = rows[::group]
+        assert rows == [row for first in firsts for row in range(first, first + group)]
+        assert all(first % group == 0 for first in firsts)
+        sizes = [settings.size(lengths[row]) for row in rows]
+        computed = sum(sizes) if settings.kind == "packed" else len(rows) * max(sizes, default=0)
+        assert computed <= settings.tokens
+        assert span.length == (sum(sizes) if settings.kind == "packed" else max(sizes, default=0))
+
+
+@given(st.lists(st.integers(1, 8), min_size=64, max_size=128), st.integers(1, 4))
+def test_ranks_cost_the_same_within_a_fiftieth_where_short_rows_are_in_pairs(
+    lengths: list[int], ranks: int
+) -> None:
+    lengths = lengths[: len(lengths) // 2 * 2]
+    shares = plan_rows(lengths, replace(PACKED, rows_per_group=2), ranks, 1, COST)
+    costs = [sum(COST(lengths[row]) for row in share.rows) for share in shares]
+    assert max(costs) <= 1.02 * sum(costs) / ranks + COST(1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "lengths", "message"),
+    [
+        (
+            PACKED,
+            [30, 34, 33, 32],
+            r"rows 2 to 3, .* take 65 tokens .*, more than tokens=64: raise",
+        ),
+        (
+            DYNAMIC,
+            [24, 32, 33, 1],
+            r"rows 2 to 3, .* take 80 tokens .*, more than tokens=64: raise",
+        ),
+        (PACKED, [65, 1], "row 0 has 65 tokens"),
+        (DYNAMIC, [1, 1, 1], "a batch of 3 rows cuts a group of 2 rows.*make it a multiple of 2"),
+    ],
+)
+def test_a_group_that_no_microbatch_holds_is_named(
+    settings: Batching, lengths: list[int], message: str
+) -> None:
+    with pytest.raises(BatchError, match=message):
+        plan_rows(lengths, replace(settings, rows_per_group=2), 1, 1, COST)
+
+
 def test_a_row_that_is_too_long_is_named_with_its_key() -> None:
     settings = Batching("packed", 64, 4, key="sequence_packing.logprob_mb_tokens")
     with pytest.raises(BatchError, match=r"row 1 has 65 tokens \(68 .*logprob_mb_tokens=64"):

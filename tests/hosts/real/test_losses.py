@@ -186,7 +186,8 @@ def compared(name: str, packed: int) -> None:
     groups = make_groups(Topology(), 60.0)
     data = rows()
     own = ours(losses()[name], data, packed, groups)
-    expected = [theirs(losses()[name], data, packed, groups)]
+    # The host's way of packing gives a loss single rows, which leaves nothing of its pairs.
+    expected = [theirs(losses()[name], data, 0 if name == "dpo" else packed, groups)]
     if packed and name in ("nll", "grpo") and host.newer():
         expected.append(theirs(losses()[name], data, packed, groups, fused=True))
     for each in expected:
@@ -199,10 +200,9 @@ def compared(name: str, packed: int) -> None:
     dist.destroy_process_group()
 
 
-# The host pairs rows for DPO, so it does not pack them; and its distillation from packed sequences
-# takes only such as need not be filled up.
+# The host's distillation from packed sequences takes only such as need not be filled up.
 CASES = [("nll", 0), ("grpo", 0), ("dpo", 0), ("distillation", 0)]
-CASES += [("nll", 4), ("grpo", 4), ("distillation", 1)]
+CASES += [("nll", 4), ("grpo", 4), ("dpo", 4), ("distillation", 1)]
 
 
 @pytest.mark.parametrize(("name", "packed"), CASES)
@@ -210,3 +210,11 @@ def test_a_loss_of_the_host_gives_what_the_host_makes_of_it(
     ranks: Any, name: str, packed: int
 ) -> None:
     ranks.run(1, compared, name, packed)
+
+
+def test_the_hosts_losses_of_preferences_are_recognised_by_their_pairs() -> None:
+    known = losses()
+    assert {name for name in known if adapted(known[name]).rows_per_group == 2} == {"dpo"}
+    assert {name for name in known if adapted(known[name]).rows_per_group == 1} == {*known} - {
+        "dpo"
+    }

@@ -125,7 +125,7 @@ def test_the_hosts_policy_trains_reads_and_restores_like_one_process(
     start = reference.logprobs(read)
     policy.prepare_for_lp_inference()
     check_reading("before", policy.get_logprobs(read)["logprobs"], start)
-    # Pairs of rows stay together in padded batches only: the host, too, allows no others.
+    # The host's driver keeps pairs of rows together in padded batches only.
     kinds = ["nll", "grpo"] + (["dpo"] if batching == "plain" else [])
     for seed, kind in enumerate(kinds):
         data, loss_fn = inputs_of(kind, seed, reference), host.losses()[kind]
@@ -136,6 +136,9 @@ def test_the_hosts_policy_trains_reads_and_restores_like_one_process(
         assert found["loss"].item() == pytest.approx(loss, rel=TOLERANCE)
         assert float(found["grad_norm"]) == pytest.approx(norm, rel=TOLERANCE)
         assert found["all_mb_metrics"]["lr"][0] == pytest.approx(1e-3)
+    if batching != "plain":
+        with pytest.raises(Exception, match="does not say which of the caller's rows"):
+            policy.train(inputs_of("dpo", 2, reference), host.losses()["dpo"])
     policy.prepare_for_lp_inference()
     trained = policy.get_logprobs(read)["logprobs"]
     check_reading("after", trained, reference.logprobs(read))
