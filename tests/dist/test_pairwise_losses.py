@@ -45,6 +45,8 @@ LAYOUTS = {
     "PP2": layout(2, pp=2),
     "CP2": layout(2, context_parallel_size=2),
     "DP2": layout(2),
+    "PP2xVPP2": layout(2, pp=2, vpp=2),
+    "TP2xCP2+SP": layout(4, tp=2, context_parallel_size=2, sequence_parallel=True),
 }
 
 

@@ -104,20 +104,6 @@ def test_a_rank_without_rows_of_a_global_batch_leaves_the_loss_to_the_other(poli
     assert results["loss"].tolist() == pytest.approx(expected.tolist(), rel=LENGTH * UNIT)
 
 
-def test_training_is_that_of_the_whole_global_batch(
-    policy: Policy, checkpoint: Callable[..., Path]
-) -> None:
-    data = batch(seed=1, rows=ROWS)
-    hf = oracle.Learned.of(checkpoint("qwen2", vocab=VOCAB), data, GBS, oracle.token_level)
-    results = policy.train(data, TokenNLL(), gbs=GBS)
-    for index, loss in enumerate(results["loss"]):
-        hf.assert_same_loss(loss, index)
-    hf.assert_same_norm(results["grad_norm"], len(hf.exact.grad_norms) - 1)
-    hf.assert_same_total(
-        sum(results["microbatch_metrics"]["loss"]) * 2, *range(len(hf.exact.losses))
-    )
-
-
 def test_pairs_stay_together_on_one_of_the_workers(
     policy: Policy, checkpoint: Callable[..., Path]
 ) -> None:
@@ -133,3 +119,17 @@ def test_pairs_stay_together_on_one_of_the_workers(
     hf.assert_same_loss(results["loss"], 0)
     with pytest.raises(BatchError, match="gbs=5 cuts a group of 2 rows"):
         policy.train(data, PairsOfLogprobs(), eval_mode=True, gbs=5)
+
+
+def test_training_is_that_of_the_whole_global_batch(
+    policy: Policy, checkpoint: Callable[..., Path]
+) -> None:
+    data = batch(seed=1, rows=ROWS)
+    hf = oracle.Learned.of(checkpoint("qwen2", vocab=VOCAB), data, GBS, oracle.token_level)
+    results = policy.train(data, TokenNLL(), gbs=GBS)
+    for index, loss in enumerate(results["loss"]):
+        hf.assert_same_loss(loss, index)
+    hf.assert_same_norm(results["grad_norm"], len(hf.exact.grad_norms) - 1)
+    hf.assert_same_total(
+        sum(results["microbatch_metrics"]["loss"]) * 2, *range(len(hf.exact.losses))
+    )
