@@ -81,8 +81,8 @@ class Output:
 
     def logits(self, at_once: int = 1) -> Iterator[tuple[BatchedDataDict, torch.Tensor]]:
         """This rank's slice of the logits, fp32 `[b, s, V]`, with the rows of data they belong to:
-        all rows together, or `at_once` after another if they are packed, padded to the longest of
-        these. `at_once` divides B.
+        all rows, or `at_once` of them at a time if they are packed, padded to the longest of these.
+        `at_once` divides B.
         """
         mine_TRV = self.head.logits(self.hidden_TRD)
         layout, data = self.microbatch.layout, self.microbatch.data
