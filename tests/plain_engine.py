@@ -169,6 +169,10 @@ class Head:
     def plain(self) -> Head:
         return replace(self, temperature=1.0)
 
+    @property
+    def unfiltered(self) -> Head:
+        return self
+
     def whole(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
         return hidden_SRD
 

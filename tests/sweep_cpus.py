@@ -29,6 +29,7 @@ TESTS = (
     "tests/dist/test_experts.py",
     "tests/dist/test_export.py",
     "tests/dist/test_families.py",
+    "tests/dist/test_filtered_training.py",
     "tests/dist/test_fused_ranks.py",
     "tests/dist/test_generate.py",
     "tests/dist/test_grouped_experts.py",

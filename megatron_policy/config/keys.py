@@ -90,7 +90,9 @@ _TOKENIZER: Rules = {
 
 _GENERATION: Rules = {
     "temperature": Applied("log-probabilities are at this temperature, too"),
-    **each(Applied("of the policy's own generate"), "max_new_tokens top_p top_k stop_token_ids"),
+    **each(Applied("log-probabilities are of what they keep, too"), "top_p top_k min_p"),
+    "filter_logprobs": Applied("false: log-probabilities are of whole distributions"),
+    **each(Applied("of the policy's own generate"), "max_new_tokens stop_token_ids"),
     "backend": Ignored("the caller chooses which engine generates"),
     "stop_strings": Rejected("generate stops at tokens; put their ids into stop_token_ids"),
     "bad_words": Rejected("the policy's own generate cannot ban words"),

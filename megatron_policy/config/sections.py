@@ -65,13 +65,19 @@ class TokenizerConfig(Section):
 
 
 class GenerationConfig(Section):
-    """What the policy's own `generate` does; settings of other engines are not read here."""
+    """What the policy's own `generate` does, and of which distribution log-probabilities are;
+    settings of other engines are not read here.
+    """
 
     backend: str | None = None
     max_new_tokens: Count
     temperature: Temperature = 1.0
     top_p: Probability = 1.0
     top_k: Limit = None
+    min_p: Fraction = 0.0
+    """Keeps entries of at least this share of the largest probability; 0 keeps all."""
+    filter_logprobs: bool = True
+    """Whether log-probabilities are of what `top_p`, `top_k` and `min_p` keep, in training too."""
     stop_token_ids: tuple[CountOrZero, ...] = ()
     """Tokens that end a row, in addition to the tokenizer's end of sequence."""
     stop_strings: tuple[str, ...] | None = None

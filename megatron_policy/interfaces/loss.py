@@ -58,7 +58,10 @@ class LossFunction(Protocol):
     row 0 of `data` is the first of a group.
 
     `next_token_logprobs` are computed only for tokens that `token_mask` and `sample_mask` count,
-    and are 0 elsewhere; an attribute `reads_masked_positions = True` asks for all. With
+    and are 0 elsewhere; an attribute `reads_masked_positions = True` asks for all. With filters of
+    sampling they are 0, without a gradient, for tokens that these drop; with
+    `needs_unfiltered_logprobs = True` such a loss also gets
+    `next_token_logprobs_unfiltered=[B, S - 1]`, those of the whole distributions. With
     `needs_entropy = True` such a loss also gets `next_token_entropy=[B, S - 1]`, in nats. With
     `candidates`, the name of a key of its data, int64 `[B, S, K]` as `get_topk_logits` returns
     `topk_indices`, it also gets `candidate_logprobs=[B, S - 1, K]`: those of these vocabulary

@@ -12,13 +12,17 @@ from megatron_policy.interfaces.loss import LossFunction
 
 
 class LogprobOutputSpec(TypedDict):
-    """`logprobs`: fp32 `[batch, seq]`, position t of token t given those before it, 0 at t = 0."""
+    """`logprobs`: fp32 `[batch, seq]`, position t of token t given those before it, 0 at t = 0 and
+    for tokens that the filters of `policy.generation` drop.
+    """
 
     logprobs: Tensor
 
 
 class ReferenceLogprobOutputSpec(TypedDict):
-    """`reference_logprobs`: as `logprobs`, under the weights the policy started from."""
+    """`reference_logprobs`: as `logprobs`, under the weights the policy started from and without
+    filters.
+    """
 
     reference_logprobs: Tensor
 

@@ -5,32 +5,48 @@ The softmax is computed tile by tile, with a running maximum and running sums; t
 recomputes every tile. Sources: Milakov and Gimelshein 2018, "Online normalizer calculation for
 softmax"; Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models".
 
+Where the head has filters of sampling, a tile has all of this rank's entries of some tokens. What
+is kept of a token is found when its tile is made, and found again from the same logits: another
+tile's product could round differently, and put an entry on the other side of the bound.
+
 Shapes: N tokens, V entries of this rank's slice of the vocabulary, D model, R rows and W entries of
 a tile, K targets of a token.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_policy.lm_head.filters import Bounds, Filters, find_bounds
 from megatron_policy.lm_head.fused_gradients import gradients
 from megatron_policy.lm_head.fused_tiles import (
+    LOWEST,
     HeadShape,
     Known,
     MatrixBuffer,
     Sums,
     Tiling,
+    VocabTile,
     buffer,
     calculation_dtype,
     multiply,
+    row_tiling,
     tiling,
 )
 from megatron_policy.lm_head.fused_topk import fused_topk
-from megatron_policy.lm_head.tile_work import Implementation, TileWork, chosen, tile_work
+from megatron_policy.lm_head.tile_work import (
+    Implementation,
+    TileWork,
+    chosen,
+    finish_logits,
+    tile_work,
+)
 
 __all__ = ["HeadShape", "fused_scores", "fused_topk"]
 
@@ -47,7 +63,8 @@ def fused_scores(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """fp32 `log softmax(logits)[target]` for targets `[N]`, or for several per token `[N, K]` in
     that shape, and optionally the entropy of that softmax in nats, `[N]`. Both are differentiable
-    in hidden states and weights, and the same on every rank of `group`.
+    in hidden states and weights, and the same on every rank of `group`. With filters the softmax is
+    that of the kept logits; a target that is not kept has minus infinity and no gradient.
 
     `weight_VD` is this rank's slice; `hidden_ND` and `targets`, int64 entries of the whole
     vocabulary, are the same on every rank. A token's targets can repeat. At most `chunk * V` logits
@@ -69,8 +86,10 @@ def fused_scores(
         group,
         chunk,
         entropy,
-        implementation or chosen(weight_VD),
+        implementation or chosen(weight_VD, head),
     )
+    if head.filters is not None:
+        logprobs_NK = logprobs_NK.masked_fill(logprobs_NK < LOWEST / 2, -math.inf)
     return logprobs_NK if several else logprobs_NK.squeeze(1), entropy_N
 
 
@@ -88,16 +107,19 @@ class _FusedScores(torch.autograd.Function):
         implementation: Implementation,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         local_NK = (targets_NK - head.vocab_start).contiguous()
-        plan = tiling(hidden_ND.size(0), weight_VD.size(0), head.real, chunk)
+        plan = _tiling(hidden_ND, weight_VD, head, chunk)
         products = buffer(plan.height, plan.width, weight_VD.dtype, weight_VD.device)
-        work = tile_work(implementation, plan, head, weight_VD, entropy)
-        sums = _local_sums(hidden_ND, weight_VD, local_NK, plan, products, work, entropy)
+        search = _Search.of(hidden_ND, weight_VD, plan, head, group)
+        bounds = None if search is None else search.bounds
+        work = tile_work(implementation, plan, head, weight_VD, entropy, bounds)
+        sums = _local_sums(hidden_ND, weight_VD, local_NK, plan, products, work, entropy, search)
         if group.size() > 1:
             _combine(sums, group)
         log_total_N = sums.total_N.log()
         entropy_N = log_total_N - sums.moment_N / sums.total_N if entropy else None
         ctx.save_for_backward(hidden_ND, weight_VD, local_NK, sums.peak_N + log_total_N, entropy_N)
         ctx.head, ctx.chunk, ctx.implementation = head, chunk, implementation
+        ctx.bounds = bounds
         # The backward pass reuses the last tile's products; if there is only one, none is redone.
         ctx.products = products if any(ctx.needs_input_grad[:2]) else None
         ctx.set_materialize_grads(False)
@@ -115,9 +137,9 @@ class _FusedScores(torch.autograd.Function):
         grad_logprobs_NK = grad_logprobs_NK.contiguous()
         known = Known(normaliser_N, local_NK, grad_logprobs_NK, entropy_N, grad_entropy_N)
         products, ctx.products = ctx.products, None  # overwritten below: valid for one pass
-        plan = tiling(hidden_ND.size(0), weight_VD.size(0), ctx.head.real, ctx.chunk)
+        plan = _tiling(hidden_ND, weight_VD, ctx.head, ctx.chunk)
         of_entropy = grad_entropy_N is not None
-        work = tile_work(ctx.implementation, plan, ctx.head, weight_VD, of_entropy)
+        work = tile_work(ctx.implementation, plan, ctx.head, weight_VD, of_entropy, ctx.bounds)
         needed = ctx.needs_input_grad[:2]
         grads = gradients(hidden_ND, weight_VD, known, plan, work, needed, products)
         return *grads, None, None, None, None, None, None
@@ -131,13 +153,20 @@ def _local_sums(
     products: MatrixBuffer,
     work: TileWork,
     entropy: bool,
+    search: _Search | None,
 ) -> Sums:
     """Sums over this rank's slice of the vocabulary; leaves the last tile in `products`."""
     sums = Sums.of_nothing(local_NK, calculation_dtype(weight_VD), weight_VD.device)
     for column in plan.columns():
         for tile in column:
             product_RW = multiply(hidden_ND, weight_VD, tile, products)
+            if search is not None:
+                search.fill(product_RW, tile)
             work.add_logits(product_RW, tile, sums, local_NK, entropy)
+    if search is not None and not plan.real:
+        # The other ranks search, and this one has to tell them that it has nothing.
+        for rows in plan.rows():
+            search.fill(products.view(rows.stop - rows.start, 0), VocabTile(rows, slice(0, 0)))
     return sums
 
 
@@ -147,3 +176,54 @@ def _combine(sums: Sums, group: dist.ProcessGroup) -> None:
     dist.all_reduce(peak_N, op=dist.ReduceOp.MAX, group=group)
     sums.raise_peak(peak_N)
     dist.all_reduce(sums.sums_MN, group=group)
+
+
+def _tiling(
+    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, head: HeadShape, chunk: int
+) -> Tiling:
+    divide = tiling if head.filters is None else row_tiling
+    return divide(hidden_ND.size(0), weight_VD.size(0), head.real, chunk)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Finds what is kept of each token, in tiles that have all of this rank's entries."""
+
+    bounds: Bounds
+    plan: Tiling
+    head: HeadShape
+    filters: Filters
+    group: dist.ProcessGroup
+    vocab: int
+    work: MatrixBuffer
+
+    @classmethod
+    def of(
+        cls,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        plan: Tiling,
+        head: HeadShape,
+        group: dist.ProcessGroup,
+    ) -> _Search | None:
+        """None for a head without filters."""
+        if head.filters is None:
+            return None
+        dtype, device = calculation_dtype(weight_VD), weight_VD.device
+        return cls(
+            bounds=Bounds.of_nothing(hidden_ND.size(0), dtype, device),
+            plan=plan,
+            head=head,
+            filters=head.filters,
+            group=group,
+            vocab=weight_VD.size(0) * group.size(),
+            work=buffer(plan.strip, plan.width, dtype, device),
+        )
+
+    def fill(self, product_RW: torch.Tensor, tile: VocabTile) -> None:
+        """Fill in the bounds of a tile's tokens. Collective over the group."""
+        first = self.head.vocab_start + tile.entries.start
+        for rows, inside in self.plan.strips(tile):
+            logits_RW = finish_logits(product_RW[inside], self.head, self.work)
+            found = find_bounds(logits_RW, first, self.vocab, self.filters, self.group)
+            self.bounds.fill(rows, found)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_policy.device import is_accelerated
+from megatron_policy.lm_head.filters import Filters
 
 # Below any logit, and yet finite: infinity minus infinity is NaN.
 LOWEST = -1e30
@@ -21,6 +22,10 @@ LOWEST = -1e30
 # times, so they have to stay in its cache; a GPU wants few and large kernels.
 ELEMENTWISE_CPU = 2**18
 ELEMENTWISE_GPU = 2**28
+
+# The same where filters are searched, which also talk to other ranks for every strip.
+SEARCHED_CPU = 2**20
+SEARCHED_GPU = 2**26
 
 # Narrower products are inefficient: rather than fewer entries per tile, tokens are split.
 LEAST_WIDTH = 256
@@ -35,7 +40,8 @@ class HeadShape:
     `softcap(scale * h.w) / temperature`.
 
     This rank's slice of the vocabulary starts at entry `vocab_start`. Its first `real` entries are
-    in the vocabulary, the rest is padding with probability 0. `real` can be 0.
+    in the vocabulary, the rest is padding with probability 0. `real` can be 0. Scores are those of
+    what `filters` keep, None everything.
     """
 
     vocab_start: int
@@ -43,6 +49,7 @@ class HeadShape:
     scale: float = 1.0
     softcap: float | None = None
     temperature: float = 1.0
+    filters: Filters | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,11 @@ class Tiling:
     def columns(self) -> Iterator[list[VocabTile]]:
         """All tiles, grouped by their entries."""
         for entries in _ranges(0, self.real, self.width):
-            yield [VocabTile(rows, entries) for rows in _ranges(0, self.tokens, self.height)]
+            yield [VocabTile(rows, entries) for rows in self.rows()]
+
+    def rows(self) -> Iterator[slice]:
+        """The rows of each tile, whatever its entries."""
+        return _ranges(0, self.tokens, self.height)
 
     def strips(self, tile: VocabTile) -> Iterator[tuple[slice, slice]]:
         """The rows of each strip, among all tokens and among those of the tile."""
@@ -88,6 +99,16 @@ def tiling(tokens: int, vocab: int, real: int, chunk: int) -> Tiling:
     height = max(1, min(tokens, budget // width))
     elementwise = ELEMENTWISE_GPU if is_accelerated() else ELEMENTWISE_CPU
     return Tiling(tokens, real, height, width, max(1, min(height, elementwise // width)))
+
+
+def row_tiling(tokens: int, vocab: int, real: int, chunk: int) -> Tiling:
+    """Tiles of at most `chunk * vocab` elements that have all entries of the slice, so that filters
+    see a token at once. Their rows and strips are the same on all ranks of equal `vocab`.
+    """
+    height = max(1, min(tokens, chunk))
+    elements = SEARCHED_GPU if is_accelerated() else SEARCHED_CPU
+    strip = max(1, min(height, elements // max(vocab, 1)))
+    return Tiling(tokens, real, height, max(1, real), strip)
 
 
 def _ranges(start: int, stop: int, step: int) -> Iterator[slice]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from megatron_policy.lm_head.filters import ordered
 from megatron_policy.lm_head.fused_tiles import (
     HeadShape,
     buffer,
@@ -61,16 +62,9 @@ def _keys(logits_RW: torch.Tensor, first: int) -> torch.Tensor:
     """
     entries_W = torch.arange(first, first + logits_RW.size(1), device=logits_RW.device)
     bits_RW = logits_RW.add_(0.0).view(torch.int32)  # adding 0 makes -0 equal to 0
-    return _ordered(bits_RW).long().mul_(2**32).add_(2**32 - 1 - entries_W)
+    return ordered(bits_RW).long().mul_(2**32).add_(2**32 - 1 - entries_W)
 
 
 def _of_keys(keys_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    values_NK = _ordered((keys_NK >> 32).int()).view(torch.float32)
+    values_NK = ordered((keys_NK >> 32).int()).view(torch.float32)
     return values_NK, 2**32 - 1 - (keys_NK & (2**32 - 1))
-
-
-def _ordered(bits: torch.Tensor) -> torch.Tensor:
-    """Maps bits of floats to integers of the same order, and back: negative floats are stored as
-    sign and magnitude, integers in two's complement.
-    """
-    return bits ^ ((bits >> 31) & (2**31 - 1))

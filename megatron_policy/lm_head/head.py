@@ -16,12 +16,17 @@ class LanguageModelHead(Protocol):
 
     Shapes: S positions that this rank holds after the last layer (a share of them under sequence
     parallelism), R parallel rows, N chosen positions, D model, V this rank's slice of the
-    vocabulary, K candidates. Logits are divided by the policy's temperature.
+    vocabulary, K candidates. Logits are divided by the policy's temperature. Scores are of the
+    entries that the policy's filters keep (top-k, top-p, min-p), or of all if it has none.
     """
 
     @property
     def plain(self) -> LanguageModelHead:
-        """The same head at temperature 1."""
+        """The same head at temperature 1, without filters."""
+
+    @property
+    def unfiltered(self) -> LanguageModelHead:
+        """The same head without filters; itself if it has none."""
 
     def whole(self, hidden_SRD: Tensor) -> Tensor:
         """Hidden states of all positions of this context-parallel rank, ready for `scores`."""
@@ -30,7 +35,8 @@ class LanguageModelHead(Protocol):
         self, hidden_ND: Tensor, targets: Tensor, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """fp32: the log-probability of each of `targets`, int64 `[N]` or `[N, K]`, and the entropy
-        `[N]` in nats if asked for; differentiable, the same on every tensor-parallel rank.
+        `[N]` in nats if asked for; differentiable, the same on every tensor-parallel rank. A target
+        that the filters drop has minus infinity.
         """
 
     def topk(self, hidden_ND: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -47,7 +53,7 @@ class MtpLayers(Protocol):
 
     @property
     def head(self) -> LanguageModelHead:
-        """The model's head at temperature 1, as these layers use it."""
+        """The model's head at temperature 1 without filters, as these layers use it."""
 
     @property
     def loss_factor(self) -> float:

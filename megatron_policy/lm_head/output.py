@@ -39,14 +39,24 @@ class Output:
     context_group: dist.ProcessGroup
     mtp: MtpLayers | None = None
 
+    @property
+    def unfiltered(self) -> Output:
+        """The same, with the scores of whole distributions; itself if there are no filters."""
+        head = self.head.unfiltered
+        return self if head is self.head else replace(self, head=head)
+
     def next_token_scores(
         self, wanted_BS: torch.Tensor, entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """fp32 `[B, S - 1]`: the log-probability of token t + 1 given those up to t, and the
-        entropy of the distribution it is drawn from; 0 where `wanted_BS[:, t + 1]` is not set.
+        entropy of the distribution it is drawn from; 0 where `wanted_BS[:, t + 1]` is not set. If
+        the filters drop token t + 1, its log-probability is 0 without a gradient, as the host's.
         """
         logprobs_BS1, entropy_BS = self._scores(self._next_tokens(), wanted_BS, entropy)
-        return logprobs_BS1.squeeze(-1), entropy_BS
+        logprobs_BS = logprobs_BS1.squeeze(-1)
+        if self.unfiltered is not self:
+            logprobs_BS = logprobs_BS.masked_fill(logprobs_BS == -torch.inf, 0.0)
+        return logprobs_BS, entropy_BS
 
     def further_scores(self, wanted_BS: torch.Tensor) -> list[torch.Tensor]:
         """fp32 `[B, S - 1]` for k = 1, 2, ...: the log-probability that the k-th of the further
@@ -64,9 +74,13 @@ class Output:
         self, entries_BSK: torch.Tensor, wanted_BS: torch.Tensor, entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """fp32 `[B, S - 1, K]`: the log-probabilities of the vocabulary entries `entries_BSK[:, t]`
-        after the tokens up to t, as `topk` numbers positions; 0 where `wanted_BS[:, t + 1]` is not
-        set. Then the results of `next_token_scores`, without computing the logits again.
+        after the tokens up to t, as `topk` numbers positions, without filters; 0 where
+        `wanted_BS[:, t + 1]` is not set. Then the results of `next_token_scores`, for which logits
+        are computed again only if there are filters.
         """
+        if self.unfiltered is not self:
+            found_BSK, _ = self.unfiltered._scores(entries_BSK.long(), wanted_BS, False)
+            return found_BSK, *self.next_token_scores(wanted_BS, entropy)
         targets_BSK = torch.cat([entries_BSK.long(), self._next_tokens()], dim=-1)
         logprobs_BSK, entropy_BS = self._scores(targets_BSK, wanted_BS, entropy)
         return logprobs_BSK[..., :-1], logprobs_BSK[..., -1], entropy_BS

@@ -9,20 +9,21 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_policy.lm_head.filters import Filters, find_bounds
+
 
 @dataclass(frozen=True)
 class Sampling:
     """How sequences are continued: at most `max_new_tokens` each, ended by any of `stop_ids`.
 
-    `temperature` 0 and `greedy` mean the most likely token. `top_k` keeps the k most likely tokens,
-    `top_p` the smallest set of most likely tokens whose probability reaches p (Holtzman et al.
-    2020); None keeps all.
+    `temperature` 0 and `greedy` mean the most likely token. Tokens are drawn from what `filters`
+    keep, None everything; log-probabilities are of that too, or of the whole distribution.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
+    filters: Filters | None = None
+    filter_logprobs: bool = True
     greedy: bool = False
     stop_ids: tuple[int, ...] = ()
 
@@ -48,27 +49,17 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Next tokens int64 `[B]` and their log-probabilities fp32 `[B]`, as in `policy.logprobs`.
 
-    They are at the policy's temperature, but of the whole distribution, before top-k and top-p.
+    They are at the policy's temperature, and of what the filters keep or of the whole distribution.
     """
     logits_BV = logits_BV / (sampling.temperature or 1.0)
-    model_logprobs_BV = logits_BV.log_softmax(-1)
+    kept_BV = logits_BV
+    if sampling.filters is not None:
+        bounds = find_bounds(logits_BV, 0, logits_BV.size(-1), sampling.filters)
+        kept_BV = logits_BV.masked_fill(bounds.dropped(logits_BV, 0), -torch.inf)
     if sampling.greedy or sampling.temperature == 0:
-        tokens_B = logits_BV.argmax(-1)
+        tokens_B = kept_BV.argmax(-1)
     else:
-        kept_BV = _keep(logits_BV, sampling)
         tokens_B = torch.multinomial(kept_BV.softmax(-1), 1, generator=generator).squeeze(-1)
-    return tokens_B, model_logprobs_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1)
-
-
-def _keep(logits_BV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Set logits outside top-k and top-p to minus infinity."""
-    if sampling.top_k is not None and sampling.top_k < logits_BV.size(-1):
-        least_B1 = logits_BV.topk(sampling.top_k, dim=-1).values[:, -1:]
-        logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
-    if sampling.top_p < 1.0:
-        sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True)
-        probability_BV = sorted_BV.softmax(-1)
-        before_BV = probability_BV.cumsum(-1) - probability_BV
-        sorted_BV = sorted_BV.masked_fill(before_BV >= sampling.top_p, -torch.inf)
-        logits_BV = torch.empty_like(logits_BV).scatter_(-1, order_BV, sorted_BV)
-    return logits_BV
+    scored_BV = kept_BV if sampling.filter_logprobs else logits_BV
+    logprobs_B1 = scored_BV.log_softmax(-1).gather(-1, tokens_B.unsqueeze(-1))
+    return tokens_B, logprobs_B1.squeeze(-1)

@@ -11,7 +11,9 @@ from typing import Literal, Protocol
 import torch
 
 from megatron_policy.device import runs_triton
+from megatron_policy.lm_head.filters import Bounds
 from megatron_policy.lm_head.fused_tiles import (
+    LOWEST,
     HeadShape,
     Known,
     MatrixBuffer,
@@ -46,9 +48,11 @@ class TileWork(Protocol):
         """Replace products by the gradient with respect to them."""
 
 
-def chosen(weight_VD: torch.Tensor) -> Implementation:
-    """The implementation for a head with these weights: kernels wherever they run."""
-    fits = weight_VD.dtype in TRITON_DTYPES and runs_triton(weight_VD)
+def chosen(weight_VD: torch.Tensor, head: HeadShape) -> Implementation:
+    """The implementation for a head with these weights: kernels wherever they run. They know of no
+    filters, for which it is torch.
+    """
+    fits = head.filters is None and weight_VD.dtype in TRITON_DTYPES and runs_triton(weight_VD)
     return "triton" if fits else "torch"
 
 
@@ -58,16 +62,18 @@ def tile_work(
     head: HeadShape,
     weight_VD: torch.Tensor,
     entropy: bool,
+    bounds: Bounds | None = None,
 ) -> TileWork:
     """The work of one pass over all tiles, with what memory it needs. `entropy`: whether the pass
-    asks for the entropy, or its gradient.
+    asks for the entropy, or its gradient. `bounds`: of what is kept, by the time a tile comes.
     """
     if implementation == "triton":
+        assert bounds is None, "the kernels know of no filters"
         # Imported when it is chosen: Triton is not installed everywhere.
         from megatron_policy.lm_head.triton_tiles import TritonTiles
 
         return TritonTiles(head)
-    return TorchTiles(plan, head, calculation_dtype(weight_VD), weight_VD.device, entropy)
+    return TorchTiles(plan, head, calculation_dtype(weight_VD), weight_VD.device, entropy, bounds)
 
 
 class TorchTiles:
@@ -80,8 +86,9 @@ class TorchTiles:
         dtype: torch.dtype,
         device: torch.device,
         entropy: bool,
+        bounds: Bounds | None,
     ) -> None:
-        self._plan, self._head = plan, head
+        self._plan, self._head, self._bounds = plan, head, bounds
         self._work = buffer(plan.strip, plan.width, dtype, device)
         self._powers = buffer(plan.strip, plan.width, dtype, device) if entropy else self._work
 
@@ -95,6 +102,9 @@ class TorchTiles:
     ) -> None:
         for rows, inside in self._plan.strips(tile):
             logits_RW = finish_logits(product_RW[inside], self._head, self._work)
+            dropped_RW = self._dropped(logits_RW, rows, tile)
+            if dropped_RW is not None:
+                logits_RW.masked_fill_(dropped_RW, LOWEST)
             strip = sums.of(rows)
             _take_targets(strip, logits_RW, local_NK[rows], tile)
             _add_logits(strip, logits_RW, self._powers.view(*logits_RW.shape), entropy)
@@ -109,6 +119,7 @@ class TorchTiles:
         """The gradient with respect to the products `h.w` of a strip."""
         head = self._head
         logits_RW = finish_logits(product_RW, head, self._work)
+        dropped_RW = self._dropped(logits_RW, rows, tile)
         slope_RW = None
         if head.softcap is not None:
             capped_RW = logits_RW * (head.temperature / head.softcap)
@@ -129,10 +140,21 @@ class TorchTiles:
             probabilities_RW = torch.exp(logits_RW, out=self._powers.view(*logits_RW.shape))
             grad_RW = logits_RW.add_(entropy_R1).mul_(of_entropy_R1).sub_(grad_R1)
             grad_RW.mul_(probabilities_RW)
+        if dropped_RW is not None:
+            grad_RW.masked_fill_(dropped_RW, 0.0)
         # Added, since targets can repeat: targets elsewhere add 0 at an arbitrary place.
         index_RK, here_RK = _place_of_targets(known.local_NK[rows], tile)
         grad_RW.scatter_add_(1, index_RK, grad_RK * here_RK)
         return grad_RW if slope_RW is None else grad_RW.mul_(slope_RW)
+
+    def _dropped(
+        self, logits_RW: torch.Tensor, rows: slice, tile: VocabTile
+    ) -> torch.Tensor | None:
+        """Where a strip's logits are not kept; None if everything is."""
+        if self._bounds is None:
+            return None
+        first = self._head.vocab_start + tile.entries.start
+        return self._bounds.of(rows).dropped(logits_RW, first)
 
 
 def finish_logits(product_RW: torch.Tensor, head: HeadShape, out: MatrixBuffer) -> torch.Tensor:

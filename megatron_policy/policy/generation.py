@@ -13,6 +13,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces.engine import TrainingEngine
+from megatron_policy.lm_head.filters import Filters
 from megatron_policy.lm_head.sampling import Continuations, Sampling
 from megatron_policy.training.checks import checked_prompts
 from megatron_policy.training.sync_microbatches import prepared_together
@@ -99,8 +100,8 @@ def _sampling(config: PolicyConfig, tokenizer: Any, greedy: bool) -> Sampling:
     return Sampling(
         max_new_tokens=settings.max_new_tokens,
         temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
+        filters=Filters.of(settings),
+        filter_logprobs=settings.filter_logprobs,
         greedy=greedy,
         stop_ids=(*settings.stop_token_ids, *([] if eos is None else [int(eos)])),
     )

@@ -165,7 +165,8 @@ class MegatronPolicy:
         micro_batch_size: int | None = None,
         return_routed_experts: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """fp32 `[B, S]`: `log p(token t | tokens before t)`; 0 at t = 0, beyond `input_lengths`.
+        """fp32 `[B, S]`: `log p(token t | tokens before t)`; 0 at t = 0, beyond `input_lengths`,
+        and where the filters of `generation` drop token t. They do not apply to the reference.
 
         With `return_routed_experts` also the experts `[B, S, L, K]` that each token took in each
         of the L layers with experts, as `train` replays them; -1 beyond `input_lengths`.
@@ -173,20 +174,22 @@ class MegatronPolicy:
         self.memory.ready("logprobs()")
         if return_routed_experts:
             replay = self._replay(Replay.IF_GIVEN)
-            return self._scorer.logprobs_and_experts(data, micro_batch_size, replay)
-        return self._scorer.logprobs(data, micro_batch_size, self._replay(Replay.REQUIRED))
+            return self._scorer.logprobs_and_experts(data, micro_batch_size, replay, self._filtered)
+        replay = self._replay(Replay.REQUIRED)
+        return self._scorer.logprobs(data, micro_batch_size, replay, self._filtered)
 
     def entropy(
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None
     ) -> torch.Tensor:
         """fp32 `[B, S]`, in nats: of the distribution token t is drawn from; 0 at t = 0."""
         self.memory.ready("entropy()")
-        return self._scorer.entropy(data, micro_batch_size, self._replay(Replay.IF_GIVEN))
+        replay = self._replay(Replay.IF_GIVEN)
+        return self._scorer.entropy(data, micro_batch_size, replay, self._filtered)
 
     def reference_logprobs(
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None
     ) -> torch.Tensor:
-        """`logprobs` under the weights this policy started from."""
+        """`logprobs` under the weights this policy started from, of whole distributions."""
         with self.reference():
             return self.logprobs(data, micro_batch_size=micro_batch_size)
 
@@ -197,6 +200,11 @@ class MegatronPolicy:
         self.memory.ready("topk_logits()")
         replay = self._replay(Replay.IF_GIVEN)
         return self._scorer.topk_logits(data, k, micro_batch_size, replay)
+
+    @property
+    def _filtered(self) -> bool:
+        """Whether the filters of `generation` apply: rollouts are not drawn from the reference."""
+        return not self._session.uses_reference
 
     def _replay(self, replay: Replay) -> Replay:
         """`replay`, unless the reference computes: it chooses its own experts."""

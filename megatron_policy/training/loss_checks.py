@@ -51,6 +51,8 @@ def _arguments(loss_fn: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     found = ["data", *_COUNTS, "next_token_logprobs"]
     if candidates_key(loss_fn) is not None:
         found.append("candidate_logprobs")
+    if getattr(loss_fn, "needs_unfiltered_logprobs", False):
+        found.append("next_token_logprobs_unfiltered")
     if getattr(loss_fn, "needs_entropy", False):
         found.append("next_token_entropy")
     return (), tuple(found)

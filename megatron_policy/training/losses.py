@@ -176,12 +176,17 @@ def _scores(loss_fn: LossFunction, output: Output) -> dict[str, torch.Tensor | N
     with_entropy = getattr(loss_fn, "needs_entropy", False)
     found: dict[str, torch.Tensor | None] = {}
     key = candidates_key(loss_fn)
+    with_unfiltered = getattr(loss_fn, "needs_unfiltered_logprobs", False)
     if key is None:
         logprobs, entropy = output.next_token_scores(wanted_BS, with_entropy)
     else:
         candidates, logprobs, entropy = output.candidate_scores(data[key], wanted_BS, with_entropy)
         found["candidate_logprobs"] = candidates
     found["next_token_logprobs"] = logprobs
+    if with_unfiltered:
+        whole = output.unfiltered
+        plain = logprobs if whole is output else whole.next_token_scores(wanted_BS)[0]
+        found["next_token_logprobs_unfiltered"] = plain
     return found | {"next_token_entropy": entropy} if with_entropy else found
 
 

@@ -36,15 +36,19 @@ class Scorer:
     batcher: Batcher
     rows: int
 
-    def logprobs(self, data: BatchedDataDict, rows: int | None, replay: Replay) -> torch.Tensor:
-        """fp32 `[B, S]`: position t holds `log p(token t | tokens before t)`; 0 at position 0 and
-        beyond `input_lengths`.
+    def logprobs(
+        self, data: BatchedDataDict, rows: int | None, replay: Replay, filtered: bool = True
+    ) -> torch.Tensor:
+        """fp32 `[B, S]`: position t holds `log p(token t | tokens before t)`; 0 at position 0,
+        beyond `input_lengths`, and where the policy's filters drop token t. Without `filtered` the
+        distribution is whole.
         """
-        (found,) = self._read(data, rows, _logprobs, [((), torch.float32)], replay)
+        read = _logprobs if filtered else _unfiltered_logprobs
+        (found,) = self._read(data, rows, read, [((), torch.float32)], replay)
         return found
 
     def logprobs_and_experts(
-        self, data: BatchedDataDict, rows: int | None, replay: Replay
+        self, data: BatchedDataDict, rows: int | None, replay: Replay, filtered: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`logprobs`, and the experts `[B, S, L, K]` that tokens took; -1 beyond `input_lengths`.
         BatchError for a model without experts.
@@ -52,7 +56,8 @@ class Scorer:
         routes = self.batcher.replay
         routes.check_has_experts()
         checked, cut = self._cut(data, rows, replay)
-        parts, experts = self.engine.forward_with_experts(cut.microbatches, _logprobs)
+        read = _logprobs if filtered else _unfiltered_logprobs
+        parts, experts = self.engine.forward_with_experts(cut.microbatches, read)
         taken_BSLK = routes.empty(*checked["input_ids"].shape)
         for own, part_BSLK in zip(cut.rows, experts, strict=True):
             kept = part_BSLK[: len(own)].to(taken_BSLK)
@@ -60,14 +65,18 @@ class Scorer:
         (found,) = self._placed(checked, cut, parts, [((), torch.float32)])
         return found, taken_BSLK
 
-    def entropy(self, data: BatchedDataDict, rows: int | None, replay: Replay) -> torch.Tensor:
+    def entropy(
+        self, data: BatchedDataDict, rows: int | None, replay: Replay, filtered: bool = True
+    ) -> torch.Tensor:
         """fp32 `[B, S]`, in nats: position t holds the entropy of the distribution that token t is
-        drawn from; 0 at position 0 and beyond `input_lengths`.
+        drawn from, or without `filtered` of the whole one; 0 at position 0 and beyond
+        `input_lengths`.
         """
 
         def read(output: Output) -> list[torch.Tensor]:
             wanted_BS = inside(output.microbatch.host.data)
-            _, entropies = output.next_token_scores(wanted_BS, entropy=True)
+            scored = output if filtered else output.unfiltered
+            _, entropies = scored.next_token_scores(wanted_BS, entropy=True)
             assert entropies is not None
             return [F.pad(entropies, (1, 0))]
 
@@ -151,3 +160,7 @@ class Scorer:
 def _logprobs(output: Output) -> list[torch.Tensor]:
     scores, _ = output.next_token_scores(inside(output.microbatch.host.data))
     return [F.pad(scores, (1, 0))]
+
+
+def _unfiltered_logprobs(output: Output) -> list[torch.Tensor]:
+    return _logprobs(output.unfiltered)

@@ -16,9 +16,17 @@ import torch.distributed as dist
 
 from megatron_policy.device import join_process_group
 from megatron_policy.lm_head import logprobs
+from megatron_policy.lm_head.filters import Filters
 from megatron_policy.lm_head.fused import HeadShape, fused_scores, fused_topk
 from megatron_policy.lm_head.tile_work import Implementation
 from tests.exact import Exact, assert_equal
+from tests.unit.test_filters import (
+    ALL,
+    finite,
+    plain_filtered_scores,
+    plain_kept,
+    with_likely_targets,
+)
 from tests.unit.test_fused import (
     Case,
     Watch,
@@ -62,7 +70,7 @@ def scores_of_rank(
         mine, head = own_slice(case, group)
         local = replace(case, weight_VD=case.weight_VD[mine], head=head)
         with Watch() as watch:
-            scores = partial(fused, group, chunk, entropy, implementation)
+            scores = finite(partial(fused, group, chunk, entropy, implementation))
             results = differentiated(local, scores, entropy)
         found.append((results, [name for name in watch.called if name.startswith("c10d")]))
     return found
@@ -108,6 +116,54 @@ def test_split_vocabularies_give_the_scores_and_gradients_of_the_whole(
     for case, of_ranks in zip(cases, zip(*found, strict=True), strict=True):
         expected = differentiated(case, plain_scores, entropy)
         assert_close(joined([results for results, _ in of_ranks]), expected, 1e-11)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("world", [2, 4])
+def test_split_vocabularies_give_the_scores_and_gradients_of_what_is_kept_of_the_whole(
+    ranks, world: int, entropy: bool
+) -> None:
+    # All on two ranks; each step of a search is a collective, of which four ranks make fewer.
+    chosen = ALL.values() if world == 2 else [ALL["all three"]]
+    cases = [
+        with_likely_targets(whole_case(15, *sizes, replace(head, filters=filters), targets))
+        for sizes in VOCABULARIES
+        for head, targets in zip(HEADS, (None, 9), strict=True)
+        for filters in chosen
+    ]
+    found = ranks.run(world, scores_of_rank, cases, 8, entropy)
+    for case, of_ranks in zip(cases, zip(*found, strict=True), strict=True):
+        expected = differentiated(case, finite(plain_filtered_scores), entropy)
+        assert_close(joined([results for results, _ in of_ranks]), expected, 1e-11)
+
+
+def kept_by_rank(case: Case, chunk: int) -> torch.Tensor:
+    """Which entries of this rank's slice have a finite log-probability."""
+    join_process_group(600.0)
+    group = dist.group.WORLD
+    assert group is not None
+    mine, head = own_slice(case, group)
+    every_NV = torch.arange(case.head.real).expand(len(case.hidden_ND), -1)
+    scores = fused_scores(case.hidden_ND, case.weight_VD[mine], every_NV, head, group, chunk)
+    return scores[0].isfinite()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_logits_on_several_ranks_are_kept_from_the_highest_entry_down(
+    ranks, dtype: torch.dtype
+) -> None:
+    for name, filters in (ALL | {"many": Filters(top_p=0.97)}).items():
+        case = whole_case(9, 1200, 550, HeadShape(0, 0, filters=filters)).to(torch.float32)
+        # Whole numbers: no sum is rounded, and many logits are equal.
+        case = replace(case, hidden_ND=case.hidden_ND.round(), weight_VD=case.weight_VD.round())
+        logits_NV = plain_logits(case.hidden_ND, case.weight_VD, case.head)
+        expected_NV = plain_kept(logits_NV, filters)
+        least_N1 = logits_NV.masked_fill(~expected_NV, torch.inf).amin(-1, keepdim=True)
+        divided_N = ((logits_NV == least_N1) & ~expected_NV).any(-1)
+        assert divided_N.any() or filters.top_p == 1 or name == "hardly any"
+        for world in (2, 4) if name == "many" else (2,):
+            for kept_NV in ranks.run(world, kept_by_rank, case.to(dtype), 5):
+                assert torch.equal(kept_NV, expected_NV), name
 
 
 @interpreted

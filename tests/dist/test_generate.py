@@ -4,21 +4,24 @@ back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import BatchError
+from megatron_policy.lm_head.filters import Filters
 from tests import oracle
 from tests.dist.cases import open_policy, policy_config
 from tests.dist.layouts import LAYOUTS, VOCAB
 from tests.exact import Exact, assert_equal
 from tests.turns import in_turns
+from tests.unit.test_filters import plain_kept
 
 NEW, PAD = 9, 0
 PROMPT_LENGTHS = (4, 7, 2, 7, 5)
@@ -80,13 +83,13 @@ def assert_written_as_read(
     seen: dict[str, Any],
     temperature: float = 1.0,
     lengths: Sequence[int] = PROMPT_LENGTHS,
+    read: Callable[..., torch.Tensor] = oracle.hf_logprobs,
 ) -> None:
-    """The log-probabilities of generated tokens, and those read back, are transformers' own.
-    `lengths` are those of the prompts.
+    """The log-probabilities of generated tokens, and those read back, are transformers' own, as
+    `read` makes them. `lengths` are those of the prompts.
     """
     (done,) = seen["done"]
-    read = partial(oracle.hf_logprobs, tokens=done.tokens_BT, temperature=temperature)
-    exact = Exact.of(path, read)
+    exact = Exact.of(path, partial(read, tokens=done.tokens_BT, temperature=temperature))
     for row, length in enumerate(lengths):
         own = slice(length, int(done.lengths_B[row]))
         expected = exact[row, own.start - 1 : own.stop - 1]
@@ -216,14 +219,30 @@ def test_samples_agree_within_a_replica_and_differ_between_replicas_and_draws(
     assert by_replica[0][0] != by_replica[0][1]
 
 
-def test_sampled_logprobs_are_those_read_back_at_the_same_temperature(ranks, checkpoints) -> None:
+def kept_logprobs(
+    model: PreTrainedModel, tokens: torch.Tensor, temperature: float, filters: Filters
+) -> torch.Tensor:
+    """Next-token log-probabilities `[B, S - 1]` of what the filters keep, from whole logits."""
+    logits = model(tokens).logits[:, :-1].float() / temperature
+    kept = plain_kept(logits.flatten(0, 1), filters).view(logits.shape)
+    scores = logits.masked_fill(~kept, -1e30).log_softmax(-1).masked_fill(~kept, 0.0)
+    return scores.gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+def test_sampled_logprobs_are_those_read_back_at_the_same_temperature(
+    ranks, checkpoints, filtered: bool
+) -> None:
+    settings = {"top_k": 5, "top_p": 0.8, "min_p": 0.01}
     config = policy_config(
         checkpoints[False],
         LAYOUTS["TP2"].megatron,
-        **generation(temperature=0.7, top_k=5, top_p=0.8),
+        **generation(temperature=0.7, filter_logprobs=filtered, **settings),
     )
     seen = ranks.run(2, continue_prompts, config, None, False)[0]
-    assert_written_as_read(checkpoints[False], seen, temperature=0.7)
+    kept = partial(kept_logprobs, filters=Filters(**settings))
+    read = kept if filtered else oracle.hf_logprobs
+    assert_written_as_read(checkpoints[False], seen, temperature=0.7, read=read)
 
 
 def refuse_prompt(config: dict[str, Any], lengths: list[int]) -> str:

@@ -12,6 +12,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.hosts.nemo_rl.losses import adapted, fetched, set_aside
 from megatron_policy.interfaces import LossType
 from megatron_policy.training.checks import rows_per_group
+from megatron_policy.training.loss_checks import check_loss
 from tests.hosts.fake_host import PARTS, HostBatch, host_with
 
 
@@ -117,6 +118,25 @@ def test_ratios_of_tokens_that_do_not_count_are_one() -> None:
     assert scores.grad.tolist() == [[0, 1, 1], [0, 0, 0]]
     adapted(loss)(data=rows(), next_token_logprobs=scores)
     assert loss.kwargs["next_token_logprobs"] is scores
+
+
+def test_a_penalty_on_divergence_gets_logprobs_of_whole_distributions_in_the_data() -> None:
+    before, kept = torch.full((2, 4), -7.0), torch.full((2, 3), -1.0)
+    whole, data = torch.full((2, 3), -2.0), rows(prev_logprobs=before)
+    penalty = adapted(Remembers(input_type=Kind.LOGPROB, reference_policy_kl_penalty=0.1))
+    free = adapted(Remembers(input_type=Kind.LOGPROB, reference_policy_kl_penalty=0))
+    assert penalty.needs_unfiltered_logprobs and not free.needs_unfiltered_logprobs
+    check_loss(penalty)
+    with host_with(PARTS):
+        penalty(data=data, next_token_logprobs=kept, next_token_logprobs_unfiltered=whole)
+    given = penalty._loss_fn.kwargs
+    assert given.keys() == {"data", "next_token_logprobs"}
+    assert given["next_token_logprobs"].tolist() == [[-7.0, -1.0, -1.0], [-7.0] * 3]
+    assert given["data"]["curr_logprobs_unfiltered"].tolist() == [[-7.0, -2.0, -2.0], [-7.0] * 3]
+    assert "curr_logprobs_unfiltered" not in data
+    # Without filters both are one tensor, and the host needs none in the data.
+    penalty(data=data, next_token_logprobs=kept, next_token_logprobs_unfiltered=kept)
+    assert "curr_logprobs_unfiltered" not in penalty._loss_fn.kwargs["data"]
 
 
 def test_what_is_not_along_the_sequence_is_put_aside_and_fetched_again() -> None:

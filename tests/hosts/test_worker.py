@@ -17,14 +17,14 @@ import ray
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.config import PolicyConfig
+from megatron_policy.config import GenerationConfig, PolicyConfig
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.nemo_rl import refit
 from megatron_policy.hosts.nemo_rl.checkpoints import as_host_means
 from megatron_policy.hosts.nemo_rl.host_imports import part_or_none
 from megatron_policy.hosts.nemo_rl.layout import AXES, check_layout_of_host
 from megatron_policy.hosts.nemo_rl.not_implemented import NOT_IMPLEMENTED
-from megatron_policy.hosts.nemo_rl.sampling import shares_devices
+from megatron_policy.hosts.nemo_rl.sampling import filters_as_host_means, shares_devices
 from megatron_policy.hosts.nemo_rl.worker import NemoRLWorker
 from megatron_policy.interfaces import LossType
 from tests.dist.cases import policy_config
@@ -80,21 +80,20 @@ def test_an_argument_that_is_not_for_this_worker_is_refused_before_the_model_is_
         NemoRLWorker(policy_config("/nowhere", {}), None, **arguments)
 
 
-@pytest.mark.parametrize(
-    ("generation", "key"), [({"top_p": 0.9}, "top_p is 0.9"), ({"top_k": 7}, "top_k is 7")]
-)
-def test_filters_are_refused_where_the_host_would_train_on_what_they_leave(
-    generation: dict[str, Any], key: str
+@pytest.mark.parametrize("generation", [None, {"max_new_tokens": 4, "top_p": 0.9, "top_k": 7}])
+def test_filters_apply_to_logprobs_where_the_host_trains_on_what_they_leave(
+    generation: dict[str, Any] | None,
 ) -> None:
-    config = policy_config("/nowhere", {}, generation={"max_new_tokens": 4} | generation)
-    with (
-        host_with({"nemo_rl.algorithms.logits_sampling_utils": SAMPLING}),
-        pytest.raises(ConfigError, match=key),
-    ):
-        NemoRLWorker(config, None)
-    # Where it only generates by them they are nobody's business here: it is the model that lacks.
-    with host_with({}), pytest.raises(Exception, match="/nowhere"):
-        NemoRLWorker(config, None)
+    config = PolicyConfig.parse(policy_config("/nowhere", {}, generation=generation))
+    with host_with({"nemo_rl.algorithms.logits_sampling_utils": SAMPLING}):
+        assert filters_as_host_means(config) == config
+    # An older one only generates by them.
+    with host_with({}):
+        older = filters_as_host_means(config).generation
+    if generation is None:
+        assert older is None
+    else:
+        assert older == GenerationConfig(**generation, filter_logprobs=False)
 
 
 def test_weights_without_an_optimizers_path_start_a_new_optimizer() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_policy.lm_head.filters import Filters
 from megatron_policy.lm_head.sampling import Sampling, sample
 
 PROBABILITIES = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
@@ -24,11 +25,12 @@ def frequencies(tokens: torch.Tensor) -> torch.Tensor:
     [
         ({}, PROBABILITIES),
         ({"temperature": 0.5}, PROBABILITIES**2 / (PROBABILITIES**2).sum()),
-        ({"top_k": 2}, torch.tensor([2 / 3, 1 / 3, 0, 0, 0])),
-        ({"top_k": 9}, PROBABILITIES),
-        ({"top_p": 0.8}, torch.tensor([0.5, 0.25, 0.15, 0, 0]) / 0.9),
-        ({"top_p": 0.5}, torch.tensor([1.0, 0, 0, 0, 0])),
-        ({"top_p": 0.01}, torch.tensor([1.0, 0, 0, 0, 0])),
+        ({"filters": Filters(top_k=2)}, torch.tensor([2 / 3, 1 / 3, 0, 0, 0])),
+        ({"filters": Filters(top_k=9)}, PROBABILITIES),
+        ({"filters": Filters(top_p=0.8)}, torch.tensor([0.5, 0.25, 0.15, 0, 0]) / 0.9),
+        ({"filters": Filters(top_p=0.49)}, torch.tensor([1.0, 0, 0, 0, 0])),
+        ({"filters": Filters(top_p=0.01)}, torch.tensor([1.0, 0, 0, 0, 0])),
+        ({"filters": Filters(min_p=0.29)}, torch.tensor([0.5, 0.25, 0.15, 0, 0]) / 0.9),
     ],
 )
 def test_tokens_are_drawn_from_the_cut_and_scaled_distribution(settings, expected) -> None:
@@ -38,12 +40,18 @@ def test_tokens_are_drawn_from_the_cut_and_scaled_distribution(settings, expecte
     assert (seen[expected == 0] == 0).all()
 
 
-@pytest.mark.parametrize("settings", [{"greedy": True}, {"temperature": 0.0}, {"top_k": 1}])
+@pytest.mark.parametrize(
+    "settings", [{"greedy": True}, {"temperature": 0.0}, {"filters": Filters(top_k=1)}]
+)
 def test_greedy_zero_temperature_and_one_candidate_take_the_likeliest(settings) -> None:
     assert (draw(**settings)[0] == 0).all()
 
 
-def test_the_logprob_told_is_of_the_whole_distribution_at_the_temperature() -> None:
-    tokens, logprobs = draw(top_k=2, top_p=0.9, temperature=0.5)
-    whole = (PROBABILITIES**2 / (PROBABILITIES**2).sum()).log()
-    torch.testing.assert_close(logprobs, whole[tokens])
+@pytest.mark.parametrize("filtered", [True, False])
+def test_the_logprob_told_is_of_what_is_kept_or_of_the_whole_at_the_temperature(
+    filtered: bool,
+) -> None:
+    filters = Filters(top_k=2, top_p=0.99)
+    tokens, logprobs = draw(filters=filters, temperature=0.5, filter_logprobs=filtered)
+    shares = PROBABILITIES**2 * (torch.arange(5) < (2 if filtered else 5))
+    torch.testing.assert_close(logprobs, (shares / shares.sum()).log()[tokens])

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_policy.lm_head import tile_work as choice
+from megatron_policy.lm_head.filters import Filters
 from megatron_policy.lm_head.fused import HeadShape, fused_scores
 from megatron_policy.lm_head.fused_tiles import Known, Sums, Tiling, VocabTile, tiling
 from megatron_policy.lm_head.tile_work import Implementation, TileWork, chosen, tile_work
@@ -412,6 +413,9 @@ def test_kernels_are_chosen_for_the_dtypes_they_know_where_they_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     weights = {dtype: torch.empty(2, 2, dtype=dtype) for dtype in (*DTYPES, torch.float64)}
-    assert {chosen(weight) for weight in weights.values()} == {"torch"}
+    head = HeadShape(0, 2)
+    assert {chosen(weight, head) for weight in weights.values()} == {"torch"}
     monkeypatch.setattr(choice, "runs_triton", lambda tensor: True)
-    assert {dtype for dtype in weights if chosen(weights[dtype]) == "triton"} == {*DTYPES}
+    assert {dtype for dtype in weights if chosen(weights[dtype], head) == "triton"} == {*DTYPES}
+    filtered = replace(head, filters=Filters(top_k=1))
+    assert {chosen(weight, filtered) for weight in weights.values()} == {"torch"}

@@ -35,6 +35,7 @@ from megatron_policy.engines.megatron.process_groups import (
 from megatron_policy.engines.megatron.routers import Routers
 from megatron_policy.engines.megatron.trainable import freeze, make_trainable
 from megatron_policy.errors import CheckpointError
+from megatron_policy.lm_head.filters import Filters
 from megatron_policy.lm_head.fused import HeadShape
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.parallel.groups import Groups
@@ -189,6 +190,7 @@ def _head(
         scale=architecture.logit_scale,
         softcap=architecture.logit_softcap,
         temperature=(config.generation and config.generation.temperature) or 1.0,
+        filters=Filters.of_logprobs(config.generation),
     )
     overlapped = config.megatron_cfg.distributed_data_parallel_config.overlap_param_gather
     return Head(model, shape, groups.tp, config.logprob_chunk_size, overlapped)

@@ -28,9 +28,9 @@ PADDING_LOGIT = -1e9
 class Head:
     """The language-model head of the chunk that ends the pipeline.
 
-    Logits are at the policy's temperature: rollouts are drawn from that distribution, so its
-    log-probabilities are the relevant ones. At most `chunk` times V logits are held at a time
-    unless logits themselves are asked for.
+    Logits are at the policy's temperature, and scores of what its filters keep: rollouts are drawn
+    from that distribution, so its log-probabilities are the relevant ones. At most `chunk` times V
+    logits are held at a time unless logits themselves are asked for.
     """
 
     model: GPTModel
@@ -44,8 +44,15 @@ class Head:
 
     @property
     def plain(self) -> Head:
-        """The same head at temperature 1."""
-        return replace(self, shape=replace(self.shape, temperature=1.0))
+        """The same head at temperature 1, without filters."""
+        return replace(self, shape=replace(self.shape, temperature=1.0, filters=None))
+
+    @property
+    def unfiltered(self) -> Head:
+        """The same head without filters; itself if it has none."""
+        if self.shape.filters is None:
+            return self
+        return replace(self, shape=replace(self.shape, filters=None))
 
     @property
     def detached(self) -> Head:
@@ -78,7 +85,8 @@ class Head:
         self, hidden_ND: torch.Tensor, targets: torch.Tensor, entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """fp32: the log-probability of each of `targets`, int64 `[N]` or `[N, K]`, and the entropy
-        `[N]` in nats if asked for, both differentiable; the same on every tensor-parallel rank.
+        `[N]` in nats if asked for, both differentiable; the same on every tensor-parallel rank. A
+        target that the filters drop has minus infinity.
         """
         scores: tuple[torch.Tensor, torch.Tensor | None] = fused_scores(
             hidden_ND, self.weight, targets, self.shape, self.group, self.chunk, entropy

@@ -16,6 +16,7 @@ from megatron_policy.hosts.nemo_rl.result_types import host_batch
 _PREPARED = "distillation"
 _OF_PAIRS = "split_output_tensor"
 """The method by which the host's preference losses separate the rows of pairs."""
+_UNFILTERED = "next_token_logprobs_unfiltered"
 _REFUSED = {
     "distillation_cross_tokenizer": "teachers with another tokenizer are not supported; distil "
     "from one with the same tokenizer",
@@ -42,7 +43,9 @@ def adapted(loss_fn: Any, aside: Iterable[str] = ()) -> Any:
 class HostLoss:
     """A loss that gets the host's batch, and is otherwise called as it is.
 
-    Its own attributes (`loss_type`, `input_type`, `metric_normalizations`, ...) show through.
+    Its own attributes (`loss_type`, `input_type`, `metric_normalizations`, ...) show through. With
+    a penalty on the divergence from the reference, which the host computes without filters of
+    sampling, it also gets log-probabilities without them, in the data.
     """
 
     def __init__(self, loss_fn: Any, aside: tuple[str, ...]) -> None:
@@ -50,6 +53,8 @@ class HostLoss:
         self.__name__ = getattr(loss_fn, "__name__", None) or type(loss_fn).__name__
 
     def __getattr__(self, name: str) -> Any:
+        if name == "needs_unfiltered_logprobs":
+            return bool(getattr(self.__dict__["_loss_fn"], "reference_policy_kl_penalty", 0))
         return getattr(self.__dict__["_loss_fn"], name)
 
     @property
@@ -63,9 +68,14 @@ class HostLoss:
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         if "data" in kwargs:
-            kwargs["data"] = self._data(kwargs["data"])
-            if "next_token_logprobs" in kwargs:
-                kwargs["next_token_logprobs"] = _completed(**kwargs)
+            data, given = kwargs["data"], kwargs.get("next_token_logprobs")
+            unfiltered = kwargs.pop(_UNFILTERED, given)
+            if given is not None:
+                kwargs["next_token_logprobs"] = _completed(data, given)
+            if unfiltered is not given:
+                whole = {"curr_logprobs_unfiltered": _completed(data, unfiltered)}
+                data = BatchedDataDict(dict(data) | whole)
+            kwargs["data"] = self._data(data)
         else:
             logits, data, *rest = args
             # The host's backward passes take views that a transposed tensor does not support.
@@ -111,7 +121,7 @@ class PreparedLoss(HostLoss):
         return result
 
 
-def _completed(data: Any, next_token_logprobs: torch.Tensor, **rest: Any) -> torch.Tensor:
+def _completed(data: Any, next_token_logprobs: torch.Tensor) -> torch.Tensor:
     """Fill in the log-probabilities of masked tokens, which are not computed, from the data's
     `prev_logprobs`.
 

@@ -1,4 +1,4 @@
-"""Settings of `policy.generation` other than the temperature of training."""
+"""Settings of `policy.generation` as the host means them."""
 
 from __future__ import annotations
 
@@ -8,27 +8,20 @@ from typing import Any
 import torch
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.nemo_rl.host_imports import part_or_none
 
 
-def refuse_filters(config: PolicyConfig) -> None:
-    """ConfigError for `top_p` and `top_k` if this host trains on filtered distributions.
+def filters_as_host_means(config: PolicyConfig) -> PolicyConfig:
+    """The configuration with `generation.filter_logprobs` as this host has it.
 
-    Hosts from 0.6 on filter log-probabilities with them in training and inference, and have a
-    module for it; in earlier ones they affect generation only.
+    Hosts from 0.6 on have a module that filters log-probabilities with `top_p` and `top_k`, in
+    training and inference; in earlier ones these keys affect generation only.
     """
     filters = part_or_none("nemo_rl.algorithms.logits_sampling_utils", "TrainingSamplingParams")
-    if filters is None or config.generation is None:
-        return
-    found = config.generation
-    for key, value, off in (("top_p", found.top_p, 1.0), ("top_k", found.top_k, None)):
-        if value != off:
-            raise ConfigError(
-                f"policy.generation.{key} is {value}: this NeMo RL would train on the tokens that "
-                f"it keeps, but this policy uses whole distributions. Set {key} to "
-                f"{'null' if off is None else off} (temperature is applied)"
-            )
+    if filters is not None or config.generation is None:
+        return config
+    generation = config.generation.model_copy(update={"filter_logprobs": False})
+    return config.model_copy(update={"generation": generation})
 
 
 def shares_devices(config: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ from megatron_policy.hosts.nemo_rl.not_implemented import NOT_IMPLEMENTED, refus
 from megatron_policy.hosts.nemo_rl.refit import HostRefit
 from megatron_policy.hosts.nemo_rl.result_types import in_host_types, training_result
 from megatron_policy.hosts.nemo_rl.sampling import (
-    refuse_filters,
+    filters_as_host_means,
     refuse_lone_generation,
     scaled,
     shares_devices,
@@ -73,8 +73,8 @@ class NemoRLWorker(DataPlane, HostRefit, MegatronPolicyWorkerImpl):
             )
         make_audible()
         parsed = as_host_means(PolicyConfig.parse(config), weights_path, optimizer_path)
+        parsed = filters_as_host_means(parsed)
         check_layout_of_host(worker_sharding_annotations, parsed)
-        refuse_filters(parsed)
         self._host_config, self._tokenizer = config, tokenizer
         self._shares_devices = shares_devices(config)
         if not self._shares_devices:
