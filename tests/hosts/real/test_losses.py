@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,9 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.engines.megatron.head import Head
 from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.engines.megatron.process_groups import make_groups
+from megatron_policy.hosts.nemo_rl.host_imports import part_or_none
 from megatron_policy.hosts.nemo_rl.losses import adapted
+from megatron_policy.lm_head.filters import Filters
 from megatron_policy.lm_head.fused import HeadShape
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing.microbatch import Microbatch, packed_microbatch, padded_microbatch
@@ -94,7 +97,13 @@ def counts_of(data: dict[str, torch.Tensor]) -> ValidCounts:
     return ValidCounts(sequences=data["sample_mask"].sum(), tokens=mask.sum())
 
 
-def ours(loss_fn: Any, data: dict[str, torch.Tensor], packed: int, groups: Any) -> Found:
+def ours(
+    loss_fn: Any,
+    data: dict[str, torch.Tensor],
+    packed: int,
+    groups: Any,
+    filters: Filters | None = None,
+) -> Found:
     """Through the core, as the worker calls it; `packed` is the multiple, 0 of padded rows."""
     multiples = Multiples(row=1, sequence=packed or 1, context_ranks=1)
     batch = BatchedDataDict(data)
@@ -104,7 +113,7 @@ def ours(loss_fn: Any, data: dict[str, torch.Tensor], packed: int, groups: Any) 
         microbatch = padded_microbatch(batch, WIDTH, WIDTH, multiples)
     hidden_TRD = placed(microbatch).requires_grad_()
     model = SimpleNamespace(share_embeddings_and_output_weights=False, output_layer=Layer())
-    head = Head(model, HeadShape(vocab_start=0, real=VOCAB), groups.tp, 8)
+    head = Head(model, HeadShape(vocab_start=0, real=VOCAB, filters=filters), groups.tp, 8)
     output = Output(hidden_TRD, microbatch, head, groups.cp)
     loss, metrics = evaluate_loss(adapted(loss_fn), output, counts_of(data), VOCAB, groups)
     loss.backward()
@@ -122,7 +131,12 @@ def placed(microbatch: Microbatch) -> torch.Tensor:
 
 
 def theirs(
-    loss_fn: Any, data: dict[str, torch.Tensor], packed: int, groups: Any, fused: bool = False
+    loss_fn: Any,
+    data: dict[str, torch.Tensor],
+    packed: int,
+    groups: Any,
+    fused: bool = False,
+    filters: Filters | None = None,
 ) -> Found:
     """Through the host's own code for a worker of Megatron's."""
     logits_BSV = logits().requires_grad_()
@@ -130,29 +144,43 @@ def theirs(
     numbers = {"global_valid_seqs": counts.sequences, "global_valid_toks": counts.tokens}
     where = {"vocab_parallel_rank": 0, "vocab_parallel_group": groups.tp}
     if packed:
-        loss, metrics = in_one_row(packed, loss_fn, logits_BSV, data, numbers, where, fused)
+        how = packed, fused, filters
+        loss, metrics = in_one_row(how, loss_fn, logits_BSV, data, numbers, where)
     elif host.newer():
         utils = importlib.import_module("nemo_rl.algorithms.loss.utils")
-        given, _ = utils.prepare_loss_input(
-            logits=logits_BSV, data=host.batch(data), loss_fn=loss_fn, **where
+        given, prepared = utils.prepare_loss_input(
+            logits=logits_BSV,
+            data=host.batch(data),
+            loss_fn=loss_fn,
+            **where,
+            **sampling_of(filters),
         )
-        loss, metrics = loss_fn(data=host.batch(data), **numbers, **given)
+        loss, metrics = loss_fn(data=prepared, **numbers, **given)
     else:
         loss, metrics = loss_fn(logits_BSV, host.batch(data), **numbers, **where)
     loss.backward()
     return Found(loss.item(), plain(metrics), logits_BSV.grad)
 
 
+def sampling_of(filters: Filters | None) -> dict[str, Any]:
+    """The host's argument for these filters."""
+    if filters is None:
+        return {}
+    module = importlib.import_module("nemo_rl.algorithms.logits_sampling_utils")
+    made = module.TrainingSamplingParams(top_k=filters.top_k, top_p=filters.top_p)
+    return {"sampling_params": made}
+
+
 def in_one_row(
-    multiple: int,
+    how: tuple[int, bool, Filters | None],
     loss_fn: Any,
     logits_BSV: torch.Tensor,
     data: Any,
     numbers: Any,
     where: Any,
-    fused: bool,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """By the host's wrapper for packed sequences."""
+    multiple, fused, filters = how
     lengths = torch.tensor(LENGTHS)
     padded = (lengths + multiple - 1) // multiple * multiple
     ends, padded_ends = (
@@ -172,6 +200,7 @@ def in_one_row(
     utils = importlib.import_module("nemo_rl.algorithms.loss.utils")
     kind = "SequencePackingFusionLossWrapper" if fused else "SequencePackingLossWrapper"
     prepare = utils.prepare_packed_loss_input if fused else utils.prepare_loss_input
+    prepare = partial(prepare, **sampling_of(filters))
     wrapper = getattr(module, kind)(loss_fn, prepare, ends, padded_ends, **where)
     return wrapper(row, host.batch(data), **numbers)
 
@@ -180,16 +209,17 @@ def plain(metrics: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def compared(name: str, packed: int) -> None:
+def compared(name: str, packed: int, filters: Filters | None = None) -> None:
     prepare_platform()
     device.join_process_group(60.0)
     groups = make_groups(Topology(), 60.0)
     data = rows()
-    own = ours(losses()[name], data, packed, groups)
+    own = ours(losses()[name], data, packed, groups, filters)
     # The host's way of packing gives a loss single rows, which leaves nothing of its pairs.
-    expected = [theirs(losses()[name], data, 0 if name == "dpo" else packed, groups)]
+    apart = 0 if name == "dpo" else packed
+    expected = [theirs(losses()[name], data, apart, groups, filters=filters)]
     if packed and name in ("nll", "grpo") and host.newer():
-        expected.append(theirs(losses()[name], data, packed, groups, fused=True))
+        expected.append(theirs(losses()[name], data, packed, groups, fused=True, filters=filters))
     for each in expected:
         assert own.loss == pytest.approx(each.loss, rel=1e-5), name
         torch.testing.assert_close(own.gradient, each.gradient, rtol=1e-4, atol=1e-7)
@@ -218,3 +248,21 @@ def test_the_hosts_losses_of_preferences_are_recognised_by_their_pairs() -> None
     assert {name for name in known if adapted(known[name]).rows_per_group == 1} == {*known} - {
         "dpo"
     }
+
+
+KEPT = {
+    "top-k": Filters(top_k=12),
+    "top-p": Filters(top_p=0.7),
+    "both": Filters(top_k=20, top_p=0.8),
+}
+
+
+@pytest.mark.parametrize("packed", [0, 4])
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_loss_on_what_filters_keep_is_what_the_host_makes_of_it(
+    ranks: Any, kept: str, packed: int
+) -> None:
+    if part_or_none("nemo_rl.algorithms.logits_sampling_utils", "TrainingSamplingParams") is None:
+        pytest.skip("this NeMo RL filters no log-probabilities")
+    for name in ("nll", "grpo"):
+        ranks.run(1, compared, name, packed, KEPT[kept])
