@@ -25,10 +25,15 @@ from megatron_policy.estimate.states import (
     States,
     stage_states,
 )
+from megatron_policy.lm_head.filters import Filters
+from megatron_policy.lm_head.fused_tiles import SEARCHED_GPU
 from megatron_policy.parallel.topology import Topology
 
 STRIP_ELEMENTS = 2**28
 """Logits on which a GPU does elementwise work at once, in fp32."""
+
+_SEARCHED_STRIPS = 4
+"""Matrices of a strip's logits, fp32, that exist while the bounds of what is kept are searched."""
 
 
 @dataclass(frozen=True)
@@ -151,13 +156,17 @@ def _head(
     config: PolicyConfig, arch: Architecture, topology: Topology, batch_shape: BatchShape
 ) -> int:
     """A tile of logits in the weights' dtype, a strip of it in fp32, the gradients of the tokens'
-    hidden states in fp32 and of the weights.
+    hidden states in fp32 and of the weights. With filters several smaller strips, and where there
+    are several tiles, the weights' gradient as a sum in fp32 and a term of it.
     """
     width = WIDTHS[config.precision]
     shard = padded_vocab(arch.vocab_size, topology.tp) // topology.tp
     tokens = batch_shape.microbatch(topology).tokens
     tile = min(config.logprob_chunk_size, tokens) * shard
     hidden = tokens * arch.hidden_size * (width + FP32)
-    return (
-        tile * width + min(tile, STRIP_ELEMENTS) * FP32 + hidden + shard * arch.hidden_size * width
-    )
+    weights = shard * arch.hidden_size
+    if Filters.of_logprobs(config.generation) is None:
+        return tile * width + min(tile, STRIP_ELEMENTS) * FP32 + hidden + weights * width
+    strips = _SEARCHED_STRIPS * min(tile, SEARCHED_GPU) * FP32
+    sums = weights * (FP32 + (width if width < FP32 else 0)) if tile < tokens * shard else 0
+    return tile * width + strips + hidden + weights * width + sums

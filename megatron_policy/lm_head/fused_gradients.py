@@ -82,7 +82,9 @@ def _buffers(
 ) -> _Buffers:
     dtype, device = weight_VD.dtype, weight_VD.device
     exact = calculation_dtype(weight_VD)
-    terms = 0 if dtype == exact else max(plan.height, plan.width)
+    # Where one tile has all tokens, the gradient of its weights is not a sum.
+    terms = plan.height if plan.tokens <= plan.height else max(plan.height, plan.width)
+    terms = 0 if dtype == exact else terms
     return _Buffers(
         products=products or buffer(plan.height, plan.width, dtype, device),
         terms=buffer(terms, hidden_ND.size(1), dtype, device),

@@ -71,9 +71,8 @@ class MegatronPolicy:
         With `weights_path` the policy starts from a checkpoint, whose report is `loaded`; the
         reference is always `config.model_name`, whose weights are not needed without a reference.
         No collective waits longer than `timeout_s` seconds, by default the config's
-        `collective_timeout_s`. `engine` builds this rank's part of the model; the default is
-        Megatron-Core. ConfigError for an illegal layout; ConversionError or CheckpointError for
-        files that do not fit.
+        `collective_timeout_s`. `engine` builds this rank's part of the model, by default of
+        Megatron-Core. ConfigError for a layout, ConversionError or CheckpointError for unfit files.
         """
         self.config = PolicyConfig.parse(config)
         self.tokenizer = tokenizer
@@ -88,7 +87,8 @@ class MegatronPolicy:
         self.rank, self.topology = self._session.rank, self._session.topology
         self.coords, self._engine = self._session.coords, self._session.engine
         self._batcher = batcher_of(self.config, self.topology, self._engine.table.architecture)
-        self._scorer = Scorer(self._engine, self._batcher, self.config.logprob_batch_size)
+        rows, filtered = self.config.logprob_batch_size, lambda: not self._session.uses_reference
+        self._scorer = Scorer(self._engine, self._batcher, rows, filtered)
         self.exporter, self.memory = self._session.exporter, self._session.memory
         self.accumulator = GradientAccumulator(
             self.config,
@@ -165,8 +165,7 @@ class MegatronPolicy:
         micro_batch_size: int | None = None,
         return_routed_experts: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """fp32 `[B, S]`: `log p(token t | tokens before t)`; 0 at t = 0, beyond `input_lengths`,
-        and where the filters of `generation` drop token t. They do not apply to the reference.
+        """fp32 `[B, S]`: `log p(token t | tokens before t)`; 0 at t = 0, of padding, if filtered.
 
         With `return_routed_experts` also the experts `[B, S, L, K]` that each token took in each
         of the L layers with experts, as `train` replays them; -1 beyond `input_lengths`.
@@ -174,17 +173,15 @@ class MegatronPolicy:
         self.memory.ready("logprobs()")
         if return_routed_experts:
             replay = self._replay(Replay.IF_GIVEN)
-            return self._scorer.logprobs_and_experts(data, micro_batch_size, replay, self._filtered)
-        replay = self._replay(Replay.REQUIRED)
-        return self._scorer.logprobs(data, micro_batch_size, replay, self._filtered)
+            return self._scorer.logprobs_and_experts(data, micro_batch_size, replay)
+        return self._scorer.logprobs(data, micro_batch_size, self._replay(Replay.REQUIRED))
 
     def entropy(
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None
     ) -> torch.Tensor:
         """fp32 `[B, S]`, in nats: of the distribution token t is drawn from; 0 at t = 0."""
         self.memory.ready("entropy()")
-        replay = self._replay(Replay.IF_GIVEN)
-        return self._scorer.entropy(data, micro_batch_size, replay, self._filtered)
+        return self._scorer.entropy(data, micro_batch_size, self._replay(Replay.IF_GIVEN))
 
     def reference_logprobs(
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None
@@ -200,11 +197,6 @@ class MegatronPolicy:
         self.memory.ready("topk_logits()")
         replay = self._replay(Replay.IF_GIVEN)
         return self._scorer.topk_logits(data, k, micro_batch_size, replay)
-
-    @property
-    def _filtered(self) -> bool:
-        """Whether the filters of `generation` apply: rollouts are not drawn from the reference."""
-        return not self._session.uses_reference
 
     def _replay(self, replay: Replay) -> Replay:
         """`replay`, unless the reference computes: it chooses its own experts."""

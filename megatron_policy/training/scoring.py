@@ -35,20 +35,18 @@ class Scorer:
     engine: TrainingEngine
     batcher: Batcher
     rows: int
+    filtered: Callable[[], bool]
+    """Whether the policy's filters of sampling apply now: they do not to its reference."""
 
-    def logprobs(
-        self, data: BatchedDataDict, rows: int | None, replay: Replay, filtered: bool = True
-    ) -> torch.Tensor:
+    def logprobs(self, data: BatchedDataDict, rows: int | None, replay: Replay) -> torch.Tensor:
         """fp32 `[B, S]`: position t holds `log p(token t | tokens before t)`; 0 at position 0,
-        beyond `input_lengths`, and where the policy's filters drop token t. Without `filtered` the
-        distribution is whole.
+        beyond `input_lengths`, and where the filters drop token t.
         """
-        read = _logprobs if filtered else _unfiltered_logprobs
-        (found,) = self._read(data, rows, read, [((), torch.float32)], replay)
+        (found,) = self._read(data, rows, self._logprobs, [((), torch.float32)], replay)
         return found
 
     def logprobs_and_experts(
-        self, data: BatchedDataDict, rows: int | None, replay: Replay, filtered: bool = True
+        self, data: BatchedDataDict, rows: int | None, replay: Replay
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`logprobs`, and the experts `[B, S, L, K]` that tokens took; -1 beyond `input_lengths`.
         BatchError for a model without experts.
@@ -56,8 +54,7 @@ class Scorer:
         routes = self.batcher.replay
         routes.check_has_experts()
         checked, cut = self._cut(data, rows, replay)
-        read = _logprobs if filtered else _unfiltered_logprobs
-        parts, experts = self.engine.forward_with_experts(cut.microbatches, read)
+        parts, experts = self.engine.forward_with_experts(cut.microbatches, self._logprobs)
         taken_BSLK = routes.empty(*checked["input_ids"].shape)
         for own, part_BSLK in zip(cut.rows, experts, strict=True):
             kept = part_BSLK[: len(own)].to(taken_BSLK)
@@ -65,18 +62,14 @@ class Scorer:
         (found,) = self._placed(checked, cut, parts, [((), torch.float32)])
         return found, taken_BSLK
 
-    def entropy(
-        self, data: BatchedDataDict, rows: int | None, replay: Replay, filtered: bool = True
-    ) -> torch.Tensor:
+    def entropy(self, data: BatchedDataDict, rows: int | None, replay: Replay) -> torch.Tensor:
         """fp32 `[B, S]`, in nats: position t holds the entropy of the distribution that token t is
-        drawn from, or without `filtered` of the whole one; 0 at position 0 and beyond
-        `input_lengths`.
+        drawn from; 0 at position 0 and beyond `input_lengths`.
         """
 
         def read(output: Output) -> list[torch.Tensor]:
             wanted_BS = inside(output.microbatch.host.data)
-            scored = output if filtered else output.unfiltered
-            _, entropies = scored.next_token_scores(wanted_BS, entropy=True)
+            _, entropies = self._scored(output).next_token_scores(wanted_BS, entropy=True)
             assert entropies is not None
             return [F.pad(entropies, (1, 0))]
 
@@ -101,6 +94,14 @@ class Scorer:
         kinds = [((k,), torch.float32), ((k,), torch.int64)]
         values, indices = self._read(data, rows, read, kinds, replay)
         return values, indices
+
+    def _logprobs(self, output: Output) -> list[torch.Tensor]:
+        wanted_BS = inside(output.microbatch.host.data)
+        scores, _ = self._scored(output).next_token_scores(wanted_BS)
+        return [F.pad(scores, (1, 0))]
+
+    def _scored(self, output: Output) -> Output:
+        return output if self.filtered() else output.unfiltered
 
     def _read(
         self,
@@ -155,12 +156,3 @@ class Scorer:
         )
         filled = self.batcher.filled_up(own.microbatches, most, checked)
         return checked, replace(own, microbatches=filled)
-
-
-def _logprobs(output: Output) -> list[torch.Tensor]:
-    scores, _ = output.next_token_scores(inside(output.microbatch.host.data))
-    return [F.pad(scores, (1, 0))]
-
-
-def _unfiltered_logprobs(output: Output) -> list[torch.Tensor]:
-    return _logprobs(output.unfiltered)

@@ -16,10 +16,11 @@ import yaml
 from typer.testing import CliRunner
 
 from megatron_policy.cli import app
+from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.estimate.devices import SHORT
-from megatron_policy.estimate.plan import Found, StepPlan, search
+from megatron_policy.estimate.plan import Found, StepPlan, plan_of, search
 from megatron_policy.estimate.schedule import Schedule
 from megatron_policy.estimate.states import ModelRows
 from megatron_policy.refit.planning import RefitModel, plan_refit
@@ -159,6 +160,23 @@ def test_a_refit_sends_what_its_plan_lists(name: str) -> None:
     table = table_of(name)
     elements = [math.prod(shape) for shape in table.hf_shapes().values()]
     assert rows_of(name).hf_elements() == (sum(elements), max(elements))
+
+
+def head_bytes(chunk: int, **generation: Any) -> int:
+    """Of Qwen2.5-7B on 8 ranks, with 4,096 tokens a microbatch."""
+    settings = {"logprob_chunk_size": chunk, "generation": {"max_new_tokens": 1} | generation}
+    config = PolicyConfig.parse({**BASE, **settings, "model_name": "Qwen2.5-7B"})
+    (stage,) = plan_of(config, rows_of("Qwen2.5-7B"), 8, SHORT["H100"]).stages
+    return stage.head
+
+
+def test_filters_of_sampling_add_a_sum_of_the_heads_gradient_where_tiles_are_several() -> None:
+    vocab, width, searched = QWEN_7B["vocab_size"], QWEN_7B["hidden_size"], 4 * 2**26
+    more = head_bytes(1024, top_p=0.9) - head_bytes(1024)
+    assert more == vocab * width * (4 + 2) + (searched - 1024 * vocab) * 4
+    assert head_bytes(4096, top_k=9) - head_bytes(4096) == (searched - 2**28) * 4
+    for whole in ({"top_p": 1.0}, {"top_p": 0.9, "filter_logprobs": False}):
+        assert head_bytes(1024, **whole) == head_bytes(1024)
 
 
 def test_recomputation_trades_memory_for_time() -> None:
