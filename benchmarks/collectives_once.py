@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Backend
 from benchmarks.export_once import export, flat_buffer, policy_on, verify
 from megatron_policy.refit.exporter import Exporter
 
-_COLLECTIVES = (
+COLLECTIVES = (
     "broadcast",
     "allreduce",
     "allreduce_coalesced",
@@ -78,7 +78,7 @@ def counted() -> Iterator[Counter[str]]:
     found = [
         (whose, group, name, vars(group)[name])
         for whose, group in _GROUPS.items()
-        for name in _COLLECTIVES
+        for name in COLLECTIVES
         if name in vars(group)
     ]
     for whose, group, name, _ in found:

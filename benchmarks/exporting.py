@@ -14,6 +14,7 @@ from benchmarks.processes import run_fresh, run_ranks
 from benchmarks.results import Measurement, ratio_of_minima
 
 PROGRAMS, RANKS = "benchmarks.export_once", "benchmarks.collectives_once"
+ADAPTERS = "benchmarks.adapters_once"
 SAME_BITS = "each HF tensor that was exported equals the checkpoint's, bit for bit"
 LAYOUTS = {"TP2": (2, 1), "PP2": (1, 2)}
 OF_99_TENSORS = Size(hidden=128, ffn=256, layers=8, heads=4, groups=2, vocab=1024, tied=False)
@@ -81,3 +82,19 @@ def collectives(folder: Path, repetitions: int) -> Measurement:
             beside[f"calls, {name}"] = again
             beside[f"of the agreement, {name}"] = sum(calls["agreement"].values())
     return Measurement(max(ratios.values()), {}, f"{SAME_BITS}, on every rank", beside)
+
+
+def adapters_moved(folder: Path, repetitions: int) -> Measurement:
+    """Bytes that collectives deliver to a rank when adapters are handed over, relative to the
+    adapters' own, for the layout with more.
+    """
+    path = write_checkpoint(folder / "of-99", OF_99_TENSORS)
+    ratios: dict[str, float] = {}
+    beside: dict[str, float] = {}
+    for name, (tp, pp) in LAYOUTS.items():
+        for result in run_ranks(tp * pp, ADAPTERS, path, str(tp), str(pp)):
+            moved = result["moved"] / result["adapters"]
+            ratios[name] = max(ratios.get(name, 0.0), moved)
+            beside[f"{name}, of the whole model"] = round(result["moved"] / result["whole"], 4)
+    verified = "all tensors that were handed over are adapters"
+    return Measurement(max(ratios.values()), {}, verified, beside)

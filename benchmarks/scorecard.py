@@ -139,6 +139,13 @@ SCORECARD: tuple[Row, ...] = (
         goal=1.0,
         measure=importing.experts_per_tensor,
     ),
+    Row(
+        20,
+        "bytes exchanged to hand adapters over (TP2, PP2: the more) / bytes of the adapters",
+        limit=1.0,
+        goal=1.01,
+        measure=exporting.adapters_moved,
+    ),
 )
 
 

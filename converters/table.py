@@ -56,6 +56,8 @@ class Entry:
     layer: int | None
     where: str
     expert: int | None = None
+    adapts: str = ""
+    """The name of the weight that it adapts, if it belongs to an adapter."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,11 @@ class Table:
     """Fields of config.json that have other values than in the model's file: what is written has
     them.
     """
+
+    def joined(self, adapters: Table | None) -> Table:
+        """With the entries of its adapters, if there are any."""
+        own = () if adapters is None else adapters.entries
+        return replace(self, entries=(*self.entries, *own)) if own else self
 
     def exported(self) -> tuple[Entry, ...]:
         """The entries that own their HF tensors: together they hold each HF tensor exactly once."""

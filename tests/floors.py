@@ -36,7 +36,7 @@ CONVERTERS_FLOORS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (1, ("config_fields", "rows")),
     (2, ("families",)),
     (3, ("mismatch",)),
-    (4, ("inspection", "registry", "table")),
+    (4, ("adapters", "inspection", "registry", "table")),
     (5, ("formats",)),
     (6, ("",)),
 )
@@ -72,6 +72,7 @@ READS_FILES = {
     "converters.formats.dist_writing": "writes such a directory",
     "converters.formats.hf_config": "config.json, which transformers completes",
     "converters.formats.hf_files": "the safetensors files of a directory",
+    "converters.formats.peft_files": "the files of an adapter's directory",
     "converters.formats.hf_location": "a directory, or a model of the hub",
     "converters.formats.hf_writing": "writes such a directory",
 }
@@ -139,7 +140,6 @@ FRAGMENTS = {
     "refit.receive.staging": _LONG,
     "refit.transports.carried": _TRANSPORT,
     "refit.transports.ipc.replies": _TRANSPORT,
-    "training.reference": "its importer is in a room above",
     "workers.cluster.process_activity": _LONG,
     "workers.cluster.resources": _LONG,
     "workers.driver.memory": _METHODS,

@@ -5,7 +5,7 @@ AdamW.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,13 +150,13 @@ def _gradient(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
     return parameter.grad
 
 
-def _decaying(model: PreTrainedModel) -> set[str]:
-    """The names of all parameters that have weight decay."""
+def _decaying(model: PreTrainedModel, trained: Collection[str]) -> set[str]:
+    """Which of the `trained` parameters have weight decay."""
     return {
         f"{path}.{name}"
         for path, module in model.named_modules()
         for name, _ in module.named_parameters(recurse=False)
-        if decays(module, name)
+        if f"{path}.{name}" in trained and decays(module, name)
     }
 
 
@@ -184,7 +184,7 @@ def train(
     live = {name: p for name, p in model.named_parameters() if own(name) is not None}
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     main = {name: p.detach().to(wide, copy=True) for name, p in live.items()}
-    decaying = _decaying(model)
+    decaying = _decaying(model, live)
     optimizer = torch.optim.AdamW(
         [
             {"params": [m], "weight_decay": weight_decay if n in decaying else 0.0} | (own(n) or {})
@@ -224,6 +224,7 @@ class Learned:
     exact: Trained
     rounded: Trained
     rounding: Rounding
+    load: Callable[[Path | str, torch.dtype], PreTrainedModel] = load_hf
 
     @classmethod
     def of(
@@ -232,17 +233,19 @@ class Learned:
         """As `train`, whose arguments these are."""
         exact = train(path, data, size, loss_of, torch.float64, **more)
         rounded = train(path, data, size, loss_of, **more)
-        return cls(path, exact, rounded, Rounding.of(rounded, exact))
+        rounding, load = Rounding.of(rounded, exact), more.get("load", load_hf)
+        return cls(path, exact, rounded, rounding, load)
 
     def read(self, compute: Callable[[PreTrainedModel], torch.Tensor]) -> Exact:
         """What `compute` makes of the trained model, without gradients."""
         rounded = compute(self._model(self.rounded, torch.float32)).detach()
+        model = self._model(self.exact, torch.float64)
         with InDouble():
-            exact = compute(self._model(self.exact, torch.float64)).detach()
+            exact = compute(model).detach()
         return Exact.between(rounded, exact)
 
     def _model(self, trained: Trained, dtype: torch.dtype) -> PreTrainedModel:
-        model = load_hf(self.path, dtype)
+        model = self.load(self.path, dtype)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(trained.weights[name])

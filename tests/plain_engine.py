@@ -324,6 +324,7 @@ class PlainEngine:
     pending_reads: PendingReads
     temperature: float
     is_last_stage: bool = True
+    adapters: None = None
 
     @property
     def vocab_size(self) -> int:

@@ -19,6 +19,8 @@ LIMIT = 0.5
 """Of a tolerance: what the rest is for is the machine that has not been tried."""
 
 TESTS = (
+    "tests/dist/test_adapter_handover.py",
+    "tests/dist/test_adapters.py",
     "tests/dist/test_config_overrides.py",
     "tests/dist/test_context_attention.py",
     "tests/dist/test_context_models.py",

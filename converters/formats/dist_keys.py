@@ -42,13 +42,19 @@ def written(entry: Entry, arch: Architecture) -> tuple[KeyedSlice, ...]:
     """Where to write an entry's parameter: more than one place if layer specs use different names.
 
     Megatron-Core's local spec and its Transformer Engine spec agree on most names; a norm that
-    only one of them fuses into the linear layer is written under both.
+    only one of them fuses into the linear layer is written under both. Adapters, which some layers
+    can lack, are never stacked.
     """
+    if entry.adapts:
+        return (KeyedSlice(entry.megatron),)
     return tuple(_place(entry, name, arch, arch.uniform_layers) for name in _spellings(entry, arch))
 
 
 def readable(entry: Entry, arch: Architecture) -> Iterator[KeyedSlice]:
     """Where an entry's parameter can be: layers or experts stacked or not, norms fused or not."""
+    if entry.adapts:
+        yield KeyedSlice(entry.megatron)
+        return
     name = _within_layer(entry)
     for spelling in dict.fromkeys((*_spellings(entry, arch), name, _fused(name))):
         yield _place(entry, spelling, arch, stacked=True)
@@ -68,7 +74,7 @@ def extra_states(table: Table) -> tuple[str, ...]:
     arch = table.architecture
     names: dict[str, None] = {}
     for entry in table.exported():
-        if not entry.megatron.startswith(("decoder.", "mtp.")):
+        if entry.adapts or not entry.megatron.startswith(("decoder.", "mtp.")):
             continue
         for place in written(entry, arch):
             names[_state(place.key.rpartition(".")[0], place)] = None

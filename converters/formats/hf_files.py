@@ -92,15 +92,16 @@ class HfReader:
     ConversionError when files are missing, truncated, or contradict the index or config.json.
     """
 
-    def __init__(self, model: str | Path) -> None:
+    def __init__(self, model: str | Path, single: str = SINGLE) -> None:
+        """`single` is the name of the file with all tensors, if there is no index."""
         root = locate(model)
         self.bytes_read = 0
         self._mapped: dict[str, Tensor] = {}  # bytes, with those of an element as last dimension
         self._raw: dict[Path, Tensor] = {}
         self.shapes: dict[str, Shape] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        files = inventory(root)
-        self._quantised = quantised_in(root, files)
+        files = inventory(root, single)
+        self._quantised = quantised_in(root, files) if single == SINGLE else {}
         for path, extents in files.items():
             raw = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
             self._raw[path] = raw
@@ -176,13 +177,13 @@ def copy_differs(name: str, original: str) -> str:
     )
 
 
-def inventory(root: Path) -> dict[Path, dict[str, Extent]]:
+def inventory(root: Path, single: str = SINGLE) -> dict[Path, dict[str, Extent]]:
     """The files that hold a checkpoint's tensors, and where each tensor lies in its file.
 
     ConversionError when files are missing, truncated, or contradict the index.
     """
     files: dict[Path, dict[str, Extent]] = {}
-    for path, placed in _files(root).items():
+    for path, placed in _files(root, single).items():
         files[path] = _read_header(path)
         if placed:
             _check_index(path, placed, set(files[path]))
@@ -249,14 +250,14 @@ def holds_weights(name: str) -> bool:
     return _WEIGHTS.fullmatch(name) is not None
 
 
-def _files(root: Path) -> dict[Path, set[str]]:
+def _files(root: Path, single: str) -> dict[Path, set[str]]:
     """The checkpoint's files, each with the tensors its index places there; none without index."""
-    if (root / SINGLE).is_file():
-        return {inside(root, SINGLE): set()}
+    if (root / single).is_file():
+        return {inside(root, single): set()}
     if not (root / INDEX).is_file():
         found = sorted(path.name for path in root.iterdir() if holds_weights(path.name))
         raise ConversionError(
-            f"{root} has neither {SINGLE} nor {INDEX}; weights found: {', '.join(found) or 'none'}."
+            f"{root} has neither {single} nor {INDEX}; weights found: {', '.join(found) or 'none'}."
             " Save the model as safetensors first."
         )
     files: dict[Path, set[str]] = {}

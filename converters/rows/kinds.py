@@ -106,7 +106,7 @@ class Rows(OneTensor):
 class Qkv(RowBase):
     """Fused attention input: for each group, the query heads, then the key and value heads."""
 
-    tail: tuple[str, ...]
+    tail: tuple[str | int, ...]
     """Dimensions after the rows: ("hidden_size",) of a weight, () of a bias."""
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
@@ -151,7 +151,7 @@ class Qkv(RowBase):
 class GateUp(RowBase):
     """Gated MLP input: each rank holds its rows of the gate, then its rows of the up projection."""
 
-    dims: tuple[str, ...]
+    dims: tuple[str | int, ...]
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         return (arch.shape(self.dims),) * 2

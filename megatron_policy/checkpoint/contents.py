@@ -16,11 +16,29 @@ from megatron_policy.checkpoint.report import LoadReport
 from megatron_policy.checkpoint.saving import DirectoryContents, layout_of
 from megatron_policy.converters.formats.dist_keys import extra_states
 from megatron_policy.converters.formats.dist_records import empty_object
+from megatron_policy.converters.table import Table
 from megatron_policy.device import random_states
 from megatron_policy.errors import CheckpointError
 from megatron_policy.interfaces.engine import TrainingEngine
+from megatron_policy.weights.load import Held
 
 _KEPT = 4  # kinds of saves: with and without the optimizer, in one directory or in two
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """What a checkpoint has of a policy's weights."""
+
+    table: Table
+    held: Held
+
+
+def saved_by(engine: TrainingEngine) -> SavedWeights:
+    """The whole model, or the adapters alone."""
+    adapters = engine.adapters
+    if adapters is not None:
+        return SavedWeights(adapters.table, adapters.held)
+    return SavedWeights(engine.table, engine.held)
 
 
 @dataclass(frozen=True)
@@ -39,6 +57,7 @@ class Contents:
     def __init__(self, engine: TrainingEngine, generators: Mapping[str, torch.Generator]) -> None:
         """`generators` are the policy's own random generators, by name."""
         self._engine, self._generators = engine, generators
+        self._saved = saved_by(engine)
         place = engine.place
         self._topology, self._rank = place.topology, place.topology.rank(place.coords)
         trainable = engine.trainable
@@ -63,7 +82,7 @@ class Contents:
 
     def held(self, *, with_states: bool) -> list[local_shards.LocalShard]:
         """Weights and the optimizer's state, which is created if there is none yet."""
-        where = (self._engine.held, self._engine.table.architecture, self._engine.place)
+        where = (self._saved.held, self._saved.table.architecture, self._engine.place)
         found = local_shards.weights(*where)
         if with_states and self._training is not None:
             self._training.materialize()
@@ -74,7 +93,7 @@ class Contents:
         self, step: int, weights: Path, optimizer: Path | None, host_data: Mapping[str, Any]
     ) -> list[DirectoryContents]:
         """The directories of a save; that of the weights, which loads look for, comes last."""
-        table = self._engine.table
+        table = self._saved.table
         together = optimizer == weights
         objects = {self._random_key: random_states.capture(self._engine, self._generators)}
         if self._rank == 0:
@@ -120,6 +139,8 @@ class Contents:
     ) -> dict[str, Any]:
         engine = self._engine
         ours: dict[str, Any] = {"host_data": dict(host_data)}
+        if engine.adapters is not None:
+            ours["adapters_of"] = engine.adapters.base
         ours["source_dtypes"] = {
             name: manifest.dtype_name(dtype) for name, dtype in engine.source_dtypes.items()
         }
@@ -135,6 +156,28 @@ class Contents:
             },
             OURS: ours,
         }
+
+    def check_kind(self, found: FoundCheckpoint) -> None:
+        """CheckpointError unless it has what this policy saves: adapters of its own base, or the
+        whole model.
+        """
+        adapters, other = self._engine.adapters, read_ours(found.root).get("adapters_of")
+        if adapters is None and other is not None:
+            raise CheckpointError(
+                f"{found.root} has adapters alone: load it in a policy with the same "
+                "policy.megatron_cfg.peft, on the model that they were trained on"
+            )
+        if adapters is not None and other is None:
+            raise CheckpointError(
+                f"{found.root} has a whole model, but this policy trains adapters: export it with "
+                "megatron-policy convert and set policy.model_name to that"
+            )
+        if adapters is not None and other != adapters.base:
+            raise CheckpointError(
+                f"{found.root} has adapters of other weights than those of policy.model_name "
+                f"(digest {other}, not {adapters.base}): set it to the model that they were "
+                "trained on"
+            )
 
     def examined(self, found: FoundCheckpoint, plan: LoadPlan) -> NonTensorState:
         """What the checkpoint has besides tensors; CheckpointError if any of it is unusable."""

@@ -64,9 +64,9 @@ def fewest_ranks(config: PolicyConfig) -> int:
 
 
 def _table(config: PolicyConfig) -> ModelTable:
-    from megatron_policy.config.model_table import model_table
+    from megatron_policy.config.adapters import trained_table
 
-    return model_table(config)
+    return trained_table(config)
 
 
 def _summary(config: PolicyConfig, architecture: Architecture, topology: Topology) -> Table:

@@ -160,12 +160,12 @@ def _rows(model: str) -> ModelRows:
 def _of_file(path: Path, gpus: int | None, device: DeviceFigures, length: int | None) -> StepPlan:
     from megatron_policy.cli.inspect_config import fewest_ranks
     from megatron_policy.config import PolicyConfig
-    from megatron_policy.config.model_table import model_table
+    from megatron_policy.config.adapters import trained_table
     from megatron_policy.estimate.plan import plan_of
     from megatron_policy.estimate.states import ModelRows
 
     config = PolicyConfig.from_yaml(path)
-    rows = ModelRows.of(model_table(config))
+    rows = ModelRows.of(trained_table(config))
     return plan_of(config, rows, gpus or fewest_ranks(config), device, length)
 
 

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_policy.config.keys import KEYS
 from megatron_policy.config.rules import Ignored, Nested, Rejected, Rule
-from megatron_policy.config.sections import Section
+from megatron_policy.config.section import Section
 from megatron_policy.errors import ConfigError
 
 _OWN_ENGINES = (None, "megatron")

@@ -17,6 +17,7 @@ from megatron_policy.config.sections import (
     MegatronOptimizerConfig,
     MegatronSchedulerConfig,
 )
+from megatron_policy.config.trained import PeftConfig
 
 TEXT = "affects vision, audio and video towers only; the built-in model families are text only"
 _FILES = "the plan is computed at every save and load"
@@ -131,7 +132,7 @@ _MODEL: Rules = {
         freeze_sound_projection radio_force_cpe_eval_mode""",
     ),
     "freeze_config": Nested(),
-    "peft": Nested(),
+    "peft": Nested(PeftConfig),
     "fp8_cfg": Nested(),
     "optimizer": Nested(MegatronOptimizerConfig),
     "scheduler": Nested(MegatronSchedulerConfig),
@@ -286,18 +287,24 @@ _CHECKPOINT: Rules = {
     ),
 }
 
+_PEFT: Rules = {
+    **each(Applied(), "enabled dim alpha dropout dropout_position"),
+    "target_modules": Applied("all linear layers of the decoder's layers if empty"),
+    "exclude_modules": Applied("also together with target_modules"),
+    "lora_A_init_method": Applied("drawn for the whole tensor: the same in every layout"),
+    "lora_B_init_method": Applied("drawn for the whole tensor: the same in every layout"),
+    "lora_dtype": Applied("has to agree with precision"),
+    "a2a_experimental": Ignored("ranks exchange vectors of the adapters' rank alone"),
+    "start_from": Applied("of this project: a PEFT directory whose adapters are gone on with"),
+}
+
 MEGATRON_SECTIONS: dict[str, Rules] = {
     "megatron_cfg.": _LAYOUT | _COMPUTATION | _MODEL | _EXPERTS,
     "megatron_cfg.optimizer.": _OPTIMIZER,
     "megatron_cfg.scheduler.": _SCHEDULER,
     "megatron_cfg.distributed_data_parallel_config.": _DDP,
     "megatron_cfg.checkpoint.": _CHECKPOINT,
-    "megatron_cfg.peft.": switched_off(
-        "adapters (LoRA) are not supported; all weights are trained",
-        "adapters",
-        """target_modules exclude_modules dim alpha dropout dropout_position lora_A_init_method
-        lora_B_init_method a2a_experimental lora_dtype""",
-    ),
+    "megatron_cfg.peft.": _PEFT,
     "megatron_cfg.fp8_cfg.": switched_off(
         "fp8 training is not supported; use precision bfloat16",
         "fp8 training",

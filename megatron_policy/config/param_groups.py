@@ -7,9 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import translate
+from typing import get_args
 
 from megatron_policy.config import MegatronConfig
-from megatron_policy.config.sections import ParamGroupConfig
+from megatron_policy.config.trained import ParamGroupConfig, ParamRole
 from megatron_policy.converters.rows import Role
 from megatron_policy.converters.rows.blocks import of_expert
 from megatron_policy.converters.table import EMBEDDING, HEAD, Entry, Table
@@ -22,6 +23,8 @@ _SHOWN = 4
 
 def role_of(entry: Entry) -> str:
     """The role of a parameter, as `ParamGroupConfig.roles` names it."""
+    if entry.adapts:
+        return "adapter"
     if _ROUTER in entry.megatron:
         return "router"
     if entry.row.role is not Role.MATRIX:
@@ -47,8 +50,12 @@ class ParamGroups:
     @classmethod
     def of(cls, settings: MegatronConfig) -> ParamGroups:
         """The groups that `settings` ask for."""
-        routers = [ParamGroupConfig(roles=("router",), freeze=True)]
-        first = routers if settings.freeze_moe_router else []
+        first = []
+        if settings.peft.enabled:
+            base = tuple(role for role in get_args(ParamRole) if role != "adapter")
+            first = [ParamGroupConfig(roles=base, freeze=True)]
+        elif settings.freeze_moe_router:
+            first = [ParamGroupConfig(roles=("router",), freeze=True)]
         return cls([*first, *settings.optimizer.param_groups])
 
     def group_of(self, entry: Entry) -> ParamGroupConfig | None:

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+from megatron_policy.config.section import Section
 from megatron_policy.config.sections import (
     DynamicBatchingConfig,
     MegatronConfig,
     MegatronOptimizerConfig,
     PolicySection,
-    Section,
     SequencePackingConfig,
 )
 from megatron_policy.errors import ConfigError
@@ -72,6 +72,7 @@ def check(config: PolicySection) -> None:
     problems = [*_backend(config), *_dtypes(config), *_schedule(config.megatron_cfg)]
     problems += [*_recompute_keys(config.megatron_cfg), *_batching(config)]
     problems += _replay(config)
+    problems += _adapters(config)
     problems += _decay(config.megatron_cfg.optimizer)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -185,6 +186,30 @@ def _replay(config: PolicySection) -> Iterator[str]:
         yield (
             f"policy.router_replay.transport={replay.transport!r} leaves the chosen experts out "
             "of the data, which is not supported: use 'inline'"
+        )
+
+
+def _adapters(config: PolicySection) -> Iterator[str]:
+    peft, at = config.megatron_cfg.peft, "policy.megatron_cfg.peft"
+    if not peft.enabled:
+        return
+    for name in ("dim", "alpha"):
+        if getattr(peft, name) is None:
+            yield f"{at} is enabled without {name}: give it a number"
+    if peft.lora_dtype not in (None, config.precision):
+        yield (
+            f"{at}.lora_dtype={peft.lora_dtype} contradicts policy.precision={config.precision}, "
+            "in which adapters are computed (their main parameters are fp32): leave it out"
+        )
+    if peft.lora_A_init_method == peft.lora_B_init_method == "zero":
+        yield (
+            f"{at}: with A and B of zeros neither has a gradient: give lora_A_init_method "
+            "'xavier', 'kaiming' or 'normal'"
+        )
+    if config.megatron_cfg.mtp_num_layers:
+        yield (
+            f"{at} adapts no layers for multi-token prediction: set "
+            "policy.megatron_cfg.mtp_num_layers to 0"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_policy.config.sections import Section
+from megatron_policy.config.section import Section
 
 
 @dataclass(frozen=True)

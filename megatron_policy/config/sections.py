@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from megatron_policy.config.numbers import (
     DEFAULT_BUCKET_BYTES,
@@ -26,35 +26,19 @@ from megatron_policy.config.numbers import (
     Seed,
     Temperature,
 )
+from megatron_policy.config.section import Dtype, Section, WeightDtype
+from megatron_policy.config.trained import ParamGroupConfig, PeftConfig
 from megatron_policy.coordination.timeouts import (
     COLLECTIVE_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
     WORKER_TIMEOUT_S,
 )
 
-WeightPrecision = Literal["float32", "bfloat16"]
-Precision = Literal["float32", "bfloat16", "float16"]
 SchedulerMilestones = dict[str, list[CountOrZero]]
-
-_DTYPE_NAMES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-
-def _full_dtype_name(value: Any) -> Any:
-    return _DTYPE_NAMES.get(value, value) if isinstance(value, str) else value
 
 
 def _as_text(value: Any) -> Any:
     return {k: str(v) for k, v in value.items()} if isinstance(value, Mapping) else value
-
-
-WeightDtype = Annotated[WeightPrecision, BeforeValidator(_full_dtype_name)]
-Dtype = Annotated[Precision, BeforeValidator(_full_dtype_name)]
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, without extra keys or pydantic's own reserved prefixes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
 class TokenizerConfig(Section):
@@ -134,49 +118,14 @@ class PytorchOptimizerConfig(Section):
     """The host's optimizer for its other workers."""
 
     name: str
-    kwargs: dict[str, Any] = {}
+    kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
 class SinglePytorchSchedulerConfig(Section):
     """One step of the host's schedule for its other workers."""
 
     name: str
-    kwargs: dict[str, Any] = {}
-
-
-ParamRole = Literal[
-    "embedding", "head", "linear", "expert", "router", "norm", "bias", "sink", "activation"
-]
-
-
-class ParamGroupConfig(Section):
-    """Parameters with one of `names` and one of `roles`, and how they are trained."""
-
-    names: tuple[str, ...] | None = None
-    """Names of Hugging Face tensors, in which `*`, `?` and `[...]` stand for others; all if not
-    given.
-    """
-    roles: tuple[ParamRole, ...] | None = None
-    """What they are to the model; all if not given."""
-    freeze: bool = False
-    """They keep their values and have no gradients, main parameters and moments."""
-    lr: Rate | None = None
-    """The optimizer's if not given."""
-    min_lr: Rate | None = None
-    """As small a share of `lr` as the optimizer's if not given."""
-    weight_decay: Rate | None = None
-    """All the time; as the scheduler says if not given, and of norms, biases and sinks none."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        rates = (self.lr, self.min_lr, self.weight_decay)
-        if self.names is None and self.roles is None:
-            raise ValueError("names or roles are missing: say which parameters are in the group")
-        if self.freeze and rates != (None, None, None):
-            raise ValueError("freeze is true, so nothing is learnt: leave out the rates, or freeze")
-        if not self.freeze and rates == (None, None, None):
-            raise ValueError("the group changes nothing: give freeze, lr, min_lr or weight_decay")
-        return self
+    kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
 class MegatronOptimizerConfig(Section):
@@ -316,8 +265,8 @@ class MegatronConfig(Section):
     mtp_detach_heads: bool = False
     """These losses have no gradient in the rest of the model, its embedding and its head."""
     train_iters: Count | None = None
-    env_vars: Annotated[dict[str, str], BeforeValidator(_as_text)] = {}
-    peft: dict[str, Any] | None = None
+    env_vars: Annotated[dict[str, str], BeforeValidator(_as_text)] = Field(default_factory=dict)
+    peft: PeftConfig = PeftConfig()
     optimizer: MegatronOptimizerConfig = MegatronOptimizerConfig()
     scheduler: MegatronSchedulerConfig = MegatronSchedulerConfig()
     distributed_data_parallel_config: MegatronDDPConfig = MegatronDDPConfig()

@@ -162,7 +162,7 @@ class ModelRows:
         arch, total, largest = self.architecture, 0, 0
         experts = 1 if arch.moe is None else arch.moe.experts
         for entries in (self.embedding, *self.layers, self.head):
-            for row in (entry.row for entry in entries if entry.row.owns):
+            for row in (e.row for e in entries if e.row.owns and not e.adapts):
                 single = of_expert(row.megatron) and not isinstance(row, Stacked)
                 for shape in row.hf_shapes(arch):
                     elements = math.prod(shape)

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.converters.table import Table
+from megatron_policy.converters.table import Entry, Table
 from megatron_policy.device.timing import Stopwatch
 from megatron_policy.lm_head.output import Output
 from megatron_policy.lm_head.sampling import Continuations, Sampling
@@ -159,6 +159,34 @@ class Trainable(Protocol):
         """
 
 
+class Adapters(Protocol):
+    """Low-rank adapters on a rank's part of a model: all that is trained of it."""
+
+    @property
+    def table(self) -> Table:
+        """Their entries, with the tensors that PEFT has for them."""
+
+    @property
+    def held(self) -> Held:
+        """This rank's adapters."""
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """The dtypes in which they are handed over, by PEFT's names."""
+
+    @property
+    def base(self) -> str:
+        """The digest of the weights that they adapt."""
+
+    def merged(self, entry: Entry, weight: torch.Tensor) -> torch.Tensor | None:
+        """A new tensor: the weight of `entry` on this rank with its adapter's product added; None
+        if no adapter adapts it. The weight is unchanged.
+        """
+
+    def off(self) -> AbstractContextManager[None]:
+        """In this context the model computes without its adapters."""
+
+
 class TrainingEngine(Protocol):
     """One rank's part of a model, built and loaded."""
 
@@ -197,6 +225,10 @@ class TrainingEngine(Protocol):
     @property
     def trainable(self) -> Trainable | None:
         """Gradients and optimizer; None if the policy has no optimizer."""
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """Adapters of `held`, which then keeps its values; None without any."""
 
     @property
     def pending_reads(self) -> PendingReads:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_policy.checkpoint import common_state, tracker
-from megatron_policy.checkpoint.contents import Contents, NonTensorState
+from megatron_policy.checkpoint.contents import Contents, NonTensorState, saved_by
 from megatron_policy.checkpoint.loading import FoundCheckpoint, Loader, LoadPlan
 from megatron_policy.checkpoint.report import LoadReport, SaveReport, check_host_data
 from megatron_policy.checkpoint.saving import DirectoryContents, SavedModel, Saver, write_tokenizer
@@ -54,7 +54,8 @@ class Checkpoints:
         self._coordinator = Coordinator(store, session.rank, size, config.checkpoint_timeout_s)
         side_files(locate(config.model_name))  # raises on every rank or on none
         self._side = self._side_contents() if session.rank == 0 else {}
-        model = SavedModel(self._engine.table, session.topology, self._side)
+        self._saved = saved_by(session.engine)
+        model = SavedModel(self._saved.table, session.topology, self._side)
         self._saver = Saver(model, self._coordinator)
         session.engine.pending_reads.add(self._saver.copied)
         if config.megatron_cfg.checkpoint.async_save:
@@ -135,7 +136,7 @@ class Checkpoints:
         weights, optimizer = _absolute(weights_path), _absolute(optimizer_path)
         assert weights is not None
         purpose = f"load {weights}, its optimizer from {optimizer}, {fresh_optimizer=}"
-        loader = Loader(self._engine.table, self._engine.place, self._coordinator, purpose)
+        loader = Loader(self._saved.table, self._engine.place, self._coordinator, purpose)
         loader.together("ready", self._before_loading)
         moments = self._moments() if self._contents.has_optimizer else None
         found = loader.find(weights, optimizer, moments=moments, fresh=fresh_optimizer)
@@ -191,9 +192,9 @@ class Checkpoints:
 
     def _prepared(self, found: FoundCheckpoint, files: RawFiles) -> tuple[LoadPlan, NonTensorState]:
         """Look up everything that will be read and set, before anything is changed."""
-        engine = self._engine
+        self._contents.check_kind(found)
         held = self._contents.held(with_states=found.optimizer is not None)
-        plan = LoadPlan(found, files, engine.table, engine.place, held)
+        plan = LoadPlan(found, files, self._saved.table, self._engine.place, held)
         return plan, self._contents.examined(found, plan)
 
     def _fill(self, plan: LoadPlan) -> None:
@@ -203,12 +204,17 @@ class Checkpoints:
             self._session.state.fill()
 
 
-def source_dtypes(weights_path: AnyPath | None) -> dict[str, torch.dtype] | None:
-    """The dtypes that the weights had in Hugging Face format, as recorded in a checkpoint; None
-    without a path. CheckpointError if there is no checkpoint.
+def source_dtypes(
+    config: PolicyConfig, weights_path: AnyPath | None, with_reference: bool
+) -> dict[str, torch.dtype] | None:
+    """The dtypes that the weights had in Hugging Face format, as recorded in the checkpoint that
+    all of them come from; None if they come from `config.model_name`, as a reference does, and
+    what adapters adapt. CheckpointError if there is no checkpoint.
     """
     path = _absolute(weights_path)
-    return None if path is None else common_state.source_dtypes(tracker.find(path))
+    if path is None or with_reference or config.megatron_cfg.peft.enabled:
+        return None
+    return common_state.source_dtypes(tracker.find(path))
 
 
 def check_export(export: AnyPath | None, *saved: AnyPath | None) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
-from os import PathLike
 from typing import Any, Literal, overload
 
 import torch
@@ -23,20 +22,13 @@ from megatron_policy.memory.states import (
     CHANGE_WEIGHTS,
     EXCHANGE_WEIGHTS,
     FORWARD,
-    SEND_WEIGHTS,
     TRAIN_STEP,
 )
 from megatron_policy.policy.checkpointing import AnyPath, Checkpoints, source_dtypes
 from megatron_policy.policy.generation import TextGenerator
+from megatron_policy.policy.handover import HandsOverWeights
 from megatron_policy.policy.session import Session
-from megatron_policy.refit.delivery import Transport, deliver
-from megatron_policy.refit.exporter import tensors
-from megatron_policy.refit.manifest import RefitManifest
-from megatron_policy.refit.transports.disk import (
-    DEFAULT_MAX_SHARD_BYTES,
-    export_checkpoint,
-)
-from megatron_policy.renamed import renamed_argument, warn_renamed
+from megatron_policy.renamed import warn_renamed
 from megatron_policy.training import step
 from megatron_policy.training.accumulate import GradientAccumulator
 from megatron_policy.training.batching import batcher_of
@@ -44,7 +36,7 @@ from megatron_policy.training.replay import Replay
 from megatron_policy.training.scoring import Scorer
 
 
-class MegatronPolicy:
+class MegatronPolicy(HandsOverWeights):
     """A Hugging Face checkpoint as a Megatron-Core model: train it, score with it, export it.
 
     Every rank of the layout makes one, under torchrun, in Ray workers, or alone in one process.
@@ -81,7 +73,7 @@ class MegatronPolicy:
             init_optimizer=init_optimizer,
             init_reference_model=init_reference_model,
             timeout_s=self.config.collective_timeout_s if timeout_s is None else timeout_s,
-            source_dtypes=None if init_reference_model else source_dtypes(weights_path),
+            source_dtypes=source_dtypes(self.config, weights_path, init_reference_model),
             builder=engine or _megatron_core(),
         )
         self.rank, self.topology = self._session.rank, self._session.topology
@@ -216,45 +208,19 @@ class MegatronPolicy:
         return self._continue(data, greedy)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's parameters and persistent buffers by their global Megatron-Core names."""
+        """This rank's parameters and persistent buffers by their global Megatron-Core names, its
+        adapters last.
+        """
         self.memory.ready("named_parameters()", CHANGE_WEIGHTS)
-        return ((entry.megatron, parameter) for entry, parameter in self._engine.held)
+        adapters = self._engine.adapters
+        held = [*self._engine.held, *(adapters.held if adapters else ())]
+        return ((entry.megatron, parameter) for entry, parameter in held)
 
     def decoder_layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
         """This rank's decoder layers by global number. Their outputs are `[S, B, D]`; under
         sequence parallelism S is this tensor-parallel rank's share of the positions.
         """
         return self._engine.decoder_layers()
-
-    def export_hf(
-        self,
-        path: str | PathLike[str],
-        *,
-        max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
-        overwrite: bool = False,
-    ) -> None:
-        """Write a Hugging Face checkpoint, in the dtypes of `config.model_name`. The directory
-        appears only when complete; an existing one is refused unless `overwrite`.
-        """
-        self.memory.ready("export_hf()", SEND_WEIGHTS)
-        source = self.config.model_name
-        export_checkpoint(path, self.exporter, source, self.steps, max_shard_bytes, overwrite)
-
-    def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights as Hugging Face tensors by name, in turn, on every rank's device, in the
-        checkpoint's dtypes unless `dtype` is given. Iterate to the end: the other ranks do.
-        """
-        self.memory.ready("export()", SEND_WEIGHTS)
-        stream = tensors(self.exporter, self.exporter.plan(dtype=dtype))
-        return self.memory.during("export()", SEND_WEIGHTS, stream)
-
-    @renamed_argument("sink", "transport")
-    def refit(self, transport: Transport) -> RefitManifest:
-        """Send the weights to an engine; returns what this rank sent and how fast. RefitError, on
-        every rank, if any rank's engine refused or did not answer in time; the policy stays usable.
-        """
-        self.memory.ready("refit()", SEND_WEIGHTS)
-        return deliver(self.exporter, transport, self.steps)
 
     def save_checkpoint(
         self,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_policy import device
 from megatron_policy.config import PolicyConfig
+from megatron_policy.config.adapters import adapters_of
 from megatron_policy.config.layout import check_layout, topology_of
 from megatron_policy.config.model_table import model_table
 from megatron_policy.config.param_groups import ParamGroups
@@ -18,7 +19,7 @@ from megatron_policy.interfaces.engine import EngineBuilder, Trainable, Training
 from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.memory.policy_state import PolicyState
 from megatron_policy.refit.exporter import Exporter
-from megatron_policy.training.reference import ReferenceWeights
+from megatron_policy.training.reference import AdaptersOff, ReferenceWeights
 from megatron_policy.weights.load import DTYPES
 
 
@@ -50,13 +51,14 @@ class Session:
         self._owns_process_group = device.join_process_group(timeout_s)
         self._open = True
         self.state = PolicyState(awaits_weights=source_dtypes is not None)
-        self._reference: ReferenceWeights | None = None
+        self._reference: ReferenceWeights | AdaptersOff | None = None
         try:
             self.rank = dist.get_rank()
             self.topology = topology_of(config, dist.get_world_size())
             self.coords = self.topology.coords(self.rank)
             check_layout(config, self._table.architecture, self.topology)
-            ParamGroups.of(config.megatron_cfg).check(self._table)
+            trained = self._table.joined(adapters_of(config, self._table))
+            ParamGroups.of(config.megatron_cfg).check(trained)
             self.engine: TrainingEngine = builder.build(
                 config,
                 self._table,
@@ -65,7 +67,10 @@ class Session:
                 timeout_s=timeout_s,
                 source_dtypes=source_dtypes,
             )
-            if init_reference_model:
+            adapters = self.engine.adapters
+            if adapters is not None:
+                self._reference = AdaptersOff(adapters)
+            elif init_reference_model:
                 self._reference = ReferenceWeights([p for _, p in self.engine.held])
             self.exporter = Exporter(
                 self.engine,
@@ -89,7 +94,7 @@ class Session:
         self.exporter.agree(failure)
 
     @property
-    def reference(self) -> ReferenceWeights:
+    def reference(self) -> ReferenceWeights | AdaptersOff:
         """The weights the policy started from; RuntimeError if none were kept."""
         if self._reference is None:
             raise RuntimeError(

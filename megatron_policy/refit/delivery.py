@@ -58,12 +58,19 @@ class Transport(Protocol):
         """This rank's end; None if it only helps to gather. May raise."""
 
 
-def deliver(exporter: Exporter, transport: Transport, step: int) -> RefitManifest:
-    """Send all weights, as they are after `step` optimizer steps; return what this rank has sent,
-    and how long it took.
+def deliver(
+    exporter: Exporter, transport: Transport, step: int, *, adapters: bool = False
+) -> RefitManifest:
+    """Send all weights, as they are after `step` optimizer steps, or the `adapters` alone; return
+    what this rank has sent, and how long it took.
 
     Collective over all ranks. RefitError on all of them if any failed; the policy is unharmed.
     """
+    with exporter.handing_over(adapters=adapters):
+        return _delivered(exporter, transport, step)
+
+
+def _delivered(exporter: Exporter, transport: Transport, step: int) -> RefitManifest:
     began = time.perf_counter()
     exporter.begin()
     plan = transport.plan(exporter)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import memmove
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,14 +18,19 @@ from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.plan import Exchange, Item, RefitTensor
 from megatron_policy.weights.geometry import segments
 
+if TYPE_CHECKING:
+    from megatron_policy.interfaces.engine import Adapters
+
 Place = Callable[[RefitTensor], BufferSlice | None]
 """Where to write a tensor's elements, if anywhere; may wait for memory to become free."""
 
 Moves = tuple[Tensor, Sequence[tuple[int, int, int]]]
 """A parameter and its copied runs: (offset in the HF tensor, offset in it, length), in bytes."""
 
-Copies = tuple[Item, Moves | None, Sequence[tuple[Region, Tensor]]]
-"""An item and how to copy it: as raw bytes, or into regions of the HF tensor, each from a view."""
+Copies = tuple[Item, Moves | None, Sequence[tuple[Region, Tensor | Region]]]
+"""An item and how to copy it: as raw bytes, or into regions of the HF tensor, each from a view, or
+from a region of a value that is yet to be merged.
+"""
 
 _LONGEST_MOVE = 1 << 18  # bytes: torch copies longer runs faster, with all its threads
 _MOST_MOVES = 4  # per tensor: beyond that, one call for the whole region is faster
@@ -35,9 +41,20 @@ Filled = Iterator[tuple[RefitTensor, BufferSlice | None]]
 class Sources:
     """This rank's parameters, and the views of them that each plan needs."""
 
-    def __init__(self, held: Sequence[tuple[Entry, Tensor]], architecture: Architecture) -> None:
+    def __init__(
+        self,
+        held: Sequence[tuple[Entry, Tensor]],
+        architecture: Architecture,
+        adapters: Adapters | None = None,
+    ) -> None:
+        """What is sent of a parameter that has an adapter is its merged value."""
         self.architecture = architecture
         self._held = {entry.megatron: parameter for entry, parameter in held}
+        self._adapters = adapters
+        self._adapted = {e.adapts for e, _ in adapters.held} if adapters else set[str]()
+        self._merged: tuple[str, Tensor] | None = None
+        if adapters is not None:
+            self._held |= {entry.megatron: parameter for entry, parameter in adapters.held}
         self._views: dict[tuple[str, Region], Tensor] = {}
         self._copies: dict[int, tuple[Exchange, list[Copies]]] = {}
 
@@ -47,14 +64,28 @@ class Sources:
         return next(iter(self._held.values()))
 
     def view(self, entry: Entry, region: Region) -> Tensor:
-        """A view of those elements of the live parameter; cached, as parameters never move."""
+        """A view of those elements of the live parameter; cached, as parameters never move. What is
+        merged is computed for the parameter in turn, and not kept beyond `restart`.
+        """
+        if entry.megatron in self._adapted:
+            return _region(self._merged_value(entry), region)
         key = (entry.megatron, region)
         if key not in self._views:
-            flat = self._held[entry.megatron].detach()
-            self._views[key] = flat.as_strided(
-                region.size, region.stride, flat.storage_offset() + region.offset
-            )
+            self._views[key] = _region(self._held[entry.megatron].detach(), region)
         return self._views[key]
+
+    def restart(self) -> None:
+        """Forget what was merged: the adapters may have changed."""
+        self._merged = None
+
+    def _merged_value(self, entry: Entry) -> Tensor:
+        if self._merged is None or self._merged[0] != entry.megatron:
+            self._merged = None  # before the next one takes memory
+            assert self._adapters is not None
+            value = self._adapters.merged(entry, self._held[entry.megatron].detach())
+            assert value is not None, entry.megatron
+            self._merged = entry.megatron, value
+        return self._merged[1]
 
     def copies(self, exchange: Exchange) -> list[Copies]:
         """The copies made by a rank that holds all items whole; computed on first use."""
@@ -67,6 +98,8 @@ class Sources:
         parts = segments(item.entry.row, self.architecture, item.part, 0, shards)
         parameter = self._held[item.entry.megatron].detach()
         found = [run for part in parts for run in runs(part.hf, part.own)]
+        if item.entry.megatron in self._adapted:
+            return item, None, [(part.hf, part.own) for part in parts]
         if _are_moved(found, item, parameter):
             size = parameter.dtype.itemsize
             return (
@@ -96,12 +129,15 @@ def stream_alone(exchange: Exchange, sources: Sources, place: Place) -> Filled:
             parameter, runs_of = moves
             assert target.offset + item.tensor.nbytes <= target.buffer.nbytes, item.tensor
             to = target.buffer.address + target.offset
-            source = parameter.data_ptr()
+            address = parameter.data_ptr()
             for at, start, nbytes in runs_of:
-                memmove(to + at, source + start, nbytes)
+                memmove(to + at, address + start, nbytes)
         elif target is not None:
             typed, first = target.elements(item.tensor.dtype)
-            for (size, stride, offset), view in regions:
+            for (size, stride, offset), source in regions:
+                view = source
+                if isinstance(view, Region):
+                    view = sources.view(item.entry, view)
                 torch.as_strided(typed, size, stride, first + offset).copy_(view)
         if item.last:
             yield item.tensor, target
@@ -113,6 +149,11 @@ def _are_moved(found: Sequence[Run], item: Item, parameter: Tensor) -> bool:
         return False
     longest = max((run.length for run in found), default=0) * parameter.dtype.itemsize
     return len(found) <= _MOST_MOVES and longest <= _LONGEST_MOVE
+
+
+def _region(tensor: Tensor, region: Region) -> Tensor:
+    offset = tensor.storage_offset() + region.offset
+    return tensor.as_strided(region.size, region.stride, offset)
 
 
 def _line(first: int, length: int) -> Region:

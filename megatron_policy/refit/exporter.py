@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from megatron_policy.config.numbers import DEFAULT_BUCKET_BYTES
 from megatron_policy.coordination.collectives import BoundedCollectives
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S
+from megatron_policy.errors import ConfigError
 from megatron_policy.parallel.topology import Coords, Topology
 from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.export import Filled, Place, Sources, stream_alone
@@ -53,7 +55,8 @@ class Exporter:
         self.timeout_s, self.bucket_bytes, self.dtype = timeout_s, bucket_bytes, dtype
         self.source_dtypes = engine.source_dtypes
         self.table = engine.table
-        self._sources = Sources(engine.held, engine.table.architecture)
+        adapters = engine.adapters
+        self._sources = Sources(engine.held, engine.table.architecture, adapters)
         self._model = RefitModel(
             engine.table,
             place.split,
@@ -61,6 +64,10 @@ class Exporter:
             engine.precision,
             self.topology,
         )
+        self._adapters: RefitModel | None = None
+        if adapters is not None:
+            self._adapters = replace(self._model, table=adapters.table, dtypes=adapters.dtypes)
+        self._only_adapters = False
         self._plans: dict[object, RefitPlan] = {}
         self._collectives = BoundedCollectives(self.topology, self.coords, timeout_s, self.device)
 
@@ -86,6 +93,7 @@ class Exporter:
 
     def begin(self) -> None:
         """Begin an operation of all ranks; see `BoundedCollectives.begin`."""
+        self._sources.restart()
         self._collectives.begin()
 
     def plan(
@@ -96,25 +104,48 @@ class Exporter:
         bucket_bytes: int | None = None,
         dtype: torch.dtype | None = None,
         as_stored: bool = False,
+        adapters: bool | None = None,
     ) -> RefitPlan:
         """What a refit moves; see `plan_refit`. `own_stage` leaves out other stages' tensors;
-        `as_stored` keeps the checkpoint's dtypes, whatever engines get.
+        `as_stored` keeps the checkpoint's dtypes, whatever engines get. With `adapters` it moves
+        those alone, by PEFT's names; else the weights, merged with them; None: as `handing_over`
+        says. ConfigError for adapters of a policy that has none.
         """
+        adapters = self._only_adapters if adapters is None else adapters
+        model = self._adapters if adapters else self._model
+        if model is None:
+            raise ConfigError(
+                "this policy has no adapters to hand over: set policy.megatron_cfg.peft"
+            )
         size = bucket_bytes or self.bucket_bytes
         dtype = None if as_stored else dtype or self.dtype
-        key = (names, own_stage, size, dtype)
+        key = (names, own_stage, size, dtype, adapters)
         if key not in self._plans:
             if len(self._plans) >= _KEPT_PLANS:
                 self._plans.clear()
                 self._sources.forget()
             self._plans[key] = plan_refit(
-                self._model,
+                model,
                 bucket_bytes=size,
                 dtype=dtype,
                 stage=self.coords.pp if own_stage else None,
                 names=names,
             )
         return self._plans[key]
+
+    @property
+    def only_adapters(self) -> bool:
+        """Whether plans are of adapters alone, see `handing_over`."""
+        return self._only_adapters
+
+    @contextmanager
+    def handing_over(self, *, adapters: bool) -> Iterator[None]:
+        """In this context plans are of the adapters alone, or of the merged weights."""
+        self._only_adapters = adapters
+        try:
+            yield
+        finally:
+            self._only_adapters = False
 
     def stream(self, plan: RefitPlan, place: Place) -> Filled:
         """Yield each tensor of the plan in order, complete, with its buffer slice from `place`.

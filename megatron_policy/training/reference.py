@@ -10,7 +10,10 @@ from contextlib import contextmanager
 import torch
 
 from megatron_policy.device.exchange import Pair, copy_out, swap
+from megatron_policy.interfaces.engine import Adapters
 from megatron_policy.memory.pinned_pool import PinnedMemoryPool
+
+_NESTED = "the reference policy is active already; its context does not nest"
 
 
 class ReferenceWeights:
@@ -39,7 +42,7 @@ class ReferenceWeights:
         restored afterwards.
         """
         if self._active:
-            raise RuntimeError("the reference policy is active already; its context does not nest")
+            raise RuntimeError(_NESTED)
         self._active = True
         try:
             swap(self._pairs())
@@ -52,3 +55,28 @@ class ReferenceWeights:
 
     def _pairs(self) -> list[Pair]:
         return [(p.data, pieces) for p, pieces in zip(self._parameters, self._frozen, strict=True)]
+
+
+class AdaptersOff:
+    """The reference of a policy with adapters: the same model without them, which needs no copy."""
+
+    def __init__(self, adapters: Adapters) -> None:
+        self._adapters = adapters
+        self._active = False
+
+    @property
+    def in_use(self) -> bool:
+        """As of `ReferenceWeights`."""
+        return self._active
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """As of `ReferenceWeights`."""
+        if self._active:
+            raise RuntimeError(_NESTED)
+        self._active = True
+        try:
+            with self._adapters.off():
+                yield
+        finally:
+            self._active = False

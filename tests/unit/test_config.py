@@ -36,6 +36,7 @@ def minimal(**changes: Any) -> dict[str, Any]:
 
 MEGATRON, OPTIMIZER = "megatron_cfg.", "megatron_cfg.optimizer."
 SCHEDULER = "megatron_cfg.scheduler."
+LORA = {"enabled": True, "dim": 4, "alpha": 8}
 DDP = "megatron_cfg.distributed_data_parallel_config."
 
 
@@ -272,7 +273,19 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
         ({SCHEDULER + "lr_decay_style": "cosine"}, "lr_decay_iters is missing: give it"),
         ({SCHEDULER + "end_weight_decay": 0.5}, "make them equal, or weight_decay_incr_style"),
         ({MEGATRON + "pipeline_dtype": "float32"}, "value of policy.precision"),
-        ({MEGATRON + "peft": {"enabled": True}}, "peft.enabled=True .*or set it to false"),
+        ({MEGATRON + "peft": {"enabled": True}}, "peft is enabled without dim: give it a number"),
+        (
+            {MEGATRON + "peft": LORA | {"lora_dtype": "float16"}},
+            "lora_dtype=float16 contradicts policy.precision=.*leave it out",
+        ),
+        (
+            {MEGATRON + "peft": LORA | {"lora_A_init_method": "zero"}},
+            "neither has a gradient: give lora_A_init_method",
+        ),
+        (
+            {MEGATRON + "peft": LORA, MEGATRON + "mtp_num_layers": 1},
+            "set policy.megatron_cfg.mtp_num_layers to 0",
+        ),
         ({"dtensor_cfg.enabled": True}, "are both true: exactly one"),
         ({MEGATRON + "enabled": False}, "are both false: exactly one"),
         (

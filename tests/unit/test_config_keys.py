@@ -13,7 +13,7 @@ import pytest
 from megatron_policy.config import PolicyConfig, ignored_keys
 from megatron_policy.config.keys import IGNORED, KEYS, SECTIONS
 from megatron_policy.config.rules import Applied, Ignored, Nested, Rejected
-from megatron_policy.config.sections import Section
+from megatron_policy.config.section import Section
 from megatron_policy.errors import ConfigError
 from tests.unit import host_policies
 
@@ -195,7 +195,7 @@ def test_a_section_that_is_off_may_say_what_it_likes(path: str) -> None:
 
 
 def test_switches_are_those_of_what_is_not_supported() -> None:
-    expected = {"draft", "reward_model_cfg", "megatron_cfg.peft"}
+    expected = {"draft", "reward_model_cfg"}
     expected |= {"megatron_cfg.fp8_cfg"}
     assert {path.removesuffix(".enabled") for path in SWITCHES} == expected
 

@@ -13,11 +13,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_policy.config import MegatronConfig, PolicyConfig
+from megatron_policy.config.adapters import adapters_of
 from megatron_policy.config.layout import layer_split
 from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.converters.architecture import Architecture, vocab_shard
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.table import Table
+from megatron_policy.engines.megatron.adapter_values import base_digest, first_adapters
+from megatron_policy.engines.megatron.adapters import MegatronAdapters, install_adapters
 from megatron_policy.engines.megatron.build import build_chunks, held_layers
 from megatron_policy.engines.megatron.engine import MegatronEngine
 from megatron_policy.engines.megatron.head import Head
@@ -94,7 +97,7 @@ def _build(
     source_dtypes: Mapping[str, torch.dtype] | None,
 ) -> MegatronEngine:
     settings, arch, precision = config.megatron_cfg, table.architecture, DTYPES[config.precision]
-    implementation = resolve_implementation(settings.transformer_impl, arch)
+    implementation = resolve_implementation(settings.transformer_impl, arch, settings.peft.enabled)
     place = Placement(
         topology, topology.coords(dist.get_rank()), layer_split(config, arch, topology)
     )
@@ -108,25 +111,25 @@ def _build(
         variable_lengths=config.dynamic_batching.enabled or config.sequence_packing.enabled,
     )
     built: Any = build_chunks(arch, model_config, place, implementation, config.seed)
-    held = held_entries(built, table, place)
-    source_dtypes = _fill(config, held, table, place, source_dtypes)
+    of_adapters = adapters_of(config, table)
+    installed = install_adapters(built, table, of_adapters, place, model_config, settings.peft)
+    everything = held_entries(built, table.joined(of_adapters), place)
+    held = [pair for pair in everything if not pair[0].adapts]
+    source_dtypes, base = _fill(config, held, table, place, source_dtypes)
+    adapters = None
+    if of_adapters is not None:
+        own = [pair for pair in everything if pair[0].adapts]
+        dtypes = first_adapters(own, of_adapters, place, config, base)
+        adapters = MegatronAdapters(of_adapters, own, dtypes, base, *installed)
     param_groups = ParamGroups.of(settings)
-    freeze(built, held, param_groups)
+    freeze(built, everything, param_groups)
     pending_reads = PendingReads()
     chunks, trainable = built, None
     if init_optimizer:
-        trainable = make_trainable(
-            built,
-            model_config,
-            settings,
-            config.train_global_batch_size,
-            pending_reads,
-            held,
-            arch,
-            place,
-            Routers.of(held_layers(built, place), arch, settings, groups.pp),
-            param_groups,
-        )
+        routers = Routers.of(held_layers(built, place), arch, settings, groups.pp)
+        size = config.train_global_batch_size
+        wrapped = (everything, arch, place, routers, param_groups)
+        trainable = make_trainable(built, model_config, settings, size, pending_reads, *wrapped)
         chunks = trainable.chunks
     last = place.topology.vpp - 1
     head = _head(config, arch, place, groups, built[last]) if place.holds_head(last) else None
@@ -141,7 +144,7 @@ def _build(
         _channel(arch, settings, groups),
         mtp,
     )
-    parts = (pipeline, trainable, pending_reads)
+    parts = (pipeline, trainable, pending_reads, adapters)
     return MegatronEngine(place, groups, table, held, source_dtypes, precision, *parts)
 
 
@@ -162,21 +165,22 @@ def _fill(
     table: Table,
     place: Placement,
     source_dtypes: Mapping[str, torch.dtype] | None,
-) -> Mapping[str, torch.dtype]:
+) -> tuple[Mapping[str, torch.dtype], str]:
     """Read the held parameters from the model's own files, or mark them unfilled if dtypes are
-    given. Returns the dtypes in which they are exported.
+    given. Returns the dtypes in which they are exported, and their digest if adapters need it.
     """
     if source_dtypes is None:
         with HfReader(config.model_name) as reader:
             load_parameters(held, reader, table, place)
-            return dict(reader.dtypes)
+            adapted = config.megatron_cfg.peft.enabled
+            return dict(reader.dtypes), base_digest(reader) if adapted else ""
     if unknown := sorted(table.hf_shapes().keys() - source_dtypes.keys()):
         raise CheckpointError(
             f"the checkpoint is not of the model {config.model_name}: it does not have "
             f"{', '.join(unknown[:_SHOWN])}. Set policy.model_name to the model it was saved from"
         )
     mark_unfilled(held)
-    return source_dtypes
+    return source_dtypes, ""
 
 
 def _head(

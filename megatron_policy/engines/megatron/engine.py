@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_policy.converters.table import Table
 from megatron_policy.engines.megatron import storages
+from megatron_policy.engines.megatron.adapters import MegatronAdapters
 from megatron_policy.engines.megatron.build import held_layers
 from megatron_policy.engines.megatron.generate import generate
 from megatron_policy.engines.megatron.layers.balancing import Balancing
@@ -46,6 +47,7 @@ class MegatronEngine:
     pipeline: Pipeline
     trainable: MegatronTrainable | None
     pending_reads: PendingReads
+    adapters: MegatronAdapters | None
 
     @property
     def vocab_size(self) -> int:

@@ -29,13 +29,16 @@ from megatron_policy.engines.megatron.model_config import LOCAL, TRANSFORMER_ENG
 from megatron_policy.errors import ConfigError
 
 
-def resolve_implementation(requested: str, architecture: Architecture) -> str:
-    """`auto` takes Transformer Engine if it and a GPU are available and it can express the model;
-    an explicit request that cannot be met is refused.
+def resolve_implementation(
+    requested: str, architecture: Architecture, adapted: bool = False
+) -> str:
+    """`auto` takes Transformer Engine if it and a GPU are available and it can express the model,
+    which has adapters if it is `adapted`; an explicit request that cannot be met is refused.
     """
     installed = importlib.util.find_spec("transformer_engine") is not None
     usable = installed and is_accelerated()
-    beyond = _beyond_te(architecture)
+    # Its layers apply a norm to what adapters would read, and its experts are one module.
+    beyond = [*_beyond_te(architecture), *(["adapters"] if adapted else [])]
     if requested == "auto":
         return TRANSFORMER_ENGINE if usable and not beyond else LOCAL
     if requested == TRANSFORMER_ENGINE and beyond:

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.config import MegatronConfig
 from megatron_policy.config.param_groups import ParamGroups
-from megatron_policy.config.sections import ParamGroupConfig
+from megatron_policy.config.trained import ParamGroupConfig
 from megatron_policy.converters.rows import Role
 from megatron_policy.device.timing import Stopwatch
 from megatron_policy.engines.megatron.gradient_norm import ClippedApart, GradientNorm

@@ -150,9 +150,10 @@ def freeze(chunks: Iterable[GPTModel], held: Held, groups: ParamGroups) -> None:
         if isinstance(parameter, torch.nn.Parameter) and groups.frozen(entry):
             parameter.requires_grad_(False)
     for chunk in chunks:
-        recomputed = chunk.config.recompute_granularity is not None
+        config = chunk.config
+        needed = config.recompute_granularity is not None or config.pipeline_model_parallel_size > 1
         embedding = getattr(chunk, "embedding", None)
-        if recomputed and embedding is not None:
+        if needed and embedding is not None:
             embedding.register_forward_hook(_needing_gradients)
 
 

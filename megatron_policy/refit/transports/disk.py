@@ -263,7 +263,11 @@ class HfDirectory:
         return self._files[1]
 
     def plan(self, exporter: Exporter) -> RefitPlan:
-        """The tensors of the files that the ranks of this stage write which gather together."""
+        """The tensors of the files that the ranks of this stage write which gather together.
+        ConfigError for adapters alone.
+        """
+        if exporter.only_adapters:
+            raise ConfigError("HfDirectory writes whole models: call export_peft() for adapters")
         grid, at = exporter.topology, exporter.coords
         block = grid.block_of(exporter.rank)
         names = tuple(

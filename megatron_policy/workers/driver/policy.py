@@ -190,6 +190,10 @@ class Policy(
         options = {"max_shard_bytes": max_shard_bytes, "overwrite": overwrite}
         self._workers.run_all("export_hf", path=os.path.abspath(path), **options)
 
+    def export_peft(self, path: PathLike, *, overwrite: bool = False) -> None:
+        """Write the adapters as PEFT does; see `MegatronPolicy.export_peft`. Rank 0 writes."""
+        self._workers.run_all("export_peft", path=os.path.abspath(path), overwrite=overwrite)
+
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Move the weights that the policy generates with to the devices; return True."""
         self._workers.run_all("prepare_for_generation")

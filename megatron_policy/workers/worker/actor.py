@@ -193,6 +193,10 @@ class MegatronPolicyWorkerImpl(
         size = {} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}
         self.policy.export_hf(path, overwrite=overwrite, **size)
 
+    def export_peft(self, path: str, overwrite: bool = False) -> None:
+        """Write the adapters as PEFT does; see `MegatronPolicy.export_peft`."""
+        self.policy.export_peft(path, overwrite=overwrite)
+
     @torch.no_grad()
     def _add_noise_to_weights(self) -> None:
         """Change every weight a little, alike on all ranks that hold it, for tests.

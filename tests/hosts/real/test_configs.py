@@ -16,7 +16,6 @@ from tests.hosts.real.recipes import checkout, for_our_worker, sections
 
 NOT_SUPPORTED = {
     "megatron_cfg.fp8_cfg.enabled",
-    "megatron_cfg.peft.enabled",
     "draft.enabled",
     "reward_model_cfg.enabled",
     "quant_cfg",

@@ -63,7 +63,9 @@ class GroupedExperts(SequentialMLP):
         widths = {size for p in self._weights("linear_fc1") for size in p.shape}
         widths |= {size for p in self._weights("linear_fc2") for size in p.shape}
         aligned = all(size % _ALIGNMENT == 0 for size in widths)
-        return bool(len(tokens_TH)) and aligned and has_grouped_products(tokens_TH)
+        adapted = any(hasattr(m, "adapter") for e in self.local_experts for m in e.children())
+        usable = bool(len(tokens_TH)) and aligned and not adapted
+        return usable and has_grouped_products(tokens_TH)
 
     def _weights(self, name: str) -> list[torch.Tensor]:
         return [getattr(expert, name).weight for expert in self.local_experts]

@@ -1,0 +1,132 @@
+"""The directory of an adapter as Hugging Face PEFT writes and reads it: `adapter_config.json` and
+`adapter_model.safetensors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_policy.converters.adapters import PREFIX, A
+from megatron_policy.converters.files import strict_json
+from megatron_policy.converters.files.contained import inside, read
+from megatron_policy.converters.files.publishing import new_directories, write_file
+from megatron_policy.errors import ConfigError, ConversionError
+
+from .safetensors_format import encode
+
+ADAPTER_MODEL, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+BASE = "megatron_policy_base.json"
+"""Which base the adapters were trained on, by its digest; PEFT does not read it."""
+_MAX_BYTES = 2**20
+
+_PLAIN = {
+    "use_rslora": False,
+    "use_dora": False,
+    "fan_in_fan_out": False,
+    "bias": "none",
+    "lora_bias": False,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "target_parameters": None,
+    "alora_invocation_tokens": None,
+}
+"""Settings of PEFT with which adapters are `W + lora_alpha / r * B A` on linear layers, and no
+more.
+"""
+
+
+def check_peft_config(root: Path, rank: int | None, alpha: float | None, base: str) -> None:
+    """ConfigError unless `root` has adapters of this rank and alpha, for the base of the digest
+    `base` as far as it says for which; ConversionError for files that are damaged, or whose
+    adapters are of another kind.
+    """
+    if not (root / ADAPTER_CONFIG).is_file() or not (root / ADAPTER_MODEL).is_file():
+        raise ConfigError(
+            f"{root} has no {ADAPTER_CONFIG} and {ADAPTER_MODEL}: give a directory that PEFT's "
+            "save_pretrained or export_peft wrote"
+        )
+    config = _json(root, ADAPTER_CONFIG)
+    if config.get("peft_type") != "LORA":
+        raise ConversionError(f"{root} has {config.get('peft_type')!r} adapters, not 'LORA'")
+    for name, plain in _PLAIN.items():
+        if (found := config.get(name)) not in (plain, None, [], {}, False):
+            raise ConversionError(
+                f"{root} has adapters with {name}={found!r:.80}, which is not supported"
+            )
+    for name, own, key in (("r", rank, "dim"), ("lora_alpha", alpha, "alpha")):
+        if config.get(name) != own:
+            raise ConfigError(
+                f"policy.megatron_cfg.peft.{key} is {own}, but the adapters in {root} have "
+                f"{name}={config.get(name)!r:.40}: set it to that"
+            )
+    of = _json(root, BASE) if (root / BASE).is_file() else {"digest": base}
+    if (other := of.get("digest")) != base:
+        raise ConfigError(
+            f"the adapters in {root} were trained on {of.get('model')!r:.200}, which has other "
+            f"weights than policy.model_name (digest {other!r:.40}, not {base!r}): set "
+            "policy.model_name to the model that they were trained on"
+        )
+
+
+def write_peft(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    model: str,
+    base: str,
+    overwrite: bool,
+) -> None:
+    """Write adapters, by PEFT's names, as a directory that appears when it is complete.
+
+    `model` is the base's name, `base` its digest. ConfigError if the directory exists, unless
+    `overwrite`.
+    """
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model,
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": dropout,
+        "target_modules": target_modules(tensors),
+        "inference_mode": True,
+        **{name: _PLAIN[name] for name in ("bias", "fan_in_fan_out", "use_rslora", "use_dora")},
+    }
+    head, extents = encode({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
+    order = sorted(extents, key=lambda name: extents[name].start)
+    content = b"".join([head, *(_bytes(tensors[name]) for name in order)])
+    with new_directories([path], overwrite) as (partial,):
+        write_file(partial / ADAPTER_MODEL, content)
+        write_file(partial / ADAPTER_CONFIG, strict_json.encoded(config, indent=2))
+        of = {"model": model, "digest": base}
+        write_file(partial / BASE, strict_json.encoded(of, indent=2))
+
+
+def target_modules(names: Iterable[str]) -> list[str]:
+    """The modules that adapters of these names adapt, by their whole paths: PEFT then adapts no
+    others.
+    """
+    modules = [name.removeprefix(PREFIX).removesuffix(A) for name in names if name.endswith(A)]
+    return sorted(modules)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _json(root: Path, name: str) -> dict[str, Any]:
+    try:
+        found = strict_json.parse(read(inside(root, name), _MAX_BYTES))
+    except (OSError, ValueError) as error:
+        raise ConversionError(f"{root / name} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ConversionError(f"{root / name} is not an object")
+    return found

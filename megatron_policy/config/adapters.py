@@ -1,0 +1,102 @@
+"""Chooses the weights that adapters adapt: the modules that `megatron_cfg.peft` names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+
+from megatron_policy.config.model_table import model_table
+from megatron_policy.config.policy_config import PolicyConfig
+from megatron_policy.converters.adapters import (
+    Parts,
+    adapter_table,
+    is_adaptable,
+    module_of,
+)
+from megatron_policy.converters.rows import GateUp, Joined, Qkv
+from megatron_policy.converters.table import Entry, Table
+from megatron_policy.errors import ConfigError
+
+_KEY = "policy.megatron_cfg.peft"
+_SPLIT: dict[type, tuple[str, ...]] = {
+    Qkv: ("linear_q", "linear_k", "linear_v"),
+    GateUp: ("linear_fc1_gate", "linear_fc1_up"),
+}
+"""What Megatron-Bridge calls the parts of a fused layer."""
+
+
+def adapters_of(config: PolicyConfig, table: Table) -> Table | None:
+    """The table of the adapters that `config` asks for on the model of `table`; None without any.
+
+    ConfigError for a module that the model does not have, or whose parts cannot be adapted so.
+    """
+    peft = config.megatron_cfg.peft
+    if not peft.enabled:
+        return None
+    assert peft.dim is not None, "checked with the other keys"
+    entries = [entry for entry in table.entries if is_adaptable(entry)]
+    for key, names in (
+        ("target_modules", peft.target_modules),
+        ("exclude_modules", peft.exclude_modules),
+    ):
+        _refuse_unknown(f"{_KEY}.{key}", names, entries, table)
+    chosen = {
+        entry.megatron: parts
+        for entry in entries
+        if (parts := _parts(entry, peft.target_modules, peft.exclude_modules)) != ()
+    }
+    if not chosen:
+        raise ConfigError(f"{_KEY}.exclude_modules leaves no module to adapt: name fewer")
+    return adapter_table(table, peft.dim, chosen)
+
+
+def trained_table(config: PolicyConfig) -> Table:
+    """The table of the model that a configuration names, with its adapters if it has any."""
+    table = model_table(config)
+    return table.joined(adapters_of(config, table))
+
+
+def _parts(entry: Entry, targets: tuple[str, ...], excluded: tuple[str, ...]) -> Parts:
+    """Which parts of the weight are adapted; () for none."""
+    whole, parts = _names(entry)
+    if any(_names_one(excluded, name) for name in whole):
+        return ()
+    left = tuple(n for n, names in parts.items() if not any(_names_one(excluded, x) for x in names))
+    fused = not targets or any(_names_one(targets, name) for name in whole)
+    if fused and len(left) == len(parts):
+        return None
+    found = tuple(n for n in left if fused or any(_names_one(targets, x) for x in parts[n]))
+    return None if found and len(entry.hf) == 1 else found
+
+
+def _names(entry: Entry) -> tuple[list[str], Mapping[int, list[str]]]:
+    """The paths of the weight's module, and of the modules of its parts."""
+    whole = module_of(entry.megatron)
+    row = entry.row
+    inner = () if isinstance(row, Joined) else _SPLIT.get(type(row), ())
+    parts = {n: [module_of(name)] for n, name in enumerate(entry.hf)}
+    for n, leaf in enumerate(inner):
+        parts[n].append(f"{whole.rpartition('.')[0]}.{leaf}")
+    return [whole], parts
+
+
+def _names_one(patterns: Iterable[str], path: str) -> bool:
+    """Whether one of them names the module: by its whole path, by its end, or as a pattern."""
+    return any(
+        path == each or path.endswith(f".{each}") or fnmatchcase(path, each) for each in patterns
+    )
+
+
+def _refuse_unknown(key: str, names: Iterable[str], entries: Iterable[Entry], table: Table) -> None:
+    paths: dict[str, None] = {}
+    for entry in entries:
+        whole, parts = _names(entry)
+        paths |= dict.fromkeys([*whole, *(path for each in parts.values() for path in each)])
+    legal = dict.fromkeys(path.rpartition(".")[2] for path in paths)
+    for name in names:
+        if not any(_names_one([name], path) for path in paths):
+            raise ConfigError(
+                f"{key}: no linear layer of this {table.family} model that can be adapted is "
+                f"called {name!r}; legal are {', '.join(legal)}, paths that end in them, and "
+                "patterns with *"
+            )

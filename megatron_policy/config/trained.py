@@ -1,0 +1,87 @@
+"""Sections that say which parameters are trained, and how: groups of them, and adapters."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, model_validator
+
+from megatron_policy.config.numbers import Count, Factor, Momentum, Rate
+from megatron_policy.config.section import Dtype, Section
+
+ParamRole = Literal[
+    "embedding",
+    "head",
+    "linear",
+    "expert",
+    "router",
+    "norm",
+    "bias",
+    "sink",
+    "activation",
+    "adapter",
+]
+
+
+class ParamGroupConfig(Section):
+    """Parameters with one of `names` and one of `roles`, and how they are trained."""
+
+    names: tuple[str, ...] | None = None
+    """Names of Hugging Face tensors, in which `*`, `?` and `[...]` stand for others; all if not
+    given.
+    """
+    roles: tuple[ParamRole, ...] | None = None
+    """What they are to the model; all if not given."""
+    freeze: bool = False
+    """They keep their values and have no gradients, main parameters and moments."""
+    lr: Rate | None = None
+    """The optimizer's if not given."""
+    min_lr: Rate | None = None
+    """As small a share of `lr` as the optimizer's if not given."""
+    weight_decay: Rate | None = None
+    """All the time; as the scheduler says if not given, and of norms, biases and sinks none."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        rates = (self.lr, self.min_lr, self.weight_decay)
+        if self.names is None and self.roles is None:
+            raise ValueError("names or roles are missing: say which parameters are in the group")
+        if self.freeze and rates != (None, None, None):
+            raise ValueError("freeze is true, so nothing is learnt: leave out the rates, or freeze")
+        if not self.freeze and rates == (None, None, None):
+            raise ValueError("the group changes nothing: give freeze, lr, min_lr or weight_decay")
+        return self
+
+
+def _none_for_nothing(value: Any) -> Any:
+    return None if value in ("None", "") else value
+
+
+InitMethod = Literal["xavier", "kaiming", "normal", "zero"]
+
+
+class PeftConfig(Section):
+    """Low-rank adapters (LoRA, Hu et al. 2021) on linear layers; nothing else is trained.
+
+    A weight W becomes `W + alpha / dim * B A`. Modules are named as Megatron-Core or Hugging Face
+    names them, by their last word or by their path, with `*`. Megatron-Core's `linear_qkv` and
+    `linear_fc1` get one adapter for all their parts, `q_proj` or `linear_q` one of its own.
+    """
+
+    enabled: bool = False
+    target_modules: tuple[str, ...] = ()
+    """All linear layers of the decoder's layers if empty."""
+    exclude_modules: tuple[str, ...] = ()
+    dim: Count | None = None
+    """Rows of A, the rank."""
+    alpha: Factor | None = None
+    dropout: Momentum = 0.0
+    dropout_position: Literal["pre", "post"] = "pre"
+    """Of the adapter's inputs, or of its outputs."""
+    lora_A_init_method: InitMethod = "xavier"
+    lora_B_init_method: InitMethod = "zero"
+    lora_dtype: Annotated[Dtype | None, BeforeValidator(_none_for_nothing)] = None
+    """As `precision` if not given, and nothing else; the optimizer keeps fp32 main parameters."""
+    a2a_experimental: bool = False
+    start_from: str | None = None
+    """A directory that PEFT or `export_peft` wrote, whose adapters are gone on with."""

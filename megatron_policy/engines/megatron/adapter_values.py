@@ -1,0 +1,122 @@
+"""The first values of adapters: drawn, or read from a directory that PEFT wrote."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import torch
+
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.trained import PeftConfig
+from megatron_policy.converters.adapters import A
+from megatron_policy.converters.files.contained import expanded
+from megatron_policy.converters.formats.hf_files import HfReader
+from megatron_policy.converters.formats.peft_files import ADAPTER_MODEL, check_peft_config
+from megatron_policy.converters.rows import fill_shard
+from megatron_policy.converters.table import Table
+from megatron_policy.errors import ConfigError, ConversionError
+from megatron_policy.parallel.topology import Placement
+from megatron_policy.weights.load import DTYPES, Held, load_parameters
+
+_NORMAL_STD = 0.2
+"""As Megatron-Bridge, from which the host takes its names of methods."""
+_SAMPLES, _SAMPLE = 512, 1024
+
+Init = Callable[[torch.Tensor, torch.Generator], object]
+
+
+def _xavier(tensor: torch.Tensor, generator: torch.Generator) -> object:
+    """Glorot and Bengio 2010, the normal distribution."""
+    return torch.nn.init.xavier_normal_(tensor, generator=generator)
+
+
+def _kaiming(tensor: torch.Tensor, generator: torch.Generator) -> object:
+    """He et al. 2015, uniform with PEFT's slope: within 1 / sqrt(inputs)."""
+    return torch.nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
+
+
+def _normal(tensor: torch.Tensor, generator: torch.Generator) -> object:
+    return tensor.normal_(0.0, _NORMAL_STD, generator=generator)
+
+
+def _zero(tensor: torch.Tensor, generator: torch.Generator) -> object:
+    return tensor.zero_()
+
+
+_METHODS: dict[str, Init] = {
+    "xavier": _xavier,
+    "kaiming": _kaiming,
+    "normal": _normal,
+    "zero": _zero,
+}
+
+
+def first_adapters(
+    held: Held, table: Table, place: Placement, config: PolicyConfig, base: str
+) -> dict[str, torch.dtype]:
+    """Fill adapters of weights whose digest is `base` with the values that they start from. Returns
+    the dtypes in which they are handed over.
+
+    ConversionError unless a directory to start from holds exactly the adapters of the table, and
+    ConfigError for adapters of another rank or scale, or of other weights.
+    """
+    peft = config.megatron_cfg.peft
+    if peft.start_from is None:
+        return _draw(held, table, place, peft, config.seed, DTYPES[config.precision])
+    root = expanded(peft.start_from)
+    check_peft_config(root, peft.dim, peft.alpha, base)
+    with HfReader(root, ADAPTER_MODEL) as reader:
+        try:
+            table.check_hf(reader.shapes, reader.dtypes)
+        except ConversionError as error:
+            raise ConfigError(
+                f"{root} does not have the adapters that policy.megatron_cfg.peft asks for: set "
+                "target_modules to the modules that it adapts, or policy.model_name to the model "
+                f"that they were trained on. {error}"
+            ) from error
+        load_parameters(held, reader, table, place)
+        return dict(reader.dtypes)
+
+
+@torch.no_grad()
+def _draw(
+    held: Held, table: Table, place: Placement, peft: PeftConfig, seed: int, dtype: torch.dtype
+) -> dict[str, torch.dtype]:
+    """Each Hugging Face tensor is drawn whole in fp32, from the seed and its name, and sliced: the
+    values do not depend on the layout.
+    """
+    arch = table.architecture
+    for entry, parameter in held:
+        shapes = entry.row.hf_shapes(arch)
+        parts = [
+            _drawn(name, shape, peft, seed) for name, shape in zip(entry.hf, shapes, strict=True)
+        ]
+        fill_shard(entry.row, arch, parameter.data, parts, *place.shard_of(entry.row))
+    return dict.fromkeys([*table.hf_shapes(), *table.copies()], dtype)
+
+
+def base_digest(reader: HfReader) -> str:
+    """What tells the model of these files from others: the names, shapes and dtypes of its tensors,
+    and the first bytes of up to 512 of them, evenly chosen. Training moves them all.
+    """
+    found = hashlib.sha256()
+    names = sorted(reader.shapes)
+    for name in names:
+        found.update(f"{name} {reader.shapes[name]} {reader.dtypes[name]}\n".encode())
+    for name in names[:: -(-len(names) // _SAMPLES)]:
+        shape = reader.shapes[name]
+        rows = tuple(slice(0, min(size, 1 if dim else 4)) for dim, size in enumerate(shape[:-1]))
+        taken = reader.part(name)[(*rows, slice(0, _SAMPLE))] if shape else reader.tensor(name)
+        found.update(taken.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:32]
+
+
+def _drawn(name: str, shape: tuple[int, ...], peft: PeftConfig, seed: int) -> torch.Tensor:
+    method = peft.lora_A_init_method if name.endswith(A) else peft.lora_B_init_method
+    own = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(own[:8], "big") >> 1)
+    tensor = torch.empty(shape)
+    _METHODS[method](tensor, generator)
+    return tensor

@@ -1,0 +1,112 @@
+"""A policy's weights in other hands: exports, and refits of engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+
+import torch
+
+from megatron_policy.config import PolicyConfig
+from megatron_policy.converters.formats.peft_files import write_peft
+from megatron_policy.errors import ExportError, RefitError
+from megatron_policy.interfaces.engine import Adapters, TrainingEngine
+from megatron_policy.memory.device_memory import DeviceMemory
+from megatron_policy.memory.states import SEND_WEIGHTS
+from megatron_policy.refit.delivery import Transport, deliver
+from megatron_policy.refit.exporter import Exporter, tensors
+from megatron_policy.refit.manifest import RefitManifest
+from megatron_policy.refit.transports.disk import DEFAULT_MAX_SHARD_BYTES, export_checkpoint
+from megatron_policy.renamed import renamed_argument
+
+
+class HandsOverWeights:
+    """The methods of a policy that hand its weights over; they change nothing of it."""
+
+    config: PolicyConfig
+    exporter: Exporter
+    memory: DeviceMemory
+    steps: int
+    _engine: TrainingEngine
+
+    def export_hf(
+        self,
+        path: str | PathLike[str],
+        *,
+        max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+        overwrite: bool = False,
+    ) -> None:
+        """Write a Hugging Face checkpoint, in the dtypes of `config.model_name`. The directory
+        appears only when complete; an existing one is refused unless `overwrite`.
+        """
+        self.memory.ready("export_hf()", SEND_WEIGHTS)
+        source = self.config.model_name
+        export_checkpoint(path, self.exporter, source, self.steps, max_shard_bytes, overwrite)
+
+    def export_peft(self, path: str | PathLike[str], *, overwrite: bool = False) -> None:
+        """Write the adapters as a directory that `peft.PeftModel.from_pretrained` loads. It
+        appears only when complete; an existing one is refused unless `overwrite`. ConfigError
+        without adapters.
+        """
+        self.memory.ready("export_peft()", SEND_WEIGHTS)
+        _export_adapters(path, self.exporter, self._engine.adapters, self.config, overwrite)
+
+    def export(
+        self, dtype: torch.dtype | None = None, *, adapters: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """All weights as Hugging Face tensors by name, in turn, on every rank's device, in the
+        checkpoint's dtypes unless `dtype` is given; with `adapters` those alone, by PEFT's names.
+        Iterate to the end: the other ranks do.
+        """
+        self.memory.ready("export()", SEND_WEIGHTS)
+        stream = tensors(self.exporter, self.exporter.plan(dtype=dtype, adapters=adapters))
+        return self.memory.during("export()", SEND_WEIGHTS, stream)
+
+    @renamed_argument("sink", "transport")
+    def refit(self, transport: Transport, *, adapters: bool = False) -> RefitManifest:
+        """Send the weights to an engine, merged with adapters if there are any, or the `adapters`
+        alone, by PEFT's names; a transport sends one of them, always the same. Returns what this
+        rank sent and how fast. RefitError, on every rank, if any rank's engine refused or did not
+        answer in time; the policy stays usable.
+        """
+        self.memory.ready("refit()", SEND_WEIGHTS)
+        return deliver(self.exporter, transport, self.steps, adapters=adapters)
+
+
+def _export_adapters(
+    path: str | PathLike[str],
+    exporter: Exporter,
+    adapters: Adapters | None,
+    config: PolicyConfig,
+    overwrite: bool,
+) -> None:
+    """Write the adapters as PEFT does; rank 0 has all of them in memory meanwhile. Collective: an
+    error on one rank is raised on all. ConfigError if `path` is taken, or without adapters.
+    """
+    plan, peft = exporter.plan(adapters=True, as_stored=True), config.megatron_cfg.peft
+    assert adapters is not None and peft.dim is not None and peft.alpha is not None
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors(exporter, plan):
+        if exporter.rank == 0:
+            found[name] = tensor.cpu()
+    failure: Exception | None = None
+    exporter.begin()
+    try:
+        if exporter.rank == 0:
+            write_peft(
+                Path(path),
+                found,
+                rank=peft.dim,
+                alpha=peft.alpha,
+                dropout=peft.dropout,
+                model=config.model_name,
+                base=adapters.base,
+                overwrite=overwrite,
+            )
+    except Exception as error:
+        failure = error
+    try:
+        exporter.agree(failure)
+    except RefitError as error:
+        raise ExportError(str(error)) from failure

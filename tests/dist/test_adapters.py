@@ -1,0 +1,178 @@
+"""Low-rank adapters in every layout, as PEFT adapts transformers' model and torch's AdamW trains
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy.batch import BatchedDataDict
+from tests import oracle, peft_models
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_steps, policy_config
+from tests.dist.layouts import EXPERT_LAYOUTS, LAYOUTS, LENGTH, OVERLAPPED, SIZES, VOCAB
+from tests.dist.test_export import tensors_of
+from tests.exact import Exact, assert_equal
+from tests.turns import in_turns
+
+STEPS = 2
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SOME = ["q_proj", "v_proj", "up_proj"]
+
+
+def adapted(path: Path, megatron: dict[str, Any], adapters: Path | None, **peft: Any) -> Any:
+    """A policy's configuration with adapters, from that directory or anew."""
+    section = {"enabled": True, "dim": peft_models.RANK, "alpha": peft_models.ALPHA} | peft
+    if adapters is not None:
+        section["start_from"] = str(adapters)
+    return policy_config(path, {**megatron, "peft": section})
+
+
+def train(config: dict[str, Any], data: BatchedDataDict, mbs: int | None = 1) -> dict[str, Any]:
+    """What this rank sees of two steps: before, between and after them."""
+    names = ["input_ids"] if mbs else ["input_ids", "input_lengths"]
+    read = BatchedDataDict({name: data[name] for name in names})
+    with open_policy(config, init_reference_model=False) as policy:
+        base = policy.reference_logprobs(read)
+        steps = [
+            policy.train(batch, LOSSES["token"](), mbs=mbs) for batch in own_steps(policy, data)
+        ]
+        return {
+            "base": base,
+            "steps": steps,
+            "reference": policy.reference_logprobs(read),
+            "logprobs": policy.logprobs(read),
+            "adapters": {n: t.clone() for n, t in policy.export(adapters=True)},
+            "weights": {n: t.clone() for n, t in policy.export()},
+        }
+
+
+KINDS = {
+    "each module's": (ALL, {"target_modules": ALL}, False),
+    "some modules'": (SOME, {"target_modules": SOME}, False),
+    "fused": (ALL, {}, True),
+}
+
+
+CASES = [
+    (name, kind)
+    for kind in KINDS
+    for name in LAYOUTS
+    if (name, kind) != ("TP4 over 2 groups", "some modules'")
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), in_turns(CASES))
+def test_adapters_are_trained_like_pefts_by_torchs_optimizer(
+    ranks, checkpoint, tmp_path: Path, name: str, kind: str
+) -> None:
+    path = checkpoint("qwen2", tied=False, **SIZES)
+    modules, chosen, shared = KINDS[kind]
+    start = peft_models.make_adapters(path, tmp_path / "start", modules, shared=shared)
+    load = peft_models.Loads(start, shared=shared)
+    data = oracle.make_batch(STEPS * GLOBAL_BATCH, LENGTH, VOCAB)
+    own = peft_models.is_adapter
+    hf = oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level, own=own, load=load)
+    expected = hf.read(partial(oracle.hf_logprobs, tokens=data["input_ids"]))
+    of_base = Exact.of(path, partial(oracle.hf_logprobs, tokens=data["input_ids"]))
+    case = LAYOUTS[name]
+    before = tensors_of(path)
+    config = adapted(path, case.megatron, start, **chosen)
+    for seen in ranks.run(case.world, train, config, data):
+        assert_trained(seen, hf, own, peft_models.saved_name)
+        assert seen["weights"].keys() == before.keys()
+        assert_equal("logprobs after training", seen["logprobs"][:, 1:], expected)
+        assert_equal("logprobs of the base", seen["base"][:, 1:], of_base)
+
+
+def assert_trained(
+    seen: dict[str, Any],
+    hf: oracle.Learned,
+    own: Callable[[str], object],
+    saved: Callable[[str], str],
+) -> None:
+    hf.assert_same_steps(seen["steps"])
+    assert torch.equal(seen["base"], seen["reference"])
+    trained = {saved(n): w for n, w in hf.exact.weights.items() if own(n) is not None}
+    assert trained and trained.keys() <= seen["adapters"].keys()
+    for weight, exact in trained.items():
+        hf.assert_same_weight(seen["adapters"][weight], exact, weight)
+
+
+FULL = {
+    "activation_checkpointing": True,
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}}
+MLP_OF_LAST = [f"{layer}.mlp.{each}" for layer in (2, 3) for each in ALL[4:]]
+LAST = [f"model.layers.{layer}.mlp.*" for layer in (2, 3)]
+"""Modules of the second of two stages: the first trains nothing."""
+MORE: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str]]] = {
+    "recomputed": ("one process", FULL, {}, ALL),
+    "recomputed, PP2": ("PP2", FULL, {}, ALL),
+    "packed, TP2xCP2+SP": ("TP2xCP2+SP", {}, PACKED, ALL),
+    "packed, DP2": ("DP2 distributed optimizer, both overlaps", {}, PACKED, ALL),
+    "one stage, PP2": ("PP2", {}, {}, LAST),
+    "one stage, distributed": ("PP2", OVERLAPPED, {}, LAST),
+    "one stage, recomputed": ("PP2", FULL, {}, LAST),
+}
+
+
+@pytest.mark.parametrize("name", in_turns(MORE))
+def test_recomputed_packed_and_partly_adapted_models_are_trained_alike(
+    ranks, checkpoint, tmp_path: Path, name: str
+) -> None:
+    layout, megatron, top, modules = MORE[name]
+    path = checkpoint("qwen2", tied=False, **SIZES)
+    pattern = MLP_OF_LAST if modules is LAST else modules
+    start = peft_models.make_adapters(path, tmp_path / "start", pattern)
+    data = oracle.make_batch(STEPS * GLOBAL_BATCH, LENGTH, VOCAB)
+    own, load = peft_models.is_adapter, peft_models.Loads(start)
+    hf = oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level, own=own, load=load)
+    case = LAYOUTS[layout]
+    config = adapted(path, {**case.megatron, **megatron}, start, target_modules=modules) | top
+    for seen in ranks.run(case.world, train, config, data, 1 if not top else None):
+        assert_trained(seen, hf, own, peft_models.saved_name)
+
+
+EXPERTS = [name for name in EXPERT_LAYOUTS if "CP2" not in name or "EP2xCP2" in name]
+
+
+@pytest.mark.parametrize("name", in_turns(["one process", *EXPERTS]))
+def test_adapters_of_experts_are_trained_like_plain_torchs(
+    ranks, checkpoint, tmp_path: Path, name: str
+) -> None:
+    path = checkpoint("qwen3_moe", tied=False, **SIZES)
+    start = peft_models.make_expert_adapters(path, tmp_path / "start")
+    data = oracle.make_batch(STEPS * GLOBAL_BATCH, LENGTH, VOCAB)
+    own, load = peft_models.is_expert_adapter, peft_models.LoadsExperts(start)
+    hf = oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level, own=own, load=load)
+    case = (LAYOUTS | EXPERT_LAYOUTS)[name]
+    config = adapted(path, case.megatron, start, target_modules=["model.layers.*.mlp.experts.*"])
+    for seen in ranks.run(case.world, train, config, data):
+        assert_trained(seen, hf, own, peft_models.saved_expert_name)
+
+
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+
+
+@pytest.mark.parametrize("name", in_turns(["one process", "TP2+SP", "EP2xTP2+SP"]))
+def test_adapters_of_latent_attention_are_trained_like_pefts(
+    ranks, checkpoint, tmp_path: Path, name: str
+) -> None:
+    path = checkpoint("deepseek_v3", tied=False, **SIZES)
+    start = peft_models.make_adapters(path, tmp_path / "start", LATENT)
+    data = oracle.make_batch(STEPS * GLOBAL_BATCH, LENGTH, VOCAB)
+    own, load = peft_models.is_adapter, peft_models.Loads(start)
+    hf = oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level, own=own, load=load)
+    case = (LAYOUTS | EXPERT_LAYOUTS)[name]
+    config = adapted(path, case.megatron, start, target_modules=LATENT)
+    for seen in ranks.run(case.world, train, config, data):
+        assert_trained(seen, hf, own, peft_models.saved_name)

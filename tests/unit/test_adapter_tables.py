@@ -1,0 +1,130 @@
+"""The tables of adapters: which modules are adapted, and where the elements of A and B are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.adapters import adapters_of
+from megatron_policy.converters.formats.hf_config import read_config
+from megatron_policy.converters.rows.blocks import fill_parts, fill_shard
+from megatron_policy.converters.rows.shards import spans
+from megatron_policy.converters.table import Table, bind
+from megatron_policy.errors import ConfigError
+from tests.unit.test_config import minimal
+
+SIZES = {"layers": 2, "heads": 8, "groups": 4, "hidden": 64, "ffn": 96}
+
+
+@pytest.fixture(scope="module")
+def table(checkpoint) -> Table:
+    return bind(read_config(checkpoint("qwen2", tied=False, **SIZES)))
+
+
+def adapters(table: Table, **peft: Any) -> Table:
+    section = {"enabled": True, "dim": 4, "alpha": 8.0, **peft}
+    found = adapters_of(PolicyConfig.parse(minimal(**{"megatron_cfg.peft": section})), table)
+    assert found is not None
+    return found
+
+
+def modules(table: Table) -> set[str]:
+    """What PEFT would call the adapted modules of layer 1."""
+    at = "base_model.model.model.layers.1."
+    names = [name for name in table.hf_shapes() if name.startswith(at) and ".lora_B" in name]
+    return {name.removeprefix(at).removesuffix(".lora_B.weight") for name in names}
+
+
+ATTENTION = {f"self_attn.{each}_proj" for each in "qkvo"}
+MLP = {f"mlp.{each}_proj" for each in ("gate", "up", "down")}
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, ATTENTION | MLP),
+        ({"target_modules": ["linear_qkv"]}, ATTENTION - {"self_attn.o_proj"}),
+        ({"target_modules": ["q_proj", "linear_v"]}, {"self_attn.q_proj", "self_attn.v_proj"}),
+        ({"target_modules": ["linear_fc1_up", "linear_fc2"]}, {"mlp.up_proj", "mlp.down_proj"}),
+        ({"target_modules": ["self_attn.o_proj"]}, {"self_attn.o_proj"}),
+        ({"target_modules": ["*.layers.1.*.linear_fc1"]}, {"mlp.gate_proj", "mlp.up_proj"}),
+        ({"target_modules": ["decoder.layers.0.mlp.linear_fc1"]}, set()),
+        (
+            {"exclude_modules": ["linear_qkv", "down_proj"]},
+            MLP - {"mlp.down_proj"} | {"self_attn.o_proj"},
+        ),
+        (
+            {"target_modules": ["linear_qkv"], "exclude_modules": ["k_proj"]},
+            {"self_attn.q_proj", "self_attn.v_proj"},
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_modules_are_named_as_megatron_core_or_hugging_face_names_them(
+    table: Table, asked: dict[str, Any], expected: set[str]
+) -> None:
+    assert modules(adapters(table, **asked)) == expected
+
+
+def test_a_fused_module_has_one_a_and_each_part_has_its_own_if_it_is_named(table: Table) -> None:
+    fused, parts = adapters(table), adapters(table, target_modules=["q_proj", "k_proj", "v_proj"])
+    a = "base_model.model.model.layers.0.self_attn.{}_proj.lora_A.weight"
+    assert fused.copies()[a.format("k")] == fused.copies()[a.format("v")] == a.format("q")
+    assert parts.copies() == {}
+    assert {a.format(each) for each in "qkv"} <= parts.hf_shapes().keys()
+
+
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules"])
+def test_a_module_that_the_model_lacks_is_named_with_the_legal_ones(table: Table, key: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"peft\.{key}: .*'c_attn'; legal are linear_qkv, q_proj"
+    ):
+        adapters(table, **{key: ["q_proj", "c_attn"]})
+    with pytest.raises(ConfigError, match="leaves no module to adapt"):
+        adapters(table, exclude_modules=["model.layers.*"])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "targets",
+    [[], ["q_proj", "v_proj", "up_proj"], ["k_proj"], ["q_proj", "k_proj", "v_proj", "gate_proj"]],
+    ids=str,
+)
+def test_shards_give_the_tensors_they_were_filled_from(
+    table: Table, targets: list[str], size: int
+) -> None:
+    found = adapters(table, target_modules=targets)
+    arch = found.architecture
+    for entry in found.entries:
+        row = entry.row
+        whole = [torch.randn(shape) for shape in row.hf_shapes(arch)]
+        back = [torch.full_like(part, torch.nan) for part in whole]
+        for rank in range(size):
+            shard = torch.empty(row.local_shape(arch, size))
+            fill_shard(row, arch, shard, whole, rank, size)
+            fill_parts(row, arch, back, shard, rank, size)
+            assert spans(row, arch, rank, size)
+        assert all(map(torch.equal, back, whole)), entry.megatron
+
+
+@pytest.mark.parametrize(
+    ("family", "missing"), [("gpt_oss", {"gate_up_proj", "down_proj"}), ("phi3", set())]
+)
+def test_what_hugging_face_keeps_in_one_tensor(
+    checkpoint, family: str, missing: set[str], tmp_path: Path
+) -> None:
+    """Experts that are stacked have no adapters; a joined projection has one."""
+    table = bind(read_config(checkpoint(family, layers=2)))
+    names = {
+        name.rpartition(".lora_")[0].rpartition(".")[2] for name in adapters(table).hf_shapes()
+    }
+    assert not names & missing and "o_proj" in names
+    if family == "phi3":
+        assert {"qkv_proj", "gate_up_proj"} <= names
+        assert adapters(table, target_modules=["qkv_proj"]) == adapters(
+            table, target_modules=["linear_qkv"]
+        )
