@@ -95,6 +95,53 @@ def fresh_adapters(config: dict[str, Any]) -> dict[str, torch.Tensor]:
         return {n: t.clone() for n, t in policy.export(adapters=True)}
 
 
+def a_hundred_steps(config: dict[str, Any], data: BatchedDataDict) -> list[str]:
+    """Weights of the base that a hundred steps, each with a merged export, have changed."""
+    with open_policy(config) as policy:
+        base = policy._engine.held
+        before = [parameter.detach().clone() for _, parameter in base]
+        merged: dict[str, torch.Tensor] = {}
+        for number in range(100):
+            batch = own_steps(policy, data)[number % 2]
+            policy.train(batch, LOSSES["token"](), mbs=4)
+            merged = {name: tensor.clone() for name, tensor in policy.export()}
+        first = {entry.megatron: tensor for (entry, _), tensor in zip(base, before, strict=True)}
+        assert not torch.equal(
+            merged["model.layers.0.self_attn.o_proj.weight"],
+            first["decoder.layers.0.self_attention.linear_proj.weight"],
+        )
+        pairs = zip(base, before, strict=True)
+        return [entry.megatron for (entry, now), was in pairs if not torch.equal(now, was)]
+
+
+def test_the_bits_of_the_base_outlast_a_hundred_steps_and_merged_exports(ranks, checkpoint) -> None:
+    path = checkpoint("qwen2", tied=False, **SIZES)
+    assert ranks.run(1, a_hundred_steps, adapted(path, {}, None), batches(2)) == [[]]
+
+
+def export_and_read(config: dict[str, Any], tokens: torch.Tensor, path: Path) -> torch.Tensor:
+    with open_policy(config, init_optimizer=False) as policy:
+        policy.export_peft(path)
+        return policy.logprobs(BatchedDataDict({"input_ids": tokens}))
+
+
+@pytest.mark.parametrize("name", in_turns(["EP2xTP2+SP", "EP2xETP2+TP2"]))
+def test_peft_computes_what_the_policy_does_with_adapters_of_experts(
+    ranks, checkpoint, tmp_path: Path, name: str
+) -> None:
+    """PEFT itself stacks the adapters of single experts, as transformers stacks the experts."""
+    path, tokens = checkpoint("olmoe", tied=False, **SIZES), batches(1)["input_ids"]
+    case, target = EXPERT_LAYOUTS[name], tmp_path / "peft"
+    config = adapted(path, case.megatron, None, **ANEW)
+    seen = ranks.run(case.world, export_and_read, config, tokens, target)
+    load = peft_models.Loads(target)
+    rounded, double = oracle.hf_logprobs(load(path), tokens), load(path, torch.float64)
+    with InDouble():
+        exact = Exact.between(rounded.detach(), oracle.hf_logprobs(double, tokens).detach())
+    for logprobs in seen:
+        assert_equal("logprobs of peft", logprobs[:, 1:], exact)
+
+
 def test_a_fused_layers_shared_a_is_handed_over_for_each_module(
     ranks, checkpoint, tmp_path: Path
 ) -> None:
