@@ -20,6 +20,17 @@ class LanguageModelHead(Protocol):
     """
 
     @property
+    def scalar(self) -> bool:
+        """Whether the head gives one number for each token: then it only has `values`, which no
+        other head has.
+        """
+
+    def values(self, hidden_SRD: Tensor) -> Tensor:
+        """fp32 `[S, R]`: the numbers of all positions of this context-parallel rank,
+        differentiable, the same on every tensor-parallel rank.
+        """
+
+    @property
     def plain(self) -> LanguageModelHead:
         """The same head at temperature 1."""
 

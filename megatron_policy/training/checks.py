@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.errors import BatchError
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.interfaces import LossFunction, LossInputType
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.microbatch import inside
@@ -190,6 +191,22 @@ def _check_mask_within(data: BatchedDataDict, lengths: list[int]) -> None:
         raise BatchError(
             f"token_mask counts position {position} of row {row}, whose input_lengths is "
             f"{lengths[row]}: make the mask 0 beyond it, or the length larger"
+        )
+
+
+def check_head(architecture: Architecture, scalar: bool = False) -> None:
+    """ConfigError unless the model's head is a scalar one or, by default, that of a language
+    model.
+    """
+    if scalar and architecture.head is None:
+        raise ConfigError(
+            "this policy has no values: its head is that of a language model. Make it with "
+            "policy.reward_model_cfg.enabled"
+        )
+    if architecture.head is not None and not scalar:
+        raise ConfigError(
+            "this policy has no vocabulary: its head gives one number for each token "
+            "(policy.reward_model_cfg), so that it has values() and score() only"
         )
 
 

@@ -167,8 +167,9 @@ def _fill(
     """
     if source_dtypes is None:
         with HfReader(config.model_name) as reader:
-            load_parameters(held, reader, table, place)
-            return dict(reader.dtypes)
+            load_parameters(held, reader, table, place, config.seed)
+            embedding = table.entries[0].hf[0]
+            return dict(reader.dtypes) | dict.fromkeys(table.fresh, reader.dtypes[embedding])
     if unknown := sorted(table.hf_shapes().keys() - source_dtypes.keys()):
         raise CheckpointError(
             f"the checkpoint is not of the model {config.model_name}: it does not have "

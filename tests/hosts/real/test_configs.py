@@ -18,7 +18,6 @@ NOT_SUPPORTED = {
     "megatron_cfg.fp8_cfg.enabled",
     "megatron_cfg.peft.enabled",
     "draft.enabled",
-    "reward_model_cfg.enabled",
     "quant_cfg",
     "is_vlm",
 }
