@@ -224,6 +224,7 @@ class Learned:
     exact: Trained
     rounded: Trained
     rounding: Rounding
+    load: Callable[[Path | str, torch.dtype], PreTrainedModel] = load_hf
 
     @classmethod
     def of(
@@ -232,7 +233,8 @@ class Learned:
         """As `train`, whose arguments these are."""
         exact = train(path, data, size, loss_of, torch.float64, **more)
         rounded = train(path, data, size, loss_of, **more)
-        return cls(path, exact, rounded, Rounding.of(rounded, exact))
+        load = more.get("load", load_hf)
+        return cls(path, exact, rounded, Rounding.of(rounded, exact), load)
 
     def read(self, compute: Callable[[PreTrainedModel], torch.Tensor]) -> Exact:
         """What `compute` makes of the trained model, without gradients."""
@@ -242,7 +244,7 @@ class Learned:
         return Exact.between(rounded, exact)
 
     def _model(self, trained: Trained, dtype: torch.dtype) -> PreTrainedModel:
-        model = load_hf(self.path, dtype)
+        model = self.load(self.path, dtype)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(trained.weights[name])

@@ -43,6 +43,7 @@ TESTS = (
     "tests/dist/test_router_replay.py",
     "tests/dist/test_router_training.py",
     "tests/dist/test_scalar_heads.py",
+    "tests/dist/test_scalar_training.py",
     "tests/dist/test_split_training.py",
     "tests/dist/test_param_groups.py",
     "tests/dist/test_weight_decay.py",

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.packing.microbatch import Microbatch
 
 
@@ -20,9 +21,9 @@ class LanguageModelHead(Protocol):
     """
 
     @property
-    def scalar(self) -> bool:
-        """Whether the head gives one number for each token: then it only has `values`, which no
-        other head has.
+    def scalar(self) -> ScalarHead | None:
+        """What the head is if it gives one number for each token: then it only has `values`, which
+        no other head has.
         """
 
     def values(self, hidden_SRD: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.device import to_device
 from megatron_policy.lm_head.head import LanguageModelHead, MtpLayers
-from megatron_policy.packing.microbatch import Microbatch, cut
+from megatron_policy.packing.microbatch import Microbatch, cut, inside
 from megatron_policy.packing.multiples import NARROWEST
 from megatron_policy.packing.tokens import FILLER
 
@@ -78,6 +78,11 @@ class Output:
         chosen_N = self._chosen(wanted_BS)
         return self._put(self._values(chosen_N), chosen_N)
 
+    def row_scores(self) -> torch.Tensor:
+        """fp32 `[B]`: what a scalar head makes of each row, at its last token."""
+        inside_BS = inside(self.microbatch.host.data)
+        return self.values(inside_BS & (shifted(inside_BS.long(), 1) == 0)).sum(-1)
+
     def topk(self, k: int, wanted_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The `k` largest logits after each wanted position at temperature 1, fp32, and their
         entries, int64: `[B, S, K]`.
@@ -110,7 +115,7 @@ class Output:
     def nothing(self) -> torch.Tensor:
         """A zero that depends on every parameter, so that all of them get a gradient of zero."""
         none = self.hidden_TRD.new_zeros(0, dtype=torch.long)
-        if self.head.scalar:
+        if self.head.scalar is not None:
             return self._values(none).sum()
         logprobs_N, _ = self.head.scores(self._hidden(none), none)
         for output in self._further():

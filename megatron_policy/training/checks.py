@@ -221,8 +221,9 @@ def loss_kind(loss_fn: LossFunction) -> str | None:
     if kind not in [known.value for known in LossInputType]:
         raise NotImplementedError(
             f"{type(loss_fn).__name__}.input_type is {kind!r}; this policy feeds 'logprob' and "
-            "'logit' losses. To distil from a teacher's top-k, write a 'logprob' loss whose "
-            "attribute `candidates` names the key of the teacher's indices in the data"
+            "'logit' losses, and with a scalar head 'value', 'score' and 'logit' ones. To distil "
+            "from a teacher's top-k, write a 'logprob' loss whose attribute `candidates` names the "
+            "key of the teacher's indices in the data"
         )
     return str(kind)
 

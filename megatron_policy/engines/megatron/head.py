@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.engines.megatron.layers.norm import replicated
 from megatron_policy.lm_head.fused import HeadShape, fused_scores, fused_topk
 
@@ -62,9 +63,12 @@ class Head:
     """Whether `scores` have no gradient with respect to the weight."""
 
     @property
-    def scalar(self) -> bool:
-        """Whether it gives one number for each token."""
-        return isinstance(self.model.output_layer, ScalarLayer)
+    def scalar(self) -> ScalarHead | None:
+        """What it is if it gives one number for each token."""
+        layer = self.model.output_layer
+        if not isinstance(layer, ScalarLayer):
+            return None
+        return ScalarHead(per_token=layer.bias is not None)
 
     def values(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
         """fp32 `[S, R]`: a scalar head's numbers of all positions of this context-parallel rank,
