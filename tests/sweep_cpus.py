@@ -47,6 +47,7 @@ TESTS = (
     "tests/dist/test_split_training.py",
     "tests/dist/test_param_groups.py",
     "tests/dist/test_weight_decay.py",
+    "tests/hosts/test_value_worker.py",
     "tests/ray/test_ray_batching.py",
     "tests/ray/test_ray_training.py",
     "tests/unit/test_makers_code.py",
