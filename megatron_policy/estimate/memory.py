@@ -151,8 +151,11 @@ def _head(
     config: PolicyConfig, arch: Architecture, topology: Topology, batch_shape: BatchShape
 ) -> int:
     """A tile of logits in the weights' dtype, a strip of it in fp32, the gradients of the tokens'
-    hidden states in fp32 and of the weights.
+    hidden states in fp32 and of the weights. A scalar head has hidden states in fp32 and their
+    gradients.
     """
+    if arch.head is not None:
+        return 2 * FP32 * batch_shape.microbatch(topology).tokens * arch.hidden_size
     width = WIDTHS[config.precision]
     shard = padded_vocab(arch.vocab_size, topology.tp) // topology.tp
     tokens = batch_shape.microbatch(topology).tokens

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.auto import modeling_auto
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.converters.registry import FAMILIES as FAMILIES_OF_THE_PACKAGE
 from megatron_policy.errors import ConfigError, ConversionError
 from tests import oracle, scalar_oracle
+from tests.checkpoints import ALL_FAMILIES
 from tests.dist.cases import GLOBAL_BATCH, open_policy, policy_config
 from tests.dist.layouts import EXPERT_LAYOUTS, FAMILIES, LAYOUTS, LENGTH, SIZES, VOCAB
 from tests.exact import Exact, InDouble, assert_equal
@@ -27,6 +30,7 @@ BATCHINGS: dict[str, dict[str, Any]] = {
 }
 KINDS = ("regression", "bradley_terry")
 ROWS = 2 * GLOBAL_BATCH
+SMALL: dict[str, Any] = {"hidden": 32, "heads": 4, "groups": 2, "layers": 3, "vocab": 131}
 
 
 def rows() -> BatchedDataDict:
@@ -100,6 +104,60 @@ def test_values_and_scores_are_those_of_transformers(
         assert seen["values"].dtype is torch.float32
         assert_equal("values", seen["values"], values)
         assert_equal("scores", seen["scores"], scores)
+
+
+WITHOUT_CLASSES = {
+    "cohere": KINDS,
+    "ernie4_5": KINDS,
+    "ernie4_5_moe": KINDS,
+    "glm4_moe": KINDS,
+    "glm4_moe_lite": KINDS,
+    "granite": KINDS,
+    "minimax_m2": KINDS,
+    "olmoe": KINDS,
+    "apertus": ("bradley_terry",),
+    "gemma3_text": ("regression",),
+    "hunyuan_v1_dense": ("regression",),
+    "olmo2": ("regression",),
+    "olmo3": ("regression",),
+}
+"""What transformers does not have of each family, as docs/values.md says."""
+
+
+def test_families_have_the_classes_that_transformers_has() -> None:
+    for name, family in FAMILIES_OF_THE_PACKAGE.items():
+        kind = family.hf_model_type or name
+        for head, known, own in zip(
+            ("bradley_terry", "regression"),
+            (
+                modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+                modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+            ),
+            family.scalar_classes,
+            strict=True,
+        ):
+            lacking = head in WITHOUT_CLASSES.get(name, ())
+            assert known.get(kind) == (None if lacking else own), (name, head)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    in_turns(
+        (family, next(kind for kind in turned if kind not in WITHOUT_CLASSES.get(family, ())))
+        for family, turned in zip(
+            [name for name in ALL_FAMILIES if WITHOUT_CLASSES.get(name) != KINDS],
+            itertools.cycle((KINDS, KINDS[::-1])),
+            strict=False,
+        )
+    ),
+)
+def test_every_familys_values_are_those_of_transformers(
+    ranks, checkpoint, tmp_path: Path, family: str, kind: str
+) -> None:
+    path = scalar_oracle.make(kind, checkpoint(family, **SMALL), tmp_path / "model")
+    data = oracle.make_batch(4, LENGTH, SMALL["vocab"])
+    (seen,) = ranks.run(1, read, config_of(path, kind, {}), data)
+    assert_equal("values", seen["values"], expected_of(path, kind, data, scalar_oracle.values))
 
 
 def fresh(config: dict[str, Any]) -> dict[str, torch.Tensor]:
