@@ -50,6 +50,7 @@ TESTS = (
     "tests/hosts/test_value_worker.py",
     "tests/ray/test_ray_batching.py",
     "tests/ray/test_ray_training.py",
+    "tests/ray/test_ray_values.py",
     "tests/unit/test_makers_code.py",
 )
 """All that compare by `tests.exact`, but for those that need GPUs."""

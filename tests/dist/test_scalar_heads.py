@@ -199,7 +199,7 @@ def said(config: dict[str, Any], error: type[Exception], ask: str, data: Batched
     return str(raised.value)
 
 
-def test_what_does_not_fit_the_head_is_refused(ranks, heads, checkpoints) -> None:
+def test_what_does_not_fit_the_head_is_refused(ranks, heads, checkpoint, checkpoints) -> None:
     ask = partial(ranks.run, 1, said)
     scalar = config_of(heads("qwen3", "regression"), "regression", {})
     for method in ("logprobs", "entropy", "generate", "reference_logprobs", "topk_logits"):
@@ -209,5 +209,7 @@ def test_what_does_not_fit_the_head_is_refused(ranks, heads, checkpoints) -> Non
         assert "policy.reward_model_cfg" in ask(plain, ConfigError, method, rows())[0]
     unasked = policy_config(heads("qwen3", "regression"), {})
     assert "reward_model_type: regression" in ask(unasked, ConfigError, "values", rows())[0]
+    further = config_of(checkpoint("deepseek_v3", **SMALL), "regression", {"mtp_num_layers": 1})
+    assert "mtp_num_layers to 0" in ask(further, ConversionError, "values", rows())[0]
     other = config_of(heads("qwen3", "regression"), "bradley_terry", {})
     assert "reward_model_type to regression" in ask(other, ConversionError, "values", rows())[0]

@@ -228,12 +228,14 @@ def test_a_language_model_with_a_fresh_head_is_exported_as_transformers_classifi
     ranks, checkpoints, tmp_path: Path, tied: bool, kind: str
 ) -> None:
     source, target = checkpoints[tied], tmp_path / "exported"
-    config = config_of(source, kind, LAYOUTS["PP2"].megatron)
+    padded = {"hf_config_overrides": {"pad_token_id": 0}}
+    config = config_of(source, kind, LAYOUTS["PP2"].megatron, **padded)
     values, _ = ranks.run(2, export, config, target)
     written = json.loads((target / "config.json").read_text())
     model = scalar_oracle.CLASSES[kind].from_pretrained(target)
     assert written["architectures"] == [type(model).__name__]
-    assert model.config.num_labels == 1 and "lm_head.weight" not in tensors_of(target)
+    assert (model.config.num_labels, model.config.pad_token_id) == (1, 0)
+    assert "lm_head.weight" not in tensors_of(target)
     exact = expected_of(target, kind, data(), scalar_oracle.values)
     assert_equal("values of a fresh head", values, exact)
     (again,) = ranks.run(1, export, config_of(target, kind, {}), tmp_path / "again")
