@@ -46,6 +46,7 @@ from megatron_policy.converters.families import (
     starcoder2,
 )
 from megatron_policy.converters.rows import Ignore, Row
+from megatron_policy.converters.scalar_head import SEQUENCE, TOKEN
 from megatron_policy.errors import ConversionError
 
 GROUP = "megatron_policy.models"
@@ -63,6 +64,16 @@ class Family:
     """The model_type of transformers' class that has the same fields, if it is not `name`: the
     makers' own class comes with their checkpoints, and no code of a checkpoint is executed.
     """
+    hf_prefix: str = ""
+    """What the names of transformers' classes with a scalar head begin with, if not as those of
+    `hf_architectures`.
+    """
+
+    @property
+    def scalar_classes(self) -> tuple[str, str]:
+        """The HF classes with one number for each sequence, and for each token."""
+        prefix = self.hf_prefix or self.hf_architectures[0].removesuffix("ForCausalLM")
+        return (prefix + SEQUENCE, prefix + TOKEN)
 
 
 FAMILIES = {
@@ -82,7 +93,13 @@ FAMILIES = {
         ),
         Family("exaone4", exaone4.TABLE, exaone4.architecture, ("Exaone4ForCausalLM",)),
         Family("gemma2", gemma2.TABLE, gemma2.architecture, ("Gemma2ForCausalLM",)),
-        Family("gemma3_text", gemma3_text.TABLE, gemma3_text.architecture, ("Gemma3ForCausalLM",)),
+        Family(
+            "gemma3_text",
+            gemma3_text.TABLE,
+            gemma3_text.architecture,
+            ("Gemma3ForCausalLM",),
+            hf_prefix="Gemma3Text",
+        ),
         Family("glm4", glm4.TABLE, glm4.architecture, ("Glm4ForCausalLM",)),
         Family("glm4_moe", glm4_moe.TABLE, glm4_moe.architecture, ("Glm4MoeForCausalLM",)),
         Family(

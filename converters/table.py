@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture import Architecture, ScalarHead
 from megatron_policy.converters.config_fields import Fields, shown
 from megatron_policy.converters.config_fields.quantisation import found_in
 from megatron_policy.converters.rows import Ignore, Role, Row, Shape
 from megatron_policy.converters.rows.blocks import EXPERT, of_expert
 from megatron_policy.converters.rows.expert_rows import Stacked
+from megatron_policy.converters.scalar_head import source_of, with_scalar_head
 from megatron_policy.errors import ConversionError
 
 from .mismatch import Expected, compare, either, other_dtypes
@@ -73,6 +74,10 @@ class Table:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Fields of config.json that have other values than in the model's file: what is written has
     them.
+    """
+    fresh: Mapping[str, float] = field(default_factory=dict)
+    """HF tensors of a scalar head that the checkpoint lacks, with the standard deviation that they
+    are drawn with; 0 for zeros.
     """
 
     def joined(self, adapters: Table | None) -> Table:
@@ -134,7 +139,8 @@ class Table:
 
         Each must have its shape and one of `WEIGHT_DTYPES`; ignored tensors are not checked.
         """
-        expected = self._hf(self.exported())
+        own = self._hf(self.exported())
+        expected = {name: e for name, e in own.items() if name not in self.fresh}
         # Quantised weights come with tensors that no row uses, so quantisation is reported first.
         quantised = found_in([name for name in shapes if name not in expected], dtypes)
         problems = other_dtypes(expected, dtypes, WEIGHT_DTYPES)
@@ -192,14 +198,20 @@ class Table:
         return expected
 
 
-def bind(raw: Mapping[str, Any], family: Family | None = None, mtp_layers: int = 0) -> Table:
+def bind(
+    raw: Mapping[str, Any],
+    family: Family | None = None,
+    mtp_layers: int = 0,
+    head: ScalarHead | None = None,
+) -> Table:
     """The table of one HF config, a mapping of all its fields; its model_type names the family.
-    The model has `mtp_layers` of the layers for multi-token prediction.
+    The model has `mtp_layers` of the layers for multi-token prediction, and the scalar `head`; if
+    that is None, the head that its checkpoint has.
 
     ConversionError for a config that cannot be translated faithfully, or a faulty table.
     """
     fields = Fields(raw)
-    table = draft(fields, family, mtp_layers)
+    table = draft(fields, family, mtp_layers, head)
     fields.finish()
     return table
 
@@ -221,7 +233,12 @@ def mtp_layers_in(table: Table, names: Collection[str]) -> int:
     return (*present, False).index(False)
 
 
-def draft(fields: Fields, family: Family | None = None, mtp_layers: int = 0) -> Table:
+def draft(
+    fields: Fields,
+    family: Family | None = None,
+    mtp_layers: int = 0,
+    head: ScalarHead | None = None,
+) -> Table:
     """The table from `fields`, without checking that all of them were understood.
 
     For showing how a config is read; models are built from the result of `bind`.
@@ -231,30 +248,34 @@ def draft(fields: Fields, family: Family | None = None, mtp_layers: int = 0) -> 
     if not isinstance(names, (list, tuple)):
         raise ConversionError(f"config.json has {shown(names)} for architectures, not a list")
     for name in names:
-        if name not in family.hf_architectures:
+        if name not in (*family.hf_architectures, *family.scalar_classes):
             fields.refuse(
                 "architectures",
                 name,
                 f"{family.name} converts {' or '.join(family.hf_architectures)}",
             )
+    source = source_of(fields, names, family.scalar_classes, head)
     try:
         architecture = replace(family.architecture(fields), mtp_layers=mtp_layers)
+        if source.head is not None:
+            architecture = replace(architecture, tied=False, head=source.head)
     except ConversionError:
         raise
     except (ArithmeticError, TypeError, ValueError) as error:
         raise ConversionError(
             f"config.json has a value that a {family.name} model cannot have: {error}"
         ) from error
-    entries = _entries([row for row in family.table if not isinstance(row, Ignore)], architecture)
+    rows = family.table if source.head is None else with_scalar_head(family.table)
+    entries = _entries([row for row in rows if not isinstance(row, Ignore)], architecture)
     _refuse_duplicates(family.name, entries)
     _refuse_vectors_as_matrices(family.name, entries, architecture)
     ignored = {
         name: row
-        for row in family.table
+        for row in rows
         if isinstance(row, Ignore)
         for name in _ignored_names(row, architecture)
     }
-    return Table(family.name, architecture, entries, ignored)
+    return Table(family.name, architecture, entries, ignored, source.fields, source.fresh)
 
 
 def canonical_name(name: str, layer_offset: int, expert_offset: int = 0) -> str:

@@ -46,11 +46,15 @@ TESTS = (
     "tests/dist/test_resume.py",
     "tests/dist/test_router_replay.py",
     "tests/dist/test_router_training.py",
+    "tests/dist/test_scalar_heads.py",
+    "tests/dist/test_scalar_training.py",
     "tests/dist/test_split_training.py",
     "tests/dist/test_param_groups.py",
     "tests/dist/test_weight_decay.py",
+    "tests/hosts/test_value_worker.py",
     "tests/ray/test_ray_batching.py",
     "tests/ray/test_ray_training.py",
+    "tests/ray/test_ray_values.py",
     "tests/unit/test_makers_code.py",
 )
 """All that compare by `tests.exact`, but for those that need GPUs."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from .architecture import MOST_LAYERS, Architecture, VocabShard, padded_vocab, vocab_shard
 from .rotary import Rope
-from .traits import Activation, Mla, Moe, Norm, QkNorm, Scoring
+from .traits import Activation, Mla, Moe, Norm, QkNorm, ScalarHead, Scoring
 
 __all__ = [
     "MOST_LAYERS",
@@ -17,6 +17,7 @@ __all__ = [
     "Norm",
     "QkNorm",
     "Rope",
+    "ScalarHead",
     "Scoring",
     "VocabShard",
     "padded_vocab",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from megatron_policy.errors import ConversionError
 
 from .rotary import Rope
-from .traits import Activation, Mla, Moe, Norm, QkNorm, QueryGrowth
+from .traits import Activation, Mla, Moe, Norm, QkNorm, QueryGrowth, ScalarHead
 
 VOCAB_MULTIPLE = 128
 """A rank's embedding shard has a multiple of this many rows (Megatron's own default)."""
@@ -113,6 +113,8 @@ class Architecture:
     """Multi-token-prediction layers that checkpoints can hold, numbered after all others."""
     mtp_layers: int = 0
     """How many of `further_layers`, from the first on, this model has; it leaves out the others."""
+    head: ScalarHead | None = None
+    """Gives one number for each token, in place of the logits of a vocabulary."""
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -141,6 +143,11 @@ class Architecture:
                 f"be trained (num_nextn_predict_layers), but mtp_num_layers asks for "
                 f"{self.mtp_layers}: set it to {self.further_layers}"
                 + (" or less" if self.further_layers else "")
+            )
+        if self.head is not None and self.mtp_layers:
+            raise ConversionError(
+                "layers for multi-token prediction need the head of a language model, which this "
+                "model does not have: set mtp_num_layers to 0"
             )
         rotated = self.mla.qk_rope_head_dim if self.mla else self.kv_channels
         for rope in filter(None, (self.rope, self.window_rope)):

@@ -140,3 +140,11 @@ class Mla:
     def down_size(self) -> int:
         """Output rows of the projection that compresses keys and values."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
+class ScalarHead:
+    """A linear layer from a token's hidden state to one number."""
+
+    per_token: bool
+    """It has a bias, and every token's number is wanted; otherwise that of a row's last token."""

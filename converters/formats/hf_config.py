@@ -25,7 +25,7 @@ CONFIG = "config.json"
 _FIXED = {"model_type", "architectures", "dtype", "torch_dtype", SECTION, "transformers_version"}
 _ROPE = (frozenset({"rope_parameters"}), frozenset({"rope_scaling", "rope_theta"}))
 """What releases of transformers call the settings of rotary embeddings: 5, and before."""
-_OF_LATER_DEFAULTS = _ROPE[0] | _ROPE[1]
+_ALWAYS_KNOWN = _ROPE[0] | _ROPE[1] | {"pad_token_id"}
 MAX_BYTES = 16 * 2**20
 
 # Fields of a config.json that do not describe the model but that transformers acts on: code to
@@ -79,7 +79,7 @@ def _check_overrides(
     if fixed:
         raise ConfigError(f"{', '.join(fixed)} cannot be overridden: it says which model this is")
     known = config.keys() | read_config(model).keys()
-    if unknown := sorted(overrides.keys() - known - _OF_LATER_DEFAULTS):
+    if unknown := sorted(overrides.keys() - known - _ALWAYS_KNOWN):
         close = get_close_matches(unknown[0], known, 1)
         meant = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError(f"the model's {CONFIG} has no {', '.join(unknown)}{meant}")

@@ -18,6 +18,7 @@ from megatron_policy.config.sections import (
     DynamicBatchingConfig,
     GenerationConfig,
     MegatronConfig,
+    RewardModelConfig,
     RouterReplayConfig,
     SequencePackingConfig,
     TokenizerConfig,
@@ -59,7 +60,7 @@ _POLICY: Rules = {
     ),
     "draft": Nested(),
     "router_replay": Nested(RouterReplayConfig),
-    "reward_model_cfg": Nested(),
+    "reward_model_cfg": Nested(RewardModelConfig),
     "pretrained_checkpoint": Nested(),
     **each(
         Ignored(_OTHER),
@@ -162,9 +163,10 @@ SECTIONS: dict[str, Rules] = {
         "enabled": Applied("`routed_experts` of the data replace the routers' own choice"),
         "transport": Applied("inline: within the data"),
     },
-    "reward_model_cfg.": switched_off(
-        "reward models are not supported", "reward models", "reward_model_type"
-    ),
+    "reward_model_cfg.": {
+        "enabled": Applied("a head that gives one number for each token: see values.md"),
+        "reward_model_type": Applied("bradley_terry: scores of sequences; regression: values"),
+    },
     "pretrained_checkpoint.": {
         "path": Rejected("weights come from the Hugging Face files of model_name"),
         **each(Ignored("affects path only"), "format *"),

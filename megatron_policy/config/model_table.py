@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_policy.config.layout import mtp_layers
 from megatron_policy.config.policy_config import PolicyConfig
+from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.errors import ConfigError, ConversionError
@@ -20,22 +21,42 @@ def model_table(config: PolicyConfig) -> Table:
     """The table of `config.model_name`, bound to its config.json with `hf_config_overrides`.
 
     ConfigError, beside those of `read_config` and `bind`, for an override that the model's config
-    does not have or cannot have, or that changes which weights there are or their shapes.
+    does not have or cannot have, or that changes which weights there are or their shapes; and for a
+    checkpoint with a scalar head where the configuration has none.
     """
-    layers = mtp_layers(config.megatron_cfg)
+    layers, head = mtp_layers(config.megatron_cfg), scalar_head(config)
     written = read_config(config.model_name)
-    table = bind(written, mtp_layers=layers)
+    table = bind(written, mtp_layers=layers, head=head)
+    _refuse_unwanted_head(table, head)
     overrides = dict(config.hf_config_overrides or {})
     if overrides.keys() == {_COEFFICIENT} and _COEFFICIENT not in written:
         return table  # only megatron_cfg.moe_aux_loss_coeff takes it
     if not overrides:
         return table
     try:
-        other = bind(read_config(config.model_name, overrides), mtp_layers=layers)
+        changed = read_config(config.model_name, overrides)
+        other = bind(changed, mtp_layers=layers, head=head)
     except (ConfigError, ConversionError) as error:
         raise ConfigError(f"{_KEY} ({', '.join(overrides)}): {error}") from error
     _refuse_other_weights(table, other, overrides)
-    return replace(other, overrides=overrides)
+    return replace(other, overrides={**other.overrides, **overrides})
+
+
+def scalar_head(config: PolicyConfig) -> ScalarHead | None:
+    """The scalar head that the configuration asks for, or None."""
+    wanted = config.reward_model_cfg
+    if not wanted.enabled:
+        return None
+    return ScalarHead(per_token=wanted.reward_model_type == "regression")
+
+
+def _refuse_unwanted_head(table: Table, wanted: ScalarHead | None) -> None:
+    if (found := table.architecture.head) is not None and wanted is None:
+        kind = "regression" if found.per_token else "bradley_terry"
+        raise ConfigError(
+            "policy.model_name is a checkpoint with a scalar head, which has no vocabulary: set "
+            f"policy.reward_model_cfg to enabled: true and reward_model_type: {kind}"
+        )
 
 
 _COEFFICIENT = "router_aux_loss_coef"

@@ -114,6 +114,16 @@ class RouterReplayConfig(Section):
     """How they arrive: "inline" is in the data themselves."""
 
 
+class RewardModelConfig(Section):
+    """A head that gives one number for each token, in place of the language model's."""
+
+    enabled: bool = False
+    reward_model_type: Literal["bradley_terry", "regression"] = "bradley_terry"
+    """Scores of sequences, as AutoModelForSequenceClassification has them, or values of tokens, as
+    AutoModelForTokenClassification has them.
+    """
+
+
 class PytorchOptimizerConfig(Section):
     """The host's optimizer for its other workers."""
 
@@ -306,6 +316,7 @@ class PolicySection(Section):
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     router_replay: RouterReplayConfig = RouterReplayConfig()
+    reward_model_cfg: RewardModelConfig = RewardModelConfig()
     hf_config_overrides: dict[str, Any] | None = None
     """Values in place of those in the model's config.json, also in what is exported."""
     refit_buffer_size_gb: Gib | None = None

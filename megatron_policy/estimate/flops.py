@@ -85,7 +85,8 @@ def forward_flops(
             kinds[kind] = layer_flops(architecture, number, lengths)
         return kinds[kind]
 
-    head = _product(counted, architecture.hidden_size, architecture.vocab_size)
+    outputs = architecture.vocab_size if architecture.head is None else 1
+    head = _product(counted, architecture.hidden_size, outputs)
     mtp = 0
     if further:
         own = _product(tokens, architecture.mtp_projection_size, architecture.hidden_size)

@@ -157,8 +157,11 @@ def _head(
 ) -> int:
     """A tile of logits in the weights' dtype, a strip of it in fp32, the gradients of the tokens'
     hidden states in fp32 and of the weights. With filters several smaller strips, and where there
-    are several tiles, the weights' gradient as a sum in fp32 and a term of it.
+    are several tiles, the weights' gradient as a sum in fp32 and a term of it. A scalar head has
+    hidden states in fp32 and their gradients.
     """
+    if arch.head is not None:
+        return 2 * FP32 * batch_shape.microbatch(topology).tokens * arch.hidden_size
     width = WIDTHS[config.precision]
     shard = padded_vocab(arch.vocab_size, topology.tp) // topology.tp
     tokens = batch_shape.microbatch(topology).tokens

@@ -16,10 +16,14 @@ class LossType(enum.Enum):
 
 
 class LossInputType(enum.Enum):
-    """What a loss with an `input_type` takes: logits, or next-token log-probabilities."""
+    """What a loss with an `input_type` takes: logits, or next-token log-probabilities; of a policy
+    with a scalar head the values of all tokens, or one score for each row.
+    """
 
     LOGIT = "logit"
     LOGPROB = "logprob"
+    VALUE = "value"
+    SCORE = "score"
 
 
 class MetricNormalizer(enum.Enum):
@@ -46,6 +50,12 @@ class LossFunction(Protocol):
     with it (NeMo RL from 0.6), by the input it names,
         `loss(data=, global_valid_seqs=, global_valid_toks=, next_token_logprobs=[B, S - 1])` or
         `loss(data=, global_valid_seqs=, global_valid_toks=, logits=[B, S, V])`.
+
+    Of a policy with a scalar head, `VALUE` and `SCORE` are called like these with
+        `values=[B, S]`, at position t of the tokens up to t, 0 beyond `input_lengths`, or
+        `scores=[B]`, the value at the last token of each row;
+    and `LOGIT`, as the host's losses of values and rewards expect, with `logits=[B, S, 1]` of a
+    head for each token and `logits=[B, 1]` of one for each sequence.
 
     Both return (scalar tensor to differentiate, metrics). B and S are those of a microbatch, and
     losses must not rely on them: rows and padding are cut as the configuration says. A loss that

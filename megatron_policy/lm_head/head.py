@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.packing.microbatch import Microbatch
 
 
@@ -19,6 +20,17 @@ class LanguageModelHead(Protocol):
     vocabulary, K candidates. Logits are divided by the policy's temperature. Scores are of the
     entries that the policy's filters keep (top-k, top-p, min-p), or of all if it has none.
     """
+
+    @property
+    def scalar(self) -> ScalarHead | None:
+        """What the head is if it gives one number for each token: then it only has `values`, which
+        no other head has.
+        """
+
+    def values(self, hidden_SRD: Tensor) -> Tensor:
+        """fp32 `[S, R]`: the numbers of all positions of this context-parallel rank,
+        differentiable, the same on every tensor-parallel rank.
+        """
 
     @property
     def plain(self) -> LanguageModelHead:

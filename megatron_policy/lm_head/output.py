@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.device import to_device
 from megatron_policy.lm_head.head import LanguageModelHead, MtpLayers
-from megatron_policy.packing.microbatch import Microbatch, cut
+from megatron_policy.packing.microbatch import Microbatch, cut, inside
 from megatron_policy.packing.multiples import NARROWEST
 from megatron_policy.packing.tokens import FILLER
 
@@ -85,6 +85,18 @@ class Output:
         logprobs_BSK, entropy_BS = self._scores(targets_BSK, wanted_BS, entropy)
         return logprobs_BSK[..., :-1], logprobs_BSK[..., -1], entropy_BS
 
+    def values(self, wanted_BS: torch.Tensor) -> torch.Tensor:
+        """fp32 `[B, S]`: what a scalar head makes of the tokens up to each position; 0 where
+        `wanted_BS` is not set.
+        """
+        chosen_N = self._chosen(wanted_BS)
+        return self._put(self._values(chosen_N), chosen_N)
+
+    def row_scores(self) -> torch.Tensor:
+        """fp32 `[B]`: what a scalar head makes of each row, at its last token."""
+        inside_BS = inside(self.microbatch.host.data)
+        return self.values(inside_BS & (shifted(inside_BS.long(), 1) == 0)).sum(-1)
+
     def topk(self, k: int, wanted_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The `k` largest logits after each wanted position at temperature 1, fp32, and their
         entries, int64: `[B, S, K]`.
@@ -120,6 +132,8 @@ class Output:
     def nothing(self) -> torch.Tensor:
         """A zero that depends on every parameter, so that all of them get a gradient of zero."""
         none = self.hidden_TRD.new_zeros(0, dtype=torch.long)
+        if self.head.scalar is not None:
+            return self._values(none).sum()
         logprobs_N, _ = self.head.scores(self._hidden(none), none)
         for output in self._further():
             logprobs_N = logprobs_N.sum() + output.nothing()
@@ -159,6 +173,9 @@ class Output:
 
     def _hidden(self, chosen_N: torch.Tensor) -> torch.Tensor:
         return self.head.whole(self.hidden_TRD).flatten(0, 1)[chosen_N]
+
+    def _values(self, chosen_N: torch.Tensor) -> torch.Tensor:
+        return self.head.values(self.hidden_TRD).flatten()[chosen_N]
 
     def _put(self, values_N: torch.Tensor, chosen_N: torch.Tensor) -> torch.Tensor:
         """Put the values of all context-parallel ranks' chosen positions at the caller's places."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 
@@ -27,16 +27,17 @@ from megatron_policy.memory.states import (
 from megatron_policy.policy.checkpointing import AnyPath, Checkpoints, source_dtypes
 from megatron_policy.policy.generation import TextGenerator
 from megatron_policy.policy.handover import HandsOverWeights
+from megatron_policy.policy.scoring import PolicyScoring
 from megatron_policy.policy.session import Session
 from megatron_policy.renamed import warn_renamed
 from megatron_policy.training import step
 from megatron_policy.training.accumulate import GradientAccumulator
 from megatron_policy.training.batching import batcher_of
-from megatron_policy.training.replay import Replay
+from megatron_policy.training.checks import check_head
 from megatron_policy.training.scoring import Scorer
 
 
-class MegatronPolicy(HandsOverWeights):
+class MegatronPolicy(PolicyScoring, HandsOverWeights):
     """A Hugging Face checkpoint as a Megatron-Core model: train it, score with it, export it.
 
     Every rank of the layout makes one, under torchrun, in Ray workers, or alone in one process.
@@ -132,67 +133,12 @@ class MegatronPolicy(HandsOverWeights):
         self._session.state.take_step()
         self.steps += 1
 
-    @overload
-    def logprobs(
-        self,
-        data: BatchedDataDict,
-        *,
-        micro_batch_size: int | None = None,
-        return_routed_experts: Literal[False] = False,
-    ) -> torch.Tensor: ...
-
-    @overload
-    def logprobs(
-        self,
-        data: BatchedDataDict,
-        *,
-        micro_batch_size: int | None = None,
-        return_routed_experts: Literal[True],
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def logprobs(
-        self,
-        data: BatchedDataDict,
-        *,
-        micro_batch_size: int | None = None,
-        return_routed_experts: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """fp32 `[B, S]`: `log p(token t | tokens before t)`; 0 at t = 0, of padding, if filtered.
-
-        With `return_routed_experts` also the experts `[B, S, L, K]` that each token took in each
-        of the L layers with experts, as `train` replays them; -1 beyond `input_lengths`.
-        """
-        self.memory.ready("logprobs()")
-        if return_routed_experts:
-            replay = self._replay(Replay.IF_GIVEN)
-            return self._scorer.logprobs_and_experts(data, micro_batch_size, replay)
-        return self._scorer.logprobs(data, micro_batch_size, self._replay(Replay.REQUIRED))
-
-    def entropy(
-        self, data: BatchedDataDict, *, micro_batch_size: int | None = None
-    ) -> torch.Tensor:
-        """fp32 `[B, S]`, in nats: of the distribution token t is drawn from; 0 at t = 0."""
-        self.memory.ready("entropy()")
-        return self._scorer.entropy(data, micro_batch_size, self._replay(Replay.IF_GIVEN))
-
     def reference_logprobs(
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None
     ) -> torch.Tensor:
         """`logprobs` under the weights this policy started from, of whole distributions."""
         with self.reference():
             return self.logprobs(data, micro_batch_size=micro_batch_size)
-
-    def topk_logits(
-        self, data: BatchedDataDict, k: int, *, micro_batch_size: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `k` largest logits at each position, fp32, and their tokens, int64: `[B, S, K]`."""
-        self.memory.ready("topk_logits()")
-        replay = self._replay(Replay.IF_GIVEN)
-        return self._scorer.topk_logits(data, k, micro_batch_size, replay)
-
-    def _replay(self, replay: Replay) -> Replay:
-        """`replay`, unless the reference computes: it chooses its own experts."""
-        return Replay.NEVER if self._session.uses_reference else replay
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -205,6 +151,7 @@ class MegatronPolicy(HandsOverWeights):
     def generate(self, data: BatchedDataDict, *, greedy: bool = False) -> Continuations:
         """Continue right-padded prompts (`input_ids` `[B, S]`, `input_lengths` `[B]`)."""
         self.memory.ready("generate()")
+        check_head(self._engine.table.architecture)
         return self._continue(data, greedy)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -108,7 +108,7 @@ class GradientAccumulator:
         self._memory.check(BEGIN, TRAIN_STEP)
         gbs, mbs = sizes_of(self._config, gbs, mbs)
         check_sizes(gbs, mbs)
-        check_loss(loss_fn)
+        check_loss(loss_fn, self._engine.table.architecture.head)
         normalization = LossNormalization.of(loss_fn)
         if self._engine.table.architecture.mtp_layers:
             normalization.check_mtp()

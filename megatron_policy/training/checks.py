@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.errors import BatchError, LossError
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.errors import BatchError, ConfigError, LossError
 from megatron_policy.interfaces import LossFunction, LossInputType
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.microbatch import inside
@@ -195,6 +196,22 @@ def _check_mask_within(data: BatchedDataDict, lengths: list[int]) -> None:
         )
 
 
+def check_head(architecture: Architecture, scalar: bool = False) -> None:
+    """ConfigError unless the model's head is a scalar one or, by default, that of a language
+    model.
+    """
+    if scalar and architecture.head is None:
+        raise ConfigError(
+            "this policy has no values: its head is that of a language model. Make it with "
+            "policy.reward_model_cfg.enabled"
+        )
+    if architecture.head is not None and not scalar:
+        raise ConfigError(
+            "this policy has no vocabulary: its head gives one number for each token "
+            "(policy.reward_model_cfg), so that it has values() and score() only"
+        )
+
+
 def loss_kind(loss_fn: LossFunction) -> str | None:
     """The value of a loss's `input_type` (host from 0.6), or None without one (host up to 0.5).
     NotImplementedError for an `input_type` that this policy does not provide.
@@ -206,8 +223,9 @@ def loss_kind(loss_fn: LossFunction) -> str | None:
     if kind not in [known.value for known in LossInputType]:
         raise NotImplementedError(
             f"{type(loss_fn).__name__}.input_type is {kind!r}; this policy feeds 'logprob' and "
-            "'logit' losses. To distil from a teacher's top-k, write a 'logprob' loss whose "
-            "attribute `candidates` names the key of the teacher's indices in the data"
+            "'logit' losses, and with a scalar head 'value', 'score' and 'logit' ones. To distil "
+            "from a teacher's top-k, write a 'logprob' loss whose attribute `candidates` names the "
+            "key of the teacher's indices in the data"
         )
     return str(kind)
 

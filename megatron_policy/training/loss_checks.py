@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.errors import LossError
 from megatron_policy.interfaces import LossInputType
 from megatron_policy.training.checks import candidates_key, loss_kind
@@ -14,8 +15,17 @@ _COUNTS = ("global_valid_seqs", "global_valid_toks")
 _GROUPS = ("vocab_parallel_rank", "vocab_parallel_group", "context_parallel_group")
 
 
-def check_loss(loss_fn: Any) -> None:
-    """LossError unless it is an object that can be called with the arguments of its kind;
+_OF_SCALARS = {
+    LossInputType.VALUE.value: "values",
+    LossInputType.SCORE.value: "scores",
+    LossInputType.LOGIT.value: "logits",
+}
+"""The argument of each kind that takes what a scalar head gives."""
+
+
+def check_loss(loss_fn: Any, head: ScalarHead | None) -> None:
+    """LossError unless it is an object that can be called with the arguments of its kind, which a
+    policy has with a scalar `head` or, if that is None, with that of a language model;
     NotImplementedError for an unsupported `input_type`.
     """
     if isinstance(loss_fn, type):
@@ -26,6 +36,7 @@ def check_loss(loss_fn: Any) -> None:
             f"the loss is a {type(loss_fn).__name__}, which cannot be called: give its class a "
             "__call__, see docs/losses.md"
         )
+    _check_fits(loss_fn, head)
     args, named = _arguments(loss_fn)
     try:
         signature = inspect.signature(loss_fn)
@@ -41,13 +52,28 @@ def check_loss(loss_fn: Any) -> None:
         ) from error
 
 
+def _check_fits(loss_fn: Any, head: ScalarHead | None) -> None:
+    kind, name = loss_kind(loss_fn), name_of(loss_fn)
+    if head is not None and kind not in _OF_SCALARS:
+        raise LossError(
+            f"{name} takes log-probabilities or logits of a vocabulary, but this policy has a "
+            "scalar head (policy.reward_model_cfg): give it an input_type of "
+            f"{', '.join(_OF_SCALARS)}"
+        )
+    if head is None and kind in (LossInputType.VALUE.value, LossInputType.SCORE.value):
+        raise LossError(
+            f"{name}.input_type is {kind!r}, but this policy has the head of a language model: "
+            "make it with policy.reward_model_cfg.enabled"
+        )
+
+
 def _arguments(loss_fn: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The arguments passed by position and by name."""
     kind = loss_kind(loss_fn)
     if kind is None:
         return ("next_token_logits", "data", *_COUNTS), _GROUPS
-    if kind == LossInputType.LOGIT.value:
-        return (), ("data", *_COUNTS, "logits")
+    if kind in _OF_SCALARS:
+        return (), ("data", *_COUNTS, _OF_SCALARS[kind])
     found = ["data", *_COUNTS, "next_token_logprobs"]
     if candidates_key(loss_fn) is not None:
         found.append("candidate_logprobs")

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.device import to_device
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces import LossFunction, LossInputType, LossType, MetricNormalizer
@@ -85,7 +86,8 @@ def evaluate_loss(
     `input_type` takes what that names (host from 0.6). `logprob`: the fp32 next-token
     log-probabilities `[B, S - 1]` and those of its `candidates`; no logits are held. `logit`: the
     whole vocabulary's fp32 logits `[B, S, vocab_size]`. A loss that takes logits is called once
-    per packed sequence, or group of sequences that it reads together.
+    per packed sequence, or group of sequences that it reads together. What a loss takes of a scalar
+    head it gets for all rows at once; see `LossFunction`.
 
     LossError, caused by what the loss raised, for one that fails or breaks the contract. With
     `faults` a description is appended there instead, and the scalar is NaN but has all the
@@ -137,6 +139,10 @@ def _inputs(
         given = [score for score in scores.values() if score is not None]
         yield output.microbatch.data, given, scores
         return
+    if output.head.scalar is not None:
+        name, numbers = _numbers(kind, output, output.head.scalar)
+        yield output.microbatch.data, [numbers], {name: numbers}
+        return
     for data, logits_BSV in output.logits(rows_per_group(loss_fn)):
         if kind is None:
             yield (
@@ -153,6 +159,18 @@ def _inputs(
         else:
             whole_BSV = gather_vocab(logits_BSV, groups.tp)[..., :vocab_size]
             yield data, [whole_BSV], {"logits": whole_BSV}
+
+
+def _numbers(kind: str | None, output: Output, head: ScalarHead) -> tuple[str, torch.Tensor]:
+    """What a loss takes of a scalar head, under the name of its argument."""
+    if kind == LossInputType.SCORE.value:
+        return "scores", output.row_scores()
+    if kind == LossInputType.LOGIT.value and not head.per_token:
+        return "logits", output.row_scores().unsqueeze(-1)
+    values_BS = output.values(inside(output.microbatch.host.data))
+    if kind == LossInputType.LOGIT.value:
+        return "logits", values_BS.unsqueeze(-1)
+    return "values", values_BS
 
 
 def _call(

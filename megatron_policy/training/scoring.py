@@ -18,7 +18,12 @@ from megatron_policy.interfaces.engine import TrainingEngine
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing.microbatch import inside
 from megatron_policy.training.batching import Batcher, ScoringBatches
-from megatron_policy.training.checks import checked_batch, checked_lengths, is_count
+from megatron_policy.training.checks import (
+    check_head,
+    checked_batch,
+    checked_lengths,
+    is_count,
+)
 from megatron_policy.training.replay import Replay
 from megatron_policy.training.sync_microbatches import prepared_together
 
@@ -51,6 +56,7 @@ class Scorer:
         """`logprobs`, and the experts `[B, S, L, K]` that tokens took; -1 beyond `input_lengths`.
         BatchError for a model without experts.
         """
+        check_head(self.engine.table.architecture)
         routes = self.batcher.replay
         routes.check_has_experts()
         checked, cut = self._cut(data, rows, replay)
@@ -75,6 +81,19 @@ class Scorer:
 
         (found,) = self._read(data, rows, read, [((), torch.float32)], replay)
         return found
+
+    def values(self, data: BatchedDataDict, rows: int | None, replay: Replay) -> torch.Tensor:
+        """fp32 `[B, S]`: what a scalar head makes of the tokens up to each position; 0 beyond
+        `input_lengths`. ConfigError for a policy without such a head.
+        """
+        (found,) = self._read(data, rows, _values, [((), torch.float32)], replay, scalar=True)
+        return found
+
+    def scores(self, data: BatchedDataDict, rows: int | None, replay: Replay) -> torch.Tensor:
+        """fp32 `[B]`: `values` at the last token of each row."""
+        values_BS = self.values(data, rows, replay)
+        lengths = checked_lengths(checked_batch(data, self.engine.vocab_size), self.batcher.scoring)
+        return values_BS.gather(1, torch.tensor(lengths).unsqueeze(1) - 1).squeeze(1)
 
     def topk_logits(
         self, data: BatchedDataDict, k: int, rows: int | None, replay: Replay
@@ -110,8 +129,12 @@ class Scorer:
         read: Callable[[Output], list[torch.Tensor]],
         kinds: Kinds,
         replay: Replay,
+        scalar: bool = False,
     ) -> list[torch.Tensor]:
-        """Apply `read` to all rows; returns `[B, S, ...]` for each of `kinds`."""
+        """Apply `read` to all rows; returns `[B, S, ...]` for each of `kinds`. ConfigError unless
+        the policy's head is of the kind that it reads, a `scalar` one or not.
+        """
+        check_head(self.engine.table.architecture, scalar)
         checked, cut = self._cut(data, rows, replay)
         return self._placed(checked, cut, self.engine.forward(cut.microbatches, read), kinds)
 
@@ -156,3 +179,7 @@ class Scorer:
         )
         filled = self.batcher.filled_up(own.microbatches, most, checked)
         return checked, replace(own, microbatches=filled)
+
+
+def _values(output: Output) -> list[torch.Tensor]:
+    return [output.values(inside(output.microbatch.host.data))]

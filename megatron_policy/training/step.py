@@ -214,5 +214,5 @@ def _cut(
     batcher.longest.check(checked)
     checked = batcher.replay.prepared(checked)
     check_loss_inputs(loss_fn, checked, engine.vocab_size)
-    check_loss(loss_fn)
+    check_loss(loss_fn, engine.table.architecture.head)
     return batcher.for_training(checked, global_batch_size, micro_batch_size)

@@ -60,8 +60,11 @@ def _weights(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def load_parameters(held: Held, reader: HfReader, table: Table, place: Placement) -> None:
+def load_parameters(
+    held: Held, reader: HfReader, table: Table, place: Placement, seed: int = 0
+) -> None:
     """Copy this rank's slices straight from the mapped files into its parameters, casting on copy.
+    What the table says is fresh is drawn from `seed`, alike on all ranks that hold it.
 
     ConversionError unless the files hold exactly the table's tensors, as plain floats. Copies that
     a tied checkpoint can include are compared with their originals; each rank compares its share.
@@ -70,6 +73,9 @@ def load_parameters(held: Held, reader: HfReader, table: Table, place: Placement
     table.check_hf(reader.shapes, reader.dtypes)
     reader.check_copies(table.copies(), topology.rank(place.coords), topology.world_size)
     for entry, parameter in held:
+        if entry.hf[0] in table.fresh:
+            _draw(parameter.data, table.fresh[entry.hf[0]], seed)
+            continue
         fill_shard(
             entry.row,
             table.architecture,
@@ -82,6 +88,14 @@ def load_parameters(held: Held, reader: HfReader, table: Table, place: Placement
                 f"{', '.join(entry.hf)} has a weight that float16 cannot hold, or that is not "
                 "finite: set policy.precision to bfloat16 or float32"
             )
+
+
+def _draw(parameter: torch.Tensor, std: float, seed: int) -> None:
+    """Fill it from a normal distribution, drawn in fp32 in host memory so that layouts and devices
+    agree.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 
 @torch.no_grad()

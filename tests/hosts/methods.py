@@ -83,7 +83,6 @@ REFUSED: dict[str, str] = {
     "preinit_nvshmem_collective": "vLLM",
     "prepare_nccl_reshard_refit_info": "transport",
     "release_ipc_buffer": "tokenizer",
-    "score": "reward models",
     "set_rollout_num_gpus_per_engine": "SGLang",
     "stream_weights_via_http": "SGLang",
     "swap_weights_via_reshard": "vLLM",

@@ -21,7 +21,6 @@ from tests.ranks import ROOT
 
 SINCE_05, UNTIL_04 = redirect.THEIR_WORKERS
 OTHERS = (
-    "nemo_rl.models.value.workers.megatron_value_worker.MegatronValueWorker",
     "nemo_rl.modelopt.models.policy.workers.megatron_quant_policy_worker.MegatronQuantPolicyWorker",
     "nemo_rl.models.policy.workers.dtensor_policy_worker.DTensorPolicyWorker",
     "my.extension.Worker",
@@ -50,6 +49,15 @@ def test_a_megatron_worker_of_either_name_becomes_ours(groups: ModuleType, their
     assert groups.get_actor_python_env(built.ray_actor_class_fqn) == sys.executable
     named = groups.RayWorkerBuilder(ray_actor_class_fqn=theirs)
     assert named.ray_actor_class_fqn == redirect.OUR_WORKER
+
+
+def test_the_value_models_worker_becomes_ours(groups: ModuleType) -> None:
+    host.install()
+    built = groups.RayWorkerBuilder(redirect.THEIR_VALUE_WORKER)
+    assert built.ray_actor_class_fqn == redirect.OUR_VALUE_WORKER
+    assert groups.get_actor_python_env(redirect.OUR_VALUE_WORKER) == sys.executable
+    module, _, name = redirect.OUR_VALUE_WORKER.rpartition(".")
+    assert hasattr(getattr(importlib.import_module(module), name), "remote")
 
 
 @pytest.mark.parametrize("name", [*OTHERS, redirect.OUR_WORKER])
@@ -101,7 +109,7 @@ def test_a_megatron_worker_that_stays_the_hosts_is_named(
     for name in OTHERS:
         groups.RayWorkerBuilder(name)
     told = [record.message for record in caplog.records]
-    assert len(told) == 2 and OTHERS[0] in told[0] and OTHERS[1] in told[1]
+    assert len(told) == 1 and OTHERS[0] in told[0]
 
 
 @pytest.mark.parametrize(

@@ -283,6 +283,13 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
             "neither has a gradient: give lora_A_init_method",
         ),
         (
+            {
+                MEGATRON + "peft": LORA,
+                "reward_model_cfg": {"enabled": True, "reward_model_type": "bradley_terry"},
+            },
+            "would leave the scalar head of policy.reward_model_cfg as it is",
+        ),
+        (
             {MEGATRON + "peft": LORA, MEGATRON + "mtp_num_layers": 1},
             "set policy.megatron_cfg.mtp_num_layers to 0",
         ),

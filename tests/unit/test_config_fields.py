@@ -161,5 +161,5 @@ def test_a_field_that_is_needed_and_absent_is_named() -> None:
 
 
 def test_a_checkpoint_of_another_task_is_refused_by_its_class() -> None:
-    with pytest.raises(ConversionError, match=r"ForSequenceClassification.*Qwen2ForCausalLM"):
-        small(architectures=["Qwen2ForSequenceClassification"])
+    with pytest.raises(ConversionError, match=r"ForQuestionAnswering.*Qwen2ForCausalLM"):
+        small(architectures=["Qwen2ForQuestionAnswering"])

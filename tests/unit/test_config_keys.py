@@ -195,7 +195,7 @@ def test_a_section_that_is_off_may_say_what_it_likes(path: str) -> None:
 
 
 def test_switches_are_those_of_what_is_not_supported() -> None:
-    expected = {"draft", "reward_model_cfg"}
+    expected = {"draft"}
     expected |= {"megatron_cfg.fp8_cfg"}
     assert {path.removesuffix(".enabled") for path in SWITCHES} == expected
 

@@ -86,7 +86,10 @@ def test_results_have_the_keys_that_algorithms_read() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "values"),
-    [(LossType, {"token_level", "sequence_level"}), (LossInputType, {"logit", "logprob"})],
+    [
+        (LossType, {"token_level", "sequence_level"}),
+        (LossInputType, {"logit", "logprob", "value", "score"}),
+    ],
 )
 def test_kinds_of_losses_have_the_values_that_hosts_use(
     kind: type[enum.Enum], values: set[str]

@@ -171,9 +171,11 @@ def _fill(
     """
     if source_dtypes is None:
         with HfReader(config.model_name) as reader:
-            load_parameters(held, reader, table, place)
+            load_parameters(held, reader, table, place, config.seed)
             adapted = config.megatron_cfg.peft.enabled
-            return dict(reader.dtypes), base_digest(reader) if adapted else ""
+            digest = base_digest(reader) if adapted else ""
+            dtype = reader.dtypes[table.entries[0].hf[0]]
+            return dict(reader.dtypes) | dict.fromkeys(table.fresh, dtype), digest
     if unknown := sorted(table.hf_shapes().keys() - source_dtypes.keys()):
         raise CheckpointError(
             f"the checkpoint is not of the model {config.model_name}: it does not have "

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.converters.architecture import Architecture, padded_vocab
 from megatron_policy.device import current_device
+from megatron_policy.engines.megatron.head import ScalarLayer
 from megatron_policy.engines.megatron.layer_spec import block_spec
 from megatron_policy.engines.megatron.layers.activations import install_activations
 from megatron_policy.engines.megatron.layers.rope import Rotary, ropes_of
@@ -86,6 +87,8 @@ def _build_chunk(
     )
     if architecture.mla is None:
         model.rotary_pos_emb = Rotary(ropes_of(architecture), architecture.kv_channels)
+    if architecture.head is not None and place.holds_head(chunk):
+        model.output_layer = ScalarLayer(config, architecture.head.per_token)
     install_scales(model, architecture)
     install_activations(model, architecture, config)
     add_mtp_layers(model, architecture, config, implementation, place, chunk)

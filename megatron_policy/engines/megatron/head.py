@@ -1,5 +1,5 @@
 """What the last stage computes from hidden states: log-probabilities, entropies and top-k without
-materialised logits, or the logits.
+materialised logits, or the logits; from a scalar head one number for each token.
 
 Shapes: S positions (this tensor-parallel rank's share under sequence parallelism), R parallel rows,
 N chosen positions, D model, V this rank's slice of the vocabulary, K candidates.
@@ -11,12 +11,16 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_policy.converters.architecture import ScalarHead
+from megatron_policy.engines.megatron.layers.norm import replicated
 from megatron_policy.lm_head.fused import HeadShape, fused_scores, fused_topk
 
 # Logit of a padding entry of the vocabulary: its probability is exactly 0 and 0 * logit stays
@@ -24,9 +28,25 @@ from megatron_policy.lm_head.fused import HeadShape, fused_scores, fused_topk
 PADDING_LOGIT = -1e9
 
 
+class ScalarLayer(torch.nn.Module):
+    """A linear layer from hidden states to one number each. Every tensor-parallel rank holds all of
+    it and applies it to its own positions, in fp32.
+    """
+
+    def __init__(self, config: TransformerConfig, with_bias: bool) -> None:
+        super().__init__()
+        self.weight = replicated(config, 1, config.hidden_size)
+        self.bias = replicated(config, 1) if with_bias else None
+
+    def forward(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(hidden_SRD.float(), self.weight.float(), bias).squeeze(-1)
+
+
 @dataclass(frozen=True)
 class Head:
-    """The language-model head of the chunk that ends the pipeline.
+    """The head of the chunk that ends the pipeline: a language model's or, with only `values`, a
+    scalar one.
 
     Logits are at the policy's temperature, and scores of what its filters keep: rollouts are drawn
     from that distribution, so its log-probabilities are the relevant ones. At most `chunk` times V
@@ -41,6 +61,26 @@ class Head:
     """Whether an overlapped parameter gather of its weight can still be running."""
     frozen: bool = False
     """Whether `scores` have no gradient with respect to the weight."""
+
+    @property
+    def scalar(self) -> ScalarHead | None:
+        """What it is if it gives one number for each token."""
+        layer = self.model.output_layer
+        if not isinstance(layer, ScalarLayer):
+            return None
+        return ScalarHead(per_token=layer.bias is not None)
+
+    def values(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
+        """fp32 `[S, R]`: a scalar head's numbers of all positions of this context-parallel rank,
+        differentiable; the same on every tensor-parallel rank.
+        """
+        values_SR: torch.Tensor = self.model.output_layer(hidden_SRD)
+        if self.model.config.sequence_parallel:
+            # All ranks go on to compute the same loss, so each takes its own part of the gradient.
+            values_SR = gather_from_sequence_parallel_region(
+                values_SR, tensor_parallel_output_grad=False
+            )
+        return values_SR
 
     @property
     def plain(self) -> Head:

@@ -25,7 +25,6 @@ _ENGINES = "checkpoint engines as a refit transport are not supported; use the d
 _SPARSE = "refits of only the differences are not supported; use the default transport"
 
 NOT_IMPLEMENTED: dict[str, str] = {
-    "score": "reward models, whose head gives one number per sequence, are not supported",
     "calibrate_qkv_fp8_scales": _FP8,
     "get_full_logits_ipc": _CROSS_TOKENIZER,
     "release_ipc_buffer": _CROSS_TOKENIZER,

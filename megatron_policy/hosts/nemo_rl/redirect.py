@@ -25,6 +25,10 @@ THEIR_WORKERS = (
 )
 """The workers that ours replaces. NeMo RL's other workers that use Megatron are left alone."""
 
+OUR_VALUE_WORKER = "megatron_policy.hosts.nemo_rl.value_worker.MegatronValueWorker"
+THEIR_VALUE_WORKER = "nemo_rl.models.value.workers.megatron_value_worker.MegatronValueWorker"
+_OURS = dict.fromkeys(THEIR_WORKERS, OUR_WORKER) | {THEIR_VALUE_WORKER: OUR_VALUE_WORKER}
+
 _SAME_CLASS = ".MegatronPolicyWorker"
 
 GROUPS = "nemo_rl.distributed.worker_groups"
@@ -41,7 +45,7 @@ def install() -> None:
     groups, registry = _imported(GROUPS), _imported(ENVIRONMENTS)
     builder = _builder(groups)
     environments = _environments(registry)
-    environments[OUR_WORKER] = worker_python()
+    environments[OUR_WORKER] = environments[OUR_VALUE_WORKER] = worker_python()
     if os.environ.get(PYTHON_VARIABLE, "").strip():
         # Processes in other folders inherit it, and may run this code too.
         os.environ[PYTHON_VARIABLE] = environments[OUR_WORKER]
@@ -136,9 +140,10 @@ def _redirecting(
 
 
 def _worker_for(name: Any, environments: MutableMapping[str, str]) -> Any:
-    if name in THEIR_WORKERS:
-        _tell(f"{OUR_WORKER} is started instead of {name}, by {environments[OUR_WORKER]}")
-        return OUR_WORKER
+    if name in _OURS:
+        ours = _OURS[name]
+        _tell(f"{ours} is started instead of {name}, by {environments[ours]}")
+        return ours
     if isinstance(name, str) and name.startswith("nemo_rl.") and name.endswith(_SAME_CLASS):
         _refuse(f"it starts {name}, which is not one of {', '.join(THEIR_WORKERS)}")
     if isinstance(name, str) and name.rpartition(".")[2].startswith("Megatron"):

@@ -147,6 +147,10 @@ class NemoRLWorker(DataPlane, HostRefit, MegatronPolicyWorkerImpl):
         """`entropy`, fp32 [B, S], of the distributions that `get_logprobs` uses."""
         return in_host_types(super().get_entropy(data, micro_batch_size))
 
+    def score(self, data: Mapping[str, Any]) -> Any:
+        """`scores`, fp32 [B], of a reward model."""
+        return in_host_types(super().score(data))
+
     def generate(self, data: Mapping[str, Any], greedy: bool = False) -> Any:
         """Continue each prompt; see `GenerationOutputSpec` for the result.
 

@@ -45,7 +45,7 @@ class DriverAccumulation:
 
         ConfigError while a step is open, without an optimizer, and for a loss without `loss_type`.
         """
-        check_loss(loss_fn)
+        check_loss(loss_fn, self._dispatcher.head)
         self._workers.run_all("begin_train_step", loss_fn=loss_fn, gbs=gbs, mbs=mbs)
         self._begun_step = _Begun(loss_fn, mbs or self.config.train_micro_batch_size)
 

@@ -170,6 +170,19 @@ class Policy(
         size = {"micro_batch_size": micro_batch_size}
         return self._ask("get_entropy", data, Replay.IF_GIVEN, **size)
 
+    def get_values(
+        self, data: Mapping[str, Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """`values` fp32 [B, S]: what a scalar head makes of the tokens up to each position; 0
+        beyond `input_lengths`.
+        """
+        size = {"micro_batch_size": micro_batch_size}
+        return self._ask("get_values", data, Replay.IF_GIVEN, **size)
+
+    def score(self, data: Mapping[str, Any]) -> BatchedDataDict:
+        """`scores` fp32 [B]: what a scalar head makes of each row."""
+        return self._ask("score", data, Replay.IF_GIVEN)
+
     def generate(self, data: Mapping[str, Any], greedy: bool = False) -> BatchedDataDict:
         """Continue right-padded prompts `input_ids` [B, S], `input_lengths` [B]; see
         `GenerationOutputSpec` for the result.

@@ -13,7 +13,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.batching import batching_of
 from megatron_policy.config.layout import microbatch_round
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture import Architecture, ScalarHead
 from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.interfaces import LossFunction
 from megatron_policy.packing.batching import Batching
@@ -71,6 +71,7 @@ class BatchDispatcher:
     cost: Cost
     longest: Longest
     replay: RouterReplay
+    head: ScalarHead | None = None
 
     @classmethod
     def of(
@@ -86,6 +87,7 @@ class BatchDispatcher:
             sequence_cost(architecture.hidden_size),
             Longest.of(config, architecture),
             RouterReplay.of(config, architecture),
+            architecture.head,
         )
 
     def to_train(
@@ -99,7 +101,7 @@ class BatchDispatcher:
         self.longest.check(data)
         data = self.replay.prepared(data)
         check_loss_inputs(loss_fn, data, self.vocab_size)
-        check_loss(loss_fn)
+        check_loss(loss_fn, self.head)
         if training.kind == "padded":
             training.check_whole_groups(mbs, f"mbs={mbs}")
             return training_shards(data, self.topology.dp, gbs, mbs)

@@ -163,6 +163,17 @@ class MegatronPolicyWorkerImpl(
         scores = self.policy.entropy(_batch(data), micro_batch_size=micro_batch_size)
         return BatchedDataDict({"entropy": scores})
 
+    def get_values(
+        self, data: Mapping[str, Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """`values`, fp32 [B, S]: what a scalar head makes of the tokens up to each position."""
+        values = self.policy.values(_batch(data), micro_batch_size=micro_batch_size)
+        return BatchedDataDict({"values": values})
+
+    def score(self, data: Mapping[str, Any]) -> BatchedDataDict:
+        """`scores`, fp32 [B]: what a scalar head makes of each row."""
+        return BatchedDataDict({"scores": self.policy.score(_batch(data))})
+
     def generate(self, data: Mapping[str, Any], greedy: bool = False) -> BatchedDataDict:
         """Continue each prompt; see `GenerationOutputSpec` for the result."""
         found = self.policy.generate(_batch(data), greedy=greedy)

@@ -17,7 +17,6 @@ from tests.hosts.real.recipes import checkout, for_our_worker, sections
 NOT_SUPPORTED = {
     "megatron_cfg.fp8_cfg.enabled",
     "draft.enabled",
-    "reward_model_cfg.enabled",
     "quant_cfg",
     "is_vlm",
 }

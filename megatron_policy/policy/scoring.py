@@ -1,0 +1,92 @@
+"""What a policy reads of given sequences without training.
+
+Shapes: B rows of this data-parallel rank, S positions, K candidates, or experts that a token takes
+in each of L layers.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.memory.device_memory import DeviceMemory
+from megatron_policy.policy.session import Session
+from megatron_policy.training.replay import Replay
+from megatron_policy.training.scoring import Scorer
+
+
+class PolicyScoring:
+    """The methods of `MegatronPolicy` that score; all are collective."""
+
+    memory: DeviceMemory
+    _session: Session
+    _scorer: Scorer
+
+    @overload
+    def logprobs(
+        self,
+        data: BatchedDataDict,
+        *,
+        micro_batch_size: int | None = None,
+        return_routed_experts: Literal[False] = False,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def logprobs(
+        self,
+        data: BatchedDataDict,
+        *,
+        micro_batch_size: int | None = None,
+        return_routed_experts: Literal[True],
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def logprobs(
+        self,
+        data: BatchedDataDict,
+        *,
+        micro_batch_size: int | None = None,
+        return_routed_experts: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """fp32 `[B, S]`: `log p(token t | tokens before t)`; 0 at t = 0, of padding, if filtered.
+
+        With `return_routed_experts` also the experts `[B, S, L, K]` that each token took in each
+        of the L layers with experts, as `train` replays them; -1 beyond `input_lengths`.
+        """
+        self.memory.ready("logprobs()")
+        if return_routed_experts:
+            replay = self._replay(Replay.IF_GIVEN)
+            return self._scorer.logprobs_and_experts(data, micro_batch_size, replay)
+        return self._scorer.logprobs(data, micro_batch_size, self._replay(Replay.REQUIRED))
+
+    def entropy(
+        self, data: BatchedDataDict, *, micro_batch_size: int | None = None
+    ) -> torch.Tensor:
+        """fp32 `[B, S]`, in nats: of the distribution token t is drawn from; 0 at t = 0."""
+        self.memory.ready("entropy()")
+        return self._scorer.entropy(data, micro_batch_size, self._replay(Replay.IF_GIVEN))
+
+    def topk_logits(
+        self, data: BatchedDataDict, k: int, *, micro_batch_size: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `k` largest logits at each position, fp32, and their tokens, int64: `[B, S, K]`."""
+        self.memory.ready("topk_logits()")
+        replay = self._replay(Replay.IF_GIVEN)
+        return self._scorer.topk_logits(data, k, micro_batch_size, replay)
+
+    def values(self, data: BatchedDataDict, *, micro_batch_size: int | None = None) -> torch.Tensor:
+        """fp32 `[B, S]`: what the scalar head of `reward_model_cfg` makes of the tokens up to each
+        position; 0 beyond `input_lengths`.
+        """
+        self.memory.ready("values()")
+        return self._scorer.values(data, micro_batch_size, self._replay(Replay.IF_GIVEN))
+
+    def score(self, data: BatchedDataDict, *, micro_batch_size: int | None = None) -> torch.Tensor:
+        """fp32 `[B]`: `values` at the last token of each row."""
+        self.memory.ready("score()")
+        return self._scorer.scores(data, micro_batch_size, self._replay(Replay.IF_GIVEN))
+
+    def _replay(self, replay: Replay) -> Replay:
+        """`replay`, unless the reference computes: it chooses its own experts."""
+        return Replay.NEVER if self._session.uses_reference else replay
