@@ -136,7 +136,8 @@ def check_model(manifest: CheckpointManifest, family: str, config: str) -> None:
         raise CheckpointError(
             f"{where} is of a different {family} model from this policy's: their config.json "
             "differ (with policy.hf_config_overrides), and the checkpoint's is in its directory "
-            "hf/, or their megatron_cfg.mtp_num_layers differ; load a checkpoint of this model"
+            "hf/, or their megatron_cfg.mtp_num_layers or reward_model_cfg differ; load a "
+            "checkpoint of this model"
         )
 
 

@@ -125,7 +125,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_converts_to_what_was_exported(
     torch.testing.assert_close(alone["norm"], saved[0]["norm"], rtol=1e-4, atol=0)
     without = policy_config(tmp_path / "source", {})
     (message,) = ranks.run(1, load_into_another, without, tmp_path)
-    assert "their megatron_cfg.mtp_num_layers differ" in message
+    assert "their megatron_cfg.mtp_num_layers or" in message
 
 
 def load_into_another(config: dict[str, Any], root: Path) -> str:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.errors import LossError
+from megatron_policy.errors import CheckpointError, LossError
 from megatron_policy.interfaces import LossInputType, LossType
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle, scalar_oracle
@@ -214,6 +214,25 @@ def test_training_goes_on_from_a_checkpoint_and_transformers_loads_the_export(
     with torch.no_grad():
         values = scalar_oracle.values(scalar_oracle.load(kind, exported), data())
     assert_equal("values of the export", values, after)
+
+
+def resume(config: dict[str, Any], root: Path) -> str:
+    with pytest.raises(CheckpointError) as raised, resumed(config, root):
+        pass
+    return str(raised.value)
+
+
+def test_a_checkpoint_of_another_head_is_refused(ranks, heads, checkpoints, tmp_path: Path) -> None:
+    path = heads(FAMILIES[True], "regression")
+    config = config_of(path, "regression", {})
+    ranks.run(1, train, config, "values", "padded", tmp_path)
+    others = (
+        policy_config(checkpoints[True], {}),
+        config_of(checkpoints[True], "bradley_terry", {}),
+    )
+    for other in others:
+        (said,) = ranks.run(1, resume, other, tmp_path / "saved")
+        assert "reward_model_cfg differ" in said
 
 
 def export(config: dict[str, Any], root: Path) -> torch.Tensor:

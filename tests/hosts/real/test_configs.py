@@ -24,12 +24,12 @@ NOT_SUPPORTED = {
 
 
 def shipped() -> Iterator[tuple[str, dict[str, Any]]]:
-    """File and policy, the teacher's too, of every configuration of the host; a file that only
-    has changes to another one names no model.
+    """File and policy, the teacher's and the value model's too, of every configuration of the host;
+    a file that only has changes to another one names no model.
     """
     root = checkout()
     for file in sorted(root.glob("examples/**/*.yaml")):
-        for section, raw in sections(file, "policy", "teacher").items():
+        for section, raw in sections(file, "policy", "teacher", "value").items():
             if "model_name" in raw:
                 yield f"{file.relative_to(root)}:{section}", raw
 
