@@ -120,6 +120,12 @@ def adapter_table(table: Table, rank: int, chosen: Mapping[str, Parts]) -> Table
     return replace(table, entries=tuple(entries), ignored=ignored)
 
 
+def joined(table: Table, adapters: Table | None) -> Table:
+    """The model's table with the entries of its adapters, if there are any."""
+    own = () if adapters is None else adapters.entries
+    return replace(table, entries=(*table.entries, *own)) if own else table
+
+
 def outputs(row: Row, arch: Architecture, rank: int, size: int) -> Tensor:
     """The outputs that shard `rank` of `size` of a fused layer's weight or B has: int64 `[O, 2]`,
     for each the number of its HF tensor and of its row there.

@@ -72,18 +72,12 @@ class Table:
     entries: tuple[Entry, ...]
     ignored: Mapping[str, Ignore]
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of config.json that have other values than in the model's file: what is written has
-    them.
+    """Fields of config.json with other values than in the model's file; what is written has them.
     """
     fresh: Mapping[str, float] = field(default_factory=dict)
     """HF tensors of a scalar head that the checkpoint lacks, with the standard deviation that they
     are drawn with; 0 for zeros.
     """
-
-    def joined(self, adapters: Table | None) -> Table:
-        """With the entries of its adapters, if there are any."""
-        own = () if adapters is None else adapters.entries
-        return replace(self, entries=(*self.entries, *own)) if own else self
 
     def exported(self) -> tuple[Entry, ...]:
         """The entries that own their HF tensors: together they hold each HF tensor exactly once."""

@@ -11,6 +11,7 @@ from megatron_policy.converters.adapters import (
     Parts,
     adapter_table,
     is_adaptable,
+    joined,
     module_of,
 )
 from megatron_policy.converters.rows import GateUp, Joined, Qkv
@@ -53,7 +54,7 @@ def adapters_of(config: PolicyConfig, table: Table) -> Table | None:
 def trained_table(config: PolicyConfig) -> Table:
     """The table of the model that a configuration names, with its adapters if it has any."""
     table = model_table(config)
-    return table.joined(adapters_of(config, table))
+    return joined(table, adapters_of(config, table))
 
 
 def _parts(entry: Entry, targets: tuple[str, ...], excluded: tuple[str, ...]) -> Parts:

@@ -14,6 +14,7 @@ from megatron_policy.config.adapters import adapters_of
 from megatron_policy.config.layout import check_layout, topology_of
 from megatron_policy.config.model_table import model_table
 from megatron_policy.config.param_groups import ParamGroups
+from megatron_policy.converters.adapters import joined
 from megatron_policy.coordination.timeouts import checked_timeout
 from megatron_policy.interfaces.engine import EngineBuilder, Trainable, TrainingEngine
 from megatron_policy.memory.device_memory import DeviceMemory
@@ -57,7 +58,7 @@ class Session:
             self.topology = topology_of(config, dist.get_world_size())
             self.coords = self.topology.coords(self.rank)
             check_layout(config, self._table.architecture, self.topology)
-            trained = self._table.joined(adapters_of(config, self._table))
+            trained = joined(self._table, adapters_of(config, self._table))
             ParamGroups.of(config.megatron_cfg).check(trained)
             self.engine: TrainingEngine = builder.build(
                 config,

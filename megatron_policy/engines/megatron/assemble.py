@@ -16,6 +16,7 @@ from megatron_policy.config import MegatronConfig, PolicyConfig
 from megatron_policy.config.adapters import adapters_of
 from megatron_policy.config.layout import layer_split
 from megatron_policy.config.param_groups import ParamGroups
+from megatron_policy.converters.adapters import joined
 from megatron_policy.converters.architecture import Architecture, vocab_shard
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.table import Table
@@ -113,7 +114,7 @@ def _build(
     built: Any = build_chunks(arch, model_config, place, implementation, config.seed)
     of_adapters = adapters_of(config, table)
     installed = install_adapters(built, table, of_adapters, place, model_config, settings.peft)
-    everything = held_entries(built, table.joined(of_adapters), place)
+    everything = held_entries(built, joined(table, of_adapters), place)
     held = [pair for pair in everything if not pair[0].adapts]
     source_dtypes, base = _fill(config, held, table, place, source_dtypes)
     adapters = None
