@@ -224,7 +224,7 @@ def _train(
 
 def _score(engine: MegatronEngine, batcher: Batcher, data: BatchedDataDict) -> None:
     """Log-probabilities, as scoring returns them."""
-    found = Scorer(engine, batcher, 2).logprobs(data, None, Replay.NEVER)
+    found = Scorer(engine, batcher, 2, lambda: True).logprobs(data, None, Replay.NEVER)
     assert found.shape == data["input_ids"].shape and found.device.type == "cpu"
 
 
