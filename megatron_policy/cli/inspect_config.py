@@ -101,7 +101,7 @@ def _param_groups(config: PolicyConfig, model: ModelTable) -> Iterator[str]:
     groups.check(model)
     sizes: dict[str, int] = {}
     for entry in model.entries:
-        if entry.row.owns and not entry.row.keeps_dtype:
+        if entry.row.owns and entry.row.learnt and not entry.row.keeps_dtype:
             how = groups.described(entry)
             sizes[how] = sizes.get(how, 0) + math.prod(entry.row.local_shape(arch, 1))
     total = sum(sizes.values())

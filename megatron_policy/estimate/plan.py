@@ -21,7 +21,7 @@ from megatron_policy.estimate.memory import (
     stage_memory,
 )
 from megatron_policy.estimate.schedule import Schedule
-from megatron_policy.estimate.states import WIDTHS, ModelRows
+from megatron_policy.estimate.states import WIDTHS, ModelRows, written_bytes
 from megatron_policy.estimate.step_time import StepTime, step_time
 from megatron_policy.parallel.topology import LayerSplit, Topology
 
@@ -116,10 +116,9 @@ class StepPlan:
     @property
     def staging_bytes(self) -> int:
         """Host memory of a checkpoint that is saved in the background, on the fullest rank."""
-        states = (stage.states for stage in self.stages)
+        distributed = self.config.megatron_cfg.optimizer.use_distributed_optimizer
         return max(
-            each.parameters // self.topology.dp + each.main_parameters + each.moments
-            for each in states
+            written_bytes(stage.states, self.topology, distributed) for stage in self.stages
         )
 
 

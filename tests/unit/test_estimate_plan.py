@@ -162,10 +162,7 @@ def test_a_refit_sends_what_its_plan_lists(name: str) -> None:
 
 
 def test_recomputation_trades_memory_for_time() -> None:
-    plans = [*found("Llama 70B").fitting, *found("Llama 70B").too_large]
-    by_kind = {
-        (plan.topology, plan.config.megatron_cfg.recompute_granularity): plan for plan in plans
-    }
+    by_kind = by_layout("Llama 70B")
     topologies = {topology for topology, _ in by_kind}
     for topology in topologies:
         none, some, full = (by_kind[topology, kind] for kind in (None, "selective", "full"))
@@ -173,12 +170,50 @@ def test_recomputation_trades_memory_for_time() -> None:
         assert none.time.compute < some.time.compute < full.time.compute
 
 
+def by_layout(name: str) -> dict[Any, StepPlan]:
+    """All plans by their layout and what is recomputed."""
+    plans = [*found(name).fitting, *found(name).too_large]
+    return {(plan.topology, plan.config.megatron_cfg.recompute_granularity): plan for plan in plans}
+
+
+def test_experts_are_not_among_the_mlps_that_are_computed_again() -> None:
+    plans = by_layout("Qwen3-30B-A3B")
+    for topology in {topology for topology, _ in plans}:
+        none, some = plans[topology, None], plans[topology, "selective"]
+        assert some.time.compute == none.time.compute
+        assert sum(s.activations for s in some.stages) < sum(s.activations for s in none.stages)
+
+
+def test_gradients_of_experts_are_reduced_over_the_ranks_that_hold_copies_of_them() -> None:
+    plans = by_layout("Qwen3-30B-A3B")
+    topologies = {topology for topology, _ in plans if topology.tp == topology.pp == 1}
+    assert {topology.ep for topology in topologies} >= {1, 4, 16}
+    for topology in topologies:
+        plan = plans[topology, None]
+        (stage,), arch = plan.stages, plan.architecture
+        assert arch.moe is not None
+        expert = 3 * arch.hidden_size * arch.moe.ffn_hidden_size * arch.num_layers
+        experts = expert * arch.moe.experts // topology.ep
+        dense = 30_532_122_624 - expert * arch.moe.experts
+        # 4 bytes of a gradient and 2 of a parameter.
+        share = {n: (n - 1) / n for n in (16, topology.edp)}
+        sent = 6 * (experts * share[topology.edp] + dense * share[16])
+        assert plan.time.wire_bytes["dp"] == pytest.approx(sent, rel=2e-3)
+        assert plan.staging_bytes - stage.states.main_parameters - stage.states.moments == (
+            pytest.approx(2 * (experts / topology.edp + dense / 16), rel=2e-3)
+        )
+
+
 def test_schedules_hold_what_their_warm_up_runs() -> None:
-    assert [Schedule(4, 1, 8).in_flight(stage) for stage in range(4)] == [(4,), (3,), (2,), (1,)]
-    assert Schedule(4, 1, 2).in_flight(0) == (2,)
-    assert Schedule(1, 1, 8).in_flight(0) == (1,)
+    assert [Schedule(4, 1, 8).most(stage, [10], [10]) for stage in range(4)] == [40, 30, 20, 10]
+    assert Schedule(4, 1, 2).most(0, [10], [10]) == 20
+    assert Schedule(1, 1, 8).most(0, [10], [13]) == 13
     # Megatron-Core's interleaved warm-up: 2 x (stages behind) + (chunks - 1) x stages, and one.
-    assert sum(Schedule(2, 2, 8).in_flight(0)) == 5 and sum(Schedule(2, 2, 8).in_flight(1)) == 3
+    assert Schedule(2, 2, 8).most(0, [10, 10], [10, 10]) == 50
+    assert Schedule(2, 2, 8).most(1, [10, 10], [10, 10]) == 30
+    # Forward passes are of chunks 0 0 1 1 0 0 ..., backward passes of 1 1 0 0 1 1 ...
+    assert Schedule(2, 2, 8).most(1, [100, 1], [100, 1]) == 300
+    assert Schedule(2, 2, 8).most(1, [100, 1], [100, 150]) == 350
     assert Schedule(4, 1, 12).bubble == pytest.approx(3 / 15)
     assert Schedule(4, 2, 12).bubble == pytest.approx(1.5 / 13.5)
     assert Schedule(2, 1, 3).seconds([1.0, 2.0]) == pytest.approx(7.0)
