@@ -17,6 +17,9 @@ from megatron_policy.estimate.attention import INT64, Core, CoreAttention, Kerne
 from megatron_policy.estimate.states import FP32
 from megatron_policy.parallel.topology import Topology
 
+NO_CORE = Core(0, 0, 0)
+
+
 @dataclass(frozen=True)
 class Half:
     """Bytes that attention or the MLP of a layer keeps, with the norms around it."""
@@ -29,7 +32,7 @@ class Half:
     """The input of the first linear layer."""
     inner: int
     """Of the half itself, without core attention."""
-    core: Core = Core(0, 0, 0)
+    core: Core = NO_CORE
     after: int = 0
     """Of the norm after it."""
     norm_apart: bool = False

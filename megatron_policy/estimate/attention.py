@@ -81,7 +81,13 @@ class _Tiles:
 
 @lru_cache(maxsize=4096)
 def _tiles(
-    length: int, sequences: int, packed: bool, window: int | None, explicit: bool, cp: int, rank: int
+    length: int,
+    sequences: int,
+    packed: bool,
+    window: int | None,
+    explicit: bool,
+    cp: int,
+    rank: int,
 ) -> _Tiles:
     whole = PackedSequence(0, round_up(length, 2 * cp if cp > 1 else 1))
     reach = None if window is None else window - 1

@@ -1,5 +1,5 @@
-"""What a model chunk keeps of a microbatch under a recomputation setting, and what its backward pass
-holds at most.
+"""What a model chunk keeps of a microbatch under a recomputation setting, and what its backward
+pass holds at most.
 """
 
 from __future__ import annotations

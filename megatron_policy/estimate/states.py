@@ -45,6 +45,8 @@ class States:
     expert_gradients: int = 0
     expert_optimizer: int = 0
     """Of `main_parameters` and `moments`, those of the same experts."""
+    copied: int = 0
+    """Of parameters and optimizer, on all ranks that share them, what another stage saves."""
 
     @property
     def resident(self) -> int:
@@ -65,6 +67,12 @@ class Precisions:
     distributed: bool
     trained: bool = True
     groups: ParamGroups = field(default_factory=ParamGroups)
+
+    @property
+    def saved(self) -> int:
+        """Bytes of a trained element in a checkpoint, with its optimizer's state."""
+        main = FP32 if self.parameter != FP32 else 0
+        return self.parameter + main + FP32 * self.moments
 
     @classmethod
     def of(cls, config: PolicyConfig, trained: bool = True) -> Precisions:
@@ -105,6 +113,8 @@ class _Held(NamedTuple):
     frozen: int = 0
     frozen_expert: int = 0
     """Of one expert."""
+    copied: int = 0
+    """Elements of trained parameters of which another stage holds the original."""
 
     def plus(self, other: _Held) -> _Held:
         dense, expert = self.dense.plus(other.dense), self.expert.plus(other.expert)
@@ -116,6 +126,7 @@ class _Held(NamedTuple):
             self.fixed + other.fixed,
             self.frozen + other.frozen,
             self.frozen_expert + other.frozen_expert,
+            self.copied + other.copied,
         )
 
 
@@ -183,6 +194,8 @@ class ModelRows:
             shards = topology.expert_tp if expert else topology.tp
             elements = math.prod(row.local_shape(arch, shards))
             size = _Sizes(elements, -(-elements // _PARAMETER) * _PARAMETER)
+            if not (row.owns or frozen):
+                total = total._replace(copied=total.copied + elements)
             if row.keeps_dtype:
                 total = total._replace(fixed=total.fixed + elements)
             elif not row.learnt:
@@ -235,7 +248,7 @@ def _chunk_states(held: _Held, experts: int, topology: Topology, precisions: Pre
         elements = held.dense.exact + held.shared.exact + own.exact
         return States(parameters=fixed + elements * precisions.parameter)
     replicas = topology.dp * topology.cp
-    total = States(parameters=fixed)
+    total = States(parameters=fixed, copied=held.copied * precisions.saved)
     if topology.experts_apart:
         apart = _trained([own], topology.edp, precisions)
         total += replace(
@@ -274,4 +287,5 @@ def written_bytes(states: States, topology: Topology, distributed: bool) -> int:
     own = states.main_parameters + states.moments
     if not distributed:
         held, experts, own = held + own, experts + states.expert_optimizer, 0
-    return own + (held - experts) // (topology.dp * topology.cp) + experts // topology.edp
+    shared = (held - experts - states.copied) // (topology.dp * topology.cp)
+    return own + shared + experts // topology.edp

@@ -1,5 +1,5 @@
-"""What a plan says of memory, against what ranks hold: buffers, states and what a save writes to the
-byte, and the tensors that autograd saves within 5 %.
+"""What a plan says of memory, against what ranks hold: buffers and states to the byte, and the
+tensors that autograd saves within 5 %; and of the bytes that a save writes.
 """
 
 from __future__ import annotations
