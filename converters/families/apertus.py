@@ -35,7 +35,14 @@ TABLE: tuple[Row | Ignore, ...] = (
         for name in ("alpha_p", "alpha_n")
     ),
     *(
-        Reshaped(_FUNCTION + name, (_HF_FUNCTION + name,), (1,), hf_dims=(), role=Role.ACTIVATION)
+        Reshaped(
+            _FUNCTION + name,
+            (_HF_FUNCTION + name,),
+            (1,),
+            hf_dims=(),
+            role=Role.ACTIVATION,
+            learnt=False,
+        )
         for name in ("beta", "eps")
     ),
 )

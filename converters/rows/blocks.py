@@ -101,6 +101,10 @@ class Row(Hashable, Protocol):
     def keeps_dtype(self) -> bool:
         """Whether the parameter keeps its own dtype, whatever the model's is."""
 
+    @property
+    def learnt(self) -> bool:
+        """False of constants, which are stored as parameters are but have no gradients."""
+
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         """Shapes of the HF tensors."""
 

@@ -26,6 +26,8 @@ class RowBase(ABC):
     role: Role = field(default=Role.MATRIX, kw_only=True)
     keeps_dtype: bool = field(default=False, kw_only=True)
     """The parameter keeps its own dtype, whatever the model's precision; nothing casts it."""
+    learnt: bool = field(default=True, kw_only=True)
+    """False of constants, which are stored as parameters are but have no gradients."""
     owns: ClassVar[bool] = True
 
     def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
@@ -203,6 +205,10 @@ class ForwardingRow:
     @property
     def keeps_dtype(self) -> bool:
         return self.of.keeps_dtype
+
+    @property
+    def learnt(self) -> bool:
+        return self.of.learnt
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
         return self.of.local_shape(arch, size)

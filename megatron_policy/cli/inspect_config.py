@@ -47,6 +47,8 @@ def inspect_config(
         groups = list(_param_groups(config, model))
     console = Console(highlight=False)
     summary = _summary(config, architecture, topology)
+    if world_size is None:
+        summary.add_row("", "the fewest that hold the layout; give --world-size for another number")
     for number, line in enumerate(groups):
         summary.add_row("trained" if number == 0 else "", line)
     summary.add_row("memory of a GPU", _memory(config, model, topology))
@@ -101,7 +103,7 @@ def _param_groups(config: PolicyConfig, model: ModelTable) -> Iterator[str]:
     groups.check(model)
     sizes: dict[str, int] = {}
     for entry in model.entries:
-        if entry.row.owns and not entry.row.keeps_dtype:
+        if entry.row.owns and entry.row.learnt and not entry.row.keeps_dtype:
             how = groups.described(entry)
             sizes[how] = sizes.get(how, 0) + math.prod(entry.row.local_shape(arch, 1))
     total = sum(sizes.values())
@@ -121,10 +123,13 @@ def _memory(config: PolicyConfig, model: ModelTable, topology: Topology) -> str:
         stage_memory(config, rows, topology, shape, stage, kernels) for stage in range(topology.pp)
     ]
     fullest = max(stages, key=lambda stage: stage.peak)
+    computed, step = fullest.activations + fullest.head, fullest.states.step
+    most = f"{show_gib(computed)} of activations and head"
+    if step > computed:
+        most = f"{show_gib(step)} of fp32 gradients in the optimizer's step"
     return (
         f"{show_gib(fullest.peak)} estimated: {show_gib(fullest.states.resident)} of states, "
-        f"{show_gib(fullest.activations + fullest.head)} of activations and head "
-        "(`plan` shows all of it)"
+        f"{most} (`plan` shows all of it)"
     )
 
 

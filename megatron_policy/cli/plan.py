@@ -12,8 +12,8 @@ from megatron_policy.cli.failures import MISUNDERSTOOD, one_line_errors
 from megatron_policy.cli.options import Dtype, Precision, keys_as_options
 from megatron_policy.cli.output import say
 from megatron_policy.cli.plan_refit import show_refit, with_config
-from megatron_policy.cli.plan_report import SHOWN, as_data, found_lines, lines
-from megatron_policy.cli.sizes import parse_size, show_gib
+from megatron_policy.cli.plan_report import SHOWN, as_data, found_lines, lines, recomputation_keys
+from megatron_policy.cli.sizes import parse_gpu_memory, parse_size, show_gib
 
 if TYPE_CHECKING:
     from megatron_policy.estimate.devices import DeviceFigures
@@ -24,12 +24,15 @@ if TYPE_CHECKING:
 _Size = int | None
 Gpus = Annotated[_Size, typer.Option(min=1, help="Number of GPUs.")]
 GpuMemory = Annotated[
-    _Size, typer.Option(parser=parse_size, metavar="SIZE", help="Its memory, if another.")
+    _Size, typer.Option(parser=parse_gpu_memory, metavar="SIZE", help="Its memory, if another.")
 ]
 SeqLen = Annotated[
     _Size, typer.Option(min=1, help="Tokens of each row; the most allowed by default.")
 ]
-Rows = Annotated[int, typer.Option(min=1, help="Rows of a global batch, with --model.")]
+Rows = Annotated[
+    _Size, typer.Option(min=1, help="Rows of a global batch, with --model; 512 by default.")
+]
+Gpu = Annotated[str | None, typer.Option(help="A100, H100, H200 or B200; H100 by default.")]
 MbTokens = Annotated[
     _Size, typer.Option(min=1, help="Tokens of a packed microbatch, with --model.")
 ]
@@ -48,13 +51,24 @@ FirstLayers = Annotated[
 LastLayers = Annotated[
     _Size, typer.Option(min=1, help="Layers of the last stage, if not as the others'.")
 ]
+Recompute = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WHAT",
+        help="none, full, or modules as in layernorm+mlp, with --model and a layout.",
+    ),
+]
 BucketSize = Annotated[
-    int,
+    _Size,
     typer.Option(
         parser=parse_size,
         metavar="SIZE",
-        help="With --refit: limit for the bytes that a collective moves.",
+        help="With --refit: limit for the bytes that a collective moves; 512MiB by default.",
     ),
+]
+TrainedDtype = Annotated[
+    Precision | None,
+    typer.Option(help="Dtype that the model is trained in; bfloat16 by default."),
 ]
 SentDtype = Annotated[
     Dtype | None,
@@ -81,10 +95,10 @@ def plan(
         ),
     ] = None,
     gpus: Gpus = None,
-    gpu: Annotated[str, typer.Option(help="A100, H100, H200 or B200.")] = "H100",
+    gpu: Gpu = None,
     gpu_memory: GpuMemory = None,
     seq_len: SeqLen = None,
-    rows: Rows = 512,
+    rows: Rows = None,
     mb_tokens: MbTokens = None,
     tp: Tp = None,
     pp: Pp = None,
@@ -95,12 +109,11 @@ def plan(
     etp: Etp = None,
     first_layers: FirstLayers = None,
     last_layers: LastLayers = None,
+    recompute: Recompute = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    bucket_size: BucketSize = "512MiB",  # type: ignore[assignment]
+    bucket_size: BucketSize = None,
     dtype: SentDtype = None,
-    precision: Annotated[
-        Precision, typer.Option(help="Dtype that the model is trained in.")
-    ] = Precision.bfloat16,
+    precision: TrainedDtype = None,
     tensors: Tensors = False,
 ) -> None:
     """Show what a training step needs on each rank, and the least time it can take.
@@ -108,33 +121,87 @@ def plan(
     Give a CONFIG, or a --model and --gpus; without a layout (--tp and so on) the legal ones are
     searched, and the best that fit are listed. Reads configs and headers, no weights.
     """
+    given = {name.replace("_", "-"): value for name, value in locals().items() if value is not None}
     layout = {"tp": tp, "pp": pp, "vpp": vpp, "dp": dp, "cp": cp, "ep": ep, "etp": etp}
     uneven = {"first": first_layers, "last": last_layers}
-    with one_line_errors():
-        if refit is not None:
-            sizes = {axis: size or 1 for axis, size in layout.items()} | {"etp": etp or tp or 1}
-            with keys_as_options(uneven=("--first-layers", "--last-layers")):
-                show_refit(refit, sizes | uneven, bucket_size, dtype, precision, tensors)
-            return
+    trained = precision or Precision.bfloat16
     with one_line_errors(MISUNDERSTOOD):
-        device = _device(gpu, gpu_memory)
+        _refuse_unread(given)
+    if refit is not None:
+        _of_refit(refit, layout | uneven, gpus, bucket_size, dtype, trained, tensors, as_json)
+        return
+    with one_line_errors(MISUNDERSTOOD):
+        device = _device(gpu or "H100", gpu_memory)
         if config is not None:
-            _refuse(layout | uneven | {"model": model, "mb-tokens": mb_tokens})
-            found: StepPlan | Found = _of_file(config, gpus, device, seq_len)
+            found: StepPlan | Found = _of_file(config, gpus, device, seq_len, as_json)
         else:
-            base = _section(model, rows, seq_len or 4096, mb_tokens, precision)
-            found = _of_model(base, layout, uneven, gpus, device, seq_len)
-    _print(found, gpu, device, as_json)
+            base = _section(model, rows or 512, seq_len, mb_tokens, trained)
+            found = _of_model(base, layout, uneven, gpus, device, seq_len, recompute)
+    _print(found, gpu or "H100", device, as_json)
 
 
-def _refuse(options: dict[str, Any]) -> None:
+_OF_REFIT = (
+    *("refit", "gpus", "bucket-size", "dtype", "precision", "tensors", "json"),
+    *("tp", "pp", "vpp", "dp", "cp", "ep", "etp", "first-layers", "last-layers"),
+)
+_OF_CONFIG = ("config", "gpus", "gpu", "gpu-memory", "seq-len", "json")
+_NOT_OF_MODEL = ("bucket-size", "dtype", "tensors")
+
+
+def _refuse_unread(given: dict[str, Any]) -> None:
+    """ConfigError about options that have no effect beside the others."""
     from megatron_policy.errors import ConfigError
 
-    given = [f"--{name}" for name, value in options.items() if value is not None]
-    if given:
+    names = [
+        "json" if name == "as-json" else name for name, value in given.items() if value is not False
+    ]
+    if "refit" in names:
+        unread, reason = [n for n in names if n not in _OF_REFIT], "with --refit"
+    elif "config" in names:
+        unread = [name for name in names if name not in _OF_CONFIG]
+        reason = "with a CONFIG, which says it: change the file"
+    else:
+        unread, reason = [n for n in names if n in _NOT_OF_MODEL], "without --refit"
+    if unread:
+        shown = ["a CONFIG" if name == "config" else f"--{name}" for name in unread]
+        raise ConfigError(f"{', '.join(shown)} cannot be given {reason}")
+
+
+def _of_refit(
+    source: str,
+    layout: dict[str, int | None],
+    gpus: int | None,
+    bucket_bytes: int | None,
+    dtype: Dtype | None,
+    precision: Precision,
+    tensors: bool,
+    as_json: bool,
+) -> None:
+    sizes: dict[str, Any] = {axis: layout[axis] or 1 for axis in ("tp", "pp", "vpp", "cp", "ep")}
+    sizes |= {"etp": layout["etp"] or sizes["tp"], "first": layout["first"], "last": layout["last"]}
+    with one_line_errors(MISUNDERSTOOD):
+        model_ranks = sizes["tp"] * sizes["pp"] * sizes["cp"]
+        sizes["dp"] = _ranks(model_ranks, layout["dp"], gpus, model_ranks) // model_ranks
+    with one_line_errors(), keys_as_options(uneven=("--first-layers", "--last-layers")):
+        bucket = parse_size("512MiB") if bucket_bytes is None else bucket_bytes
+        show_refit(source, sizes, bucket, dtype, precision, tensors, as_json)
+
+
+def _ranks(model_ranks: int, dp: int | None, gpus: int | None, fewest: int) -> int:
+    """The number of ranks, of which `model_ranks` are a replica; `fewest` if nothing says it."""
+    from megatron_policy.errors import ConfigError
+
+    wanted = gpus or (fewest if dp is None else model_ranks * dp)
+    if dp is not None and model_ranks * dp != wanted:
         raise ConfigError(
-            f"{', '.join(given)} cannot be given with a CONFIG, which says it: change the file"
+            f"--gpus {gpus} are not --dp {dp} replicas of {model_ranks} ranks: leave one of both "
+            f"out, or use --gpus {model_ranks * dp}"
         )
+    if wanted % model_ranks:
+        raise ConfigError(
+            f"--gpus {gpus} is not a multiple of the {model_ranks} ranks of a replica"
+        )
+    return wanted
 
 
 def _device(name: str, memory: int | None) -> DeviceFigures:
@@ -157,7 +224,9 @@ def _rows(model: str) -> ModelRows:
     return ModelRows.of(bind(read_headers(with_config(model)).config))
 
 
-def _of_file(path: Path, gpus: int | None, device: DeviceFigures, length: int | None) -> StepPlan:
+def _of_file(
+    path: Path, gpus: int | None, device: DeviceFigures, length: int | None, as_json: bool
+) -> StepPlan:
     from megatron_policy.cli.inspect_config import fewest_ranks
     from megatron_policy.config import PolicyConfig
     from megatron_policy.config.adapters import trained_table
@@ -166,17 +235,31 @@ def _of_file(path: Path, gpus: int | None, device: DeviceFigures, length: int | 
 
     config = PolicyConfig.from_yaml(path)
     rows = ModelRows.of(trained_table(config))
-    return plan_of(config, rows, gpus or fewest_ranks(config), device, length)
+    found = plan_of(config, rows, gpus or fewest_ranks(config), device, length)
+    if gpus is None:
+        ranks = found.topology.world_size
+        say(f"without --gpus: on {ranks} ranks, the fewest that hold the layout", err=as_json)
+    return found
 
 
 def _section(
-    model: str | None, rows: int, length: int, mb_tokens: int | None, precision: Precision
+    model: str | None,
+    rows: int,
+    length: int | None,
+    mb_tokens: int | None,
+    precision: Precision,
 ) -> dict[str, Any]:
     """A `policy` section with packed microbatches and all that makes training fast on GPUs."""
     from megatron_policy.errors import ConfigError
 
     if model is None:
         raise ConfigError("give a CONFIG, --model DIR or --refit CHECKPOINT")
+    length = length or min(4096, mb_tokens or 4096)
+    if mb_tokens is not None and mb_tokens < length:
+        raise ConfigError(
+            f"--seq-len {length} does not fit into microbatches of --mb-tokens {mb_tokens}: raise "
+            "it to at least as many"
+        )
     return {
         "model_name": model,
         "precision": precision.value,
@@ -205,7 +288,9 @@ def _of_model(
     gpus: int | None,
     device: DeviceFigures,
     length: int | None,
+    recompute: str | None,
 ) -> StepPlan | Found:
+    from megatron_policy.cli.inspect_config import fewest_ranks
     from megatron_policy.config import PolicyConfig
     from megatron_policy.errors import ConfigError
     from megatron_policy.estimate.plan import plan_of, search
@@ -214,10 +299,10 @@ def _of_model(
     if all(size is None for size in (*layout.values(), *uneven.values())):
         if gpus is None:
             raise ConfigError("--gpus is missing: give the number of GPUs, or a layout")
+        if recompute is not None:
+            raise ConfigError("--recompute needs a layout (--tp and so on): a search tries all")
         return search(base, rows, gpus, device, length)
     size = {axis: layout[axis] or 1 for axis in ("tp", "pp", "vpp", "cp", "ep")}
-    model_ranks = size["tp"] * size["pp"] * size["cp"]
-    ranks = model_ranks * layout["dp"] if layout["dp"] else gpus or model_ranks
     keys = {
         "tensor_model_parallel_size": size["tp"],
         "sequence_parallel": size["tp"] > 1,
@@ -228,9 +313,12 @@ def _of_model(
         "expert_tensor_parallel_size": layout["etp"],
         "num_layers_in_first_pipeline_stage": uneven["first"],
         "num_layers_in_last_pipeline_stage": uneven["last"],
+        **recomputation_keys(recompute or "none"),
     }
     with keys_as_options(uneven=("--first-layers", "--last-layers")):
         config = PolicyConfig.parse({**base, "megatron_cfg": {**base["megatron_cfg"], **keys}})
+        model_ranks = size["tp"] * size["pp"] * size["cp"]
+        ranks = _ranks(model_ranks, layout["dp"], gpus, fewest_ranks(config))
         return plan_of(config, rows, ranks, device, length)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from megatron_policy.cli.options import Dtype, Precision
 from megatron_policy.cli.output import CONFIG_ONLY, say
@@ -155,13 +158,39 @@ def show_refit(
     dtype: Dtype | None,
     precision: Precision,
     tensors: bool,
+    as_json: bool,
 ) -> None:
     """Print what a refit of `source` under a layout of these `sizes` would move."""
     planned = _planned(with_config(source), sizes, bucket_bytes, dtype, precision)
+    if as_json:
+        typer.echo(json.dumps(_as_data(planned, tensors), indent=2))
+        return
     for line in lines(planned):
         say(line)
     for line in tensor_lines(planned) if tensors else ():
         say(line)
+
+
+def _as_data(planned: Planned, tensors: bool) -> dict[str, Any]:
+    """The same as JSON: bytes and counts."""
+    plan, topology = planned.plan, planned.topology
+    axes = ("tp", "cp", "ep", "dp", "pp", "vpp")
+    data: dict[str, Any] = {
+        "ranks": topology.world_size,
+        "layout": {axis: getattr(topology, axis) for axis in axes} | {"etp": topology.expert_tp},
+        "tensors": len(plan.tensors),
+        "bytes": plan.total_bytes,
+        "largest_bytes": plan.largest_bytes,
+        "bucket_bytes": plan.bucket_bytes,
+        "rounds": plan.rounds if plan.gathers else 0,
+        "round_bytes": plan.round_bytes,
+        "collectives": plan.collectives if plan.gathers else 0,
+    }
+    if tensors:
+        data["sent"] = [
+            {"name": each.name, "bytes": each.nbytes, "stage": each.stage} for each in plan.tensors
+        ]
+    return data
 
 
 def with_config(source: str) -> str:

@@ -25,6 +25,7 @@ def as_data(plan: StepPlan) -> dict[str, Any]:
         "layout": {axis: getattr(topology, axis) for axis in ("tp", "cp", "ep", "dp", "pp", "vpp")}
         | {"etp": topology.expert_tp},
         "recompute": recomputation(plan.config),
+        "megatron_cfg": megatron_keys(plan),
         "fits": plan.fits,
         "peak_bytes": plan.peak,
         "usable_bytes": plan.usable,
@@ -73,6 +74,8 @@ def lines(plan: StepPlan, device: str) -> Iterator[str]:
     )
     yield "GiB on each rank, by stage"
     yield from _table(_stage_cells(plan))
+    if any(stage.states.step for stage in plan.stages):
+        yield "step: fp32 gradients in the optimizer's step, when no activations are there"
     state = "fits" if plan.fits else "DOES NOT FIT"
     yield (
         f"{state}: {show_gib(plan.peak)} at the peak, of stage {plan.fullest}, in "
@@ -87,7 +90,7 @@ def lines(plan: StepPlan, device: str) -> Iterator[str]:
 
 
 def _stage_cells(plan: StepPlan) -> list[list[str]]:
-    names = "stage layers parameters gradients main moments activations head peak free"
+    names = "stage layers parameters gradients main moments activations head step peak free"
     cells = [names.split()]
     for number, (chunks, stage) in enumerate(zip(plan.split.stages, plan.stages, strict=True)):
         states = stage.states
@@ -98,6 +101,7 @@ def _stage_cells(plan: StepPlan) -> list[list[str]]:
             states.moments,
             stage.activations,
             stage.head,
+            stage.states.step,
             stage.peak,
             plan.usable - stage.peak,
         )
@@ -110,8 +114,8 @@ def _time_lines(plan: StepPlan) -> Iterator[str]:
     time, ranks = plan.time, plan.topology.world_size
     yield (
         f"a step takes at least {time.overlapped:.3g} s if all overlaps, {time.serial:.3g} s if "
-        f"nothing does: compute {time.compute:.3g}, optimizer {time.optimizer:.3g}, "
-        + ", ".join(f"{axis} {seconds:.3g}" for axis, seconds in time.wire.items() if seconds)
+        f"nothing does: compute {time.compute:.3g}, optimizer {time.optimizer:.3g}"
+        + "".join(f", {axis} {seconds:.3g}" for axis, seconds in time.wire.items() if seconds)
     )
     sent = ", ".join(f"{axis} {_count(n)}B" for axis, n in time.wire_bytes.items() if n)
     yield f"sent by the busiest rank: {sent or 'nothing'}"
@@ -139,6 +143,9 @@ def found_lines(found: Found, device: str) -> Iterator[str]:
         return
     yield "times are bounds in seconds: `least` if all overlaps, `serial` if nothing does"
     yield from lines(plans[0], device)
+    yield f"to ask for it again: {_options(plans[0])}"
+    yield "megatron_cfg:"
+    yield from (f"  {key}: {_yaml(value)}" for key, value in megatron_keys(plans[0]).items())
 
 
 _HEADER = ["tp", "pp", "vpp", "cp", "ep", "dp", "recompute", "GiB", "least", "serial", "mainly"]
@@ -195,6 +202,56 @@ def recomputation(config: PolicyConfig) -> str:
     if megatron.recompute_granularity == "selective":
         return "+".join(megatron.recompute_modules or ())
     return megatron.recompute_granularity or "none"
+
+
+def recomputation_keys(said: str) -> dict[str, Any]:
+    """The keys of `megatron_cfg` for what `recomputation` names."""
+    if said == "none":
+        return {"activation_checkpointing": False}
+    how: dict[str, Any] = {"activation_checkpointing": True, "recompute_granularity": "full"}
+    if said == "full":
+        return how
+    return how | {"recompute_granularity": "selective", "recompute_modules": said.split("+")}
+
+
+def megatron_keys(plan: StepPlan) -> dict[str, Any]:
+    """The keys of `megatron_cfg` by which the plan differs from others of a search."""
+    at, megatron = plan.topology, plan.config.megatron_cfg
+    first, last = (
+        megatron.num_layers_in_first_pipeline_stage,
+        megatron.num_layers_in_last_pipeline_stage,
+    )
+    experts = {"expert_model_parallel_size": at.ep, "expert_tensor_parallel_size": at.expert_tp}
+    return {
+        "tensor_model_parallel_size": at.tp,
+        "sequence_parallel": megatron.sequence_parallel,
+        "pipeline_model_parallel_size": at.pp,
+        "virtual_pipeline_model_parallel_size": at.vpp,
+        **({} if first is None else {"num_layers_in_first_pipeline_stage": first}),
+        **({} if last is None else {"num_layers_in_last_pipeline_stage": last}),
+        "context_parallel_size": at.cp,
+        **(experts if plan.architecture.moe else {}),
+        **recomputation_keys(recomputation(plan.config)),
+    }
+
+
+def _options(plan: StepPlan) -> str:
+    at, megatron = plan.topology, plan.config.megatron_cfg
+    axes = ("tp", "pp", "vpp", "cp", "dp", *(("ep",) if plan.architecture.moe else ()))
+    said = [f"--{axis} {getattr(at, axis)}" for axis in axes if getattr(at, axis) > 1]
+    if at.expert_tp != at.tp:
+        said.append(f"--etp {at.expert_tp}")
+    if megatron.num_layers_in_last_pipeline_stage is not None:
+        said.append(f"--last-layers {megatron.num_layers_in_last_pipeline_stage}")
+    said.append(f"--recompute {recomputation(plan.config)}")
+    return " ".join(said)
+
+
+def _yaml(value: object) -> str:
+    """A value of one key on one line."""
+    if isinstance(value, list):
+        return f"[{', '.join(value)}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

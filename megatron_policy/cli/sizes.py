@@ -23,6 +23,14 @@ def parse_size(text: str) -> int:
     return size
 
 
+def parse_gpu_memory(text: str) -> int:
+    """As `parse_size`, of a GPU's memory; a usage error below 1 GiB, which is a unit left out."""
+    size = parse_size(text)
+    if size < 2**30:
+        raise typer.BadParameter(f"{text} is {size} bytes, no GPU's memory; write {text}GiB")
+    return size
+
+
 def show_size(size: float) -> str:
     """Bytes with a decimal unit and three digits: "988 MB", "3.09 GB"."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -69,6 +69,11 @@ _COMPUTATION: Rules = {
         Applied("used where activation_checkpointing is on"),
         "recompute_granularity recompute_method recompute_num_layers recompute_modules",
     ),
+    "optimizer_offload": Rejected(
+        "between steps the optimizer's state leaves the device anyhow (prepare_for_generation); "
+        "within them use_distributed_optimizer spreads it over data-parallel ranks",
+        changes="memory",
+    ),
     "transformer_impl": Applied("'auto', 'local' or 'transformer_engine'"),
     **each(
         Applied("where the implementation has the fused kernel"),

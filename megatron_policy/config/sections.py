@@ -243,7 +243,7 @@ class MegatronConfig(Section):
     apply_rope_fusion: bool = False
     bias_activation_fusion: bool = False
     defer_fp32_logits: bool = False
-    empty_unused_memory_level: CountOrZero = 0
+    empty_unused_memory_level: Literal[0, 1, 2] = 0
     converter_type: str | None = None
     freeze_moe_router: bool = False
     moe_router_dtype: str | None = None

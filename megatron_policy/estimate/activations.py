@@ -11,81 +11,131 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_policy.config import MegatronConfig
 from megatron_policy.converters.architecture import Activation, Architecture, Mla, Moe, Norm
+from megatron_policy.converters.architecture.traits import QkNorm
+from megatron_policy.estimate.attention import INT64, Core, CoreAttention, Kernels, MicrobatchShape
 from megatron_policy.estimate.states import FP32
 from megatron_policy.parallel.topology import Topology
 
-INT64 = 8
+NO_CORE = Core(0, 0, 0)
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """Which modules compute a layer."""
+class Half:
+    """Bytes that attention or the MLP of a layer keeps, with the norms around it."""
 
-    transformer_engine: bool
-    fused_activation: bool
-    """SwiGLU in one kernel, which keeps nothing but its input."""
-    fused_rope: bool = False
-    fused_norm: bool = False
-    """RMS norms in one kernel, which keeps its input and a number for each vector."""
+    stream: int
+    """The residual stream where it enters."""
+    norm: int
+    """Of the norm before it, without its output."""
+    norm_output: int
+    """The input of the first linear layer."""
+    inner: int
+    """Of the half itself, without core attention."""
+    core: Core = NO_CORE
+    after: int = 0
+    """Of the norm after it."""
+    norm_apart: bool = False
+    """The norm before it is a module of its own, which can be computed again by itself."""
+    whole: bool = False
+    """It is computed again as a whole where `mlp` is."""
+    norm_copies: bool = False
+    """The norm keeps a copy of its input."""
 
+    @property
+    def total(self) -> int:
+        """Without recomputation."""
+        return self.norm + self.norm_output + self.inner + self.core.total + self.after
 
-@dataclass(frozen=True)
-class MicrobatchShape:
-    """`tokens` of a microbatch on one context-parallel rank, padding included, in sequences of
-    `length` before context parallelism; `positions` of them have cosines and sines of their own.
-    """
+    def kept(self, modules: tuple[str, ...]) -> int:
+        """Between the passes, if these modules are computed again."""
+        norm, output, inner = self.norm, self.norm_output, self.inner
+        if self.whole and "mlp" in modules:
+            inner = 0
+            if not self.norm_apart and norm:  # part of the first linear layer
+                norm, output = 0, self.stream
+        if self.norm_apart and "layernorm" in modules:
+            norm, output = self.stream, 0
+        core = self.core.kept if "core_attn" in modules else self.core.total
+        return norm + output + inner + core + self.after
 
-    tokens: int
-    length: int
-    positions: int
+    def again(self, modules: tuple[str, ...]) -> int:
+        """The most during its backward pass."""
+        most = self.total
+        if "core_attn" in modules:
+            most -= self.core.total
+            most += max(self.core.kept, self.core.again - self.after)
+        copied = self.norm_copies and self.norm_apart and "layernorm" in modules
+        return most + (self.stream if copied else 0)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes that one layer keeps, by part."""
+    """What one layer keeps."""
 
-    norms: int
-    """The inputs of norms and what else their backward pass needs."""
-    norm_outputs: int
-    """The inputs of the linear layers that follow norms."""
-    projections: int
-    """Of attention: norms of queries and keys, or what MLA compresses; rotary embedding."""
-    core: int
-    """Queries, keys, values, and what the attention kernel keeps."""
-    mlp: int
-    """The MLP, or router, dispatch and experts."""
+    attention: Half
+    mlp: Half
 
     @property
     def total(self) -> int:
-        return self.norms + self.norm_outputs + self.projections + self.core + self.mlp
+        """Without recomputation."""
+        return self.attention.total + self.mlp.total
+
+    def kept(self, modules: tuple[str, ...]) -> int:
+        """Between the passes, if these modules are computed again."""
+        return self.attention.kept(modules) + self.mlp.kept(modules)
+
+    def again(self, modules: tuple[str, ...]) -> int:
+        """The most during its backward pass, in which the MLP comes first."""
+        last = self.attention.again(modules)
+        return max(self.attention.kept(modules) + self.mlp.again(modules), last)
 
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """What the layers of one model keep under one layout. `width` is the bytes of an activation."""
+    """What the layers of one model keep under one layout, on context-parallel rank `rank`. `width`
+    is the bytes of an activation.
+    """
 
     arch: Architecture
     topology: Topology
     width: int
     sequence_parallel: bool
     kernels: Kernels
+    rank: int = 0
 
     def saved(self, layer: int, batch: MicrobatchShape) -> Saved:
-        """What decoder layer number `layer` keeps of a microbatch."""
+        """What decoder layer number `layer` keeps of a microbatch; numbers from `num_layers` on are
+        the layers for multi-token prediction.
+        """
         arch = self.arch
-        stream = self.stream(batch)
-        inputs = int(arch.pre_norm) * (1 if arch.parallel else 2)
-        outputs = 2 if arch.post_norm else 0
         moe = arch.moe if arch.has_experts(layer) else None
-        return Saved(
-            norms=(inputs + outputs) * stream * self._norm(arch.hidden_size),
-            norm_outputs=(1 if arch.parallel else 2) * self.hidden(batch),
-            projections=self._projections(batch),
-            core=self._core(batch),
-            mlp=self._dense(batch) if moe is None else self._experts(moe, batch),
+        hidden, norm = self.hidden(batch), self.stream(batch) * self._norm(arch.hidden_size)
+        apart = arch.pre_norm and not arch.parallel
+        with_te = self.kernels.transformer_engine
+        before, after = norm * int(arch.pre_norm), norm * int(arch.post_norm)
+        attention = Half(
+            stream=hidden,
+            norm=before,
+            norm_output=hidden,
+            inner=self._projections(layer, batch),
+            core=self._core().of_layer(layer, batch),
+            after=after,
+            # Transformer Engine has norms inside the linear layers that follow them.
+            norm_apart=apart and (not with_te or arch.mla is not None),
+            norm_copies=self._copies_input(),
         )
+        mlp = Half(
+            stream=0 if arch.parallel else hidden,
+            norm=0 if arch.parallel else before,
+            norm_output=0 if arch.parallel else hidden,
+            inner=self._dense(batch) if moe is None else self._experts(moe, batch),
+            after=after,
+            norm_apart=apart and (not with_te or moe is not None),
+            whole=moe is None,  # Megatron-Core computes no mixture of experts again
+            norm_copies=self._copies_input(),
+        )
+        return Saved(attention, mlp)
 
     def stream(self, batch: MicrobatchShape) -> int:
         """Tokens of the residual stream on a rank."""
@@ -96,17 +146,38 @@ class LayerActivations:
         """Bytes of the residual stream."""
         return self.width * self.arch.hidden_size * self.stream(batch)
 
-    def ends(self, batch: MicrobatchShape, first: bool, last: bool) -> int:
-        """Bytes that embedding (`first`), final norm and head (`last`) keep, with a loss of
-        log-probabilities.
+    def angles(self, batch: MicrobatchShape) -> int:
+        """Bytes of the rotary angles, which layers that are computed again keep between them."""
+        arch = self.arch
+        if arch.mla is not None:
+            return 0
+        ropes = {rope for rope in (arch.rope, arch.window_rope) if rope is not None}
+        return batch.positions * sum(rope.size(arch.kv_channels) for rope in ropes) * FP32
+
+    def embedding(self, batch: MicrobatchShape) -> int:
+        """Bytes that the embedding keeps."""
+        return batch.tokens * INT64
+
+    def head(self, batch: MicrobatchShape) -> int:
+        """Bytes that the final norm and the head keep, with a loss of log-probabilities: the
+        tokens' hidden states; numbers, targets and log-sums of each.
         """
-        kept = batch.tokens * INT64 if first else 0
-        if last:
-            kept += self.stream(batch) * self._norm(self.arch.hidden_size)
-            # The head takes its tokens' hidden states; numbers, targets and log-sums of each.
-            hidden = self.width * self.arch.hidden_size
-            kept += batch.tokens * (hidden + 3 * INT64 + 2 * FP32)
-        return kept
+        hidden = self.width * self.arch.hidden_size
+        kept = self.stream(batch) * self._norm(self.arch.hidden_size)
+        return kept + batch.tokens * (hidden + 3 * INT64 + 2 * FP32)
+
+    def further(self, batch: MicrobatchShape, layer: int, full: bool) -> tuple[int, int]:
+        """Bytes that a layer for multi-token prediction keeps before its final norm, and in its
+        backward pass: its inputs, their norms, the projection, and its decoder layer.
+        """
+        norms = 2 * self.stream(batch) * self._norm(self.arch.hidden_size)
+        own = norms + 2 * self.hidden(batch) + self.saved(layer, batch).total
+        if not full:
+            return own, own
+        return 2 * self.hidden(batch), 2 * self.hidden(batch) + own
+
+    def _core(self) -> CoreAttention:
+        return CoreAttention(self.arch, self.topology, self.width, self.kernels, self.rank)
 
     def _norm(self, size: int) -> int:
         """Bytes per vector of a norm, without its output."""
@@ -120,75 +191,43 @@ class LayerActivations:
         own = self.width if self.kernels.fused_norm else FP32
         return own * size + FP32 + self.width * size
 
-    def _heads(self) -> tuple[int, int]:
-        """Query and key heads of a rank."""
-        tp, arch = self.topology.tp, self.arch
-        return arch.num_attention_heads // tp, max(1, arch.num_query_groups // tp)
+    def _copies_input(self) -> bool:
+        """Whether norms keep their inputs in fp32."""
+        if self.kernels.transformer_engine or self.arch.norm is Norm.LAYER or self.width == FP32:
+            return False
+        return self.arch.norm is Norm.RMS_PLUS_ONE or not self.kernels.fused_norm
 
-    def _projections(self, batch: MicrobatchShape) -> int:
+    def _projections(self, layer: int, batch: MicrobatchShape) -> int:
         arch = self.arch
-        heads, groups = self._heads()
         channels = arch.mla.qk_rope_head_dim if arch.mla else arch.kv_channels
-        # Cosine and sine, of queries and of keys, anew in each layer.
-        rope = 0 if self.kernels.fused_rope else 4 * batch.positions * channels * self.width
+        rope = arch.rope_of(layer) if layer < arch.num_layers else arch.rope
+        rotated = 0
+        if rope is not None and not self.kernels.fused_rope:
+            # Cosine and sine, of queries and of keys, anew in each layer.
+            rotated = 4 * batch.positions * rope.size(channels) * self.width
         if arch.mla is not None:
-            return rope + self._compressed(arch.mla, batch)
-        normed = (heads + groups) * self._norm(arch.kv_channels) if arch.qk_norm else 0
-        return rope + normed * batch.tokens
+            return rotated + self._compressed(arch.mla, batch)
+        return rotated + batch.tokens * self._query_norms()
+
+    def _query_norms(self) -> int:
+        """Bytes per token of the norms of queries and keys."""
+        arch = self.arch
+        heads, groups = self._core().heads()
+        channels = (heads + groups) * arch.kv_channels
+        match arch.qk_norm:
+            case QkNorm.NONE:
+                return 0
+            case QkNorm.ALL_HEADS:  # the input and what the weight multiplies, and the square's sum
+                return 2 * FP32 * channels + 2 * FP32 * 2
+            case QkNorm.EACH_HEAD:
+                return 2 * FP32 * channels + 2 * FP32 * (heads + groups)
+        return (heads + groups) * self._norm(arch.kv_channels)
 
     def _compressed(self, mla: Mla, batch: MicrobatchShape) -> int:
         """Compressed vectors go through a norm, whose output the expanding projection keeps."""
         sizes = [size for size in (mla.kv_lora_rank, mla.q_lora_rank) if size]
         kept = sum(self._norm(size) + self.width * size for size in sizes)
         return self.stream(batch) * kept
-
-    def _core(self, batch: MicrobatchShape) -> int:
-        arch, e = self.arch, self.width
-        heads, groups = self._heads()
-        if arch.mla is not None:
-            return self._latent_core(arch.mla, heads) * batch.tokens
-        query, key = heads * arch.kv_channels * e, groups * arch.kv_channels * e
-        gathered = 1 if self.kernels.transformer_engine else self.topology.cp
-        if arch.attention_sinks or arch.attention_softcap is not None:
-            # Keys and values are repeated for each query head.
-            return (2 + 2 * gathered) * query * batch.tokens + self._scores(heads, batch)
-        if gathered > 1:
-            # The output projection's input is a copy of the contexts of all rectangles.
-            return (3 * query + 2 * key * gathered + heads * FP32) * batch.tokens
-        # Values are a view of the joint projection's output, which is kept whole; with fewer
-        # groups than ranks that of all ranks.
-        joint = query + 2 * key
-        if arch.num_query_groups < self.topology.tp:
-            joint = (arch.query_size + 2 * arch.kv_size) * e
-        return (query + key + joint + query + heads * FP32) * batch.tokens
-
-    def _latent_core(self, mla: Mla, heads: int) -> int:
-        head, value = mla.qk_nope_head_dim + mla.qk_rope_head_dim, mla.v_head_dim
-        if self.kernels.transformer_engine:
-            return heads * (self.width * 2 * (head + value) + FP32)
-        gathered, widest = self.topology.cp, max(head, value)
-        # The output projection's input is a copy, as the context is in rectangles or padded.
-        copied = value if gathered > 1 or head != value else 0
-        values = gathered * widest if head != value else 0  # padded to equal sizes
-        if gathered > 1:  # in one collective with the keys
-            sizes = 2 * widest + gathered * (head + value) + values + copied
-        elif head == value:  # a view of what expands keys and values
-            sizes = 3 * head + mla.qk_nope_head_dim + value
-        else:
-            sizes = 3 * widest + values + copied
-        return heads * (self.width * sizes + FP32)
-
-    def _scores(self, heads: int, batch: MicrobatchShape) -> int:
-        """Of attention that computes its scores: through the softcap, after softmax in fp32, and as
-        factors of the values.
-        """
-        pair = FP32 + (self.width if self.width != FP32 else 0)
-        pair += self.width if self.arch.attention_softcap is not None else 0
-        keys = batch.length + int(self.arch.attention_sinks)
-        if (cp := self.topology.cp) > 1:
-            # Two of 2 * cp pieces of a sequence, one early and one late, see these on average.
-            keys = keys * (2 * cp + 1) // (4 * cp)
-        return heads * batch.tokens * keys * pair
 
     def _dense(self, batch: MicrobatchShape) -> int:
         return batch.tokens * self._gated(self.arch.ffn_hidden_size // self.topology.tp)
@@ -197,6 +236,9 @@ class LayerActivations:
         """Bytes per token of an MLP with `inner` channels on this rank, without its input: the
         first projection's output, the input of the last one, and what is between.
         """
+        if self.arch.activation is Activation.XIELU:
+            # The factors of both its branches, and which of them it takes.
+            return (self.width * 5 + 1) * inner
         if not self.arch.gated:
             return self.width * 2 * inner
         widths = 3
@@ -221,48 +263,3 @@ class LayerActivations:
         )
         shared = moe.shared_ffn_hidden_size // topology.tp
         return router + experts + (batch.tokens * self._gated(shared) if shared else 0)
-
-
-def chunk_bytes(
-    layers: range, model: LayerActivations, settings: MegatronConfig, batch: MicrobatchShape
-) -> int:
-    """What the layers of a model chunk keep of a microbatch between its two passes."""
-    saved = [model.saved(layer, batch) for layer in layers]
-    number = settings.recompute_num_layers or 1
-    match settings.recompute_granularity, settings.recompute_method:
-        case "full", "block":
-            kept = sum(each.total for each in saved[number:])
-            return min(number, len(saved)) * model.hidden(batch) + kept
-        case "full", _:
-            return -(-len(saved) // number) * model.hidden(batch)
-        case "selective", _:
-            return sum(_selective(each, settings.recompute_modules or ()) for each in saved)
-    return sum(each.total for each in saved)
-
-
-def recomputed_bytes(
-    layers: range, model: LayerActivations, settings: MegatronConfig, batch: MicrobatchShape
-) -> int:
-    """The most that the backward pass of a chunk computes again and holds at once."""
-    saved = [model.saved(layer, batch) for layer in layers]
-    number = settings.recompute_num_layers or 1
-    if settings.recompute_granularity == "full":
-        at_once = number if settings.recompute_method != "block" else 1
-        sizes = [each.total for each in saved]
-        return max(sum(sizes[i : i + at_once]) for i in range(0, len(sizes), at_once))
-    if settings.recompute_granularity == "selective":
-        modules = settings.recompute_modules or ()
-        return max(each.total - _selective(each, modules) for each in saved)
-    return 0
-
-
-def _selective(saved: Saved, modules: tuple[str, ...]) -> int:
-    """What is left of a layer if these modules are computed again."""
-    left = saved.total
-    if "layernorm" in modules:
-        left -= saved.norm_outputs
-    if "mlp" in modules:
-        left -= saved.mlp
-    # Of core attention only its inputs are kept, which the estimate counts as all of it: kernels
-    # keep little more.
-    return left

@@ -9,13 +9,10 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.config.batching import batching_of
 from megatron_policy.config.layout import layer_split, microbatch_round
 from megatron_policy.converters.architecture import Activation, Architecture, padded_vocab
-from megatron_policy.estimate.activations import (
-    Kernels,
-    LayerActivations,
-    MicrobatchShape,
-    chunk_bytes,
-    recomputed_bytes,
-)
+from megatron_policy.converters.architecture.beyond_te import beyond_transformer_engine
+from megatron_policy.estimate.activations import LayerActivations
+from megatron_policy.estimate.attention import Kernels, MicrobatchShape
+from megatron_policy.estimate.recomputation import chunk_activations
 from megatron_policy.estimate.schedule import Schedule
 from megatron_policy.estimate.states import (
     FP32,
@@ -52,7 +49,7 @@ class BatchShape:
         """
         length = length or config.max_total_sequence_length
         batching = batching_of(config, training=True)
-        if batching.tokens is None:
+        if batching.kind == "padded":
             tokens = config.train_micro_batch_size * length
         else:
             tokens = max(1, batching.tokens // length) * length
@@ -69,7 +66,7 @@ class BatchShape:
         """What a rank computes at once."""
         tokens = -(-self.tokens // topology.cp)
         positions = tokens if self.packed else -(-self.length // topology.cp)
-        return MicrobatchShape(tokens, self.length, positions)
+        return MicrobatchShape(tokens, self.length, positions, self.packed)
 
 
 @dataclass(frozen=True)
@@ -92,12 +89,14 @@ def kernels_of(config: PolicyConfig, arch: Architecture, accelerated: bool) -> K
     """The modules that a GPU with Transformer Engine runs, or those of a CPU."""
     megatron = config.megatron_cfg
     with_te = accelerated and megatron.transformer_impl != "local"
+    with_te = with_te and not megatron.peft.enabled and not beyond_transformer_engine(arch)
     swiglu = arch.gated and arch.activation is Activation.SILU
     return Kernels(
         transformer_engine=with_te,
         fused_activation=accelerated and megatron.bias_activation_fusion and swiglu,
         fused_rope=with_te and megatron.apply_rope_fusion and arch.mla is None,
         fused_norm=accelerated,
+        one_call=accelerated,
     )
 
 
@@ -119,7 +118,11 @@ def stage_memory(
     last = stage == topology.pp - 1
     return StageMemory(
         states,
-        activation_bytes(config, arch, topology, batch_shape, stage, kernels),
+        # Ranks of a context-parallel group differ in their rectangles of attention.
+        max(
+            activation_bytes(config, arch, topology, batch_shape, stage, kernels, rank)
+            for rank in ((0,) if kernels.transformer_engine else range(topology.cp))
+        ),
         _head(config, arch, topology, batch_shape) if last else 0,
     )
 
@@ -131,25 +134,30 @@ def activation_bytes(
     batch_shape: BatchShape,
     stage: int,
     kernels: Kernels,
+    cp_rank: int = 0,
 ) -> int:
-    """What a rank of the stage keeps for backward passes when it keeps most."""
+    """What a rank of the stage, number `cp_rank` of its context-parallel group, keeps for backward
+    passes when it keeps most.
+    """
     megatron = config.megatron_cfg
     model = LayerActivations(
-        arch, topology, WIDTHS[config.precision], megatron.sequence_parallel, kernels
+        arch, topology, WIDTHS[config.precision], megatron.sequence_parallel, kernels, cp_rank
     )
     batch = batch_shape.microbatch(topology)
-    chunks = layer_split(config, arch, topology).stages[stage]
-    flying = Schedule.of(topology, batch_shape.microbatches(topology)).in_flight(stage)
-    kept = recomputed = 0
-    for number, (layers, count) in enumerate(zip(chunks, flying, strict=True)):
-        first = stage == 0 and number == 0
-        last = stage == topology.pp - 1 and number == topology.vpp - 1
-        head = model.ends(batch, False, last)
-        own = chunk_bytes(layers, model, megatron, batch) + model.ends(batch, first, False) + head
-        kept += count * own
-        # By then this microbatch's head has finished.
-        recomputed = max(recomputed, recomputed_bytes(layers, model, megatron, batch) - head)
-    return kept + recomputed
+    chunks = [
+        chunk_activations(
+            layers,
+            model,
+            megatron,
+            batch,
+            first=stage == 0 and number == 0,
+            last=stage == topology.pp - 1 and number == topology.vpp - 1,
+        )
+        for number, layers in enumerate(layer_split(config, arch, topology).stages[stage])
+    ]
+    schedule = Schedule.of(topology, batch_shape.microbatches(topology))
+    own = schedule.most(stage, [c.kept for c in chunks], [c.most for c in chunks])
+    return own + sum(chunk.shared for chunk in chunks)
 
 
 def _head(

@@ -21,7 +21,7 @@ from megatron_policy.estimate.memory import (
     stage_memory,
 )
 from megatron_policy.estimate.schedule import Schedule
-from megatron_policy.estimate.states import WIDTHS, ModelRows
+from megatron_policy.estimate.states import WIDTHS, ModelRows, written_bytes
 from megatron_policy.estimate.step_time import StepTime, step_time
 from megatron_policy.parallel.topology import LayerSplit, Topology
 
@@ -98,7 +98,11 @@ class StepPlan:
 
     @property
     def reference_bytes(self) -> int:
-        """Host memory for the weights of a frozen reference policy, on the fullest rank."""
+        """Host memory for the weights of a frozen reference policy, on the fullest rank: none with
+        adapters, whose base is the reference.
+        """
+        if self.config.megatron_cfg.peft.enabled:
+            return 0
         return max(stage.states.parameters for stage in self.stages)
 
     @cached_property
@@ -116,11 +120,8 @@ class StepPlan:
     @property
     def staging_bytes(self) -> int:
         """Host memory of a checkpoint that is saved in the background, on the fullest rank."""
-        states = (stage.states for stage in self.stages)
-        return max(
-            each.parameters // self.topology.dp + each.main_parameters + each.moments
-            for each in states
-        )
+        distributed = self.config.megatron_cfg.optimizer.use_distributed_optimizer
+        return max(written_bytes(stage.states, self.topology, distributed) for stage in self.stages)
 
 
 def plan_of(
@@ -131,9 +132,23 @@ def plan_of(
     length: int | None = None,
 ) -> StepPlan:
     """The plan of one configuration; ConfigError if it fits neither the model nor the ranks."""
-    topology = topology_of(config, world_size)
-    check_layout(config, rows.architecture, topology)
+    topology, arch = topology_of(config, world_size), rows.architecture
+    check_layout(config, arch, topology)
+    positions = _checked_positions(arch, length)
+    length = min(length or config.max_total_sequence_length, positions)
     return StepPlan(config, rows, topology, BatchShape.of(config, length), device)
+
+
+def _checked_positions(arch: Architecture, length: int | None) -> int:
+    """How many positions the model has; ConfigError if rows of `length` tokens need more."""
+    positions = arch.rope.positions(arch.max_position_embeddings)
+    if length is not None and length > positions:
+        raise ConfigError(
+            f"rows of {length} tokens are longer than the model's {positions} positions: use "
+            "shorter ones, or raise max_position_embeddings in its config.json if it was trained "
+            "for more"
+        )
+    return positions
 
 
 @dataclass(frozen=True)
@@ -157,6 +172,7 @@ def search(
     Ordered by the time of a step in which nothing overlaps. Of those as fast as the fastest within
     `EQUAL`, the simplest come first: with fewer pipeline stages and chunks, then with less memory.
     """
+    _checked_positions(rows.architecture, length)
     plans = []
     for keys in _layouts(rows.architecture, world_size, length or _length(base)):
         megatron = {**base.get("megatron_cfg", {}), **keys}

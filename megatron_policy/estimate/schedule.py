@@ -26,21 +26,31 @@ class Schedule:
     def of(cls, topology: Topology, microbatches: int) -> Schedule:
         return cls(topology.pp, topology.vpp, microbatches)
 
-    def in_flight(self, stage: int) -> tuple[int, ...]:
-        """For each model chunk of `stage`, how many microbatches' activations it holds at the same
-        time, when the stage holds most.
+    def most(self, stage: int, kept: Sequence[int], most: Sequence[int]) -> int:
+        """The most that `stage` holds at the same time, if it keeps `kept[i]` of a microbatch in
+        model chunk i between its passes and holds `most[i]` during its backward pass.
         """
-        passes = self.microbatches * self.vpp
+        passes, steps = self.microbatches * self.vpp, self.pp * self.vpp
+        warmup = self.pp - stage - 1
         if self.vpp == 1:
-            return (min(self.microbatches, self.pp - stage),)
-        warmup = (self.pp - stage - 1) * 2 + (self.vpp - 1) * self.pp
-        held = min(passes, warmup + 1)
-        # The chunks take turns, `pp` microbatches each.
-        whole, rest = divmod(held, self.pp * self.vpp)
-        return tuple(
-            whole * self.pp + min(self.pp, max(0, rest - chunk * self.pp))
-            for chunk in range(self.vpp)
-        )
+            steps = 1  # all are alike
+        else:
+            warmup = warmup * 2 + (self.vpp - 1) * self.pp
+        highest = held = 0
+        for number in range(min(passes, warmup)):
+            held += kept[self._chunk(number)]
+        for number in range(min(passes, steps)):
+            if number + warmup < passes:
+                held += kept[self._chunk(number + warmup)]
+            # The backward passes visit the chunks in the other order.
+            chunk = self.vpp - 1 - self._chunk(number)
+            highest = max(highest, held - kept[chunk] + most[chunk])
+            held -= kept[chunk]
+        return highest
+
+    def _chunk(self, number: int) -> int:
+        """The chunk of forward pass `number`: they take turns, `pp` microbatches each."""
+        return number % (self.pp * self.vpp) // self.pp
 
     @property
     def bubble(self) -> float:

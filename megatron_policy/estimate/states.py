@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 from megatron_policy.config import PolicyConfig
@@ -40,6 +40,13 @@ class States:
     moments: int = 0
     step: int = 0
     """Only during the optimizer's step: fp32 copies of gradients that are kept in fewer bits."""
+    expert_parameters: int = 0
+    """Of `parameters`, those of experts that other ranks hold copies of than of all else."""
+    expert_gradients: int = 0
+    expert_optimizer: int = 0
+    """Of `main_parameters` and `moments`, those of the same experts."""
+    copied: int = 0
+    """Of parameters and optimizer, on all ranks that share them, what another stage saves."""
 
     @property
     def resident(self) -> int:
@@ -60,6 +67,12 @@ class Precisions:
     distributed: bool
     trained: bool = True
     groups: ParamGroups = field(default_factory=ParamGroups)
+
+    @property
+    def saved(self) -> int:
+        """Bytes of a trained element in a checkpoint, with its optimizer's state."""
+        main = FP32 if self.parameter != FP32 else 0
+        return self.parameter + main + FP32 * self.moments
 
     @classmethod
     def of(cls, config: PolicyConfig, trained: bool = True) -> Precisions:
@@ -94,12 +107,14 @@ class _Held(NamedTuple):
     expert: _Sizes = _Sizes()
     """Of one expert."""
     shared: _Sizes = _Sizes()
-    """The embedding, if the head is tied to it."""
+    """The embedding, if another stage has a copy of it."""
     fixed: int = 0
     """Elements that keep fp32 and are not trained."""
     frozen: int = 0
     frozen_expert: int = 0
     """Of one expert."""
+    copied: int = 0
+    """Elements of trained parameters of which another stage holds the original."""
 
     def plus(self, other: _Held) -> _Held:
         dense, expert = self.dense.plus(other.dense), self.expert.plus(other.expert)
@@ -111,6 +126,7 @@ class _Held(NamedTuple):
             self.fixed + other.fixed,
             self.frozen + other.frozen,
             self.frozen_expert + other.frozen_expert,
+            self.copied + other.copied,
         )
 
 
@@ -178,15 +194,19 @@ class ModelRows:
             shards = topology.expert_tp if expert else topology.tp
             elements = math.prod(row.local_shape(arch, shards))
             size = _Sizes(elements, -(-elements // _PARAMETER) * _PARAMETER)
+            if not (row.owns or frozen):
+                total = total._replace(copied=total.copied + elements)
             if row.keeps_dtype:
                 total = total._replace(fixed=total.fixed + elements)
+            elif not row.learnt:
+                total = total._replace(frozen=total.frozen + elements)
             elif frozen and expert:
                 total = total._replace(frozen_expert=total.frozen_expert + elements)
             elif frozen:
                 total = total._replace(frozen=total.frozen + elements)
             elif expert:
                 total = total._replace(expert=total.expert.plus(size))
-            elif topology.pp > 1 and arch.tied and _is_embedding(row):
+            elif topology.pp > 1 and (arch.tied or arch.mtp_layers) and _is_embedding(row):
                 total = total._replace(shared=total.shared.plus(size))
             else:
                 total = total._replace(dense=total.dense.plus(size))
@@ -228,9 +248,15 @@ def _chunk_states(held: _Held, experts: int, topology: Topology, precisions: Pre
         elements = held.dense.exact + held.shared.exact + own.exact
         return States(parameters=fixed + elements * precisions.parameter)
     replicas = topology.dp * topology.cp
-    total = States(parameters=fixed)
+    total = States(parameters=fixed, copied=held.copied * precisions.saved)
     if topology.experts_apart:
-        total += _trained([own], topology.edp, precisions)
+        apart = _trained([own], topology.edp, precisions)
+        total += replace(
+            apart,
+            expert_parameters=apart.parameters,
+            expert_gradients=apart.gradients,
+            expert_optimizer=apart.main_parameters + apart.moments,
+        )
         own = _Sizes()
     return total + _trained([held.dense.plus(own), held.shared], replicas, precisions)
 
@@ -251,3 +277,15 @@ def _trained(buckets: list[_Sizes], replicas: int, precisions: Precisions) -> St
         moments=own * FP32 * precisions.moments,
         step=own * FP32 if precisions.gradient != FP32 else 0,
     )
+
+
+def written_bytes(states: States, topology: Topology, distributed: bool) -> int:
+    """What a rank writes to a checkpoint: ranks share what they hold copies of, which states of an
+    optimizer that is not `distributed` are too.
+    """
+    held, experts = states.parameters, states.expert_parameters
+    own = states.main_parameters + states.moments
+    if not distributed:
+        held, experts, own = held + own, experts + states.expert_optimizer, 0
+    shared = (held - experts - states.copied) // (topology.dp * topology.cp)
+    return own + shared + experts // topology.edp

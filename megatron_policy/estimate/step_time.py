@@ -17,7 +17,7 @@ from megatron_policy.estimate.devices import DeviceFigures
 from megatron_policy.estimate.flops import BACKWARD, forward_flops
 from megatron_policy.estimate.memory import BatchShape
 from megatron_policy.estimate.schedule import Schedule
-from megatron_policy.estimate.states import WIDTHS, States
+from megatron_policy.estimate.states import WIDTHS, Precisions, States
 from megatron_policy.parallel.topology import Topology
 
 HEAD_AGAIN = 1
@@ -119,7 +119,9 @@ def _stage_seconds(
                 total += (1 + BACKWARD + again) * of.total
                 if settings.recompute_granularity == "selective":
                     modules = settings.recompute_modules or ()
-                    total += of.attention * ("core_attn" in modules) + of.mlp * ("mlp" in modules)
+                    total += of.attention * ("core_attn" in modules)
+                    # Megatron-Core computes no mixture of experts again.
+                    total += of.mlp * ("mlp" in modules and not arch.has_experts(layer))
         seconds.append(total / rate)
     seconds[-1] += (1 + BACKWARD + HEAD_AGAIN) * (flops.head + flops.mtp) / rate
     return seconds
@@ -150,7 +152,7 @@ def _traffic(
         "cp": microbatches * len(held) * _context(arch, topology, batch.tokens, width, passes),
         "ep": microbatches * experts * passes * _experts(arch, topology, hidden, sequence),
         "pp": microbatches * _pipeline(topology, hidden, sequence),
-        "dp": _data(topology, states, config.megatron_cfg.optimizer.use_distributed_optimizer),
+        "dp": _data(topology, states, Precisions.of(config)),
     }
 
 
@@ -196,7 +198,12 @@ def _pipeline(topology: Topology, hidden: int, sequence: bool) -> int:
     return 2 * topology.vpp * hidden // (topology.tp if sequence else 1)
 
 
-def _data(topology: Topology, states: States, distributed: bool) -> int:
-    """Gradients are reduced, and parameters or gradients gathered."""
-    gathered = states.parameters if distributed else states.gradients
-    return int((states.gradients + gathered) * _share(topology.dp * topology.cp))
+def _data(topology: Topology, states: States, precisions: Precisions) -> int:
+    """Gradients are reduced, and parameters or gradients gathered: those of experts over the ranks
+    that hold copies of them, all others over all replicas.
+    """
+    gathered = precisions.parameter if precisions.distributed else precisions.gradient
+    both = 1 + gathered / precisions.gradient
+    dense = states.gradients - states.expert_gradients
+    shared = dense * _share(topology.dp * topology.cp)
+    return int(both * (shared + states.expert_gradients * _share(topology.edp)))

@@ -11,7 +11,7 @@ R rows that are computed in parallel (B when padded, 1 when packed).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,18 +117,25 @@ class TokenLayout:
 
     def pieces(self, rank: int) -> tuple[CausalRectangle, ...]:
         """The pieces of rank `rank`'s causal attention; its queries in order, each once."""
-        if self.ranks == 1:
-            return tuple(
-                CausalRectangle(s.start, s.length, s.start, s.length) for s in self.segments
-            )
-        found = []
-        for segment in self.segments:
-            chunk = segment.length // (2 * self.ranks)
-            first = segment.start // self.ranks
-            for index, number in enumerate((rank, 2 * self.ranks - 1 - rank)):
-                query = first + index * chunk
-                found.append(CausalRectangle(query, chunk, segment.start, (number + 1) * chunk))
-        return tuple(found)
+        return causal_pieces(self.segments, self.ranks, rank)
+
+
+def causal_pieces(
+    segments: Iterable[PackedSequence], ranks: int, rank: int
+) -> tuple[CausalRectangle, ...]:
+    """The pieces of attention within the segments that rank `rank` of `ranks` computes; its queries
+    in order, each once.
+    """
+    if ranks == 1:
+        return tuple(CausalRectangle(s.start, s.length, s.start, s.length) for s in segments)
+    found = []
+    for segment in segments:
+        chunk = segment.length // (2 * ranks)
+        first = segment.start // ranks
+        for index, number in enumerate((rank, 2 * ranks - 1 - rank)):
+            query = first + index * chunk
+            found.append(CausalRectangle(query, chunk, segment.start, (number + 1) * chunk))
+    return tuple(found)
 
 
 def padded_layout(rows: int, width: int, multiple: int, ranks: int) -> TokenLayout:

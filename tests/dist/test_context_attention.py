@@ -21,8 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_policy import device
 from megatron_policy.engines.megatron.layers.attention import TorchAttention
 from megatron_policy.engines.megatron.layers.sequences import sequence_params
-from megatron_policy.engines.megatron.layers.tiles import BLOCK
 from megatron_policy.engines.megatron.platform import prepare_platform
+from megatron_policy.packing.tiles import BLOCK
 from megatron_policy.packing.tokens import TokenLayout, packed_layout, padded_layout
 from tests.exact import Exact, assert_equal
 from tests.varlen_oracle import varlen_oracle

@@ -1,13 +1,12 @@
 """What a plan says of memory, against what ranks hold: buffers and states to the byte, and the
-tensors that autograd saves within 5 %.
+tensors that autograd saves within 5 %; and of the bytes that a save writes.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -16,65 +15,88 @@ import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.checkpoint.contents import Contents
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import layer_split, topology_of
+from megatron_policy.config.model_table import model_table
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.engines.megatron.optimizer_shards import optimizer_shards
-from megatron_policy.estimate.activations import Kernels
+from megatron_policy.estimate.attention import Kernels
 from megatron_policy.estimate.memory import BatchShape, activation_bytes
-from megatron_policy.estimate.states import FP32, ModelRows, Precisions, States, stage_states
+from megatron_policy.estimate.states import (
+    FP32,
+    ModelRows,
+    Precisions,
+    States,
+    stage_states,
+    written_bytes,
+)
+from megatron_policy.parallel.topology import Coords
+from tests.checkpoints import make_checkpoint
 from tests.dist.cases import open_policy, policy_config
-from tests.dist.layouts import EXPERT_LAYOUTS, Layout
+from tests.dist.layouts import EXPERT_LAYOUTS, OVERLAPPED, Layout, layout
 from tests.invariance.cases import LAYOUTS
 from tests.losses import SequenceNLL
+from tests.mtp_checkpoints import add_mtp_layers
 from tests.turns import in_turns
 
 ROWS, LENGTH, TOLERANCE = 8, 32, 0.05
-ALIGNMENT = 128
-"""Elements to whose multiples Megatron-Core aligns parameters and buckets, at most."""
+SHARED = 0.08
+"""The most that tensor-parallel ranks hold alike, of what one holds."""
 
 
 @dataclass(frozen=True)
 class Measured:
     """On one rank, in bytes."""
 
-    stage: int
+    coords: Coords
     states: States
-    parameters: int
-    """How many it has."""
+    padding: int
+    """Elements of the rank's shares of the distributed optimizer's buffers that no parameter
+    fills.
+    """
     saved: int
     """The most that autograd has saved at the same time."""
+    written: int
+    """What the rank writes to a checkpoint."""
 
 
 @contextmanager
 def live_saved(known: set[int]) -> Iterator[list[int]]:
-    """The most bytes that autograd has saved at the same time, of storages that are not `known`."""
-    held: Counter[int] = Counter()
-    now, most = [0], [0]
+    """The most bytes that autograd has saved at the same time, of storages that are not at `known`
+    addresses. They count with the size that they have then: recomputation empties some of them.
+    """
+    held: dict[int, tuple[list[int], torch.UntypedStorage]] = {}
+    most = [0]
+
+    def look() -> None:
+        most[0] = max(most[0], sum(storage.nbytes() for _, storage in held.values()))
 
     class Kept:
         def __init__(self, tensor: torch.Tensor) -> None:
             self.tensor, storage = tensor, tensor.untyped_storage()
-            self.key, self.size = storage.data_ptr(), storage.nbytes()
-            if self.key in known:
+            self.key = None if storage.data_ptr() in known else storage._cdata
+            if self.key is None:
                 return
-            held[self.key] += 1
-            now[0] += self.size * (held[self.key] == 1)
-            most[0] = max(most[0], now[0])
+            held.setdefault(self.key, ([0], storage))[0][0] += 1
+            look()
 
         def __del__(self) -> None:
-            if self.key in known:
+            if self.key is None:
                 return
-            held[self.key] -= 1
-            now[0] -= self.size * (held[self.key] == 0)
+            look()
+            uses = held[self.key][0]
+            uses[0] -= 1
+            if not uses[0]:
+                del held[self.key]
 
     with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
         yield most
 
 
-def measure(config: dict[str, Any], rows: int) -> Measured:
-    """A step on a rank over `rows` rows of LENGTH tokens."""
+def measure(config: dict[str, Any], rows: int, length: int) -> Measured:
+    """A step on a rank over `rows` rows of `length` tokens."""
     with open_policy(config) as policy:
         trainable = policy._engine.trainable
         chunks = trainable.chunks
@@ -85,102 +107,219 @@ def measure(config: dict[str, Any], rows: int) -> Measured:
         }
         torch.manual_seed(0)
         data = BatchedDataDict(
-            input_ids=torch.randint(5, 200, (rows, LENGTH)),
-            input_lengths=torch.full((rows,), LENGTH),
-            token_mask=torch.ones(rows, LENGTH),
+            input_ids=torch.randint(5, 200, (rows, length)),
+            input_lengths=torch.full((rows,), length),
+            token_mask=torch.ones(rows, length),
             sample_mask=torch.ones(rows),
         )
         moe = policy._engine.table.architecture.moe
         if moe is not None:
-            data["routed_experts"] = evenly_routed(rows, policy._engine.table.architecture)
+            data["routed_experts"] = evenly_routed(rows, length, policy._engine.table.architecture)
         with live_saved(known) as most:
             policy.train(data, SequenceNLL())
         shards = list(optimizer_shards(trainable.optimizer))
         moments = sum(shard.state[name].nbytes for shard in shards for name in shard.moments)
         buffers = [b for chunk in chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage() for _, t in policy._engine.held}
         return Measured(
-            stage=policy.coords.pp,
+            coords=policy.coords,
             states=States(
-                parameters=_parameters(chunks),
+                parameters=sum(storage.nbytes() for storage in held.values()),
                 gradients=sum(b.grad_data.nbytes for b in buffers),
                 main_parameters=sum(s.main.nbytes for s in shards if s.separate),
                 moments=moments,
             ),
-            parameters=sum(1 for chunk in chunks for _ in chunk.module.parameters()),
+            padding=sum(map(_padding, buffers)),
             saved=most[0],
+            written=_written(policy._engine),
         )
 
 
-def evenly_routed(rows: int, arch: Any) -> torch.Tensor:
+def _written(engine: Any) -> int:
+    contents = Contents(engine, {})
+    held = contents.held(with_states=True)
+    return sum(item.tensor.nbytes for item in contents._items(held))
+
+
+def _padding(buffer: Any) -> int:
+    """Elements of this rank's shares of the buffer's buckets that no parameter fills."""
+    own = 0
+    for bucket in buffer.buckets:
+        size = bucket.grad_data.numel() // buffer.data_parallel_world_size
+        first = bucket.offset + buffer.data_parallel_group.rank() * size
+        own += size
+        for parameter in bucket.params:
+            start, end, _ = buffer.param_index_map[parameter]
+            own -= max(0, min(end, first + size) - max(start, first))
+    return own
+
+
+def evenly_routed(rows: int, length: int, arch: Any) -> torch.Tensor:
     """Choices `[B, S, L, K]` that give each expert equally many tokens."""
     number, chosen = arch.moe.experts, arch.moe.chosen
-    shape = rows, LENGTH, len(arch.expert_layers), chosen
-    tokens = torch.arange(rows * LENGTH).view(rows, LENGTH, 1, 1)
+    shape = rows, length, len(arch.expert_layers), chosen
+    tokens = torch.arange(rows * length).view(rows, length, 1, 1)
     choices = tokens * chosen + torch.arange(chosen)
     return (choices % number).expand(shape).contiguous()
 
 
-def _parameters(chunks: Any) -> int:
-    """Bytes of parameters, whose storages can be shared, and of the routers' biases."""
-    modules = [module for chunk in chunks for module in chunk.module.modules()]
-    biases = [module.expert_bias for module in modules if hasattr(module, "expert_bias")]
-    held = [
-        *(parameter for chunk in chunks for parameter in chunk.module.parameters()),
-        *(bias for bias in biases if bias is not None),
-    ]
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in held}
-    return sum(storage.nbytes() for storage in storages.values())
+@dataclass(frozen=True)
+class Case:
+    """A family under a layout, of `rows` rows of `length` tokens; `together` of them make a
+    microbatch, which is packed or not.
+    """
 
+    family: str
+    layout: Layout
+    length: int = LENGTH
+    rows: int = ROWS
+    together: int = 1
+    packed: bool = False
+    sizes: dict[str, Any] = field(default_factory=dict)
+    further: int = 0
+    """Tokens that are predicted besides the next one."""
 
-def sized(layout: Layout, path: Path, packed: bool = False) -> dict[str, Any]:
-    """A configuration in bf16 of 8 rows, one to a microbatch; two to one that is packed."""
-    top: dict[str, Any] = {"train_micro_batch_size": 1, "train_global_batch_size": ROWS}
-    if packed:
-        top["sequence_packing"] = {"enabled": True, "train_mb_tokens": 2 * LENGTH}
-    if bind(read_config(path)).architecture.moe is not None:
-        top["router_replay"] = {"enabled": True}
-    return policy_config(
-        path, layout.megatron, precision="bfloat16", max_total_sequence_length=LENGTH, **top
-    )
+    def config(self, path: Path) -> dict[str, Any]:
+        """A configuration in bf16."""
+        per_microbatch = 1 if self.packed else self.together
+        top: dict[str, Any] = {
+            "train_micro_batch_size": per_microbatch,
+            "train_global_batch_size": self.rows,
+        }
+        if self.packed:
+            tokens = self.together * self.length
+            top["sequence_packing"] = {"enabled": True, "train_mb_tokens": tokens}
+        if bind(read_config(path)).architecture.moe is not None:
+            top["router_replay"] = {"enabled": True}
+        megatron = self.layout.megatron | {"mtp_num_layers": self.further}
+        precision, most = "bfloat16", self.length
+        return policy_config(
+            path, megatron, precision=precision, max_total_sequence_length=most, **top
+        )
 
 
 FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral")
-CASES: dict[str, tuple[str, Layout, bool]] = {
-    **{name: ("qwen2" if "PP2" in name else "qwen3", of, False) for name, of in LAYOUTS.items()},
-    "one process, packed": ("qwen3", LAYOUTS["one process"], True),
-    "TP2+SP, packed": ("qwen3", LAYOUTS["TP2+SP"], True),
+OF_STATES = {
     **{
-        f"{name}, {family}": (family, of, False)
+        name: Case("qwen2" if "PP2" in name else "qwen3", of, sizes={"tied": "PP2" in name})
+        for name, of in LAYOUTS.items()
+    },
+    "one process, packed": Case("qwen3", LAYOUTS["one process"], packed=True, together=2),
+    "TP2+SP, packed": Case("qwen3", LAYOUTS["TP2+SP"], packed=True, together=2),
+    **{
+        f"{name}, {family}": Case(family, of)
         for (name, of), families in zip(
             EXPERT_LAYOUTS.items(), cycle((FAMILIES[:2], FAMILIES[2:])), strict=False
         )
         for family in families
         if family != "gpt_oss" or "ETP2" not in name  # its experts have biases
     },
+    "constants of activations": Case("apertus", LAYOUTS["DP2, distributed optimizer, overlaps"]),
+    "norms over heads of all ranks": Case("olmo3", LAYOUTS["TP2+SP"]),
+    "further tokens": Case("deepseek_v3", layout(1), further=1),
+    "further tokens, PP2": Case("deepseek_v3", layout(2, pp=2, **OVERLAPPED), further=1),
 }
+PP2 = {"pp": 2}
+VPP2 = {"pp": 2, "vpp": 2}
+CP2 = {"context_parallel_size": 2}
+
+
+def recomputed(modules: str = "", world: int = 1, **more: Any) -> Layout:
+    """A layout under which these modules are recomputed, or all."""
+    how: dict[str, Any] = {"recompute_granularity": "full"}
+    if modules:
+        how = {"recompute_granularity": "selective", "recompute_modules": modules.split("+")}
+    return layout(world, activation_checkpointing=True, **how, **more)
+
+
+def block(layers: int, **more: Any) -> Layout:
+    return recomputed(recompute_method="block", recompute_num_layers=layers, **more)
+
+
+LONG, WIDE = {"max_position": 2048}, {"max_position": 2048, "window": 96}
+ALL = "core_attn+layernorm+mlp"
+OF_RECOMPUTATION = {
+    f"{name}, {family}": Case(family, of, length=128, rows=4)
+    for name, of in {
+        "layernorm": recomputed("layernorm"),
+        "mlp": recomputed("mlp"),
+        "layernorm and mlp": recomputed("layernorm+mlp"),
+        "core attention": recomputed("core_attn"),
+        "every module": recomputed(ALL),
+        "two layers at once": recomputed(recompute_num_layers=2),
+        "two layers of four": block(2),
+        "PP2xVPP2, layernorm and mlp": recomputed("layernorm+mlp", 2, **VPP2),
+        "PP2, a layer of two": block(1, world=2, **PP2),
+        "TP2+SP, every module": recomputed(ALL, 2, tp=2, sequence_parallel=True),
+    }.items()
+    for family in ("qwen3", "qwen3_moe", "deepseek_v3")
+    if family != "deepseek_v3" or of.world == 1 or "TP2" in name
+} | {
+    "further tokens, all layers": Case("deepseek_v3", recomputed(), 128, 4, further=1),
+    "further tokens, layernorm": Case("deepseek_v3", recomputed("layernorm"), 128, 4, further=1),
+    "every module, cohere": Case("cohere", recomputed(ALL), 128, 2),
+    "every module, olmo3": Case("olmo3", recomputed(ALL), 128, 2),
+}
+"""Where the backward pass holds most: what is computed again, beside what is kept."""
+OF_LENGTHS = {
+    "scores, sinks": Case("gpt_oss", layout(1), 1088, 2),
+    "scores, CP2, sinks": Case("gpt_oss", layout(2, **CP2), 1088, 2),
+    "scores, window": Case("gemma2", layout(1), 1088, 2, sizes=WIDE),
+    "scores, CP2, window": Case("gemma2", layout(2, **CP2), 1088, 2, sizes=WIDE),
+    "scores, two rows": Case("gemma2", layout(1), 640, 2, together=2, sizes=LONG),
+    "scores, packed": Case("gpt_oss", layout(1), 640, 2, together=2, packed=True),
+    "scores, core attention": Case("gemma2", recomputed("core_attn"), 640, 2, sizes=LONG),
+    "masks, window": Case("gemma3_text", layout(1), 1088, 2, sizes=WIDE),
+    "masks, CP2": Case("qwen3", layout(2, **CP2), 1088, 2, sizes=LONG),
+    "masks, CP2, window": Case("mistral", layout(2, **CP2), 1088, 2, sizes=WIDE),
+    "masks, CP2, MLA": Case("deepseek_v3", layout(2, **CP2), 1088, 2, sizes=LONG),
+    "masks, CP2, core attention": Case(
+        "qwen3", recomputed("core_attn", 2, **CP2), 1088, 2, sizes=LONG
+    ),
+    "copies, packed": Case("qwen3", layout(1), 640, 2, together=2, packed=True, sizes=LONG),
+    "tiles, olmo3": Case("olmo3", layout(1), 1088, 2, sizes=WIDE),
+    "one tile, apertus": Case("apertus", layout(1), 1088, 2, sizes=LONG),
+}
+"""Sequences longer than a tile of attention, whose scores and masks grow with the square."""
+CASES = OF_STATES | OF_RECOMPUTATION | OF_LENGTHS
 
 
 @pytest.mark.parametrize("case", in_turns(CASES))
-def test_plan_says_what_ranks_hold(ranks, checkpoint, case: str) -> None:
-    family, layout, packed = CASES[case]
-    path = checkpoint(family, tied=family == "qwen2")
-    raw = sized(layout, path, packed)
-    config, table = PolicyConfig.parse(raw), bind(read_config(path))
-    topology = topology_of(config, layout.world)
+def test_plan_says_what_ranks_hold(ranks, checkpoint, tmp_path, case: str) -> None:
+    of = CASES[case]
+    if of.further:
+        path = add_mtp_layers(make_checkpoint(tmp_path, of.family, **of.sizes), of.further)
+    else:
+        path = checkpoint(of.family, **of.sizes)
+    raw = of.config(path)
+    config = PolicyConfig.parse(raw)
+    table = model_table(config)
+    topology = topology_of(config, of.layout.world)
     split, model = layer_split(config, table.architecture, topology), ModelRows.of(table)
-    workload = BatchShape.of(config, LENGTH)
-    found = ranks.run(layout.world, measure, raw, ROWS)
-    distributed = config.megatron_cfg.optimizer.use_distributed_optimizer
+    workload = BatchShape.of(config, of.length)
+    precisions = Precisions.of(config)
+    found = ranks.run(of.layout.world, measure, raw, of.rows, of.length)
     for each in found:
-        expected = stage_states(model, split, topology, each.stage, Precisions.of(config))
+        stage = each.coords.pp
+        expected = stage_states(model, split, topology, stage, precisions)
         assert each.states.parameters == expected.parameters
         assert each.states.gradients == expected.gradients
-        for kind in ("main_parameters", "moments"):
-            held, planned = getattr(each.states, kind), getattr(expected, kind)
-            # A share of the buffers has their alignment in it, of which no state is held.
-            padding = each.parameters * ALIGNMENT * 2 * FP32 if distributed else 0
-            assert planned - padding <= held <= planned
+        # A share of the buffers has their alignment in it, of which no state is held.
+        padding = each.padding * FP32 if precisions.distributed else 0
+        assert each.states.main_parameters == expected.main_parameters - padding
+        assert each.states.moments == expected.moments - padding * precisions.moments
+        kernels = Kernels(transformer_engine=False, fused_activation=False)
         kept = activation_bytes(
-            config, table.architecture, topology, workload, each.stage, Kernels(False, False)
+            config, table.architecture, topology, workload, stage, kernels, each.coords.cp
         )
         assert kept == pytest.approx(each.saved, rel=TOLERANCE)
+    writes = [
+        written_bytes(
+            stage_states(model, split, topology, stage, precisions),
+            topology,
+            precisions.distributed,
+        )
+        for stage in range(topology.pp)
+    ]
+    # Tensor-parallel ranks share what all of them hold: norms, and MLA's first projections.
+    assert max(each.written for each in found) == pytest.approx(max(writes), rel=SHARED)

@@ -16,6 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from megatron_policy.cli import app
+from megatron_policy.cli.plan_report import lines
 from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import Table, bind
@@ -180,10 +181,7 @@ def test_filters_of_sampling_add_a_sum_of_the_heads_gradient_where_tiles_are_sev
 
 
 def test_recomputation_trades_memory_for_time() -> None:
-    plans = [*found("Llama 70B").fitting, *found("Llama 70B").too_large]
-    by_kind = {
-        (plan.topology, plan.config.megatron_cfg.recompute_granularity): plan for plan in plans
-    }
+    by_kind = by_layout("Llama 70B")
     topologies = {topology for topology, _ in by_kind}
     for topology in topologies:
         none, some, full = (by_kind[topology, kind] for kind in (None, "selective", "full"))
@@ -191,12 +189,50 @@ def test_recomputation_trades_memory_for_time() -> None:
         assert none.time.compute < some.time.compute < full.time.compute
 
 
+def by_layout(name: str) -> dict[Any, StepPlan]:
+    """All plans by their layout and what is recomputed."""
+    plans = [*found(name).fitting, *found(name).too_large]
+    return {(plan.topology, plan.config.megatron_cfg.recompute_granularity): plan for plan in plans}
+
+
+def test_experts_are_not_among_the_mlps_that_are_computed_again() -> None:
+    plans = by_layout("Qwen3-30B-A3B")
+    for topology in {topology for topology, _ in plans}:
+        none, some = plans[topology, None], plans[topology, "selective"]
+        assert some.time.compute == none.time.compute
+        assert sum(s.activations for s in some.stages) < sum(s.activations for s in none.stages)
+
+
+def test_gradients_of_experts_are_reduced_over_the_ranks_that_hold_copies_of_them() -> None:
+    plans = by_layout("Qwen3-30B-A3B")
+    topologies = {topology for topology, _ in plans if topology.tp == topology.pp == 1}
+    assert {topology.ep for topology in topologies} >= {1, 4, 16}
+    for topology in topologies:
+        plan = plans[topology, None]
+        (stage,), arch = plan.stages, plan.architecture
+        assert arch.moe is not None
+        expert = 3 * arch.hidden_size * arch.moe.ffn_hidden_size * arch.num_layers
+        experts = expert * arch.moe.experts // topology.ep
+        dense = 30_532_122_624 - expert * arch.moe.experts
+        # 4 bytes of a gradient and 2 of a parameter.
+        share = {n: (n - 1) / n for n in (16, topology.edp)}
+        sent = 6 * (experts * share[topology.edp] + dense * share[16])
+        assert plan.time.wire_bytes["dp"] == pytest.approx(sent, rel=2e-3)
+        assert plan.staging_bytes - stage.states.main_parameters - stage.states.moments == (
+            pytest.approx(2 * (experts / topology.edp + dense / 16), rel=2e-3)
+        )
+
+
 def test_schedules_hold_what_their_warm_up_runs() -> None:
-    assert [Schedule(4, 1, 8).in_flight(stage) for stage in range(4)] == [(4,), (3,), (2,), (1,)]
-    assert Schedule(4, 1, 2).in_flight(0) == (2,)
-    assert Schedule(1, 1, 8).in_flight(0) == (1,)
+    assert [Schedule(4, 1, 8).most(stage, [10], [10]) for stage in range(4)] == [40, 30, 20, 10]
+    assert Schedule(4, 1, 2).most(0, [10], [10]) == 20
+    assert Schedule(1, 1, 8).most(0, [10], [13]) == 13
     # Megatron-Core's interleaved warm-up: 2 x (stages behind) + (chunks - 1) x stages, and one.
-    assert sum(Schedule(2, 2, 8).in_flight(0)) == 5 and sum(Schedule(2, 2, 8).in_flight(1)) == 3
+    assert Schedule(2, 2, 8).most(0, [10, 10], [10, 10]) == 50
+    assert Schedule(2, 2, 8).most(1, [10, 10], [10, 10]) == 30
+    # Forward passes are of chunks 0 0 1 1 0 0 ..., backward passes of 1 1 0 0 1 1 ...
+    assert Schedule(2, 2, 8).most(1, [100, 1], [100, 1]) == 300
+    assert Schedule(2, 2, 8).most(1, [100, 1], [100, 150]) == 350
     assert Schedule(4, 1, 12).bubble == pytest.approx(3 / 15)
     assert Schedule(4, 2, 12).bubble == pytest.approx(1.5 / 13.5)
     assert Schedule(2, 1, 3).seconds([1.0, 2.0]) == pytest.approx(7.0)
@@ -277,6 +313,121 @@ def test_the_shipped_configuration_is_the_first_answer_and_its_plan_is_beside_it
     assert own["peak_bytes"] == answer["peak_bytes"]
     refused = run(local, "--tp", 2)
     assert refused.exit_code == 2 and "--tp cannot be given with a CONFIG" in refused.stderr
+
+
+@pytest.mark.parametrize("name", ["Llama 70B", "DeepSeek-V3"])
+def test_the_first_answer_can_be_asked_for_again(tmp_path: Path, name: str) -> None:
+    fields, ranks = MODELS[name]
+    path = model(tmp_path, fields)
+    said = run("--model", path, "--gpus", ranks).stdout.splitlines()
+    again = next(line for line in said if line.startswith("to ask for it again: "))
+    keys = yaml.safe_load("\n".join(said[said.index("megatron_cfg:") :]))["megatron_cfg"]
+    options = again.removeprefix("to ask for it again: ").split()
+    answer = json.loads(run("--model", path, "--gpus", ranks, "--json").stdout)[0]
+    assert answer["megatron_cfg"] == keys and answer["ranks"] == ranks
+    assert json.loads(run("--model", path, *options, "--json").stdout) == [answer]
+    fused = {"bias_activation_fusion": True, "apply_rope_fusion": True}
+    config = PolicyConfig.parse(
+        {**BASE, "model_name": name, "megatron_cfg": {**BASE["megatron_cfg"], **fused, **keys}}
+    )
+    plan = plan_of(config, rows_of(name), ranks, SHORT["H100"])
+    assert plan.peak == answer["peak_bytes"]
+
+
+def test_a_configuration_without_gpus_says_how_many_were_assumed(tmp_path: Path) -> None:
+    file = CONFIGS / "grpo_qwen2_7b_8h100.yaml"
+    document = yaml.safe_load(file.read_text())
+    document["policy"]["model_name"] = str(model(tmp_path, QWEN_7B))
+    local = tmp_path / "policy.yaml"
+    local.write_text(yaml.safe_dump(document))
+    assumed = "on 2 ranks, the fewest that hold the layout"
+    assert f"without --gpus: {assumed}" in run(local).stdout
+    result = run(local, "--json")
+    assert assumed in result.stderr and json.loads(result.stdout)[0]["ranks"] == 2
+    wide = {"COLUMNS": "200"}
+    shown = CliRunner().invoke(app, ["inspect-config", str(local)], env=wide).stdout
+    assert "give --world-size for another number" in shown
+    shown = CliRunner().invoke(app, ["inspect-config", str(local), "--world-size", "8"]).stdout
+    assert "--world-size" not in shown
+
+
+def test_printed_parts_add_up_to_the_peak(tmp_path: Path) -> None:
+    """Also where the optimizer's step decides, which copies gradients to fp32."""
+    for config, step in ((QWEN_7B, False), (SMALL, True)):
+        base = {**BASE, "model_name": "m", "train_micro_batch_size": 1}
+        megatron: Any = {"enabled": True, "distributed_data_parallel_config": {}}
+        megatron["distributed_data_parallel_config"]["grad_reduce_in_fp32"] = not step
+        if step:
+            base |= {"max_total_sequence_length": 32, "sequence_packing": {"enabled": False}}
+        bound = bind(read_config(model(tmp_path, config)))
+        parsed = PolicyConfig.parse({**base, "megatron_cfg": megatron})
+        plan = plan_of(parsed, ModelRows.of(bound), 1, SHORT["H100"])
+        table = [line.split() for line in lines(plan, "H100") if line.startswith("  ")]
+        shown = dict(zip(table[0], map(float, table[1]), strict=True))
+        states = sum(shown[name] for name in ("parameters", "gradients", "main", "moments"))
+        computed = shown["activations"] + shown["head"]
+        assert (shown["step"] > computed) == step
+        assert states + max(computed, shown["step"]) == pytest.approx(shown["peak"], abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--refit", "{}", "--seq-len", "8"), "--seq-len cannot be given with --refit"),
+        (("c.yaml", "--refit", "{}"), "a CONFIG cannot be given with --refit"),
+        (("c.yaml", "--rows", "16"), "--rows cannot be given with a CONFIG"),
+        (("c.yaml", "--precision", "float32"), "--precision cannot be given with a CONFIG"),
+        (("--model", "{}", "--gpus", "8", "--tensors"), "--tensors cannot be given without"),
+        (("--model", "{}", "--gpus", "8", "--dtype", "float16"), "--dtype cannot be given without"),
+        (
+            ("--model", "{}", "--tp", "2", "--dp", "4", "--gpus", "16"),
+            "--gpus 16 are not --dp 4 replicas of 2 ranks: leave one of both out, or use --gpus 8",
+        ),
+        (
+            ("--refit", "{}", "--tp", "3", "--gpus", "4"),
+            "--gpus 4 is not a multiple of the 3 ranks",
+        ),
+        (("--model", "{}", "--gpus", "8", "--recompute", "full"), "--recompute needs a layout"),
+        (
+            ("--model", "{}", "--gpus", "8", "--seq-len", "5000", "--mb-tokens", "4096"),
+            "--seq-len 5000 does not fit into microbatches of --mb-tokens 4096",
+        ),
+        (
+            ("--model", "{}", "--tp", "2", "--seq-len", "40000"),
+            "rows of 40000 tokens are longer than the model's 32768 positions",
+        ),
+        (
+            ("--model", "{}", "--gpus", "8", "--seq-len", "40000"),
+            "rows of 40000 tokens are longer than the model's 32768 positions",
+        ),
+        (("--model", "{}", "--tp", "2", "--recompute", "most"), "recompute"),
+        (("--model", "{}", "--gpus", "8", "--gpu-memory", "80"), "write 80GiB"),
+    ],
+)
+def test_plan_refuses_what_it_would_not_apply(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    result = run(*(each.format(model(tmp_path, QWEN_7B)) for each in arguments))
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_a_refit_is_of_all_gpus_also_as_json(tmp_path: Path) -> None:
+    path = model(tmp_path, SMALL)
+    options = ("--refit", path, "--tp", 2, "--gpus", 8)
+    assert "on 8 ranks = pp 1 x dp 4 x cp 1 x tp 2" in run(*options).stdout
+    data = json.loads(run(*options, "--json").stdout)
+    assert data["ranks"] == 8 and data["layout"]["dp"] == 4
+    total = sum(math.prod(shape) for shape in bind(read_config(path)).hf_shapes().values())
+    assert data["bytes"] == 2 * total
+    sent = json.loads(run(*options, "--json", "--tensors").stdout)["sent"]
+    assert sum(each["bytes"] for each in sent) == data["bytes"]
+
+
+def test_experts_without_gpus_are_planned_on_the_fewest_ranks(tmp_path: Path) -> None:
+    path = model(tmp_path, MODELS["Qwen3-30B-A3B"][0])
+    (data,) = json.loads(run("--model", path, "--ep", 8, "--json").stdout)
+    assert data["ranks"] == 8
 
 
 def test_more_memory_admits_more_plans() -> None:

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from megatron_policy import device
 from megatron_policy.device import shared
 from megatron_policy.engines.megatron.layers import tile_attention
-from megatron_policy.engines.megatron.layers.tiles import AttentionTile, mask
+from megatron_policy.engines.megatron.layers.tiles import mask
 from megatron_policy.errors import RefitError
 from megatron_policy.lm_head.fused_tiles import LEAST_WIDTH, WIDTH_MULTIPLE, tiling
+from megatron_policy.packing.tiles import AttentionTile
 from megatron_policy.refit.buffers import Buffer
 from megatron_policy.refit.transports.ipc.exported_buffer import ExportedBuffer
 from megatron_policy.workers.cluster import assigned_gpu

@@ -14,7 +14,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.traits import Activation, Norm, QkNorm
+from megatron_policy.converters.architecture.beyond_te import beyond_transformer_engine
+from megatron_policy.converters.architecture.traits import QkNorm
 from megatron_policy.device import is_accelerated
 from megatron_policy.engines.megatron.layers.attention import TorchAttention
 from megatron_policy.engines.megatron.layers.experts import experts_spec
@@ -38,7 +39,8 @@ def resolve_implementation(
     installed = importlib.util.find_spec("transformer_engine") is not None
     usable = installed and is_accelerated()
     # Its layers apply a norm to what adapters would read, and its experts are one module.
-    beyond = [*_beyond_te(architecture), *(["adapters"] if adapted else [])]
+    adapters = ["adapters"] if adapted else []
+    beyond = [*beyond_transformer_engine(architecture), *adapters]
     if requested == "auto":
         return TRANSFORMER_ENGINE if usable and not beyond else LOCAL
     if requested == TRANSFORMER_ENGINE and beyond:
@@ -53,25 +55,6 @@ def resolve_implementation(
             "use 'auto' or 'local', or install megatron-policy[te] on a machine with a GPU"
         )
     return requested
-
-
-def _beyond_te(architecture: Architecture) -> list[str]:
-    """The model's features that only our torch modules support."""
-    features = {
-        "softcapped attention scores": architecture.attention_softcap is not None,
-        "attention sinks": architecture.attention_sinks,
-        "queries that grow with their position": architecture.query_growth is not None,
-        "norms after attention and MLP": architecture.post_norm,
-        "layers without norms before attention and MLP": not architecture.pre_norm,
-        "parallel attention and MLP": architecture.parallel,
-        "factor on the residual sum": architecture.residual_scale != 1.0,
-        "layer norm without bias": architecture.norm is Norm.LAYER and not architecture.norm_bias,
-        "query and key norms across heads": architecture.qk_norm
-        in (QkNorm.ALL_HEADS, QkNorm.EACH_HEAD),
-        "activation function with learnt constants": architecture.activation is Activation.XIELU,
-        "query and key norms after rotation": architecture.qk_norm is QkNorm.AFTER_ROTATION,
-    }
-    return [name for name, has in features.items() if has]
 
 
 def block_spec(

@@ -22,13 +22,14 @@ from megatron_policy.device import current_device
 from megatron_policy.engines.megatron.layers.context_parallel import gather_keys
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams
 from megatron_policy.engines.megatron.layers.tile_attention import explicit, fused, fused_bias
-from megatron_policy.engines.megatron.layers.tiles import cut, mask, tiles
+from megatron_policy.engines.megatron.layers.tiles import cut, mask
 from megatron_policy.engines.megatron.layers.varlen_attention import (
     VarlenSequences,
     supports,
     varlen_attention,
     varlen_rows,
 )
+from megatron_policy.packing.tiles import tiles
 from megatron_policy.packing.tokens import CausalRectangle
 
 

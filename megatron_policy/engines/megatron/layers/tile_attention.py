@@ -14,7 +14,8 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from megatron_policy.device import is_accelerated
 from megatron_policy.engines.megatron.layers.scales import softcap
-from megatron_policy.engines.megatron.layers.tiles import AttentionTile, mask
+from megatron_policy.engines.megatron.layers.tiles import mask
+from megatron_policy.packing.tiles import AttentionTile
 
 
 def fused_bias(tile: AttentionTile, like: torch.Tensor) -> Any:

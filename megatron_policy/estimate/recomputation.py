@@ -1,0 +1,90 @@
+"""What a model chunk keeps of a microbatch under a recomputation setting, and what its backward
+pass holds at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_policy.config import MegatronConfig
+from megatron_policy.estimate.activations import LayerActivations
+from megatron_policy.estimate.attention import MicrobatchShape
+
+
+@dataclass(frozen=True)
+class ChunkActivations:
+    """Bytes of one microbatch."""
+
+    kept: int
+    """Between its two passes, of this microbatch alone."""
+    most: int
+    """The most while its backward pass runs, at least `kept`: what is computed again is held beside
+    what layers before it keep, while layers behind it have finished.
+    """
+    shared: int
+    """What all microbatches share."""
+
+
+def chunk_activations(
+    layers: range,
+    model: LayerActivations,
+    settings: MegatronConfig,
+    batch: MicrobatchShape,
+    first: bool,
+    last: bool,
+) -> ChunkActivations:
+    """Of a chunk of these layers; `first` has the embedding, `last` the head."""
+    kept = model.embedding(batch) if first else 0
+    # Those that are not packed have the same angles.
+    angles = model.angles(batch) if settings.recompute_granularity == "full" else 0
+    kept, shared = (kept + angles, 0) if batch.packed else (kept, angles)
+    most = kept
+    units = [*_units(layers, model, settings, batch)]
+    if last:
+        head = model.head(batch)
+        units.append((head, head))
+        # Layers for further tokens start from what the head takes, and finish before it.
+        units += ((own + head, again) for own, again in _further(model, settings, batch))
+    for own, again in units:
+        most = max(most, kept + again)
+        kept += own
+    return ChunkActivations(kept, max(most, kept), shared)
+
+
+def _units(
+    layers: range, model: LayerActivations, settings: MegatronConfig, batch: MicrobatchShape
+) -> Iterator[tuple[int, int]]:
+    """What each layer, or each group that is computed again at once, keeps between the passes, and
+    the most during its own backward pass.
+    """
+    saved = [model.saved(layer, batch) for layer in layers]
+    number, hidden = settings.recompute_num_layers or 1, model.hidden(batch)
+    if settings.recompute_granularity != "full":
+        selective = settings.recompute_granularity == "selective"
+        modules = settings.recompute_modules or () if selective else ()
+        yield from ((each.kept(modules), each.again(modules)) for each in saved)
+    elif settings.recompute_method == "block":
+        for at, each in enumerate(saved):
+            again = hidden + each.total if at < number else each.total
+            yield hidden if at < number else each.total, again
+    else:
+        for start in range(0, len(saved), number):
+            yield hidden, hidden + sum(each.total for each in saved[start : start + number])
+
+
+def _further(
+    model: LayerActivations, settings: MegatronConfig, batch: MicrobatchShape
+) -> Iterator[tuple[int, int]]:
+    """The same of layers for multi-token prediction, one for each further token."""
+    full = settings.recompute_granularity == "full"
+    modules = settings.recompute_modules or ()
+    selective = settings.recompute_granularity == "selective"
+    for number in range(settings.mtp_num_layers):
+        layer = model.arch.num_layers + min(number, model.arch.mtp_layers - 1)
+        own, again = model.further(batch, layer, full)
+        if selective:
+            saved = model.saved(layer, batch)
+            own += saved.kept(modules) - saved.total
+            again += saved.again(modules) - saved.total
+        yield own + model.embedding(batch), again + model.embedding(batch)
