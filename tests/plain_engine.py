@@ -160,10 +160,11 @@ class Decoder(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Head:
-    """See `LanguageModelHead`."""
+    """See `LanguageModelHead`; never a scalar one."""
 
     weight: torch.Tensor
     temperature: float
+    scalar: None = None
 
     @property
     def plain(self) -> Head:
