@@ -198,7 +198,9 @@ def _ranks(model_ranks: int, dp: int | None, gpus: int | None, fewest: int) -> i
             f"out, or use --gpus {model_ranks * dp}"
         )
     if wanted % model_ranks:
-        raise ConfigError(f"--gpus {gpus} is not a multiple of the {model_ranks} ranks of a replica")
+        raise ConfigError(
+            f"--gpus {gpus} is not a multiple of the {model_ranks} ranks of a replica"
+        )
     return wanted
 
 

@@ -21,6 +21,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.estimate.devices import SHORT
+from megatron_policy.estimate.memory import kernels_of
 from megatron_policy.estimate.plan import Found, StepPlan, plan_of, search
 from megatron_policy.estimate.schedule import Schedule
 from megatron_policy.estimate.states import ModelRows
@@ -366,7 +367,10 @@ def test_printed_parts_add_up_to_the_peak(tmp_path: Path) -> None:
             ("--model", "{}", "--tp", "2", "--dp", "4", "--gpus", "16"),
             "--gpus 16 are not --dp 4 replicas of 2 ranks: leave one of both out, or use --gpus 8",
         ),
-        (("--refit", "{}", "--tp", "3", "--gpus", "4"), "--gpus 4 is not a multiple of the 3 ranks"),
+        (
+            ("--refit", "{}", "--tp", "3", "--gpus", "4"),
+            "--gpus 4 is not a multiple of the 3 ranks",
+        ),
         (("--model", "{}", "--gpus", "8", "--recompute", "full"), "--recompute needs a layout"),
         (
             ("--model", "{}", "--gpus", "8", "--seq-len", "5000", "--mb-tokens", "4096"),
@@ -408,6 +412,13 @@ def test_experts_without_gpus_are_planned_on_the_fewest_ranks(tmp_path: Path) ->
     path = model(tmp_path, MODELS["Qwen3-30B-A3B"][0])
     (data,) = json.loads(run("--model", path, "--ep", 8, "--json").stdout)
     assert data["ranks"] == 8
+
+
+def test_models_beyond_transformer_engine_are_planned_with_torch_modules() -> None:
+    for name, with_te in (("Llama-3.1-8B", True), (STACKED, False)):
+        config = PolicyConfig.parse({**BASE, "model_name": name})
+        kernels = kernels_of(config, rows_of(name).architecture, accelerated=True)
+        assert kernels.transformer_engine == with_te and kernels.one_call
 
 
 def test_more_memory_admits_more_plans() -> None:
