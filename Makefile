@@ -39,7 +39,7 @@ test-latest: $(LATEST)/.installed ## run the tests on Python 3.13 (or 3.12) with
 	$(INTERPRETED) $(LATEST)/bin/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.installed ## run the tests that need GPUs, as far as those visible go
-	$(BIN)/python -m pytest -m "gpu or multi_gpu" $(PYTEST_ARGS)
+	FOR_GPUS=1 $(BIN)/python -m pytest -m "gpu or multi_gpu" $(PYTEST_ARGS)
 
 sweep: $(VENV)/.installed ## run the further cases of tests of which `make test` runs a few
 	$(BIN)/python -m pytest $(PARALLEL) -m sweep $(PYTEST_ARGS)

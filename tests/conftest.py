@@ -41,6 +41,18 @@ def reason_to_skip(needed: int, visible: int) -> str | None:
     return None if needed <= visible else f"needs {needed} GPU(s), {visible} visible"
 
 
+def reason_to_fail(wanted: bool, driver: bool, visible: int) -> str | None:
+    """Why a run that is meant for GPUs cannot be one, if so: skipping every test would look as if
+    all had passed. `driver` says whether the machine has a GPU.
+    """
+    if not (wanted and driver) or visible:
+        return None
+    return (
+        "this machine has a GPU, but torch sees none: install a CUDA build of torch in this "
+        "environment, and look at CUDA_VISIBLE_DEVICES"
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # What needs Ray comes first: it is one process's work for minutes, and mostly waits.
     items.sort(key=lambda item: share_of(item.nodeid) != "ray")
@@ -73,6 +85,9 @@ def skip_without_gpus(items: list[pytest.Item]) -> None:
     import torch
 
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    wanted = "FOR_GPUS" in os.environ
+    if reason := reason_to_fail(wanted, Path("/dev/nvidia0").exists(), visible):
+        raise pytest.UsageError(reason)
     for item, needed in wanting:
         reason = reason_to_skip(needed, visible)
         if reason is not None:

@@ -70,8 +70,8 @@ _COMPUTATION: Rules = {
         "recompute_granularity recompute_method recompute_num_layers recompute_modules",
     ),
     "optimizer_offload": Rejected(
-        "between steps the optimizer's state leaves the device anyhow (prepare_for_generation); "
-        "within them use_distributed_optimizer spreads it over data-parallel ranks",
+        "the optimizer's state leaves the device for log-probabilities and refits anyhow; within a "
+        "step use_distributed_optimizer spreads it over data-parallel ranks",
         changes="memory",
     ),
     "transformer_impl": Applied("'auto', 'local' or 'transformer_engine'"),

@@ -33,6 +33,9 @@ NODE = 8
 
 _A100_SXM = DeviceFigures(312e12, 80 * _GB, 2.039e12, 300e9, 25e9)
 _A100_PCIE = DeviceFigures(312e12, 80 * _GB, 1.935e12, 32e9, 25e9)
+_A100_SXM_40 = DeviceFigures(312e12, 40 * _GB, 1.555e12, 300e9, 25e9)
+_A100_PCIE_40 = DeviceFigures(312e12, 40 * _GB, 1.555e12, 32e9, 25e9)
+_H100_PCIE = DeviceFigures(756.5e12, 80 * _GB, 2e12, 64e9, 50e9)
 _H100_SXM = DeviceFigures(989.4e12, 80 * _GB, 3.35e12, 450e9, 50e9)
 _H200_SXM = DeviceFigures(989.4e12, 141 * _GB, 4.8e12, 450e9, 50e9)
 _B200 = DeviceFigures(2250e12, 180 * _GB, 8e12, 900e9, 50e9)
@@ -48,17 +51,20 @@ SHORT: dict[str, DeviceFigures] = {
 DEVICES: dict[str, DeviceFigures] = {
     "NVIDIA A100-SXM4-80GB": _A100_SXM,
     "NVIDIA A100 80GB PCIe": _A100_PCIE,
+    "NVIDIA A100-SXM4-40GB": _A100_SXM_40,
+    "NVIDIA A100-PCIE-40GB": _A100_PCIE_40,
     "NVIDIA H100 80GB HBM3": _H100_SXM,
+    "NVIDIA H100 PCIe": _H100_PCIE,
     "NVIDIA H200": _H200_SXM,
     "NVIDIA B200": _B200,
 }
 """Figures by the name that the driver, and so torch, gives the device.
 
 Operations are without sparsity: half of what NVIDIA's sheets print beside a footnote about it.
-Sources: NVIDIA's data sheets "A100 80GB" (2021), "H100" (2023), "H200" (2024) and "DGX B200"
-(2024), whose figures are of eight devices. Links: half of NVLink's total, which counts both
-directions (PCIe 4 for the PCIe board), and one network port for each device as in NVIDIA's DGX
-nodes, 200 Gb/s with A100 and 400 Gb/s with the others.
+Sources: NVIDIA's data sheets "A100 40GB" (2020), "A100 80GB" (2021), "H100" (2023), "H200" (2024)
+and "DGX B200" (2024), whose figures are of eight devices. Links: half of NVLink's total, which
+counts both directions (PCIe 4 or 5 for the PCIe boards), and one network port for each device as in
+NVIDIA's DGX nodes, 200 Gb/s with A100 and 400 Gb/s with the others.
 """
 
 

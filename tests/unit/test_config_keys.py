@@ -290,3 +290,11 @@ def test_a_key_that_means_the_same_as_its_twin_passes(keys: dict[str, Any]) -> N
 def test_a_key_that_contradicts_its_twin_or_its_default_is_refused(keys: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"policy\.{next(iter(keys))}=.*would change results"):
         PolicyConfig.parse(_policy(keys))
+
+
+def test_a_level_of_giving_memory_back_that_does_not_exist_is_refused() -> None:
+    for level in (0, 1, 2):
+        raw = _policy({"megatron_cfg.empty_unused_memory_level": level})
+        assert PolicyConfig.parse(raw).megatron_cfg.empty_unused_memory_level == level
+    with pytest.raises(ConfigError, match="empty_unused_memory_level"):
+        PolicyConfig.parse(_policy({"megatron_cfg.empty_unused_memory_level": 3}))

@@ -21,6 +21,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.estimate.devices import SHORT
+from megatron_policy.estimate.memory import kernels_of
 from megatron_policy.estimate.plan import Found, StepPlan, plan_of, search
 from megatron_policy.estimate.schedule import Schedule
 from megatron_policy.estimate.states import ModelRows
@@ -428,6 +429,13 @@ def test_experts_without_gpus_are_planned_on_the_fewest_ranks(tmp_path: Path) ->
     path = model(tmp_path, MODELS["Qwen3-30B-A3B"][0])
     (data,) = json.loads(run("--model", path, "--ep", 8, "--json").stdout)
     assert data["ranks"] == 8
+
+
+def test_models_beyond_transformer_engine_are_planned_with_torch_modules() -> None:
+    for name, with_te in (("Llama-3.1-8B", True), (STACKED, False)):
+        config = PolicyConfig.parse({**BASE, "model_name": name})
+        kernels = kernels_of(config, rows_of(name).architecture, accelerated=True)
+        assert kernels.transformer_engine == with_te and kernels.one_call
 
 
 def test_more_memory_admits_more_plans() -> None:

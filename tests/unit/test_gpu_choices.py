@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_policy import device
 from megatron_policy.device import shared
-from megatron_policy.engines.megatron.layers import tile_attention
+from megatron_policy.engines.megatron.layers import grouped_experts, tile_attention
 from megatron_policy.engines.megatron.layers.tiles import mask
 from megatron_policy.errors import RefitError
 from megatron_policy.lm_head.fused_tiles import LEAST_WIDTH, WIDTH_MULTIPLE, tiling
@@ -25,6 +25,7 @@ from megatron_policy.packing.tiles import AttentionTile
 from megatron_policy.refit.buffers import Buffer
 from megatron_policy.refit.transports.ipc.exported_buffer import ExportedBuffer
 from megatron_policy.workers.cluster import assigned_gpu
+from tests.conftest import reason_to_fail
 
 WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -250,3 +251,29 @@ def test_memory_that_cannot_be_shared_names_the_variable_that_makes_it_so(
         assert advised == (variable is not None) and (variable or "") in str(caught.value)
     assert host is not None
     host.close()
+
+
+def test_experts_that_a_gpu_computes_one_by_one_are_reported_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loop(*_: Any) -> tuple[torch.Tensor, None]:
+        return torch.zeros(()), None
+
+    monkeypatch.setattr(grouped_experts.SequentialMLP, "forward", loop)
+    monkeypatch.setattr(grouped_experts.GroupedExperts, "_are_grouped", lambda *_: False)
+    grouped_experts._say_that_experts_loop.cache_clear()
+    experts: Any = object.__new__(grouped_experts.GroupedExperts)
+    for accelerated, tokens, reports in ((False, 3, 0), (True, 0, 0), (True, 3, 1), (True, 4, 1)):
+        monkeypatch.setattr(grouped_experts, "is_accelerated", lambda found=accelerated: found)
+        grouped_experts.GroupedExperts.forward(
+            experts, torch.zeros(tokens, 8), torch.tensor([tokens]), torch.ones(tokens)
+        )
+        assert caplog.text.count("one by one, which is slow") == reports
+
+
+def test_a_run_for_gpus_fails_where_torch_does_not_see_the_one_that_is_there() -> None:
+    said = reason_to_fail(wanted=True, driver=True, visible=0)
+    assert said is not None and "torch sees none" in said
+    assert reason_to_fail(wanted=True, driver=True, visible=1) is None
+    assert reason_to_fail(wanted=True, driver=False, visible=0) is None
+    assert reason_to_fail(wanted=False, driver=True, visible=0) is None

@@ -110,11 +110,11 @@ def test_the_driver_reports_the_slowest_rank() -> None:
 
 def test_figures_are_known_by_the_drivers_name_only() -> None:
     assert figures_of("NVIDIA H200") == DEVICES["NVIDIA H200"]
-    assert figures_of("CPU x86_64") is figures_of("NVIDIA H100 PCIe") is None
+    assert figures_of("CPU x86_64") is figures_of("NVIDIA H100") is None
     for each in DEVICES.values():
         # Operations for each byte from memory: of all these between 100 and 400.
         assert 100 < each.bf16_flops / each.memory_bandwidth < 400
-        assert 80 * 2**30 <= each.memory_bytes < 200 * 2**30
+        assert 40 * 2**30 <= each.memory_bytes < 200 * 2**30
 
 
 def test_a_stopwatch_adds_up_what_it_timed_until_it_is_restarted(

@@ -6,13 +6,16 @@ model, F feed-forward channels; N outputs and K inputs of a projection.
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from megatron_policy.device import compute_capability, to_device
+from megatron_policy.device import compute_capability, is_accelerated, to_device
 
+_log = logging.getLogger(__name__)
 _ALIGNMENT = 8
 """Channels, and tokens of an expert: kernels want rows of 16 bytes in bfloat16, also where they sum
 over tokens.
@@ -34,6 +37,8 @@ class GroupedExperts(SequentialMLP):
         this rank's first expert, times their router weights `[T]`.
         """
         if not self._are_grouped(permuted_local_hidden_states):
+            if is_accelerated() and len(permuted_local_hidden_states):
+                _say_that_experts_loop(str(permuted_local_hidden_states.dtype))
             one_by_one: tuple[torch.Tensor, None] = super().forward(
                 permuted_local_hidden_states, tokens_per_expert, permuted_probs
             )
@@ -93,6 +98,19 @@ class GroupedExperts(SequentialMLP):
             gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
         product: torch.Tensor = config.activation_func(gate) * (up + config.glu_linear_offset)
         return product
+
+
+@cache
+def _say_that_experts_loop(dtype: str) -> None:
+    """Once for each dtype."""
+    _log.warning(
+        "experts are computed one by one, which is slow: grouped products need bfloat16 (these are "
+        "%s), compute capability %d.%d, a torch with torch.nn.functional.grouped_mm, and widths "
+        "that are multiples of %d",
+        dtype,
+        *_LEAST_CAPABILITY,
+        _ALIGNMENT,
+    )
 
 
 def has_grouped_products(tokens: torch.Tensor) -> bool:
