@@ -274,13 +274,13 @@ PAIRS = {
 """Layouts with the rows of a microbatch that they have here."""
 
 
-def preferences(config: dict[str, Any], mbs: int) -> dict[str, Any]:
+def preferences(config: dict[str, Any], batching: str, mbs: int) -> dict[str, Any]:
     """Two steps with the loss of docs/values.md."""
     namespace: dict[str, Any] = {}
     (code,) = python_blocks("docs/values.md")
     exec(code, namespace)
     with open_policy(config) as policy:
-        batches, loss = steps_of(policy, "padded"), namespace["Preference"]()
+        batches, loss = steps_of(policy, batching), namespace["Preference"]()
         return seen_of(policy, [policy.train(batch, loss, mbs=mbs) for batch in batches])
 
 
@@ -290,15 +290,25 @@ def preference_level(model: Any, batch: BatchedDataDict) -> torch.Tensor:
     return losses_P.sum() / (batch["sample_mask"].sum() / 2)
 
 
-@pytest.mark.parametrize("layout", in_turns(PAIRS))
+PAIRED = [
+    *((layout, "padded") for layout in PAIRS),
+    *(
+        (layout, batching)
+        for layout in ("PP2xVPP2", "TP2+SP")
+        for batching in ("dynamic", "packed")
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "batching"), in_turns(PAIRED))
 def test_the_documented_reward_model_is_trained_like_that_of_transformers(
-    ranks, heads, layout: str
+    ranks, heads, layout: str, batching: str
 ) -> None:
     path, case = heads("qwen3", "bradley_terry"), LAYOUTS[layout]
-    config = config_of(path, "bradley_terry", case.megatron)
+    config = config_of(path, "bradley_terry", case.megatron, **BATCHINGS[batching])
     load = partial(scalar_oracle.load, "bradley_terry")
     hf = oracle.Learned.of(path, data(), GLOBAL_BATCH, preference_level, load=load)
-    for seen in ranks.run(case.world, preferences, config, PAIRS[layout]):
+    for seen in ranks.run(case.world, preferences, config, batching, PAIRS[layout]):
         hf.assert_same_steps(seen["steps"], layout)
         for weight, tensor in seen["weights"].items():
             hf.assert_same_weight(tensor, hf.exact.weights[weight], weight)
