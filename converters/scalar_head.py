@@ -51,7 +51,8 @@ def source_of(
     ConversionError if it has a part that `wanted` lacks.
     """
     sequence, token = classes
-    own = ScalarHead(per_token=token in names) if {sequence, token} & set(names) else None
+    scalar = sequence in names or token in names
+    own = ScalarHead(per_token=token in names) if scalar else None
     if own is not None:
         fields.ignore("classifier_dropout", "no dropout is applied before the head")
         fields.ignore("problem_type", "the loss says what the head is trained for")

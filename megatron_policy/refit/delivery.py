@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from contextlib import nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -66,7 +67,7 @@ def deliver(
 
     Collective over all ranks. RefitError on all of them if any failed; the policy is unharmed.
     """
-    with exporter.handing_over(adapters=adapters):
+    with exporter.handing_over(adapters=True) if adapters else nullcontext():
         return _delivered(exporter, transport, step)
 
 

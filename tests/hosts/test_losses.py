@@ -126,7 +126,7 @@ def test_a_penalty_on_divergence_gets_logprobs_of_whole_distributions_in_the_dat
     penalty = adapted(Remembers(input_type=Kind.LOGPROB, reference_policy_kl_penalty=0.1))
     free = adapted(Remembers(input_type=Kind.LOGPROB, reference_policy_kl_penalty=0))
     assert penalty.needs_unfiltered_logprobs and not free.needs_unfiltered_logprobs
-    check_loss(penalty)
+    check_loss(penalty, None)
     with host_with(PARTS):
         penalty(data=data, next_token_logprobs=kept, next_token_logprobs_unfiltered=whole)
     given = penalty._loss_fn.kwargs

@@ -333,7 +333,7 @@ def test_a_config_is_read_as_transformers_reads_it(
             {"layer_types": ["sliding_attention"] * 3},
             "layer_types = 'sliding_attention': needs use_sliding_window",
         ),
-        ("qwen2", {"architectures": ["Qwen2ForTokenClassification"]}, "Qwen2ForCausalLM"),
+        ("qwen2", {"architectures": ["Qwen2ForQuestionAnswering"]}, "Qwen2ForCausalLM"),
     ],
 )
 def test_a_config_that_would_change_the_result_is_refused_by_name(
