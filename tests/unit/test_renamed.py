@@ -109,7 +109,9 @@ def test_the_old_name_of_the_argument_of_refit_works_and_warns(monkeypatch) -> N
     policy.memory = SimpleNamespace(ready=lambda *_: None)
     policy.exporter, policy.steps = "exporter", 7
     monkeypatch.setattr("megatron_policy.policy.handover.deliver", lambda *given, **_: given)
-    with pytest.warns(DeprecationWarning, match=r"`sink` of HandsOverWeights\.refit is `transport`"):
+    with pytest.warns(
+        DeprecationWarning, match=r"`sink` of HandsOverWeights\.refit is `transport`"
+    ):
         assert policy.refit(sink="a transport") == ("exporter", "a transport", 7)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
