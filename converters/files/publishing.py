@@ -21,9 +21,10 @@ _MARKS = (
     ("metadata.json", ".metadata"),
     ("*.distcp",),
     ("checkpoint.json",),
+    ("adapter_config.json", "*.safetensors"),
 )
-"""Files by which a checkpoint is recognised: of Hugging Face, of Megatron-Core, or what is left of
-a damaged one. Other directories have none of them.
+"""Files by which a checkpoint is recognised: of Hugging Face, of Megatron-Core, what is left of a
+damaged one, or of PEFT. Other directories have none of them.
 """
 
 

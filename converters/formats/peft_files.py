@@ -40,6 +40,10 @@ more.
 """
 
 
+_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Ways to draw the first values that leave the base as it is."""
+
+
 def check_peft_config(root: Path, rank: int | None, alpha: float | None, base: str) -> None:
     """ConfigError unless `root` has adapters of this rank and alpha, for the base of the digest
     `base` as far as it says for which; ConversionError for files that are damaged, or whose
@@ -58,6 +62,11 @@ def check_peft_config(root: Path, rank: int | None, alpha: float | None, base: s
             raise ConversionError(
                 f"{root} has adapters with {name}={found!r:.80}, which is not supported"
             )
+    if (start := config.get("init_lora_weights")) not in _STARTS:
+        raise ConversionError(
+            f"{root} has adapters with init_lora_weights={start!r:.40}, which changes the base: "
+            "save them with path_initial_model_for_weight_conversion first"
+        )
     for name, own, key in (("r", rank, "dim"), ("lora_alpha", alpha, "alpha")):
         if config.get(name) != own:
             raise ConfigError(
@@ -68,8 +77,8 @@ def check_peft_config(root: Path, rank: int | None, alpha: float | None, base: s
     if (other := of.get("digest")) != base:
         raise ConfigError(
             f"the adapters in {root} were trained on {of.get('model')!r:.200}, which has other "
-            f"weights than policy.model_name (digest {other!r:.40}, not {base!r}): set "
-            "policy.model_name to the model that they were trained on"
+            f"weights than policy.model_name, or other hf_config_overrides (digest {other!r:.40}, "
+            f"not {base!r}): set policy.model_name and these to what they were trained on"
         )
 
 

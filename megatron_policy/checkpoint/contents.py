@@ -25,6 +25,17 @@ from megatron_policy.weights.load import Held
 _KEPT = 4  # kinds of saves: with and without the optimizer, in one directory or in two
 
 
+_OTHERS = {
+    "base": "of other weights than those of policy.model_name, with other hf_config_overrides, or "
+    "of both: set them to what they were trained on",
+    "dim": "of another rank: set policy.megatron_cfg.peft.dim",
+    "alpha": "of another scale: set policy.megatron_cfg.peft.alpha",
+    "modules": "of other modules: set policy.megatron_cfg.peft.target_modules and exclude_modules "
+    "to theirs",
+}
+"""What is wrong with a checkpoint whose adapters differ in one of these."""
+
+
 @dataclass(frozen=True)
 class SavedWeights:
     """What a checkpoint has of a policy's weights."""
@@ -140,7 +151,7 @@ class Contents:
         engine = self._engine
         ours: dict[str, Any] = {"host_data": dict(host_data)}
         if engine.adapters is not None:
-            ours["adapters_of"] = engine.adapters.base
+            ours["adapters_of"] = dict(engine.adapters.identity)
         ours["source_dtypes"] = {
             name: manifest.dtype_name(dtype) for name, dtype in engine.source_dtypes.items()
         }
@@ -172,12 +183,13 @@ class Contents:
                 f"{found.root} has a whole model, but this policy trains adapters: export it with "
                 "megatron-policy convert and set policy.model_name to that"
             )
-        if adapters is not None and other != adapters.base:
-            raise CheckpointError(
-                f"{found.root} has adapters of other weights than those of policy.model_name "
-                f"(digest {other}, not {adapters.base}): set it to the model that they were "
-                "trained on"
-            )
+        if adapters is None or other is None:
+            return
+        for name, own in adapters.identity.items():
+            if other.get(name) != own:
+                raise CheckpointError(
+                    f"{found.root} has adapters {_OTHERS[name]} ({other.get(name)}, not {own})"
+                )
 
     def examined(self, found: FoundCheckpoint, plan: LoadPlan) -> NonTensorState:
         """What the checkpoint has besides tensors; CheckpointError if any of it is unusable."""

@@ -178,6 +178,12 @@ class Adapters(Protocol):
     def base(self) -> str:
         """The digest of the weights that they adapt."""
 
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What has to agree for values of these adapters to mean the same: `base`, their `dim`,
+        `alpha`, and a digest of the `modules` they adapt.
+        """
+
     def merged(self, entry: Entry, weight: torch.Tensor) -> torch.Tensor | None:
         """A new tensor: the weight of `entry` on this rank with its adapter's product added; None
         if no adapter adapts it. The weight is unchanged.

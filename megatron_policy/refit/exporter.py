@@ -161,7 +161,10 @@ class Exporter:
         )
 
     def agree(self, failure: Exception | None) -> None:
-        """Collective over all ranks: RefitError on all of them, with reasons, if any failed."""
+        """Collective over all ranks: RefitError on all of them, with reasons, if any failed. What
+        was merged is no longer needed.
+        """
+        self._sources.restart()
         self._collectives.check_all_succeeded(failure)
 
     def broadcast_text(self, words: str | None) -> str:

@@ -221,7 +221,22 @@ def refusals(
         said["a whole model"] = refused(policy, root / "model")
     with open_policy(other) as policy:
         said["another base"] = refused(policy, root / "adapters")
+    parts = {"target_modules": ["q_proj", "k_proj"]}
+    with open_policy(altered(config, **parts)) as policy:
+        policy.save_checkpoint(root / "parts")
+    for name, peft in {
+        "another scale": {"alpha": 1.0, **parts},
+        "other modules": {"target_modules": ["q_proj", "v_proj"]},
+        "another rank": {"dim": 2, **parts},
+    }.items():
+        with open_policy(altered(config, **peft)) as policy:
+            said[name] = refused(policy, root / "parts")
     return said
+
+
+def altered(config: dict[str, Any], **peft: Any) -> dict[str, Any]:
+    megatron = config["megatron_cfg"]
+    return {**config, "megatron_cfg": {**megatron, "peft": {**megatron["peft"], **peft}}}
 
 
 def refused(policy: Any, path: Path) -> str:
@@ -239,8 +254,14 @@ def test_checkpoints_of_another_kind_or_base_are_refused(ranks, checkpoint, tmp_
     assert "has adapters alone" in said["adapters in a whole policy"]
     assert "has a whole model, but this policy trains adapters" in said["a whole model"]
     assert "has adapters of other weights" in said["another base"]
+    assert "another scale: set policy.megatron_cfg.peft.alpha" in said["another scale"]
+    assert "another rank: set policy.megatron_cfg.peft.dim" in said["another rank"]
+    assert "other modules: set policy.megatron_cfg.peft.target_modules" in said["other modules"]
     with pytest.raises(AssertionError, match=r"trained on .* which has other weights"):
         ranks.run(1, fresh_adapters, adapted(other, {}, tmp_path / "peft"))
+    apart = peft_models.make_adapters(path, tmp_path / "apart", ALL)
+    with pytest.raises(AssertionError, match="name the modules in target_modules instead"):
+        ranks.run(1, fresh_adapters, adapted(path, {}, apart))
     with pytest.raises(AssertionError, match="have r=4: set it to that"):
         ranks.run(1, fresh_adapters, adapted(path, {}, tmp_path / "peft", dim=8))
     with pytest.raises(AssertionError, match="set target_modules to the modules that it adapts"):

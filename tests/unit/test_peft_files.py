@@ -57,10 +57,13 @@ def test_what_is_written_is_read_again_and_says_what_it_is(written: Path) -> Non
     assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (4, 8, 0.1)
 
 
-def test_an_existing_directory_is_kept(written: Path) -> None:
+def test_an_existing_directory_is_kept_unless_it_shall_be_replaced(written: Path) -> None:
+    other: dict[str, Any] = {"rank": 1, "alpha": 1.0, "dropout": 0.0, "model": "", "base": "0ther"}
     with pytest.raises(ConfigError, match="exists"):
-        write_peft(written, {}, rank=1, alpha=1.0, dropout=0.0, model="", base="", overwrite=False)
+        write_peft(written, {}, **other, overwrite=False)
     check_peft_config(written, 4, 8.0, "5eed")
+    write_peft(written, {}, **other, overwrite=True)
+    check_peft_config(written, 1, 1.0, "0ther")
 
 
 @pytest.mark.parametrize(
@@ -69,6 +72,7 @@ def test_an_existing_directory_is_kept(written: Path) -> None:
         (ADAPTER_CONFIG, {"peft_type": "IA3"}, ConversionError, "has 'IA3' adapters, not 'LORA'"),
         (ADAPTER_CONFIG, {"use_dora": True}, ConversionError, "use_dora=True, which is not"),
         (ADAPTER_CONFIG, {"rank_pattern": {"q": 2}}, ConversionError, "rank_pattern={'q': 2}"),
+        (ADAPTER_CONFIG, {"init_lora_weights": "pissa"}, ConversionError, "changes the base"),
         (ADAPTER_CONFIG, {"bias": "all"}, ConversionError, "bias='all'"),
         (ADAPTER_CONFIG, {"modules_to_save": ["lm_head"]}, ConversionError, "modules_to_save="),
         (ADAPTER_CONFIG, {"r": 8}, ConfigError, "peft.dim is 4, but .* have r=8: set it to that"),

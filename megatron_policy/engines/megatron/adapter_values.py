@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,8 +79,22 @@ def first_adapters(
                 "target_modules to the modules that it adapts, or policy.model_name to the model "
                 f"that they were trained on. {error}"
             ) from error
+        _check_shared(root, reader, table)
         load_parameters(held, reader, table, place)
         return dict(reader.dtypes)
+
+
+def _check_shared(root: Path, reader: HfReader, table: Table) -> None:
+    """ConfigError unless the modules of a fused layer, which has one A, have the same in a file."""
+    for name, first in table.copies().items():
+        there = name in reader.shapes
+        if not there or not torch.equal(reader.tensor(name), reader.tensor(first)):
+            what = f"differs from {first}" if there else "is missing"
+            raise ConfigError(
+                f"{name} {what} in {root}, but policy.megatron_cfg.peft names the fused layer, "
+                "whose modules share one A: name the modules in target_modules instead, as in "
+                "[q_proj, k_proj, v_proj]"
+            )
 
 
 @torch.no_grad()
@@ -97,15 +114,18 @@ def _draw(
     return dict.fromkeys([*table.hf_shapes(), *table.copies()], dtype)
 
 
-def base_digest(reader: HfReader) -> str:
-    """What tells the model of these files from others: the names, shapes and dtypes of its tensors,
-    and the first bytes of up to 512 of them, evenly chosen. Training moves them all.
+def base_digest(reader: HfReader, overrides: Mapping[str, Any]) -> str:
+    """What tells a model of these files from others: the names, shapes and dtypes of its tensors,
+    the first bytes of up to 512 of them, in an order without a pattern, and the fields of its
+    config that are overridden.
     """
     found = hashlib.sha256()
-    names = sorted(reader.shapes)
-    for name in names:
+    for name in sorted(reader.shapes):
         found.update(f"{name} {reader.shapes[name]} {reader.dtypes[name]}\n".encode())
-    for name in names[:: -(-len(names) // _SAMPLES)]:
+    if overrides:
+        found.update(json.dumps(dict(overrides), sort_keys=True, default=str).encode())
+    mixed = sorted(reader.shapes, key=lambda name: hashlib.sha256(name.encode()).digest())
+    for name in mixed[:_SAMPLES]:
         shape = reader.shapes[name]
         rows = tuple(slice(0, min(size, 1 if dim else 4)) for dim, size in enumerate(shape[:-1]))
         taken = reader.part(name)[(*rows, slice(0, _SAMPLE))] if shape else reader.tensor(name)

@@ -7,6 +7,7 @@ I inputs and O outputs of this rank.
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -161,8 +162,21 @@ class MegatronAdapters:
     held: Held
     dtypes: Mapping[str, torch.dtype]
     base: str
+    peft: PeftConfig
     modules: Mapping[str, LowRank]
     switch: Switch
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """See `Adapters`."""
+        names = "\n".join([*self.table.hf_shapes(), *sorted(self.table.copies())])
+        modules = hashlib.sha256(names.encode()).hexdigest()[:32]
+        return {
+            "base": self.base,
+            "dim": self.peft.dim,
+            "alpha": self.peft.alpha,
+            "modules": modules,
+        }
 
     def merged(self, entry: Entry, weight: torch.Tensor) -> torch.Tensor | None:
         """See `Adapters`."""

@@ -121,7 +121,7 @@ def _build(
     if of_adapters is not None:
         own = [pair for pair in everything if pair[0].adapts]
         dtypes = first_adapters(own, of_adapters, place, config, base)
-        adapters = MegatronAdapters(of_adapters, own, dtypes, base, *installed)
+        adapters = MegatronAdapters(of_adapters, own, dtypes, base, settings.peft, *installed)
     param_groups = ParamGroups.of(settings)
     freeze(built, everything, param_groups)
     pending_reads = PendingReads()
@@ -174,7 +174,7 @@ def _fill(
         with HfReader(config.model_name) as reader:
             load_parameters(held, reader, table, place, config.seed)
             adapted = config.megatron_cfg.peft.enabled
-            digest = base_digest(reader) if adapted else ""
+            digest = base_digest(reader, table.overrides) if adapted else ""
             dtype = reader.dtypes[table.entries[0].hf[0]]
             return dict(reader.dtypes) | dict.fromkeys(table.fresh, dtype), digest
     if unknown := sorted(table.hf_shapes().keys() - source_dtypes.keys()):
