@@ -153,7 +153,9 @@ _EXPERTS: Rules = {
     ),
     "moe_aux_loss_coeff": Applied("of the load balancing loss; not given, it is the model's own"),
     "moe_z_loss_coeff": Applied("of the router's z-loss; not given, it is 0"),
-    "moe_router_bias_update_rate": Applied("of routers with a correction bias; not given, it is 0"),
+    "moe_router_bias_update_rate": Applied(
+        "of routers with a correction bias; not given, or beside adapters, it is 0"
+    ),
     "moe_per_layer_logging": Applied("`moe_metrics` has each layer too"),
     "track_moe_metrics": Ignored("`moe_metrics` is always reported"),
     "moe_token_dispatcher_type": Applied(

@@ -211,11 +211,6 @@ def _adapters(config: PolicySection) -> Iterator[str]:
             f"{at} would leave the scalar head of policy.reward_model_cfg as it is, which is not "
             "trained beside adapters yet: disable one of them"
         )
-    if config.megatron_cfg.moe_router_bias_update_rate:
-        yield (
-            f"{at} leaves all weights of the base as they are, but "
-            "policy.megatron_cfg.moe_router_bias_update_rate moves correction biases: set it to 0"
-        )
     if config.megatron_cfg.mtp_num_layers:
         yield (
             f"{at} adapts no layers for multi-token prediction: set "

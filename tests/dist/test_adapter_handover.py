@@ -119,6 +119,25 @@ def test_the_bits_of_the_base_outlast_a_hundred_steps_and_merged_exports(ranks, 
     assert ranks.run(1, a_hundred_steps, adapted(path, {}, None), batches(2)) == [[]]
 
 
+def changed_by_a_step(config: dict[str, Any], data: BatchedDataDict) -> list[str]:
+    with open_policy(config) as policy:
+        before = [parameter.detach().clone() for _, parameter in policy._engine.held]
+        policy.train(own_steps(policy, data)[0], LOSSES["token"](), mbs=4)
+        pairs = zip(policy._engine.held, before, strict=True)
+        return [entry.megatron for (entry, now), was in pairs if not torch.equal(now, was)]
+
+
+def test_correction_biases_of_the_base_stay(ranks, checkpoint) -> None:
+    path, rate = (
+        checkpoint("deepseek_v3", tied=False, **SIZES),
+        {"moe_router_bias_update_rate": 0.5},
+    )
+    plain = policy_config(path, rate)
+    moved = ranks.run(1, changed_by_a_step, plain, batches(1))[0]
+    assert any(name.endswith("expert_bias") for name in moved)
+    assert ranks.run(1, changed_by_a_step, adapted(path, rate, None), batches(1)) == [[]]
+
+
 def export_and_read(config: dict[str, Any], tokens: torch.Tensor, path: Path) -> torch.Tensor:
     with open_policy(config, init_optimizer=False) as policy:
         policy.export_peft(path)

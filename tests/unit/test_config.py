@@ -290,10 +290,6 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
             "would leave the scalar head of policy.reward_model_cfg as it is",
         ),
         (
-            {MEGATRON + "peft": LORA, MEGATRON + "moe_router_bias_update_rate": 0.1},
-            "moves correction biases: set it to 0",
-        ),
-        (
             {MEGATRON + "peft": LORA, MEGATRON + "mtp_num_layers": 1},
             "set policy.megatron_cfg.mtp_num_layers to 0",
         ),

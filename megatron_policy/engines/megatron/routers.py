@@ -69,7 +69,10 @@ class Routers:
         return cls(
             by_layer=tuple(routers),
             layers=0 if moe is None else architecture.num_layers,
-            bias_update_rate=settings.moe_router_bias_update_rate or 0.0,
+            # The biases are of the base, which adapters leave as it is.
+            bias_update_rate=0.0
+            if settings.peft.enabled
+            else settings.moe_router_bias_update_rate or 0.0,
             per_layer=settings.moe_per_layer_logging,
             reported=tuple(reported),
             pp=pp,
