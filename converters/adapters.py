@@ -63,7 +63,7 @@ class Concatenated(RowBase):
 
 @dataclass(frozen=True)
 class QkvParts(RowBase):
-    """Two of the three parts of a fused attention input: for each group, the heads of each part."""
+    """Some parts of a fused attention input: for each group, the heads of each part."""
 
     parts: tuple[int, ...]
     tail: tuple[str | int, ...]

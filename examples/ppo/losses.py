@@ -1,4 +1,4 @@
-"""The losses of the three models that are trained, as their workers call them.
+"""The losses of the reward model and of the value model, as their workers call them.
 
 Shapes: B rows, S positions. Each loss divides by counts of the whole global batch.
 """
@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -47,32 +46,4 @@ class ValueLoss:
     ) -> Result:
         error = (values - data["returns"]).square() * data["value_mask"]
         loss = 0.5 * error.sum() / global_valid_toks
-        return loss, {"loss": loss.item()}
-
-
-@dataclass(frozen=True)
-class PPOLoss:
-    """The clipped policy gradient (Schulman et al. 2017, "Proximal Policy Optimization").
-
-    Reads `advantages` and `prev_logprobs` `[B, S]` of `data`.
-    """
-
-    clip: float = 0.2
-    loss_type: ClassVar[LossType] = LossType.TOKEN_LEVEL
-    input_type: ClassVar[LossInputType] = LossInputType.LOGPROB
-
-    def __call__(
-        self,
-        data: Batch,
-        global_valid_seqs: Tensor,
-        global_valid_toks: Tensor,
-        next_token_logprobs: Tensor,
-    ) -> Result:
-        mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
-        advantages = data["advantages"][:, 1:]
-        prev = torch.where(mask > 0, data["prev_logprobs"][:, 1:], next_token_logprobs.detach())
-        ratio = (next_token_logprobs - prev).exp()
-        clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
-        gain = torch.minimum(ratio * advantages, clipped * advantages)
-        loss = -(gain * mask).sum() / global_valid_toks
         return loss, {"loss": loss.item()}

@@ -20,12 +20,12 @@ from quickstart.checkpoint import make_checkpoint
 from quickstart.codec import Codec
 from quickstart.demo import tokenizer_of
 from quickstart.grpo import Answers, answer, measure
-from quickstart.losses import ImitationLoss
+from quickstart.losses import GRPOLoss, ImitationLoss
 from quickstart.settings import Imitation, Layout, policy_section
 from quickstart.task import Problem, Problems
 
 from .advantages import estimated, normalised, token_rewards
-from .losses import PPOLoss, PreferenceLoss, ValueLoss
+from .losses import PreferenceLoss, ValueLoss
 
 ROWS = 128
 """Of a global batch, in every phase."""
@@ -99,12 +99,14 @@ class Run:
         advantages_BS, returns_BS = estimated(rewards_BS, values_BS, mask_BS, DISCOUNT, SMOOTHING)
         batch["advantages"] = normalised(advantages_BS, mask_BS)
         batch["prev_logprobs"] = logprobs_BS
+        batch["reference_policy_logprobs"] = reference_BS
         # A value stands one position before the token that it is about.
         batch["returns"] = torch.nn.functional.pad(returns_BS[:, 1:], (0, 1))
         batch["value_mask"] = torch.nn.functional.pad(mask_BS[:, 1:], (0, 1))
         for _ in range(EPOCHS):
             value.train(batch, ValueLoss())
-            policy.train(batch, PPOLoss())
+            # Clipped as in PPO (Schulman et al. 2017); the penalty is part of the rewards.
+            policy.train(batch, GRPOLoss(kl_weight=0.0))
 
     def _pairs(self, problems: list[Problem] | tuple[Problem, ...]) -> BatchedDataDict:
         """A right answer to each problem, and after it a wrong one."""

@@ -323,7 +323,10 @@ MEGATRON_SECTIONS: dict[str, Rules] = {
             """freeze_vision_model freeze_vision_projection freeze_sound_encoder
             freeze_sound_projection""",
         ),
-        **each(Rejected("freezing parts of the model is not supported"), "freeze_language_model *"),
+        **each(
+            Rejected("optimizer.param_groups freezes parameters, by names and roles"),
+            "freeze_language_model *",
+        ),
     },
 }
 """Rules by the path of a section, with its trailing dot; `*` stands for any other key of it."""

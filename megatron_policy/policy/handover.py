@@ -82,7 +82,8 @@ def _export_adapters(
     overwrite: bool,
 ) -> None:
     """Write the adapters as PEFT does; rank 0 has all of them in memory meanwhile. Collective: an
-    error on one rank is raised on all. ConfigError if `path` is taken, or without adapters.
+    error on one rank is raised on all. ExportError if rank 0 cannot write, also where `path` is
+    taken; ConfigError without adapters.
     """
     plan, peft = exporter.plan(adapters=True, as_stored=True), config.megatron_cfg.peft
     assert adapters is not None and peft.dim is not None and peft.alpha is not None

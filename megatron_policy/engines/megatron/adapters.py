@@ -38,7 +38,7 @@ _PIECE = 2**24
 """Elements of a weight that are merged at a time: what fp32 copies of it take."""
 
 
-class Parts(NamedTuple):
+class OutputParts(NamedTuple):
     """Which of Q rows of a B belong to which of its parts, bool `[Q, N]`, and which of the layer's
     `outputs` they are, `[Q]`; None: all, in order.
     """
@@ -66,7 +66,7 @@ class LowRank(torch.nn.Module):
         config: TransformerConfig,
         peft: PeftConfig,
         shapes: tuple[tuple[int, ...], tuple[int, ...]],
-        parts: Parts | None,
+        parts: OutputParts | None,
         switch: Switch,
     ) -> None:
         super().__init__()
@@ -235,20 +235,20 @@ def install_adapters(
     return found, switch
 
 
-def _parts(base: Entry, out: Entry, arch: Architecture, place: Placement) -> Parts:
+def _parts(base: Entry, out: Entry, arch: Architecture, place: Placement) -> OutputParts:
     """Which outputs of this rank belong to which part of a fused layer."""
     shard = place.shard_of(out.row)
     own_Q2, all_O2 = (outputs(each.row, arch, *shard) for each in (out, base))
     part_Q = own_Q2[:, 0]
     of_part_QN = part_Q.unsqueeze(1) == torch.arange(len(out.hf))
     if len(out.hf) == len(base.hf):
-        return Parts(of_part_QN.to(current_device()), None, len(all_O2))
+        return OutputParts(of_part_QN.to(current_device()), None, len(all_O2))
     modules = [PREFIX + module_of(name) + B for name in base.hf]
     own_Q2[:, 0] = torch.tensor([modules.index(name) for name in out.hf])[part_Q]
     at = {tuple(each): place for place, each in enumerate(all_O2.tolist())}
     places_Q = torch.tensor([at[tuple(each)] for each in own_Q2.tolist()])
     device = current_device()
-    return Parts(of_part_QN.to(device), places_Q.to(device), len(all_O2))
+    return OutputParts(of_part_QN.to(device), places_Q.to(device), len(all_O2))
 
 
 def _added(linear: Any, given: tuple[torch.Tensor, ...], result: Any) -> Any:
