@@ -87,7 +87,8 @@ class ParamGroups:
 
     def check(self, table: Table) -> None:
         """ConfigError if a pattern fits no tensor of the table, if tensors that make one parameter
-        are in different groups, if experts of a layer are, or if nothing is trained.
+        are in different groups, if experts of a layer are, if nothing is trained, or if a group has
+        none of the adapters beside which all else is frozen.
         """
         if not self._groups:
             return
@@ -117,6 +118,19 @@ class ParamGroups:
             trained = trained or not (entry.row.keeps_dtype or self.frozen(entry))
         if not trained:
             raise ConfigError(f"{_KEY} freezes every parameter: leave some to be trained")
+        self._refuse_idle([entry for entry in table.entries if entry.adapts])
+
+    def _refuse_idle(self, adapters: Sequence[Entry]) -> None:
+        """ConfigError for a group with rates that no adapter is in, if there are adapters."""
+        used = {id(self.group_of(entry)) for entry in adapters}
+        for group in self._groups if adapters else ():
+            if not group.freeze and id(group) not in used:
+                said = group.model_dump(exclude_none=True, include={"names", "roles"})
+                raise ConfigError(
+                    f"{_KEY}: no adapter is in the group {said}, and all else is frozen beside "
+                    "adapters: use roles: [adapter], or their names in PEFT, as "
+                    f"{adapters[0].hf[0]!r}"
+                )
 
 
 def _refuse_unfitting(pattern: str, names: Iterable[str]) -> None:

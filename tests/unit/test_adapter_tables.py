@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_policy.config import PolicyConfig
+from megatron_policy.config import MegatronConfig, PolicyConfig
 from megatron_policy.config.adapters import adapters_of
+from megatron_policy.config.param_groups import ParamGroups
+from megatron_policy.converters.adapters import joined
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.rows.blocks import fill_parts, fill_shard
 from megatron_policy.converters.rows.shards import spans
@@ -86,6 +88,21 @@ def test_a_module_that_the_model_lacks_is_named_with_the_legal_ones(table: Table
         adapters(table, **{key: ["q_proj", "c_attn"]})
     with pytest.raises(ConfigError, match="leaves no module to adapt"):
         adapters(table, exclude_modules=["model.layers.*"])
+
+
+def test_groups_of_parameters_have_to_have_adapters(table: Table) -> None:
+    whole = joined(table, adapters(table))
+    section: dict[str, Any] = {"peft": {"enabled": True, "dim": 4, "alpha": 8.0}}
+
+    def check(group: dict[str, Any]) -> None:
+        settings = section | {"optimizer": {"param_groups": [group]}}
+        ParamGroups.of(MegatronConfig.model_validate(settings)).check(whole)
+
+    for fitting in ({"roles": ["adapter"]}, {"names": ["*.lora_B.weight"]}):
+        check(fitting | {"lr": 0.1})
+    for idle in ({"roles": ["norm"]}, {"names": ["model.layers.*"]}):
+        with pytest.raises(ConfigError, match=r"no adapter is in the group .*roles: \[adapter\]"):
+            check(idle | {"lr": 0.1})
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
