@@ -21,7 +21,7 @@ FLOORS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (0, ("batch", "errors", "renamed", "version")),
     (1, ("converters", "device", "parallel")),
     (2, ("coordination", "formats", "memory", "packing", "weights")),
-    (3, ("config", "lm_head")),
+    (3, ("attention", "config", "lm_head")),
     (4, ("estimate", "interfaces")),
     (5, ("checkpoint", "engines", "refit", "training")),
     (6, ("convert", "policy")),
@@ -120,9 +120,9 @@ _LONG = "one subject, and its importer has at least the 150 to 250 lines that a 
 _METHODS = "the host's methods of one subject are a file"
 _TRANSPORT = "one side of one transport is a file"
 FRAGMENTS = {
+    "attention.context_parallel": _LONG,
     "cli.run": _COMMAND,
     "coordination.rank_messages": _LONG,
-    "engines.megatron.layers.context_parallel": _LAYER,
     "engines.megatron.layers.parallel_layer": _LAYER,
     "engines.megatron.layers.residual": _LAYER,
     "engines.megatron.layers.self_attention": _LAYER,

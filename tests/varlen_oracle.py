@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from megatron_policy.engines.megatron.layers import varlen_attention
+from megatron_policy.attention import varlen_attention
 
 
 class VarlenOracle:

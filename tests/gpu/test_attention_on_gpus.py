@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_policy.attention import varlen_attention
 from megatron_policy.device import current_device, varlen_kernel
-from megatron_policy.engines.megatron.layers import varlen_attention
 from tests.unit.test_varlen_attention import attention_of, packed_params, states_of
 
 pytestmark = pytest.mark.gpu

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_policy.attention import context_parallel
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.rows.blocks import of_expert
 from megatron_policy.engines.megatron import assemble, trainable
-from megatron_policy.engines.megatron.layers import context_parallel
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing import tokens
 from megatron_policy.packing.tokens import CausalRectangle, TokenLayout

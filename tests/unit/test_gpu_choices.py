@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_policy import device
+from megatron_policy.attention import tile_attention
+from megatron_policy.attention.tiles import mask
 from megatron_policy.device import shared
-from megatron_policy.engines.megatron.layers import grouped_experts, tile_attention
-from megatron_policy.engines.megatron.layers.tiles import mask
+from megatron_policy.engines.megatron.layers import grouped_experts
 from megatron_policy.errors import RefitError
 from megatron_policy.lm_head.fused_tiles import LEAST_WIDTH, WIDTH_MULTIPLE, tiling
 from megatron_policy.packing.tiles import AttentionTile

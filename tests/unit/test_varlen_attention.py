@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from megatron_policy import device
-from megatron_policy.engines.megatron.layers import varlen_attention as module
+from megatron_policy.attention import varlen_attention as module
 from megatron_policy.engines.megatron.layers.attention import TorchAttention
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams, sequence_params
 from megatron_policy.packing.tokens import CausalRectangle, packed_layout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -21,7 +22,6 @@ from megatron_policy.engines.megatron.layer_spec import block_spec
 from megatron_policy.engines.megatron.layers.activations import install_activations
 from megatron_policy.engines.megatron.layers.rope import Rotary, ropes_of
 from megatron_policy.engines.megatron.layers.router import tell_routers
-from megatron_policy.engines.megatron.layers.scales import install_scales
 from megatron_policy.engines.megatron.mtp import add_mtp_layers
 from megatron_policy.parallel.topology import Placement
 
@@ -89,11 +89,28 @@ def _build_chunk(
         model.rotary_pos_emb = Rotary(ropes_of(architecture), architecture.kv_channels)
     if architecture.head is not None and place.holds_head(chunk):
         model.output_layer = ScalarLayer(config, architecture.head.per_token)
-    install_scales(model, architecture)
+    _install_scales(model, architecture)
     install_activations(model, architecture, config)
     add_mtp_layers(model, architecture, config, implementation, place, chunk)
     _move(model, current_device())
     return model
+
+
+def _install_scales(model: GPTModel, architecture: Architecture) -> None:
+    """Make a chunk that holds the embeddings scale them as the architecture says."""
+    if model.pre_process:
+        model.embedding.embedding_dropout.p = architecture.embedding_dropout
+        if architecture.embedding_scale != 1.0:
+            model.embedding.register_forward_hook(_Scaled(architecture.embedding_scale))
+
+
+class _Scaled:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        # In the activations' precision, to which transformers also rounds the factor.
+        return output * output.new_full((), self.scale)
 
 
 def _move(model: torch.nn.Module, device: torch.device) -> None:

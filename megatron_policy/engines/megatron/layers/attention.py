@@ -17,20 +17,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from megatron_policy.attention.causal import Scores, attend
 from megatron_policy.converters.architecture.traits import QueryGrowth
 from megatron_policy.device import current_device
-from megatron_policy.engines.megatron.layers.context_parallel import gather_keys
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams
-from megatron_policy.engines.megatron.layers.tile_attention import explicit, fused, fused_bias
-from megatron_policy.engines.megatron.layers.tiles import cut, mask
-from megatron_policy.engines.megatron.layers.varlen_attention import (
-    VarlenSequences,
-    supports,
-    varlen_attention,
-    varlen_rows,
-)
-from megatron_policy.packing.tiles import tiles
-from megatron_policy.packing.tokens import CausalRectangle
 
 
 class TorchAttention(MegatronModule):
@@ -95,94 +85,28 @@ class TorchAttention(MegatronModule):
             query_SBNH, key_KBGH = self.q_layernorm(query_SBNH), self.k_layernorm(key_KBGH)
         if self.query_growth is not None:
             query_SBNH = _grown(query_SBNH, self.query_growth, key_KBGH.size(0), packed_seq_params)
-        pieces: tuple[CausalRectangle, ...] = (
-            CausalRectangle(0, query_SBNH.size(0), 0, key_KBGH.size(0)),
-        )
-        if packed_seq_params is not None:
-            pieces = packed_seq_params.pieces
-            if packed_seq_params.order is not None:
-                key_KBGH, value_KBGH = gather_keys(
-                    key_KBGH, value_KBGH, packed_seq_params.order, packed_seq_params.context_group
-                )
-        states = (query_SBNH, key_KBGH, value_KBGH)
-        varlen = self._varlen(*states, packed_seq_params)
-        if varlen is not None:
-            return varlen_attention(*states, varlen, self.softmax_scale, self.reach).flatten(2)
-        return self._tiled(*states, pieces)
-
-    def _varlen(
-        self,
-        query_SBNH: torch.Tensor,
-        key_KBGH: torch.Tensor,
-        value_KBGH: torch.Tensor,
-        params: SequenceParams | None,
-    ) -> VarlenSequences | None:
-        """The sequences for one kernel that takes them all; None if tiles are computed instead."""
-        if not self._can_fuse or self._dropout_now > 0 or not supports(query_SBNH, value_KBGH):
-            return None
-        if params is not None:
-            return params.varlen
-        # Without a window, or for one query, a single tile without a mask is one call too.
-        tiled = self.reach is None or query_SBNH.size(0) == 1
-        return None if tiled else varlen_rows(query_SBNH, key_KBGH)
-
-    def _tiled(
-        self,
-        query_SBNH: torch.Tensor,
-        key_KBGH: torch.Tensor,
-        value_KBGH: torch.Tensor,
-        pieces: tuple[CausalRectangle, ...],
-    ) -> torch.Tensor:
-        """The context of each tile by itself, `[S, B, N*H]`."""
-        parts = tiles(pieces, self.reach, explicit=not self._can_fuse)
-        queries, keys = ([(t.query, t.queries) for t in parts], [(t.key, t.keys) for t in parts])
-        states = (cut(query_SBNH, queries), cut(key_KBGH, keys), cut(value_KBGH, keys))
-        bias_of = fused_bias if self._can_fuse else mask
-        # Most tiles share their shape with another.
-        biases = {tile.shape: bias_of(tile, query_SBNH) for tile in parts}
-        with self._dropout_state():
-            contexts = [
-                self._attend(biases[tile.shape], *own_SBNH)
-                for tile, *own_SBNH in zip(parts, *states, strict=True)
-            ]
-        whole_SBNH = contexts[0] if len(contexts) == 1 else torch.cat(contexts)
-        return whole_SBNH.flatten(2)
-
-    def _attend(
-        self,
-        bias: Any,
-        query_SBNH: torch.Tensor,
-        key_KBGH: torch.Tensor,
-        value_KBGH: torch.Tensor,
-    ) -> torch.Tensor:
-        query_BNSH, key_BGKH, value_BGKH = (
-            x.permute(1, 2, 0, 3) for x in (query_SBNH, key_KBGH, value_KBGH)
-        )
-        common = (bias, self.softmax_scale, self._dropout_now)
-        if self._can_fuse:
-            context_BNSH = fused(query_BNSH, key_BGKH, value_BGKH, *common)
-        else:
-            context_BNSH = explicit(
-                query_BNSH, key_BGKH, value_BGKH, *common, self.softcap, self.softmax_offset
-            )
-        return context_BNSH.permute(2, 0, 1, 3)
+        return attend(query_SBNH, key_KBGH, value_KBGH, self._scores, packed_seq_params)
 
     @property
-    def _can_fuse(self) -> bool:
-        return self.softcap is None and self.softmax_offset is None
-
-    @property
-    def _dropout_now(self) -> float:
-        return self.dropout if self.training else 0.0
+    def _scores(self) -> Scores:
+        dropout = self.dropout if self.training else 0.0
+        return Scores(
+            self.softmax_scale,
+            self.reach,
+            self.softcap,
+            self.softmax_offset,
+            dropout,
+            self._dropout_state if dropout else contextlib.nullcontext,
+        )
 
     def _dropout_state(self) -> contextlib.AbstractContextManager[Any]:
         # Heads differ between tensor-parallel ranks, so their dropout must too. Under sequence
         # parallelism the whole block already runs in that RNG state.
-        if self._dropout_now > 0 and not self.config.sequence_parallel:
-            forked: contextlib.AbstractContextManager[Any]
-            forked = tensor_parallel.get_cuda_rng_tracker().fork()
-            return forked
-        return contextlib.nullcontext()
+        if self.config.sequence_parallel:
+            return contextlib.nullcontext()
+        forked: contextlib.AbstractContextManager[Any]
+        forked = tensor_parallel.get_cuda_rng_tracker().fork()
+        return forked
 
 
 def _grown(

@@ -6,21 +6,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_policy.attention.causal import Sequences, sequences_in
+from megatron_policy.attention.varlen_attention import ends
 from megatron_policy.engines.megatron.layers.replay import RouterParams
-from megatron_policy.engines.megatron.layers.varlen_attention import (
-    VarlenSequences,
-    ends,
-    varlen_sequences,
-)
-from megatron_policy.packing.tokens import CausalRectangle, TokenLayout
+from megatron_policy.packing.tokens import TokenLayout
 
 
 @dataclass(kw_only=True)
-class SequenceParams(PackedSeqParams):
+class SequenceParams(PackedSeqParams, Sequences):
     """Passed through Megatron-Core with the hidden states of a microbatch, also in recomputation,
     from the chunk to rotary embedding and core attention.
 
@@ -28,19 +24,6 @@ class SequenceParams(PackedSeqParams):
     """
 
     qkv_format: str = "sbhd"
-    positions: torch.Tensor
-    """Positions of this rank's tokens within their sequences, int64 `[T]`, on the device."""
-    pieces: tuple[CausalRectangle, ...]
-    """The pieces of this rank's attention."""
-    varlen: VarlenSequences | None
-    """The same for a kernel that takes all of them at once; None where there is none."""
-    longest: int
-    """Length of the longest sequence, including its filler, over all ranks."""
-    order: torch.Tensor | None
-    """Index that sorts what is gathered from the context-parallel ranks, `[C * T]`, into the order
-    of all ranks' positions; None if there is one rank.
-    """
-    context_group: dist.ProcessGroup
     packed: PackedSeqParams | None
     """The same for Transformer Engine, "thd"; None if rows are padded."""
 
@@ -67,20 +50,11 @@ def sequence_params(layout: TokenLayout, cp_group: dist.ProcessGroup) -> Sequenc
     """What the ranks of `cp_group` pass to their chunks for `layout`; None if each row is a
     sequence that starts at its first position and is computed whole by one rank.
     """
-    assert layout.ranks == cp_group.size(), (layout.ranks, cp_group.size())
-    if layout.plain:
+    sequences = sequences_in(layout, cp_group)
+    if sequences is None:
         return None
-    rank = cp_group.rank()
-    pieces, rows = layout.pieces(rank), layout.sources_CTR.size(2)
-    return SequenceParams(
-        positions=layout.positions_CT[rank],
-        pieces=pieces,
-        varlen=varlen_sequences(pieces, rows),
-        longest=max(segment.length for segment in layout.segments),
-        order=layout.order_CT if layout.ranks > 1 else None,
-        context_group=cp_group,
-        packed=_packed(layout) if len(layout.segments) > 1 else None,
-    )
+    packed = _packed(layout) if len(layout.segments) > 1 else None
+    return SequenceParams(packed=packed, **vars(sequences))
 
 
 def _packed(layout: TokenLayout) -> PackedSeqParams:

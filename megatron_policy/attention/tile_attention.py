@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from megatron_policy.attention.tiles import mask
 from megatron_policy.device import is_accelerated
-from megatron_policy.engines.megatron.layers.scales import softcap
-from megatron_policy.engines.megatron.layers.tiles import mask
 from megatron_policy.packing.tiles import AttentionTile
 
 
@@ -100,6 +99,14 @@ def explicit(
     weights_BNSK = scores_BNSK.softmax(-1, dtype=torch.float32).to(query_BNSH.dtype)
     weights_BNSK = weights_BNSK[..., : key_BNKH.size(2)]
     return F.dropout(weights_BNSK, dropout) @ value_BNKH
+
+
+def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """`cap * tanh(x / cap)`: close to `x` where it is small, never beyond the cap.
+
+    Source: "Gemma 2: Improving Open Language Models at a Practical Size" (2024).
+    """
+    return torch.tanh(x / cap) * cap
 
 
 def _repeat_groups(

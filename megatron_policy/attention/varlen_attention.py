@@ -14,8 +14,8 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
+from megatron_policy.attention.tiles import cut
 from megatron_policy.device import to_device, varlen_kernel
-from megatron_policy.engines.megatron.layers.tiles import cut
 from megatron_policy.packing.multiples import round_up
 from megatron_policy.packing.tokens import CausalRectangle
 

@@ -1,0 +1,178 @@
+"""Causal scaled dot-product attention over the sequences of a microbatch.
+
+Shapes: S query positions, K key positions, B rows, N query heads, G key-value groups, H head dim
+(can differ for values), T positions of a context-parallel rank, C ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_policy.attention.context_parallel import gather_keys
+from megatron_policy.attention.tile_attention import explicit, fused, fused_bias
+from megatron_policy.attention.tiles import cut, mask
+from megatron_policy.attention.varlen_attention import (
+    VarlenSequences,
+    supports,
+    varlen_attention,
+    varlen_rows,
+    varlen_sequences,
+)
+from megatron_policy.packing.tiles import tiles
+from megatron_policy.packing.tokens import CausalRectangle, TokenLayout
+
+
+@dataclass(kw_only=True)
+class Sequences:
+    """Where the sequences of a microbatch are, unless each row is one that starts at its first
+    position and is computed whole by one rank.
+    """
+
+    positions: torch.Tensor
+    """Positions of this rank's tokens within their sequences, int64 `[T]`, on the device."""
+    pieces: tuple[CausalRectangle, ...]
+    """The pieces of this rank's attention."""
+    varlen: VarlenSequences | None
+    """The same for a kernel that takes all of them at once; None where there is none."""
+    longest: int
+    """Length of the longest sequence, including its filler, over all ranks."""
+    order: torch.Tensor | None
+    """Index that sorts what is gathered from the context-parallel ranks, `[C * T]`, into the order
+    of all ranks' positions; None if there is one rank.
+    """
+    context_group: dist.ProcessGroup
+
+
+def sequences_in(layout: TokenLayout, cp_group: dist.ProcessGroup) -> Sequences | None:
+    """The sequences that this rank of `cp_group` computes of `layout`; None if each row is one."""
+    assert layout.ranks == cp_group.size(), (layout.ranks, cp_group.size())
+    if layout.plain:
+        return None
+    rank = cp_group.rank()
+    pieces, rows = layout.pieces(rank), layout.sources_CTR.size(2)
+    return Sequences(
+        positions=layout.positions_CT[rank],
+        pieces=pieces,
+        varlen=varlen_sequences(pieces, rows),
+        longest=max(segment.length for segment in layout.segments),
+        order=layout.order_CT if layout.ranks > 1 else None,
+        context_group=cp_group,
+    )
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How scores are computed from queries and keys.
+
+    They are materialised only if they are softcapped or there are sinks (learnt scores of each head
+    that attend to nothing): the fused kernels support neither.
+    """
+
+    scale: float
+    reach: int | None = None
+    """Of a sliding window, in positions before a query's own; None: all keys are seen."""
+    softcap: float | None = None
+    sinks_N: torch.Tensor | None = None
+    dropout: float = 0.0
+    random_state: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """The state of random numbers that dropout draws from."""
+
+    @property
+    def fused(self) -> bool:
+        """Whether torch's fused kernels can compute them."""
+        return self.softcap is None and self.sinks_N is None
+
+
+def attend(
+    query_SBNH: torch.Tensor,
+    key_KBGH: torch.Tensor,
+    value_KBGH: torch.Tensor,
+    scores: Scores,
+    sequences: Sequences | None = None,
+) -> torch.Tensor:
+    """The context `[S, B, N*H]`. Without `sequences` each row is one sequence whose keys are all on
+    this rank; `S < K` means the last S positions of a cache of K.
+
+    Right padding needs no mask: no valid position can see a later one. Where torch and the device
+    have a kernel that takes all sequences at once, it is called once.
+    """
+    pieces: tuple[CausalRectangle, ...] = (
+        CausalRectangle(0, query_SBNH.size(0), 0, key_KBGH.size(0)),
+    )
+    if sequences is not None:
+        pieces = sequences.pieces
+        if sequences.order is not None:
+            key_KBGH, value_KBGH = gather_keys(
+                key_KBGH, value_KBGH, sequences.order, sequences.context_group
+            )
+    states = (query_SBNH, key_KBGH, value_KBGH)
+    varlen = _varlen(*states, scores, sequences)
+    if varlen is not None:
+        return varlen_attention(*states, varlen, scores.scale, scores.reach).flatten(2)
+    return _tiled(*states, scores, pieces)
+
+
+def _varlen(
+    query_SBNH: torch.Tensor,
+    key_KBGH: torch.Tensor,
+    value_KBGH: torch.Tensor,
+    scores: Scores,
+    sequences: Sequences | None,
+) -> VarlenSequences | None:
+    """The sequences for one kernel that takes them all; None if tiles are computed instead."""
+    if not scores.fused or scores.dropout > 0 or not supports(query_SBNH, value_KBGH):
+        return None
+    if sequences is not None:
+        return sequences.varlen
+    # Without a window, or for one query, a single tile without a mask is one call too.
+    tiled = scores.reach is None or query_SBNH.size(0) == 1
+    return None if tiled else varlen_rows(query_SBNH, key_KBGH)
+
+
+def _tiled(
+    query_SBNH: torch.Tensor,
+    key_KBGH: torch.Tensor,
+    value_KBGH: torch.Tensor,
+    scores: Scores,
+    pieces: tuple[CausalRectangle, ...],
+) -> torch.Tensor:
+    """The context of each tile by itself, `[S, B, N*H]`."""
+    parts = tiles(pieces, scores.reach, explicit=not scores.fused)
+    queries, keys = ([(t.query, t.queries) for t in parts], [(t.key, t.keys) for t in parts])
+    states = (cut(query_SBNH, queries), cut(key_KBGH, keys), cut(value_KBGH, keys))
+    bias_of = fused_bias if scores.fused else mask
+    # Most tiles share their shape with another.
+    biases = {tile.shape: bias_of(tile, query_SBNH) for tile in parts}
+    with scores.random_state():
+        contexts = [
+            _tile(scores, biases[tile.shape], *own_SBNH)
+            for tile, *own_SBNH in zip(parts, *states, strict=True)
+        ]
+    whole_SBNH = contexts[0] if len(contexts) == 1 else torch.cat(contexts)
+    return whole_SBNH.flatten(2)
+
+
+def _tile(
+    scores: Scores,
+    bias: Any,
+    query_SBNH: torch.Tensor,
+    key_KBGH: torch.Tensor,
+    value_KBGH: torch.Tensor,
+) -> torch.Tensor:
+    query_BNSH, key_BGKH, value_BGKH = (
+        x.permute(1, 2, 0, 3) for x in (query_SBNH, key_KBGH, value_KBGH)
+    )
+    common = (bias, scores.scale, scores.dropout)
+    if scores.fused:
+        context_BNSH = fused(query_BNSH, key_BGKH, value_BGKH, *common)
+    else:
+        context_BNSH = explicit(
+            query_BNSH, key_BGKH, value_BGKH, *common, scores.softcap, scores.sinks_N
+        )
+    return context_BNSH.permute(2, 0, 1, 3)
