@@ -36,7 +36,7 @@ CONVERTERS_FLOORS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (1, ("config_fields", "rows")),
     (2, ("families",)),
     (3, ("mismatch", "scalar_head")),
-    (4, ("adapters", "inspection", "registry", "table")),
+    (4, ("adapters", "canonical", "inspection", "registry", "table")),
     (5, ("formats",)),
     (6, ("",)),
 )

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from megatron_policy.converters.canonical import canonical_name
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.rows import fill_shard
-from megatron_policy.converters.table import Entry, Table, canonical_name
+from megatron_policy.converters.table import Entry, Table
 from megatron_policy.errors import CheckpointError, ConversionError
 from megatron_policy.parallel.topology import Placement
 

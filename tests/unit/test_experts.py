@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from megatron_policy.converters.architecture import Architecture, Rope
 from megatron_policy.converters.architecture.traits import Activation, Mla, Moe, QkNorm, Scoring
+from megatron_policy.converters.canonical import canonical_name
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.rows import (
@@ -26,7 +27,7 @@ from megatron_policy.converters.rows import (
     unshard,
 )
 from megatron_policy.converters.rows.expert_rows import StackedWhole
-from megatron_policy.converters.table import Table, bind, canonical_name
+from megatron_policy.converters.table import Table, bind
 from megatron_policy.errors import ConversionError
 from tests.checkpoints import make_checkpoint
 from tests.expert_families import EXPERTS, YARN, draw

@@ -10,13 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_policy.convert import convert, verify
+from megatron_policy.converters.canonical import canonical_name
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dist_files import DistReader
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.inspection import inspect
 from megatron_policy.converters.rows import fill_parts, fill_shard
-from megatron_policy.converters.table import Table, bind, bind_to, canonical_name
+from megatron_policy.converters.table import Table, bind, bind_to
 from megatron_policy.errors import ConversionError
 from tests.checkpoints import make_checkpoint
 from tests.mtp_checkpoints import COPIES, OWN, add_mtp_layers

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_policy.converters.canonical import canonical_name
 from megatron_policy.converters.mismatch import SHOWN
 from megatron_policy.converters.registry import FAMILIES, Family
 from megatron_policy.converters.rows import Ignore, Role, Row, Whole, fill_shard
 from megatron_policy.converters.rows.blocks import blocks_of
-from megatron_policy.converters.table import Entry, Table, bind, canonical_name
+from megatron_policy.converters.table import Entry, Table, bind
 from megatron_policy.errors import ConversionError
 from megatron_policy.parallel.topology import LayerSplit
 from tests.expert_families import EXPERTS

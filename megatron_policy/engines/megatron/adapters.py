@@ -29,7 +29,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_policy.config.trained import PeftConfig
 from megatron_policy.converters.adapters import PREFIX, B, Concatenated, module_of, outputs
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.table import Entry, Table, canonical_name
+from megatron_policy.converters.canonical import canonical_name
+from megatron_policy.converters.table import Entry, Table
 from megatron_policy.device import current_device
 from megatron_policy.parallel.topology import Placement
 from megatron_policy.weights.load import Held
