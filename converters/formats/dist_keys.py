@@ -73,7 +73,8 @@ def extra_states(table: Table) -> tuple[str, ...]:
     """
     arch = table.architecture
     names: dict[str, None] = {}
-    for entry in table.exported():
+    for part in table.exported():
+        entry = part.saved
         if entry.adapts or not entry.megatron.startswith(("decoder.", "mtp.")):
             continue
         for place in written(entry, arch):

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.errors import ConversionError
@@ -74,6 +74,15 @@ class Part(Protocol):
         """The same elements in another shape."""
 
 
+class Within(NamedTuple):
+    """The parameter of training checkpoints of which a row's is a part: its row, and for each HF
+    tensor of the part its number there.
+    """
+
+    row: Row
+    parts: tuple[int, ...]
+
+
 class Row(Hashable, Protocol):
     """One Megatron parameter, its HF tensors, and where their elements lie in a shard."""
 
@@ -104,6 +113,10 @@ class Row(Hashable, Protocol):
     @property
     def learnt(self) -> bool:
         """False of constants, which are stored as parameters are but have no gradients."""
+
+    @property
+    def within(self) -> Within | None:
+        """What training checkpoints have in place of the parameter; None: the parameter itself."""
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         """Shapes of the HF tensors."""

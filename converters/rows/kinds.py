@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from megatron_policy.converters.architecture import Architecture, VocabShard, vocab_shard
 
-from .blocks import Block, Role, Row, Shape, even, nth
+from .blocks import Block, Role, Row, Shape, Within, even, nth
 
 ALL = (slice(None),)
 
@@ -29,6 +29,10 @@ class RowBase(ABC):
     learnt: bool = field(default=True, kw_only=True)
     """False of constants, which are stored as parameters are but have no gradients."""
     owns: ClassVar[bool] = True
+
+    @property
+    def within(self) -> Within | None:
+        return None
 
     def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
         return 0
@@ -209,6 +213,10 @@ class ForwardingRow:
     @property
     def learnt(self) -> bool:
         return self.of.learnt
+
+    @property
+    def within(self) -> Within | None:
+        return self.of.within
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
         return self.of.local_shape(arch, size)

@@ -32,21 +32,24 @@ class Span(NamedTuple):
 
 
 def unpadded_shape(row: Row, arch: Architecture) -> Shape:
-    """Shape of the unsharded parameter, without the padding of a vocabulary."""
+    """Shape of the unsharded parameter that checkpoints have, without the padding of a vocabulary."""
+    row = _saved(row)
     first, *tail = row.local_shape(arch, 1)
     return (first - row.pad_rows(arch, 0, 1), *tail)
 
 
 @lru_cache(maxsize=4096)
 def spans(row: Row, arch: Architecture, rank: int, size: int) -> tuple[tuple[Span, ...], ...]:
-    """For each dimension, where shard `rank` of `size` is in the unsharded parameter; padding is in
-    no span. The shard is the Cartesian product of these indices.
+    """For each dimension, where shard `rank` of `size` is in the unsharded parameter that
+    checkpoints have; padding is in no span. The shard is the Cartesian product of these indices.
 
     ConversionError, naming legal sizes, if the row cannot be split over `size` ranks, and if its
     blocks take something else than whole runs of indices along each dimension.
     """
-    local, full = row.local_shape(arch, size), row.local_shape(arch, 1)
-    held, whole = _sides(row, arch, rank, size), _sides(row, arch, 0, 1)
+    local, full = row.local_shape(arch, size), _saved(row).local_shape(arch, 1)
+    held, whole = _sides(row, arch, rank, size), _sides(_saved(row), arch, 0, 1)
+    if row.within is not None:
+        held = [(row.within.parts[part], hf, own) for part, hf, own in held]
     steps, places = strides(local), []
     for dim in range(len(local)):
         line = np.arange(local[dim], dtype=np.int64) * steps[dim]
@@ -91,6 +94,10 @@ def split_dimension(row: Row, arch: Architecture) -> int | None:
 
 _Side = tuple[int, Region, Region]
 """Of a block: the number of its HF tensor, its region there, and its region in the parameter."""
+
+
+def _saved(row: Row) -> Row:
+    return row if row.within is None else row.within.row
 
 
 def _sides(row: Row, arch: Architecture, rank: int, size: int) -> list[_Side]:

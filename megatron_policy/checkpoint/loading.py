@@ -246,8 +246,10 @@ class LoadPlan:
         )
 
     def _owner(self, entry: Entry) -> Entry:
-        """The entry that is stored in the files: this one, or the one of which it is a copy."""
-        return entry if entry.row.owns else self._owners[entry.hf]
+        """The entry that is stored in the files: this one, or the one of which it is a copy or a
+        part.
+        """
+        return entry.saved if entry.row.owns else self._owners[entry.hf]
 
     def _stored(self, reader: DistReader | None, entry: Entry, kind: str) -> Stored | None:
         if reader is None:

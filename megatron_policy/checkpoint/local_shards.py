@@ -143,7 +143,7 @@ def _items(
     shard: LocalShard, first: int, last: int, architecture: Architecture, place: Placement
 ) -> Iterator[WriteItem]:
     row, at = shard.entry.row, place.shard_of(shard.entry.row)
-    places = written(shard.entry, architecture)
+    places = written(shard.entry.saved, architecture)
     whole = unpadded_shape(row, architecture)
     most = CHUNK_BYTES // shard.tensor.element_size()
     for piece in slices(row, architecture, *at, first, last):
