@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 
 def unpadded_shape(row: Row, arch: Architecture) -> Shape:
-    """Shape of the unsharded parameter that checkpoints have, without the padding of a vocabulary."""
+    """Shape of the unsharded parameter in checkpoints, without the padding of a vocabulary."""
     row = _saved(row)
     first, *tail = row.local_shape(arch, 1)
     return (first - row.pad_rows(arch, 0, 1), *tail)

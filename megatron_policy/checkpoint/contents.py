@@ -81,6 +81,11 @@ class Contents:
         return self._training is not None
 
     @property
+    def kept_states(self) -> tuple[str, ...] | None:
+        """The kinds of state that the optimizer keeps; None without an optimizer."""
+        return None if self._training is None else self._training.kinds
+
+    @property
     def nbytes(self) -> int:
         """Approximate bytes of this rank's share of everything that can be saved."""
         place = self._engine.place

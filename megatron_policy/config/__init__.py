@@ -2,21 +2,23 @@
 a YAML file is read. Read `policy_config.py` first; `keys.py` says what each key does.
 """
 
+from megatron_policy.config.fsdp import (
+    DTensorConfig,
+    PytorchOptimizerConfig,
+    SchedulerMilestones,
+    SinglePytorchSchedulerConfig,
+)
 from megatron_policy.config.policy_config import PolicyConfig, ignored_keys
 from megatron_policy.config.sections import (
     CheckpointConfig,
-    DTensorConfig,
     DynamicBatchingConfig,
     GenerationConfig,
     MegatronConfig,
     MegatronDDPConfig,
     MegatronOptimizerConfig,
     MegatronSchedulerConfig,
-    PytorchOptimizerConfig,
     RouterReplayConfig,
-    SchedulerMilestones,
     SequencePackingConfig,
-    SinglePytorchSchedulerConfig,
     TokenizerConfig,
 )
 

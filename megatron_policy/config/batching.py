@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from megatron_policy.config.parallel_sizes import parallel_sizes
 from megatron_policy.config.policy_config import PolicyConfig
 from megatron_policy.errors import ConfigError
 from megatron_policy.packing.batching import Batching
@@ -43,10 +44,6 @@ def batching_of(config: PolicyConfig, training: bool) -> Batching:
 
 def multiples_of(config: PolicyConfig) -> Multiples:
     """The multiples to which lengths are rounded up under the configuration's layout."""
-    megatron = config.megatron_cfg
-    return Multiples.of(
-        config.make_sequence_length_divisible_by,
-        megatron.tensor_model_parallel_size,
-        megatron.context_parallel_size,
-        megatron.sequence_parallel,
-    )
+    sizes = parallel_sizes(config)
+    divisible_by = config.make_sequence_length_divisible_by
+    return Multiples.of(divisible_by, sizes.tp, sizes.cp, sizes.sequence_parallel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_policy.config.fsdp import DTensorConfig
 from megatron_policy.config.megatron_keys import MEGATRON_SECTIONS, TEXT
 from megatron_policy.config.rules import (
     Applied,
@@ -14,7 +15,6 @@ from megatron_policy.config.rules import (
     switched_off,
 )
 from megatron_policy.config.sections import (
-    DTensorConfig,
     DynamicBatchingConfig,
     GenerationConfig,
     MegatronConfig,
@@ -26,7 +26,8 @@ from megatron_policy.config.sections import (
 
 _ENGINE = "belongs to the host's inference engines, not to the policy's own generate"
 _HOST = "read by the host's driver, not by the worker"
-_OTHER = "belongs to the host's other workers, which this project does not run"
+_FSDP1 = "belongs to the host's FSDP1 worker, which this project does not run"
+_AUTOMODEL = "affects the host's own DTensor worker only"
 _QUANT = "affects quantised training only, and quant_cfg is rejected"
 
 _POLICY: Rules = {
@@ -62,10 +63,9 @@ _POLICY: Rules = {
     "router_replay": Nested(RouterReplayConfig),
     "reward_model_cfg": Nested(RewardModelConfig),
     "pretrained_checkpoint": Nested(),
-    **each(
-        Ignored(_OTHER),
-        "optimizer scheduler fsdp_offload_enabled activation_checkpointing_enabled",
-    ),
+    "optimizer": Applied("with dtensor_cfg: an import path and its kwargs; AdamW if not given"),
+    "scheduler": Applied("with dtensor_cfg: schedules with milestones; constant if not given"),
+    **each(Ignored(_FSDP1), "fsdp_offload_enabled activation_checkpointing_enabled"),
     **each(
         Ignored("the optimizer's state always leaves the device for log-probabilities and refits"),
         "offload_optimizer_for_logprob offload_optimizer_for_refit",
@@ -116,14 +116,18 @@ _GENERATION: Rules = {
 }
 
 _DTENSOR: Rules = {
-    "enabled": Applied("false: it is the host's other worker"),
+    "enabled": Applied("transformers' own modules under FSDP2; see fsdp.md"),
     **each(
-        Ignored(_OTHER),
-        """_v2 env_vars cpu_offload sequence_parallel activation_checkpointing tensor_parallel_size
-        context_parallel_size expert_parallel_size dp_replicate_size custom_parallel_plan
-        defer_fsdp_grad_sync moe_parallelizer lora_cfg automodel_kwargs clear_cache_every_n_steps
-        *""",
+        Applied(),
+        """activation_checkpointing context_parallel_size dp_replicate_size attn_implementation
+        clear_cache_every_n_steps cpu_offload env_vars""",
     ),
+    **each(
+        Applied("refused beside `enabled`: see fsdp.md"),
+        """sequence_parallel tensor_parallel_size expert_parallel_size custom_parallel_plan""",
+    ),
+    "defer_fsdp_grad_sync": Ignored("gradients are reduced in each microbatch"),
+    **each(Ignored(_AUTOMODEL), "_v2 moe_parallelizer lora_cfg automodel_kwargs *"),
 }
 
 _BATCHING: Rules = {

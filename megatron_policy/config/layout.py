@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_policy.config.batching import batching_of
+from megatron_policy.config.parallel_sizes import MEGATRON, engine_of, parallel_sizes
 from megatron_policy.converters.architecture.traits import QkNorm
 from megatron_policy.errors import ConfigError
 from megatron_policy.parallel.topology import LayerSplit, Topology
@@ -45,27 +46,29 @@ def topology_of(config: PolicyConfig, world_size: int) -> Topology:
 
     Raises ConfigError, naming legal sizes, when the ranks do not divide.
     """
-    megatron = config.megatron_cfg
-    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    cp = megatron.context_parallel_size
-    replica = tp * cp * pp
+    sizes = parallel_sizes(config)
+    tp, pp, cp = sizes.tp, sizes.pp, sizes.cp
+    replica = tp * cp * pp * sizes.replicas
     if world_size < 1 or world_size % replica:
+        factors = {sizes.tp_key: tp, "context_parallel_size": cp}
+        if sizes.section == "policy.megatron_cfg":
+            factors["pipeline_model_parallel_size"] = pp
+        else:
+            factors["dp_replicate_size"] = sizes.replicas
         raise ConfigError(
             f"{world_size} ranks do not hold whole replicas of the model, each "
-            f"tensor_model_parallel_size={tp} x context_parallel_size={cp} x "
-            f"pipeline_model_parallel_size={pp} = {replica} ranks: start {replica}, {2 * replica}, "
-            f"{3 * replica}, ... ranks, or make these sizes smaller"
+            f"{' x '.join(f'{key}={size}' for key, size in factors.items())} = {replica} ranks: "
+            f"start {replica}, {2 * replica}, {3 * replica}, ... ranks, or make these sizes smaller"
         )
-    ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
-    _check_expert_ranks(world_size // pp, ep, etp, tp)
+    _check_expert_ranks(world_size // pp, sizes.ep, sizes.etp, tp)
     return Topology(
         tp=tp,
         cp=cp,
-        ep=ep,
-        dp=world_size // replica,
+        ep=sizes.ep,
+        dp=world_size // (tp * cp * pp),
         pp=pp,
-        vpp=megatron.virtual_pipeline_model_parallel_size,
-        etp=etp,
+        vpp=sizes.vpp,
+        etp=sizes.etp,
     )
 
 
@@ -97,19 +100,9 @@ def check_layout(config: PolicyConfig, architecture: Shape, topology: Topology) 
     """Raise ConfigError listing, with legal values, where configuration, model and ranks do not
     fit.
     """
-    problems = [
-        *_tensor_parallel(config, architecture, topology),
-        *_experts(config, architecture, topology),
-        *_replay(config, architecture),
-        *_balancing(config, architecture),
-        *_budgets(config),
-    ]
-    try:
-        split = layer_split(config, architecture, topology)
-    except ConfigError as error:
-        problems.append(f"policy.megatron_cfg: {error}")
-    else:
-        problems += _recomputed(config, split)
+    problems = [*_replay(config, architecture), *_budgets(config)]
+    if engine_of(config) == MEGATRON:
+        problems += _of_megatron(config, architecture, topology)
     if pads(config):
         try:
             microbatches(config.train_global_batch_size, config.train_micro_batch_size, topology)
@@ -117,6 +110,19 @@ def check_layout(config: PolicyConfig, architecture: Shape, topology: Topology) 
             problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _of_megatron(config: PolicyConfig, architecture: Shape, topology: Topology) -> Iterator[str]:
+    """Report what Megatron-Core cannot split or compute."""
+    yield from _tensor_parallel(config, architecture, topology)
+    yield from _experts(config, architecture, topology)
+    yield from _balancing(config, architecture)
+    try:
+        split = layer_split(config, architecture, topology)
+    except ConfigError as error:
+        yield f"policy.megatron_cfg: {error}"
+    else:
+        yield from _recomputed(config, split)
 
 
 def pads(config: PolicyConfig) -> bool:
@@ -155,14 +161,9 @@ def microbatch_round(topology: Topology) -> int:
 
 def layer_split(config: PolicyConfig, architecture: Shape, topology: Topology) -> LayerSplit:
     """Which layers each stage and chunk holds; ConfigError if there is no such split."""
-    megatron = config.megatron_cfg
-    return LayerSplit.of(
-        architecture.num_layers,
-        topology.pp,
-        topology.vpp,
-        megatron.num_layers_in_first_pipeline_stage,
-        megatron.num_layers_in_last_pipeline_stage,
-    )
+    sizes = parallel_sizes(config)
+    layers = architecture.num_layers
+    return LayerSplit.of(layers, topology.pp, topology.vpp, sizes.first_layers, sizes.last_layers)
 
 
 def _recomputed(config: PolicyConfig, split: LayerSplit) -> Iterator[str]:

@@ -69,11 +69,11 @@ def complete(config: P) -> P:
 
 def check(config: PolicySection) -> None:
     """Raise ConfigError listing every pair of contradictory keys, with the legal values."""
-    problems = [*_backend(config), *_dtypes(config), *_schedule(config.megatron_cfg)]
-    problems += [*_recompute_keys(config.megatron_cfg), *_batching(config)]
-    problems += _replay(config)
-    problems += _adapters(config)
-    problems += _decay(config.megatron_cfg.optimizer)
+    problems = [*_backend(config), *_batching(config), *_replay(config)]
+    if not config.dtensor_cfg.enabled or config.megatron_cfg.enabled:
+        problems += [*_dtypes(config), *_schedule(config.megatron_cfg)]
+        problems += [*_recompute_keys(config.megatron_cfg), *_adapters(config)]
+        problems += _decay(config.megatron_cfg.optimizer)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -117,18 +117,42 @@ def _recompute(megatron: MegatronConfig) -> dict[str, Any]:
 
 def _backend(config: PolicySection) -> Iterator[str]:
     ours, theirs = config.megatron_cfg.enabled, config.dtensor_cfg.enabled
-    if ours and not theirs:
-        return
-    state = "both true" if ours else "both false"
-    if theirs and not ours:
-        yield (
-            "policy.dtensor_cfg.enabled chooses the host's DTensor worker, which this project does "
-            "not run: set megatron_cfg.enabled to true and dtensor_cfg.enabled to false"
-        )
-    else:
+    if ours == theirs:
+        state = "both true" if ours else "both false"
         yield (
             f"policy.megatron_cfg.enabled and policy.dtensor_cfg.enabled are {state}: exactly one "
-            "chooses the worker; set megatron_cfg.enabled to true and dtensor_cfg.enabled to false"
+            "chooses the engine, Megatron-Core or transformers' own modules under FSDP2; set one "
+            "to true and the other to false"
+        )
+    if theirs and not ours:
+        yield from _fsdp(config)
+
+
+def _fsdp(config: PolicySection) -> Iterator[str]:
+    """Report what the engine of `dtensor_cfg` does not have."""
+    own, at = config.dtensor_cfg, "policy.dtensor_cfg"
+    for name in ("tensor_parallel_size", "expert_parallel_size"):
+        if (size := getattr(own, name)) > 1:
+            yield (
+                f"{at}.{name}={size} is not supported: set it to 1 (FSDP2 shards over the ranks "
+                "that are left), or use megatron_cfg"
+            )
+    for name in ("custom_parallel_plan", "sequence_parallel"):
+        if getattr(own, name):
+            yield f"{at}.{name} needs tensor parallelism, which is not supported: leave it out"
+    if config.precision == "float16":
+        yield "policy.precision=float16 needs a factor on losses, which FSDP2 lacks: use bfloat16"
+    if config.megatron_cfg.peft.enabled:
+        yield "policy.megatron_cfg.peft adapts Megatron-Core's modules: use megatron_cfg.enabled"
+    if config.reward_model_cfg.enabled:
+        yield "policy.reward_model_cfg needs Megatron-Core's head: use megatron_cfg.enabled"
+    if config.router_replay.enabled:
+        yield "policy.router_replay needs Megatron-Core's routers: use megatron_cfg.enabled"
+    packs = config.sequence_packing.enabled or own.context_parallel_size > 1
+    if packs and own.attn_implementation != "auto":
+        yield (
+            f"{at}.attn_implementation={own.attn_implementation!r} computes padded rows only: use "
+            "'auto', or neither sequence_packing nor context_parallel_size"
         )
 
 

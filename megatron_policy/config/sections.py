@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from megatron_policy.config.fsdp import (
+    DTensorConfig,
+    PytorchOptimizerConfig,
+    SchedulerMilestones,
+    SinglePytorchSchedulerConfig,
+    as_text,
+)
 from megatron_policy.config.numbers import (
     DEFAULT_BUCKET_BYTES,
     Bytes,
@@ -34,12 +40,6 @@ from megatron_policy.coordination.timeouts import (
     WORKER_TIMEOUT_S,
 )
 
-SchedulerMilestones = dict[str, list[CountOrZero]]
-
-
-def _as_text(value: Any) -> Any:
-    return {k: str(v) for k, v in value.items()} if isinstance(value, Mapping) else value
-
 
 class TokenizerConfig(Section):
     """Where the tokenizer comes from; an empty name means the model's own."""
@@ -65,18 +65,6 @@ class GenerationConfig(Section):
     stop_token_ids: tuple[CountOrZero, ...] = ()
     """Tokens that end a row, in addition to the tokenizer's end of sequence."""
     stop_strings: tuple[str, ...] | None = None
-
-
-class DTensorConfig(Section):
-    """The host's other worker; only `enabled` is read."""
-
-    enabled: bool = False
-    cpu_offload: bool = False
-    sequence_parallel: bool = False
-    activation_checkpointing: bool = False
-    tensor_parallel_size: Count = 1
-    context_parallel_size: Count = 1
-    custom_parallel_plan: str | None = None
 
 
 class DynamicBatchingConfig(Section):
@@ -122,20 +110,6 @@ class RewardModelConfig(Section):
     """Scores of sequences, as AutoModelForSequenceClassification has them, or values of tokens, as
     AutoModelForTokenClassification has them.
     """
-
-
-class PytorchOptimizerConfig(Section):
-    """The host's optimizer for its other workers."""
-
-    name: str
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-
-
-class SinglePytorchSchedulerConfig(Section):
-    """One step of the host's schedule for its other workers."""
-
-    name: str
-    kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
 class MegatronOptimizerConfig(Section):
@@ -275,7 +249,7 @@ class MegatronConfig(Section):
     mtp_detach_heads: bool = False
     """These losses have no gradient in the rest of the model, its embedding and its head."""
     train_iters: Count | None = None
-    env_vars: Annotated[dict[str, str], BeforeValidator(_as_text)] = Field(default_factory=dict)
+    env_vars: Annotated[dict[str, str], BeforeValidator(as_text)] = Field(default_factory=dict)
     peft: PeftConfig = PeftConfig()
     optimizer: MegatronOptimizerConfig = MegatronOptimizerConfig()
     scheduler: MegatronSchedulerConfig = MegatronSchedulerConfig()

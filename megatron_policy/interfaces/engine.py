@@ -54,7 +54,7 @@ class StateTensor:
     parameter: torch.Tensor
     """The model's parameter itself: callers compare it by identity."""
     kind: str
-    """One of `KINDS`."""
+    """`MAIN`, or what the optimizer calls it: one of `KINDS` for those of Megatron-Core."""
     tensor: torch.Tensor
     """`[last - first]`, contiguous and live: writing to it changes the optimizer."""
     first: int
@@ -68,6 +68,12 @@ class OptimizerState(Protocol):
     @property
     def distributed(self) -> bool:
         """Whether data-parallel ranks hold different ranges of it; the same on every rank."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of state that the optimizer keeps for each parameter, besides `MAIN`; the same
+        on every rank.
+        """
 
     @property
     def nbytes(self) -> int:
@@ -198,7 +204,15 @@ class TrainingEngine(Protocol):
 
     @property
     def place(self) -> Placement:
-        """This rank's place in the layout."""
+        """This rank's place among those that hold the weights: which part of each it has. Shards
+        count as tensor-parallel ranks there, whatever they do with a batch.
+        """
+
+    @property
+    def joins_replicas(self) -> bool:
+        """Whether ranks of one data-parallel replica need weights that another's hold: then all
+        replicas must run their forward passes together.
+        """
 
     @property
     def groups(self) -> Groups:

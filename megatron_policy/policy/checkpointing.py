@@ -138,7 +138,7 @@ class Checkpoints:
         purpose = f"load {weights}, its optimizer from {optimizer}, {fresh_optimizer=}"
         loader = Loader(self._saved.table, self._engine.place, self._coordinator, purpose)
         loader.together("ready", self._before_loading)
-        moments = self._moments() if self._contents.has_optimizer else None
+        moments = self._contents.kept_states
         found = loader.find(weights, optimizer, moments=moments, fresh=fresh_optimizer)
         loader.verify(found)
         prepared = loader.opened(partial(self._prepared, found))
@@ -175,13 +175,6 @@ class Checkpoints:
         self._saver.finish()
         need = SAVE if self._contents.has_optimizer else SEND_WEIGHTS
         self._session.memory.ready("load_checkpoint()", need, repairs=True)
-
-    def _moments(self) -> tuple[str, ...]:
-        """The states the configured optimizer keeps for each parameter."""
-        settings = self._config.megatron_cfg.optimizer
-        if settings.optimizer == "adam":
-            return ("exp_avg", "exp_avg_sq")
-        return ("momentum_buffer",) if settings.sgd_momentum else ()
 
     @contextmanager
     def _changing(self, found: FoundCheckpoint) -> Iterator[None]:

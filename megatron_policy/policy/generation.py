@@ -68,7 +68,7 @@ class TextGenerator:
             rows = self._config.generation_batch_size
             return list(zip(prompts_BS.split(rows), lengths_B.split(rows), strict=True))
 
-        if not self._engine.place.topology.joins_replicas:
+        if not self._engine.joins_replicas:
             return cut()
         parts, most = prepared_together(cut, len, self._engine.groups.dp)
         prompts_BS, lengths_B = parts[0]

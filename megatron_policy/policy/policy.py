@@ -15,6 +15,7 @@ import torch
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.checkpoint.report import LoadReport, SaveReport
 from megatron_policy.config import PolicyConfig
+from megatron_policy.config.parallel_sizes import FSDP2, engine_of
 from megatron_policy.interfaces.engine import EngineBuilder
 from megatron_policy.interfaces.loss import LossFunction
 from megatron_policy.lm_head.sampling import Continuations
@@ -75,7 +76,7 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights):
             init_reference_model=init_reference_model,
             timeout_s=self.config.collective_timeout_s if timeout_s is None else timeout_s,
             source_dtypes=source_dtypes(self.config, weights_path, init_reference_model),
-            builder=engine or _megatron_core(),
+            builder=engine or _default_engine(self.config),
         )
         self.rank, self.topology = self._session.rank, self._session.topology
         self.coords, self._engine = self._session.coords, self._session.engine
@@ -209,10 +210,14 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights):
             self._checkpoints.leave()
 
 
-def _megatron_core() -> EngineBuilder:
-    """The default engine, imported only when used. The platform is prepared first: importing
-    Megatron-Core then compiles nothing on a CPU.
+def _default_engine(config: PolicyConfig) -> EngineBuilder:
+    """The engine that the configuration enables, imported only when used. For Megatron-Core the
+    platform is prepared first: importing it then compiles nothing on a CPU.
     """
+    if engine_of(config) == FSDP2:
+        from megatron_policy.engines.hugging_face import assemble as fsdp2
+
+        return fsdp2
     from megatron_policy.engines.megatron.platform import prepare_platform
 
     prepare_platform()

@@ -13,6 +13,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.config.adapters import adapters_of
 from megatron_policy.config.layout import check_layout, topology_of
 from megatron_policy.config.model_table import model_table
+from megatron_policy.config.parallel_sizes import parallel_sizes
 from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.converters.adapters import joined
 from megatron_policy.coordination.timeouts import checked_timeout
@@ -47,7 +48,7 @@ class Session:
         self._table = model_table(config)
         # Tensor parallelism hides its collectives behind matrix products that are launched after
         # them, which must not start first (megatron/core/tensor_parallel/layers.py).
-        device.place_process(in_launch_order=config.megatron_cfg.tensor_model_parallel_size > 1)
+        device.place_process(in_launch_order=parallel_sizes(config).tp > 1)
         builder.prepare()
         self._owns_process_group = device.join_process_group(timeout_s)
         self._open = True

@@ -172,7 +172,7 @@ class Scorer:
             checked = self.batcher.replay.prepared(checked, replay)
             return checked, self.batcher.for_scoring(checked, rows or self.rows)
 
-        if not self.engine.place.topology.joins_replicas:
+        if not self.engine.joins_replicas:
             return cut()
         (checked, own), most = prepared_together(
             cut, lambda made: len(made[1].microbatches), self.engine.groups.dp

@@ -50,6 +50,11 @@ class MegatronEngine:
     adapters: MegatronAdapters | None
 
     @property
+    def joins_replicas(self) -> bool:
+        """See `TrainingEngine`: they can use each other's experts."""
+        return self.place.topology.joins_replicas
+
+    @property
     def vocab_size(self) -> int:
         """See `TrainingEngine`."""
         return self.pipeline.vocab_size

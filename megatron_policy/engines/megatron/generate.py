@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +22,13 @@ from megatron_policy.device import current_device
 from megatron_policy.engines.megatron.layers.rope import outgrown
 from megatron_policy.engines.megatron.pipeline import Pipeline, hidden_states_of
 from megatron_policy.lm_head.logprobs import gather_vocab
-from megatron_policy.lm_head.sampling import Continuations, Sampling, sample
+from megatron_policy.lm_head.sampling import (
+    Continuations,
+    Progress,
+    Sampling,
+    nothing_generated,
+    sample,
+)
 
 
 @torch.no_grad()
@@ -46,9 +51,9 @@ def generate(
     lengths_B = lengths_B.to(current_device())
     if not lengths_B.numel():
         _accompany(pipeline)
-        return _nothing(prompts_BS)
+        return nothing_generated(prompts_BS)
     total = min(int(lengths_B.max()) + sampling.max_new_tokens, max_length)
-    progress = _Progress.start(prompts_BS.to(current_device()), lengths_B, total, pad_id)
+    progress = Progress.start(prompts_BS.to(current_device()), lengths_B, total, pad_id)
     limit_B = (lengths_B + sampling.max_new_tokens).clamp(max=total)
     cache = StaticInferenceContext(prompts_BS.size(0), total)
     with _inference_mode(pipeline):
@@ -85,74 +90,6 @@ def _accompany(pipeline: Pipeline) -> None:
     with _inference_mode(pipeline):
         while _any_replica(pipeline, False):
             _relay(pipeline, token_11, StaticInferenceContext(1, 1))
-
-
-def _nothing(prompts_BS: torch.Tensor) -> Continuations:
-    tokens_BT, none_B = prompts_BS[:, :1].cpu(), torch.zeros(0, dtype=torch.long)
-    return Continuations(tokens_BT, none_B, none_B, torch.zeros(tokens_BT.shape))
-
-
-@dataclass
-class _Progress:
-    """Rows being generated; `position` is the next column to write, `ends_B` each row's length so
-    far.
-    """
-
-    tokens_BT: torch.Tensor
-    logprobs_BT: torch.Tensor
-    ends_B: torch.Tensor
-    stopped_B: torch.Tensor
-    position: int
-
-    @classmethod
-    def start(
-        cls, prompts_BS: torch.Tensor, lengths_B: torch.Tensor, total: int, pad_id: int
-    ) -> _Progress:
-        tokens_BT = prompts_BS.new_full((prompts_BS.size(0), total), pad_id)
-        width = min(prompts_BS.size(1), total)
-        inside = torch.arange(width, device=prompts_BS.device) < lengths_B.unsqueeze(1)
-        tokens_BT[:, :width] = torch.where(inside, prompts_BS[:, :width], pad_id)
-        return cls(
-            tokens_BT=tokens_BT,
-            logprobs_BT=torch.zeros(tokens_BT.shape, device=tokens_BT.device),
-            ends_B=lengths_B.clone(),
-            stopped_B=torch.zeros_like(lengths_B, dtype=torch.bool),
-            position=int(lengths_B.min()),
-        )
-
-    def unfinished(self, limit_B: torch.Tensor) -> bool:
-        """Whether any row can still grow."""
-        return bool(((self.ends_B < limit_B) & ~self.stopped_B).any())
-
-    def unread(self, cached: int) -> torch.Tensor:
-        """Tokens `[B, S]` that are not yet in the cache."""
-        return self.tokens_BT[:, cached : self.position]
-
-    def append(
-        self,
-        tokens_B: torch.Tensor,
-        logprobs_B: torch.Tensor,
-        limit_B: torch.Tensor,
-        stop_ids: tuple[int, ...],
-    ) -> None:
-        """Write column `position` in the rows that grow: past their prompt and not finished."""
-        growing_B = (self.ends_B == self.position) & ~self.stopped_B & (self.ends_B < limit_B)
-        column_B = self.tokens_BT[:, self.position]
-        self.tokens_BT[:, self.position] = torch.where(growing_B, tokens_B, column_B)
-        self.logprobs_BT[:, self.position] = logprobs_B * growing_B
-        self.ends_B += growing_B
-        for stop in stop_ids:
-            self.stopped_B |= growing_B & (tokens_B == stop)
-        self.position += 1
-
-    def result(self, prompt_lengths_B: torch.Tensor) -> Continuations:
-        width = int(self.ends_B.max())
-        return Continuations(
-            tokens_BT=self.tokens_BT[:, :width].cpu(),
-            lengths_B=self.ends_B.cpu(),
-            generated_B=(self.ends_B - prompt_lengths_B).cpu(),
-            logprobs_BT=self.logprobs_BT[:, :width].cpu(),
-        )
 
 
 def _relay(

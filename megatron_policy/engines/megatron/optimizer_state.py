@@ -34,6 +34,14 @@ class MegatronOptimizerState:
         return bool(self._model.chunks[0].ddp_config.use_distributed_optimizer)
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """See `OptimizerState`."""
+        settings = self._model.optimizer.config
+        if settings.optimizer == "adam":
+            return ("exp_avg", "exp_avg_sq")
+        return ("momentum_buffer",) if settings.sgd_momentum else ()
+
+    @property
     def nbytes(self) -> int:
         """The bytes of all that `tensors` returns once all state exists."""
         return sum(

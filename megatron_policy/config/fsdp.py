@@ -1,0 +1,56 @@
+"""The sections of the engine that shards transformers' own modules with FSDP2 (`dtensor_cfg`), with
+optimizers and schedules of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from megatron_policy.config.numbers import Count, CountOrZero
+from megatron_policy.config.section import Section
+
+SchedulerMilestones = dict[str, list[CountOrZero]]
+
+
+def as_text(value: Any) -> Any:
+    """A mapping of environment variables, whose values are text whatever YAML made of them."""
+    return {k: str(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+
+
+class DTensorConfig(Section):
+    """Transformers' own modules, sharded by torch's `fully_shard` (FSDP2)."""
+
+    enabled: bool = False
+    cpu_offload: bool = False
+    sequence_parallel: bool = False
+    activation_checkpointing: bool = False
+    tensor_parallel_size: Count = 1
+    context_parallel_size: Count = 1
+    expert_parallel_size: Count = 1
+    dp_replicate_size: Count = 1
+    """Groups of ranks that have the whole model between them, beside one another (HSDP)."""
+    custom_parallel_plan: str | None = None
+    attn_implementation: Literal["auto", "sdpa", "eager"] = "auto"
+    """`auto` is this package's attention, which computes packed and split sequences too; the others
+    are those of transformers, for padded rows.
+    """
+    clear_cache_every_n_steps: Count | None = None
+    """Training steps after which unused device memory is given back; never if not given."""
+    env_vars: Annotated[dict[str, str], BeforeValidator(as_text)] = Field(default_factory=dict)
+
+
+class PytorchOptimizerConfig(Section):
+    """An optimizer by the path at which it is imported, such as torch.optim.AdamW."""
+
+    name: str
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class SinglePytorchSchedulerConfig(Section):
+    """A schedule by the path at which it is imported, such as torch.optim.lr_scheduler.LinearLR."""
+
+    name: str
+    kwargs: dict[str, Any] = Field(default_factory=dict)

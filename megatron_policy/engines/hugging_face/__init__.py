@@ -1,0 +1,3 @@
+"""Transformers' own modules as a training engine, sharded by torch's FSDP2. Read `assemble.py`
+first.
+"""

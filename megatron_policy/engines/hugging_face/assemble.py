@@ -1,0 +1,160 @@
+"""Builds a rank's FSDP2 engine: groups, sharded model, weights, optimizer, head. This module is an
+`interfaces.engine.EngineBuilder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.layout import layer_split
+from megatron_policy.config.parallel_sizes import parallel_sizes
+from megatron_policy.converters.formats.hf_files import HfReader
+from megatron_policy.converters.table import Table
+from megatron_policy.engines.hugging_face.decoder import Decoder, shard
+from megatron_policy.engines.hugging_face.engine import FsdpEngine
+from megatron_policy.engines.hugging_face.head import WholeHead
+from megatron_policy.engines.hugging_face.module import (
+    build_module,
+    refuse_unmatched,
+    sources_of,
+)
+from megatron_policy.engines.hugging_face.optimizer import FsdpTrainable
+from megatron_policy.engines.hugging_face.process_groups import FsdpGroups, make_groups
+from megatron_policy.engines.hugging_face.table import sharded_table
+from megatron_policy.errors import CheckpointError, ConfigError
+from megatron_policy.lm_head.filters import Filters
+from megatron_policy.lm_head.fused import HeadShape
+from megatron_policy.memory.pending_reads import PendingReads
+from megatron_policy.parallel.topology import Coords, Placement, Topology
+from megatron_policy.weights.load import DTYPES, Held, load_parameters, mark_unfilled
+
+_SHOWN = 5
+_WHOLE_SEQUENCES = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers, by transformers' names, whose tokens mix in attention alone."""
+
+
+def prepare() -> None:
+    """Nothing: any number of such policies can be in a process."""
+
+
+def build(
+    config: PolicyConfig,
+    table: Table,
+    topology: Topology,
+    *,
+    init_optimizer: bool,
+    timeout_s: float,
+    source_dtypes: Mapping[str, torch.dtype] | None = None,
+) -> FsdpEngine:
+    """Build and load this rank's part of the model; see `EngineBuilder`."""
+    copies = parallel_sizes(config).replicas
+    module = build_module(config)
+    _refuse_mixing(config, module)
+    names = table.hf_shapes()
+    sources = sources_of(module, names)
+    refuse_unmatched(module, sources, names)
+    groups = make_groups(topology, copies, timeout_s)
+    try:
+        return _build(
+            config, table, topology, groups, module, sources, init_optimizer, source_dtypes
+        )
+    except BaseException:
+        groups.close()
+        raise
+
+
+def _build(
+    config: PolicyConfig,
+    table: Table,
+    topology: Topology,
+    groups: FsdpGroups,
+    module: Any,
+    sources: Any,
+    init_optimizer: bool,
+    source_dtypes: Mapping[str, torch.dtype] | None,
+) -> FsdpEngine:
+    decoder, settings = Decoder(module), config.dtensor_cfg
+    if settings.activation_checkpointing:
+        module.gradient_checkpointing_enable({"use_reentrant": False})
+    ranks = groups.shards.size()
+    shard(decoder, groups.mesh, DTYPES[config.precision], settings.cpu_offload)
+    own = sharded_table(decoder, table, sources, ranks)
+    weights = Topology(tp=ranks, dp=groups.copies.size())
+    coords = Coords(pp=0, dp=groups.copies.rank(), cp=0, tp=groups.shards.rank())
+    place = Placement(weights, coords, layer_split(config, table.architecture, topology))
+    dtypes = _fill(config, own.held, own.table, place, source_dtypes)
+    trainable = None
+    if init_optimizer:
+        trainable = FsdpTrainable(config, own.holdings, own.held, groups.shards)
+    return FsdpEngine(
+        place,
+        groups,
+        own.table,
+        own.held,
+        dtypes,
+        torch.float32,
+        decoder,
+        _head(config, table, groups, module),
+        trainable,
+        PendingReads(),
+    )
+
+
+def _fill(
+    config: PolicyConfig,
+    held: Held,
+    table: Table,
+    place: Placement,
+    source_dtypes: Mapping[str, torch.dtype] | None,
+) -> Mapping[str, torch.dtype]:
+    """Read the held parameters from the model's own files, or mark them unfilled if dtypes are
+    given. Returns the dtypes in which they are exported.
+    """
+    if source_dtypes is None:
+        with HfReader(config.model_name) as reader:
+            load_parameters(held, reader, table, place, config.seed)
+            return dict(reader.dtypes)
+    if unknown := sorted(table.hf_shapes().keys() - source_dtypes.keys()):
+        raise CheckpointError(
+            f"the checkpoint is not of the model {config.model_name}: it does not have "
+            f"{', '.join(unknown[:_SHOWN])}. Set policy.model_name to the model it was saved from"
+        )
+    mark_unfilled(held)
+    return source_dtypes
+
+
+def _head(config: PolicyConfig, table: Table, groups: FsdpGroups, module: Any) -> WholeHead:
+    architecture = table.architecture
+    linear = module.get_output_embeddings()
+    assert getattr(linear, "bias", None) is None, "no family's head has a bias"
+    shape = HeadShape(
+        vocab_start=0,
+        real=architecture.vocab_size,
+        scale=architecture.logit_scale,
+        softcap=architecture.logit_softcap,
+        temperature=(config.generation and config.generation.temperature) or 1.0,
+        filters=Filters.of_logprobs(config.generation),
+    )
+    return WholeHead(linear, shape, groups.batch.tp, config.logprob_chunk_size)
+
+
+def _refuse_mixing(config: PolicyConfig, module: Any) -> None:
+    """ConfigError where sequences that share a row, or are split over ranks, would mix or lose what
+    they need: other layers than attention, and frequencies that depend on the length of the text.
+    """
+    split = config.dtensor_cfg.context_parallel_size > 1
+    if not (split or config.sequence_packing.enabled):
+        return
+    kinds = set(getattr(module.config, "layer_types", None) or _WHOLE_SEQUENCES)
+    others = sorted(kinds - _WHOLE_SEQUENCES)
+    key = "dtensor_cfg.context_parallel_size" if split else "sequence_packing"
+    if others or getattr(module, "_is_stateful", False):
+        raise ConfigError(
+            f"policy.{key} needs layers that mix tokens in attention alone, and "
+            f"{type(module).__name__} has {', '.join(others) or 'a state'}: use padded or dynamic "
+            "batches without it"
+        )

@@ -1,0 +1,227 @@
+"""A sharded transformers model, as `interfaces.engine.TrainingEngine`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from megatron_policy.attention.causal import sequences_in
+from megatron_policy.converters.table import Table
+from megatron_policy.device import current_device
+from megatron_policy.engines.hugging_face.attention import attending
+from megatron_policy.engines.hugging_face.decoder import Decoder
+from megatron_policy.engines.hugging_face.generate import generate
+from megatron_policy.engines.hugging_face.head import WholeHead
+from megatron_policy.engines.hugging_face.optimizer import FsdpTrainable
+from megatron_policy.engines.hugging_face.process_groups import FsdpGroups
+from megatron_policy.engines.hugging_face.table import local_part
+from megatron_policy.interfaces.engine import Loss
+from megatron_policy.lm_head.output import Output
+from megatron_policy.lm_head.sampling import Continuations, Sampling
+from megatron_policy.memory.pending_reads import PendingReads
+from megatron_policy.memory.states import Kind, Storages
+from megatron_policy.packing.microbatch import Microbatch
+from megatron_policy.parallel.groups import Groups
+from megatron_policy.parallel.topology import Placement
+from megatron_policy.weights.load import Held
+
+T = TypeVar("T")
+
+SMALLEST_BYTES = 1024
+"""Smaller storages are never moved: that would free nothing."""
+
+
+@dataclass(frozen=True)
+class FsdpEngine:
+    """A rank's place among the shards and everything it holds there. For the methods see
+    `TrainingEngine`.
+    """
+
+    place: Placement
+    fsdp: FsdpGroups
+    table: Table
+    held: Held
+    source_dtypes: Mapping[str, torch.dtype]
+    precision: torch.dtype
+    decoder: Decoder
+    head: WholeHead
+    trainable: FsdpTrainable | None
+    pending_reads: PendingReads
+    adapters: None = None
+    is_last_stage: bool = True
+
+    @property
+    def groups(self) -> Groups:
+        """See `TrainingEngine`."""
+        return self.fsdp.batch
+
+    @property
+    def joins_replicas(self) -> bool:
+        """See `TrainingEngine`: all ranks gather each layer's weights together."""
+        return self.fsdp.shards.size() > 1
+
+    @property
+    def vocab_size(self) -> int:
+        """See `TrainingEngine`."""
+        return self.table.architecture.vocab_size
+
+    def forward_backward(
+        self, microbatches: Sequence[Microbatch], loss: Loss[T], forward_only: bool = False
+    ) -> list[T]:
+        """See `TrainingEngine`."""
+        self.decoder.train(not forward_only)
+        kept: list[T] = []
+        for microbatch in microbatches:
+
+            def finish(output: Output, filler: bool = microbatch.filler) -> torch.Tensor:
+                if filler:
+                    return output.nothing()
+                value, found = loss(output)
+                kept.append(found)
+                return value
+
+            # Layers that are recomputed attend again, during the backward pass.
+            with attending(sequences_in(microbatch.layout, self.groups.cp)):
+                value = self._run(microbatch, finish, gradients=not forward_only)
+                if not forward_only:
+                    value.backward()
+        return kept
+
+    def forward(self, microbatches: Sequence[Microbatch], read: Callable[[Output], T]) -> list[T]:
+        """See `TrainingEngine`."""
+        self.decoder.eval()
+        kept: list[T] = []
+        for microbatch in microbatches:
+
+            def finish(output: Output, filler: bool = microbatch.filler) -> torch.Tensor:
+                if not filler:
+                    kept.append(read(output))
+                return output.hidden_TRD.new_zeros(())
+
+            with attending(sequences_in(microbatch.layout, self.groups.cp)):
+                self._run(microbatch, finish, gradients=False)
+        return kept
+
+    def _run(
+        self,
+        microbatch: Microbatch,
+        finish: Callable[[Output], torch.Tensor],
+        gradients: bool,
+    ) -> torch.Tensor:
+        layout, rank = microbatch.layout, self.groups.cp.rank()
+        tokens_RT = layout.take(microbatch.tokens_BS, rank).T.contiguous()
+        positions_RT = layout.positions_CT[rank].expand_as(tokens_RT)
+
+        def made(hidden_TRD: torch.Tensor) -> torch.Tensor:
+            return finish(Output(hidden_TRD, microbatch, self.head, self.groups.cp))
+
+        with nullcontext() if gradients else torch.no_grad():
+            value: torch.Tensor = self.decoder(tokens_RT, positions_RT, made)
+        if not gradients:
+            self.reshard()
+        return value
+
+    def reshard(self) -> None:
+        """Drop the unsharded weights that a forward pass without a backward pass leaves: the next
+        one must not find them, the shards can change before.
+        """
+        sharded: Any = self.decoder
+        sharded.reshard()
+
+    def forward_with_experts(
+        self, microbatches: Sequence[Microbatch], read: Callable[[Output], T]
+    ) -> tuple[list[T], list[torch.Tensor]]:
+        """Refused before: `config/resolve.py`."""
+        raise AssertionError("transformers' routers are not watched")
+
+    def share_tensor(self, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        """See `TrainingEngine`."""
+        assert tensor is not None
+        return tensor
+
+    def share_object(self, value: T | None) -> T:
+        """See `TrainingEngine`."""
+        return value  # type: ignore[return-value]
+
+    def generate(
+        self,
+        prompts_BS: torch.Tensor,
+        lengths_B: torch.Tensor,
+        sampling: Sampling,
+        pad_id: int,
+        max_length: int,
+        generator: torch.Generator,
+    ) -> Continuations:
+        """See `TrainingEngine`."""
+        self.decoder.eval()
+        try:
+            return generate(
+                self.decoder,
+                self.head,
+                self.fsdp,
+                prompts_BS,
+                lengths_B,
+                sampling,
+                pad_id,
+                max_length,
+                generator,
+            )
+        finally:
+            self.reshard()
+
+    def decoder_layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
+        """See `TrainingEngine`; their outputs are transformers'."""
+        return enumerate(self.decoder.layers)
+
+    def volatile_buffers(self) -> Iterator[torch.Tensor]:
+        """See `TrainingEngine`: none."""
+        return iter(())
+
+    def random_states(self) -> dict[str, torch.Tensor]:
+        """See `TrainingEngine`: none but the process's."""
+        return {}
+
+    def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """See `TrainingEngine`."""
+        assert not states
+
+    def storages(self) -> Storages:
+        """See `TrainingEngine`."""
+        seen: set[int] = set()
+        found: Storages = {kind: [] for kind in Kind}
+        for kind, tensor in self._tensors():
+            storage = tensor.untyped_storage()
+            counts = tensor.device == current_device() and storage.nbytes() >= SMALLEST_BYTES
+            if counts and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                found[kind].append(storage)
+        return found
+
+    def _tensors(self) -> Iterator[tuple[Kind, torch.Tensor]]:
+        for tensor in (*self.decoder.parameters(), *self.decoder.buffers()):
+            yield Kind.PARAMETERS, local_part(tensor)
+        for parameter in self.decoder.parameters():
+            if parameter.grad is not None:
+                yield Kind.GRADIENTS, local_part(parameter.grad)
+        if self.trainable is not None:
+            for state in self.trainable.optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, torch.Tensor):
+                        yield Kind.OPTIMIZER, local_part(value)
+
+    def forget_gradients(self) -> None:
+        """See `TrainingEngine`."""
+        if self.trainable is not None:
+            self.trainable.zero_gradients()
+
+    def manages(self, model: object) -> bool:
+        """See `TrainingEngine`."""
+        return model is self.decoder or model is self.decoder.model
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        self.fsdp.close()

@@ -1,0 +1,164 @@
+"""Builds a transformers model with parameters on the meta device and real buffers, and says which
+HF tensors make each of its parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_policy.config import PolicyConfig
+from megatron_policy.converters.formats.hf_location import locate
+from megatron_policy.engines.hugging_face.attention import register_attention
+from megatron_policy.errors import ConfigError, ConversionError
+
+_SHOWN = 8
+
+
+def build_module(config: PolicyConfig) -> Any:
+    """The causal language model of `config.model_name`: its parameters are fp32 and on the meta
+    device, its buffers as its own code makes them, on the CPU.
+
+    ConfigError if transformers cannot build it.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    name = register_attention(config.dtensor_cfg.attn_implementation)
+    root = locate(config.model_name)
+    try:
+        settings = AutoConfig.from_pretrained(root, **(config.hf_config_overrides or {}))
+        with _parameters_on_meta():
+            module = AutoModelForCausalLM.from_config(
+                settings, attn_implementation=name, dtype=torch.float32
+            )
+    except (ValueError, ImportError) as error:
+        raise ConfigError(
+            f"transformers cannot build the model of {config.model_name}: {error}. If it says that "
+            "an attention is not supported, set policy.dtensor_cfg.attn_implementation to 'eager'"
+        ) from error
+    module.tie_weights()
+    return module
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """In this context parameters are on the meta device from their registration on, so that nothing
+    is drawn for them; buffers are not.
+    """
+    original = torch.nn.Module.register_parameter
+
+    def register(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = torch.nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        original(module, name, param)
+
+    torch.nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class SourceTensors:
+    """The HF tensors that make one parameter: `names[e]` of its index e if it is `stacked`, one
+    after another along the first dimension of that index; else the only name.
+    """
+
+    names: tuple[tuple[str, ...], ...]
+    stacked: bool = False
+
+
+def sources_of(module: Any, hf_names: Iterable[str]) -> dict[str, SourceTensors]:
+    """Which of the HF tensors `hf_names` make each parameter and persistent buffer of the module,
+    by the name that it has there; what nothing is made of is left out.
+
+    ConversionError where transformers changes tensors in a way that is not supported.
+    """
+    rename = _renaming(module)
+    found: dict[str, dict[tuple[int, int], str]] = {}
+    stacked: set[str] = set()
+    for name in hf_names:
+        target, index, part = rename(name)
+        if index is not None:
+            stacked.add(target)
+        found.setdefault(target, {})[index or 0, part] = name
+    own = module.state_dict().keys()
+    return {
+        target: SourceTensors(_by_index(places), target in stacked)
+        for target, places in found.items()
+        if target in own
+    }
+
+
+def _by_index(places: dict[tuple[int, int], str]) -> tuple[tuple[str, ...], ...]:
+    numbers = sorted({index for index, _ in places})
+    return tuple(
+        tuple(name for (at, _), name in sorted(places.items()) if at == index) for index in numbers
+    )
+
+
+def _renaming(module: Any) -> Any:
+    """A function from the name of an HF tensor to that of its parameter, its index in the stack or
+    None, and its number among what is joined there.
+    """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, rename_source_key
+    except ImportError:  # before transformers 5 the names are the same
+        return lambda name: (name, None, 0)
+    transforms = get_model_conversion_mapping(module, add_legacy=False)
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
+    own, prefix = module.state_dict(), module.base_model_prefix
+
+    def rename(name: str) -> tuple[str, int | None, int]:
+        target, pattern = rename_source_key(name, renamings, converters, prefix, own)
+        if pattern is None:
+            return target, None, 0
+        (converter,) = (each for each in converters if pattern in each.source_patterns)
+        _refuse_other_operations(converter, name)
+        # A pattern's only number is the index: those of layers are outside it.
+        number = re.search(pattern.replace(".", r"\.").replace("*", r"(\d+)"), name)
+        if number is None:
+            number = re.search(r"\.(\d+)\.[^\d]*$", name)
+        assert number is not None, (name, pattern)
+        return target, int(number.group(1)), converter.source_patterns.index(pattern)
+
+    return rename
+
+
+def _refuse_other_operations(converter: Any, name: str) -> None:
+    kinds = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
+    if kinds not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
+        shown = ", ".join(kind for kind, _ in kinds)
+        raise ConversionError(
+            f"transformers changes {name} by {shown} when it loads this model, which is not "
+            "supported under FSDP2: use megatron_cfg if its family has a table"
+        )
+
+
+def refuse_unmatched(module: Any, sources: dict[str, SourceTensors], names: Iterable[str]) -> None:
+    """ConversionError, naming them, for parameters that no HF tensor makes and HF tensors that make
+    none.
+    """
+    aliases = dict(module.named_parameters(remove_duplicate=False))
+    owned = {id(aliases[name]) for name in sources if name in aliases}
+    missing = [name for name, each in aliases.items() if id(each) not in owned]
+    used = {name for each in sources.values() for names in each.names for name in names}
+    unused = sorted(set(names) - used)
+    if missing or unused:
+        said = "; ".join(
+            f"{what} {', '.join(found[:_SHOWN])}{' and others' * (len(found) > _SHOWN)}"
+            for what, found in (("nothing fills", missing), ("nothing uses", unused))
+            if found
+        )
+        raise ConversionError(
+            f"the checkpoint is not the {type(module).__name__} of its config.json: {said}. "
+            "Correct the checkpoint or its config.json"
+        )

@@ -1,0 +1,315 @@
+"""A torch optimizer over sharded parameters, its schedule, and its state as ranges of tensors."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
+
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.fsdp import PytorchOptimizerConfig, SinglePytorchSchedulerConfig
+from megatron_policy.device.caches import return_unused
+from megatron_policy.device.timing import Stopwatch
+from megatron_policy.engines.hugging_face.table import Holding, local_part
+from megatron_policy.errors import CheckpointError, ConfigError
+from megatron_policy.interfaces.engine import NotFiniteError, StateTensor
+from megatron_policy.weights.load import Held
+
+_DEFAULT = "torch.optim.AdamW"
+
+
+def imported(path: str, kind: type, key: str) -> Any:
+    """The class at an import path; ConfigError unless it is a subclass of `kind`."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"policy.{key}={path!r} cannot be imported: {error}. Give a path such as "
+            "torch.optim.AdamW"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ConfigError(f"policy.{key}={path!r} is not a {kind.__name__} of torch")
+    return found
+
+
+def _made(path: str, kind: type, key: str, *args: Any, **kwargs: Any) -> Any:
+    cls = imported(path, kind, key)
+    try:
+        return cls(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"policy.{key}: {path} does not take its kwargs: {error}") from error
+
+
+def make_optimizer(
+    config: PolicyConfig, parameters: Sequence[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The optimizer of `policy.optimizer`, AdamW by default; `learning_rate` is used where its
+    kwargs have no `lr`. ConfigError if it cannot be made.
+    """
+    asked = config.optimizer or PytorchOptimizerConfig(name=_DEFAULT)
+    kwargs = dict(asked.kwargs)
+    if config.learning_rate is not None:
+        kwargs.setdefault("lr", config.learning_rate)
+    if "betas" in kwargs:
+        kwargs["betas"] = tuple(kwargs["betas"])
+    made: torch.optim.Optimizer = _made(
+        asked.name, torch.optim.Optimizer, "optimizer.name", list(parameters), **kwargs
+    )
+    return made
+
+
+def make_schedule(config: PolicyConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """The schedule of `policy.scheduler`, constant by default; several follow one another at the
+    `milestones`. ConfigError if it cannot be made.
+    """
+    asked = config.scheduler
+    if asked is None:
+        return LambdaLR(optimizer, lambda step: 1.0)
+    listed = asked if isinstance(asked, tuple) else (asked,)
+    single = [each for each in listed if isinstance(each, SinglePytorchSchedulerConfig)]
+    ends = [at for each in listed if isinstance(each, Mapping) for at in each.get("milestones", [])]
+    made = [_made(each.name, LRScheduler, "scheduler", optimizer, **each.kwargs) for each in single]
+    if len(ends) != max(len(made) - 1, 0) or not made:
+        raise ConfigError(
+            f"policy.scheduler has {len(made)} schedules and {len(ends)} milestones: give a "
+            "milestone, in training steps, for each schedule after the first"
+        )
+    return made[0] if len(made) == 1 else SequentialLR(optimizer, made, milestones=ends)
+
+
+@dataclass(frozen=True)
+class FsdpOptimizerState:
+    """See `interfaces.engine.OptimizerState`. What torch keeps for a parameter in its shape is
+    state of its elements; the count of steps is the optimizer's.
+    """
+
+    optimizer: torch.optim.Optimizer
+    holdings: Sequence[Holding]
+    held: Held
+    distributed: bool = False
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of state that it keeps for each parameter."""
+        self.materialize()
+        return tuple(
+            dict.fromkeys(kind for each in self._trained() for kind in self._states(each.tensor))
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """See `OptimizerState`."""
+        kinds = len(self.kinds)
+        return sum(kinds * local_part(each.tensor).nbytes for each in self._trained())
+
+    def tensors(self) -> list[StateTensor]:
+        """See `OptimizerState`."""
+        views = iter(self.held)
+        found = []
+        for each in self.holdings:
+            own = [next(views)[1] for _ in each.entries]
+            for kind, state in self._states(each.tensor).items():
+                found += [
+                    StateTensor(view, kind, part.view(-1), 0, part.numel())
+                    for view, part in zip(own, each.views(state), strict=True)
+                ]
+        return found
+
+    def materialize(self) -> None:
+        """Take a step of nothing on copies, and keep the state that it makes for parameters that
+        have none.
+        """
+        missing = [each.tensor for each in self._trained() if not self._states(each.tensor)]
+        if not missing:
+            return
+        kept = [(p, p.grad, local_part(p).clone()) for p in missing]
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        others = [
+            (p, p.grad)
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+            if not any(p is each for each in missing)
+        ]
+        try:
+            for group in self.optimizer.param_groups:
+                group["lr"] = 0.0
+            for parameter, _ in others:
+                parameter.grad = None
+            for parameter in missing:
+                parameter.grad = torch.zeros_like(parameter)
+            self.optimizer.step()
+        finally:
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            for parameter, gradient in others:
+                parameter.grad = gradient
+            for parameter, gradient, value in kept:
+                local_part(parameter).copy_(value)
+                parameter.grad = gradient
+        for parameter in missing:
+            for state in self._states(parameter).values():
+                local_part(state).zero_()
+        self._set_counts(missing, 0)
+
+    @property
+    def step(self) -> int | None:
+        """See `OptimizerState`."""
+        counts = {int(state["step"]) for state in self.optimizer.state.values() if "step" in state}
+        return max(counts, default=0)
+
+    def set_step(self, step: int) -> None:
+        """See `OptimizerState`."""
+        self._set_counts([each.tensor for each in self._trained()], step)
+
+    def restart(self) -> None:
+        """See `OptimizerState`."""
+        self.optimizer.state.clear()
+
+    def _set_counts(self, parameters: Sequence[torch.Tensor], step: int) -> None:
+        for parameter in parameters:
+            state = self.optimizer.state[parameter]
+            if isinstance(count := state.get("step"), torch.Tensor):
+                count.fill_(step)
+            elif count is not None:
+                state["step"] = step
+
+    def _trained(self) -> list[Holding]:
+        return [each for each in self.holdings if each.entries[0].row.learnt]
+
+    def _states(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the optimizer keeps in the shape of the parameter."""
+        return {
+            kind: value
+            for kind, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim()
+        }
+
+
+class FsdpTrainable:
+    """See `interfaces.engine.Trainable`. FSDP reduces gradients within the backward pass of each
+    microbatch; they are sums over ranks.
+    """
+
+    loss_scale: None = None
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        holdings: Sequence[Holding],
+        held: Held,
+        shards: dist.ProcessGroup,
+    ) -> None:
+        self._holdings, self._held, self._shards = holdings, held, shards
+        self._parameters = [
+            each.tensor for each in holdings if isinstance(each.tensor, torch.nn.Parameter)
+        ]
+        self._config, self._samples, self._steps = config, 0, 0
+        self.stopwatch = Stopwatch()
+        self.optimizer = make_optimizer(config, self._parameters)
+        self._start = [dict(group) for group in self.optimizer.param_groups]
+        self._schedule = make_schedule(config, self.optimizer)
+
+    @property
+    def state(self) -> FsdpOptimizerState:
+        """See `Trainable`."""
+        return FsdpOptimizerState(self.optimizer, self._holdings, self._held)
+
+    @property
+    def lr(self) -> float:
+        """See `Trainable`."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def weight_decay(self) -> float:
+        """See `Trainable`."""
+        return float(self.optimizer.param_groups[0].get("weight_decay", 0.0))
+
+    def zero_gradients(self) -> None:
+        """See `Trainable`."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Nothing: what FSDP adds up of each microbatch is reduced already, and sums of sums are
+        the same.
+        """
+        return nullcontext()
+
+    def reduce_gradients(self, factor: float) -> None:
+        """See `Trainable`; only the factor is left to apply."""
+        for gradient in self._gradients():
+            gradient.mul_(factor)
+
+    def step(self) -> float:
+        """See `Trainable`."""
+        norm = self._norm()
+        if not math.isfinite(norm):
+            raise NotFiniteError(norm)
+        if (most := self._config.max_grad_norm) and norm > most:
+            torch._foreach_mul_(self._gradients(), most / (norm + 1e-6))
+        self.optimizer.step()
+        self._steps += 1
+        every = self._config.dtensor_cfg.clear_cache_every_n_steps
+        if every and self._steps % every == 0:
+            return_unused()
+        return norm
+
+    def _norm(self) -> float:
+        """Of the whole model's gradient: ranks hold disjoint parts."""
+        total = torch.zeros((), dtype=torch.float64, device=self._held[0][1].device)
+        if gradients := self._gradients():
+            norms = torch._foreach_norm(gradients)
+            total = torch.stack([norm.double() for norm in norms]).square().sum()
+        dist.all_reduce(total, group=self._shards)
+        return math.sqrt(float(total))
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [local_part(p.grad) for p in self._parameters if p.grad is not None]
+
+    def skip_step(self) -> bool:
+        """See `Trainable`: no factor is used."""
+        return False
+
+    def routing_metrics(self) -> dict[str, float]:
+        """See `Trainable`: transformers' routers are not watched."""
+        return {}
+
+    def advance_schedule(self, samples: int) -> None:
+        """See `Trainable`; torch's schedules count calls."""
+        self._samples += samples
+        self._schedule.step()
+
+    def settle(self) -> None:
+        """See `Trainable`: nothing is under way after a step."""
+
+    def schedule_state(self) -> dict[str, Any]:
+        """The samples and the calls that the schedule has counted."""
+        return {"num_steps": self._samples, "scheduler_steps": self._schedule.last_epoch}
+
+    def restore_schedule(self, state: Mapping[str, Any]) -> dict[str, tuple[object, object]]:
+        """See `Trainable`. Another engine's schedule counts samples alone: a global batch is then
+        a call.
+        """
+        samples = state.get("num_steps")
+        if not isinstance(samples, int) or samples < 0:
+            raise CheckpointError(
+                f"the checkpoint does not say how far its schedule has advanced: num_steps is "
+                f"{samples!r}. Load another checkpoint, or load this one with fresh_optimizer"
+            )
+        calls = state.get("scheduler_steps", samples // self._config.train_global_batch_size)
+        for group, start in zip(self.optimizer.param_groups, self._start, strict=True):
+            group.update({name: value for name, value in start.items() if name != "params"})
+            group.pop("initial_lr", None)
+        self._schedule = make_schedule(self._config, self.optimizer)
+        for _ in range(calls):
+            self._schedule.step()
+        self._samples = samples
+        return {}

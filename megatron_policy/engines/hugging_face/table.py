@@ -1,0 +1,156 @@
+"""The table of a sharded transformers model: an entry for each parameter, or for each expert of a
+stacked one, with this rank's part of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megatron_policy.converters.rows import Role
+from megatron_policy.converters.rows.blocks import Shape, Within
+from megatron_policy.converters.rows.expert_rows import Stacked
+from megatron_policy.converters.table import EMBEDDING, HEAD, LAYER, Entry, Table
+from megatron_policy.engines.hugging_face.decoder import Decoder, split_dimension
+from megatron_policy.engines.hugging_face.module import SourceTensors
+from megatron_policy.engines.hugging_face.rows import Share
+from megatron_policy.weights.load import Held
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A parameter or buffer, and the entries of what this rank has of it."""
+
+    tensor: torch.Tensor
+    entries: tuple[Entry, ...]
+    stacked: bool
+
+    def views(self, of: torch.Tensor) -> list[torch.Tensor]:
+        """For each entry its part of `of`, which is the tensor or has its shape."""
+        local = local_part(of)
+        return list(local) if self.stacked else [local]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory that this rank has of a tensor, without autograd."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+@dataclass(frozen=True)
+class ShardedTable:
+    """The table of what ranks hold between them, and this rank's parameters. `held` are views that
+    stay the same objects: others compare them by identity.
+    """
+
+    table: Table
+    holdings: tuple[Holding, ...]
+    held: Held
+
+
+def sharded_table(
+    decoder: Decoder, family: Table, sources: Mapping[str, SourceTensors], ranks: int
+) -> ShardedTable:
+    """The table of `decoder`, which `ranks` hold between them, in the order of the family's table;
+    `sources` are by the names of the model itself.
+    """
+    saved = _saved_entries(family)
+    layers = _layer_prefix(decoder)
+    embedding = local_id(decoder.model.get_input_embeddings().weight)
+    seen: set[int] = set()
+    holdings = []
+    for name, tensor in _tensors(decoder.model):
+        if name not in sources or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        at = re.match(layers, name)
+        where = LAYER if at else EMBEDDING if local_id(tensor) == embedding else HEAD
+        layer = int(at.group(1)) if at else None
+        source = sources[name]
+        entries = tuple(_entries(name, tensor, source, saved, layer, where, ranks))
+        holdings.append(Holding(tensor, entries, source.stacked))
+    order = {name: number for number, name in enumerate(family.hf_shapes())}
+    holdings.sort(key=lambda each: order.get(each.entries[0].hf[0], -1))
+    held: Held = []
+    for each in holdings:
+        held += zip(each.entries, each.views(each.tensor), strict=True)
+    table = replace(family, entries=tuple(entry for entry, _ in held))
+    return ShardedTable(table, tuple(holdings), held)
+
+
+def local_id(tensor: torch.Tensor) -> int:
+    """What two names of one tensor have in common."""
+    return id(tensor)
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    persistent = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+
+
+def _layer_prefix(decoder: Decoder) -> str:
+    """A pattern of the names of the layers' parameters, with the number of the layer."""
+    first = decoder.layers[0]
+    name: str = next(n for n, module in decoder.model.named_modules() if module is first)
+    return re.escape(name.removesuffix("0")) + r"(\d+)\."
+
+
+def _entries(
+    name: str,
+    tensor: torch.Tensor,
+    source: SourceTensors,
+    saved: Mapping[str, tuple[Entry, int]],
+    layer: int | None,
+    where: str,
+    ranks: int,
+) -> Iterator[Entry]:
+    shape, dim = tuple(tensor.shape), None
+    if isinstance(tensor, DTensor):
+        dim = split_dimension(shape, ranks)
+    if source.stacked:
+        shape, dim = shape[1:], None if dim is None else dim - 1
+    for index, names in enumerate(source.names):
+        rows = shape[:1] if not shape else (shape[0] // len(names),)
+        parts: tuple[Shape, ...] = ((*rows, *shape[1:]),) * len(names)
+        within, of = _within(names, saved)
+        role = within.row.role if within else Role.MATRIX if len(shape) > 1 else Role.BIAS
+        keeps = within.row.keeps_dtype if within else False
+        learnt = isinstance(tensor, torch.nn.Parameter)
+        row = Share(
+            "", ("",) * len(names), role=role, keeps_dtype=keeps, learnt=learnt,
+            parts=parts, dim=dim, of=of,
+        )  # fmt: skip
+        expert = index if source.stacked else None
+        own = f"{name}.{index}" if source.stacked else name
+        yield Entry(own, names, row, layer, where, expert, within=within)
+
+
+def _saved_entries(family: Table) -> dict[str, tuple[Entry, int]]:
+    """For each HF tensor that is a part of one parameter in training checkpoints, that parameter
+    and the number of the part.
+    """
+    return {
+        name: (entry, part)
+        for entry in family.exported()
+        if not isinstance(entry.row, Stacked)
+        for part, name in enumerate(entry.hf)
+    }
+
+
+def _within(
+    names: tuple[str, ...], saved: Mapping[str, tuple[Entry, int]]
+) -> tuple[Entry | None, Within | None]:
+    """The parameter of checkpoints that has all of these HF tensors; None if there is no such."""
+    found = [saved.get(name) for name in names]
+    if None in found:
+        return None, None
+    entries = {id(each[0]): each[0] for each in found if each is not None}
+    if len(entries) > 1:
+        return None, None
+    (entry,) = entries.values()
+    return entry, Within(entry.row, tuple(each[1] for each in found if each is not None))

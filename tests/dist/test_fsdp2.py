@@ -1,0 +1,95 @@
+"""Transformers' own modules under FSDP2: what they train, read, hand over and save is what one process
+of Hugging Face makes of the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import oracle
+from tests.dist.fsdp_cases import BATCHINGS, SHARDINGS, data, decayed, fsdp_config, trained
+from tests.dist.layouts import LENGTH
+from tests.exact import load_hf
+
+LOSS_OF = {"token": oracle.token_level, "logit": oracle.logit_level}
+
+CASES = [
+    ("qwen2", {"tied": True}, "one rank", "padded", "token"),
+    ("qwen2", {"tied": True}, "2 shards", "packed", "token"),
+    ("qwen2", {"tied": False}, "4 shards", "dynamic", "logit"),
+    ("gemma2", {}, "2 shards x 2 copies", "packed", "token"),
+    ("qwen3", {}, "cp 2", "packed", "token"),
+    ("gemma2", {}, "cp 2 x dp 2", "padded", "logit"),
+    ("gpt_oss", {}, "2 shards", "packed", "token"),
+    ("qwen3_moe", {}, "4 shards", "packed", "token"),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "sharding", "batching", "loss"),
+    CASES,
+    ids=[f"{case[0]}, {case[2]}, {case[3]}" for case in CASES],
+)
+def test_training_reading_and_export_equal_hf(
+    ranks, checkpoint, tmp_path, family, settings, sharding, batching, loss
+) -> None:
+    path = checkpoint(family, **settings)
+    layout = SHARDINGS[sharding]
+    config = fsdp_config(path, layout.keys, **BATCHINGS[batching])
+    seen = ranks.run(layout.world, trained, config, loss, str(tmp_path))
+    learned = oracle.Learned.of(path, data(), 8, LOSS_OF[loss], own=decayed)
+    for rank in seen:
+        learned.assert_same_steps(rank["steps"])
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert exported.keys() == load_file(tmp_path / "refit" / "model.safetensors").keys()
+    for name, weight in of_files(learned.exact.weights, exported).items():
+        learned.assert_same_weight(exported[name], weight, name)
+        assert torch.equal(seen[0]["streamed"][name], exported[name])
+    assert_reads_as_hf(path, tmp_path, seen)
+    assert_writes_what_it_reads(seen)
+
+
+def of_files(weights: dict[str, torch.Tensor], names: Any) -> dict[str, torch.Tensor]:
+    return {name: weight for name, weight in weights.items() if name in names}
+
+
+def assert_reads_as_hf(path: Path, folder: Path, seen: list[dict[str, Any]]) -> None:
+    tokens = data()["input_ids"]
+    lengths = data()["input_lengths"]
+    start, after = load_hf(path, torch.float32), load_hf(folder / "exported", torch.float32)
+    for rank in seen:
+        each = len(tokens) // len({other["dp"] for other in seen})
+        own = slice(rank["dp"] * each, (rank["dp"] + 1) * each)
+        inside = torch.arange(LENGTH)[1:] < lengths[own, None]
+        for found, model in (
+            (rank["before"], start),
+            (rank["reference"], start),
+            (rank["logprobs"], after),
+        ):
+            with torch.no_grad():
+                expected = oracle.hf_logprobs(model, tokens[own])
+            assert torch.allclose(found[:, 1:][inside], expected[inside], atol=1e-5, rtol=0)
+        with torch.no_grad():
+            logits = start(tokens[own]).logits
+        values, _ = rank["topk"]
+        expected = logits.topk(3).values[:, 1:][inside]
+        assert torch.allclose(values[:, 1:][inside], expected, atol=1e-5)
+        entropy = torch.distributions.Categorical(logits=logits[:, :-1]).entropy()
+        assert torch.allclose(rank["entropy"][:, 1:][inside], entropy[inside], atol=1e-5)
+
+
+def assert_writes_what_it_reads(seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        written = rank["written"]
+        rows = len(written.lengths_B)
+        assert written.generated_B.eq(4).all() and written.lengths_B.tolist() == [9, 7] * (
+            rows // 2
+        )
+        new = written.logprobs_BT != 0
+        assert new.sum() == 4 * rows
+        assert torch.allclose(written.logprobs_BT[new], rank["read again"][new], atol=1e-5)
