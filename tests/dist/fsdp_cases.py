@@ -108,3 +108,14 @@ def trained(config: dict[str, Any], loss: str, folder: str) -> dict[str, Any]:
         policy.save_checkpoint(f"{folder}/saved", f"{folder}/saved")
         dist.barrier()
         return seen
+
+
+def resume(config: dict[str, Any], saved: str | None, folder: str, step: int) -> dict[str, Any]:
+    """Go on from what is saved, take global batch number `step` and save again."""
+    with open_policy(config) as policy:
+        report = policy.load_checkpoint(saved, saved) if saved else None
+        batch = share(data().get_batch(step % 2, GLOBAL_BATCH), policy)
+        found = policy.train(batch, LOSSES["token"]())
+        policy.save_checkpoint(folder, folder)
+        policy.export_hf(f"{folder}-exported")
+        return {"report": report, "step": found}

@@ -1,5 +1,5 @@
-"""Transformers' own modules under FSDP2: what they train, read, hand over and save is what one process
-of Hugging Face makes of the same.
+"""Transformers' own modules under FSDP2: what they train, read, hand over and save is what one
+process of Hugging Face makes of the same, and Megatron-Core continues it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests import oracle
-from tests.dist.fsdp_cases import BATCHINGS, SHARDINGS, data, decayed, fsdp_config, trained
+from tests.dist.cases import policy_config
+from tests.dist.fsdp_cases import BATCHINGS, SHARDINGS, data, decayed, fsdp_config, resume, trained
 from tests.dist.layouts import LENGTH
 from tests.exact import load_hf
 
@@ -93,3 +94,40 @@ def assert_writes_what_it_reads(seen: list[dict[str, Any]]) -> None:
         new = written.logprobs_BT != 0
         assert new.sum() == 4 * rows
         assert torch.allclose(written.logprobs_BT[new], rank["read again"][new], atol=1e-5)
+
+
+NO_DECAY = {"start_weight_decay": 0.0, "end_weight_decay": 0.0}
+MEGATRON = {"tp2 x pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2})}
+MEGATRON |= {"tp4": (4, {"tensor_model_parallel_size": 4}), "one": (1, {})}
+
+
+def test_engines_continue_what_the_other_has_saved(ranks, checkpoint, tmp_path) -> None:
+    path = checkpoint("qwen2", tied=True)
+
+    def config(where: str) -> tuple[int, dict[str, Any]]:
+        if where in SHARDINGS:
+            layout = SHARDINGS[where]
+            made = fsdp_config(path, layout.keys)
+            made["optimizer"]["kwargs"]["weight_decay"] = 0.0
+            return layout.world, made
+        world, keys = MEGATRON[where]
+        without = {"optimizer": {"weight_decay": 0.0}, "scheduler": NO_DECAY}
+        return world, policy_config(path, keys | without)
+
+    places = ["tp2 x pp2", "4 shards", "tp4"]
+    saved = None
+    for step, where in enumerate(places):
+        world, made = config(where)
+        folder = str(tmp_path / str(step))
+        seen = ranks.run(world, resume, made, saved, folder, step)
+        if saved:
+            assert {"weights", "optimizer", "schedule"} <= set(seen[0]["report"].restored)
+        saved = folder
+    straight = None
+    for step in range(3):
+        folder = str(tmp_path / f"straight{step}")
+        ranks.run(1, resume, config("one")[1], straight, folder, step)
+        straight = folder
+    found = load_file(tmp_path / "2-exported" / "model.safetensors")
+    for name, weight in load_file(tmp_path / "straight2-exported" / "model.safetensors").items():
+        assert torch.allclose(found[name], weight, atol=1e-5, rtol=0), name
