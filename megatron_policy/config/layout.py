@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_policy.config.batching import batching_of
-from megatron_policy.config.parallel_sizes import MEGATRON, engine_of, parallel_sizes
+from megatron_policy.config.parallel_sizes import Engine, engine_of, parallel_sizes
 from megatron_policy.converters.architecture.traits import QkNorm
 from megatron_policy.errors import ConfigError
 from megatron_policy.parallel.topology import LayerSplit, Topology
@@ -101,7 +101,7 @@ def check_layout(config: PolicyConfig, architecture: Shape, topology: Topology) 
     fit.
     """
     problems = [*_replay(config, architecture), *_budgets(config)]
-    if engine_of(config) == MEGATRON:
+    if engine_of(config) is Engine.MEGATRON_CORE:
         problems += _of_megatron(config, architecture, topology)
     if pads(config):
         try:

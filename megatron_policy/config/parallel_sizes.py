@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from megatron_policy.config.sections import PolicySection
 
-MEGATRON, FSDP2 = "megatron", "fsdp2"
-"""Training engines: Megatron-Core, and torch's `fully_shard` over transformers' own modules."""
+
+class Engine(Enum):
+    """The training engines."""
+
+    MEGATRON_CORE = auto()
+    FSDP2 = auto()
+    """Transformers' own modules, sharded by torch's `fully_shard`."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +37,14 @@ class ParallelSizes:
     last_layers: int | None = None
 
 
-def engine_of(config: PolicySection) -> str:
+def engine_of(config: PolicySection) -> Engine:
     """The engine that `config` enables."""
-    return FSDP2 if config.dtensor_cfg.enabled else MEGATRON
+    return Engine.FSDP2 if config.dtensor_cfg.enabled else Engine.MEGATRON_CORE
 
 
 def parallel_sizes(config: PolicySection) -> ParallelSizes:
     """The sizes of the engine that `config` enables."""
-    if engine_of(config) == FSDP2:
+    if engine_of(config) is Engine.FSDP2:
         own = config.dtensor_cfg
         return ParallelSizes(
             "policy.dtensor_cfg",

@@ -131,14 +131,17 @@ def _backend(config: PolicySection) -> Iterator[str]:
 def _fsdp(config: PolicySection) -> Iterator[str]:
     """Report what the engine of `dtensor_cfg` does not have."""
     own, at = config.dtensor_cfg, "policy.dtensor_cfg"
-    for name in ("tensor_parallel_size", "expert_parallel_size"):
-        if (size := getattr(own, name)) > 1:
+    sizes = {"tensor_parallel_size": own.tensor_parallel_size}
+    sizes["expert_parallel_size"] = own.expert_parallel_size
+    for name, size in sizes.items():
+        if size > 1:
             yield (
                 f"{at}.{name}={size} is not supported: set it to 1 (FSDP2 shards over the ranks "
                 "that are left), or use megatron_cfg"
             )
-    for name in ("custom_parallel_plan", "sequence_parallel"):
-        if getattr(own, name):
+    splits = {"custom_parallel_plan": own.custom_parallel_plan}
+    for name, asked in {**splits, "sequence_parallel": own.sequence_parallel}.items():
+        if asked:
             yield f"{at}.{name} needs tensor parallelism, which is not supported: leave it out"
     if config.precision == "float16":
         yield "policy.precision=float16 needs a factor on losses, which FSDP2 lacks: use bfloat16"

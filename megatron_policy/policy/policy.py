@@ -15,7 +15,7 @@ import torch
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.checkpoint.report import LoadReport, SaveReport
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.parallel_sizes import FSDP2, engine_of
+from megatron_policy.config.parallel_sizes import Engine, engine_of
 from megatron_policy.interfaces.engine import EngineBuilder
 from megatron_policy.interfaces.loss import LossFunction
 from megatron_policy.lm_head.sampling import Continuations
@@ -214,7 +214,7 @@ def _default_engine(config: PolicyConfig) -> EngineBuilder:
     """The engine that the configuration enables, imported only when used. For Megatron-Core the
     platform is prepared first: importing it then compiles nothing on a CPU.
     """
-    if engine_of(config) == FSDP2:
+    if engine_of(config) is Engine.FSDP2:
         from megatron_policy.engines.hugging_face import assemble as fsdp2
 
         return fsdp2

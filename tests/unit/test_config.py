@@ -36,6 +36,7 @@ def minimal(**changes: Any) -> dict[str, Any]:
 
 MEGATRON, OPTIMIZER = "megatron_cfg.", "megatron_cfg.optimizer."
 SCHEDULER = "megatron_cfg.scheduler."
+FSDP = {"enabled": True}
 LORA = {"enabled": True, "dim": 4, "alpha": 8}
 DDP = "megatron_cfg.distributed_data_parallel_config."
 
@@ -296,8 +297,12 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
         ({"dtensor_cfg.enabled": True}, "are both true: exactly one"),
         ({MEGATRON + "enabled": False}, "are both false: exactly one"),
         (
-            {MEGATRON + "enabled": False, "dtensor_cfg.enabled": True},
-            "does not run: set megatron_cfg.enabled to true and dtensor_cfg.enabled to false",
+            {MEGATRON + "enabled": False, "dtensor_cfg": FSDP | {"expert_parallel_size": 2}},
+            r"dtensor_cfg.expert_parallel_size=2 is not supported: set it to 1",
+        ),
+        (
+            {MEGATRON + "enabled": False, "dtensor_cfg": FSDP, "precision": "float16"},
+            "precision=float16 needs a factor on losses, which FSDP2 lacks: use bfloat16",
         ),
         (
             {OPTIMIZER + "bf16": False, OPTIMIZER + "use_distributed_optimizer": False},

@@ -1,5 +1,5 @@
-"""This package's causal attention as an attention of transformers, which computes packed and split
-sequences of models that know nothing of them.
+"""This package's causal attention under a name that transformers' models can be given, so that they
+compute packed and split sequences.
 
 Shapes: S query positions, K key positions, B rows, N query heads, G key-value groups, H head dim.
 """

@@ -4,22 +4,81 @@ stacked one, with this rank's part of it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.rows import Role
-from megatron_policy.converters.rows.blocks import Shape, Within
+from megatron_policy.converters.rows.blocks import Block, Shape, Within
 from megatron_policy.converters.rows.expert_rows import Stacked
+from megatron_policy.converters.rows.kinds import RowBase
 from megatron_policy.converters.table import EMBEDDING, HEAD, LAYER, Entry, Table
 from megatron_policy.engines.hugging_face.decoder import Decoder, split_dimension
 from megatron_policy.engines.hugging_face.module import SourceTensors
-from megatron_policy.engines.hugging_face.rows import Share
 from megatron_policy.weights.load import Held
+
+
+@dataclass(frozen=True)
+class ShardRow(RowBase):
+    """HF tensors of the shapes `parts`, one after another along their first dimension. Ranks hold
+    consecutive indices along `dim`, as many each as `torch.chunk` gives; None: all hold all of it.
+    Names are left to entries, so that layers share rows.
+    """
+
+    parts: tuple[Shape, ...] = field(kw_only=True)
+    dim: int | None = field(default=0, kw_only=True)
+    of: Within | None = field(default=None, kw_only=True)
+
+    @property
+    def within(self) -> Within | None:
+        return self.of
+
+    @property
+    def whole(self) -> Shape:
+        """The shape of the parameter that ranks hold between them."""
+        if not self.parts[0]:
+            return ()
+        return (sum(rows for rows, *_ in self.parts), *self.parts[0][1:])
+
+    def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
+        return self.parts
+
+    def local_shape(self, arch: Architecture, size: int) -> Shape:
+        """Of the first rank: the last ones can have less, or nothing."""
+        return self._box(0, size)[1]
+
+    def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
+        if not self.whole:
+            return (Block(0, (1,), (slice(None),), (1,), (slice(None),)),)
+        first, local = self._box(rank, size)
+        if not math.prod(local):
+            return ()
+        found, start = [], 0
+        for part, shape in enumerate(self.parts):
+            low, high = max(start, first[0]), min(start + shape[0], first[0] + local[0])
+            if low < high:
+                others = tuple(
+                    slice(at, at + length) for at, length in zip(first[1:], local[1:], strict=True)
+                )
+                rows, own = slice(low - start, high - start), slice(low - first[0], high - first[0])
+                found.append(Block(part, shape, (rows, *others), local, (own,)))
+            start += shape[0]
+        return tuple(found)
+
+    def _box(self, rank: int, size: int) -> tuple[Shape, Shape]:
+        """The first index and the length of a rank's share in each dimension."""
+        first, local = [0] * len(self.whole), list(self.whole)
+        if self.dim is not None and local:
+            each = -(-local[self.dim] // size)
+            first[self.dim] = min(rank * each, local[self.dim])
+            local[self.dim] = min(each, local[self.dim] - first[self.dim])
+        return tuple(first), tuple(local)
 
 
 @dataclass(frozen=True)
@@ -121,7 +180,7 @@ def _entries(
         role = within.row.role if within else Role.MATRIX if len(shape) > 1 else Role.BIAS
         keeps = within.row.keeps_dtype if within else False
         learnt = isinstance(tensor, torch.nn.Parameter)
-        row = Share(
+        row = ShardRow(
             "", ("",) * len(names), role=role, keeps_dtype=keeps, learnt=learnt,
             parts=parts, dim=dim, of=of,
         )  # fmt: skip
