@@ -20,7 +20,7 @@ _FUSED = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
-_LAYER = re.compile(r"decoder\.layers\.\d+\.|mtp\.layers\.\d+\.transformer_layer\.")
+_LAYER = re.compile(r"^(decoder\.layers\.\d+\.|mtp\.layers\.\d+\.transformer_layer\.)")
 _EXPERT = re.compile(r"(?<=mlp\.experts\.)local_experts\.\d+\.")
 OPTIMIZER_STATE = "optimizer.state."
 """What the keys of an optimizer's state begin with. It has nothing of layers that are frozen."""

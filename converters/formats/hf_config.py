@@ -17,7 +17,7 @@ from megatron_policy.converters.config_fields.quantisation import SECTION, Schem
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.contained import expanded, inside, read
 from megatron_policy.converters.registry import FAMILIES, family_of
-from megatron_policy.errors import ConfigError
+from megatron_policy.errors import ConfigError, ConversionError
 
 from .hf_location import locate
 
@@ -135,19 +135,48 @@ def encoded_like(config: bytes, fields: Mapping[str, Any]) -> bytes:
     return strict_json.encoded(fields, indent=len(indent[1]) if indent else 2) + b"\n"
 
 
+def transformers_config(model: str | Path, overrides: Mapping[str, Any] | None = None) -> Any:
+    """The config of a model as an object of its transformers class, with or without a family here,
+    and with the values of `overrides` in place of its own.
+
+    ConfigError where transformers cannot read it.
+    """
+    from transformers import AutoConfig
+
+    config = written_config(model) | dict(overrides or {})
+    with for_transformers(config, families_only=False) as folder:
+        try:
+            _check_kinds(config)
+            return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        except MemoryError:
+            raise
+        except Exception as error:  # fields of unexpected types can raise anything in there
+            raise _unreadable(model, str(error).replace(str(folder), str(model))) from error
+
+
 @contextmanager
-def for_transformers(config: Mapping[str, Any]) -> Iterator[Path]:
+def for_transformers(config: Mapping[str, Any], *, families_only: bool = True) -> Iterator[Path]:
     """A directory with only that config, for transformers to read.
 
     Leaves out fields that would make it run code, fetch kernels or open files of the checkpoint's
-    choice. Its model_type is the one under which transformers has the family's class.
+    choice. Its model_type is the one under which transformers has the family's class; without a
+    family it stays, unless `families_only`.
     """
     fields = _model_alone(config)
-    if isinstance(kind := config.get("model_type"), str):
+    if isinstance(kind := config.get("model_type"), str) and (families_only or has_family(kind)):
         fields["model_type"] = _known_as(kind)
     with TemporaryDirectory(prefix="config-") as name:
         (Path(name) / CONFIG).write_bytes(strict_json.encoded(fields))
         yield Path(name)
+
+
+def has_family(kind: str) -> bool:
+    """Whether there is a family of this model_type, of this package or of an installed one."""
+    try:
+        family_of(kind)
+    except ConversionError:
+        return False
+    return True
 
 
 def _known_as(kind: str) -> str:

@@ -7,9 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_policy.config.layout import mtp_layers
+from megatron_policy.config.parallel_sizes import Engine, engine_of
 from megatron_policy.config.policy_config import PolicyConfig
+from megatron_policy.config.unlisted import unlisted_table
 from megatron_policy.converters.architecture import ScalarHead
-from megatron_policy.converters.formats.hf_config import read_config
+from megatron_policy.converters.formats.hf_config import (
+    has_family,
+    read_config,
+    transformers_config,
+)
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.errors import ConfigError, ConversionError
 
@@ -22,8 +28,13 @@ def model_table(config: PolicyConfig) -> Table:
 
     ConfigError, beside those of `read_config` and `bind`, for an override that the model's config
     does not have or cannot have, or that changes which weights there are or their shapes; and for a
-    checkpoint with a scalar head where the configuration has none.
+    checkpoint with a scalar head where the configuration has none. FSDP2 also takes models without
+    a family, see `unlisted_table`.
     """
+    if engine_of(config) is Engine.FSDP2:
+        found = transformers_config(config.model_name, config.hf_config_overrides)
+        if not has_family(found.model_type):
+            return unlisted_table(found, dict(config.hf_config_overrides or {}))
     layers, head = mtp_layers(config.megatron_cfg), scalar_head(config)
     written = read_config(config.model_name)
     table = bind(written, mtp_layers=layers, head=head)

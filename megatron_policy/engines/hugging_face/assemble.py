@@ -16,7 +16,7 @@ from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.table import Table
 from megatron_policy.engines.hugging_face.decoder import Decoder, shard
 from megatron_policy.engines.hugging_face.engine import FsdpEngine
-from megatron_policy.engines.hugging_face.head import WholeHead
+from megatron_policy.engines.hugging_face.head import OwnHead, WholeHead
 from megatron_policy.engines.hugging_face.module import (
     build_module,
     refuse_unmatched,
@@ -53,8 +53,13 @@ def build(
     """Build and load this rank's part of the model; see `EngineBuilder`."""
     copies = parallel_sizes(config).replicas
     module = build_module(config)
+    if module.base_model is module:
+        raise ConfigError(
+            f"{type(module).__name__} has no decoder apart from its head, so its hidden states "
+            "cannot be read: this model cannot be trained here"
+        )
     _refuse_mixing(config, module)
-    names = table.hf_shapes()
+    names = tuple(table.hf_shapes()) or _names(config, source_dtypes)
     sources = sources_of(module, names)
     refuse_unmatched(module, sources, names)
     groups = make_groups(topology, copies, timeout_s)
@@ -65,6 +70,16 @@ def build(
     except BaseException:
         groups.close()
         raise
+
+
+def _names(
+    config: PolicyConfig, source_dtypes: Mapping[str, torch.dtype] | None
+) -> tuple[str, ...]:
+    """The HF tensors of a model without a family: those of its checkpoint."""
+    if source_dtypes is not None:
+        return tuple(source_dtypes)
+    with HfReader(config.model_name) as reader:
+        return tuple(reader.shapes)
 
 
 def _build(
@@ -81,7 +96,8 @@ def _build(
     if settings.activation_checkpointing:
         module.gradient_checkpointing_enable({"use_reentrant": False})
     ranks = groups.shards.size()
-    shard(decoder, groups.mesh, DTYPES[config.precision], settings.cpu_offload)
+    stacked = [name for name, source in sources.items() if source.stacked]
+    shard(decoder, groups.mesh, DTYPES[config.precision], settings.cpu_offload, stacked)
     own = sharded_table(decoder, table, sources, ranks)
     weights = Topology(tp=ranks, dp=groups.copies.size())
     coords = Coords(pp=0, dp=groups.copies.rank(), cp=0, tp=groups.shards.rank())
@@ -127,8 +143,15 @@ def _fill(
     return source_dtypes
 
 
-def _head(config: PolicyConfig, table: Table, groups: FsdpGroups, module: Any) -> WholeHead:
-    architecture = table.architecture
+def _head(
+    config: PolicyConfig, table: Table, groups: FsdpGroups, module: Any
+) -> WholeHead | OwnHead:
+    """Fused for families, whose tables say how logits come from hidden states."""
+    architecture, chunk = table.architecture, config.logprob_chunk_size
+    temperature = (config.generation and config.generation.temperature) or 1.0
+    filters = Filters.of_logprobs(config.generation)
+    if not table.entries:
+        return OwnHead(module, architecture.vocab_size, temperature, filters, chunk)
     linear = module.get_output_embeddings()
     assert getattr(linear, "bias", None) is None, "no family's head has a bias"
     shape = HeadShape(
@@ -136,25 +159,50 @@ def _head(config: PolicyConfig, table: Table, groups: FsdpGroups, module: Any) -
         real=architecture.vocab_size,
         scale=architecture.logit_scale,
         softcap=architecture.logit_softcap,
-        temperature=(config.generation and config.generation.temperature) or 1.0,
-        filters=Filters.of_logprobs(config.generation),
+        temperature=temperature,
+        filters=filters,
     )
-    return WholeHead(linear, shape, groups.batch.tp, config.logprob_chunk_size)
+    return WholeHead(linear, shape, groups.batch.tp, chunk)
 
 
 def _refuse_mixing(config: PolicyConfig, module: Any) -> None:
     """ConfigError where sequences that share a row, or are split over ranks, would mix or lose what
     they need: other layers than attention, and frequencies that depend on the length of the text.
     """
-    split = config.dtensor_cfg.context_parallel_size > 1
-    if not (split or config.sequence_packing.enabled):
+    keys = {
+        "dtensor_cfg.context_parallel_size": config.dtensor_cfg.context_parallel_size > 1,
+        "sequence_packing": config.sequence_packing.enabled,
+        "dynamic_batching": config.dynamic_batching.enabled,
+    }
+    key = next((key for key, asked in keys.items() if asked), None)
+    if key is None:
+        return
+    name = type(module).__name__
+    if found := sorted(_rope_kinds(module.config) & {"dynamic", "longrope"}):
+        raise ConfigError(
+            f"policy.{key} needs rotary frequencies that do not depend on the length of the text, "
+            f"and those of {name} are {found[0]}: use padded batches without it"
+        )
+    if key == "dynamic_batching":
         return
     kinds = set(getattr(module.config, "layer_types", None) or _WHOLE_SEQUENCES)
     others = sorted(kinds - _WHOLE_SEQUENCES)
-    key = "dtensor_cfg.context_parallel_size" if split else "sequence_packing"
-    if others or getattr(module, "_is_stateful", False):
+    attends = getattr(module, "_supports_attention_backend", False)
+    if others or not attends or getattr(module, "_is_stateful", False):
+        has = ", ".join(others) or ("a state" if attends else "an attention of its own")
         raise ConfigError(
-            f"policy.{key} needs layers that mix tokens in attention alone, and "
-            f"{type(module).__name__} has {', '.join(others) or 'a state'}: use padded or dynamic "
-            "batches without it"
+            f"policy.{key} needs layers that mix tokens in transformers' attention alone, and "
+            f"{name} has {has}: use padded or dynamic batches without it"
         )
+
+
+def _rope_kinds(settings: Any) -> set[str]:
+    """The kinds of rotary frequencies in a config of transformers, of all releases."""
+    found = set()
+    for name in ("rope_parameters", "rope_scaling"):
+        section = getattr(settings, name, None)
+        sections = [section, *section.values()] if isinstance(section, Mapping) else []
+        for each in sections:
+            if isinstance(each, Mapping):
+                found.add(str(each.get("rope_type", each.get("type"))))
+    return found

@@ -6,7 +6,7 @@ Shapes: T positions that this context-parallel rank computes, R rows of them, D 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -57,9 +57,16 @@ class Decoder(torch.nn.Module):
         return max(outer, key=len)
 
 
-def shard(decoder: Decoder, mesh: DeviceMesh, compute: torch.dtype, offload: bool) -> None:
+def shard(
+    decoder: Decoder,
+    mesh: DeviceMesh,
+    compute: torch.dtype,
+    offload: bool,
+    stacked: Collection[str],
+) -> None:
     """Let FSDP cut the parameters over `mesh`, layer by layer, compute in dtype `compute`, and sum
-    gradients, which are fp32. Their memory is then made, with undefined values.
+    gradients, which are fp32. Their memory is then made, with undefined values. `stacked` are the
+    names of parameters that are stacks of HF tensors.
     """
     policy = MixedPrecisionPolicy()
     if compute != torch.float32:
@@ -67,13 +74,14 @@ def shard(decoder: Decoder, mesh: DeviceMesh, compute: torch.dtype, offload: boo
     offloading = CPUOffloadPolicy(pin_memory=is_accelerated()) if offload else OffloadPolicy()
     aliases = _aliases(decoder)
     ranks = mesh.size(mesh.ndim - 1)
+    stacks = {id(decoder.model.get_parameter(name)) for name in stacked}
     for module in (*decoder.layers, decoder):
         fully_shard(
             module,
             mesh=mesh,
             mp_policy=policy,
             offload_policy=offloading,
-            shard_placement_fn=lambda p: Shard(split_dimension(p.shape, ranks)),
+            shard_placement_fn=lambda p: Shard(split_dimension(p.shape, id(p) in stacks, ranks)),
         )
     device = torch.device("cpu") if offload else current_device()
     buffers = [(m, name, b) for m in decoder.modules() for name, b in m._buffers.items()]
@@ -89,13 +97,13 @@ def shard(decoder: Decoder, mesh: DeviceMesh, compute: torch.dtype, offload: boo
             module.set_force_sum_reduction_for_comms(True)
 
 
-def split_dimension(shape: torch.Size | tuple[int, ...], ranks: int) -> int:
-    """The dimension along which `ranks` split a parameter: stacks of matrices along theirs, so that
-    every rank has a part of each of them. ConfigError if a stack cannot be split.
+def split_dimension(shape: tuple[int, ...], stacked: bool, ranks: int) -> int:
+    """The dimension along which `ranks` split a parameter: stacks along one of theirs, so that
+    every rank has a part of each HF tensor. ConfigError if a stack cannot be split.
     """
-    if len(shape) < 3:
+    if not stacked:
         return 0
-    for dim in (1, 2):
+    for dim in range(1, len(shape)):
         if shape[dim] % ranks == 0:
             return dim
     raise ConfigError(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_policy.device import current_device
 from megatron_policy.engines.hugging_face.attention import attending
 from megatron_policy.engines.hugging_face.decoder import Decoder
-from megatron_policy.engines.hugging_face.head import WholeHead
+from megatron_policy.engines.hugging_face.head import OwnHead, WholeHead
 from megatron_policy.engines.hugging_face.process_groups import FsdpGroups
 from megatron_policy.lm_head.sampling import (
     Continuations,
@@ -26,7 +26,7 @@ from megatron_policy.lm_head.sampling import (
 @torch.no_grad()
 def generate(
     decoder: Decoder,
-    head: WholeHead,
+    head: WholeHead | OwnHead,
     groups: FsdpGroups,
     prompts_BS: torch.Tensor,
     lengths_B: torch.Tensor,

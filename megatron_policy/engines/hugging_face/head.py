@@ -1,4 +1,4 @@
-"""The head of a transformers model: log-probabilities, entropies and top-k from hidden states
+"""The heads of transformers models: log-probabilities, entropies and top-k from hidden states
 without materialised logits, or the logits.
 
 Shapes: S positions, R parallel rows, N chosen positions, D model, V vocabulary, K candidates.
@@ -7,11 +7,14 @@ Shapes: S positions, R parallel rows, N chosen positions, D model, V vocabulary,
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
+from megatron_policy.lm_head.filters import Filters, find_bounds
 from megatron_policy.lm_head.fused import HeadShape, fused_scores, fused_topk
 
 
@@ -77,6 +80,99 @@ class WholeHead:
         if shape.temperature != 1.0:
             logits_SRV.div_(shape.temperature)
         return logits_SRV
+
+    def values(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
+        """No language model has them."""
+        raise AssertionError("only a scalar head has values")
+
+
+class _Hidden(dict[str, Any]):
+    """What a model's own code takes for the output of its decoder."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__(last_hidden_state=hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self["last_hidden_state"] if key == 0 else super().get(key)
+
+
+@dataclass(frozen=True)
+class OwnHead:
+    """See `LanguageModelHead`: what the model's own code makes of hidden states, for models whose
+    logits are not known to be a product with one matrix. At most `chunk` tokens' logits are held at
+    a time; the backward pass computes them again.
+    """
+
+    model: Any
+    vocab: int
+    temperature: float
+    filters: Filters | None
+    chunk: int
+    scalar: None = None
+
+    @property
+    def plain(self) -> OwnHead:
+        """See `LanguageModelHead`."""
+        return replace(self, temperature=1.0, filters=None)
+
+    @property
+    def unfiltered(self) -> OwnHead:
+        """See `LanguageModelHead`."""
+        return self if self.filters is None else replace(self, filters=None)
+
+    def whole(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
+        """See `LanguageModelHead`."""
+        return hidden_SRD
+
+    def logits(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
+        """See `LanguageModelHead`."""
+        base, tokens_RS = self.model.base_model, hidden_SRD.new_zeros((), dtype=torch.long)
+        forward = base.forward
+        base.forward = lambda *args, **kwargs: _Hidden(hidden_SRD.transpose(0, 1))
+        try:
+            shape = (hidden_SRD.size(1), hidden_SRD.size(0))
+            logits_RSV = self.model.forward(tokens_RS.expand(shape), use_cache=False).logits
+        finally:
+            base.forward = forward
+        logits_SRV: torch.Tensor = logits_RSV.transpose(0, 1)[..., : self.vocab].float()
+        return logits_SRV / self.temperature
+
+    def scores(
+        self, hidden_ND: torch.Tensor, targets: torch.Tensor, entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `LanguageModelHead`."""
+        wanted_NK = targets if targets.dim() == 2 else targets.unsqueeze(1)
+        parts = [
+            checkpoint(self._scores, hidden, wanted, use_reentrant=False)
+            for hidden, wanted in zip(
+                hidden_ND.split(self.chunk), wanted_NK.split(self.chunk), strict=True
+            )
+        ]
+        found_NK, entropy_N = (torch.cat(each) for each in zip(*parts, strict=True))
+        return found_NK.view(targets.shape), entropy_N if entropy else None
+
+    def _scores(
+        self, hidden_ND: torch.Tensor, wanted_NK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits_NV = self.logits(hidden_ND.unsqueeze(1)).squeeze(1)
+        if self.filters is not None and len(logits_NV):
+            bounds = find_bounds(logits_NV.detach(), 0, self.vocab, self.filters)
+            logits_NV = logits_NV.masked_fill(bounds.dropped(logits_NV.detach(), 0), -torch.inf)
+        logprobs_NV = logits_NV.log_softmax(-1)
+        kept_NV = logprobs_NV.masked_fill(logprobs_NV == -torch.inf, 0.0)
+        return logprobs_NV.gather(-1, wanted_NK), -(logprobs_NV.exp() * kept_NV).sum(-1)
+
+    def topk(self, hidden_ND: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `LanguageModelHead`."""
+        parts = [
+            self.logits(hidden.unsqueeze(1)).squeeze(1).topk(k)
+            for hidden in hidden_ND.split(self.chunk)
+        ]
+        values, entries = zip(*parts, strict=True)
+        return torch.cat(values), torch.cat(entries)
 
     def values(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
         """No language model has them."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.converters.formats.hf_location import locate
+from megatron_policy.converters.formats.hf_config import transformers_config
 from megatron_policy.engines.hugging_face.attention import register_attention
 from megatron_policy.errors import ConfigError, ConversionError
 
@@ -26,12 +26,12 @@ def build_module(config: PolicyConfig) -> Any:
 
     ConfigError if transformers cannot build it.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    name = register_attention(config.dtensor_cfg.attn_implementation)
-    root = locate(config.model_name)
+    settings = transformers_config(config.model_name, config.hf_config_overrides)
+    asked = config.dtensor_cfg.attn_implementation
+    name = register_attention(asked) if asked != "auto" or _takes_others(settings) else None
     try:
-        settings = AutoConfig.from_pretrained(root, **(config.hf_config_overrides or {}))
         with _parameters_on_meta():
             module = AutoModelForCausalLM.from_config(
                 settings, attn_implementation=name, dtype=torch.float32
@@ -43,6 +43,14 @@ def build_module(config: PolicyConfig) -> Any:
         ) from error
     module.tie_weights()
     return module
+
+
+def _takes_others(settings: Any) -> bool:
+    """Whether the model's class lets attention be computed by others than itself."""
+    from transformers import AutoModelForCausalLM
+
+    cls = AutoModelForCausalLM._model_mapping.get(type(settings), None)
+    return bool(getattr(cls, "_supports_attention_backend", False))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.rows import Role
+from megatron_policy.converters.rows import Ignore, Role
 from megatron_policy.converters.rows.blocks import Block, Shape, Within
 from megatron_policy.converters.rows.expert_rows import Stacked
 from megatron_policy.converters.rows.kinds import RowBase
@@ -133,12 +133,29 @@ def sharded_table(
         entries = tuple(_entries(name, tensor, source, saved, layer, where, ranks))
         holdings.append(Holding(tensor, entries, source.stacked))
     order = {name: number for number, name in enumerate(family.hf_shapes())}
-    holdings.sort(key=lambda each: order.get(each.entries[0].hf[0], -1))
+    if order:
+        holdings.sort(key=lambda each: order[each.entries[0].hf[0]])
     held: Held = []
     for each in holdings:
         held += zip(each.entries, each.views(each.tensor), strict=True)
     table = replace(family, entries=tuple(entry for entry, _ in held))
+    if not order:
+        table = replace(table, ignored=_tied_copies(decoder.model, sources))
     return ShardedTable(table, tuple(holdings), held)
+
+
+def _tied_copies(model: Any, sources: Mapping[str, SourceTensors]) -> dict[str, Ignore]:
+    """HF tensors that repeat another, because the model has one parameter in both places."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, tensor in _tensors(model):
+        if name not in sources:
+            continue
+        ((own,),) = sources[name].names if not sources[name].stacked else (("",),)
+        original = first.setdefault(id(tensor), own)
+        if original != own:
+            found[own] = Ignore(own, "a copy of tied weights", equals=original)
+    return found
 
 
 def local_id(tensor: torch.Tensor) -> int:
@@ -170,7 +187,7 @@ def _entries(
 ) -> Iterator[Entry]:
     shape, dim = tuple(tensor.shape), None
     if isinstance(tensor, DTensor):
-        dim = split_dimension(shape, ranks)
+        dim = split_dimension(shape, source.stacked, ranks)
     if source.stacked:
         shape, dim = shape[1:], None if dim is None else dim - 1
     for index, names in enumerate(source.names):

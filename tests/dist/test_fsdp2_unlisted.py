@@ -1,0 +1,174 @@
+"""Models without a family here, under FSDP2: one training step, scores and the export of each equal
+those of one process of transformers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.errors import ConfigError
+from tests import oracle
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy
+from tests.dist.fsdp_cases import BATCHINGS, data, fsdp_config, share
+from tests.dist.layouts import VOCAB
+from tests.exact import load_hf
+
+COMMON = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+MAMBA = {"mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_d_head": 8}
+MODELS: dict[str, dict[str, Any]] = {
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "falcon_h1": COMMON | MAMBA | {"mamba_d_ssm": 32, "mamba_n_heads": 4},
+    "gemma3n_text": COMMON
+    | {
+        "num_hidden_layers": 4,
+        "intermediate_size": [48] * 4,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 4,
+        "num_kv_shared_layers": 2,
+        "altup_num_inputs": 2,
+        "sliding_window": 5,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "gpt_neox": COMMON,
+    "gptj": {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
+    | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+    "lfm2": COMMON | {"block_ff_dim": 48, "layer_types": ["conv", "full_attention"]},
+    "nemotron": COMMON,
+    "opt": {
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "word_embed_proj_dim": 32,
+        "dropout": 0.0,
+    },
+    "phimoe": COMMON | EXPERTS | {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+    "qwen3_next": COMMON
+    | LINEAR
+    | {
+        "num_hidden_layers": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "stablelm": COMMON,
+}
+PACKS = ("gpt_neox", "nemotron")
+"""Those whose tokens mix in transformers' attention alone."""
+
+
+def make(kind: str, folder: Path) -> Path:
+    """A tiny random checkpoint of that model_type, nothing in it trivial."""
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = CONFIG_MAPPING[kind](**MODELS[kind], **tokens, vocab_size=VOCAB)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+def one_step(config: dict[str, Any], folder: str) -> dict[str, Any]:
+    with open_policy(config) as policy:
+        texts = BatchedDataDict(
+            {key: share(data(), policy)[key] for key in ("input_ids", "input_lengths")}
+        )
+        seen = {"dp": policy.coords.dp, "logprobs": policy.logprobs(texts)}
+        batch = share(data().get_batch(0, GLOBAL_BATCH), policy)
+        seen["step"] = policy.train(batch, LOSSES["token"]())
+        policy.export_hf(folder)
+        policy.save_checkpoint(f"{folder}-saved", f"{folder}-saved")
+        policy.train(batch, LOSSES["token"]())
+        policy.load_checkpoint(f"{folder}-saved", f"{folder}-saved")
+        policy.export_hf(f"{folder}-again")
+    return seen
+
+
+def reference(path: Path) -> tuple[torch.Tensor, float, float, dict[str, torch.Tensor]]:
+    """Log-probabilities before, loss and gradient norm, and weights after one step of torch's."""
+    model = load_hf(path, torch.float32)
+    with torch.no_grad():
+        logprobs = oracle.hf_logprobs(model, data()["input_ids"])
+    model.train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=oracle.LR,
+        weight_decay=oracle.WEIGHT_DECAY,
+        betas=oracle.BETAS,
+        eps=oracle.EPS,
+    )
+    loss = oracle.token_level(model, data().get_batch(0, GLOBAL_BATCH))
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), oracle.CLIP)
+    optimizer.step()
+    return logprobs, loss.item(), float(norm), dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_one_step_equals_transformers(ranks, tmp_path, kind: str) -> None:
+    path = make(kind, tmp_path / "model")
+    batching = BATCHINGS["packed" if kind in PACKS else "padded"]
+    config = fsdp_config(path, {}, **batching)
+    seen = ranks.run(2, one_step, config, str(tmp_path / "out"))
+    logprobs, loss, norm, _ = reference(path)
+    lengths = data()["input_lengths"]
+    inside = torch.arange(logprobs.size(1)) < lengths[:, None] - 1
+    found = torch.cat([rank["logprobs"] for rank in sorted(seen, key=lambda each: each["dp"])])
+    assert torch.allclose(found[:, 1:][inside], logprobs[inside], atol=1e-5, rtol=0)
+    assert seen[0]["step"]["loss"].item() == pytest.approx(loss, rel=1e-5)
+    assert seen[0]["step"]["grad_norm"].item() == pytest.approx(norm, rel=1e-5)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    again = load_file(tmp_path / "out-again" / "model.safetensors")
+    start = load_file(path / "model.safetensors")
+    assert exported.keys() == start.keys()
+    assert all(torch.equal(exported[name], again[name]) for name in exported)
+    after = load_hf(tmp_path / "out", torch.float32)
+    expected = reference(path)[3]
+    for name, weight in after.named_parameters():
+        assert torch.allclose(weight, expected[name], atol=1e-5, rtol=0), name
+
+
+def refused(config: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as error, open_policy(config):
+        pass
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [("falcon_h1", "has"), ("bloom", "an attention of its own"), ("lfm2", "has conv")],
+)
+def test_packed_rows_are_refused_where_tokens_mix_elsewhere(ranks, tmp_path, kind, why) -> None:
+    path = make(kind, tmp_path / "model")
+    (said,) = ranks.run(1, refused, fsdp_config(path, {}, **BATCHINGS["packed"]))
+    assert "policy.sequence_packing needs layers" in said and why in said
+    assert "use padded or dynamic batches" in said
