@@ -53,11 +53,6 @@ def build(
     """Build and load this rank's part of the model; see `EngineBuilder`."""
     copies = parallel_sizes(config).replicas
     module = build_module(config)
-    if module.base_model is module:
-        raise ConfigError(
-            f"{type(module).__name__} has no decoder apart from its head, so its hidden states "
-            "cannot be read: this model cannot be trained here"
-        )
     _refuse_mixing(config, module)
     names = tuple(table.hf_shapes()) or _names(config, source_dtypes)
     sources = sources_of(module, names)
@@ -114,7 +109,7 @@ def _build(
         dtypes,
         torch.float32,
         decoder,
-        _head(config, table, groups, module),
+        _head(config, table, groups, decoder),
         trainable,
         PendingReads(),
     )
@@ -144,15 +139,17 @@ def _fill(
 
 
 def _head(
-    config: PolicyConfig, table: Table, groups: FsdpGroups, module: Any
+    config: PolicyConfig, table: Table, groups: FsdpGroups, decoder: Decoder
 ) -> WholeHead | OwnHead:
     """Fused for families, whose tables say how logits come from hidden states."""
     architecture, chunk = table.architecture, config.logprob_chunk_size
     temperature = (config.generation and config.generation.temperature) or 1.0
     filters = Filters.of_logprobs(config.generation)
     if not table.entries:
-        return OwnHead(module, architecture.vocab_size, temperature, filters, chunk)
-    linear = module.get_output_embeddings()
+        return OwnHead(
+            decoder.model, decoder.base, architecture.vocab_size, temperature, filters, chunk
+        )
+    linear = decoder.model.get_output_embeddings()
     assert getattr(linear, "bias", None) is None, "no family's head has a bias"
     shape = HeadShape(
         vocab_start=0,

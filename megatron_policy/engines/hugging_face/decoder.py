@@ -34,11 +34,24 @@ class Decoder(torch.nn.Module):
         super().__init__()
         self.model = model
 
+    @property
+    def base(self) -> Any:
+        """The module that makes hidden states: what the model makes logits of. ConfigError if the
+        model's class has none apart from its head.
+        """
+        base = self.model.get_decoder()
+        if base is None or base is self.model:
+            raise ConfigError(
+                f"{type(self.model).__name__} has no decoder apart from its head, so its hidden "
+                "states cannot be read: this model cannot be trained here"
+            )
+        return base
+
     def forward(
         self, tokens_RT: torch.Tensor, positions_RT: torch.Tensor, finish: Finish, cache: Any = None
     ) -> torch.Tensor:
         """What `finish` makes of the hidden states. `cache` is one of transformers, or None."""
-        output = self.model.base_model(
+        output = self.base(
             input_ids=tokens_RT,
             position_ids=positions_RT,
             # Without one, transformers looks for packed sequences, and waits for the device.

@@ -107,6 +107,8 @@ class OwnHead:
     """
 
     model: Any
+    base: Any
+    """The module whose output the model makes logits of."""
     vocab: int
     temperature: float
     filters: Filters | None
@@ -129,14 +131,22 @@ class OwnHead:
 
     def logits(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
         """See `LanguageModelHead`."""
-        base, tokens_RS = self.model.base_model, hidden_SRD.new_zeros((), dtype=torch.long)
-        forward = base.forward
-        base.forward = lambda *args, **kwargs: _Hidden(hidden_SRD.transpose(0, 1))
+        base, forward = self.base, self.base.forward
+        asked = []
+
+        def given(*args: Any, **kwargs: Any) -> _Hidden:
+            asked.append(args)
+            return _Hidden(hidden_SRD.transpose(0, 1))
+
+        tokens_RS = torch.zeros(
+            hidden_SRD.size(1), hidden_SRD.size(0), dtype=torch.long, device=hidden_SRD.device
+        )
+        base.forward = given
         try:
-            shape = (hidden_SRD.size(1), hidden_SRD.size(0))
-            logits_RSV = self.model.forward(tokens_RS.expand(shape), use_cache=False).logits
+            logits_RSV = self.model.forward(tokens_RS, use_cache=False).logits
         finally:
             base.forward = forward
+        assert len(asked) == 1, f"{type(self.model).__name__} has not asked its decoder once"
         logits_SRV: torch.Tensor = logits_RSV.transpose(0, 1)[..., : self.vocab].float()
         return logits_SRV / self.temperature
 
