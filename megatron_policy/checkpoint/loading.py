@@ -228,7 +228,10 @@ class LoadPlan:
         if kind in (WEIGHTS, MAIN):
             own = self._stored(self.weights, owner, WEIGHTS)
             if own is None:
-                raise CheckpointError(f"{self.weights.root} lacks {owner.megatron}")
+                raise CheckpointError(
+                    f"{self.weights.root} lacks {owner.megatron}: if the other training engine "
+                    "saved it, export_hf there and set policy.model_name to what it writes"
+                )
             main = None
             if kind == MAIN or own.dtype != shard.tensor.dtype:
                 main = self._stored(self.optimizer, owner, MAIN)

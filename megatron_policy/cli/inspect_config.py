@@ -44,25 +44,27 @@ def inspect_config(
         model = _table(config)
         architecture = model.architecture
         check_layout(config, architecture, topology)
-        groups = list(_param_groups(config, model))
+        groups = list(_param_groups(config, model)) if config.megatron_cfg.enabled else []
     console = Console(highlight=False)
     summary = _summary(config, architecture, topology)
     if world_size is None:
         summary.add_row("", "the fewest that hold the layout; give --world-size for another number")
     for number, line in enumerate(groups):
         summary.add_row("trained" if number == 0 else "", line)
-    summary.add_row("memory of a GPU", _memory(config, model, topology))
+    if config.megatron_cfg.enabled:
+        summary.add_row("memory of a GPU", _memory(config, model, topology))
     console.print(summary)
-    console.print(_stages(config, architecture, topology))
+    if config.megatron_cfg.enabled:
+        console.print(_stages(config, architecture, topology))
 
 
 def fewest_ranks(config: PolicyConfig) -> int:
     """The fewest ranks that hold whole replicas and all experts; legal numbers are multiples."""
-    megatron = config.megatron_cfg
-    tp, etp = megatron.tensor_model_parallel_size, megatron.expert_tensor_parallel_size
-    experts = megatron.expert_model_parallel_size * (tp if etp is None else etp)
-    stage = math.lcm(tp * megatron.context_parallel_size, experts)
-    return stage * megatron.pipeline_model_parallel_size
+    from megatron_policy.config.parallel_sizes import parallel_sizes
+
+    sizes = parallel_sizes(config)
+    experts = sizes.ep * (sizes.tp if sizes.etp is None else sizes.etp)
+    return math.lcm(sizes.tp * sizes.cp * sizes.replicas, experts) * sizes.pp
 
 
 def _table(config: PolicyConfig) -> ModelTable:
@@ -83,6 +85,9 @@ def _summary(config: PolicyConfig, architecture: Architecture, topology: Topolog
         f"{architecture.num_query_groups} groups, width {architecture.hidden_size}",
     )
     table.add_row("precision", config.precision)
+    if not config.megatron_cfg.enabled:
+        copies = config.dtensor_cfg.dp_replicate_size
+        table.add_row("engine", f"transformers under FSDP2, {copies} x the whole model in shards")
     table.add_row("ranks", f"{topology.world_size} = {axes}")
     if (moe := architecture.moe) is not None:
         table.add_row(

@@ -9,8 +9,8 @@ from typing import Any
 from megatron_policy.config.layout import mtp_layers
 from megatron_policy.config.parallel_sizes import Engine, engine_of
 from megatron_policy.config.policy_config import PolicyConfig
-from megatron_policy.config.unlisted import unlisted_table
-from megatron_policy.converters.architecture import ScalarHead
+from megatron_policy.converters.architecture import Architecture, ScalarHead
+from megatron_policy.converters.architecture.rotary import Rope
 from megatron_policy.converters.formats.hf_config import (
     has_family,
     read_config,
@@ -22,6 +22,19 @@ from megatron_policy.errors import ConfigError, ConversionError
 _KEY = "policy.hf_config_overrides"
 _SHOWN = 3
 
+# What transformers' classes call the sizes of a model.
+_NAMES = {
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers"),
+    "hidden_size": ("hidden_size", "d_model", "n_embd"),
+    "vocab_size": ("vocab_size",),
+}
+_HEADS = ("num_attention_heads", "n_head", "num_heads")
+_GROUPS = ("num_key_value_heads", "num_kv_heads")
+_INNER = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "d_inner")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+_UNLIMITED = 2**20
+"""Positions of a model that does not say how many it has."""
+
 
 def model_table(config: PolicyConfig) -> Table:
     """The table of `config.model_name`, bound to its config.json with `hf_config_overrides`.
@@ -29,12 +42,12 @@ def model_table(config: PolicyConfig) -> Table:
     ConfigError, beside those of `read_config` and `bind`, for an override that the model's config
     does not have or cannot have, or that changes which weights there are or their shapes; and for a
     checkpoint with a scalar head where the configuration has none. FSDP2 also takes models without
-    a family, see `unlisted_table`.
+    a family, see `_unlisted_table`.
     """
     if engine_of(config) is Engine.FSDP2:
         found = transformers_config(config.model_name, config.hf_config_overrides)
         if not has_family(found.model_type):
-            return unlisted_table(found, dict(config.hf_config_overrides or {}))
+            return _unlisted_table(found, dict(config.hf_config_overrides or {}))
     layers, head = mtp_layers(config.megatron_cfg), scalar_head(config)
     written = read_config(config.model_name)
     table = bind(written, mtp_layers=layers, head=head)
@@ -51,6 +64,49 @@ def model_table(config: PolicyConfig) -> Table:
         raise ConfigError(f"{_KEY} ({', '.join(overrides)}): {error}") from error
     _refuse_other_weights(table, other, overrides)
     return replace(other, overrides={**other.overrides, **overrides})
+
+
+def _unlisted_table(config: Any, overrides: dict[str, Any]) -> Table:
+    """A table without entries for the transformers config of a model without a family, with its
+    sizes, which serve batches; the engine adds entries of what it has built. ConfigError where the
+    class has no layers or no vocabulary.
+    """
+    kind = config.model_type
+    layers, hidden, vocab = (_first(config, names) or 0 for names in _NAMES.values())
+    found = zip(_NAMES, (layers, hidden, vocab), strict=True)
+    if missing := [name for name, value in found if not value]:
+        raise ConfigError(
+            f"the model is a {kind}, whose config names no {', '.join(missing)}: it is not a "
+            "causal language model that can be trained here"
+        )
+    heads = _first(config, _HEADS) or 1
+    groups = _first(config, _GROUPS) or heads
+    architecture = Architecture(
+        num_layers=layers,
+        hidden_size=hidden,
+        vocab_size=vocab,
+        num_attention_heads=heads,
+        num_query_groups=groups if heads % groups == 0 else heads,
+        kv_channels=2 * max(1, (_first(config, ("head_dim",)) or hidden // heads) // 2),
+        ffn_hidden_size=_first(config, _INNER) or 4 * hidden,
+        max_position_embeddings=_first(config, _POSITIONS) or _UNLIMITED,
+        layernorm_epsilon=1e-6,
+        rope=Rope(10000.0),
+        in_full=False,
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+    )
+    return Table(kind, architecture, (), {}, overrides)
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int | None:
+    """The first of these fields that is a positive number; of a list, its largest."""
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, (list, tuple)) and value and all(isinstance(v, int) for v in value):
+            value = max(value)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
 
 
 def scalar_head(config: PolicyConfig) -> ScalarHead | None:

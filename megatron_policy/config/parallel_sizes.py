@@ -42,6 +42,13 @@ def engine_of(config: PolicySection) -> Engine:
     return Engine.FSDP2 if config.dtensor_cfg.enabled else Engine.MEGATRON_CORE
 
 
+def env_vars_of(config: PolicySection) -> dict[str, str]:
+    """The environment variables that `config` gives to workers."""
+    if engine_of(config) is Engine.FSDP2:
+        return config.dtensor_cfg.env_vars
+    return config.megatron_cfg.env_vars
+
+
 def parallel_sizes(config: PolicySection) -> ParallelSizes:
     """The sizes of the engine that `config` enables."""
     if engine_of(config) is Engine.FSDP2:

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import check_layout, layer_split, topology_of
+from megatron_policy.config.parallel_sizes import Engine, engine_of
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.errors import ConfigError
 from megatron_policy.estimate.devices import NODE, DeviceFigures
@@ -132,6 +133,11 @@ def plan_of(
     length: int | None = None,
 ) -> StepPlan:
     """The plan of one configuration; ConfigError if it fits neither the model nor the ranks."""
+    if engine_of(config) is not Engine.MEGATRON_CORE:
+        raise ConfigError(
+            "plans are of Megatron-Core, but policy.dtensor_cfg is enabled: set "
+            "megatron_cfg.enabled to true and dtensor_cfg.enabled to false"
+        )
     topology, arch = topology_of(config, world_size), rows.architecture
     check_layout(config, arch, topology)
     positions = _checked_positions(arch, length)

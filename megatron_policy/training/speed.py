@@ -211,12 +211,14 @@ class SpeedMeter:
             "step_seconds": self.stopwatch.seconds(STEP),
             "tokens": work.tokens,
             "tokens_per_second": work.tokens / seconds,
-            "model_flops": flops,
             "packing_efficiency": work.packing_efficiency,
             "data_parallel_imbalance": work.data_parallel_imbalance,
             "pipeline_bubble": work.pipeline_bubble,
             peak: memory_info().peak,
         }
+        if not self._estimator.architecture.in_full:
+            return found
+        found["model_flops"] = flops
         figures = figures_of(device_name()) if is_accelerated() else None
         if figures is not None:
             devices = self._estimator.topology.world_size

@@ -111,7 +111,7 @@ def worker_env(
     taken = sorted(set(OWN_VARIABLES).intersection(user))
     if taken:
         raise ConfigError(
-            f"megatron_cfg.env_vars sets {', '.join(taken)}: the worker group sets these itself. "
+            f"env_vars sets {', '.join(taken)}: the worker group sets these itself. "
             "Remove them; a launcher without Ray uses MegatronPolicy directly"
         )
     env: dict[str, object] = {

@@ -14,6 +14,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import check_layout, topology_of
 from megatron_policy.config.model_table import model_table
+from megatron_policy.config.parallel_sizes import env_vars_of
 from megatron_policy.coordination.authenticated_connection import new_secret
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces import ColocatablePolicyInterface, GenerationInterface
@@ -102,7 +103,7 @@ class Policy(
                 "optimizer_path": absolute(optimizer_path),
                 "worker_sharding_annotations": self.topology,
             },
-            env_vars=self.config.megatron_cfg.env_vars,
+            env_vars=env_vars_of(self.config),
             name=name_prefix,
             workers_per_node=workers_per_node,
             timeout_s=self.config.worker_timeout_s,
