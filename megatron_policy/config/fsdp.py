@@ -37,6 +37,10 @@ class DTensorConfig(Section):
     """`auto` is this package's attention, which computes packed and split sequences too; the others
     are those of transformers, for padded rows.
     """
+    weight_decay_of: Literal["all", "matrices"] = "all"
+    """The parameters that the optimizer's weight decay applies to: all, as in torch, or those of
+    linear layers, embeddings and experts, as in Megatron-Core.
+    """
     clear_cache_every_n_steps: Count | None = None
     """Training steps after which unused device memory is given back; never if not given."""
     env_vars: Annotated[dict[str, str], BeforeValidator(as_text)] = Field(default_factory=dict)

@@ -120,7 +120,7 @@ _DTENSOR: Rules = {
     **each(
         Applied(),
         """activation_checkpointing context_parallel_size dp_replicate_size attn_implementation
-        clear_cache_every_n_steps cpu_offload env_vars""",
+        clear_cache_every_n_steps cpu_offload env_vars weight_decay_of""",
     ),
     **each(
         Applied("refused beside `enabled`: see fsdp.md"),

@@ -24,8 +24,11 @@ def policy_config(
     path: Path | str, megatron: Mapping[str, Any], lr: float = oracle.LR, **top: Any
 ) -> dict[str, Any]:
     """The oracle's hyperparameters under a layout: `megatron` overrides megatron_cfg, `top` the
-    policy section.
+    policy section. With `dtensor_cfg` in it, its keys are those of FSDP2.
     """
+    if "dtensor_cfg" in megatron:
+        matrices = {"weight_decay_of": "matrices"}
+        return fsdp_config(path, matrices | dict(megatron["dtensor_cfg"]), lr=lr, **top)
     ddp = {"grad_reduce_in_fp32": True, "overlap_grad_reduce": False, "overlap_param_gather": False}
     section = {
         "enabled": True,
@@ -61,6 +64,31 @@ def policy_config(
         "max_grad_norm": oracle.CLIP,
         "precision": "float32",
         "megatron_cfg": section,
+    } | top
+
+
+def fsdp_config(
+    path: Path | str, keys: Mapping[str, Any], lr: float = oracle.LR, **top: Any
+) -> dict[str, Any]:
+    """The oracle's hyperparameters under FSDP2, with weight decay of every parameter unless `keys`
+    say otherwise.
+    """
+    kwargs = {
+        "lr": lr,
+        "weight_decay": oracle.WEIGHT_DECAY,
+        "betas": list(oracle.BETAS),
+        "eps": oracle.EPS,
+    }
+    return {
+        "model_name": str(path),
+        "train_global_batch_size": GLOBAL_BATCH,
+        "train_micro_batch_size": 1,
+        "logprob_batch_size": 3,
+        "max_total_sequence_length": 32,
+        "max_grad_norm": oracle.CLIP,
+        "precision": "float32",
+        "dtensor_cfg": {"enabled": True, **keys},
+        "optimizer": {"name": "torch.optim.AdamW", "kwargs": kwargs},
     } | top
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,27 +42,6 @@ SHARDINGS = {
     "cp 2": Sharding(2, {"context_parallel_size": 2}),
     "cp 2 x dp 2": Sharding(4, {"context_parallel_size": 2, "activation_checkpointing": True}),
 }
-
-
-def fsdp_config(path: Path | str, keys: Mapping[str, Any], **top: Any) -> dict[str, Any]:
-    """The oracle's hyperparameters, weight decay of every parameter included, as torch has it."""
-    kwargs = {
-        "lr": oracle.LR,
-        "weight_decay": oracle.WEIGHT_DECAY,
-        "betas": list(oracle.BETAS),
-        "eps": oracle.EPS,
-    }
-    return {
-        "model_name": str(path),
-        "train_global_batch_size": GLOBAL_BATCH,
-        "train_micro_batch_size": 1,
-        "logprob_batch_size": 3,
-        "max_total_sequence_length": 32,
-        "max_grad_norm": oracle.CLIP,
-        "precision": "float32",
-        "dtensor_cfg": {"enabled": True, **keys},
-        "optimizer": {"name": "torch.optim.AdamW", "kwargs": kwargs},
-    } | top
 
 
 def decayed(name: str) -> dict[str, float]:

@@ -55,6 +55,13 @@ LAYOUTS = {
     "TP4 over 2 groups": layout(4, tp=4),
     "TP2xCP2+SP": layout(4, tp=2, sequence_parallel=True, context_parallel_size=2),
 }
+FSDP2_LAYOUTS = {
+    "FSDP2 x 2": Layout(2, megatron={"dtensor_cfg": {}}),
+    "FSDP2 x 4": Layout(4, megatron={"dtensor_cfg": {"activation_checkpointing": True}}),
+    "FSDP2 2x2 copies": Layout(4, megatron={"dtensor_cfg": {"dp_replicate_size": 2}}),
+    "FSDP2 CP2": Layout(2, megatron={"dtensor_cfg": {"context_parallel_size": 2}}),
+}
+"""Of the engine over transformers' own modules; `megatron` then has its section alone."""
 SP = {"sequence_parallel": True}
 EXPERT_LAYOUTS = {
     "EP2": layout(2, expert_model_parallel_size=2),

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests import oracle
-from tests.dist.cases import policy_config
-from tests.dist.fsdp_cases import BATCHINGS, SHARDINGS, data, decayed, fsdp_config, resume, trained
+from tests.dist.cases import fsdp_config, policy_config
+from tests.dist.fsdp_cases import BATCHINGS, SHARDINGS, data, decayed, resume, trained
 from tests.dist.layouts import LENGTH
 from tests.exact import load_hf
 

@@ -15,8 +15,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import ConfigError
 from tests import oracle
-from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy
-from tests.dist.fsdp_cases import BATCHINGS, data, fsdp_config, share
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, fsdp_config, open_policy
+from tests.dist.fsdp_cases import BATCHINGS, data, share
 from tests.dist.layouts import VOCAB
 from tests.exact import load_hf
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from megatron_policy import Policy
 from megatron_policy.workers import RayVirtualCluster
-from tests.dist.fsdp_cases import fsdp_config
+from tests.dist.cases import fsdp_config
 from tests.losses import TokenNLL
 from tests.ray.policies import DP2, GBS, TOKENIZER, VOCAB, batch, config_of
 

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.fsdp import PytorchOptimizerConfig, SinglePytorchSchedulerConfig
+from megatron_policy.converters.rows import Role
 from megatron_policy.device.caches import return_unused
 from megatron_policy.device.timing import Stopwatch
 from megatron_policy.engines.hugging_face.table import Holding, local_part
@@ -48,11 +49,9 @@ def _made(path: str, kind: type, key: str, *args: Any, **kwargs: Any) -> Any:
         raise ConfigError(f"policy.{key}: {path} does not take its kwargs: {error}") from error
 
 
-def make_optimizer(
-    config: PolicyConfig, parameters: Sequence[torch.nn.Parameter]
-) -> torch.optim.Optimizer:
-    """The optimizer of `policy.optimizer`, AdamW by default; `learning_rate` is used where its
-    kwargs have no `lr`. ConfigError if it cannot be made.
+def make_optimizer(config: PolicyConfig, holdings: Sequence[Holding]) -> torch.optim.Optimizer:
+    """The optimizer of `policy.optimizer` over all parameters, AdamW by default; `learning_rate` is
+    used where its kwargs have no `lr`. ConfigError if it cannot be made.
     """
     asked = config.optimizer or PytorchOptimizerConfig(name=_DEFAULT)
     kwargs = dict(asked.kwargs)
@@ -60,8 +59,18 @@ def make_optimizer(
         kwargs.setdefault("lr", config.learning_rate)
     if "betas" in kwargs:
         kwargs["betas"] = tuple(kwargs["betas"])
+    decaying: list[torch.Tensor] = []
+    others: list[torch.Tensor] = []
+    everywhere = config.dtensor_cfg.weight_decay_of == "all"
+    for each in holdings:
+        if isinstance(each.tensor, torch.nn.Parameter):
+            decays = everywhere or each.entries[0].row.role is Role.MATRIX
+            (decaying if decays else others).append(each.tensor)
+    groups: list[dict[str, Any]] = [{"params": decaying}]
+    if others:
+        groups.append({"params": others, "weight_decay": 0.0})
     made: torch.optim.Optimizer = _made(
-        asked.name, torch.optim.Optimizer, "optimizer.name", list(parameters), **kwargs
+        asked.name, torch.optim.Optimizer, "optimizer.name", groups, **kwargs
     )
     return made
 
@@ -213,7 +222,7 @@ class FsdpTrainable:
         ]
         self._config, self._samples, self._steps = config, 0, 0
         self.stopwatch = Stopwatch()
-        self.optimizer = make_optimizer(config, self._parameters)
+        self.optimizer = make_optimizer(config, holdings)
         self._start = [dict(group) for group in self.optimizer.param_groups]
         self._schedule = make_schedule(config, self.optimizer)
 
