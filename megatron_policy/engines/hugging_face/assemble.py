@@ -14,6 +14,7 @@ from megatron_policy.config.layout import layer_split
 from megatron_policy.config.parallel_sizes import parallel_sizes
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.table import Table
+from megatron_policy.device import is_accelerated
 from megatron_policy.engines.hugging_face.decoder import Decoder, shard
 from megatron_policy.engines.hugging_face.engine import FsdpEngine
 from megatron_policy.engines.hugging_face.head import OwnHead, WholeHead
@@ -91,6 +92,11 @@ def _build(
     if settings.activation_checkpointing:
         module.gradient_checkpointing_enable({"use_reentrant": False})
     ranks = groups.shards.size()
+    if settings.cpu_offload and is_accelerated():
+        raise ConfigError(
+            "policy.dtensor_cfg.cpu_offload is not supported on GPUs: use "
+            "activation_checkpointing, more ranks, or the memory states between steps"
+        )
     stacked = [name for name, source in sources.items() if source.stacked]
     shard(decoder, groups.mesh, DTYPES[config.precision], settings.cpu_offload, stacked)
     own = sharded_table(decoder, table, sources, ranks)

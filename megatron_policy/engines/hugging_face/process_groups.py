@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_policy.device import current_device
 from megatron_policy.parallel.groups import Groups
-from megatron_policy.parallel.topology import Coords, Topology
+from megatron_policy.parallel.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -42,40 +42,31 @@ def make_groups(topology: Topology, copies: int, timeout_s: float) -> FsdpGroups
     """The groups of this rank among `topology.world_size`, of which `copies` hold each part of the
     model. No collective waits longer than `timeout_s` seconds.
     """
-    made: list[dist.ProcessGroup] = []
+    made: list[Any] = []
     rank, world = dist.get_rank(), topology.world_size
-    size = world // copies
+    size, own = world // copies, topology.coords(rank)
 
-    def mine(of: Sequence[Sequence[int]]) -> Any:
-        """This rank's group among disjoint lists of ranks; every rank makes all of them."""
-        own = None
-        for ranks in of:
-            group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
-            if rank in ranks:
-                own = group
-                made.append(group)
-        assert own is not None
-        return own
+    def group_of(ranks: Sequence[int]) -> Any:
+        """The group of these ranks, this one among them; the others need not take part."""
+        timeout = timedelta(seconds=timeout_s)
+        made.append(dist.new_group(ranks, timeout=timeout, use_local_synchronization=True))
+        return made[-1]
 
-    def along(axis: str) -> list[list[int]]:
-        lines: dict[Coords, list[int]] = {}
-        for each in range(world):
-            coords = vars(topology.coords(each)) | {axis: 0}
-            lines.setdefault(Coords(**coords), []).append(each)
-        return list(lines.values())
+    def along(axis: str) -> list[int]:
+        others = vars(own) | {axis: None}
+        coords = [vars(topology.coords(each)) | {axis: None} for each in range(world)]
+        return [each for each in range(world) if coords[each] == others]
 
-    alone = mine([[each] for each in range(world)])
-    everyone = mine([range(world)])
-    cp = alone if topology.cp == 1 else mine(along("cp"))
-    dp = everyone if topology.cp == 1 else mine(along("dp"))
+    alone, everyone = group_of([rank]), group_of(range(world))
+    cp = alone if topology.cp == 1 else group_of(along("cp"))
+    dp = everyone if topology.cp == 1 else group_of(along("dp"))
     kind = current_device().type
     if copies == 1:
         mesh = DeviceMesh.from_group(everyone, kind, mesh_dim_names=("shard",))
         shards, same = everyone, alone
     else:
         grid = [list(range(first, first + size)) for first in range(0, world, size)]
-        shards = mine(grid)
-        same = mine([[row[at] for row in grid] for at in range(size)])
+        shards, same = group_of(grid[rank // size]), group_of([row[rank % size] for row in grid])
         mesh = DeviceMesh.from_group(
             [same, shards], kind, mesh=grid, mesh_dim_names=("replicate", "shard")
         )
