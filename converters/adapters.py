@@ -2,7 +2,8 @@
 
 A linear layer's weight W becomes `W + scale * B A`. Source: Hu et al. 2021, "LoRA"; names and
 shapes are those of Hugging Face PEFT. Ranks split A and B as they split W: the outputs of a
-column-parallel layer are B's rows, the inputs of a row-parallel one A's columns.
+column-parallel layer are B's rows, the inputs of a row-parallel one A's columns. Beside adapters a
+scalar head is trained in full: PEFT calls such a module one of its `modules_to_save`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from megatron_policy.converters.rows.kinds import (
     Rows,
     Whole,
 )
+from megatron_policy.converters.scalar_head import TENSORS
 from megatron_policy.converters.table import LAYER, Entry, Table
 
 WEIGHT = ".weight"
@@ -111,18 +113,28 @@ def is_adaptable(entry: Entry) -> bool:
 
 
 def adapter_table(table: Table, rank: int, chosen: Mapping[str, Parts]) -> Table:
-    """The table of the adapters of `rank` on the weights whose Megatron names are in `chosen`."""
+    """The table of the adapters of `rank` on the weights whose Megatron names are in `chosen`, and
+    of a scalar head, by PEFT's names.
+    """
     ignored: dict[str, Ignore] = {}
     entries: list[Entry] = []
     for entry in table.entries:
         if entry.megatron in chosen:
             entries += _entries(entry, chosen[entry.megatron], rank, ignored)
-    return replace(table, entries=tuple(entries), ignored=ignored)
+        elif entry.hf[0] in TENSORS:
+            hf = tuple(PREFIX + name for name in entry.hf)
+            entries.append(replace(entry, hf=hf, row=replace(entry.row, hf=hf)))
+    return replace(table, entries=tuple(entries), ignored=ignored, fresh={})
+
+
+def without_head(adapters: Table) -> Table:
+    """The table of the adapters alone, without a scalar head."""
+    return replace(adapters, entries=tuple(e for e in adapters.entries if e.adapts))
 
 
 def joined(table: Table, adapters: Table | None) -> Table:
     """The model's table with the entries of its adapters, if there are any."""
-    own = () if adapters is None else adapters.entries
+    own = () if adapters is None else without_head(adapters).entries
     return replace(table, entries=(*table.entries, *own)) if own else table
 
 

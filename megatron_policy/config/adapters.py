@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from megatron_policy.config.model_table import model_table
+from megatron_policy.config.model_table import check_reference, model_table
 from megatron_policy.config.policy_config import PolicyConfig
 from megatron_policy.converters.adapters import (
     Parts,
@@ -52,8 +52,12 @@ def adapters_of(config: PolicyConfig, table: Table) -> Table | None:
 
 
 def trained_table(config: PolicyConfig) -> Table:
-    """The table of the model that a configuration names, with its adapters if it has any."""
+    """The table of the model that a configuration names, with its adapters if it has any.
+
+    ConfigError also for a reference that does not fit it.
+    """
     table = model_table(config)
+    check_reference(config, table, wanted=True)
     return joined(table, adapters_of(config, table))
 
 

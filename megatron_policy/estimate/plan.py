@@ -12,6 +12,7 @@ from typing import Any
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import check_layout, layer_split, topology_of
 from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.formats.peft_files import holds_adapters
 from megatron_policy.errors import ConfigError
 from megatron_policy.estimate.devices import NODE, DeviceFigures
 from megatron_policy.estimate.memory import (
@@ -21,7 +22,7 @@ from megatron_policy.estimate.memory import (
     stage_memory,
 )
 from megatron_policy.estimate.schedule import Schedule
-from megatron_policy.estimate.states import WIDTHS, ModelRows, written_bytes
+from megatron_policy.estimate.states import WIDTHS, ModelRows, Precisions, written_bytes
 from megatron_policy.estimate.step_time import StepTime, step_time
 from megatron_policy.parallel.topology import LayerSplit, Topology
 
@@ -99,10 +100,15 @@ class StepPlan:
     @property
     def reference_bytes(self) -> int:
         """Host memory for the weights of a frozen reference policy, on the fullest rank: none with
-        adapters, whose base is the reference.
+        adapters whose base is the reference, and as much as they take if it has others.
         """
-        if self.config.megatron_cfg.peft.enabled:
+        name = self.config.reference_model_name
+        if self.config.megatron_cfg.peft.enabled and name is None:
             return 0
+        if name is not None and holds_adapters(name):
+            widths = Precisions.of(self.config)
+            trained = max(stage.states.gradients for stage in self.stages)
+            return trained * widths.parameter // widths.gradient
         return max(stage.states.parameters for stage in self.stages)
 
     @cached_property

@@ -288,10 +288,10 @@ def test_checkpoints_of_another_kind_or_base_are_refused(ranks, checkpoint, tmp_
         ranks.run(1, fresh_adapters, one)
 
 
-def states(config: dict[str, Any], data: BatchedDataDict) -> dict[str, int]:
+def states(config: dict[str, Any], data: BatchedDataDict, loss: Any = None) -> dict[str, int]:
     """Bytes of gradients and of what the optimizer keeps, and elements of the adapters."""
     with open_policy(config, init_reference_model=False) as policy:
-        policy.train(own_steps(policy, data)[0], LOSSES["token"](), mbs=1)
+        policy.train(own_steps(policy, data)[0], loss or LOSSES["token"](), mbs=1)
         trainable = policy._engine.trainable
         shards = list(optimizer_shards(trainable.optimizer))
         buffers = [

@@ -27,10 +27,18 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.config.trained import PeftConfig
-from megatron_policy.converters.adapters import PREFIX, B, Concatenated, module_of, outputs
+from megatron_policy.converters.adapters import (
+    PREFIX,
+    B,
+    Concatenated,
+    module_of,
+    outputs,
+    without_head,
+)
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.table import Entry, Table, canonical_name
 from megatron_policy.device import current_device
+from megatron_policy.memory.host_copies import HostCopies
 from megatron_policy.parallel.topology import Placement
 from megatron_policy.weights.load import Held
 
@@ -163,6 +171,8 @@ class MegatronAdapters:
     dtypes: Mapping[str, torch.dtype]
     base: str
     peft: PeftConfig
+    head: HostCopies
+    """The base's values of a scalar head, which is trained in full; of nothing without one."""
     modules: Mapping[str, LowRank]
     switch: Switch
 
@@ -186,11 +196,22 @@ class MegatronAdapters:
     @contextmanager
     def off(self) -> Iterator[None]:
         """See `Adapters`."""
-        self.switch.on = False
-        try:
-            yield
-        finally:
-            self.switch.on = True
+        with self.head.exchanged():
+            self.switch.on = False
+            try:
+                yield
+            finally:
+                self.switch.on = True
+
+
+def held_adapters(everything: Held, adapters: Table) -> tuple[Held, HostCopies]:
+    """The adapters among this rank's parameters, which have their values from the checkpoint, and
+    its scalar head; then the values of the head.
+    """
+    entries = {entry.megatron: entry for entry in adapters.entries}
+    held = [(entries[e.megatron], p) for e, p in everything if e.megatron in entries]
+    head = [parameter for entry, parameter in held if not entry.adapts]
+    return held, HostCopies(head, max(sum(p.nbytes for p in head), 1))
 
 
 def install_adapters(
@@ -210,7 +231,7 @@ def install_adapters(
         return found, switch
     bases = {entry.megatron: entry for entry in table.entries}
     sides: dict[str, list[Entry]] = defaultdict(list)
-    for entry in adapters.entries:
+    for entry in without_head(adapters).entries:
         sides[entry.adapts].append(entry)
     moe = table.architecture.moe
     experts = range(0) if moe is None else place.experts(moe.experts)
