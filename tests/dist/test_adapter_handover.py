@@ -200,23 +200,31 @@ def last_of(policy: Any, steps: list[BatchedDataDict]) -> dict[str, Any]:
     return {"loss": result["loss"], "adapters": adapters}
 
 
-RESUMED = [("TP2+SP", "PP2 uneven"), ("one process", "TP2"), ("PP2xVPP2", "one process")]
+RESUMED = [
+    ("TP2+SP", "PP2 uneven", "qwen2"),
+    ("one process", "TP2", "qwen2"),
+    ("PP2xVPP2", "one process", "qwen2"),
+    ("EP2", "one process", "qwen3_moe"),
+    ("EP2xTP2+SP", "EP2xPP2", "qwen3_moe"),
+    ("TP2+SP, experts whole", "EP2xETP2+TP2", "qwen3_moe"),
+]
 
 
-@pytest.mark.parametrize(("name", "other"), in_turns(RESUMED))
+@pytest.mark.parametrize(("name", "other", "family"), in_turns(RESUMED))
 def test_a_checkpoint_of_adapters_goes_on_in_any_layout(
-    ranks, checkpoint, tmp_path: Path, name: str, other: str
+    ranks, checkpoint, tmp_path: Path, name: str, other: str, family: str
 ) -> None:
-    path, data = checkpoint("qwen2", tied=False, **SIZES), batches(3)
+    path, data = checkpoint(family, tied=False, **SIZES), batches(3)
+    cases = LAYOUTS | EXPERT_LAYOUTS
     here, there = (
-        adapted(path, LAYOUTS[n].megatron, None, target_modules=ALL, **ANEW) for n in (name, other)
+        adapted(path, cases[n].megatron, None, target_modules=ALL, **ANEW) for n in (name, other)
     )
-    uninterrupted = ranks.run(LAYOUTS[name].world, three_steps, here, data)[0]
-    ranks.run(LAYOUTS[name].world, save_after_two, here, data, tmp_path)
+    uninterrupted = ranks.run(cases[name].world, three_steps, here, data)[0]
+    ranks.run(cases[name].world, save_after_two, here, data, tmp_path)
     for folder in paths(tmp_path).values():
         keys = manifest.read(tracker.find(folder)).tensors.keys()
         assert keys and all(".adapter." in key for key in keys)
-    for seen in ranks.run(LAYOUTS[other].world, third_step, there, data, tmp_path):
+    for seen in ranks.run(cases[other].world, third_step, there, data, tmp_path):
         torch.testing.assert_close(seen["loss"], uninterrupted["loss"], rtol=1e-5, atol=1e-6)
         for weight, tensor in uninterrupted["adapters"].items():
             torch.testing.assert_close(seen["adapters"][weight], tensor, rtol=1e-4, atol=1e-5)

@@ -91,7 +91,7 @@ class LowRank(torch.nn.Module):
         # Experts' inputs and outputs are exchanged by the dispatcher, outside the layer.
         self.exchanged_outside = bool(getattr(linear, "explicit_expert_comm", False))
         split_sequence = config.sequence_parallel and not self.exchanged_outside
-        self.splits_sequence = bool(split_sequence)
+        self.sequence_parallel = bool(split_sequence)
         if split_sequence:
             # Applied to this rank's positions, so that gradients are summed over ranks.
             applied = [] if self.splits_inputs else [self.a]
@@ -107,12 +107,12 @@ class LowRank(torch.nn.Module):
         elif self.exchanged_outside:
             b_QR = copy_to_tensor_model_parallel_region(b_QR, self.group)
         if self.before:
-            x = self._dropped(x, self.splits_sequence or self.splits_inputs)
+            x = self._dropped(x, self.sequence_parallel or self.splits_inputs)
         inner = self._exchanged(F.linear(x, a_SI)) * self.scale
         y = F.linear(inner, self._spread(b_QR))
         if self.before:
             return y
-        whole = self.splits_inputs and not self.splits_sequence
+        whole = self.splits_inputs and not self.sequence_parallel
         return self._dropped(y, not whole)
 
     def merged(self, weight_OI: torch.Tensor) -> torch.Tensor:
@@ -132,13 +132,13 @@ class LowRank(torch.nn.Module):
         if self.exchanged_outside or not (self.splits_outputs or self.splits_inputs):
             return inner
         whole: torch.Tensor
-        if self.splits_outputs and self.splits_sequence:
+        if self.splits_outputs and self.sequence_parallel:
             whole = gather_from_sequence_parallel_region(
                 inner, tensor_parallel_output_grad=True, group=self.group
             )
         elif self.splits_outputs:
             whole = copy_to_tensor_model_parallel_region(inner, self.group)
-        elif self.splits_sequence:
+        elif self.sequence_parallel:
             whole = reduce_scatter_to_sequence_parallel_region(inner, group=self.group)
         else:
             whole = reduce_from_tensor_model_parallel_region(inner, self.group)
