@@ -22,13 +22,25 @@ _TASKS = {"bradley_terry": "SEQ_CLS", "regression": "TOKEN_CLS"}
 
 
 def make_adapters(
-    base: Path, target: Path, modules: list[str], *, shared: bool = False, seed: int = 17
+    base: Path,
+    target: Path,
+    modules: list[str],
+    *,
+    shared: bool = False,
+    seed: int = 17,
+    stacks: list[str] | None = None,
 ) -> Path:
     """A directory that PEFT saves: random adapters on `modules`, A drawn as B is. With `shared` the
-    modules of a fused layer have the same A.
+    modules of a fused layer have the same A. `stacks` are parameters with stacked experts.
     """
     torch.manual_seed(seed)
-    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=modules, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=modules,
+        target_parameters=stacks,
+        task_type="CAUSAL_LM",
+    )
     model = get_peft_model(load_hf(base), config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

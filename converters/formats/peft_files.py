@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ BASE = "megatron_policy_base.json"
 _MAX_BYTES = 2**20
 
 _IN_FULL = "modules_to_save"
+_INNER = ".base_layer"
+"""What PEFT calls a module of which it adapts two tensors, within its adapter of the second."""
 _HEADS = ("classifier", "score")
 """Names under which PEFT looks for a scalar head; models of transformers call it the latter."""
 
@@ -36,7 +38,6 @@ _PLAIN = {
     _IN_FULL: None,
     "rank_pattern": {},
     "alpha_pattern": {},
-    "target_parameters": None,
     "alora_invocation_tokens": None,
 }
 """Settings of PEFT with which adapters are `W + lora_alpha / r * B A` on linear layers, and no
@@ -54,14 +55,21 @@ def holds_adapters(path: str | Path) -> bool:
 
 
 def check_peft_config(
-    root: Path, rank: int | None, alpha: float | None, base: str, *, scalar_head: bool = False
+    root: Path,
+    rank: int | None,
+    alpha: float | None,
+    base: str,
+    *,
+    scalar_head: bool = False,
+    parameters: Collection[str] = (),
 ) -> bool:
     """ConfigError unless `root` has adapters of this rank and alpha, for the base of the digest
     `base` as far as it says for which; ConversionError for files that are damaged, or whose
     adapters are of another kind.
 
     Returns whether it also has modules that are trained in full, which only a model with a
-    `scalar_head` can have: that head.
+    `scalar_head` can have: that head. `parameters` are the tensors with stacked experts that the
+    adapters have to be of.
     """
     if not (root / ADAPTER_CONFIG).is_file() or not (root / ADAPTER_MODEL).is_file():
         raise ConfigError(
@@ -72,6 +80,7 @@ def check_peft_config(
     if config.get("peft_type") != "LORA":
         raise ConversionError(f"{root} has {config.get('peft_type')!r} adapters, not 'LORA'")
     in_full = config.get(_IN_FULL) or []
+    _check_parameters(root, config.get("target_parameters") or [], parameters)
     for name, plain in _PLAIN.items():
         if (found := config.get(name)) not in (plain, None, [], {}, False):
             if name == _IN_FULL and scalar_head and _are_heads(found):
@@ -102,6 +111,20 @@ def check_peft_config(
     return bool(in_full)
 
 
+def _check_parameters(root: Path, found: object, parameters: Collection[str]) -> None:
+    """ConfigError unless what PEFT finds by these names or ends of names is `parameters`."""
+    names = [str(each) for each in found] if isinstance(found, list) else [str(found)]
+    patterns = {name: {p for p in parameters if f".{p}".endswith(f".{name}")} for name in names}
+    missing = sorted(set(parameters).difference(*patterns.values()))
+    unknown = [name for name, fitting in patterns.items() if not fitting]
+    if missing or unknown:
+        what = f"no adapters of {missing[0]}" if missing else f"adapters of {unknown[0]!r:.200}"
+        raise ConfigError(
+            f"{root} has {what}, unlike policy.megatron_cfg.peft: set target_modules to the "
+            "modules that it adapts"
+        )
+
+
 def _are_heads(modules: object) -> bool:
     return isinstance(modules, list) and all(each in _HEADS for each in modules)
 
@@ -116,12 +139,15 @@ def write_peft(
     model: str,
     base: str,
     overwrite: bool,
+    parameters: Collection[str] = (),
 ) -> None:
     """Write adapters, by PEFT's names, as a directory that appears when it is complete.
 
-    Tensors of a scalar head, which is trained in full, are among them. `model` is the base's name,
-    `base` its digest. ConfigError if the directory exists, unless `overwrite`.
+    Tensors of a scalar head, which is trained in full, are among them. `parameters` are the adapted
+    tensors with stacked experts, whose adapters have no dropout in PEFT. `model` is the base's
+    name, `base` its digest. ConfigError if the directory exists, unless `overwrite`.
     """
+    stacks = {name.rpartition(".")[0] for name in parameters}
     head = [name.removeprefix(PREFIX) for name in tensors if ".lora_" not in name]
     per_token = any(name.endswith(".bias") for name in head)
     config = {
@@ -130,8 +156,11 @@ def write_peft(
         "base_model_name_or_path": model,
         "r": rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "lora_dropout": dropout,
-        "target_modules": target_modules(tensors),
+        "lora_dropout": 0.0 if parameters else dropout,
+        "target_modules": [
+            name for name in target_modules(tensors) if name.removesuffix(_INNER) not in stacks
+        ],
+        "target_parameters": sorted(parameters) or None,
         _IN_FULL: sorted({name.rpartition(".")[0] for name in head}) or None,
         "inference_mode": True,
         **{name: _PLAIN[name] for name in ("bias", "fan_in_fan_out", "use_rslora", "use_dora")},

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_policy.converters.adapters import without_head
+from megatron_policy.converters.adapters import target_parameters, without_head
 from megatron_policy.converters.files.contained import expanded
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.formats.peft_files import ADAPTER_MODEL, check_peft_config
@@ -35,7 +35,8 @@ def load_adapters(
     """
     root = expanded(directory)
     scalar = table.architecture.head is not None
-    has_head = check_peft_config(root, rank, alpha, base, scalar_head=scalar)
+    parameters = target_parameters(table)
+    has_head = check_peft_config(root, rank, alpha, base, scalar_head=scalar, parameters=parameters)
     if scalar and not has_head:
         table, held = without_head(table), [pair for pair in held if pair[0].adapts]
     with HfReader(root, ADAPTER_MODEL) as reader:

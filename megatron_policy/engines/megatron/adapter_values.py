@@ -6,16 +6,18 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.trained import PeftConfig
-from megatron_policy.converters.adapters import A
+from megatron_policy.converters.adapters import A, is_stacked
+from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.formats.hf_files import HfReader
-from megatron_policy.converters.rows import fill_shard
-from megatron_policy.converters.table import Table
+from megatron_policy.converters.rows import fill_parts, fill_shard
+from megatron_policy.converters.table import Entry, Table
 from megatron_policy.parallel.topology import Placement
 from megatron_policy.weights.adapters import load_adapters
 from megatron_policy.weights.load import DTYPES, Held
@@ -81,12 +83,28 @@ def _draw(held: Held, table: Table, place: Placement, peft: PeftConfig, seed: in
     values do not depend on the layout.
     """
     arch = table.architecture
+    stack: tuple[tuple[str, ...], list[torch.Tensor]] = ((), [])
     for entry, parameter in held:
-        shapes = entry.row.hf_shapes(arch)
-        parts = [
-            _drawn(name, shape, peft, seed) for name, shape in zip(entry.hf, shapes, strict=True)
-        ]
+        if is_stacked(entry):
+            if stack[0] != entry.hf:  # once for all its experts
+                stack = entry.hf, [_drawn_stack(entry, arch, peft, seed)]
+            parts = stack[1]
+        else:
+            shapes = zip(entry.hf, entry.row.hf_shapes(arch), strict=True)
+            parts = [_drawn(name, shape, peft, seed) for name, shape in shapes]
         fill_shard(entry.row, arch, parameter.data, parts, *place.shard_of(entry.row))
+
+
+def _drawn_stack(entry: Entry, arch: Architecture, peft: PeftConfig, seed: int) -> torch.Tensor:
+    """The adapters of all experts of a stack, each drawn on its own."""
+    (shape,), (name,) = entry.row.hf_shapes(arch), entry.hf
+    whole, own = torch.empty(shape), entry.row.local_shape(arch, 1)
+    assert arch.moe is not None
+    for expert in range(arch.moe.experts):
+        row = replace(entry.row, expert=expert)
+        drawn = _drawn(f"{expert} {name}", own, peft, seed)
+        fill_parts(row, arch, [whole], drawn, 0, 1)
+    return whole
 
 
 def base_digest(reader: HfReader, overrides: Mapping[str, Any]) -> str:

@@ -33,6 +33,7 @@ from megatron_policy.converters.adapters import (
     Concatenated,
     module_of,
     outputs,
+    target_parameters,
     without_head,
 )
 from megatron_policy.converters.architecture import Architecture
@@ -179,7 +180,8 @@ class MegatronAdapters:
     @property
     def identity(self) -> dict[str, Any]:
         """See `Adapters`."""
-        names = "\n".join([*self.table.hf_shapes(), *sorted(self.table.copies())])
+        table = self.table
+        names = "\n".join([*table.hf_shapes(), *sorted(table.copies()), *target_parameters(table)])
         modules = hashlib.sha256(names.encode()).hexdigest()[:32]
         return {
             "base": self.base,
