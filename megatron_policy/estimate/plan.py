@@ -102,14 +102,17 @@ class StepPlan:
         """Host memory for the weights of a frozen reference policy, on the fullest rank: none with
         adapters whose base is the reference, and as much as they take if it has others.
         """
-        name = self.config.reference_model_name
-        if self.config.megatron_cfg.peft.enabled and name is None:
+        name, peft = self.config.reference_model_name, self.config.megatron_cfg.peft
+        if peft.enabled and name is None:
             return 0
+        widths = Precisions.of(self.config)
+        of_adapters = [
+            s.states.gradients * widths.parameter // widths.gradient for s in self.stages
+        ]
         if name is not None and holds_adapters(name):
-            widths = Precisions.of(self.config)
-            trained = max(stage.states.gradients for stage in self.stages)
-            return trained * widths.parameter // widths.gradient
-        return max(stage.states.parameters for stage in self.stages)
+            return max(of_adapters)
+        pairs = zip(self.stages, of_adapters, strict=True)
+        return max(s.states.parameters - (own if peft.enabled else 0) for s, own in pairs)
 
     @cached_property
     def refit_bytes(self) -> int:
