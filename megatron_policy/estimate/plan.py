@@ -105,14 +105,12 @@ class StepPlan:
         name, peft = self.config.reference_model_name, self.config.megatron_cfg.peft
         if peft.enabled and name is None:
             return 0
-        widths = Precisions.of(self.config)
-        of_adapters = [
-            s.states.gradients * widths.parameter // widths.gradient for s in self.stages
-        ]
+        widths, states = Precisions.of(self.config), [stage.states for stage in self.stages]
+        of_adapters = [each.gradients * widths.parameter // widths.gradient for each in states]
         if name is not None and holds_adapters(name):
             return max(of_adapters)
-        pairs = zip(self.stages, of_adapters, strict=True)
-        return max(s.states.parameters - (own if peft.enabled else 0) for s, own in pairs)
+        pairs = zip(states, of_adapters, strict=True)
+        return max(each.parameters - (own if peft.enabled else 0) for each, own in pairs)
 
     @cached_property
     def refit_bytes(self) -> int:
