@@ -131,6 +131,7 @@ def adapter_table(table: Table, rank: int, chosen: Mapping[str, Parts]) -> Table
         entries += [entry for side in zip(*pairs, strict=True) for entry in side]
     for entry in table.entries:
         if entry.hf[0] in TENSORS:
+            assert isinstance(entry.row, Whole), "a scalar head is on every rank"
             hf = tuple(PREFIX + name for name in entry.hf)
             entries.append(replace(entry, hf=hf, row=replace(entry.row, hf=hf)))
     return replace(table, entries=tuple(entries), ignored=ignored, fresh={})

@@ -156,7 +156,7 @@ def begin(config: dict[str, Any], name: str, root: Path) -> list[Any]:
 
 
 def go_on(config: dict[str, Any], name: str, root: Path, steps: list[Any]) -> dict[str, Any]:
-    """The second step after the first one's checkpoint; then everything is handed over."""
+    """The second step after the checkpoint of the first; then everything is handed over."""
     loss = TRAINED[name][1]()
     with resumed(config, root / "saved") as policy:
         taken = [*steps, policy.train(steps_of(policy, "padded")[1], loss, mbs=1)]

@@ -95,7 +95,7 @@ def test_dropout_follows_from_the_seed_and_leaves_ranks_with_the_same_adapters(
 
 
 def test_dropout_is_of_adapters_alone(ranks, checkpoint) -> None:
-    """With B of zeros adapters add nothing, whatever is dropped of it."""
+    """With B of zeros adapters add nothing, regardless of what is dropped."""
     path, data = checkpoint("qwen2", tied=False, **SIZES), batches(1)
     (dropped,) = ranks.run(1, trained, adapted(path, {}, None, dropout=0.5), data)
     (plain,) = ranks.run(1, trained, adapted(path, {}, None), data)

@@ -17,6 +17,7 @@ from megatron_policy.converters.adapters import A, is_stacked
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.rows import fill_parts, fill_shard
+from megatron_policy.converters.rows.expert_rows import StackedAdapterA, StackedAdapterB
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.parallel.topology import Placement
 from megatron_policy.weights.adapters import load_adapters
@@ -99,7 +100,7 @@ def _drawn_stack(entry: Entry, arch: Architecture, peft: PeftConfig, seed: int) 
     """The adapters of all experts of a stack, each drawn on its own."""
     (shape,), (name,) = entry.row.hf_shapes(arch), entry.hf
     whole, own = torch.empty(shape), entry.row.local_shape(arch, 1)
-    assert arch.moe is not None
+    assert arch.moe is not None and isinstance(entry.row, StackedAdapterA | StackedAdapterB)
     for expert in range(arch.moe.experts):
         row = replace(entry.row, expert=expert)
         drawn = _drawn(f"{expert} {name}", own, peft, seed)
