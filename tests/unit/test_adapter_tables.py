@@ -11,6 +11,7 @@ from megatron_policy.config import MegatronConfig, PolicyConfig
 from megatron_policy.config.adapters import adapters_of
 from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.converters.adapters import joined, target_parameters
+from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.rows.blocks import fill_parts, fill_shard
 from megatron_policy.converters.rows.shards import spans
@@ -102,6 +103,28 @@ def test_groups_of_parameters_have_to_have_adapters(table: Table) -> None:
     for idle in ({"roles": ["norm"]}, {"names": ["model.layers.*"]}):
         with pytest.raises(ConfigError, match=r"no adapter is in the group .*roles: \[adapter\]"):
             check(idle | {"lr": 0.1})
+
+
+def test_a_scalar_head_is_trained_beside_adapters_and_can_have_a_group(checkpoint) -> None:
+    head = ScalarHead(per_token=True)
+    table = bind(read_config(checkpoint("qwen2", tied=False, **SIZES)), head=head)
+    own = adapters(table, target_modules=["q_proj"])
+    scores = {f"base_model.model.score.{each}" for each in ("weight", "bias")}
+    assert scores <= own.hf_shapes().keys()
+    whole = joined(table, own)
+    assert len({entry.megatron for entry in whole.entries}) == len(whole.entries)
+
+    def trained(*groups: dict[str, Any]) -> set[str]:
+        section: dict[str, Any] = {"peft": {"enabled": True, "dim": 4, "alpha": 8.0}}
+        settings = section | {"optimizer": {"param_groups": groups}}
+        found = ParamGroups.of(MegatronConfig.model_validate(settings))
+        found.check(whole)
+        return {e.hf[0] for e in whole.entries if not (found.frozen(e) or e.adapts)}
+
+    assert trained() == trained({"roles": ["head"], "lr": 0.1}) == {"score.weight", "score.bias"}
+    assert trained({"names": ["score.*"], "freeze": True}) == set()
+    with pytest.raises(ConfigError, match=r"no adapter is in the group"):
+        trained({"roles": ["norm"], "lr": 0.1})
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
