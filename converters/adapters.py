@@ -2,19 +2,28 @@
 
 A linear layer's weight W becomes `W + scale * B A`. Source: Hu et al. 2021, "LoRA"; names and
 shapes are those of Hugging Face PEFT. Ranks split A and B as they split W: the outputs of a
-column-parallel layer are B's rows, the inputs of a row-parallel one A's columns.
+column-parallel layer are B's rows, the inputs of a row-parallel one A's columns. Beside adapters a
+scalar head is trained in full: PEFT calls such a module one of its `modules_to_save`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.rows.blocks import Block, Role, Row, Shape, even, fill_shard, nth
+from megatron_policy.converters.rows.expert_rows import (
+    Stacked,
+    StackedAdapterA,
+    StackedAdapterB,
+    StackedGateUp,
+    StackedRows,
+)
 from megatron_policy.converters.rows.kinds import (
     ALL,
     Columns,
@@ -26,6 +35,7 @@ from megatron_policy.converters.rows.kinds import (
     Rows,
     Whole,
 )
+from megatron_policy.converters.scalar_head import TENSORS
 from megatron_policy.converters.table import LAYER, Entry, Table
 
 WEIGHT = ".weight"
@@ -98,9 +108,7 @@ class QkvParts(RowBase):
 
 
 def is_adaptable(entry: Entry) -> bool:
-    """Whether it is the weight of a decoder layer's linear layer. Those of experts that HF stacks
-    are not: their adapters have other shapes in PEFT.
-    """
+    """Whether it is the weight of a decoder layer's linear layer, or of an expert."""
     return (
         entry.where == LAYER
         and entry.row.role is Role.MATRIX
@@ -111,18 +119,32 @@ def is_adaptable(entry: Entry) -> bool:
 
 
 def adapter_table(table: Table, rank: int, chosen: Mapping[str, Parts]) -> Table:
-    """The table of the adapters of `rank` on the weights whose Megatron names are in `chosen`."""
+    """The table of the adapters of `rank` on the weights whose Megatron names are in `chosen`, and
+    of a scalar head, by PEFT's names.
+    """
     ignored: dict[str, Ignore] = {}
     entries: list[Entry] = []
+    adapted = [entry for entry in table.entries if entry.megatron in chosen]
+    inside = dict.fromkeys(name for entry in adapted if is_stacked(entry) for name in entry.hf)
+    for _, same in groupby(adapted, key=lambda entry: entry.hf):
+        pairs = [_entries(e, chosen[e.megatron], rank, inside, ignored) for e in same]
+        entries += [entry for side in zip(*pairs, strict=True) for entry in side]
     for entry in table.entries:
-        if entry.megatron in chosen:
-            entries += _entries(entry, chosen[entry.megatron], rank, ignored)
-    return replace(table, entries=tuple(entries), ignored=ignored)
+        if entry.hf[0] in TENSORS:
+            assert isinstance(entry.row, Whole), "a scalar head is on every rank"
+            hf = tuple(PREFIX + name for name in entry.hf)
+            entries.append(replace(entry, hf=hf, row=replace(entry.row, hf=hf)))
+    return replace(table, entries=tuple(entries), ignored=ignored, fresh={})
+
+
+def without_head(adapters: Table) -> Table:
+    """The table of the adapters alone, without a scalar head."""
+    return replace(adapters, entries=tuple(e for e in adapters.entries if e.adapts))
 
 
 def joined(table: Table, adapters: Table | None) -> Table:
     """The model's table with the entries of its adapters, if there are any."""
-    own = () if adapters is None else adapters.entries
+    own = () if adapters is None else without_head(adapters).entries
     return replace(table, entries=(*table.entries, *own)) if own else table
 
 
@@ -150,9 +172,30 @@ def module_of(name: str) -> str:
     return name.removesuffix(WEIGHT)
 
 
-def _entries(entry: Entry, parts: Parts, rank: int, ignored: dict[str, Ignore]) -> Iterator[Entry]:
-    into, out = _rows(entry.row, parts, rank)
+def is_stacked(entry: Entry) -> bool:
+    """Whether it is, or adapts, an expert's part of a tensor that HF has for all experts."""
+    return isinstance(entry.row, Stacked)
+
+
+def target_parameters(adapters: Table) -> list[str]:
+    """The HF tensors with stacked experts that these adapters adapt."""
+    rows = ((entry.row, entry.layer) for entry in adapters.entries)
+    stacked = ((row.of.hf[0], layer) for row, layer in rows if isinstance(row, StackedAdapterB))
+    return sorted({name.replace("{layer}", str(layer)) for name, layer in stacked})
+
+
+def _entries(
+    entry: Entry,
+    parts: Parts,
+    rank: int,
+    stacks: Iterable[str],
+    ignored: dict[str, Ignore],
+) -> Iterator[Entry]:
     numbers = range(len(entry.hf)) if parts is None else parts
+    if is_stacked(entry):
+        yield from _stacked_entries(entry, rank, stacks)
+        return
+    into, out = _rows(entry.row, parts, rank)
     modules = [PREFIX + module_of(entry.hf[number]) for number in numbers]
     first, *others = (module + A for module in modules)
     if parts is None:
@@ -168,16 +211,38 @@ def _entries(entry: Entry, parts: Parts, rank: int, ignored: dict[str, Ignore]) 
         yield replace(entry, megatron=name, hf=hf, row=row, adapts=entry.megatron)
 
 
-def _of(row: Row) -> Qkv | GateUp | Columns | Rows | Whole | None:
+def _stacked_entries(entry: Entry, rank: int, stacks: Iterable[str]) -> Iterator[Entry]:
+    """PEFT wraps a module once for each of its tensors that is adapted; of all such `stacks`, which
+    are in the module's order, the first is innermost.
+    """
+    row = entry.row
+    assert isinstance(row, StackedGateUp | StackedRows), f"{row.megatron} is not adaptable"
+    path = entry.hf[0].rpartition(".")[0]
+    siblings = [name for name in stacks if name.rpartition(".")[0] == path]
+    depth = len(siblings) - 1 - siblings.index(entry.hf[0])
+    inputs, split = (row.dims[1], True) if isinstance(row, StackedRows) else (row.tail[0], False)
+    for side, peft in ((_IN, A), (_OUT, B)):
+        hf = (PREFIX + path + depth * ".base_layer" + peft,)
+        name = module_of(row.megatron) + side
+        own: Row = StackedAdapterA(name, hf, rank, inputs, split, row.expert)
+        if side == _OUT:
+            own = StackedAdapterB(name, hf, row, rank, row.expert)
+        yield replace(
+            entry, megatron=module_of(entry.megatron) + side, hf=hf, row=own, adapts=entry.megatron
+        )
+
+
+def _of(row: Row) -> Qkv | GateUp | Columns | Rows | Whole | StackedGateUp | StackedRows | None:
     """The row, or the one of which it joins the tensors, if adapters can follow it."""
     of = row.of if isinstance(row, Joined) else row
-    return of if isinstance(of, Qkv | GateUp | Columns | Rows | Whole) else None
+    legal = Qkv | GateUp | Columns | Rows | Whole | StackedGateUp | StackedRows
+    return of if isinstance(of, legal) else None
 
 
 def _rows(row: Row, parts: Parts, rank: int) -> tuple[Row, Row]:
     """The rows of A and B."""
     of = _of(row)
-    assert of is not None, f"{row.megatron} is not adaptable"
+    assert isinstance(of, Qkv | GateUp | Columns | Rows | Whole), f"{row.megatron} is not adaptable"
     into, out = (module_of(row.megatron) + side for side in (_IN, _OUT))
     numbers = tuple(range(len(row.hf))) if parts is None else parts
     modules = [PREFIX + module_of(row.hf[number]) for number in numbers]

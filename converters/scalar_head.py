@@ -20,6 +20,8 @@ from megatron_policy.errors import ConversionError
 SEQUENCE, TOKEN = "ForSequenceClassification", "ForTokenClassification"
 _HEAD = "output_layer."
 _WEIGHT, _BIAS = "score.weight", "score.bias"
+TENSORS = (_WEIGHT, _BIAS)
+"""What a checkpoint calls the tensors of a head."""
 _ROWS = (
     Whole(_HEAD + "weight", (_WEIGHT,), (1, "hidden_size")),
     Whole(_HEAD + "bias", (_BIAS,), (1,), when="head.per_token", role=Role.BIAS),

@@ -13,18 +13,34 @@ from safetensors.torch import load_file, save_file
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
+from tests import scalar_oracle
 from tests.exact import load_hf
 
 RANK, ALPHA = 4, 6.0
-_ADAPTER = ".default"
+_ADAPTER, _IN_FULL = ".default", ".modules_to_save"
+_TASKS = {"bradley_terry": "SEQ_CLS", "regression": "TOKEN_CLS"}
 
 
-def make_adapters(base: Path, target: Path, modules: list[str], *, shared: bool = False) -> Path:
+def make_adapters(
+    base: Path,
+    target: Path,
+    modules: list[str],
+    *,
+    shared: bool = False,
+    seed: int = 17,
+    stacks: list[str] | None = None,
+) -> Path:
     """A directory that PEFT saves: random adapters on `modules`, A drawn as B is. With `shared` the
-    modules of a fused layer have the same A.
+    modules of a fused layer have the same A. `stacks` are parameters with stacked experts.
     """
-    torch.manual_seed(17)
-    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=modules, task_type="CAUSAL_LM")
+    torch.manual_seed(seed)
+    config = LoraConfig(
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=modules,
+        target_parameters=stacks,
+        task_type="CAUSAL_LM",
+    )
     model = get_peft_model(load_hf(base), config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -71,12 +87,43 @@ class Loads:
 
 def saved_name(name: str) -> str:
     """How PEFT calls in a file what is the parameter `name` in a model."""
-    return name.replace(_ADAPTER, "")
+    return name.replace(_IN_FULL, "").replace(_ADAPTER, "")
 
 
 def is_adapter(name: str) -> dict[str, float] | None:
-    """For `oracle.train`: adapters are trained as the optimizer says, nothing else is."""
-    return {} if ".lora_" in name else None
+    """For `oracle.train`: adapters are trained as the optimizer says, and so is a scalar head."""
+    return {} if ".lora_" in name or _IN_FULL in name else None
+
+
+def make_head_adapters(kind: str, base: Path, target: Path, modules: list[str]) -> Path:
+    """As `make_adapters`, for a model with a scalar head of that kind; PEFT keeps another head than
+    that of the base among the adapters.
+    """
+    torch.manual_seed(23)
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=modules, task_type=_TASKS[kind])
+    model = get_peft_model(scalar_oracle.load(kind, base), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_adapter(name) is not None:
+                parameter.normal_(0.0, 0.3 if _IN_FULL in name else 0.1)
+    model.save_pretrained(str(target))
+    return target
+
+
+class LoadsWithHead:
+    """As `Loads`, for a model with a scalar head."""
+
+    def __init__(self, kind: str, adapters: Path) -> None:
+        self._kind, self._adapters = kind, adapters
+
+    def __call__(self, path: Path | str, dtype: torch.dtype = torch.float32) -> PeftModel:
+        model: Any = PeftModel.from_pretrained(
+            scalar_oracle.load(self._kind, path, dtype),
+            str(self._adapters),
+            is_trainable=True,
+            autocast_adapter_dtype=False,
+        )
+        return model.to(dtype).eval()
 
 
 PARTS = ("gate_proj", "up_proj", "down_proj")

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from megatron_policy.converters.adapters import PREFIX, A
 from megatron_policy.converters.files import strict_json
-from megatron_policy.converters.files.contained import inside, read
+from megatron_policy.converters.files.contained import expanded, inside, read
 from megatron_policy.converters.files.publishing import new_directories, write_file
 from megatron_policy.errors import ConfigError, ConversionError
 
@@ -23,16 +23,21 @@ BASE = "megatron_policy_base.json"
 """Which base the adapters were trained on, by its digest; PEFT does not read it."""
 _MAX_BYTES = 2**20
 
+_IN_FULL = "modules_to_save"
+_INNER = ".base_layer"
+"""What PEFT calls a module of which it adapts two tensors, within its adapter of the second."""
+_HEADS = ("classifier", "score")
+"""Names under which PEFT looks for a scalar head; models of transformers call it the latter."""
+
 _PLAIN = {
     "use_rslora": False,
     "use_dora": False,
     "fan_in_fan_out": False,
     "bias": "none",
     "lora_bias": False,
-    "modules_to_save": None,
+    _IN_FULL: None,
     "rank_pattern": {},
     "alpha_pattern": {},
-    "target_parameters": None,
     "alora_invocation_tokens": None,
 }
 """Settings of PEFT with which adapters are `W + lora_alpha / r * B A` on linear layers, and no
@@ -44,10 +49,27 @@ _STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Ways to draw the first values that leave the base as it is."""
 
 
-def check_peft_config(root: Path, rank: int | None, alpha: float | None, base: str) -> None:
+def holds_adapters(path: str | Path) -> bool:
+    """Whether it is a directory of adapters, and not of a whole model."""
+    return (expanded(path) / ADAPTER_CONFIG).is_file()
+
+
+def check_peft_config(
+    root: Path,
+    rank: int | None,
+    alpha: float | None,
+    base: str,
+    *,
+    scalar_head: bool = False,
+    parameters: Collection[str] = (),
+) -> bool:
     """ConfigError unless `root` has adapters of this rank and alpha, for the base of the digest
     `base` as far as it says for which; ConversionError for files that are damaged, or whose
     adapters are of another kind.
+
+    Returns whether it also has modules that are trained in full, which only a model with a
+    `scalar_head` can have: that head. `parameters` are the tensors with stacked experts that the
+    adapters have to be of.
     """
     if not (root / ADAPTER_CONFIG).is_file() or not (root / ADAPTER_MODEL).is_file():
         raise ConfigError(
@@ -57,10 +79,16 @@ def check_peft_config(root: Path, rank: int | None, alpha: float | None, base: s
     config = _json(root, ADAPTER_CONFIG)
     if config.get("peft_type") != "LORA":
         raise ConversionError(f"{root} has {config.get('peft_type')!r} adapters, not 'LORA'")
+    in_full = config.get(_IN_FULL) or []
+    _check_parameters(root, config.get("target_parameters") or [], parameters)
     for name, plain in _PLAIN.items():
         if (found := config.get(name)) not in (plain, None, [], {}, False):
+            if name == _IN_FULL and scalar_head and _are_heads(found):
+                continue
             raise ConversionError(
-                f"{root} has adapters with {name}={found!r:.80}, which is not supported"
+                f"{root} has adapters with {name}={found!r:.80}, which is not supported: merge "
+                "them into their base, as PEFT's merge_and_unload() does, and set "
+                "policy.model_name to that"
             )
     if (start := config.get("init_lora_weights")) not in _STARTS:
         raise ConversionError(
@@ -80,6 +108,25 @@ def check_peft_config(root: Path, rank: int | None, alpha: float | None, base: s
             f"weights than policy.model_name, or other hf_config_overrides (digest {other!r:.40}, "
             f"not {base!r}): set policy.model_name and these to what they were trained on"
         )
+    return bool(in_full)
+
+
+def _check_parameters(root: Path, found: object, parameters: Collection[str]) -> None:
+    """ConfigError unless what PEFT finds by these names or ends of names is `parameters`."""
+    names = [str(each) for each in found] if isinstance(found, list) else [str(found)]
+    patterns = {name: {p for p in parameters if f".{p}".endswith(f".{name}")} for name in names}
+    missing = sorted(set(parameters).difference(*patterns.values()))
+    unknown = [name for name, fitting in patterns.items() if not fitting]
+    if missing or unknown:
+        what = f"no adapters of {missing[0]}" if missing else f"adapters of {unknown[0]!r:.200}"
+        raise ConfigError(
+            f"{root} has {what}, unlike policy.megatron_cfg.peft: set target_modules to the "
+            "modules that it adapts"
+        )
+
+
+def _are_heads(modules: object) -> bool:
+    return isinstance(modules, list) and all(each in _HEADS for each in modules)
 
 
 def write_peft(
@@ -92,26 +139,35 @@ def write_peft(
     model: str,
     base: str,
     overwrite: bool,
+    parameters: Collection[str] = (),
 ) -> None:
     """Write adapters, by PEFT's names, as a directory that appears when it is complete.
 
-    `model` is the base's name, `base` its digest. ConfigError if the directory exists, unless
-    `overwrite`.
+    Tensors of a scalar head, which is trained in full, are among them. `parameters` are the adapted
+    tensors with stacked experts, whose adapters have no dropout in PEFT. `model` is the base's
+    name, `base` its digest. ConfigError if the directory exists, unless `overwrite`.
     """
+    stacks = {name.rpartition(".")[0] for name in parameters}
+    head = [name.removeprefix(PREFIX) for name in tensors if ".lora_" not in name]
+    per_token = any(name.endswith(".bias") for name in head)
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": ("TOKEN_CLS" if per_token else "SEQ_CLS") if head else "CAUSAL_LM",
         "base_model_name_or_path": model,
         "r": rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "lora_dropout": dropout,
-        "target_modules": target_modules(tensors),
+        "lora_dropout": 0.0 if parameters else dropout,
+        "target_modules": [
+            name for name in target_modules(tensors) if name.removesuffix(_INNER) not in stacks
+        ],
+        "target_parameters": sorted(parameters) or None,
+        _IN_FULL: sorted({name.rpartition(".")[0] for name in head}) or None,
         "inference_mode": True,
         **{name: _PLAIN[name] for name in ("bias", "fan_in_fan_out", "use_rslora", "use_dora")},
     }
-    head, extents = encode({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
+    header, extents = encode({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
     order = sorted(extents, key=lambda name: extents[name].start)
-    content = b"".join([head, *(_bytes(tensors[name]) for name in order)])
+    content = b"".join([header, *(_bytes(tensors[name]) for name in order)])
     with new_directories([path], overwrite) as (partial,):
         write_file(partial / ADAPTER_MODEL, content)
         write_file(partial / ADAPTER_CONFIG, strict_json.encoded(config, indent=2))

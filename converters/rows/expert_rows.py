@@ -84,5 +84,64 @@ class StackedWhole(RowBase):
         return (Block(0, stack, (nth(self.expert, 1),), (1, *local), ALL),)
 
 
-Stacked = StackedGateUp | StackedRows | StackedWhole
+@dataclass(frozen=True)
+class StackedAdapterA(RowBase):
+    """A of the low-rank adapter on one expert of a stack; PEFT has those of all experts one below
+    another: [experts x rank, inputs].
+    """
+
+    rank: int
+    inputs: str
+    split: bool
+    """Whether ranks share the inputs."""
+    expert: int = 0
+
+    def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
+        experts, inputs = arch.shape(("moe.experts", self.inputs))
+        return ((experts * self.rank, inputs),)
+
+    def local_shape(self, arch: Architecture, size: int) -> Shape:
+        (inputs,) = arch.shape((self.inputs,))
+        return (self.rank, even(inputs, size, self) if self.split else inputs)
+
+    def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
+        (stack,), local = self.hf_shapes(arch), self.local_shape(arch, size)
+        columns = (nth(rank, local[1]),) if self.split else ALL
+        return (Block(0, stack, (nth(self.expert, self.rank), *columns), local, ALL),)
+
+
+@dataclass(frozen=True)
+class StackedAdapterB(RowBase):
+    """B of the low-rank adapter on one expert of a stack; PEFT has those of all experts in turns:
+    [outputs, rank x experts], a column of each expert after another.
+    """
+
+    of: StackedGateUp | StackedRows
+    """The row of the weight that is adapted, whose outputs these are."""
+    rank: int
+    expert: int = 0
+
+    def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
+        (experts,) = arch.shape(("moe.experts",))
+        return ((self.of.local_shape(arch, 1)[0], self.rank * experts),)
+
+    def local_shape(self, arch: Architecture, size: int) -> Shape:
+        return (self.of.local_shape(arch, size)[0], self.rank)
+
+    def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
+        outputs, columns = self.hf_shapes(arch)[0]
+        view = (outputs, self.rank, columns // self.rank)
+        local = (*self.local_shape(arch, size), 1)
+
+        def block(rows: slice, own: slice) -> Block:
+            return Block(0, view, (rows, *ALL, nth(self.expert, 1)), local, (own,))
+
+        if isinstance(self.of, StackedRows):
+            return (block(slice(0, outputs), slice(0, outputs)),)
+        mine = local[0] // 2
+        ends = 2 * mine * rank, 2 * mine * (rank + 1)
+        return tuple(block(slice(ends[0] + n, ends[1], 2), nth(n, mine)) for n in range(2))
+
+
+Stacked = StackedGateUp | StackedRows | StackedWhole | StackedAdapterA | StackedAdapterB
 """Rows whose HF tensor holds all experts of a layer; `expert` says which one the row takes."""

@@ -79,6 +79,8 @@ def _summary(config: PolicyConfig, architecture: Architecture, topology: Topolog
     axes = " x ".join(f"{axis}={getattr(topology, axis)}" for axis in ("pp", "dp", "cp", "tp"))
     table = Table(show_header=False, box=None)
     table.add_row("model", printable(config.model_name))
+    if config.reference_model_name is not None:
+        table.add_row("reference", printable(config.reference_model_name))
     table.add_row(
         "shape",
         f"{architecture.num_layers} layers, {architecture.num_attention_heads} heads in "

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from megatron_policy.config.model_table import model_table
+from megatron_policy.config.model_table import check_reference, model_table
 from megatron_policy.config.policy_config import PolicyConfig
 from megatron_policy.converters.adapters import (
     Parts,
     adapter_table,
     is_adaptable,
+    is_stacked,
     joined,
     module_of,
 )
@@ -46,14 +48,31 @@ def adapters_of(config: PolicyConfig, table: Table) -> Table | None:
         for entry in entries
         if (parts := _parts(entry, peft.target_modules, peft.exclude_modules)) != ()
     }
+    _refuse_single_experts(entries, chosen)
     if not chosen:
         raise ConfigError(f"{_KEY}.exclude_modules leaves no module to adapt: name fewer")
     return adapter_table(table, peft.dim, chosen)
 
 
+def _refuse_single_experts(entries: Iterable[Entry], chosen: Container[str]) -> None:
+    """ConfigError if only some experts of a tensor that HF has for all of them are adapted."""
+    stacks: dict[tuple[str, ...], set[bool]] = defaultdict(set)
+    for entry in filter(is_stacked, entries):
+        stacks[entry.hf].add(entry.megatron in chosen)
+        if len(stacks[entry.hf]) > 1:
+            raise ConfigError(
+                f"{_KEY}: the experts of {entry.hf[0]} are in one tensor, whose adapter has all of "
+                "them: put * where the expert's number is, or name that tensor"
+            )
+
+
 def trained_table(config: PolicyConfig) -> Table:
-    """The table of the model that a configuration names, with its adapters if it has any."""
+    """The table of the model that a configuration names, with its adapters if it has any.
+
+    ConfigError also for a reference that does not fit it.
+    """
     table = model_table(config)
+    check_reference(config, table, wanted=True)
     return joined(table, adapters_of(config, table))
 
 

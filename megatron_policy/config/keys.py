@@ -36,6 +36,10 @@ _POLICY: Rules = {
         """model_name train_global_batch_size train_micro_batch_size max_total_sequence_length
         make_sequence_length_divisible_by seed logprob_chunk_size""",
     ),
+    "reference_model_name": Applied(
+        "of this project: the reference policy, if it is not what training starts from. A Hugging "
+        "Face checkpoint of the same architecture or, with megatron_cfg.peft, a directory of PEFT"
+    ),
     "precision": Applied("float32, bfloat16, or float16 with a factor on losses"),
     "logprob_batch_size": Applied("train_micro_batch_size where it is not given"),
     "generation_batch_size": Applied("logprob_batch_size where it is not given"),

@@ -1,9 +1,11 @@
-"""Binds the table of the model that a configuration names, with the fields that it overrides."""
+"""Binds the tables of the models that a configuration names, with the fields that it overrides: the
+policy's own, and that of its reference.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from megatron_policy.config.layout import mtp_layers
@@ -16,10 +18,12 @@ from megatron_policy.converters.formats.hf_config import (
     read_config,
     transformers_config,
 )
+from megatron_policy.converters.formats.peft_files import holds_adapters
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.errors import ConfigError, ConversionError
 
 _KEY = "policy.hf_config_overrides"
+_REFERENCE = "policy.reference_model_name"
 _SHOWN = 3
 
 # What transformers' classes call the sizes of a model.
@@ -107,6 +111,75 @@ def _first(config: Any, names: tuple[str, ...]) -> int | None:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return None
+
+
+def check_reference(config: PolicyConfig, table: Table, *, wanted: bool) -> None:
+    """ConfigError if `reference_model_name` is given for a policy of `table` without a reference
+    (`wanted`), or names what cannot be one.
+    """
+    if config.reference_model_name is None:
+        return
+    if not wanted:
+        raise ConfigError(
+            f"{_REFERENCE} is {config.reference_model_name!r}, but this policy was made with "
+            "init_reference_model=False: leave the key out, or let the policy have a reference"
+        )
+    reference_table(config, table)
+
+
+def reference_table(config: PolicyConfig, table: Table) -> Table | None:
+    """The table of the checkpoint that `reference_model_name` names, for a policy of `table`; None
+    if it names adapters, or nothing.
+
+    ConfigError for adapters of a policy that has none, and for a checkpoint of another family or
+    architecture, or without the policy's head.
+    """
+    name = config.reference_model_name
+    if name is None:
+        return None
+    if holds_adapters(name):
+        if not config.megatron_cfg.peft.enabled:
+            raise ConfigError(
+                f"{_REFERENCE} is a directory of adapters, but this policy has none: enable "
+                "policy.megatron_cfg.peft, or merge them into their base, as PEFT's "
+                "merge_and_unload() does, and give a checkpoint of that"
+            )
+        return None
+    layers, head = mtp_layers(config.megatron_cfg), scalar_head(config)
+    overrides = dict(config.hf_config_overrides or {})
+    overrides.pop(_COEFFICIENT, None)  # of use in training only
+    try:
+        found = bind(read_config(name, overrides), mtp_layers=layers, head=head)
+    except (ConfigError, ConversionError) as error:
+        raise ConfigError(f"{_REFERENCE}: {error}") from error
+    if found.family != table.family:
+        raise ConfigError(
+            f"{_REFERENCE} is a {found.family} model and policy.model_name a {table.family} model: "
+            "the reference has to be of the same architecture"
+        )
+    _refuse_other_architecture(table.architecture, found.architecture)
+    if found.fresh:
+        raise ConfigError(
+            f"{_REFERENCE} has no {', '.join(found.fresh)}: give a checkpoint with the head that "
+            "policy.reward_model_cfg asks for"
+        )
+    return found
+
+
+def _refuse_other_architecture(own: Architecture, other: Architecture) -> None:
+    """ConfigError, naming what differs, unless the model can compute with the other's weights."""
+    names = [f.name for f in fields(Architecture) if f.compare]
+    different = [
+        f"{name} is {getattr(other, name)!r:.200}, not {getattr(own, name)!r:.200}"
+        for name in names
+        if getattr(other, name) != getattr(own, name)
+    ]
+    if different:
+        raise ConfigError(
+            f"{_REFERENCE} is of another architecture than policy.model_name: "
+            f"{'; '.join(different[:_SHOWN])}. Give a checkpoint of the same architecture; if only "
+            "a setting differs, override it with policy.hf_config_overrides, which both models get"
+        )
 
 
 def scalar_head(config: PolicyConfig) -> ScalarHead | None:

@@ -13,12 +13,15 @@ from megatron_policy.config import MegatronConfig
 from megatron_policy.config.trained import ParamGroupConfig, ParamRole
 from megatron_policy.converters.rows import Role
 from megatron_policy.converters.rows.blocks import of_expert
+from megatron_policy.converters.scalar_head import TENSORS as SCALAR_HEAD
 from megatron_policy.converters.table import EMBEDDING, HEAD, Entry, Table
 from megatron_policy.errors import ConfigError
 
 _KEY = "policy.megatron_cfg.optimizer.param_groups"
 _ROUTER = ".mlp.router."
 _SHOWN = 4
+_BASE = ParamGroupConfig(roles=tuple(r for r in get_args(ParamRole) if r != "adapter"), freeze=True)
+"""What adapters leave as it is: all else but a scalar head."""
 
 
 def role_of(entry: Entry) -> str:
@@ -52,8 +55,7 @@ class ParamGroups:
         """The groups that `settings` ask for."""
         first = []
         if settings.peft.enabled:
-            base = tuple(role for role in get_args(ParamRole) if role != "adapter")
-            first = [ParamGroupConfig(roles=base, freeze=True)]
+            first = [_BASE]
         elif settings.freeze_moe_router:
             first = [ParamGroupConfig(roles=("router",), freeze=True)]
         return cls([*first, *settings.optimizer.param_groups])
@@ -81,6 +83,8 @@ class ParamGroups:
     def _group(self, role: str, name: str) -> ParamGroupConfig | None:
         for group, pattern in zip(self._groups, self._patterns, strict=True):
             fits = pattern is None or pattern.fullmatch(name) is not None
+            if group is _BASE and name in SCALAR_HEAD:
+                continue
             if fits and (group.roles is None or role in group.roles):
                 return group
         return None
@@ -118,11 +122,13 @@ class ParamGroups:
             trained = trained or not (entry.row.keeps_dtype or self.frozen(entry))
         if not trained:
             raise ConfigError(f"{_KEY} freezes every parameter: leave some to be trained")
-        self._refuse_idle([entry for entry in table.entries if entry.adapts])
+        self._refuse_idle(table)
 
-    def _refuse_idle(self, adapters: Sequence[Entry]) -> None:
-        """ConfigError for a group with rates that no adapter is in, if there are adapters."""
-        used = {id(self.group_of(entry)) for entry in adapters}
+    def _refuse_idle(self, table: Table) -> None:
+        """ConfigError for a group with rates that nothing trained is in, if there are adapters."""
+        adapters = [entry for entry in table.entries if entry.adapts]
+        head = [entry for entry in table.entries if entry.hf[0] in SCALAR_HEAD]
+        used = {id(self.group_of(entry)) for entry in [*adapters, *head]}
         for group in self._groups if adapters else ():
             if not group.freeze and id(group) not in used:
                 said = group.model_dump(exclude_none=True, include={"names", "roles"})

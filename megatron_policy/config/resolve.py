@@ -233,11 +233,6 @@ def _adapters(config: PolicySection) -> Iterator[str]:
             f"{at}: with A and B of zeros neither has a gradient: give lora_A_init_method "
             "'xavier', 'kaiming' or 'normal'"
         )
-    if config.reward_model_cfg.enabled:
-        yield (
-            f"{at} would leave the scalar head of policy.reward_model_cfg as it is, which is not "
-            "trained beside adapters yet: disable one of them"
-        )
     if config.megatron_cfg.mtp_num_layers:
         yield (
             f"{at} adapts no layers for multi-token prediction: set "

@@ -261,6 +261,11 @@ class PolicySection(Section):
     """The keys of a policy."""
 
     model_name: str
+    reference_model_name: str | None = None
+    """The reference policy: a Hugging Face checkpoint of the same architecture or, with
+    `megatron_cfg.peft`, a directory of such adapters. By default the weights that training starts
+    from, with adapters the model without them.
+    """
     tokenizer: TokenizerConfig = TokenizerConfig()
     precision: Dtype = "bfloat16"
     train_global_batch_size: Count

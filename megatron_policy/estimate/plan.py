@@ -13,6 +13,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import check_layout, layer_split, topology_of
 from megatron_policy.config.parallel_sizes import Engine, engine_of
 from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.formats.peft_files import holds_adapters
 from megatron_policy.errors import ConfigError
 from megatron_policy.estimate.devices import NODE, DeviceFigures
 from megatron_policy.estimate.memory import (
@@ -22,7 +23,7 @@ from megatron_policy.estimate.memory import (
     stage_memory,
 )
 from megatron_policy.estimate.schedule import Schedule
-from megatron_policy.estimate.states import WIDTHS, ModelRows, written_bytes
+from megatron_policy.estimate.states import WIDTHS, ModelRows, Precisions, written_bytes
 from megatron_policy.estimate.step_time import StepTime, step_time
 from megatron_policy.parallel.topology import LayerSplit, Topology
 
@@ -100,11 +101,17 @@ class StepPlan:
     @property
     def reference_bytes(self) -> int:
         """Host memory for the weights of a frozen reference policy, on the fullest rank: none with
-        adapters, whose base is the reference.
+        adapters whose base is the reference, and as much as they take if it has others.
         """
-        if self.config.megatron_cfg.peft.enabled:
+        name, peft = self.config.reference_model_name, self.config.megatron_cfg.peft
+        if peft.enabled and name is None:
             return 0
-        return max(stage.states.parameters for stage in self.stages)
+        widths, states = Precisions.of(self.config), [stage.states for stage in self.stages]
+        of_adapters = [each.gradients * widths.parameter // widths.gradient for each in states]
+        if name is not None and holds_adapters(name):
+            return max(of_adapters)
+        pairs = zip(states, of_adapters, strict=True)
+        return max(each.parameters - (own if peft.enabled else 0) for each, own in pairs)
 
     @cached_property
     def refit_bytes(self) -> int:

@@ -166,15 +166,19 @@ class Trainable(Protocol):
 
 
 class Adapters(Protocol):
-    """Low-rank adapters on a rank's part of a model: all that is trained of it."""
+    """Low-rank adapters on a rank's part of a model: all that is trained of it, but for a scalar
+    head, which belongs to them here.
+    """
 
     @property
     def table(self) -> Table:
-        """Their entries, with the tensors that PEFT has for them."""
+        """Their entries, with the tensors that PEFT has for them. Those of a scalar head adapt
+        nothing.
+        """
 
     @property
     def held(self) -> Held:
-        """This rank's adapters."""
+        """This rank's adapters, and its scalar head."""
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
@@ -196,7 +200,7 @@ class Adapters(Protocol):
         """
 
     def off(self) -> AbstractContextManager[None]:
-        """In this context the model computes without its adapters."""
+        """In this context the model computes without its adapters, with the base's scalar head."""
 
 
 class TrainingEngine(Protocol):

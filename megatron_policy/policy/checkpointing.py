@@ -201,11 +201,12 @@ def source_dtypes(
     config: PolicyConfig, weights_path: AnyPath | None, with_reference: bool
 ) -> dict[str, torch.dtype] | None:
     """The dtypes that the weights had in Hugging Face format, as recorded in the checkpoint that
-    all of them come from; None if they come from `config.model_name`, as a reference does, and
-    what adapters adapt. CheckpointError if there is no checkpoint.
+    all of them come from; None if they come from `config.model_name`, as do what adapters adapt and
+    a reference that the configuration does not name. CheckpointError if there is no checkpoint.
     """
     path = _absolute(weights_path)
-    if path is None or with_reference or config.megatron_cfg.peft.enabled:
+    read = with_reference and config.reference_model_name is None
+    if path is None or read or config.megatron_cfg.peft.enabled:
         return None
     return common_state.source_dtypes(tracker.find(path))
 

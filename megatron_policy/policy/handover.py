@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron_policy.config import PolicyConfig
+from megatron_policy.converters.adapters import target_parameters
 from megatron_policy.converters.formats.peft_files import write_peft
 from megatron_policy.errors import ExportError, RefitError
 from megatron_policy.interfaces.engine import Adapters, TrainingEngine
@@ -98,6 +99,7 @@ def _export_adapters(
             write_peft(
                 Path(path),
                 found,
+                parameters=target_parameters(adapters.table),
                 rank=peft.dim,
                 alpha=peft.alpha,
                 dropout=peft.dropout,

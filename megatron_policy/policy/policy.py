@@ -63,7 +63,8 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights):
 
         `tokenizer` is any object with `pad_token_id` and `eos_token_id`; only `generate` needs one.
         With `weights_path` the policy starts from a checkpoint, whose report is `loaded`; the
-        reference is always `config.model_name`, whose weights are not needed without a reference.
+        reference is `config.model_name`, whose weights are not needed without a reference, or
+        `config.reference_model_name`.
         No collective waits longer than `timeout_s` seconds, by default the config's
         `collective_timeout_s`. `engine` builds this rank's part of the model, by default of
         Megatron-Core. ConfigError for a layout, ConversionError or CheckpointError for unfit files.
@@ -137,13 +138,15 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights):
     def reference_logprobs(
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None
     ) -> torch.Tensor:
-        """`logprobs` under the weights this policy started from, of whole distributions."""
+        """`logprobs` under the reference's weights, of whole distributions."""
         with self.reference():
             return self.logprobs(data, micro_batch_size=micro_batch_size)
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """In this context the policy has its starting weights, afterwards its own, bit for bit."""
+        """In this context the policy has the weights of its reference, those that it started from
+        unless `reference_model_name` says otherwise; afterwards its own, bit for bit.
+        """
         reference = self._session.reference
         self.memory.ready("reference_logprobs()", EXCHANGE_WEIGHTS)
         with reference.active(), self.memory.in_use("the reference policy"):
@@ -161,8 +164,8 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights):
         """
         self.memory.ready("named_parameters()", CHANGE_WEIGHTS)
         adapters = self._engine.adapters
-        held = [*self._engine.held, *(adapters.held if adapters else ())]
-        return ((entry.megatron, parameter) for entry, parameter in held)
+        own = [pair for pair in adapters.held if pair[0].adapts] if adapters else []
+        return ((entry.megatron, parameter) for entry, parameter in [*self._engine.held, *own])
 
     def decoder_layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
         """This rank's decoder layers by global number. Their outputs are `[S, B, D]`; under

@@ -12,7 +12,7 @@ from megatron_policy import device
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.adapters import adapters_of
 from megatron_policy.config.layout import check_layout, topology_of
-from megatron_policy.config.model_table import model_table
+from megatron_policy.config.model_table import check_reference, model_table
 from megatron_policy.config.parallel_sizes import parallel_sizes
 from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.converters.adapters import joined
@@ -21,7 +21,7 @@ from megatron_policy.interfaces.engine import EngineBuilder, Trainable, Training
 from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.memory.policy_state import PolicyState
 from megatron_policy.refit.exporter import Exporter
-from megatron_policy.training.reference import AdaptersOff, ReferenceWeights
+from megatron_policy.training.reference import Reference, reference_of
 from megatron_policy.weights.load import DTYPES
 
 
@@ -43,9 +43,9 @@ class Session:
         source_dtypes: Mapping[str, torch.dtype] | None = None,
         builder: EngineBuilder,
     ) -> None:
-        assert source_dtypes is None or not init_reference_model, "a reference is what was read"
         checked_timeout(timeout_s)
         self._table = model_table(config)
+        check_reference(config, self._table, wanted=init_reference_model)
         # Tensor parallelism hides its collectives behind matrix products that are launched after
         # them, which must not start first (megatron/core/tensor_parallel/layers.py).
         device.place_process(in_launch_order=parallel_sizes(config).tp > 1)
@@ -53,7 +53,7 @@ class Session:
         self._owns_process_group = device.join_process_group(timeout_s)
         self._open = True
         self.state = PolicyState(awaits_weights=source_dtypes is not None)
-        self._reference: ReferenceWeights | AdaptersOff | None = None
+        self._reference: Reference | None = None
         try:
             self.rank = dist.get_rank()
             self.topology = topology_of(config, dist.get_world_size())
@@ -69,11 +69,7 @@ class Session:
                 timeout_s=timeout_s,
                 source_dtypes=source_dtypes,
             )
-            adapters = self.engine.adapters
-            if adapters is not None:
-                self._reference = AdaptersOff(adapters)
-            elif init_reference_model:
-                self._reference = ReferenceWeights([p for _, p in self.engine.held])
+            self._reference = reference_of(config, self.engine, wanted=init_reference_model)
             self.exporter = Exporter(
                 self.engine,
                 timeout_s=config.refit_timeout_s,
@@ -96,8 +92,8 @@ class Session:
         self.exporter.agree(failure)
 
     @property
-    def reference(self) -> ReferenceWeights | AdaptersOff:
-        """The weights the policy started from; RuntimeError if none were kept."""
+    def reference(self) -> Reference:
+        """The reference policy; RuntimeError if there is none."""
         if self._reference is None:
             raise RuntimeError(
                 "this policy was made with init_reference_model=False: it has no reference"

@@ -51,7 +51,7 @@ class Sources:
         self.architecture = architecture
         self._held = {entry.megatron: parameter for entry, parameter in held}
         self._adapters = adapters
-        self._adapted = {e.adapts for e, _ in adapters.held} if adapters else set[str]()
+        self._adapted = {e.adapts for e, _ in adapters.held if e.adapts} if adapters else set[str]()
         self._merged: tuple[str, Tensor] | None = None
         if adapters is not None:
             self._held |= {entry.megatron: parameter for entry, parameter in adapters.held}

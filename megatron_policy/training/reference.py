@@ -1,34 +1,38 @@
-"""The frozen reference policy: host copies of this rank's parameters, swapped with the live ones on
-demand.
+"""The frozen reference policy: other weights in host memory, exchanged with the live ones on
+demand, or the same weights without adapters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
-from megatron_policy.device.exchange import Pair, copy_out, swap
-from megatron_policy.interfaces.engine import Adapters
-from megatron_policy.memory.pinned_pool import PinnedMemoryPool
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.model_table import reference_table
+from megatron_policy.converters.formats.hf_files import HfReader
+from megatron_policy.converters.table import Table
+from megatron_policy.errors import ConfigError, ConversionError
+from megatron_policy.interfaces.engine import Adapters, TrainingEngine
+from megatron_policy.memory.host_copies import HostCopies
+from megatron_policy.weights.adapters import load_adapters
+from megatron_policy.weights.load import load_parameters
 
-_NESTED = "the reference policy is active already; its context does not nest"
+_KEY = "policy.reference_model_name"
 
 
-class ReferenceWeights:
-    """Parameters as they were when this was made, in (pinned) host memory.
-
-    While the reference is active that memory holds the policy's weights. The two are swapped tensor
-    by tensor, so the device never holds more than two extra tensors and the host never more than
-    one copy.
+class Reference:
+    """What the model computes with while the reference is active: other values of some parameters,
+    and no `adapters`, where these are given.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        pool = PinnedMemoryPool()
-        self._parameters = tuple(parameters)
-        self._frozen = tuple(pool.take(p.data.nbytes) for p in self._parameters)
-        copy_out(self._pairs())
+    def __init__(
+        self, parameters: Sequence[torch.Tensor] = (), adapters: Adapters | None = None
+    ) -> None:
+        """The values are those that `parameters` have now."""
+        self._copies = HostCopies(parameters) if parameters else None
+        self._adapters = adapters
         self._active = False
 
     @property
@@ -42,41 +46,61 @@ class ReferenceWeights:
         restored afterwards.
         """
         if self._active:
-            raise RuntimeError(_NESTED)
+            raise RuntimeError("the reference policy is active already; its context does not nest")
         self._active = True
         try:
-            swap(self._pairs())
-            try:
-                yield
-            finally:
-                swap(self._pairs())
-        finally:
-            self._active = False
-
-    def _pairs(self) -> list[Pair]:
-        return [(p.data, pieces) for p, pieces in zip(self._parameters, self._frozen, strict=True)]
-
-
-class AdaptersOff:
-    """The reference of a policy with adapters: the same model without them, which needs no copy."""
-
-    def __init__(self, adapters: Adapters) -> None:
-        self._adapters = adapters
-        self._active = False
-
-    @property
-    def in_use(self) -> bool:
-        """As of `ReferenceWeights`."""
-        return self._active
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """As of `ReferenceWeights`."""
-        if self._active:
-            raise RuntimeError(_NESTED)
-        self._active = True
-        try:
-            with self._adapters.off():
+            with ExitStack() as stack:
+                if self._adapters is not None:
+                    stack.enter_context(self._adapters.off())
+                if self._copies is not None:
+                    stack.enter_context(self._copies.exchanged())
                 yield
         finally:
             self._active = False
+
+
+def reference_of(config: PolicyConfig, engine: TrainingEngine, *, wanted: bool) -> Reference | None:
+    """The reference that the configuration names; by default the weights that the policy starts
+    from, if it is `wanted`, with adapters the model without them, which takes no memory.
+
+    ConfigError for files that the model of `engine` cannot have its weights from.
+    """
+    name, adapters = config.reference_model_name, engine.adapters
+    if name is None:
+        if adapters is not None:
+            return Reference(adapters=adapters)
+        return Reference([p for _, p in engine.held]) if wanted else None
+    table = reference_table(config, engine.table)
+    if table is not None:
+        return _of_checkpoint(name, table, engine)
+    assert adapters is not None, "checked with the table"
+    return _of_adapters(name, config, engine, adapters)
+
+
+def _of_checkpoint(name: str, table: Table, engine: TrainingEngine) -> Reference:
+    found = Reference([p for _, p in engine.held], engine.adapters)
+    with found.active(), _naming_the_key(), HfReader(name) as reader:
+        load_parameters(engine.held, reader, table, engine.place)
+    return found
+
+
+def _of_adapters(
+    name: str, config: PolicyConfig, engine: TrainingEngine, adapters: Adapters
+) -> Reference:
+    """The same weights with other adapters."""
+    peft = config.megatron_cfg.peft
+    found = Reference([p for _, p in adapters.held])
+    own = (adapters.held, adapters.table, engine.place)
+    or_else = ". Or merge them into their base, as export_hf does, and name that"
+    with found.active(), _naming_the_key(or_else):
+        load_adapters(name, *own, rank=peft.dim, alpha=peft.alpha, base=adapters.base)
+    return found
+
+
+@contextmanager
+def _naming_the_key(or_else: str = "") -> Iterator[None]:
+    """Errors of files say which key named them, and what `or_else` to do."""
+    try:
+        yield
+    except (ConfigError, ConversionError) as error:
+        raise ConfigError(f"{_KEY}: {error}{or_else}") from error

@@ -144,12 +144,22 @@ def export_and_read(config: dict[str, Any], tokens: torch.Tensor, path: Path) ->
         return policy.logprobs(BatchedDataDict({"input_ids": tokens}))
 
 
-@pytest.mark.parametrize("name", in_turns(["EP2xTP2+SP", "EP2xETP2+TP2"]))
+@pytest.mark.parametrize(
+    ("family", "name"),
+    in_turns(
+        [
+            ("olmoe", "EP2xTP2+SP"),
+            ("olmoe", "EP2xETP2+TP2"),
+            ("gpt_oss", "EP2xPP2"),
+            ("gpt_oss", "EP2xTP2+SP"),
+        ]
+    ),
+)
 def test_peft_computes_what_the_policy_does_with_adapters_of_experts(
-    ranks, checkpoint, tmp_path: Path, name: str
+    ranks, checkpoint, tmp_path: Path, family: str, name: str
 ) -> None:
     """PEFT itself stacks the adapters of single experts, as transformers stacks the experts."""
-    path, tokens = checkpoint("olmoe", tied=False, **SIZES), batches(1)["input_ids"]
+    path, tokens = checkpoint(family, tied=False, **SIZES), batches(1)["input_ids"]
     case, target = EXPERT_LAYOUTS[name], tmp_path / "peft"
     config = adapted(path, case.megatron, None, **ANEW)
     seen = ranks.run(case.world, export_and_read, config, tokens, target)
@@ -200,23 +210,34 @@ def last_of(policy: Any, steps: list[BatchedDataDict]) -> dict[str, Any]:
     return {"loss": result["loss"], "adapters": adapters}
 
 
-RESUMED = [("TP2+SP", "PP2 uneven"), ("one process", "TP2"), ("PP2xVPP2", "one process")]
+RESUMED = [
+    ("TP2+SP", "PP2 uneven", "qwen2"),
+    ("one process", "TP2", "qwen2"),
+    ("PP2xVPP2", "one process", "qwen2"),
+    ("EP2", "one process", "qwen3_moe"),
+    ("EP2xTP2+SP", "EP2xPP2", "qwen3_moe"),
+    ("TP2+SP, experts whole", "EP2xETP2+TP2", "qwen3_moe"),
+    ("EP2xTP2+SP", "PP2", "gpt_oss"),
+    ("EP4", "EP2xTP2+SP", "gpt_oss"),
+]
 
 
-@pytest.mark.parametrize(("name", "other"), in_turns(RESUMED))
+@pytest.mark.parametrize(("name", "other", "family"), in_turns(RESUMED))
 def test_a_checkpoint_of_adapters_goes_on_in_any_layout(
-    ranks, checkpoint, tmp_path: Path, name: str, other: str
+    ranks, checkpoint, tmp_path: Path, name: str, other: str, family: str
 ) -> None:
-    path, data = checkpoint("qwen2", tied=False, **SIZES), batches(3)
+    path, data = checkpoint(family, tied=False, **SIZES), batches(3)
+    cases, modules = LAYOUTS | EXPERT_LAYOUTS, [] if family == "gpt_oss" else ALL
     here, there = (
-        adapted(path, LAYOUTS[n].megatron, None, target_modules=ALL, **ANEW) for n in (name, other)
+        adapted(path, cases[n].megatron, None, target_modules=modules, **ANEW)
+        for n in (name, other)
     )
-    uninterrupted = ranks.run(LAYOUTS[name].world, three_steps, here, data)[0]
-    ranks.run(LAYOUTS[name].world, save_after_two, here, data, tmp_path)
+    uninterrupted = ranks.run(cases[name].world, three_steps, here, data)[0]
+    ranks.run(cases[name].world, save_after_two, here, data, tmp_path)
     for folder in paths(tmp_path).values():
         keys = manifest.read(tracker.find(folder)).tensors.keys()
         assert keys and all(".adapter." in key for key in keys)
-    for seen in ranks.run(LAYOUTS[other].world, third_step, there, data, tmp_path):
+    for seen in ranks.run(cases[other].world, third_step, there, data, tmp_path):
         torch.testing.assert_close(seen["loss"], uninterrupted["loss"], rtol=1e-5, atol=1e-6)
         for weight, tensor in uninterrupted["adapters"].items():
             torch.testing.assert_close(seen["adapters"][weight], tensor, rtol=1e-4, atol=1e-5)
@@ -288,10 +309,10 @@ def test_checkpoints_of_another_kind_or_base_are_refused(ranks, checkpoint, tmp_
         ranks.run(1, fresh_adapters, one)
 
 
-def states(config: dict[str, Any], data: BatchedDataDict) -> dict[str, int]:
+def states(config: dict[str, Any], data: BatchedDataDict, loss: Any = None) -> dict[str, int]:
     """Bytes of gradients and of what the optimizer keeps, and elements of the adapters."""
     with open_policy(config, init_reference_model=False) as policy:
-        policy.train(own_steps(policy, data)[0], LOSSES["token"](), mbs=1)
+        policy.train(own_steps(policy, data)[0], loss or LOSSES["token"](), mbs=1)
         trainable = policy._engine.trainable
         shards = list(optimizer_shards(trainable.optimizer))
         buffers = [

@@ -176,3 +176,35 @@ def test_adapters_of_latent_attention_are_trained_like_pefts(
     config = adapted(path, case.megatron, start, target_modules=LATENT)
     for seen in ranks.run(case.world, train, config, data):
         assert_trained(seen, hf, own, peft_models.saved_name)
+
+
+STACKS = ["gate_up_proj", "down_proj"]
+STACKED = [
+    ("one process", STACKS),
+    ("EP2", STACKS),
+    ("EP2xTP2+SP", STACKS),
+    ("EP2xPP2", ["down_proj"]),
+    ("EP2xCP2", STACKS),
+    ("EP4xDP2, distributed optimizer, overlaps", STACKS),
+    ("EP4", ["gate_up_proj"]),
+    ("TP2+SP, experts whole", STACKS),
+]
+
+
+@pytest.mark.parametrize(("name", "stacks"), in_turns(STACKED))
+def test_adapters_of_stacked_experts_are_trained_like_pefts(
+    ranks, checkpoint, tmp_path: Path, name: str, stacks: list[str]
+) -> None:
+    """PEFT adapts the parameters themselves (`target_parameters`)."""
+    path, modules = checkpoint("gpt_oss", tied=False, **SIZES), ["q_proj", "o_proj"]
+    parameters = [f"experts.{each}" for each in stacks]
+    start = peft_models.make_adapters(path, tmp_path / "start", modules, stacks=parameters)
+    data = oracle.make_batch(STEPS * GLOBAL_BATCH, LENGTH, VOCAB)
+    own, load = peft_models.is_adapter, peft_models.Loads(start)
+    hf = oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level, own=own, load=load)
+    expected = hf.read(partial(oracle.hf_logprobs, tokens=data["input_ids"]))
+    case = (LAYOUTS | EXPERT_LAYOUTS)[name]
+    config = adapted(path, case.megatron, start, target_modules=[*modules, *stacks])
+    for seen in ranks.run(case.world, train, config, data):
+        assert_trained(seen, hf, own, peft_models.saved_name)
+        assert_equal("logprobs after training", seen["logprobs"][:, 1:], expected)

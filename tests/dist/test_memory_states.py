@@ -38,6 +38,7 @@ from tests.turns import in_turns
 SHARDED = {"optimizer": {"use_distributed_optimizer": True}}
 BF16 = {"precision": "bfloat16"}
 SMALL = 1024
+LORA = {"enabled": True, "dim": 8, "alpha": 16.0}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "one process": ("one process", {}, {}),
     "TP2": ("TP2", {}, {}),
@@ -46,6 +47,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "distributed optimizer, overlapped": ("DP2", OVERLAPPED, {}),
     "distributed fp32 main parameters": ("DP2", OVERLAPPED, BF16),
     "experts": ("DP2", OVERLAPPED, {}),
+    "adapters": ("PP2xVPP2", {"peft": LORA}, BF16),
+    "adapters, distributed, overlapped": ("DP2", OVERLAPPED | {"peft": LORA}, {}),
 }
 ROUTES: dict[str, tuple[MemoryState, ...]] = {
     "none": (),

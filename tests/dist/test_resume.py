@@ -192,6 +192,11 @@ def test_four_steps_equal_two_a_save_a_load_in_other_processes_and_two(
     else:
         bare = without_weights(path, tmp_path / "bare")
         after = ranks.run(case.layout.world, from_checkpoint, case.config(bare), root, False)
+    assert_went_on(before, after, root)
+
+
+def assert_went_on(before: list[Any], after: list[Any], root: Path) -> None:
+    """What each rank sees of `from_checkpoint` is what it has seen of `straight`, bit by bit."""
     for old, new in zip(before, after, strict=True):
         assert not old.get("early"), "the save was complete before what it should not wait for"
         for seen in (old, new):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,8 @@ import torch
 from megatron_policy.config import MegatronConfig, PolicyConfig
 from megatron_policy.config.adapters import adapters_of
 from megatron_policy.config.param_groups import ParamGroups
-from megatron_policy.converters.adapters import joined
+from megatron_policy.converters.adapters import joined, target_parameters
+from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.rows.blocks import fill_parts, fill_shard
 from megatron_policy.converters.rows.shards import spans
@@ -105,6 +105,28 @@ def test_groups_of_parameters_have_to_have_adapters(table: Table) -> None:
             check(idle | {"lr": 0.1})
 
 
+def test_a_scalar_head_is_trained_beside_adapters_and_can_have_a_group(checkpoint) -> None:
+    head = ScalarHead(per_token=True)
+    table = bind(read_config(checkpoint("qwen2", tied=False, **SIZES)), head=head)
+    own = adapters(table, target_modules=["q_proj"])
+    scores = {f"base_model.model.score.{each}" for each in ("weight", "bias")}
+    assert scores <= own.hf_shapes().keys()
+    whole = joined(table, own)
+    assert len({entry.megatron for entry in whole.entries}) == len(whole.entries)
+
+    def trained(*groups: dict[str, Any]) -> set[str]:
+        section: dict[str, Any] = {"peft": {"enabled": True, "dim": 4, "alpha": 8.0}}
+        settings = section | {"optimizer": {"param_groups": groups}}
+        found = ParamGroups.of(MegatronConfig.model_validate(settings))
+        found.check(whole)
+        return {e.hf[0] for e in whole.entries if not (found.frozen(e) or e.adapts)}
+
+    assert trained() == trained({"roles": ["head"], "lr": 0.1}) == {"score.weight", "score.bias"}
+    assert trained({"names": ["score.*"], "freeze": True}) == set()
+    with pytest.raises(ConfigError, match=r"no adapter is in the group"):
+        trained({"roles": ["norm"], "lr": 0.1})
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(
     "targets",
@@ -128,20 +150,74 @@ def test_shards_give_the_tensors_they_were_filled_from(
         assert all(map(torch.equal, back, whole)), entry.megatron
 
 
+STACKED = "base_model.model.model.layers.1.mlp.experts"
+
+
 @pytest.mark.parametrize(
-    ("family", "missing"), [("gpt_oss", {"gate_up_proj", "down_proj"}), ("phi3", set())]
+    ("asked", "expected"),
+    [
+        ([], {"gate_up_proj": ".base_layer", "down_proj": ""}),
+        (["q_proj", "linear_fc1"], {"gate_up_proj": ""}),
+        (["mlp.experts.down_proj"], {"down_proj": ""}),
+        (["model.layers.*.mlp.experts.*"], {"gate_up_proj": ".base_layer", "down_proj": ""}),
+        (["q_proj"], {}),
+    ],
+    ids=str,
 )
-def test_what_hugging_face_keeps_in_one_tensor(
-    checkpoint, family: str, missing: set[str], tmp_path: Path
+def test_stacked_experts_have_the_adapters_of_a_parameter(
+    checkpoint, asked: list[str], expected: dict[str, str]
 ) -> None:
-    """Experts that are stacked have no adapters; a joined projection has one."""
-    table = bind(read_config(checkpoint(family, layers=2)))
-    names = {
-        name.rpartition(".lora_")[0].rpartition(".")[2] for name in adapters(table).hf_shapes()
+    """As PEFT has them, which wraps the module once for each of its parameters."""
+    own = adapters(bind(read_config(checkpoint("gpt_oss", layers=2))), target_modules=asked)
+    found = {name: shape for name, shape in own.hf_shapes().items() if name.startswith(STACKED)}
+    moe = own.architecture.moe
+    assert moe is not None
+    rank, hidden = 4 * moe.experts, own.architecture.hidden_size
+    sizes = {"gate_up_proj": (hidden, 2 * moe.ffn_hidden_size)}
+    sizes["down_proj"] = (moe.ffn_hidden_size, hidden)
+    assert found == {
+        f"{STACKED}{inside}.lora_{side}.weight": shape
+        for name, inside in expected.items()
+        for side, shape in (("A", (rank, sizes[name][0])), ("B", (sizes[name][1], rank)))
     }
-    assert not names & missing and "o_proj" in names
-    if family == "phi3":
-        assert {"qkv_proj", "gate_up_proj"} <= names
-        assert adapters(table, target_modules=["qkv_proj"]) == adapters(
-            table, target_modules=["linear_qkv"]
-        )
+    assert target_parameters(own) == sorted(
+        f"model.layers.{layer}.mlp.experts.{name}" for layer in range(2) for name in expected
+    )
+
+
+def test_experts_of_a_stack_are_adapted_together(checkpoint) -> None:
+    table = bind(read_config(checkpoint("gpt_oss", layers=2)))
+    with pytest.raises(ConfigError, match=r"experts.down_proj are in one tensor.*put \*"):
+        adapters(table, target_modules=["*.layers.0.*.local_experts.1.linear_fc2"])
+    with pytest.raises(ConfigError, match=r"called 'router'; legal are .*gate_up_proj"):
+        adapters(table, target_modules=["router"])
+
+
+def test_a_joined_projection_has_one_adapter(checkpoint) -> None:
+    table = bind(read_config(checkpoint("phi3", layers=2)))
+    names = {n.rpartition(".lora_")[0].rpartition(".")[2] for n in adapters(table).hf_shapes()}
+    assert {"qkv_proj", "gate_up_proj", "o_proj"} <= names
+    assert adapters(table, target_modules=["qkv_proj"]) == adapters(
+        table, target_modules=["linear_qkv"]
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_shards_of_stacked_adapters_give_the_tensors_they_were_filled_from(
+    checkpoint, size: int
+) -> None:
+    found = adapters(
+        bind(read_config(checkpoint("gpt_oss", layers=2))),
+        target_modules=["down_proj", "gate_up_proj"],
+    )
+    arch = found.architecture
+    wholes = {n: torch.randn(shape) for n, shape in found.hf_shapes().items()}
+    backs = {name: torch.full_like(whole, torch.nan) for name, whole in wholes.items()}
+    for entry in found.entries:
+        (name,) = entry.hf
+        for rank in range(size):
+            shard = torch.empty(entry.row.local_shape(arch, size))
+            fill_shard(entry.row, arch, shard, [wholes[name]], rank, size)
+            fill_parts(entry.row, arch, [backs[name]], shard, rank, size)
+            assert spans(entry.row, arch, rank, size)
+    assert all(torch.equal(backs[name], whole) for name, whole in wholes.items())

@@ -63,6 +63,26 @@ def test_microbatches_of_tokens_are_shown_as_such_and_fit_any_number_of_replicas
     assert "ranks that fit 2, 4, 6, 8" in said
 
 
+def test_what_is_trained_and_the_reference_are_shown(checkpoint, tmp_path) -> None:
+    path, other = checkpoint("qwen2"), checkpoint("qwen2", seed=3)
+    peft = {"enabled": True, "dim": 4, "alpha": 8.0, "target_modules": ["o_proj"]}
+    file = Path(write(tmp_path, path, peft=peft))
+    document = yaml.safe_load(file.read_text())
+
+    def shown(**top: Any) -> tuple[int, str]:
+        file.write_text(yaml.safe_dump({"policy": document["policy"] | top}))
+        return run("inspect-config", str(file))
+
+    code, said = shown(reference_model_name=str(other))
+    assert code == 0 and "reference" in said, said
+    assert f" {4 * 4 * (64 + 64):,} parameters" in said
+    code, said = shown(reward_model_cfg={"enabled": True, "reward_model_type": "regression"})
+    assert code == 0 and "reference" not in said, said
+    assert f" {4 * 4 * (64 + 64) + 64 + 1:,} parameters" in said
+    code, said = shown(reference_model_name=str(checkpoint("qwen2", layers=2)))
+    assert code != 0 and "num_layers is 2, not 4" in said
+
+
 def test_without_a_world_size_one_replica_is_shown(checkpoint, tmp_path) -> None:
     file = write(tmp_path, checkpoint("qwen2"), tensor_model_parallel_size=2)
     code, said = run("inspect-config", file)

@@ -275,6 +275,11 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
         ({SCHEDULER + "end_weight_decay": 0.5}, "make them equal, or weight_decay_incr_style"),
         ({MEGATRON + "pipeline_dtype": "float32"}, "value of policy.precision"),
         ({MEGATRON + "peft": {"enabled": True}}, "peft is enabled without dim: give it a number"),
+        ({MEGATRON + "peft": LORA | {"dim": 0}}, "peft.dim: .*greater than 0, not 0"),
+        ({MEGATRON + "peft": LORA | {"alpha": 0}}, "peft.alpha: .*not 0"),
+        ({MEGATRON + "peft": LORA | {"dropout": 1.0}}, "peft.dropout: .*less than 1, not 1.0"),
+        ({MEGATRON + "peft": LORA | {"dropout_position": "in"}}, "dropout_position: .*'post'"),
+        ({MEGATRON + "peft": LORA | {"target_modules": "q_proj"}}, "target_modules: .*tuple"),
         (
             {MEGATRON + "peft": LORA | {"lora_dtype": "float16"}},
             "lora_dtype=float16 contradicts policy.precision=.*leave it out",
@@ -282,13 +287,6 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
         (
             {MEGATRON + "peft": LORA | {"lora_A_init_method": "zero"}},
             "neither has a gradient: give lora_A_init_method",
-        ),
-        (
-            {
-                MEGATRON + "peft": LORA,
-                "reward_model_cfg": {"enabled": True, "reward_model_type": "bradley_terry"},
-            },
-            "would leave the scalar head of policy.reward_model_cfg as it is",
         ),
         (
             {MEGATRON + "peft": LORA, MEGATRON + "mtp_num_layers": 1},

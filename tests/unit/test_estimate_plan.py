@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from megatron_policy.cli import app
 from megatron_policy.cli.plan_report import lines
 from megatron_policy.config import PolicyConfig
+from megatron_policy.config.adapters import trained_table
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.estimate.devices import SHORT
@@ -443,3 +444,29 @@ def test_more_memory_admits_more_plans() -> None:
     larger = replace(SHORT["H100"], memory_bytes=141 * GIB)
     more = search({**BASE, "model_name": "m"}, rows, ranks, larger)
     assert len(more.fitting) > len(found("Llama-3.1-8B").fitting)
+
+
+def test_a_reference_takes_host_memory_where_it_is_not_the_base(tmp_path: Path) -> None:
+    whole, adapters = model(tmp_path, QWEN_7B), tmp_path / "adapters"
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text("{}")
+    peft = {"enabled": True, "dim": 16, "alpha": 32.0}
+
+    def reference_bytes(reference: Path | None, **megatron: Any) -> tuple[int, int]:
+        named = {} if reference is None else {"reference_model_name": str(reference)}
+        section = BASE["megatron_cfg"] | megatron
+        config = PolicyConfig.parse(
+            {**BASE, "model_name": str(whole), "megatron_cfg": section, **named}
+        )
+        table = trained_table(config)
+        plan = plan_of(config, ModelRows.of(table), 8, SHORT["H100"])
+        own = [entry for entry in table.entries if entry.adapts]
+        sizes = [math.prod(e.row.local_shape(table.architecture, 1)) for e in own]
+        return plan.reference_bytes, 2 * sum(sizes)
+
+    everything = 2 * PUBLISHED_PARAMETERS["Qwen2.5-7B"]
+    assert reference_bytes(None)[0] == reference_bytes(whole)[0] == everything
+    assert reference_bytes(None, peft=peft)[0] == 0
+    assert reference_bytes(whole, peft=peft)[0] == everything
+    exchanged, of_adapters = reference_bytes(adapters, peft=peft)
+    assert of_adapters <= exchanged < 1.01 * of_adapters

@@ -77,6 +77,8 @@ def test_an_existing_directory_is_kept_unless_it_shall_be_replaced(written: Path
         (ADAPTER_CONFIG, {"modules_to_save": ["lm_head"]}, ConversionError, "modules_to_save="),
         (ADAPTER_CONFIG, {"r": 8}, ConfigError, "peft.dim is 4, but .* have r=8: set it to that"),
         (ADAPTER_CONFIG, {"lora_alpha": 1}, ConfigError, "peft.alpha is 8.0, but .* lora_alpha=1"),
+        (ADAPTER_CONFIG, {"target_parameters": ["w"]}, ConfigError, "adapters of 'w', unlike"),
+        (ADAPTER_CONFIG, {"target_parameters": 3}, ConfigError, "adapters of '3', unlike"),
         (BASE, {"digest": "0ther"}, ConfigError, "'some/model', which has other weights than"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
@@ -99,3 +101,34 @@ def test_a_damaged_config_is_named(written: Path, text: str) -> None:
 def test_a_directory_without_adapters_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="save_pretrained or export_peft wrote"):
         check_peft_config(tmp_path, 4, 8.0, "5eed")
+
+
+STACKS = [f"model.layers.{layer}.mlp.experts.down_proj" for layer in (0, 1)]
+
+
+def test_parameters_of_experts_are_named_whole_or_by_their_ends(tmp_path: Path) -> None:
+    path, at = tmp_path / "adapters", "base_model.model.model.layers.{}.mlp.experts.{}lora_A.weight"
+    insides = ("", "base_layer.")
+    tensors = {at.format(n, inside): torch.zeros(4, 2) for n in (0, 1) for inside in insides}
+    own: dict[str, Any] = {"rank": 4, "alpha": 8.0, "dropout": 0.1, "model": "", "base": "5eed"}
+    write_peft(path, TENSORS | tensors, **own, overwrite=False, parameters=STACKS)
+    check_peft_config(path, 4, 8.0, "5eed", parameters=STACKS)
+    config = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    assert config["target_modules"] == [f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)]
+    assert (config["target_parameters"], config["lora_dropout"]) == (STACKS, 0.0)
+    changed(path, ADAPTER_CONFIG, target_parameters=["experts.down_proj"])
+    check_peft_config(path, 4, 8.0, "5eed", parameters=STACKS)
+    for other in (STACKS[:1], ["experts.gate_up_proj"], ["xperts.down_proj"], None):
+        changed(path, ADAPTER_CONFIG, target_parameters=other)
+        with pytest.raises(ConfigError, match=r"no adapters of model.layers.*set target_modules"):
+            check_peft_config(path, 4, 8.0, "5eed", parameters=STACKS)
+
+
+def test_a_head_that_is_trained_in_full_is_taken_for_a_model_that_has_one(written: Path) -> None:
+    assert not check_peft_config(written, 4, 8.0, "5eed", scalar_head=True)
+    changed(written, ADAPTER_CONFIG, modules_to_save=["classifier", "score"])
+    assert check_peft_config(written, 4, 8.0, "5eed", scalar_head=True)
+    for other in (["score", "lm_head"], "score", [{"score": 1}], {"score": 1}):
+        changed(written, ADAPTER_CONFIG, modules_to_save=other)
+        with pytest.raises(ConversionError, match="merge them into their base"):
+            check_peft_config(written, 4, 8.0, "5eed", scalar_head=True)

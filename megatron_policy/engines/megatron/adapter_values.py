@@ -6,22 +6,22 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.trained import PeftConfig
-from megatron_policy.converters.adapters import A
-from megatron_policy.converters.files.contained import expanded
+from megatron_policy.converters.adapters import A, is_stacked
+from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.formats.hf_files import HfReader
-from megatron_policy.converters.formats.peft_files import ADAPTER_MODEL, check_peft_config
-from megatron_policy.converters.rows import fill_shard
-from megatron_policy.converters.table import Table
-from megatron_policy.errors import ConfigError, ConversionError
+from megatron_policy.converters.rows import fill_parts, fill_shard
+from megatron_policy.converters.rows.expert_rows import StackedAdapterA, StackedAdapterB
+from megatron_policy.converters.table import Entry, Table
 from megatron_policy.parallel.topology import Placement
-from megatron_policy.weights.load import DTYPES, Held, load_parameters
+from megatron_policy.weights.adapters import load_adapters
+from megatron_policy.weights.load import DTYPES, Held
 
 _NORMAL_STD = 0.2
 """As Megatron-Bridge, from which the host takes its names of methods."""
@@ -59,59 +59,53 @@ _METHODS: dict[str, Init] = {
 def first_adapters(
     held: Held, table: Table, place: Placement, config: PolicyConfig, base: str
 ) -> dict[str, torch.dtype]:
-    """Fill adapters of weights whose digest is `base` with the values that they start from. Returns
-    the dtypes in which they are handed over.
+    """Fill adapters of weights whose digest is `base` with the values that they start from. A
+    scalar head keeps those of the base, unless a directory to start from has others. Returns the
+    dtypes in which they are handed over.
 
     ConversionError unless a directory to start from holds exactly the adapters of the table, and
     ConfigError for adapters of another rank or scale, or of other weights.
     """
     peft = config.megatron_cfg.peft
+    names = [*table.hf_shapes(), *table.copies()]
+    drawn = dict.fromkeys(names, DTYPES[config.precision])
     if peft.start_from is None:
-        return _draw(held, table, place, peft, config.seed, DTYPES[config.precision])
-    root = expanded(peft.start_from)
-    check_peft_config(root, peft.dim, peft.alpha, base)
-    with HfReader(root, ADAPTER_MODEL) as reader:
-        try:
-            table.check_hf(reader.shapes, reader.dtypes)
-        except ConversionError as error:
-            raise ConfigError(
-                f"{root} does not have the adapters that policy.megatron_cfg.peft asks for: set "
-                "target_modules to the modules that it adapts, or policy.model_name to the model "
-                f"that they were trained on. {error}"
-            ) from error
-        _check_shared(root, reader, table)
-        load_parameters(held, reader, table, place)
-        return dict(reader.dtypes)
-
-
-def _check_shared(root: Path, reader: HfReader, table: Table) -> None:
-    """ConfigError unless the modules of a fused layer, which has one A, have the same in a file."""
-    for name, first in table.copies().items():
-        there = name in reader.shapes
-        if not there or not torch.equal(reader.tensor(name), reader.tensor(first)):
-            what = f"differs from {first}" if there else "is missing"
-            raise ConfigError(
-                f"{name} {what} in {root}, but policy.megatron_cfg.peft names the fused layer, "
-                "whose modules share one A: name the modules in target_modules instead, as in "
-                "[q_proj, k_proj, v_proj]"
-            )
+        _draw([pair for pair in held if pair[0].adapts], table, place, peft, config.seed)
+        return drawn
+    own = load_adapters(
+        peft.start_from, held, table, place, rank=peft.dim, alpha=peft.alpha, base=base
+    )
+    return drawn | own
 
 
 @torch.no_grad()
-def _draw(
-    held: Held, table: Table, place: Placement, peft: PeftConfig, seed: int, dtype: torch.dtype
-) -> dict[str, torch.dtype]:
+def _draw(held: Held, table: Table, place: Placement, peft: PeftConfig, seed: int) -> None:
     """Each Hugging Face tensor is drawn whole in fp32, from the seed and its name, and sliced: the
     values do not depend on the layout.
     """
     arch = table.architecture
+    stack: tuple[tuple[str, ...], list[torch.Tensor]] = ((), [])
     for entry, parameter in held:
-        shapes = entry.row.hf_shapes(arch)
-        parts = [
-            _drawn(name, shape, peft, seed) for name, shape in zip(entry.hf, shapes, strict=True)
-        ]
+        if is_stacked(entry):
+            if stack[0] != entry.hf:  # once for all its experts
+                stack = entry.hf, [_drawn_stack(entry, arch, peft, seed)]
+            parts = stack[1]
+        else:
+            shapes = zip(entry.hf, entry.row.hf_shapes(arch), strict=True)
+            parts = [_drawn(name, shape, peft, seed) for name, shape in shapes]
         fill_shard(entry.row, arch, parameter.data, parts, *place.shard_of(entry.row))
-    return dict.fromkeys([*table.hf_shapes(), *table.copies()], dtype)
+
+
+def _drawn_stack(entry: Entry, arch: Architecture, peft: PeftConfig, seed: int) -> torch.Tensor:
+    """The adapters of all experts of a stack, each drawn on its own."""
+    (shape,), (name,) = entry.row.hf_shapes(arch), entry.hf
+    whole, own = torch.empty(shape), entry.row.local_shape(arch, 1)
+    assert arch.moe is not None and isinstance(entry.row, StackedAdapterA | StackedAdapterB)
+    for expert in range(arch.moe.experts):
+        row = replace(entry.row, expert=expert)
+        drawn = _drawn(f"{expert} {name}", own, peft, seed)
+        fill_parts(row, arch, [whole], drawn, 0, 1)
+    return whole
 
 
 def base_digest(reader: HfReader, overrides: Mapping[str, Any]) -> str:

@@ -27,11 +27,20 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.config.trained import PeftConfig
-from megatron_policy.converters.adapters import PREFIX, B, Concatenated, module_of, outputs
+from megatron_policy.converters.adapters import (
+    PREFIX,
+    B,
+    Concatenated,
+    module_of,
+    outputs,
+    target_parameters,
+    without_head,
+)
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.canonical import canonical_name
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.device import current_device
+from megatron_policy.memory.host_copies import HostCopies
 from megatron_policy.parallel.topology import Placement
 from megatron_policy.weights.load import Held
 
@@ -84,7 +93,7 @@ class LowRank(torch.nn.Module):
         # Experts' inputs and outputs are exchanged by the dispatcher, outside the layer.
         self.exchanged_outside = bool(getattr(linear, "explicit_expert_comm", False))
         split_sequence = config.sequence_parallel and not self.exchanged_outside
-        self.splits_sequence = bool(split_sequence)
+        self.sequence_parallel = bool(split_sequence)
         if split_sequence:
             # Applied to this rank's positions, so that gradients are summed over ranks.
             applied = [] if self.splits_inputs else [self.a]
@@ -100,12 +109,12 @@ class LowRank(torch.nn.Module):
         elif self.exchanged_outside:
             b_QR = copy_to_tensor_model_parallel_region(b_QR, self.group)
         if self.before:
-            x = self._dropped(x, self.splits_sequence or self.splits_inputs)
+            x = self._dropped(x, self.sequence_parallel or self.splits_inputs)
         inner = self._exchanged(F.linear(x, a_SI)) * self.scale
         y = F.linear(inner, self._spread(b_QR))
         if self.before:
             return y
-        whole = self.splits_inputs and not self.splits_sequence
+        whole = self.splits_inputs and not self.sequence_parallel
         return self._dropped(y, not whole)
 
     def merged(self, weight_OI: torch.Tensor) -> torch.Tensor:
@@ -125,13 +134,13 @@ class LowRank(torch.nn.Module):
         if self.exchanged_outside or not (self.splits_outputs or self.splits_inputs):
             return inner
         whole: torch.Tensor
-        if self.splits_outputs and self.splits_sequence:
+        if self.splits_outputs and self.sequence_parallel:
             whole = gather_from_sequence_parallel_region(
                 inner, tensor_parallel_output_grad=True, group=self.group
             )
         elif self.splits_outputs:
             whole = copy_to_tensor_model_parallel_region(inner, self.group)
-        elif self.splits_sequence:
+        elif self.sequence_parallel:
             whole = reduce_scatter_to_sequence_parallel_region(inner, group=self.group)
         else:
             whole = reduce_from_tensor_model_parallel_region(inner, self.group)
@@ -164,13 +173,16 @@ class MegatronAdapters:
     dtypes: Mapping[str, torch.dtype]
     base: str
     peft: PeftConfig
+    head: HostCopies
+    """The base's values of a scalar head, which is trained in full; of nothing without one."""
     modules: Mapping[str, LowRank]
     switch: Switch
 
     @property
     def identity(self) -> dict[str, Any]:
         """See `Adapters`."""
-        names = "\n".join([*self.table.hf_shapes(), *sorted(self.table.copies())])
+        table = self.table
+        names = "\n".join([*table.hf_shapes(), *sorted(table.copies()), *target_parameters(table)])
         modules = hashlib.sha256(names.encode()).hexdigest()[:32]
         return {
             "base": self.base,
@@ -187,11 +199,22 @@ class MegatronAdapters:
     @contextmanager
     def off(self) -> Iterator[None]:
         """See `Adapters`."""
-        self.switch.on = False
-        try:
-            yield
-        finally:
-            self.switch.on = True
+        with self.head.exchanged():
+            self.switch.on = False
+            try:
+                yield
+            finally:
+                self.switch.on = True
+
+
+def held_adapters(everything: Held, adapters: Table) -> tuple[Held, HostCopies]:
+    """The adapters among this rank's parameters, which have their values from the checkpoint, and
+    its scalar head; then the values of the head.
+    """
+    entries = {entry.megatron: entry for entry in adapters.entries}
+    held = [(entries[e.megatron], p) for e, p in everything if e.megatron in entries]
+    head = [parameter for entry, parameter in held if not entry.adapts]
+    return held, HostCopies(head, max(sum(p.nbytes for p in head), 1))
 
 
 def install_adapters(
@@ -211,7 +234,7 @@ def install_adapters(
         return found, switch
     bases = {entry.megatron: entry for entry in table.entries}
     sides: dict[str, list[Entry]] = defaultdict(list)
-    for entry in adapters.entries:
+    for entry in without_head(adapters).entries:
         sides[entry.adapts].append(entry)
     moe = table.architecture.moe
     experts = range(0) if moe is None else place.experts(moe.experts)

@@ -21,7 +21,11 @@ from megatron_policy.converters.architecture import Architecture, vocab_shard
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.table import Table
 from megatron_policy.engines.megatron.adapter_values import base_digest, first_adapters
-from megatron_policy.engines.megatron.adapters import MegatronAdapters, install_adapters
+from megatron_policy.engines.megatron.adapters import (
+    MegatronAdapters,
+    held_adapters,
+    install_adapters,
+)
 from megatron_policy.engines.megatron.build import build_chunks, held_layers
 from megatron_policy.engines.megatron.engine import MegatronEngine
 from megatron_policy.engines.megatron.head import Head
@@ -119,9 +123,10 @@ def _build(
     source_dtypes, base = _fill(config, held, table, place, source_dtypes)
     adapters = None
     if of_adapters is not None:
-        own = [pair for pair in everything if pair[0].adapts]
+        own, head_of_base = held_adapters(everything, of_adapters)
         dtypes = first_adapters(own, of_adapters, place, config, base)
-        adapters = MegatronAdapters(of_adapters, own, dtypes, base, settings.peft, *installed)
+        values = (own, dtypes, base, settings.peft, head_of_base)
+        adapters = MegatronAdapters(of_adapters, *values, *installed)
     param_groups = ParamGroups.of(settings)
     freeze(built, everything, param_groups)
     pending_reads = PendingReads()

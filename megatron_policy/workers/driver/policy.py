@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import check_layout, topology_of
-from megatron_policy.config.model_table import model_table
+from megatron_policy.config.model_table import check_reference, model_table
 from megatron_policy.config.parallel_sizes import env_vars_of
 from megatron_policy.coordination.authenticated_connection import new_secret
 from megatron_policy.errors import ConfigError
@@ -62,7 +62,7 @@ class Policy(
         workers_per_node: fewer workers than the cluster has bundles, per node.
         init_optimizer: whether `train` will be called without `eval_mode`.
         weights_path, optimizer_path: a checkpoint to resume from, as `load_checkpoint` takes them;
-            the reference is still the model of the config.
+            the reference is still the one that the config names.
         init_reference_model: whether `get_reference_policy_logprobs` will be called.
 
     Batches are split over data-parallel ranks in the caller's order or, with dynamic batching and
@@ -85,7 +85,9 @@ class Policy(
         self.config = PolicyConfig.parse(config)
         self._tokenizer = tokenizer
         self._can_train, self._has_reference = init_optimizer, init_reference_model
-        architecture = model_table(self.config).architecture
+        table = model_table(self.config)
+        check_reference(self.config, table, wanted=init_reference_model)
+        architecture = table.architecture
         self.topology = topology_of(self.config, cluster.size_of(workers_per_node))
         check_layout(self.config, architecture, self.topology)
         self._dispatcher = BatchDispatcher.of(self.config, self.topology, architecture)
