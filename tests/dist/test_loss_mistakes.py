@@ -189,9 +189,7 @@ def first_batch_only(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("megatron", [{}, {"dtensor_cfg": {}}], ids=["Megatron-Core", "FSDP2"])
-def test_steps_before_the_one_that_fails_stay_and_are_counted(
-    ranks, checkpoints, megatron
-) -> None:
+def test_steps_before_the_one_that_fails_stay_and_are_counted(ranks, checkpoints, megatron) -> None:
     config = policy_config(checkpoints[True], megatron)
     alone = ranks.run(2, first_batch_only, config)
     for each, weights in zip(ranks.run(2, fail_in_the_second_batch, config), alone, strict=True):

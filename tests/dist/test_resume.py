@@ -350,7 +350,11 @@ def test_weights_moments_and_schedule_go_on_under_another_layout(
             apart = furthest(seen[key] / old[0][key], torch.ones(()))
             check(f"resumed {key}, {'precise' if precise else 'rounded'}", apart, allowed)
         report = seen["report"]
-        assert {*report.restored} | report.not_restored.keys() == ALL
+        missing = set(report.not_restored)
+        if "dtensor_cfg" in saver.layout.megatron and "dtensor_cfg" not in loader.layout.megatron:
+            # Schedules of torch have no such settings as Megatron-Core's.
+            missing = {name for name in missing if not name.startswith("schedule.")}
+        assert {*report.restored} | missing == ALL
         assert ALL - {*report.restored} <= {"random numbers"}, report
     if precise:
         later, then = (on_disk(tmp_path / n, 3) for n in ("a step later", "loaded, a step later"))

@@ -113,9 +113,7 @@ CASES = {
     "FSDP2 x 2": Case(2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron),
     "FSDP2 2x2 copies, dynamic": Case(4, FSDP2_LAYOUTS["FSDP2 2x2 copies"].megatron, top=DYNAMIC),
     "FSDP2 CP2, packed": Case(2, FSDP2_LAYOUTS["FSDP2 CP2"].megatron, top=PACKED),
-    "FSDP2 x 2, bf16": Case(
-        2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron, top={"precision": "bfloat16"}
-    ),
+    "FSDP2 x 2, bf16": Case(2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron, top={"precision": "bfloat16"}),
 }
 WARMING_UP = {"scheduler": {"lr_warmup_iters": 8, "lr_warmup_init": 0.0}}
 WARMING_UP_FSDP2 = {

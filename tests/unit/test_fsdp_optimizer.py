@@ -1,4 +1,4 @@
-"""Optimizers and schedules of torch under FSDP2: what is refused, and state made ahead of a step."""
+"""Optimizers and schedules of torch under FSDP2: what is refused, and state made early."""
 
 from __future__ import annotations
 
