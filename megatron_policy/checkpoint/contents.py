@@ -20,6 +20,7 @@ from megatron_policy.converters.table import Table
 from megatron_policy.device import random_states
 from megatron_policy.errors import CheckpointError
 from megatron_policy.interfaces.engine import TrainingEngine
+from megatron_policy.parallel.topology import Topology
 from megatron_policy.weights.load import Held
 
 _KEPT = 4  # kinds of saves: with and without the optimizer, in one directory or in two
@@ -65,12 +66,19 @@ class NonTensorState:
 class Contents:
     """One rank's policy, as checkpoints see it."""
 
-    def __init__(self, engine: TrainingEngine, generators: Mapping[str, torch.Generator]) -> None:
-        """`generators` are the policy's own random generators, by name."""
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        topology: Topology,
+        generators: Mapping[str, torch.Generator],
+    ) -> None:
+        """`topology` is how ranks share a batch; `generators` are the policy's own random
+        generators, by name.
+        """
         self._engine, self._generators = engine, generators
         self._saved = saved_by(engine)
         place = engine.place
-        self._topology, self._rank = place.topology, place.topology.rank(place.coords)
+        self._topology, self._rank = topology, place.topology.rank(place.coords)
         trainable = engine.trainable
         self._training = None if trainable is None else trainable.state
         self._found: dict[tuple[object, ...], list[local_shards.WriteItem]] = {}

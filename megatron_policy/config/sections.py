@@ -322,5 +322,8 @@ class PolicySection(Section):
     activation_checkpointing_enabled: bool = False
     optimizer: PytorchOptimizerConfig | None = None
     scheduler: (
-        tuple[SinglePytorchSchedulerConfig | SchedulerMilestones, ...] | SchedulerMilestones | None
+        tuple[SinglePytorchSchedulerConfig | SchedulerMilestones, ...]
+        | SinglePytorchSchedulerConfig
+        | SchedulerMilestones
+        | None
     ) = None

@@ -48,7 +48,7 @@ class Checkpoints:
         """`generators` are the policy's own random number generators, by name."""
         self._session, self._config, self._tokenizer = session, config, tokenizer
         self._engine = session.engine
-        self._contents = Contents(session.engine, generators)
+        self._contents = Contents(session.engine, session.topology, generators)
         store = dist.distributed_c10d._get_default_store()
         size = session.topology.world_size
         self._coordinator = Coordinator(store, session.rank, size, config.checkpoint_timeout_s)

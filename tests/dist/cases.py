@@ -28,6 +28,8 @@ def policy_config(
     """
     if "dtensor_cfg" in megatron:
         matrices = {"weight_decay_of": "matrices"}
+        if "checkpoint" in megatron:
+            top = {"megatron_cfg": {"enabled": False, "checkpoint": megatron["checkpoint"]}} | top
         return fsdp_config(path, matrices | dict(megatron["dtensor_cfg"]), lr=lr, **top)
     ddp = {"grad_reduce_in_fp32": True, "overlap_grad_reduce": False, "overlap_param_gather": False}
     section = {
@@ -145,6 +147,15 @@ def train_two_steps(
             )
             seen["after"] = policy.logprobs(BatchedDataDict({"input_ids": tokens}))
         return seen
+
+
+def learned_weights(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
+    """Copies of this rank's parts of the weights by global name; under FSDP2, where no part is
+    Megatron-Core's, of whole tensors by HF name.
+    """
+    fsdp = policy.config.dtensor_cfg.enabled
+    named = policy.export() if fsdp else policy.named_parameters()
+    return {name: tensor.detach().clone() for name, tensor in named}
 
 
 def own_steps(policy: MegatronPolicy, data: BatchedDataDict) -> list[BatchedDataDict]:

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.engines.hugging_face.table import local_part
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
@@ -37,6 +38,24 @@ NEVER_CONSTANT = {
     },
 }
 """Learning rate and weight decay differ at every step: a counter that is lost is noticed."""
+NEVER_CONSTANT_FSDP2 = [
+    {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1}},
+    {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 7}},
+    {"milestones": [2]},
+]
+"""A learning rate that differs at every step, through the end of the first schedule."""
+CONSTANT = {
+    "optimizer": {"lr": oracle.LR, "min_lr": oracle.LR},
+    "scheduler": {
+        "lr_decay_style": "constant",
+        "lr_warmup_iters": 0,
+        "lr_warmup_init": oracle.LR,
+        "start_weight_decay": oracle.WEIGHT_DECAY,
+        "end_weight_decay": oracle.WEIGHT_DECAY,
+        "weight_decay_incr_style": "constant",
+    },
+}
+"""What both engines have alike."""
 HOST_DATA = {"consumed_samples": 17, "epoch": {"number": 0, "order": [2, 0, 1]}, "name": "né"}
 
 
@@ -52,8 +71,12 @@ def merged(*sections: dict[str, Any]) -> dict[str, Any]:
 
 def config_of(path: Path | str, *megatron: dict[str, Any], **top: Any) -> dict[str, Any]:
     """A policy whose schedule moves at every step, and which can generate."""
-    settings = {"generation": {"max_new_tokens": 5}, "checkpoint_timeout_s": 30.0}
-    return policy_config(path, merged(NEVER_CONSTANT, *megatron), **(settings | top))
+    settings: dict[str, Any] = {"generation": {"max_new_tokens": 5}, "checkpoint_timeout_s": 30.0}
+    section = merged(NEVER_CONSTANT, *megatron)
+    if "dtensor_cfg" in section and section["scheduler"] == NEVER_CONSTANT["scheduler"]:
+        settings["scheduler"] = NEVER_CONSTANT_FSDP2
+    lr = section["optimizer"]["lr"]
+    return policy_config(path, section, lr, **(settings | top))
 
 
 def train(policy: MegatronPolicy, numbers: list[int] | range) -> list[dict[str, Any]]:
@@ -95,9 +118,19 @@ def weights_of(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
 
 
 def optimizers(policy: MegatronPolicy) -> list[torch.optim.Optimizer]:
-    whole = policy._session.trainable.optimizer
+    """Torch's own, in whatever the engine wraps them."""
+    whole = policy._engine.trainable.optimizer
+    if isinstance(whole, torch.optim.Optimizer):
+        return [whole]
     parts = getattr(whole, "chained_optimizers", [whole])
     return [part.optimizer for part in parts if part.optimizer is not None]
+
+
+def modules(policy: MegatronPolicy) -> list[torch.nn.Module]:
+    """The model of this rank, in as many parts as it has."""
+    if policy.config.dtensor_cfg.enabled:
+        return [policy._engine.decoder]
+    return list(policy._engine.pipeline.models)
 
 
 def optimizer_of(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
@@ -107,9 +140,9 @@ def optimizer_of(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
         for at, group in enumerate(each.param_groups):
             for index, parameter in enumerate(group["params"]):
                 name = f"{number}.{at}.{index}"
-                held[name] = parameter.detach().clone()
+                held[name] = local_part(parameter).clone()
                 for kind, value in each.state[parameter].items():
-                    held[f"{name}.{kind}"] = torch.as_tensor(value).detach().clone()
+                    held[f"{name}.{kind}"] = local_part(torch.as_tensor(value)).clone()
             held[f"{number}.{at}.step"] = torch.as_tensor(group.get("step", -1))
     return held
 
@@ -129,10 +162,11 @@ def everything_of(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
     found = {f"weight {name}": p for name, p in weights_of(policy).items()}
     if policy._engine.trainable is not None:
         found |= {f"optimizer {name}": p for name, p in optimizer_of(policy).items()}
-        scheduler = policy._session.trainable.scheduler
-        found["schedule"] = torch.tensor([scheduler.num_steps])
-        if (scale := policy._session.trainable.scaling) is not None:
-            found["loss scale"] = torch.tensor([*map(float, scale.state().values())])
+        found |= {
+            f"schedule {name}": torch.tensor(float(value), dtype=torch.float64)
+            for name, value in policy._engine.trainable.schedule_state().items()
+            if not isinstance(value, str)
+        }
         for number, each in enumerate(optimizers(policy)):
             for at, group in enumerate(each.param_groups):
                 rates = [float(group["lr"]), float(group["weight_decay"])]

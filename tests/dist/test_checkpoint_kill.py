@@ -25,7 +25,7 @@ from megatron_policy.converters.files import renaming
 from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.errors import CheckpointError
 from tests.dist.cases import open_policy
-from tests.dist.layouts import VOCAB, layout
+from tests.dist.layouts import FSDP2_LAYOUTS, VOCAB, layout
 from tests.dist.resuming import (
     config_of,
     differing,
@@ -199,6 +199,10 @@ def _answer(process: OtherProcess) -> Heard | None:
 SHARDED = {"optimizer": {"use_distributed_optimizer": True}}
 REPLICAS = layout(WORLD, **SHARDED).megatron
 SHARING_EXPERTS = layout(WORLD, expert_model_parallel_size=WORLD, **SHARDED).megatron
+SHARING = {
+    "experts": ("qwen3_moe", SHARING_EXPERTS),
+    "all weights": ("qwen2", FSDP2_LAYOUTS["FSDP2 x 2"].megatron),
+}
 
 
 def save_first(config: dict[str, Any], root: Path) -> None:
@@ -305,6 +309,7 @@ def test_a_rank_killed_at_any_moment_of_a_save_costs_that_save_at_most(
     assert {steps[name] for name in chosen} == {1, 2}, "all were killed too late"
 
 
+<<<<<<< HEAD
 LORA = {"peft": {"enabled": True, "dim": 4, "alpha": 8.0, "dropout": 0.1}}
 
 
@@ -320,6 +325,13 @@ def test_ranks_go_on_from_the_last_whole_checkpoint_after_a_kill(
     family: str,
     megatron: dict[str, Any],
 ) -> None:
+=======
+@pytest.mark.parametrize("what", SHARING)
+def test_ranks_that_share_weights_go_on_from_the_last_whole_checkpoint_after_a_kill(
+    ranks: RankPool, checkpoint: Callable[..., Path], tmp_path: Path, what: str
+) -> None:
+    family, megatron = SHARING[what]
+>>>>>>> wt-g
     path = checkpoint(family, layers=2, hidden=32, ffn=32, vocab=VOCAB)
     stage = Stage(path, megatron, tmp_path / "first", tmp_path)
     ranks.run(WORLD, save_first, stage.config(False), tmp_path / "first")

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from megatron_policy.batch import BatchedDataDict
 from tests import oracle
-from tests.dist.cases import GLOBAL_BATCH, open_policy, own_steps, policy_config
-from tests.dist.layouts import LENGTH, VOCAB, Layout, layout
+from tests.dist.cases import GLOBAL_BATCH, learned_weights, open_policy, own_steps, policy_config
+from tests.dist.layouts import FSDP2_LAYOUTS, LENGTH, VOCAB, Layout, layout
 from tests.dist.test_docs import python_blocks
 from tests.dist.test_layouts import shards_of
 from tests.losses import loss_mask
@@ -32,6 +32,8 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "TP2, packed": (layout(2, tp=2), PACKED),
     "CP2, packed": (layout(2, context_parallel_size=2), PACKED),
     "PP2, dynamic": (layout(2, pp=2), DYNAMIC),
+    "FSDP2 x 2, dynamic": (FSDP2_LAYOUTS["FSDP2 x 2"], DYNAMIC),
+    "FSDP2 CP2, packed": (FSDP2_LAYOUTS["FSDP2 CP2"], PACKED),
 }
 
 
@@ -83,7 +85,7 @@ def study(config: dict[str, Any], data: BatchedDataDict) -> dict[str, Any]:
             "tp": policy.coords.tp,
             "evaluated": evaluated["loss"],
             "steps": steps,
-            "weights": {name: p.detach().clone() for name, p in policy.named_parameters()},
+            "weights": learned_weights(policy),
         }
 
 

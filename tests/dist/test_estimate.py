@@ -136,7 +136,7 @@ def measure(config: dict[str, Any], rows: int, length: int) -> Measured:
 
 
 def _written(engine: Any) -> int:
-    contents = Contents(engine, {})
+    contents = Contents(engine, engine.place.topology, {})
     held = contents.held(with_states=True)
     return sum(item.tensor.nbytes for item in contents._items(held))
 

@@ -17,8 +17,8 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.interfaces import LossInputType, LossType
 from megatron_policy.lm_head.filters import Filters
 from tests import oracle
-from tests.dist.cases import GLOBAL_BATCH, open_policy, own_steps, policy_config
-from tests.dist.layouts import LENGTH, VOCAB, Layout, layout
+from tests.dist.cases import GLOBAL_BATCH, learned_weights, open_policy, own_steps, policy_config
+from tests.dist.layouts import FSDP2_LAYOUTS, LENGTH, VOCAB, Layout, layout
 from tests.dist.test_layouts import shards_of
 from tests.exact import Exact, assert_equal
 from tests.losses import loss_mask
@@ -37,6 +37,7 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "TP2, packed": (layout(2, tp=2), PACKED | {"logprob_chunk_size": 7}),
     "CP2, packed": (layout(2, context_parallel_size=2), PACKED),
     "PP2, dynamic": (layout(2, pp=2), DYNAMIC),
+    "FSDP2 x 2, packed": (FSDP2_LAYOUTS["FSDP2 x 2"], PACKED | {"logprob_chunk_size": 7}),
 }
 
 
@@ -129,8 +130,7 @@ def read_and_train(config: dict[str, Any], data: BatchedDataDict) -> dict[str, A
             "reference": policy.reference_logprobs(data),
             "steps": [policy.train(s, AsksForAll(), mbs=2) for s in own_steps(policy, data)],
         }
-        weights = {name: p.detach().clone() for name, p in policy.named_parameters()}
-        return found | {"weights": weights}
+        return found | {"weights": learned_weights(policy)}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -149,13 +149,15 @@ def test_what_is_kept_is_read_and_learned_as_from_whole_logits(
             path, lambda m: oracle.hf_logprobs(m, tokens_BS, TEMPERATURE) * inside_BS
         ),
     }
-    for seen in ranks.run(case.world, read_and_train, config, rows):
+    results = ranks.run(case.world, read_and_train, config, rows)
+    metrics = [seen["steps"][0]["microbatch_metrics"] for seen in results]
+    dropped, counted = (sum(sum(own[name]) for own in metrics) for name in ("dropped", "counted"))
+    assert 0 < dropped < counted
+    for seen in results:
         for what, exact in read.items():
             assert_equal(what, seen[what][:, 1:], exact)
         assert (seen["logprobs"][:, 1:][inside_BS] == 0).any()
         expected.assert_same_steps(seen["steps"])
-        metrics = seen["steps"][0]["microbatch_metrics"]
-        assert 0 < sum(metrics["dropped"]) < sum(metrics["counted"])
         names = list(seen["weights"])
         for weight, shard in shards_of(path, expected.exact.weights, case.tp, seen["tp"], names):
             expected.assert_same_weight(seen["weights"][weight], shard, weight)

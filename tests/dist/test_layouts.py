@@ -86,7 +86,12 @@ def expected(path: Path, half: torch.dtype = torch.bfloat16) -> Expected:
 
 
 def shards_of(path: Path, weights: dict[str, torch.Tensor], tp: int, rank: int, names: list[str]):
-    """The tensor-parallel shards that Hugging Face `weights` amount to, under Megatron names."""
+    """The tensor-parallel shards that Hugging Face `weights` amount to, under Megatron names; the
+    weights themselves if `names` are theirs.
+    """
+    if set(names) <= weights.keys():
+        yield from ((name, weights[name]) for name in names)
+        return
     table = bind(read_config(path))
     entries = {entry.megatron: entry for entry in table.entries}
     for name in names:

@@ -17,11 +17,13 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.device.random_states import capture
+from megatron_policy.engines.hugging_face.table import local_part
 from megatron_policy.errors import ConfigError, LossError
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
-from tests.dist.layouts import LAYOUTS, LENGTH, OVERLAPPED, VOCAB, layout
+from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, LENGTH, OVERLAPPED, VOCAB, layout
+from tests.dist.resuming import modules, optimizers
 from tests.losses import sequence_nll
 from tests.mistaken import MISTAKES, READING, Mistaken, NoGradientOfSqrt
 from tests.turns import in_turns
@@ -44,6 +46,10 @@ CASES: dict[str, Case] = {
         "sequence",
         {},
     ),
+    "FSDP2 x 2, packed": (2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron, "logit", PACKED),
+    "FSDP2 2x2 copies": (4, FSDP2_LAYOUTS["FSDP2 2x2 copies"].megatron, "token", {}),
+    "FSDP2 CP2": (2, FSDP2_LAYOUTS["FSDP2 CP2"].megatron, "sequence", {}),
+    "FSDP2 x 2": (2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron, "sequence", {}),
 }
 
 
@@ -75,15 +81,16 @@ def whole_state(policy: MegatronPolicy) -> dict[str, Any]:
     """All that a step changes on this rank, as values."""
     trainable = policy._session.trainable
     state: dict[str, Any] = {name: p.detach().clone() for name, p in policy.named_parameters()}
-    for number, optimizer in enumerate(trainable.optimizer.chained_optimizers):
-        for place, each in enumerate(optimizer.optimizer.state.values()):
+    for number, optimizer in enumerate(optimizers(policy)):
+        for place, each in enumerate(optimizer.state.values()):
             for name, value in each.items():
                 held = isinstance(value, torch.Tensor)
-                state[f"{number}.{place}.{name}"] = value.clone() if held else value
-    for chunk, model in enumerate(policy._engine.pipeline.models):
+                state[f"{number}.{place}.{name}"] = local_part(value).clone() if held else value
+    for chunk, model in enumerate(modules(policy)):
         for name, buffer in model.named_buffers():
             state[f"chunk {chunk} {name}"] = buffer.clone()
-    state["schedule"], state["steps"] = trainable.scheduler.state_dict(), policy.steps
+    state["schedule"], state["steps"] = trainable.schedule_state(), policy.steps
+    state["rates"] = trainable.lr, trainable.weight_decay
     return state | {"random": capture(policy._engine, {})}
 
 
@@ -181,8 +188,9 @@ def first_batch_only(config: dict[str, Any]) -> dict[str, Any]:
         return {name: p.detach().clone() for name, p in policy.named_parameters()}
 
 
-def test_steps_before_the_one_that_fails_stay_and_are_counted(ranks, checkpoints) -> None:
-    config = policy_config(checkpoints[True], {})
+@pytest.mark.parametrize("megatron", [{}, {"dtensor_cfg": {}}], ids=["Megatron-Core", "FSDP2"])
+def test_steps_before_the_one_that_fails_stay_and_are_counted(ranks, checkpoints, megatron) -> None:
+    config = policy_config(checkpoints[True], megatron)
     alone = ranks.run(2, first_batch_only, config)
     for each, weights in zip(ranks.run(2, fail_in_the_second_batch, config), alone, strict=True):
         assert "global batch 1 on data-parallel replica 1 (rows 3)" in each["said"]
@@ -207,7 +215,8 @@ def follow_a_gradient_that_is_not_finite(config: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["DP2", "DP2, both overlaps", "PP2xVPP2, both overlaps", "TP2", "experts"]
+    "name",
+    ["DP2", "DP2, both overlaps", "PP2xVPP2, both overlaps", "TP2", "experts", "FSDP2 x 2"],
 )
 def test_a_gradient_that_is_not_finite_is_refused_on_all_ranks(
     ranks, checkpoints, checkpoint, name: str
@@ -243,7 +252,7 @@ def fail_in_a_part(config: dict[str, Any]) -> dict[str, list[str]]:
         return said
 
 
-@pytest.mark.parametrize("name", ["DP2, both overlaps", "PP2", "TP2"])
+@pytest.mark.parametrize("name", ["DP2, both overlaps", "PP2", "TP2", "FSDP2 x 2"])
 def test_a_part_that_fails_on_one_rank_fails_on_all_and_the_step_can_be_aborted(
     ranks, checkpoints, name: str
 ) -> None:
@@ -271,7 +280,7 @@ def without_tokens(config: dict[str, Any]) -> list[float]:
         return [result["loss"].item(), result["grad_norm"].item()]
 
 
-@pytest.mark.parametrize("name", ["DP2, both overlaps", "PP2"])
+@pytest.mark.parametrize("name", ["DP2, both overlaps", "PP2", "FSDP2 x 2"])
 def test_a_constant_0_for_rows_without_tokens_is_trained_on(ranks, checkpoints, name: str) -> None:
     hf = expected(checkpoints[True], "sequence", masked=True)
     assert 0 in with_masked_rows()["sample_mask"].tolist()

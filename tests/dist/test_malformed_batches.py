@@ -13,7 +13,7 @@ from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.dist.cases import LOSSES, open_policy, policy_config
-from tests.dist.layouts import LENGTH, VOCAB
+from tests.dist.layouts import FSDP2_LAYOUTS, LENGTH, VOCAB
 from tests.malformed import malformed
 from tests.turns import in_turns
 
@@ -25,6 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "packed": {"sequence_packing": {"enabled": True} | TOKENS},
     "dynamic": {"dynamic_batching": {"enabled": True} | TOKENS},
 }
+FSDP2 = FSDP2_LAYOUTS["FSDP2 x 2"].megatron
 GENERATING = {"generation": {"max_new_tokens": 2, "stop_token_ids": []}}
 INTEGERS = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -78,13 +79,19 @@ def train_on_malformed(config: dict[str, Any]) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     # Dynamic microbatches, of which the next test reads all, are computed as padded ones are.
-    "kind",
-    ["padded", "packed", pytest.param("dynamic", marks=pytest.mark.sweep)],
+    ("kind", "megatron"),
+    [
+        pytest.param("padded", {}, id="padded"),
+        pytest.param("packed", {}, id="packed"),
+        pytest.param("dynamic", {}, id="dynamic", marks=pytest.mark.sweep),
+        # A batch is refused before any engine sees it.
+        *in_turns(pytest.param(kind, FSDP2, id=f"FSDP2 x 2, {kind}") for kind in KINDS),
+    ],
 )
 def test_every_malformed_batch_of_one_rank_is_refused_on_all_or_computed(
-    ranks, checkpoints, kind: str
+    ranks, checkpoints, kind: str, megatron: dict[str, Any]
 ) -> None:
-    config = policy_config(checkpoints[True], {}, **KINDS[kind])
+    config = policy_config(checkpoints[True], megatron, **KINDS[kind])
     others, last = ranks.run(2, train_on_malformed, config)
     refused = [name for name, said in last.items() if said.startswith("refused")]
     assert len(refused) > 700

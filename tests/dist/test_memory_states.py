@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_policy.engines.hugging_face.table import local_part
 from megatron_policy.errors import ConfigError, TransitionError
 from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.memory.move_model import move_buffers, move_to_device, move_to_own_device
@@ -32,9 +33,12 @@ from megatron_policy.memory.states import (
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
-from tests.dist.layouts import LAYOUTS, LENGTH, OVERLAPPED, SIZES, VOCAB
+from tests.dist.layouts import FSDP2_LAYOUTS, LENGTH, OVERLAPPED, SIZES, VOCAB
+from tests.dist.layouts import LAYOUTS as MEGATRON_LAYOUTS
+from tests.dist.resuming import modules, optimizers
 from tests.turns import in_turns
 
+LAYOUTS = MEGATRON_LAYOUTS | FSDP2_LAYOUTS
 SHARDED = {"optimizer": {"use_distributed_optimizer": True}}
 BF16 = {"precision": "bfloat16"}
 SMALL = 1024
@@ -49,6 +53,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "experts": ("DP2", OVERLAPPED, {}),
     "adapters": ("PP2xVPP2", {"peft": LORA}, BF16),
     "adapters, distributed, overlapped": ("DP2", OVERLAPPED | {"peft": LORA}, {}),
+    "FSDP2 x 2": ("FSDP2 x 2", {}, {}),
+    "FSDP2 2x2 copies, bf16": ("FSDP2 2x2 copies", {}, BF16),
 }
 ROUTES: dict[str, tuple[MemoryState, ...]] = {
     "none": (),
@@ -94,12 +100,6 @@ def read(policy: MegatronPolicy) -> torch.Tensor:
     return policy.logprobs(data)
 
 
-def optimizers(policy: MegatronPolicy) -> list[torch.optim.Optimizer]:
-    whole = policy._engine.trainable.optimizer
-    parts = getattr(whole, "chained_optimizers", [whole])
-    return [part.optimizer for part in parts if part.optimizer is not None]
-
-
 def optimizer_tensors(policy: MegatronPolicy) -> list[torch.Tensor]:
     """Main parameters and moments."""
     inner = optimizers(policy)
@@ -111,14 +111,18 @@ def optimizer_tensors(policy: MegatronPolicy) -> list[torch.Tensor]:
         for value in state.values()
         if isinstance(value, torch.Tensor)
     ]
-    return mains + moments
+    return [local_part(tensor) for tensor in mains + moments]
 
 
 def parameters(policy: MegatronPolicy) -> list[torch.Tensor]:
-    return [p for model in policy._engine.pipeline.models for p in model.parameters()]
+    return [local_part(p) for model in modules(policy) for p in model.parameters()]
 
 
 def gradients(policy: MegatronPolicy) -> list[torch.Tensor]:
+    """The buffers of Megatron-Core, or what FSDP2 has left of a step."""
+    if policy.config.dtensor_cfg.enabled:
+        (model,) = modules(policy)
+        return [local_part(p.grad) for p in model.parameters() if p.grad is not None]
     chunks = policy._engine.trainable.chunks
     return [each.grad_data for c in chunks for each in (*c.buffers, *c.expert_parallel_buffers)]
 
@@ -178,12 +182,14 @@ def sizes_in_states(config: dict[str, Any]) -> None:
         memory = memory_of(policy)
         step(policy)
         read(policy)
-        policy._engine.trainable.optimizer.zero_grad()
+        policy._engine.trainable.zero_gradients()
         groups = {
             Kind.PARAMETERS: parameters(policy),
             Kind.GRADIENTS: gradients(policy),
             Kind.OPTIMIZER: optimizer_tensors(policy),
         }
+        if policy.config.dtensor_cfg.enabled:
+            assert groups.pop(Kind.GRADIENTS) == [], "it has no buffers of gradients"
         theirs = {tensor.untyped_storage().data_ptr() for tensor in groups[Kind.PARAMETERS]}
         groups[Kind.OPTIMIZER] = [
             t for t in groups[Kind.OPTIMIZER] if t.untyped_storage().data_ptr() not in theirs

@@ -17,10 +17,11 @@ from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.checkpoints import make_checkpoint
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
-from tests.dist.layouts import LAYOUTS, LENGTH, VOCAB
+from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, LENGTH, VOCAB
 from tests.losses import Result, SequenceNLL
 
-TP2 = LAYOUTS["TP2"].megatron
+TP2, FSDP2 = LAYOUTS["TP2"].megatron, FSDP2_LAYOUTS["FSDP2 x 2"].megatron
+BOTH = pytest.mark.parametrize("megatron", [TP2, FSDP2], ids=["TP2", "FSDP2 x 2"])
 
 
 def good() -> BatchedDataDict:
@@ -67,17 +68,19 @@ def train_on_bad_batches(config: dict[str, Any]) -> dict[str, str]:
     said = {}
     with open_policy(config, init_reference_model=False) as policy:
         before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+        sizes = {"gbs": GLOBAL_BATCH * policy.topology.dp, "mbs": 1}
         for name, (make, _) in BATCHES.items():
             with pytest.raises(BatchError) as error:
-                policy.train(make(), LOSSES["token"](), mbs=1)
+                policy.train(make(), LOSSES["token"](), **sizes)
             said[name] = str(error.value)
         assert all(torch.equal(before[name], p) for name, p in policy.named_parameters())
-        policy.train(good(), LOSSES["token"](), mbs=1)
+        policy.train(good(), LOSSES["token"](), **sizes)
     return said
 
 
-def test_a_bad_batch_is_refused_by_the_name_of_what_is_wrong(ranks, checkpoints) -> None:
-    for said in ranks.run(2, train_on_bad_batches, policy_config(checkpoints[True], TP2)):
+@BOTH
+def test_a_bad_batch_is_refused_by_the_name_of_what_is_wrong(ranks, checkpoints, megatron) -> None:
+    for said in ranks.run(2, train_on_bad_batches, policy_config(checkpoints[True], megatron)):
         for name, (_, expected) in BATCHES.items():
             assert expected in said[name], f"{name}: {said[name]}"
 
@@ -93,8 +96,9 @@ def read_bad_batches(config: dict[str, Any]) -> list[str]:
     return said
 
 
-def test_reading_names_the_token_that_the_model_does_not_know(ranks, checkpoints) -> None:
-    for said in ranks.run(2, read_bad_batches, policy_config(checkpoints[True], TP2)):
+@BOTH
+def test_reading_names_the_token_that_the_model_does_not_know(ranks, checkpoints, megatron) -> None:
+    for said in ranks.run(2, read_bad_batches, policy_config(checkpoints[True], megatron)):
         assert all("input_ids" in message for message in said)
         assert f"token {VOCAB} in row 2 at position 3" in said[1]
 
@@ -135,15 +139,16 @@ def refuse_then_train(config: dict[str, Any]) -> list[str]:
         return said
 
 
-@pytest.mark.parametrize("name", ["PP2", "DP2"])
+@pytest.mark.parametrize("name", ["PP2", "DP2", "FSDP2 x 2", "FSDP2 CP2"])
 def test_what_no_rank_can_compute_is_refused_on_all_of_them(ranks, checkpoints, name: str) -> None:
-    config = policy_config(checkpoints[True], LAYOUTS[name].megatron)
+    config = policy_config(checkpoints[True], (LAYOUTS | FSDP2_LAYOUTS)[name].megatron)
     seen = ranks.run(2, refuse_then_train, config)
     for unfed, distilling, gbs, mbs, _ in seen:
         assert "'draft'" in unfed and "teacher_topk_indices" in distilling
         assert "gbs is -8" in gbs and "mbs is -1" in mbs
     assert "micro_batch_indices" in seen[0][4]
-    other = "another data-parallel rank" if name == "DP2" else "micro_batch_indices"
+    replicas = name in ("DP2", "FSDP2 x 2")
+    other = "another data-parallel rank" if replicas else "micro_batch_indices"
     assert other in seen[1][4]
 
 
@@ -159,14 +164,15 @@ def train_with_words(config: dict[str, Any]) -> str:
     with open_policy(config, init_reference_model=False) as policy:
         before = {name: p.detach().clone() for name, p in policy.named_parameters()}
         with pytest.raises(BatchError) as error:
-            policy.train(good(), WordyLoss(), mbs=1)
+            policy.train(own_share(policy, good()), WordyLoss(), mbs=1)
         assert all(torch.equal(before[name], p) for name, p in policy.named_parameters())
-        policy.train(good(), LOSSES["token"](), mbs=1)
+        policy.train(own_share(policy, good()), LOSSES["token"](), mbs=1)
         return str(error.value)
 
 
-def test_a_metric_that_is_no_number_is_refused_before_the_step(ranks, checkpoints) -> None:
-    config = policy_config(checkpoints[True], LAYOUTS["PP2"].megatron)
+@pytest.mark.parametrize("name", ["PP2", "FSDP2 x 2"])
+def test_a_metric_that_is_no_number_is_refused_before_the_step(ranks, checkpoints, name) -> None:
+    config = policy_config(checkpoints[True], (LAYOUTS | FSDP2_LAYOUTS)[name].megatron)
     for message in ranks.run(2, train_with_words, config):
         assert "'comment'" in message
 
@@ -175,13 +181,14 @@ def train_on_masked(config: dict[str, Any], loss: str) -> tuple[float, float]:
     data = good()
     data["sample_mask"] = torch.zeros(GLOBAL_BATCH)
     with open_policy(config, init_reference_model=False) as policy:
-        result = policy.train(data, LOSSES[loss](), mbs=1)
+        result = policy.train(own_share(policy, data), LOSSES[loss](), mbs=1)
         return result["loss"].item(), result["grad_norm"].item()
 
 
+@BOTH
 @pytest.mark.parametrize("loss", ["token", "sequence"])
-def test_a_batch_of_masked_samples_has_no_gradient(ranks, checkpoints, loss: str) -> None:
-    for seen in ranks.run(2, train_on_masked, policy_config(checkpoints[True], TP2), loss):
+def test_a_batch_of_masked_samples_has_no_gradient(ranks, checkpoints, loss, megatron) -> None:
+    for seen in ranks.run(2, train_on_masked, policy_config(checkpoints[True], megatron), loss):
         assert seen == (0.0, 0.0)
 
 
@@ -201,11 +208,14 @@ def fail_then_open(bad: dict[str, Any], config: dict[str, Any]) -> str:
     return str(error.value)
 
 
-def test_a_policy_can_be_made_after_one_that_failed(ranks, checkpoints, tmp_path: Path) -> None:
+@pytest.mark.parametrize("megatron", [{}, FSDP2], ids=["Megatron-Core", "FSDP2"])
+def test_a_policy_can_be_made_after_one_that_failed(
+    ranks, checkpoints, tmp_path: Path, megatron
+) -> None:
     path = make_checkpoint(tmp_path / "model", "qwen2", vocab=VOCAB)
     tensors = load_file(path / "model.safetensors")
     save_file(tensors | {"model.surprise": torch.zeros(2)}, path / "model.safetensors")
-    bad, config = (policy_config(p, {}) for p in (path, checkpoints[True]))
+    bad, config = (policy_config(p, megatron) for p in (path, checkpoints[True]))
     (message,) = ranks.run(1, fail_then_open, bad, config)
     assert "model.surprise" in message
 
@@ -233,5 +243,7 @@ def interrupted_exchange(config: dict[str, Any]) -> bool:
         return all(torch.equal(before[name], p) for name, p in policy.named_parameters())
 
 
-def test_an_interrupted_exchange_is_undone(ranks, checkpoints) -> None:
-    assert ranks.run(1, interrupted_exchange, policy_config(checkpoints[False], {})) == [True]
+@pytest.mark.parametrize("megatron", [{}, FSDP2], ids=["Megatron-Core", "FSDP2"])
+def test_an_interrupted_exchange_is_undone(ranks, checkpoints, megatron) -> None:
+    config = policy_config(checkpoints[False], megatron)
+    assert ranks.run(1, interrupted_exchange, config) == [True]

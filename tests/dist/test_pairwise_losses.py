@@ -22,8 +22,15 @@ from megatron_policy.policy import MegatronPolicy
 from megatron_policy.training import batching
 from megatron_policy.workers.driver.sharding import BatchDispatcher
 from tests import oracle, pairwise
-from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, own_steps, policy_config
-from tests.dist.layouts import LENGTH, VOCAB, layout
+from tests.dist.cases import (
+    GLOBAL_BATCH,
+    learned_weights,
+    open_policy,
+    own_share,
+    own_steps,
+    policy_config,
+)
+from tests.dist.layouts import FSDP2_LAYOUTS, LENGTH, VOCAB, layout
 from tests.dist.test_docs import python_blocks
 from tests.dist.test_layouts import shards_of
 from tests.exact import ROOM, Exact, assert_equal
@@ -47,6 +54,7 @@ LAYOUTS = {
     "DP2": layout(2),
     "PP2xVPP2": layout(2, pp=2, vpp=2),
     "TP2xCP2+SP": layout(4, tp=2, context_parallel_size=2, sequence_parallel=True),
+    **{name: FSDP2_LAYOUTS[name] for name in ("FSDP2 x 2", "FSDP2 CP2")},
 }
 
 
@@ -133,7 +141,7 @@ def study(case: Case, config: dict[str, Any]) -> dict[str, Any]:
             "coords": policy.coords,
             "evaluated": policy.train(own[0], loss, eval_mode=True, **sizes),
             "steps": [policy.train(step, loss, **sizes) for step in own],
-            "weights": {name: p.detach().clone() for name, p in policy.named_parameters()},
+            "weights": learned_weights(policy),
         }
 
 

@@ -12,7 +12,13 @@ import torch
 from megatron_policy.errors import ConfigError
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
-from tests.dist.layouts import LAYOUTS, LENGTH, OVERLAPPED, VOCAB
+from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, LENGTH, OVERLAPPED, VOCAB
+
+PLACES = {
+    "DP2": LAYOUTS["DP2"].megatron,
+    "DP2, overlapped": LAYOUTS["DP2"].megatron | OVERLAPPED,
+    "FSDP2 x 2": FSDP2_LAYOUTS["FSDP2 x 2"].megatron,
+}
 
 
 def weights(policy: Any) -> dict[str, torch.Tensor]:
@@ -47,12 +53,11 @@ def interrupted(config: dict[str, Any]) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("name", ["DP2", "DP2, overlapped", "FSDP2 x 2"])
 def test_the_policys_weights_come_back_bit_equal_from_an_interrupted_reference(
-    ranks, checkpoints, precision: str, overlap: bool
+    ranks, checkpoints, precision: str, name: str
 ) -> None:
-    megatron = LAYOUTS["DP2"].megatron | (OVERLAPPED if overlap else {})
-    config = policy_config(checkpoints[True], megatron, precision=precision)
+    config = policy_config(checkpoints[True], PLACES[name], precision=precision)
     for seen in ranks.run(2, interrupted, config):
         assert all(seen.values()), seen
 
@@ -69,8 +74,9 @@ def train_around_reference(config: dict[str, Any], read_reference: bool) -> list
         return losses
 
 
-def test_reading_the_reference_between_steps_changes_no_step(ranks, checkpoints) -> None:
-    config = policy_config(checkpoints[True], LAYOUTS["DP2"].megatron | OVERLAPPED)
+@pytest.mark.parametrize("name", ["DP2, overlapped", "FSDP2 x 2"])
+def test_reading_the_reference_between_steps_changes_no_step(ranks, checkpoints, name) -> None:
+    config = policy_config(checkpoints[True], PLACES[name])
     quiet = ranks.run(2, train_around_reference, config, False)
     assert ranks.run(2, train_around_reference, config, True) == quiet
 
@@ -93,8 +99,9 @@ def refusals(config: dict[str, Any]) -> list[str]:
     return said
 
 
-def test_what_a_policy_cannot_do_it_refuses_with_the_reason(ranks, checkpoints) -> None:
-    (said,) = ranks.run(1, refusals, policy_config(checkpoints[True], {}))
+@pytest.mark.parametrize("megatron", [{}, {"dtensor_cfg": {}}], ids=["Megatron-Core", "FSDP2"])
+def test_what_a_policy_cannot_do_it_refuses_with_the_reason(ranks, checkpoints, megatron) -> None:
+    (said,) = ranks.run(1, refusals, policy_config(checkpoints[True], megatron))
     reasons = (
         "init_optimizer=False",
         "init_reference_model=False",

@@ -15,7 +15,7 @@ from megatron_policy.refit.plan import RefitTensor
 from tests.dist.test_export import tensors_of
 from tests.ranks import RankPool
 
-LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "tp2": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
@@ -32,18 +32,21 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     ),
     "dp2": (2, {}),
+    "fsdp2": (2, {"dtensor_cfg": {"enabled": True}}),
 }
 SMALL = 16 * 1024
 
 
-def config_of(path: Path, cfg: dict[str, int], precision: str = "float32") -> dict[str, Any]:
+def config_of(path: Path, cfg: dict[str, Any], precision: str = "float32") -> dict[str, Any]:
+    """`cfg` is a section `megatron_cfg`, or the sections of another engine."""
+    other = "dtensor_cfg" in cfg
     return {
         "model_name": str(path),
         "precision": precision,
         "train_global_batch_size": 2,
         "train_micro_batch_size": 1,
         "max_total_sequence_length": 32,
-        "megatron_cfg": {"enabled": True, **cfg},
+        **(cfg if other else {"megatron_cfg": {"enabled": True, **cfg}}),
     }
 
 

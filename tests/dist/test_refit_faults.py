@@ -116,7 +116,7 @@ def assert_recovered(results: list[dict[str, Any]], path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 5, "open", "finish"])
-@pytest.mark.parametrize("layout", ["dp2", "tp2 pp2"])
+@pytest.mark.parametrize("layout", ["dp2", "tp2 pp2", "fsdp2"])
 def test_a_rank_that_cannot_send_fails_all_with_its_reason(
     ranks: RankPool, checkpoint: Any, layout: str, at: Any
 ) -> None:
@@ -130,7 +130,15 @@ def test_a_rank_that_cannot_send_fails_all_with_its_reason(
 
 @pytest.mark.parametrize(
     ("layout", "at"),
-    in_turns([("tp2", 5), ("pp2", "before the first"), ("dp2", 5), ("dp2", "before the first")]),
+    in_turns(
+        [
+            ("tp2", 5),
+            ("pp2", "before the first"),
+            ("dp2", 5),
+            ("dp2", "before the first"),
+            ("fsdp2", 5),
+        ]
+    ),
 )
 def test_a_rank_that_stalls_fails_the_others_in_time_and_itself_when_it_is_back(
     ranks: RankPool, checkpoint: Any, layout: str, at: Any

@@ -85,6 +85,8 @@ OF_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def adam(cfg: dict[str, Any]) -> dict[str, Any]:
+    if "dtensor_cfg" in cfg:
+        return cfg | {"optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 0.01}}}
     return cfg | {"optimizer": {"optimizer": "adam", "lr": 0.01, "use_distributed_optimizer": True}}
 
 
@@ -104,7 +106,7 @@ def trainer(world: int, path: Path, cfg: dict[str, Any], box: Path, ports: Ports
 
 
 def _refits(policy: MegatronPolicy, mail: Mailbox, box: Path, ports: Ports) -> dict[str, Any]:
-    world, calls = policy.topology.world_size, {}
+    world, place, calls = policy.topology.world_size, policy._engine.place.topology, {}
     mail.put(f"info {policy.rank}", policy.exporter.plan().info())
     groups = {
         "collective": Collective.join(policy.exporter, "127.0.0.1", ports[0], 2, timeout_s=WAIT_S),
@@ -149,9 +151,9 @@ def _refits(policy: MegatronPolicy, mail: Mailbox, box: Path, ports: Ports) -> d
     return {
         "calls": calls,
         "bytes": policy.exporter.plan().total_bytes,
-        "experts": policy.topology.ep > 1,
-        "groups": (policy.topology.tp > 1 or policy.topology.ep > 1) + (policy.topology.pp > 1),
-        "sources": policy.topology.pp * policy.topology.ep,
+        "experts": place.ep > 1,
+        "groups": (place.tp > 1 or place.ep > 1) + (place.pp > 1),
+        "sources": place.pp * place.ep,
     }
 
 
@@ -303,6 +305,7 @@ CELLS = [
     ("qwen3_moe", "ep4"),
     ("deepseek_v3", "ep2 tp2"),
     ("gpt_oss", "ep2 pp2"),
+    *((model, "fsdp2") for model in ("qwen2", "qwen3_moe", "gpt_oss")),
 ]
 
 

@@ -23,6 +23,7 @@ from tests.dist.cases import GLOBAL_BATCH, open_policy
 from tests.dist.layouts import (
     EXPERT_LAYOUTS,
     FAMILIES,
+    FSDP2_LAYOUTS,
     LAYOUTS,
     LENGTH,
     OVERLAPPED,
@@ -32,6 +33,7 @@ from tests.dist.layouts import (
     layout,
 )
 from tests.dist.resuming import (
+    CONSTANT,
     HOST_DATA,
     TOKENIZER,
     TRACKER,
@@ -63,6 +65,9 @@ DOUBLING = {"optimizer": {"loss_scale_window": 3, "initial_loss_scale": 256.0}}
 """The factor on losses doubles after the third step, the first of those after the save."""
 ALL = {"weights", "optimizer", "schedule", "random numbers"}
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 64}}
+FSDP2 = FSDP2_LAYOUTS["FSDP2 x 2"]
+SGD = {"optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.01, "momentum": 0.9}}}
+RADAM = {"optimizer": {"name": "torch.optim.RAdam", "kwargs": {"lr": 0.01}}}
 ASYNC = {"checkpoint": {"async_save": True, "ckpt_assume_constant_structure": True}}
 
 
@@ -105,6 +110,10 @@ SAME = {
     ),
     "CP2, packed": Case(layout(2, context_parallel_size=2, **OVERLAPPED), top=PACKED),
     "TP2xPP2xDP2": Case(layout(8, tp=2, pp=2, **OVERLAPPED)),
+    "FSDP2 x 2, bf16": Case(FSDP2, top=BF16, family="gpt_oss", tied=False),
+    "FSDP2 2x2 copies": Case(FSDP2_LAYOUTS["FSDP2 2x2 copies"], top=PACKED),
+    "FSDP2 x 2, SGD": Case(FSDP2, top=SGD),
+    "FSDP2 x 2, RAdam": Case(FSDP2, top=RADAM, family="qwen3_moe", tied=False),
 }
 
 
@@ -145,7 +154,7 @@ def prints_of(step: dict[str, Any]) -> dict[str, Any]:
 def straight(config: dict[str, Any], root: Path) -> dict[str, Any]:
     """Four steps with a save after two; then back to it, and on from there once more."""
     tokens = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
-    background = config["megatron_cfg"].get("checkpoint", {}).get("async_save", False)
+    background = config.get("megatron_cfg", {}).get("checkpoint", {}).get("async_save", False)
     with open_policy(config, tokenizer=TOKENIZER) as policy:
         seen: dict[str, Any] = {"reference": prints({"": policy.reference_logprobs(tokens)})}
         train(policy, range(2))
@@ -266,6 +275,15 @@ CHANGES = {
     "bf16, DP2 -> TP2": change(layout(2, **SHARDED), LAYOUTS["TP2"], top=BF16),
     "fp32 -> bf16": Change(Case(LAYOUTS["TP2"]), Case(layout(2, **SHARDED), top=BF16)),
     "bf16 -> fp32": Change(Case(layout(2, **SHARDED), top=BF16), Case(LAYOUTS["TP2"])),
+    "FSDP2 x 2 -> FSDP2 2x2 copies": change(FSDP2, FSDP2_LAYOUTS["FSDP2 2x2 copies"]),
+    "gpt_oss, FSDP2 x 4 -> FSDP2 CP2": change(
+        FSDP2_LAYOUTS["FSDP2 x 4"], FSDP2_LAYOUTS["FSDP2 CP2"], family="gpt_oss", tied=False
+    ),
+    "TP2 -> FSDP2 x 2": change(LAYOUTS["TP2+SP"], FSDP2, megatron=CONSTANT),
+    "FSDP2 x 4 -> PP2": change(FSDP2_LAYOUTS["FSDP2 x 4"], LAYOUTS["PP2"], megatron=CONSTANT),
+    "experts, FSDP2 x 2 -> EP2": change(
+        FSDP2, EXPERT_LAYOUTS["EP2"], megatron=CONSTANT, family="qwen3_moe", tied=False
+    ),
 }
 
 
@@ -337,7 +355,11 @@ def test_weights_moments_and_schedule_go_on_under_another_layout(
             apart = furthest(seen[key] / old[0][key], torch.ones(()))
             check(f"resumed {key}, {'precise' if precise else 'rounded'}", apart, allowed)
         report = seen["report"]
-        assert {*report.restored} | report.not_restored.keys() == ALL
+        missing = set(report.not_restored)
+        if "dtensor_cfg" in saver.layout.megatron and "dtensor_cfg" not in loader.layout.megatron:
+            # Schedules of torch have no such settings as Megatron-Core's.
+            missing = {name for name in missing if not name.startswith("schedule.")}
+        assert {*report.restored} | missing == ALL
         assert ALL - {*report.restored} <= {"random numbers"}, report
     if precise:
         later, then = (on_disk(tmp_path / n, 3) for n in ("a step later", "loaded, a step later"))

@@ -10,7 +10,7 @@ import torch
 
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
-from tests.dist.layouts import LAYOUTS, LENGTH, VOCAB
+from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, LENGTH, VOCAB
 
 LR, MIN_LR, WARMUP, DECAY = 1e-3, 1e-4, 3, 7
 
@@ -57,6 +57,22 @@ def test_one_call_is_one_iteration_of_warmup_and_decay(
     expected += [MIN_LR] * (calls - len(expected))
     for used in ranks.run(LAYOUTS[name].world, rates, config, calls, evaluate_between):
         assert [lr for lr, _ in used] == pytest.approx(expected, rel=1e-6, abs=1e-12)
+
+
+def test_schedules_of_torch_follow_one_another_at_milestones(ranks, checkpoints) -> None:
+    schedules = [
+        {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"total_iters": 2}},
+        {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {"factor": 0.5}},
+        {"name": "torch.optim.lr_scheduler.ExponentialLR", "kwargs": {"gamma": 0.1}},
+        {"milestones": [2, 3]},
+    ]
+    place = FSDP2_LAYOUTS["FSDP2 x 2"]
+    config = policy_config(checkpoints[True], place.megatron, LR, scheduler=schedules)
+    third = 1 / 3  # where torch's LinearLR starts
+    expected = [third, (1 + third) / 2, 0.5, 1, 0.1, 0.01]
+    for used in ranks.run(place.world, rates, config, len(expected), True):
+        assert [lr / LR for lr, _ in used] == pytest.approx(expected, rel=1e-6)
+        assert {wd for _, wd in used} == {oracle.WEIGHT_DECAY}
 
 
 def test_weight_decay_grows_from_start_to_end(ranks, checkpoints) -> None:

@@ -22,7 +22,7 @@ from megatron_policy.memory.states import IDLE, LOGPROB, Kind
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, open_policy, policy_config
-from tests.dist.layouts import LAYOUTS, LENGTH, OVERLAPPED, SIZES, VOCAB, layout
+from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, LENGTH, OVERLAPPED, SIZES, VOCAB, layout
 from tests.exact import furthest
 from tests.losses import Result, SequenceNLL, TokenNLL, loss_mask, token_nll
 from tests.margins import check
@@ -110,8 +110,15 @@ CASES = {
     "DP2, packed": Case(2, {}, top=PACKED),
     "DP2, dynamic": Case(2, OVERLAPPED, top=DYNAMIC),
     "DP2, experts": Case(2, OVERLAPPED, family="deepseek_v3"),
+    "FSDP2 x 2": Case(2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron),
+    "FSDP2 2x2 copies, dynamic": Case(4, FSDP2_LAYOUTS["FSDP2 2x2 copies"].megatron, top=DYNAMIC),
+    "FSDP2 CP2, packed": Case(2, FSDP2_LAYOUTS["FSDP2 CP2"].megatron, top=PACKED),
+    "FSDP2 x 2, bf16": Case(2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron, top={"precision": "bfloat16"}),
 }
 WARMING_UP = {"scheduler": {"lr_warmup_iters": 8, "lr_warmup_init": 0.0}}
+WARMING_UP_FSDP2 = {
+    "scheduler": {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1}}
+}
 
 
 def even_batch(seed: int) -> BatchedDataDict:
@@ -227,8 +234,8 @@ def both_ways(config: dict[str, Any], loss: Callable[[], Any]) -> Any:
 
 
 def config_of(case: Case, path: Path) -> dict[str, Any]:
-    megatron = dict(case.megatron) | WARMING_UP
-    return policy_config(path, megatron, **case.top)
+    schedule = WARMING_UP_FSDP2 if "dtensor_cfg" in case.megatron else {}
+    return policy_config(path, dict(case.megatron) | WARMING_UP, **schedule, **case.top)
 
 
 @pytest.mark.parametrize("name", in_turns(CASES))
@@ -374,10 +381,11 @@ def first_step(config: dict[str, Any]) -> dict[str, Any]:
         return in_one_go(policy, TokenNLL(), "at once")
 
 
+@pytest.mark.parametrize("name", ["DP2, both overlaps", "FSDP2 x 2"])
 def test_mistakes_around_a_step_are_refused_and_cost_nothing_of_it(
-    ranks, checkpoint: Callable[..., Path], tmp_path: Path
+    ranks, checkpoint: Callable[..., Path], tmp_path: Path, name: str
 ) -> None:
-    case = CASES["DP2, both overlaps"]
+    case = CASES[name]
     config = config_of(case, checkpoint(case.family, **SIZES))
     expected = ranks.run(case.world, first_step, config)
     for one, other in zip(expected, ranks.run(case.world, mistakes, config, tmp_path), strict=True):

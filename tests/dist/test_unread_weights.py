@@ -15,21 +15,22 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import topology_of
 from megatron_policy.converters.formats.hf_files import read_config
 from megatron_policy.converters.table import bind
-from megatron_policy.engines.megatron.assemble import build
-from megatron_policy.engines.megatron.engine import MegatronEngine
-from megatron_policy.engines.megatron.optimizer_state import MegatronOptimizerState
+from megatron_policy.engines.hugging_face import assemble as fsdp
+from megatron_policy.engines.megatron import assemble as megatron
 from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.engines.megatron.process_groups import drop_groups
 from megatron_policy.errors import CheckpointError
+from megatron_policy.interfaces.engine import TrainingEngine
 from megatron_policy.weights.load import refuse_unfilled
 from tests.dist.cases import policy_config
 
 
 def assembled(
     config: dict[str, Any], source_dtypes: dict[str, torch.dtype] | None = None
-) -> MegatronEngine:
+) -> TrainingEngine:
     parsed = PolicyConfig.parse(config)
-    return build(
+    builder = fsdp if parsed.dtensor_cfg.enabled else megatron
+    return builder.build(
         parsed,
         bind(read_config(parsed.model_name)),
         topology_of(parsed, dist.get_world_size()),
@@ -55,9 +56,11 @@ def unread(config: dict[str, Any], bare: Path) -> None:
         assert assembly.source_dtypes == read.source_dtypes
         own = [(entry.megatron, p) for entry, p in assembly.held]
         assert assembly.trainable is not None
-        state = MegatronOptimizerState(assembly.trainable)
+        state = assembly.trainable.state
         mains = [("its main", each.tensor) for each in state.tensors()]
-        assert len(own) == len(read.held) and mains
+        assert len(own) == len(read.held)
+        # FSDP2 trains the weights themselves, which are fp32.
+        assert bool(mains) != ("dtensor_cfg" in config)
         for named in (*own, *mains):
             assert bool(named[1].isnan().all()), named[0]
             with pytest.raises(CheckpointError, match=named[0]):
@@ -74,12 +77,13 @@ def unread(config: dict[str, Any], bare: Path) -> None:
         drop_groups()
 
 
+@pytest.mark.parametrize("section", [{}, {"dtensor_cfg": {}}], ids=["Megatron-Core", "FSDP2"])
 def test_what_nobody_filled_is_named_after_a_start_without_weights(
-    ranks, checkpoint, tmp_path: Path
+    ranks, checkpoint, tmp_path: Path, section: dict[str, Any]
 ) -> None:
     sizes = {"layers": 2, "heads": 4, "groups": 2, "hidden": 32, "ffn": 48, "vocab": 251}
     path = checkpoint("deepseek_v3", dtype="bfloat16", **sizes)
     bare = tmp_path / "bare"
     shutil.copytree(path, bare, ignore=shutil.ignore_patterns("*.safetensors*"))
     assert not list(bare.glob("*.safetensors*"))
-    ranks.run(1, unread, policy_config(path, {}, precision="bfloat16"), bare)
+    ranks.run(1, unread, policy_config(path, section, precision="bfloat16"), bare)

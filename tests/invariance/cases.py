@@ -20,6 +20,7 @@ from tests.dist.cases import policy_config
 from tests.dist.layouts import (
     EXPERT_LAYOUTS,
     FAMILIES,
+    FSDP2_LAYOUTS,
     LENGTH,
     OVERLAPPED,
     SIZES,
@@ -91,6 +92,7 @@ EXPERT_SIZES: dict[str, dict[str, Any]] = {
 MODELS: dict[str, dict[str, Any]] = {
     **{family: SIZES | {"tied": tied} for tied, family in FAMILIES.items()},
     **{family: SIZES | sizes for family, sizes in EXPERT_SIZES.items()},
+    "gemma2": SIZES,
 }
 """Every family of the table with the keywords of its checkpoint. The seeds of those with experts
 are such that no token is about to take another expert (`CLOSEST`).
@@ -100,6 +102,13 @@ CLOSEST = 5e-5
 Rounding in fp32 moves scores by about 1e-6, so a right computation chooses the same experts.
 """
 UNCLIPPED = 0.0
+FSDP2_LOSSES = {
+    "qwen2": ("token", "sequence", "policy gradient"),
+    "qwen3": ("sequence", "policy gradient", "entropy of logits"),
+    "gemma2": ("policy gradient", "policy gradient", "sequence"),
+    "gpt_oss": ("token", "token", "token"),
+}
+"""Of each family under FSDP2 the losses of its padded, dynamic and packed cells."""
 
 READ_TOKENS, READ_ROWS = 64, 7
 TILE = 5  # positions of one tile of the language-model head: several tiles a microbatch
@@ -150,12 +159,20 @@ class Cell:
 
     @property
     def of(self) -> Layout:
-        return (LAYOUTS | EXPERT_LAYOUTS)[self.layout]
+        return (LAYOUTS | EXPERT_LAYOUTS | FSDP2_LAYOUTS)[self.layout]
+
+    @property
+    def fsdp(self) -> bool:
+        """Whether the engine is the one over transformers' own modules."""
+        return self.layout in FSDP2_LAYOUTS
 
     @property
     def replicas(self) -> int:
         """Data-parallel ranks."""
         sizes = self.of.megatron
+        if self.fsdp:
+            split: int = sizes["dtensor_cfg"].get("context_parallel_size", 1)
+            return self.of.world // split
         stages, cp = sizes["pipeline_model_parallel_size"], sizes.get("context_parallel_size", 1)
         return self.of.world // (self.of.tp * stages * cp)
 
@@ -173,13 +190,16 @@ class Cell:
     def microbatches(self) -> int:
         """The fewest that all replicas together run: whole rounds of the interleaved schedule."""
         sizes = self.of.megatron
+        if self.fsdp:
+            return self.replicas
         interleaved = sizes["virtual_pipeline_model_parallel_size"] > 1
         return self.replicas * (sizes["pipeline_model_parallel_size"] if interleaved else 1)
 
 
 def _cells() -> tuple[Cell, ...]:
-    """The cells of dense models, then those of experts."""
-    return tuple(map(_tempered, _each_packed_by_another([*_dense_cells(), *_expert_cells()])))
+    """The cells of dense models, then those of experts, then those under FSDP2."""
+    cells = [*_dense_cells(), *_expert_cells(), *_fsdp_cells(further=False)]
+    return tuple(map(_tempered, _each_packed_by_another(cells)))
 
 
 def _dense_cells() -> list[Cell]:
@@ -218,6 +238,20 @@ def _expert_cells() -> list[Cell]:
     return cells
 
 
+def _fsdp_cells(further: bool) -> list[Cell]:
+    """Every layout of FSDP2 with every batching; families take turns, so that every family meets
+    every batching. `further`: the cells of their product that are left.
+    """
+    families = list(FSDP2_LOSSES)
+    return [
+        Cell(name, batching, FSDP2_LOSSES[family][column], family)
+        for row, name in enumerate(FSDP2_LAYOUTS)
+        for column, batching in enumerate(BATCHINGS)
+        for number, family in enumerate(families)
+        if ((row + column) % len(families) == number) != further
+    ]
+
+
 def _each_packed_by_another(cells: Sequence[Cell]) -> list[Cell]:
     """Every second packed cell by the default algorithm, the others take turns."""
     others = [name for name in ALGORITHMS if name != BALANCED]
@@ -234,6 +268,8 @@ def _tempered(cell: Cell) -> Cell:
 
 
 CELLS = _cells()
+FURTHER_FSDP2_CELLS = tuple(_fsdp_cells(further=True))
+"""Beside the page's table: they differ from its cells in nothing but which choices meet."""
 
 
 def rows(start_logprobs_BS: torch.Tensor) -> BatchedDataDict:

@@ -15,7 +15,7 @@ from megatron_policy.config.batching import batching_of
 from megatron_policy.packing.cost import sequence_cost
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.workers.driver.sharding import planned_shards
-from tests.dist.cases import open_policy
+from tests.dist.cases import learned_weights, open_policy
 from tests.dist.layouts import SIZES
 from tests.invariance import cases, losses
 
@@ -48,11 +48,10 @@ def run_cell(cell: cases.Cell, config: Mapping[str, Any], data: BatchedDataDict)
             batch = data.get_batch(index, cell.rows)
             step = own_rows(policy, cell, batch, cell.rows, True)
             seen["steps"].append(policy.train(step, loss, **sizes))
-        seen["weights"] = {name: p.detach().clone() for name, p in policy.named_parameters()}
+        seen["weights"] = learned_weights(policy)
         seen["reference"] = policy.reference_logprobs(readable)
-        seen["unchanged"] = all(
-            torch.equal(seen["weights"][name], p) for name, p in policy.named_parameters()
-        )
+        again = learned_weights(policy)
+        seen["unchanged"] = all(torch.equal(seen["weights"][name], again[name]) for name in again)
         seen["after"] = policy.logprobs(readable)
         return seen
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_policy.attention import context_parallel
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.rows.blocks import of_expert
+from megatron_policy.engines.hugging_face import engine as hugging_face
 from megatron_policy.engines.megatron import assemble, trainable
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing import tokens
@@ -194,6 +196,15 @@ def _experts_of_the_first_replica_count(patch: pytest.MonkeyPatch) -> None:
     _copies_of_experts(patch, lambda place: Copy(place.coords.dp, place.topology.dp))
 
 
+def _rows_of_fsdp2_are_single_sequences(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(hugging_face, "sequences_in", lambda layout, cp: None)
+
+
+def _fsdp2_averages_gradients(patch: pytest.MonkeyPatch) -> None:
+    divided = FSDPModule.set_gradient_divide_factor
+    patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda module, _: divided(module, 2.0))
+
+
 READ = ("logprobs before", "logprobs after", "reference", "entropy", "top-k")
 TRAINED = ("loss", "metrics", "grad norm", "weights")
 UNTRAINED = ("logprobs before", "reference", "entropy", "top-k")
@@ -287,6 +298,17 @@ MUTATIONS = {
         Cell("EP2", "padded", "sequence", "qwen3_moe"),
         _experts_of_the_first_replica_count,
         LEARNED,
+        UNTRAINED,
+    ),
+    "attention under FSDP2 is not told of packed sequences": Mutation(
+        Cell("FSDP2 x 2", "packed", "token", "qwen2"),
+        _rows_of_fsdp2_are_single_sequences,
+        (*READ, *TRAINED),
+    ),
+    "FSDP2 averages gradients over ranks": Mutation(
+        Cell("FSDP2 x 2", "dynamic", "sequence", "qwen2"),
+        _fsdp2_averages_gradients,
+        ("grad norm",),
         UNTRAINED,
     ),
 }

@@ -20,6 +20,7 @@ TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=None)
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 DP2: dict[str, Any] = {}
+FSDP2: dict[str, Any] = {"dtensor_cfg": {}}
 
 PolicyMaker = Callable[..., Policy]
 

@@ -19,7 +19,8 @@ from megatron_policy.workers import RayVirtualCluster
 from tests.dist.cases import policy_config
 from tests.ray.actors import still_running
 from tests.ray.losses import Troubled
-from tests.ray.policies import TOKENIZER, TP2, VOCAB, PolicyMaker, batch
+from tests.ray.policies import FSDP2, TOKENIZER, TP2, VOCAB, PolicyMaker, batch
+from tests.turns import in_turns
 
 
 @pytest.mark.parametrize(
@@ -67,10 +68,13 @@ def test_a_checkpoint_that_lacks_a_tensor_is_reported_by_the_constructor(
     assert running_actors() == actors
 
 
+@pytest.mark.parametrize(
+    "layout", in_turns([pytest.param(TP2, id="tp2"), pytest.param(FSDP2, id="fsdp2")])
+)
 def test_a_worker_killed_during_train_is_reported_and_shutdown_returns(
-    make_policy: PolicyMaker, tmp_path: Path
+    make_policy: PolicyMaker, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
-    policy = make_policy(TP2)
+    policy = make_policy(layout)
     killed: list[float] = []
     victim = policy.worker_group.pids[1]
     killer = threading.Thread(target=kill_when_busy, args=(victim, tmp_path, killed))

@@ -16,7 +16,7 @@ from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.errors import WorkerError
 from tests.ray.actors import LONG_S, promptly, still_running, wait_until_stopped
 from tests.ray.losses import Slow, Troubled
-from tests.ray.policies import DP2, TP2, PolicyMaker, batch
+from tests.ray.policies import DP2, FSDP2, TP2, PolicyMaker, batch
 from tests.turns import in_turns
 
 LIMIT_S = 3.0
@@ -54,6 +54,10 @@ EVERY_VERB = pytest.mark.parametrize(
         pytest.param(get_logprobs, TP2, id="get_logprobs-tp2", marks=pytest.mark.sweep),
         pytest.param(save_checkpoint, TP2, id="save_checkpoint-tp2", marks=pytest.mark.sweep),
         pytest.param(prepare_refit_info, DP2, id="prepare_refit_info-dp2", marks=pytest.mark.sweep),
+        *(
+            pytest.param(verb, FSDP2, id=f"{verb.__name__}-fsdp2", marks=pytest.mark.sweep)
+            for verb in (train, get_logprobs, save_checkpoint, prepare_refit_info)
+        ),
     ],
 )
 
@@ -99,10 +103,13 @@ def test_futures_of_init_collective_end_where_a_worker_is_stopped_and_name_it(
     assert policy.shutdown()
 
 
+@pytest.mark.parametrize(
+    "layout", in_turns([pytest.param(FSDP2, id="fsdp2"), pytest.param(TP2, id="tp2")])
+)
 def test_a_worker_stopped_inside_its_step_is_named_and_gone(
-    make_policy: PolicyMaker, tmp_path: Path
+    make_policy: PolicyMaker, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
-    policy = make_policy(TP2, worker_timeout_s=LIMIT_S)
+    policy = make_policy(layout, worker_timeout_s=LIMIT_S)
     with promptly(), pytest.raises(WorkerError, match="train: rank 1 has stopped"):
         policy.train(batch(), Troubled(tmp_path, stop_on=1))
     assert policy.shutdown()
@@ -117,10 +124,13 @@ def test_a_step_that_takes_longer_than_a_worker_may_be_stopped_is_taken(
     assert policy.shutdown()
 
 
+@pytest.mark.parametrize(
+    "layout", in_turns([pytest.param(TP2, id="tp2"), pytest.param(FSDP2, id="fsdp2")])
+)
 def test_collectives_of_rays_workers_end_after_the_configured_time(
-    make_policy: PolicyMaker,
+    make_policy: PolicyMaker, layout: dict[str, Any]
 ) -> None:
-    policy = make_policy(TP2, collective_timeout_s=4.0, worker_timeout_s=600.0)
+    policy = make_policy(layout, collective_timeout_s=4.0, worker_timeout_s=600.0)
     with pytest.raises(
         WorkerError, match=r"train: rank \d raised .*(4000ms|[Tt]imed out|timeout)"
     ) as caught:

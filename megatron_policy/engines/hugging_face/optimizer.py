@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.fsdp import PytorchOptimizerConfig, SinglePytorchSchedulerConfig
 from megatron_policy.converters.rows import Role
+from megatron_policy.device import current_device
 from megatron_policy.device.caches import return_unused
 from megatron_policy.device.timing import Stopwatch
 from megatron_policy.engines.hugging_face.table import Holding, local_part
@@ -72,7 +73,41 @@ def make_optimizer(config: PolicyConfig, holdings: Sequence[Holding]) -> torch.o
     made: torch.optim.Optimizer = _made(
         asked.name, torch.optim.Optimizer, "optimizer.name", groups, **kwargs
     )
+    _refuse_unsaved(asked.name, kwargs)
     return made
+
+
+def _refuse_unsaved(path: str, kwargs: Mapping[str, Any]) -> None:
+    """ConfigError for an optimizer whose state checkpoints would not have, or that takes no step
+    with gradients alone. What it keeps shows in a step of one small parameter.
+    """
+    parameter = torch.nn.Parameter(torch.ones(2, 3, device=current_device()))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = _made(path, torch.optim.Optimizer, "optimizer.name", [parameter], **kwargs)
+    if optimizer.state:
+        raise ConfigError(
+            f"policy.optimizer.name={path!r} keeps state before its first step, which a policy "
+            "cannot start anew. Use another optimizer, such as torch.optim.AdamW"
+        )
+    try:
+        optimizer.step()
+    except (TypeError, RuntimeError) as error:
+        raise ConfigError(
+            f"policy.optimizer.name={path!r} cannot train: {error}. Use an optimizer that steps "
+            "with dense gradients alone, such as torch.optim.AdamW"
+        ) from error
+    kept = optimizer.state[parameter]
+    lost = [
+        kind
+        for kind, value in kept.items()
+        if kind != "step" and value is not None and getattr(value, "shape", ()) != parameter.shape
+    ]
+    if lost:
+        raise ConfigError(
+            f"policy.optimizer.name={path!r} keeps {', '.join(lost)} for a parameter, which "
+            "checkpoints cannot have: they have the count of steps and what has the parameter's "
+            "shape. Use another optimizer, such as torch.optim.AdamW"
+        )
 
 
 def make_schedule(config: PolicyConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -85,6 +120,12 @@ def make_schedule(config: PolicyConfig, optimizer: torch.optim.Optimizer) -> LRS
     listed = asked if isinstance(asked, tuple) else (asked,)
     single = [each for each in listed if isinstance(each, SinglePytorchSchedulerConfig)]
     ends = [at for each in listed if isinstance(each, Mapping) for at in each.get("milestones", [])]
+    for each in single:
+        if issubclass(imported(each.name, LRScheduler, "scheduler"), ReduceLROnPlateau):
+            raise ConfigError(
+                f"policy.scheduler: {each.name} needs a metric at each step, which training does "
+                "not pass: use a schedule of the number of steps"
+            )
     made = [_made(each.name, LRScheduler, "scheduler", optimizer, **each.kwargs) for each in single]
     if len(ends) != max(len(made) - 1, 0) or not made:
         raise ConfigError(
@@ -133,14 +174,14 @@ class FsdpOptimizerState:
         return found
 
     def materialize(self) -> None:
-        """Take a step of nothing on copies, and keep the state that it makes for parameters that
-        have none.
+        """Take a step without gradients and weight decay, undo what it does to weights, and keep
+        the state that it makes for parameters that have none.
         """
         missing = [each.tensor for each in self._trained() if not self._states(each.tensor)]
         if not missing:
             return
         kept = [(p, p.grad, local_part(p).clone()) for p in missing]
-        rates = [group["lr"] for group in self.optimizer.param_groups]
+        decays = [group.get("weight_decay") for group in self.optimizer.param_groups]
         others = [
             (p, p.grad)
             for group in self.optimizer.param_groups
@@ -149,23 +190,22 @@ class FsdpOptimizerState:
         ]
         try:
             for group in self.optimizer.param_groups:
-                group["lr"] = 0.0
+                if "weight_decay" in group:
+                    group["weight_decay"] = 0.0
             for parameter, _ in others:
                 parameter.grad = None
             for parameter in missing:
                 parameter.grad = torch.zeros_like(parameter)
             self.optimizer.step()
         finally:
-            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
+            for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
+                if "weight_decay" in group:
+                    group["weight_decay"] = decay
             for parameter, gradient in others:
                 parameter.grad = gradient
             for parameter, gradient, value in kept:
                 local_part(parameter).copy_(value)
                 parameter.grad = gradient
-        for parameter in missing:
-            for state in self._states(parameter).values():
-                local_part(state).zero_()
         self._set_counts(missing, 0)
 
     @property
