@@ -29,6 +29,11 @@ _INNER = ".base_layer"
 _HEADS = ("classifier", "score")
 """Names under which PEFT looks for a scalar head; models of transformers call it the latter."""
 
+_MERGE = (
+    "merge them into their base, as PEFT's merge_and_unload() does, and set policy.model_name to "
+    "that"
+)
+
 _PLAIN = {
     "use_rslora": False,
     "use_dora": False,
@@ -86,9 +91,7 @@ def check_peft_config(
             if name == _IN_FULL and scalar_head and _are_heads(found):
                 continue
             raise ConversionError(
-                f"{root} has adapters with {name}={found!r:.80}, which is not supported: merge "
-                "them into their base, as PEFT's merge_and_unload() does, and set "
-                "policy.model_name to that"
+                f"{root} has adapters with {name}={found!r:.80}, which is not supported: {_MERGE}"
             )
     if (start := config.get("init_lora_weights")) not in _STARTS:
         raise ConversionError(
@@ -121,7 +124,7 @@ def _check_parameters(root: Path, found: object, parameters: Collection[str]) ->
         what = f"no adapters of {missing[0]}" if missing else f"adapters of {unknown[0]!r:.200}"
         raise ConfigError(
             f"{root} has {what}, unlike policy.megatron_cfg.peft: set target_modules to the "
-            "modules that it adapts"
+            f"modules that it adapts, or {_MERGE}"
         )
 
 
