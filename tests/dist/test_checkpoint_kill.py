@@ -199,9 +199,11 @@ def _answer(process: OtherProcess) -> Heard | None:
 SHARDED = {"optimizer": {"use_distributed_optimizer": True}}
 REPLICAS = layout(WORLD, **SHARDED).megatron
 SHARING_EXPERTS = layout(WORLD, expert_model_parallel_size=WORLD, **SHARDED).megatron
-SHARING = {
-    "experts": ("qwen3_moe", SHARING_EXPERTS),
-    "all weights": ("qwen2", FSDP2_LAYOUTS["FSDP2 x 2"].megatron),
+LORA = {"peft": {"enabled": True, "dim": 4, "alpha": 8.0, "dropout": 0.1}}
+AFTER_A_KILL = {
+    "shared experts": ("qwen3_moe", SHARING_EXPERTS),
+    "shared weights": ("qwen2", FSDP2_LAYOUTS["FSDP2 x 2"].megatron),
+    "adapters": ("qwen2", REPLICAS | LORA),
 }
 
 
@@ -309,29 +311,11 @@ def test_a_rank_killed_at_any_moment_of_a_save_costs_that_save_at_most(
     assert {steps[name] for name in chosen} == {1, 2}, "all were killed too late"
 
 
-<<<<<<< HEAD
-LORA = {"peft": {"enabled": True, "dim": 4, "alpha": 8.0, "dropout": 0.1}}
-
-
-@pytest.mark.parametrize(
-    ("family", "megatron"),
-    [("qwen3_moe", SHARING_EXPERTS), ("qwen2", REPLICAS | LORA)],
-    ids=["shared experts", "adapters"],
-)
+@pytest.mark.parametrize("what", AFTER_A_KILL)
 def test_ranks_go_on_from_the_last_whole_checkpoint_after_a_kill(
-    ranks: RankPool,
-    checkpoint: Callable[..., Path],
-    tmp_path: Path,
-    family: str,
-    megatron: dict[str, Any],
-) -> None:
-=======
-@pytest.mark.parametrize("what", SHARING)
-def test_ranks_that_share_weights_go_on_from_the_last_whole_checkpoint_after_a_kill(
     ranks: RankPool, checkpoint: Callable[..., Path], tmp_path: Path, what: str
 ) -> None:
-    family, megatron = SHARING[what]
->>>>>>> wt-g
+    family, megatron = AFTER_A_KILL[what]
     path = checkpoint(family, layers=2, hidden=32, ffn=32, vocab=VOCAB)
     stage = Stage(path, megatron, tmp_path / "first", tmp_path)
     ranks.run(WORLD, save_first, stage.config(False), tmp_path / "first")
