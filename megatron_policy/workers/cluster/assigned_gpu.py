@@ -5,7 +5,7 @@ from __future__ import annotations
 import ray
 
 ALL_VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-"""The environment of a worker that sees all GPUs of its node, not only the one that it was given."""
+"""The environment of a worker that sees all GPUs of its node, not only those that it was given."""
 
 
 def given_by_ray() -> list[str]:
