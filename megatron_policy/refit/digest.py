@@ -110,7 +110,7 @@ class _Sums:
 def _aligned(flat_bytes: Tensor) -> Tensor:
     """The bytes, aligned so that they can be read as words."""
     # An empty tensor has no address, whatever its offset.
-    aligned = (flat_bytes.data_ptr() | flat_bytes.storage_offset()) % 8 == 0
+    aligned = flat_bytes.data_ptr() % 8 == 0 and flat_bytes.storage_offset() % 8 == 0
     return flat_bytes if aligned else flat_bytes.clone()
 
 
