@@ -9,11 +9,27 @@ Recomputation in Large Transformer Models".
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_policy.converters.architecture import Activation, Architecture, Mla, Moe, Norm
+from megatron_policy.converters.architecture import Architecture, Mla, Norm
 from megatron_policy.converters.architecture.traits import QkNorm
+from megatron_policy.estimate.adapters import (
+    ATTENTION,
+    KV_DOWN,
+    KV_UP,
+    MLP,
+    MLP_READ_HIDDEN,
+    PROJ,
+    Q_DOWN,
+    Q_UP,
+    READ_HIDDEN,
+    Linears,
+    ModelAdapters,
+    RankTokens,
+)
 from megatron_policy.estimate.attention import INT64, Core, CoreAttention, Kernels, MicrobatchShape
+from megatron_policy.estimate.mlp import Mlps
 from megatron_policy.estimate.states import FP32
 from megatron_policy.parallel.topology import Topology
 
@@ -29,7 +45,7 @@ class Half:
     norm: int
     """Of the norm before it, without its output."""
     norm_output: int
-    """The input of the first linear layer."""
+    """The input of the first linear layers, if they keep it."""
     inner: int
     """Of the half itself, without core attention."""
     core: Core = NO_CORE
@@ -41,6 +57,8 @@ class Half:
     """It is computed again as a whole where `mlp` is."""
     norm_copies: bool = False
     """The norm keeps a copy of its input."""
+    unkept: int = 0
+    """The input of the first linear layers, if they do not keep it."""
 
     @property
     def total(self) -> int:
@@ -51,7 +69,7 @@ class Half:
         """Between the passes, if these modules are computed again."""
         norm, output, inner = self.norm, self.norm_output, self.inner
         if self.whole and "mlp" in modules:
-            inner = 0
+            inner, output = 0, output + self.unkept
             if not self.norm_apart and norm:  # part of the first linear layer
                 norm, output = 0, self.stream
         if self.norm_apart and "layernorm" in modules:
@@ -62,6 +80,8 @@ class Half:
     def again(self, modules: tuple[str, ...]) -> int:
         """The most during its backward pass."""
         most = self.total
+        if self.whole and "mlp" in modules:
+            most += self.unkept
         if "core_attn" in modules:
             most -= self.core.total
             most += max(self.core.kept, self.core.again - self.after)
@@ -103,39 +123,71 @@ class LayerActivations:
     sequence_parallel: bool
     kernels: Kernels
     rank: int = 0
+    adapters: ModelAdapters | None = None
+    """All that is trained, if there are any."""
 
-    def saved(self, layer: int, batch: MicrobatchShape) -> Saved:
+    def saved(self, layer: int, batch: MicrobatchShape, needed: bool = True) -> Saved:
         """What decoder layer number `layer` keeps of a microbatch; numbers from `num_layers` on are
-        the layers for multi-token prediction.
+        the layers for multi-token prediction. `needed` says whether its input needs gradients, as
+        it does unless everything before it is frozen.
         """
+        linears = Linears.of(self.adapters, layer)
+        attention = self._attention(layer, batch, linears, needed)
+        if not self.arch.parallel:
+            needed = needed or linears.adapted(*ATTENTION)
+        return Saved(attention, self._mlp(layer, batch, linears, needed))
+
+    def _attention(
+        self, layer: int, batch: MicrobatchShape, linears: Linears, needed: bool
+    ) -> Half:
+        arch, core, hidden = self.arch, self._core(), self.hidden(batch)
+        norm = self.stream(batch) * self._norm(arch.hidden_size)
+        kept = linears.keep(*READ_HIDDEN) or (arch.parallel and linears.keep(*MLP_READ_HIDDEN))
+        projected = linears.keep(PROJ)
+        inside = needed or linears.adapted(*READ_HIDDEN, Q_UP, KV_UP)
+        context = core.context(batch) * projected
+        return Half(
+            stream=hidden,
+            norm=norm * arch.pre_norm * needed,
+            norm_output=hidden * kept,
+            inner=self._projections(layer, batch, linears, needed, inside)
+            + self._adapted(linears, ATTENTION, batch),
+            core=core.of_layer(layer, batch, projected) if inside else Core(context, context, 0),
+            after=norm * arch.post_norm * (needed or linears.adapted(*ATTENTION)),
+            norm_apart=self._norm_apart(arch.mla is not None),
+            norm_copies=self._copies_input(),
+        )
+
+    def _mlp(self, layer: int, batch: MicrobatchShape, linears: Linears, needed: bool) -> Half:
         arch = self.arch
         moe = arch.moe if arch.has_experts(layer) else None
-        hidden, norm = self.hidden(batch), self.stream(batch) * self._norm(arch.hidden_size)
-        apart = arch.pre_norm and not arch.parallel
-        with_te = self.kernels.transformer_engine
-        before, after = norm * int(arch.pre_norm), norm * int(arch.post_norm)
-        attention = Half(
-            stream=hidden,
-            norm=before,
-            norm_output=hidden,
-            inner=self._projections(layer, batch),
-            core=self._core().of_layer(layer, batch),
-            after=after,
-            # Transformer Engine has norms inside the linear layers that follow them.
-            norm_apart=apart and (not with_te or arch.mla is not None),
-            norm_copies=self._copies_input(),
-        )
-        mlp = Half(
-            stream=0 if arch.parallel else hidden,
-            norm=0 if arch.parallel else before,
-            norm_output=0 if arch.parallel else hidden,
-            inner=self._dense(batch) if moe is None else self._experts(moe, batch),
-            after=after,
-            norm_apart=apart and (not with_te or moe is not None),
+        entered = 0 if arch.parallel else self.hidden(batch)
+        norm = self.stream(batch) * self._norm(arch.hidden_size)
+        # Megatron-Core's router keeps its input, frozen or not.
+        kept = linears.keep(*MLP_READ_HIDDEN) or (moe is not None and needed)
+        return Half(
+            stream=entered,
+            norm=0 if arch.parallel else norm * arch.pre_norm * needed,
+            norm_output=entered * kept,
+            inner=self._mlps().of_layer(layer, self._tokens(batch), linears, needed)
+            + self._adapted(linears, MLP, batch),
+            after=norm * arch.post_norm * (needed or linears.adapted(*MLP)),
+            norm_apart=self._norm_apart(moe is not None),
             whole=moe is None,  # Megatron-Core computes no mixture of experts again
             norm_copies=self._copies_input(),
+            unkept=entered * (not kept),
         )
-        return Saved(attention, mlp)
+
+    def adapts(self, layer: int) -> bool:
+        """Whether a layer has adapters."""
+        return self.adapters is not None and bool(self.adapters.layers[layer])
+
+    def _norm_apart(self, always: bool) -> bool:
+        """Whether the norm before a half is a module of its own: `always`, or unless Transformer
+        Engine has it inside the linear layer that follows it.
+        """
+        apart = self.arch.pre_norm and not self.arch.parallel
+        return apart and (always or not self.kernels.transformer_engine)
 
     def stream(self, batch: MicrobatchShape) -> int:
         """Tokens of the residual stream on a rank."""
@@ -155,8 +207,8 @@ class LayerActivations:
         return batch.positions * sum(rope.size(arch.kv_channels) for rope in ropes) * FP32
 
     def embedding(self, batch: MicrobatchShape) -> int:
-        """Bytes that the embedding keeps."""
-        return batch.tokens * INT64
+        """Bytes that the embedding keeps, unless it is frozen."""
+        return 0 if self.adapters is not None else batch.tokens * INT64
 
     def head(self, batch: MicrobatchShape) -> int:
         """Bytes that the final norm and the head keep, with a loss of log-probabilities: the
@@ -176,20 +228,37 @@ class LayerActivations:
             return own, own
         return 2 * self.hidden(batch), 2 * self.hidden(batch) + own
 
+    def _tokens(self, batch: MicrobatchShape) -> RankTokens:
+        """The tensor-parallel ranks of an expert gather their tokens."""
+        own, moe = self.stream(batch), self.arch.moe
+        gathered = self.topology.expert_tp if self.sequence_parallel else 1
+        return RankTokens(own, batch.tokens, 0 if moe is None else own * moe.chosen * gathered)
+
+    def _adapted(self, linears: Linears, names: Sequence[str], batch: MicrobatchShape) -> int:
+        """Bytes of the adapters beside these linear layers, without the inputs that they keep."""
+        mask = 1 if self.kernels.fused_dropout else self.width
+        return linears.kept(names, self.arch, self.topology, self._tokens(batch), self.width, mask)
+
+    def _mlps(self) -> Mlps:
+        return Mlps(self.arch, self.topology, self.width, self.kernels.fused_activation)
+
     def _core(self) -> CoreAttention:
         return CoreAttention(self.arch, self.topology, self.width, self.kernels, self.rank)
 
     def _norm(self, size: int) -> int:
-        """Bytes per vector of a norm, without its output."""
+        """Bytes per vector of a norm, without its output. A weight that is not trained needs none
+        of what it is multiplied with.
+        """
         if self.kernels.transformer_engine:
             return self.width * size + FP32
+        weighted = int(self.adapters is None)
         match self.arch.norm:
             case Norm.LAYER:
                 return self.width * size + 2 * FP32
             case Norm.RMS_PLUS_ONE:
-                return FP32 * size + FP32 + FP32 * size
+                return FP32 * size + FP32 + FP32 * size * weighted
         own = self.width if self.kernels.fused_norm else FP32
-        return own * size + FP32 + self.width * size
+        return own * size + FP32 + self.width * size * weighted
 
     def _copies_input(self) -> bool:
         """Whether norms keep their inputs in fp32."""
@@ -197,69 +266,44 @@ class LayerActivations:
             return False
         return self.arch.norm is Norm.RMS_PLUS_ONE or not self.kernels.fused_norm
 
-    def _projections(self, layer: int, batch: MicrobatchShape) -> int:
+    def _projections(
+        self, layer: int, batch: MicrobatchShape, linears: Linears, needed: bool, inside: bool
+    ) -> int:
+        """Between the norm and core attention, whose inputs need gradients if it is `inside`."""
         arch = self.arch
         channels = arch.mla.qk_rope_head_dim if arch.mla else arch.kv_channels
         rope = arch.rope_of(layer) if layer < arch.num_layers else arch.rope
         rotated = 0
-        if rope is not None and not self.kernels.fused_rope:
+        if rope is not None and inside and not self.kernels.fused_rope:
             # Cosine and sine, of queries and of keys, anew in each layer.
             rotated = 4 * batch.positions * rope.size(channels) * self.width
         if arch.mla is not None:
-            return rotated + self._compressed(arch.mla, batch)
-        return rotated + batch.tokens * self._query_norms()
+            return rotated + self._compressed(arch.mla, batch, linears, needed)
+        return rotated + batch.tokens * self._query_norms() * inside
 
     def _query_norms(self) -> int:
         """Bytes per token of the norms of queries and keys."""
         arch = self.arch
         heads, groups = self._core().heads()
         channels = (heads + groups) * arch.kv_channels
+        factors = (1 + int(self.adapters is None)) * FP32 * channels
         match arch.qk_norm:
             case QkNorm.NONE:
                 return 0
             case QkNorm.ALL_HEADS:  # the input and what the weight multiplies, and the square's sum
-                return 2 * FP32 * channels + 2 * FP32 * 2
+                return factors + 2 * FP32 * 2
             case QkNorm.EACH_HEAD:
-                return 2 * FP32 * channels + 2 * FP32 * (heads + groups)
+                return factors + 2 * FP32 * (heads + groups)
         return (heads + groups) * self._norm(arch.kv_channels)
 
-    def _compressed(self, mla: Mla, batch: MicrobatchShape) -> int:
+    def _compressed(self, mla: Mla, batch: MicrobatchShape, linears: Linears, needed: bool) -> int:
         """Compressed vectors go through a norm, whose output the expanding projection keeps."""
-        sizes = [size for size in (mla.kv_lora_rank, mla.q_lora_rank) if size]
-        kept = sum(self._norm(size) + self.width * size for size in sizes)
+        kept = 0
+        for down, up, size in (
+            (KV_DOWN, KV_UP, mla.kv_lora_rank),
+            (Q_DOWN, Q_UP, mla.q_lora_rank or 0),
+        ):
+            if size:
+                kept += self._norm(size) * (needed or linears.adapted(down))
+                kept += self.width * size * linears.keep(up)
         return self.stream(batch) * kept
-
-    def _dense(self, batch: MicrobatchShape) -> int:
-        return batch.tokens * self._gated(self.arch.ffn_hidden_size // self.topology.tp)
-
-    def _gated(self, inner: int, weighted: bool = False) -> int:
-        """Bytes per token of an MLP with `inner` channels on this rank, without its input: the
-        first projection's output, the input of the last one, and what is between.
-        """
-        if self.arch.activation is Activation.XIELU:
-            # The factors of both its branches, and which of them it takes.
-            return (self.width * 5 + 1) * inner
-        if not self.arch.gated:
-            return self.width * 2 * inner
-        widths = 3
-        if not self.kernels.fused_activation:
-            # The activation's output and the other half with its offset, factors of each other;
-            # clamped halves and a sigmoid besides.
-            widths += 4 if self.arch.activation is Activation.CLAMPED_SWIGLU else 2
-        return self.width * inner * (widths + int(weighted))
-
-    def _experts(self, moe: Moe, batch: MicrobatchShape) -> int:
-        """Router, dispatch, experts and the shared MLP of a layer."""
-        topology = self.topology
-        own = self.stream(batch)
-        # Scores, their transposed copy and the map of experts; choices, weights and places.
-        router = own * (moe.experts * (2 * FP32 + 1) + moe.chosen * (2 * INT64 + FP32))
-        # The tensor-parallel ranks of an expert gather their tokens.
-        gathered = topology.expert_tp if self.sequence_parallel else 1
-        taken = own * moe.chosen * gathered
-        inner = moe.ffn_hidden_size // topology.expert_tp
-        experts = taken * (
-            self.width * self.arch.hidden_size + FP32 + self._gated(inner, weighted=True)
-        )
-        shared = moe.shared_ffn_hidden_size // topology.tp
-        return router + experts + (batch.tokens * self._gated(shared) if shared else 0)

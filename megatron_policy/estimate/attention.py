@@ -28,6 +28,8 @@ class Kernels:
     fused_rope: bool = False
     fused_norm: bool = False
     """RMS norms in one kernel, which keeps its input and a number for each vector."""
+    fused_dropout: bool = False
+    """Dropout in one kernel, whose mask has one byte for each element."""
     one_call: bool = False
     """Attention takes all sequences at once and needs no masks; else there is a call for each tile,
     with a mask unless the tile is square. Softcaps and sinks are computed in tiles anyway.
@@ -113,8 +115,10 @@ class CoreAttention:
     kernels: Kernels
     rank: int
 
-    def of_layer(self, layer: int, batch: MicrobatchShape) -> Core:
-        """What layer number `layer` keeps of a microbatch."""
+    def of_layer(self, layer: int, batch: MicrobatchShape, context: bool = True) -> Core:
+        """What layer number `layer` keeps of a microbatch; without `context` the output projection
+        keeps no input.
+        """
         arch = self.arch
         explicit = arch.attention_sinks or arch.attention_softcap is not None
         window = arch.window if layer < arch.num_layers and arch.has_window(layer) else None
@@ -128,10 +132,16 @@ class CoreAttention:
             self.rank,
         )
         if arch.mla is not None:
-            return self._latent(arch.mla, batch, found)
+            return self._latent(arch.mla, batch, found, context)
         if explicit:
-            return self._explicit(batch, found)
-        return self._fused(batch, found)
+            return self._explicit(batch, found, context)
+        return self._fused(batch, found, context)
+
+    def context(self, batch: MicrobatchShape) -> int:
+        """Bytes of the output projection's input."""
+        arch, (heads, _) = self.arch, self.heads()
+        channels = arch.kv_channels if arch.mla is None else arch.mla.v_head_dim
+        return heads * channels * batch.tokens * self.width
 
     def heads(self) -> tuple[int, int]:
         """Query and key heads of a rank."""
@@ -149,7 +159,7 @@ class CoreAttention:
             return query, key, (arch.query_size + 2 * arch.kv_size) * token
         return query, key, query + 2 * key
 
-    def _fused(self, batch: MicrobatchShape, found: _Tiles) -> Core:
+    def _fused(self, batch: MicrobatchShape, found: _Tiles, context: bool) -> Core:
         """In kernels that hold no scores, but their outputs and a sum for each query."""
         heads, groups = self.heads()
         query, key, joint = self._inputs(batch)
@@ -162,9 +172,10 @@ class CoreAttention:
             gathered = 2 * groups * self.arch.kv_channels * self.width * keys
         inside += gathered + self._masks(found)
         total = inside + (query if gathered else inputs)
-        return Core.of(inputs, inside, query, total + self._copied(found, query))
+        copied = self._copied(found, query) * context
+        return Core.of(inputs, inside, query * context, total + copied)
 
-    def _explicit(self, batch: MicrobatchShape, found: _Tiles) -> Core:
+    def _explicit(self, batch: MicrobatchShape, found: _Tiles, context: bool) -> Core:
         """Where scores are computed: through the softcap, after softmax in fp32, and as factors of
         the values. Keys and values are repeated for each query head.
         """
@@ -175,9 +186,10 @@ class CoreAttention:
         pair += self.width if self.arch.attention_softcap is not None else 0
         repeated = 2 * self.arch.kv_channels * self.width * found.keys
         inside = heads * (found.scores * pair + sinks + repeated)
-        return Core.of(query + key + joint, inside, query, query + inside + query)
+        projected = query * context
+        return Core.of(query + key + joint, inside, projected, query + inside + projected)
 
-    def _latent(self, mla: Mla, batch: MicrobatchShape, found: _Tiles) -> Core:
+    def _latent(self, mla: Mla, batch: MicrobatchShape, found: _Tiles, projected: bool) -> Core:
         """Of MLA; keys and values have as many heads as queries."""
         heads, _ = self.heads()
         token = heads * batch.tokens * self.width
@@ -200,6 +212,7 @@ class CoreAttention:
         else:  # values are padded to the size of keys
             inside += widest * token
             total = 2 * widest * token + inside
+        context = context * projected
         copied = context if head != value else self._copied(found, context)
         return Core.of(inputs, inside, context, total + copied)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _GB = 2**30
-"""Data sheets say GB; drivers report up to 1 % less than as many GiB."""
+"""Data sheets say GB; drivers report up to 2 % less than as many GiB."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from megatron_policy.config.layout import layer_split, microbatch_round
 from megatron_policy.converters.architecture import Activation, Architecture, padded_vocab
 from megatron_policy.converters.architecture.beyond_te import beyond_transformer_engine
 from megatron_policy.estimate.activations import LayerActivations
+from megatron_policy.estimate.adapters import ModelAdapters
 from megatron_policy.estimate.attention import Kernels, MicrobatchShape
 from megatron_policy.estimate.recomputation import chunk_activations
 from megatron_policy.estimate.schedule import Schedule
@@ -96,6 +97,7 @@ def kernels_of(config: PolicyConfig, arch: Architecture, accelerated: bool) -> K
         fused_activation=accelerated and megatron.bias_activation_fusion and swiglu,
         fused_rope=with_te and megatron.apply_rope_fusion and arch.mla is None,
         fused_norm=accelerated,
+        fused_dropout=accelerated,
         one_call=accelerated,
     )
 
@@ -120,7 +122,7 @@ def stage_memory(
         states,
         # Ranks of a context-parallel group differ in their rectangles of attention.
         max(
-            activation_bytes(config, arch, topology, batch_shape, stage, kernels, rank)
+            activation_bytes(config, rows, topology, batch_shape, stage, kernels, rank)
             for rank in ((0,) if kernels.transformer_engine else range(topology.cp))
         ),
         _head(config, arch, topology, batch_shape) if last else 0,
@@ -129,7 +131,7 @@ def stage_memory(
 
 def activation_bytes(
     config: PolicyConfig,
-    arch: Architecture,
+    rows: ModelRows,
     topology: Topology,
     batch_shape: BatchShape,
     stage: int,
@@ -139,9 +141,15 @@ def activation_bytes(
     """What a rank of the stage, number `cp_rank` of its context-parallel group, keeps for backward
     passes when it keeps most.
     """
-    megatron = config.megatron_cfg
+    arch, megatron = rows.architecture, config.megatron_cfg
     model = LayerActivations(
-        arch, topology, WIDTHS[config.precision], megatron.sequence_parallel, kernels, cp_rank
+        arch,
+        topology,
+        WIDTHS[config.precision],
+        megatron.sequence_parallel,
+        kernels,
+        cp_rank,
+        ModelAdapters.of(rows, megatron.peft),
     )
     batch = batch_shape.microbatch(topology)
     chunks = [
@@ -164,9 +172,9 @@ def _head(
     config: PolicyConfig, arch: Architecture, topology: Topology, batch_shape: BatchShape
 ) -> int:
     """A tile of logits in the weights' dtype, a strip of it in fp32, the gradients of the tokens'
-    hidden states in fp32 and of the weights. With filters several smaller strips, and where there
-    are several tiles, the weights' gradient as a sum in fp32 and a term of it. A scalar head has
-    hidden states in fp32 and their gradients.
+    hidden states in fp32 and of the weights, unless they are frozen. With filters several smaller
+    strips, and where there are several tiles, the weights' gradient as a sum in fp32 and a term of
+    it. A scalar head has hidden states in fp32 and their gradients.
     """
     if arch.head is not None:
         return 2 * FP32 * batch_shape.microbatch(topology).tokens * arch.hidden_size
@@ -175,7 +183,7 @@ def _head(
     tokens = batch_shape.microbatch(topology).tokens
     tile = min(config.logprob_chunk_size, tokens) * shard
     hidden = tokens * arch.hidden_size * (width + FP32)
-    weights = shard * arch.hidden_size
+    weights = 0 if config.megatron_cfg.peft.enabled else shard * arch.hidden_size
     if Filters.of_logprobs(config.generation) is None:
         return tile * width + min(tile, STRIP_ELEMENTS) * FP32 + hidden + weights * width
     strips = _SEARCHED_STRIPS * min(tile, SEARCHED_GPU) * FP32

@@ -95,7 +95,7 @@ class StepPlan:
         """Bounds of a step."""
         fullest = max((stage.states for stage in self.stages), key=lambda each: each.parameters)
         return step_time(
-            self.config, self.architecture, self.topology, self.batch_shape, fullest, self.device
+            self.config, self.rows, self.topology, self.batch_shape, fullest, self.device
         )
 
     @property
@@ -128,8 +128,12 @@ class StepPlan:
     @property
     def staging_bytes(self) -> int:
         """Host memory of a checkpoint that is saved in the background, on the fullest rank."""
-        distributed = self.config.megatron_cfg.optimizer.use_distributed_optimizer
-        return max(written_bytes(stage.states, self.topology, distributed) for stage in self.stages)
+        megatron = self.config.megatron_cfg
+        distributed = megatron.optimizer.use_distributed_optimizer
+        return max(
+            written_bytes(stage.states, self.topology, distributed, megatron.peft.enabled)
+            for stage in self.stages
+        )
 
 
 def plan_of(

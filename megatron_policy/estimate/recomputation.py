@@ -40,7 +40,11 @@ def chunk_activations(
     angles = model.angles(batch) if settings.recompute_granularity == "full" else 0
     kept, shared = (kept + angles, 0) if batch.packed else (kept, angles)
     most = kept
-    units = [*_units(layers, model, settings, batch)]
+    # A frozen embedding's output needs gradients only where `freeze` in
+    # `engines/megatron/trainable.py` has it need them.
+    needed = not first or model.adapters is None or model.topology.pp > 1
+    needed = needed or settings.recompute_granularity is not None
+    units = [*_units(layers, model, settings, batch, needed)]
     if last:
         head = model.head(batch)
         units.append((head, head))
@@ -53,12 +57,19 @@ def chunk_activations(
 
 
 def _units(
-    layers: range, model: LayerActivations, settings: MegatronConfig, batch: MicrobatchShape
+    layers: range,
+    model: LayerActivations,
+    settings: MegatronConfig,
+    batch: MicrobatchShape,
+    needed: bool,
 ) -> Iterator[tuple[int, int]]:
     """What each layer, or each group that is computed again at once, keeps between the passes, and
-    the most during its own backward pass.
+    the most during its own backward pass. `needed` says whether what enters needs gradients.
     """
-    saved = [model.saved(layer, batch) for layer in layers]
+    saved = []
+    for layer in layers:
+        saved.append(model.saved(layer, batch, needed))
+        needed = needed or model.adapts(layer)
     number, hidden = settings.recompute_num_layers or 1, model.hidden(batch)
     if settings.recompute_granularity != "full":
         selective = settings.recompute_granularity == "selective"

@@ -45,8 +45,14 @@ class States:
     expert_gradients: int = 0
     expert_optimizer: int = 0
     """Of `main_parameters` and `moments`, those of the same experts."""
+    frozen: int = 0
+    """Of `parameters`, those that are not trained."""
     copied: int = 0
-    """Of parameters and optimizer, on all ranks that share them, what another stage saves."""
+    """Of parameters and optimizer, on all ranks that share them, what other stages or other
+    tensor-parallel ranks save.
+    """
+    expert_copied: int = 0
+    """The same of experts that other ranks hold copies of than of all else."""
 
     @property
     def resident(self) -> int:
@@ -114,7 +120,11 @@ class _Held(NamedTuple):
     frozen_expert: int = 0
     """Of one expert."""
     copied: int = 0
-    """Elements of trained parameters of which another stage holds the original."""
+    """Elements of trained parameters of which another stage holds the original, or which another
+    tensor-parallel rank saves, since all hold them alike.
+    """
+    copied_expert: int = 0
+    """Of one expert."""
 
     def plus(self, other: _Held) -> _Held:
         dense, expert = self.dense.plus(other.dense), self.expert.plus(other.expert)
@@ -127,6 +137,7 @@ class _Held(NamedTuple):
             self.frozen + other.frozen,
             self.frozen_expert + other.frozen_expert,
             self.copied + other.copied,
+            self.copied_expert + other.copied_expert,
         )
 
 
@@ -196,6 +207,10 @@ class ModelRows:
             size = _Sizes(elements, -(-elements // _PARAMETER) * _PARAMETER)
             if not (row.owns or frozen):
                 total = total._replace(copied=total.copied + elements)
+            elif not frozen and row.learnt and elements == math.prod(row.local_shape(arch, 1)):
+                others = elements * (shards - 1) // shards
+                kind = "copied_expert" if expert else "copied"
+                total = total._replace(**{kind: getattr(total, kind) + others})
             if row.keeps_dtype:
                 total = total._replace(fixed=total.fixed + elements)
             elif not row.learnt:
@@ -246,9 +261,14 @@ def _chunk_states(held: _Held, experts: int, topology: Topology, precisions: Pre
     own = _Sizes().plus(held.expert, experts)
     if not precisions.trained:
         elements = held.dense.exact + held.shared.exact + own.exact
-        return States(parameters=fixed + elements * precisions.parameter)
+        every = fixed + elements * precisions.parameter
+        return States(parameters=every, frozen=every)
     replicas = topology.dp * topology.cp
-    total = States(parameters=fixed, copied=held.copied * precisions.saved)
+    copied = held.copied * precisions.saved
+    of_experts = held.copied_expert * experts * precisions.saved
+    if not topology.experts_apart:
+        copied, of_experts = copied + of_experts, 0
+    total = States(parameters=fixed, frozen=fixed, copied=copied, expert_copied=of_experts)
     if topology.experts_apart:
         apart = _trained([own], topology.edp, precisions)
         total += replace(
@@ -279,13 +299,15 @@ def _trained(buckets: list[_Sizes], replicas: int, precisions: Precisions) -> St
     )
 
 
-def written_bytes(states: States, topology: Topology, distributed: bool) -> int:
+def written_bytes(
+    states: States, topology: Topology, distributed: bool, adapters: bool = False
+) -> int:
     """What a rank writes to a checkpoint: ranks share what they hold copies of, which states of an
-    optimizer that is not `distributed` are too.
+    optimizer that is not `distributed` are too. Beside `adapters` no frozen weights are written.
     """
-    held, experts = states.parameters, states.expert_parameters
+    held, experts = states.parameters - states.frozen * adapters, states.expert_parameters
     own = states.main_parameters + states.moments
     if not distributed:
         held, experts, own = held + own, experts + states.expert_optimizer, 0
     shared = (held - experts - states.copied) // (topology.dp * topology.cp)
-    return own + shared + experts // topology.edp
+    return own + shared + (experts - states.expert_copied) // topology.edp

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import layer_split
 from megatron_policy.converters.architecture import Architecture
+from megatron_policy.estimate.adapters import ModelAdapters
 from megatron_policy.estimate.devices import DeviceFigures
-from megatron_policy.estimate.flops import BACKWARD, forward_flops
+from megatron_policy.estimate.flops import BACKWARD, forward_flops, model_flops
 from megatron_policy.estimate.memory import BatchShape
 from megatron_policy.estimate.schedule import Schedule
-from megatron_policy.estimate.states import WIDTHS, Precisions, States
+from megatron_policy.estimate.states import WIDTHS, ModelRows, Precisions, States
 from megatron_policy.parallel.topology import Topology
 
 HEAD_AGAIN = 1
@@ -62,16 +63,17 @@ class StepTime:
 
 def step_time(
     config: PolicyConfig,
-    arch: Architecture,
+    rows: ModelRows,
     topology: Topology,
     batch_shape: BatchShape,
     states: States,
     device: DeviceFigures,
 ) -> StepTime:
     """Bounds of a step under the configuration; `states` are those of the fullest stage."""
+    arch, adapters = rows.architecture, ModelAdapters.of(rows, config.megatron_cfg.peft)
     microbatches = batch_shape.microbatches(topology)
     schedule = Schedule.of(topology, microbatches)
-    stages = _stage_seconds(config, arch, topology, batch_shape, device)
+    stages = _stage_seconds(config, arch, adapters, topology, batch_shape, device)
     wire_bytes = _traffic(config, arch, topology, batch_shape, states)
     spans = {
         "tp": topology.tp,
@@ -80,11 +82,11 @@ def step_time(
         "pp": topology.world_size,
         "dp": topology.world_size // topology.pp,
     }
-    rows = batch_shape.rows
-    lengths = [batch_shape.length] * rows
-    touched = 2 * (states.main_parameters + states.moments) + states.parameters + states.gradients
+    lengths = [batch_shape.length] * batch_shape.rows
+    touched = 2 * (states.main_parameters + states.moments) + states.gradients
+    touched += states.parameters - states.frozen
     return StepTime(
-        model_flops=(1 + BACKWARD) * forward_flops(arch, lengths).total,
+        model_flops=model_flops(arch, lengths, adapters=adapters),
         compute=schedule.seconds(stages),
         optimizer=touched / device.memory_bandwidth,
         wire={axis: sent / device.link(spans[axis]) for axis, sent in wire_bytes.items()},
@@ -97,13 +99,14 @@ def step_time(
 def _stage_seconds(
     config: PolicyConfig,
     arch: Architecture,
+    adapters: ModelAdapters | None,
     topology: Topology,
     batch_shape: BatchShape,
     device: DeviceFigures,
 ) -> list[float]:
     """Of each stage, both passes over one microbatch."""
     sequences = max(1, batch_shape.tokens // batch_shape.length)
-    flops = forward_flops(arch, [batch_shape.length] * sequences)
+    flops = forward_flops(arch, [batch_shape.length] * sequences, adapters=adapters)
     rate = device.bf16_flops * topology.tp * topology.cp
     settings = config.megatron_cfg
     number = settings.recompute_num_layers or 1
@@ -116,14 +119,15 @@ def _stage_seconds(
                 if settings.recompute_granularity == "full":
                     again = int(settings.recompute_method != "block" or at < number)
                 of = flops.layers[layer]
-                total += (1 + BACKWARD + again) * of.total
+                total += (1 + again) * of.total + of.backward
                 if settings.recompute_granularity == "selective":
                     modules = settings.recompute_modules or ()
                     total += of.attention * ("core_attn" in modules)
                     # Megatron-Core computes no mixture of experts again.
                     total += of.mlp * ("mlp" in modules and not arch.has_experts(layer))
         seconds.append(total / rate)
-    seconds[-1] += (1 + BACKWARD + HEAD_AGAIN) * (flops.head + flops.mtp) / rate
+    head = (1 + HEAD_AGAIN) * flops.head + flops.head_backward
+    seconds[-1] += (head + (1 + BACKWARD + HEAD_AGAIN) * flops.mtp) / rate
     return seconds
 
 
@@ -147,8 +151,10 @@ def _traffic(
     hidden = batch.tokens * arch.hidden_size * width
     passes = 2 + int(config.megatron_cfg.recompute_granularity == "full")
     sequence = config.megatron_cfg.sequence_parallel
+    # Frozen weights have no gradients, for which inputs would be gathered again.
+    again = sequence and not config.megatron_cfg.peft.enabled
     return {
-        "tp": microbatches * _tensor(len(held), experts, hidden, topology, passes, sequence),
+        "tp": microbatches * _tensor(len(held), experts, hidden, topology, passes, again),
         "cp": microbatches * len(held) * _context(arch, topology, batch.tokens, width, passes),
         "ep": microbatches * experts * passes * _experts(arch, topology, hidden, sequence),
         "pp": microbatches * _pipeline(topology, hidden, sequence),
@@ -162,14 +168,14 @@ def _share(size: int) -> float:
 
 
 def _tensor(
-    layers: int, experts: int, hidden: int, topology: Topology, passes: int, sequence: bool
+    layers: int, experts: int, hidden: int, topology: Topology, passes: int, again: bool
 ) -> int:
     """Each linear pair gathers and reduces in each pass; with sequence parallelism the backward
-    pass gathers its input again. Experts' ranks have traffic of their own.
+    pass gathers its input `again`. Experts' ranks have traffic of their own.
     """
     pairs = 2 * layers - experts
-    again = pairs if sequence else 0
-    return int((2 * pairs * passes + again) * hidden * _share(topology.tp))
+    inputs = pairs if again else 0
+    return int((2 * pairs * passes + inputs) * hidden * _share(topology.tp))
 
 
 def _context(arch: Architecture, topology: Topology, tokens: int, width: int, passes: int) -> int:

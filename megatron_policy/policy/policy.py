@@ -81,7 +81,7 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights):
         )
         self.rank, self.topology = self._session.rank, self._session.topology
         self.coords, self._engine = self._session.coords, self._session.engine
-        self._batcher = batcher_of(self.config, self.topology, self._engine.table.architecture)
+        self._batcher = batcher_of(self.config, self.topology, self._engine.table)
         rows, filtered = self.config.logprob_batch_size, lambda: not self._session.uses_reference
         self._scorer = Scorer(self._engine, self._batcher, rows, filtered)
         self.exporter, self.memory = self._session.exporter, self._session.memory

@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_policy.refit.buffers import BufferSlice
-from megatron_policy.refit.digest import algorithm_for, digest
-from megatron_policy.refit.manifest import RefitManifest, Sent
+from megatron_policy.refit.digest import Digests, algorithm_for
+from megatron_policy.refit.manifest import Form, RefitManifest, sent_tensors
 from megatron_policy.renamed import renamed_name
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ class _Delivery:
     def __init__(self, transport: Transport, exporter: Exporter, plan: RefitPlan | None) -> None:
         self.failure: Exception | None = None
         self._session: TransportSession | None = None
-        self._sent: dict[str, Sent] = {}
-        self._algorithm = algorithm_for(exporter.probe)
+        self._forms: dict[str, Form] = {}
+        self._digests = Digests(algorithm_for(exporter.probe))
         if plan is not None:
             with self._attempt():
                 self._session = transport.open(exporter, plan)
@@ -110,10 +110,8 @@ class _Delivery:
         if target is None or self._session is None or self.failure is not None:
             return
         with self._attempt():
-            memory = target.bytes(tensor.nbytes)
-            self._sent[tensor.name] = Sent(
-                tensor.shape, tensor.dtype, digest(memory, self._algorithm)
-            )
+            self._forms[tensor.name] = tensor.shape, tensor.dtype
+            self._digests.add(tensor.name, target.bytes(tensor.nbytes))
             self._session.filled(tensor, target)
 
     def finish(self, step: int) -> None:
@@ -127,7 +125,8 @@ class _Delivery:
                 self._session.close()
 
     def manifest(self, step: int) -> RefitManifest:
-        return RefitManifest(step, self._algorithm, self._sent)
+        sent = sent_tensors(self._forms, self._digests.read())
+        return RefitManifest(step, self._digests.algorithm, sent)
 
     def _attempt(self) -> _Attempt:
         return _Attempt(self)

@@ -4,8 +4,6 @@ elsewhere.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import xxhash
 from torch import Tensor
@@ -14,6 +12,7 @@ HOST, DEVICE = "xxh3_64", "products_64"
 """Names of the two algorithms in a manifest."""
 
 _STEP = 1 << 22  # words per step: bounds the extra memory of the sum of products
+_BLOCK = 1 << 10  # tensors whose sums share memory
 _MASK = (1 << 64) - 1
 # Odd constants of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators).
 _GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -25,41 +24,94 @@ def algorithm_for(memory: Tensor) -> str:
 
 
 def digest(memory: Tensor, algorithm: str) -> int:
-    """The digest of a contiguous tensor's bytes, in 0 .. 2**64 - 1."""
-    flat = memory.detach().reshape(-1).view(torch.uint8)
-    if algorithm == HOST:
-        return xxhash.xxh3_64_intdigest(flat.cpu().numpy().data)
-    assert algorithm == DEVICE, algorithm
-    return sum_of_products(flat)
+    """The digest of a contiguous tensor's bytes, in 0 .. 2**64 - 1. The host waits for it."""
+    digests = Digests(algorithm)
+    digests.add("", memory)
+    return digests.read()[""]
 
 
-def sum_of_products(flat_bytes: Tensor) -> int:
-    """Sum over 64-bit words of word * odd pseudo-random number of its position, modulo 2**64.
+class Digests:
+    """Digests of many tensors. Those of a device are computed there without waiting, and copied to
+    the host together, when they are read.
+    """
+
+    def __init__(self, algorithm: str) -> None:
+        assert algorithm in (HOST, DEVICE), algorithm
+        self.algorithm = algorithm
+        self._known: dict[str, int] = {}
+        self._sums: _Sums | None = None
+
+    def add(self, name: str, memory: Tensor) -> None:
+        """Add a contiguous tensor, whose memory can be reused by work that is queued later."""
+        flat = memory.detach().reshape(-1).view(torch.uint8)
+        if self.algorithm == HOST:
+            self._known[name] = xxhash.xxh3_64_intdigest(flat.cpu().numpy().data)
+            return
+        if self._sums is None:
+            self._sums = _Sums(flat.device)
+        self._sums.add(name, flat)
+
+    def read(self) -> dict[str, int]:
+        """The digests of all tensors so far, each in 0 .. 2**64 - 1, in the order of `add`."""
+        if self._sums is not None:
+            self._known |= self._sums.read()
+            self._sums = None
+        return self._known
+
+
+class _Sums:
+    """For each tensor, the sum over its 64-bit words of word * odd pseudo-random number of its
+    position, modulo 2**64; and its last bytes, which make up no word.
 
     Changing one word always changes the sum, since odd numbers have inverses. This is multilinear
     hashing with these numbers as keys, computed in place with whole-tensor operations only.
     """
-    count = flat_bytes.numel()
-    whole = count // 8 * 8
-    words = _aligned(flat_bytes[:whole]).view(torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=flat_bytes.device)
-    for first in range(0, words.numel(), _STEP):
-        step = words[first : first + _STEP]
-        keys = _first_keys(step.device) if first == 0 else _keys(first, step.numel(), step.device)
-        total += (step * keys[: step.numel()]).sum()
-    rest = bytes(flat_bytes[whole:].cpu().tolist()) if count > whole else b""
-    return (int(total) + _mixed(int.from_bytes(rest, "little") + count)) & _MASK
+
+    def __init__(self, where: torch.device) -> None:
+        self._where = where
+        self._names: list[tuple[str, int]] = []
+        self._blocks: list[Tensor] = []
+        self._keys = _keys(0, 0, where)  # of the first step, which is all of most tensors
+        self._places = torch.arange(0, 64, 8, device=where)
+
+    def add(self, name: str, flat_bytes: Tensor) -> None:
+        """Queue the sums of these bytes."""
+        row = len(self._names) % _BLOCK
+        if row == 0:
+            self._blocks.append(torch.zeros(_BLOCK, 2, dtype=torch.int64, device=self._where))
+        total, rest = self._blocks[-1][row]
+        count = flat_bytes.numel()
+        self._names.append((name, count))
+        whole = count // 8 * 8
+        words = _aligned(flat_bytes[:whole]).view(torch.int64)
+        for first in range(0, words.numel(), _STEP):
+            step = words[first : first + _STEP]
+            total += (step * self._keys_from(first, step.numel())).sum()
+        if count > whole:
+            last = flat_bytes[whole:].to(torch.int64)
+            rest += (last << self._places[: count - whole]).sum()
+
+    def _keys_from(self, first: int, count: int) -> Tensor:
+        if first > 0:
+            return _keys(first, count, self._where)
+        if self._keys.numel() < count:
+            self._keys = _keys(0, count, self._where)
+        return self._keys[:count]
+
+    def read(self) -> dict[str, int]:
+        """The digests; the host waits once."""
+        rows = torch.cat(self._blocks)[: len(self._names)].tolist()
+        return {
+            name: (total + _mixed(rest + count)) & _MASK
+            for (name, count), (total, rest) in zip(self._names, rows, strict=True)
+        }
 
 
 def _aligned(flat_bytes: Tensor) -> Tensor:
     """The bytes, aligned so that they can be read as words."""
-    return flat_bytes if flat_bytes.data_ptr() % 8 == 0 else flat_bytes.clone()
-
-
-@lru_cache(maxsize=1)
-def _first_keys(where: torch.device) -> Tensor:
-    """The keys of the first step, which is all of most tensors; they are kept."""
-    return _keys(0, _STEP, where)
+    # An empty tensor has no address, whatever its offset.
+    aligned = flat_bytes.data_ptr() % 8 == 0 and flat_bytes.storage_offset() % 8 == 0
+    return flat_bytes if aligned else flat_bytes.clone()
 
 
 def _keys(first: int, count: int, where: torch.device) -> Tensor:

@@ -40,6 +40,11 @@ class Sent:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def sent_tensors(forms: Mapping[str, Form], digests: Mapping[str, int]) -> dict[str, Sent]:
+    """The tensors of these shapes and dtypes, in their order, each with its digest."""
+    return {name: Sent(*form, digests[name]) for name, form in forms.items()}
+
+
 @dataclass(frozen=True)
 class RefitManifest:
     """All tensors of one refit by Hugging Face name, in the order they were sent.

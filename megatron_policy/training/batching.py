@@ -10,8 +10,9 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.config.batching import batching_of, multiples_of
 from megatron_policy.config.layout import microbatch_round
 from megatron_policy.config.layout import microbatches as count_microbatches
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.table import Table
 from megatron_policy.errors import BatchError
+from megatron_policy.estimate.adapters import ModelAdapters
 from megatron_policy.interfaces import LossFunction
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.bins import decreasing
@@ -296,8 +297,9 @@ def _check_groups(plan: Plan, data: BatchedDataDict, group: int) -> None:
         )
 
 
-def batcher_of(config: PolicyConfig, topology: Topology, architecture: Architecture) -> Batcher:
+def batcher_of(config: PolicyConfig, topology: Topology, table: Table) -> Batcher:
     """The batcher that the configuration asks for, for this model."""
+    architecture = table.architecture
     multiples, training = multiples_of(config), batching_of(config, training=True)
     cost = sequence_cost(architecture.hidden_size)
     return Batcher(
@@ -315,5 +317,6 @@ def batcher_of(config: PolicyConfig, topology: Topology, architecture: Architect
             filler=multiples.row,
             alike=training.kind == "padded",
             further=config.megatron_cfg.mtp_num_layers,
+            adapters=ModelAdapters.of_model(config, table),
         ),
     )

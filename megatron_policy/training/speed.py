@@ -13,8 +13,9 @@ from megatron_policy.converters.architecture import Architecture
 from megatron_policy.device import is_accelerated, memory_info
 from megatron_policy.device.profiling import device_name
 from megatron_policy.device.timing import Stopwatch
+from megatron_policy.estimate.adapters import ModelAdapters
 from megatron_policy.estimate.devices import figures_of
-from megatron_policy.estimate.flops import BACKWARD, forward_flops
+from megatron_policy.estimate.flops import ForwardFlops, forward_flops
 from megatron_policy.interfaces.engine import REDUCE, Trainable
 from megatron_policy.packing.cost import Cost
 from megatron_policy.packing.microbatch import Microbatch
@@ -31,26 +32,28 @@ _RATES = ("tokens_per_second", "mfu")
 @dataclass(frozen=True)
 class Share:
     """What one data-parallel rank has of a global batch: its `tokens`, the `positions` that it
-    computes for them, padding included, its estimated `cost`, and the operations of a forward pass
-    without the head.
+    computes for them, padding included, its estimated `cost`, and the operations of a `forward` and
+    of a `backward` pass without the head.
     """
 
     microbatches: int
     tokens: int
     positions: int
     cost: float
-    flops: int
+    forward: int
+    backward: int
 
     @property
     def numbers(self) -> list[float]:
         """The values in the order of the fields."""
-        return [self.microbatches, self.tokens, self.positions, self.cost, self.flops]
+        whole = [self.microbatches, self.tokens, self.positions]
+        return [*whole, self.cost, self.forward, self.backward]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Share:
         """The inverse of `numbers`."""
-        microbatches, tokens, positions, cost, flops = numbers
-        return cls(int(microbatches), int(tokens), int(positions), cost, int(flops))
+        microbatches, tokens, positions, cost, *flops = numbers
+        return cls(int(microbatches), int(tokens), int(positions), cost, *map(int, flops))
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ class Workload:
 
     tokens: int = 0
     positions: int = 0
-    flops: int = 0
+    forward: int = 0
+    backward: int = 0
     largest: float = 0.0
     mean: float = 0.0
     turns: int = 0
@@ -97,7 +101,8 @@ class Estimator:
     """Counts what a policy's ranks compute.
 
     A microbatch that only keeps ranks synchronised has `filler` positions or, if `alike`, as many
-    as the rank's others. `further` tokens are predicted besides the next one (MTP).
+    as the rank's others. `further` tokens are predicted besides the next one (MTP). Beside
+    `adapters` nothing else is trained.
     """
 
     architecture: Architecture
@@ -106,6 +111,7 @@ class Estimator:
     filler: int
     alike: bool
     further: int
+    adapters: ModelAdapters | None = None
 
     def share(self, data: BatchedDataDict, microbatches: Iterable[Microbatch]) -> Share:
         """This rank's share: the rows of `data`, cut into `microbatches`."""
@@ -115,12 +121,14 @@ class Estimator:
             layout.sources_CTR.size(2) * sum(self.cost(part.length) for part in layout.segments)
             for layout in layouts
         )
+        flops = self._flops(lengths, 0)
         return Share(
             len(layouts),
             sum(lengths),
             sum(layout.sources_CTR.numel() for layout in layouts),
             sum(costs),
-            forward_flops(self.architecture, lengths, 0, self.further).total,
+            flops.total,
+            flops.backward,
         )
 
     def workload(self, shares: Sequence[Share], microbatches: int) -> Workload:
@@ -130,7 +138,8 @@ class Estimator:
         return Workload(
             sum(share.tokens for share in filled),
             sum(share.positions for share in filled),
-            sum(share.flops for share in filled),
+            sum(share.forward for share in filled),
+            sum(share.backward for share in filled),
             max(costs),
             sum(costs) / len(costs),
             microbatches * self.topology.vpp,
@@ -141,8 +150,12 @@ class Estimator:
         """Operations of `workload`, forward and, if `trained`, backward, with the head for
         `predicted` tokens.
         """
-        head = forward_flops(self.architecture, (), predicted, self.further).total
-        return (1 + BACKWARD if trained else 1) * (workload.flops + head)
+        head = self._flops((), predicted)
+        forward, backward = workload.forward + head.total, workload.backward + head.backward
+        return forward + backward if trained else forward
+
+    def _flops(self, lengths: Sequence[int], predicted: int) -> ForwardFlops:
+        return forward_flops(self.architecture, lengths, predicted, self.further, self.adapters)
 
     def _filled(self, share: Share, microbatches: int) -> Share:
         missing = microbatches - share.microbatches
@@ -157,7 +170,8 @@ class Estimator:
             share.tokens,
             share.positions + missing * positions,
             share.cost + missing * cost,
-            share.flops,
+            share.forward,
+            share.backward,
         )
 
 

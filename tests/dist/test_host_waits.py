@@ -1,5 +1,6 @@
-"""In the backward pass of a packed step the host asks for no value of a tensor. On a GPU it would
-wait for it. `tests/unit/test_fake_device.py` has the forward pass.
+"""In the backward pass of a packed step the host asks for no value of a tensor, nor where gradients
+are reduced and parameters gathered meanwhile. On a GPU it would wait for it.
+`tests/unit/test_fake_device.py` has the forward pass.
 """
 
 from __future__ import annotations
@@ -9,18 +10,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_policy.engines.megatron import optimizer
 from tests import oracle
 from tests.dist.cases import open_policy, policy_config
-from tests.dist.layouts import EXPERT_LAYOUTS, LENGTH, SIZES, VOCAB, layout
+from tests.dist.layouts import EXPERT_LAYOUTS, LENGTH, OVERLAPPED, SIZES, VOCAB, layout
 from tests.fake_device.waits import place_of, waits
 from tests.losses import SequenceNLL, TokenNLL
 
+DDP = "DistributedDataParallelConfig"
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 20, "logprob_mb_tokens": 20}}
 RECOMPUTED = {"activation_checkpointing": True}
 DENSE: dict[str, tuple[int, dict[str, Any]]] = {
@@ -31,6 +36,9 @@ DENSE: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "CP2": (2, layout(2, context_parallel_size=2).megatron),
     "PP2xVPP2": (2, layout(2, pp=2, vpp=2).megatron),
+    "DP2": (2, layout(2).megatron),
+    "DP2, distributed optimizer, overlaps": (2, layout(2, **OVERLAPPED).megatron),
+    "DP2xPP2, distributed optimizer, overlaps": (4, layout(4, pp=2, **OVERLAPPED).megatron),
 }
 IN_PYTHON = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.item, torch.Tensor.__bool__}
 """What torch does for tensors on the CPU without an operator that could be seen."""
@@ -42,11 +50,11 @@ def in_backward() -> bool:
 
 
 class Operators(TorchDispatchMode):
-    """Notes the places of operators that would wait."""
+    """Notes the places of operators that would wait, `when` they count."""
 
-    def __init__(self, found: set[str]) -> None:
+    def __init__(self, found: set[str], when: Callable[[], bool] = in_backward) -> None:
         super().__init__()
-        self.found = found
+        self.found, self.when = found, when
 
     def __torch_dispatch__(
         self,
@@ -55,7 +63,7 @@ class Operators(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if in_backward() and waits(func, args, kwargs or {}):
+        if self.when() and waits(func, args, kwargs or {}):
             self.found.add(place_of(sys._getframe(1)))
         return func(*args, **(kwargs or {}))
 
@@ -63,9 +71,9 @@ class Operators(TorchDispatchMode):
 class Methods(TorchFunctionMode):
     """The same for methods of tensors."""
 
-    def __init__(self, found: set[str]) -> None:
+    def __init__(self, found: set[str], when: Callable[[], bool] = in_backward) -> None:
         super().__init__()
-        self.found = found
+        self.found, self.when = found, when
 
     def __torch_function__(
         self,
@@ -74,7 +82,7 @@ class Methods(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if in_backward() and func in IN_PYTHON:
+        if self.when() and func in IN_PYTHON:
             self.found.add(place_of(sys._getframe(1)))
         return func(*args, **(kwargs or {}))
 
@@ -91,16 +99,35 @@ class ReadingLoss(SequenceNLL):
         assert gradient.tolist() != gradient.item() + 1
 
 
-def places(config: dict[str, Any], loss: type) -> set[str]:
-    """Where the host would wait in the backward passes of a step."""
+def places(
+    config: dict[str, Any],
+    loss: type,
+    when: Callable[[], bool] = in_backward,
+    nan_checks: bool = False,
+) -> set[str]:
+    """Where the host would wait in the backward passes of two steps: the second gathers what the
+    first has made. With `nan_checks`, Megatron-Core looks for NaNs before it reduces.
+    """
     found: set[str] = set()
     data = oracle.make_batch(8, LENGTH, VOCAB, seed=5)
-    with open_policy(config, init_reference_model=False) as policy, ExitStack() as stack:
+    with ExitStack() as stack:
+        if nan_checks:
+            stack.enter_context(mock.patch.object(optimizer, DDP, checking_for_nan))
+        policy = stack.enter_context(open_policy(config, init_reference_model=False))
         own = data.shard_by_batch_size(policy.topology.dp, batch_size=8)[policy.coords.dp]
-        stack.enter_context(Operators(found))
-        stack.enter_context(Methods(found))
-        policy.train(own, loss())
+        stack.enter_context(Operators(found, when))
+        stack.enter_context(Methods(found, when))
+        for _ in range(2):
+            policy.train(own, loss())
     return found
+
+
+def checking_for_nan(**settings: Any) -> Any:
+    return DistributedDataParallelConfig(**settings | {"check_for_nan_in_grad": True})
+
+
+def always() -> bool:
+    return True
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -111,6 +138,26 @@ def test_no_value_is_read_in_a_backward_pass(
     world, megatron = DENSE[name]
     config = policy_config(checkpoint("qwen2", **SIZES), megatron, **PACKED)
     assert ranks.run(world, places, config, loss) == [set()] * world
+
+
+def of_buffers(found: set[str]) -> set[str]:
+    """Those in Megatron-Core's reductions of gradients, with their checks, and in its gathering of
+    parameters.
+    """
+    modules = ("megatron/core/distributed/", "megatron/core/rerun_state_machine.py")
+    return {place for place in found if place.startswith(modules)}
+
+
+@pytest.mark.parametrize("nan_checks", [False, True])
+def test_reductions_and_gathering_that_overlap_read_no_value(
+    ranks: Any, checkpoint: Callable[..., Path], nan_checks: bool
+) -> None:
+    """Forward, where parameters are gathered, or backward, where gradients are reduced."""
+    config = policy_config(checkpoint("qwen2", **SIZES), layout(2, **OVERLAPPED).megatron, **PACKED)
+    backward = ranks.run(2, places, config, SequenceNLL, in_backward, nan_checks)
+    assert [bool(of_buffers(found)) for found in backward] == [nan_checks] * 2
+    everywhere = ranks.run(2, places, config, SequenceNLL, always, nan_checks)
+    assert [bool(of_buffers(found)) for found in everywhere] == [nan_checks] * 2
 
 
 def test_reading_a_gradient_is_found(ranks: Any, checkpoint: Callable[..., Path]) -> None:

@@ -186,10 +186,10 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
             _check_model(engine)
             data = batch(layout.microbatches, architecture.vocab_size)
             if case.train:
-                _train(engine, batcher_of(config, topology, architecture), data, rules)
+                _train(engine, batcher_of(config, topology, table), data, rules)
             if case.score:
                 padded = policy_config(path, layout, packed=False)
-                _score(engine, batcher_of(padded, topology, architecture), data)
+                _score(engine, batcher_of(padded, topology, table), data)
         finally:
             engine.close()
     return {"collectives": rules.collectives.counts, "waits": sorted(rules.waits.found)}

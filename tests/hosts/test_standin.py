@@ -19,7 +19,8 @@ from ray import cloudpickle
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.hosts import nemo_rl as host
-from megatron_policy.hosts.nemo_rl.worker import MegatronPolicyWorker, NemoRLWorker
+from megatron_policy.hosts.nemo_rl.value_worker import MegatronValueWorker
+from megatron_policy.hosts.nemo_rl.worker import ACTOR_OPTIONS, MegatronPolicyWorker, NemoRLWorker
 from tests import oracle
 from tests.dist.cases import policy_config
 from tests.fork_server import PLAIN
@@ -94,6 +95,7 @@ def older(
     policy.call("save_checkpoint", **{key: str(value) for key, value in saved.items()})
     seen.imported = ray.get([each.imported.remote() for each in policy.group.initializers])
     seen.pids = ray.get([w.__ray_call__.remote(pid_of) for w in policy.group.workers])
+    seen.environments = ray.get([w.__ray_call__.remote(environ_of) for w in policy.group.workers])
     policy.shutdown()
     cluster.shutdown()
     return seen
@@ -239,8 +241,22 @@ def test_workers_end_when_a_host_lets_go_of_them(older: SimpleNamespace) -> None
         time.sleep(0.1)
 
 
+def test_workers_see_all_gpus_of_their_node(older: SimpleNamespace) -> None:
+    """The host removes the variable that says so, and its own Megatron worker asks for it."""
+    for environment in older.environments:
+        assert environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "1"
+
+
+@pytest.mark.parametrize("actor", [MegatronPolicyWorker, MegatronValueWorker])
+def test_the_options_of_an_actor_are_only_about_which_gpus_it_sees(actor: Any) -> None:
+    assert actor._default_options == ACTOR_OPTIONS
+    (variables,) = ACTOR_OPTIONS["runtime_env"].values()
+    assert variables == {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+
+
 def test_the_actor_class_travels_light() -> None:
     assert isinstance(MegatronPolicyWorker, ray.actor.ActorClass)
+    # Releases differ in how many values it must return.
     assert not hasattr(MegatronPolicyWorker, "configure_worker")
     carried = cloudpickle.dumps(MegatronPolicyWorker)
     assert len(carried) < 64 * 2**10
@@ -289,3 +305,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor, rows: BatchedDataDict) -> N
 
 def pid_of(worker: Any) -> int:
     return os.getpid()
+
+
+def environ_of(worker: Any) -> dict[str, str]:
+    return dict(os.environ)

@@ -10,15 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.model_table import model_table
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.table import bind
+from megatron_policy.estimate.adapters import ModelAdapters
 from megatron_policy.estimate.flops import forward_flops, layer_flops, model_flops, visible_pairs
 from tests.checkpoints import ALL_FAMILIES, hf_config
+from tests.dist.cases import policy_config
 
-LENGTH = 48
+LENGTH, RANK = 48, 4
 WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "olmo3")
 
 Checkpoint = Callable[..., Path]
@@ -43,6 +48,51 @@ def counted(model: Any, rows: int, backward: bool) -> int:
         if backward:
             logits.float().logsumexp(-1).sum().backward()
     return int(counter.get_total_flops())
+
+
+def adapted(model: Any, modules: list[str]) -> Any:
+    lora = LoraConfig(r=RANK, lora_alpha=8, target_modules=modules, task_type="CAUSAL_LM")
+    return get_peft_model(model, lora).train()
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+ADAPTED = {
+    "all, llama": ("llama", [*ATTENTION, *MLP]),
+    "all, qwen3": ("qwen3", [*ATTENTION, *MLP]),
+    "all, gemma2": ("gemma2", [*ATTENTION, *MLP]),
+    "attention, cohere": ("cohere", ATTENTION),
+    "attention, qwen3_moe": ("qwen3_moe", ATTENTION),
+    "MLPs, llama": ("llama", MLP),
+    "outputs, llama": ("llama", ["o_proj", "down_proj"]),
+    "some, qwen2": ("qwen2", ["q_proj", "v_proj", "up_proj"]),
+    "latent, deepseek_v3": ("deepseek_v3", LATENT),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTED)
+def test_adapters_cost_what_torch_counts_on_pefts(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """The base has gradients of its inputs alone, and none before the first adapter."""
+    family, modules = ADAPTED[case]
+    path = checkpoint(family)
+    torch.manual_seed(0)
+    model = adapted(reference(path), modules)
+    peft = {"enabled": True, "dim": RANK, "alpha": 8, "target_modules": modules}
+    config = PolicyConfig.parse(policy_config(path, {"peft": peft}))
+    table = model_table(config)
+    adapters = ModelAdapters.of_model(config, table)
+    monkeypatch.setattr("megatron_policy.estimate.flops.visible_pairs", lambda n, _: n * n)
+    ours = forward_flops(table.architecture, [LENGTH] * 2, adapters=adapters)
+    plain = forward_flops(table.architecture, [LENGTH] * 2)
+    assert counted(model, 2, backward=False) == ours.total
+    both = counted(model, 2, backward=True)
+    assert ours.total + ours.backward == pytest.approx(both, rel=0.02)
+    assert ours.backward < plain.backward
+    both_plain = plain.total + plain.backward
+    assert both < 0.9 * both_plain, "the difference would not be seen"
 
 
 def with_all_pairs(architecture: Architecture, rows: int) -> int:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_policy import device
+from megatron_policy import device, policy
 from megatron_policy.attention import tile_attention
 from megatron_policy.attention.tiles import mask
 from megatron_policy.device import shared
@@ -26,7 +26,9 @@ from megatron_policy.packing.tiles import AttentionTile
 from megatron_policy.refit.buffers import Buffer
 from megatron_policy.refit.transports.ipc.exported_buffer import ExportedBuffer
 from megatron_policy.workers.cluster import assigned_gpu
+from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
 from tests.conftest import reason_to_fail
+from tests.dist.cases import policy_config
 
 WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -100,6 +102,7 @@ def test_a_process_takes_the_gpu_of_its_local_rank_or_the_chosen_one(
         ([6], "0,1", None),
         (["GPU-1f"], "GPU-07,GPU-1f", 1),
         (["GPU-1f"], None, None),
+        (["1", "0"], "0,1", None),  # what Ray says where fewer are visible than it counts
     ],
 )
 def test_a_worker_takes_the_gpu_that_ray_gave_it_among_those_it_sees(
@@ -108,6 +111,34 @@ def test_a_worker_takes_the_gpu_that_ray_gave_it_among_those_it_sees(
     monkeypatch.setattr(assigned_gpu.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(assigned_gpu.ray, "get_gpu_ids", lambda: given)
     assert assigned_gpu.own_gpu(visible) == own
+
+
+@pytest.mark.parametrize(
+    ("given", "visible", "count", "index"),
+    [
+        ([6], None, 8, 6),  # all GPUs of the node are visible
+        (["6"], "4,5,6,7", 4, 2),  # those that Ray was started with
+        (["6"], "6", 1, 0),  # Ray left its own
+        ([], None, 8, 5),  # Ray gave none: LOCAL_RANK's
+    ],
+)
+def test_a_worker_binds_to_the_gpu_that_ray_gave_it_before_it_makes_a_policy(
+    monkeypatch: pytest.MonkeyPatch,
+    given: list[Any],
+    visible: str | None,
+    count: int,
+    index: int,
+) -> None:
+    """LOCAL_RANK is the number of its bundle, which Ray does not place in the order of GPUs."""
+    taken = on_gpus(monkeypatch, count)
+    monkeypatch.setattr(assigned_gpu.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(assigned_gpu.ray, "get_gpu_ids", lambda: given)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(policy, "MegatronPolicy", lambda *_, **__: device.place_process())
+    MegatronPolicyWorkerImpl(policy_config("a-model", {}))
+    assert taken == [index]
 
 
 def test_kernels_are_compiled_only_where_triton_and_a_compiler_are(

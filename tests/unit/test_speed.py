@@ -84,7 +84,7 @@ def test_rows_without_lengths_are_text_throughout() -> None:
 @pytest.mark.parametrize(("pp", "vpp", "count"), [(1, 1, 4), (2, 1, 4), (4, 1, 8), (4, 3, 8)])
 def test_the_bubble_is_the_schedules_share_of_idle_turns(pp: int, vpp: int, count: int) -> None:
     estimator = estimator_of(alike=True, pp=pp, vpp=vpp)
-    share = Share(count, 1, 1, 1.0, 1)
+    share = Share(count, 1, 1, 1.0, 1, 2)
     one = estimator.workload([share], count)
     # A stage computes for m turns, and waits for those of the other stages, 1 / vpp as long each.
     wait = (pp - 1) / vpp
@@ -93,8 +93,8 @@ def test_the_bubble_is_the_schedules_share_of_idle_turns(pp: int, vpp: int, coun
 
 
 def test_global_batches_add_up() -> None:
-    total = Workload(3, 4, 5, 8.0, 6.0, 2, 1) + Workload(1, 4, 5, 4.0, 4.0, 1, 1)
-    assert total == Workload(4, 8, 10, 12.0, 10.0, 3, 2)
+    total = Workload(3, 4, 5, 9, 8.0, 6.0, 2, 1) + Workload(1, 4, 5, 10, 4.0, 4.0, 1, 1)
+    assert total == Workload(4, 8, 10, 19, 12.0, 10.0, 3, 2)
     assert total.packing_efficiency == 0.5 and total.data_parallel_imbalance == 1.2
     assert Workload().packing_efficiency == 0 and Workload().data_parallel_imbalance == 1
 

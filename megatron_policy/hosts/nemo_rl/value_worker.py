@@ -17,7 +17,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.nemo_rl.result_types import in_host_types
-from megatron_policy.hosts.nemo_rl.worker import NemoRLWorker
+from megatron_policy.hosts.nemo_rl.worker import ACTOR_OPTIONS, NemoRLWorker
 from megatron_policy.memory.states import IDLE, LOGPROB
 
 _HEAD = {"enabled": True, "reward_model_type": "regression"}
@@ -114,6 +114,6 @@ def of_tokens_before(values_BS: torch.Tensor) -> torch.Tensor:
     return F.pad(values_BS[:, :-1], (1, 0))
 
 
-@ray.remote
+@ray.remote(**ACTOR_OPTIONS)
 class MegatronValueWorker(NemoRLValueWorker):
     """`NemoRLValueWorker` as an actor; Ray pickles it by value, so its body is empty."""

@@ -33,7 +33,15 @@ from megatron_policy.hosts.nemo_rl.worker_info import (
     node_and_device,
     tensor_parallel_attributes,
 )
+from megatron_policy.workers.cluster.assigned_gpu import ALL_VISIBLE
 from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
+
+ACTOR_OPTIONS: dict[str, Any] = {"runtime_env": {"env_vars": dict(ALL_VISIBLE)}}
+"""For `ray.remote`: the worker sees all GPUs of its node, as the host's own Megatron worker does.
+
+The host removes the variable from the workers' environment, and merges such options in. A
+`configure_worker` could ask for it too, but must return three values up to 0.6 and four since.
+"""
 
 
 @refuses(NOT_IMPLEMENTED)
@@ -212,6 +220,6 @@ def make_audible() -> None:
         log.addHandler(handler)
 
 
-@ray.remote
+@ray.remote(**ACTOR_OPTIONS)
 class MegatronPolicyWorker(NemoRLWorker):
     """`NemoRLWorker` as an actor; Ray pickles it by value, so its body is empty."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.digest import algorithm_for, digest
-from megatron_policy.refit.manifest import Form, RefitManifest, Sent, listed
+from megatron_policy.refit.digest import Digests, algorithm_for
+from megatron_policy.refit.manifest import Form, RefitManifest, Sent, listed, sent_tensors
 
 Load = Callable[[list[tuple[str, Tensor]]], object]
 """Copies weights, by Hugging Face name, into an engine, which must not keep the tensors."""
@@ -39,8 +39,10 @@ class WeightAssembler:
 
     def __init__(self, engine: EngineState, algorithm: str | None = None) -> None:
         """`algorithm` is the manifest's digest algorithm; None: the one for the tensors' device."""
-        self.arrived: dict[str, Sent] = {}
-        self._engine, self._algorithm = engine, algorithm
+        self.arrived: dict[str, Form] = {}
+        """Shape and dtype of each tensor that was taken."""
+        self._engine = engine
+        self._digests = None if algorithm is None else Digests(algorithm)
         self._forms = engine.expected
 
     @property
@@ -92,13 +94,16 @@ class WeightAssembler:
                 "which the engine has accepted. If the trainer was rolled back, set the "
                 "receiver's `step` to None"
             )
-        if self.arrived and manifest.algorithm != self._algorithm:
+        digests = self._digests
+        if self.arrived and digests is not None and manifest.algorithm != digests.algorithm:
             raise self._refusal(
-                f"the trainer's digests are {manifest.algorithm}, the engine's {self._algorithm}: "
+                f"the trainer's digests are {manifest.algorithm}, the engine's "
+                f"{digests.algorithm}: "
                 "both must keep weights on the same kind of device"
             )
         try:
-            manifest.check(self.arrived)
+            found = {} if digests is None else digests.read()
+            manifest.check(sent_tensors(self.arrived, found))
         except RefitError as error:
             raise self._refusal(str(error)) from error
         if engine.staged:
@@ -115,9 +120,10 @@ class WeightAssembler:
             raise self._refusal(f"{name} is {form}, but must be {self.form(name)}")
         if self._engine.staged:
             tensor = self._kept(name, tensor)
-        if self._algorithm is None:
-            self._algorithm = algorithm_for(tensor)
-        self.arrived[name] = Sent(*form, digest(tensor, self._algorithm))
+        if self._digests is None:
+            self._digests = Digests(algorithm_for(tensor))
+        self.arrived[name] = form
+        self._digests.add(name, tensor)
         return tensor
 
     def _kept(self, name: str, tensor: Tensor) -> Tensor:

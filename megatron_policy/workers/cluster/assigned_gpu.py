@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ray
 
+ALL_VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+"""The environment of a worker that sees all GPUs of its node, not only those that it was given."""
+
 
 def given_by_ray() -> list[str]:
     """The GPUs that Ray gave this worker; none outside Ray."""
@@ -13,13 +16,14 @@ def given_by_ray() -> list[str]:
 
 def own_gpu(visible: str | None) -> int | None:
     """The place of this worker's GPU among the `visible` ones (CUDA_VISIBLE_DEVICES; None if it is
-    not set); None if Ray gave none, or one that is not visible.
+    not set); None if Ray gave none or several, or one that is not visible.
 
-    Ray makes the GPUs it gave the only visible ones, unless it was told not to
-    (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1): then every worker sees those of the node.
+    Ray makes the GPUs it gave the only visible ones, unless it was told not to (`ALL_VISIBLE`):
+    then every worker sees those of the node. It lists all of CUDA_VISIBLE_DEVICES, in any order,
+    where that has fewer than Ray counts.
     """
     given = given_by_ray()
-    if not given:
+    if len(given) != 1:
         return None
     if visible is None:
         return int(given[0]) if given[0].isdigit() else None

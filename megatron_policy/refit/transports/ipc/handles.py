@@ -19,8 +19,8 @@ import torch
 from megatron_policy import device
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.buffers import BufferSlice, aligned
-from megatron_policy.refit.digest import algorithm_for, digest
-from megatron_policy.refit.manifest import RefitManifest, Sent
+from megatron_policy.refit.digest import Digests, algorithm_for
+from megatron_policy.refit.manifest import Form, RefitManifest, sent_tensors
 from megatron_policy.refit.transports.ipc.exported_buffer import ExportedBuffer
 from megatron_policy.refit.transports.ipc.shared_memory import DIRECTORY
 
@@ -39,7 +39,8 @@ class IpcHandles:
         """Without a GPU, the memory is allocated in `directory`."""
         self._exporter, self._directory = exporter, directory
         self._exported: dict[torch.dtype, ExportedBuffer] = {}
-        self._sent: dict[str, Sent] = {}
+        self._sent: dict[str, Form] = {}
+        self._digests = self._no_digests()
         self._step: int | None = None
 
     def weights(self, names: Sequence[str], step: int | None = None) -> Handles:
@@ -75,9 +76,8 @@ class IpcHandles:
 
         for tensor, target in exporter.stream(plan, place):
             if target is not None:
-                memory = target.bytes(tensor.nbytes)
-                value = digest(memory, algorithm_for(memory))
-                self._sent[tensor.name] = Sent(tensor.shape, tensor.dtype, value)
+                self._sent[tensor.name] = tensor.shape, tensor.dtype
+                self._digests.add(tensor.name, target.bytes(tensor.nbytes))
         exporter.agree(failure)
         offsets = {t.name: places[t.name] // t.dtype.itemsize for t in plan.tensors}
         rebuilds = [(dtype, exported.rebuild(dtype)) for dtype, exported in self._exported.items()]
@@ -90,18 +90,25 @@ class IpcHandles:
         if not self._sent:
             raise RefitError("nothing was exported since the last refit: call `weights` first")
         self._check_step(step)
-        sent, self._sent = self._sent, {}
-        return RefitManifest(step, algorithm_for(self._exporter.probe), sent)
+        sent, digests = self._sent, self._digests
+        self._restart()
+        return RefitManifest(step, digests.algorithm, sent_tensors(sent, digests.read()))
 
     def release(self) -> None:
         """Release all exported memory, and drop an unfinished refit."""
         self._close_buffers()
-        self._sent = {}
+        self._restart()
+
+    def _restart(self) -> None:
+        self._sent, self._digests = {}, self._no_digests()
+
+    def _no_digests(self) -> Digests:
+        return Digests(algorithm_for(self._exporter.probe))
 
     def _check_step(self, step: int | None) -> None:
         before = self._step
         if None not in (before, step) and before != step:
-            self._sent = {}
+            self._restart()
             raise RefitError(
                 f"the policy was trained during a refit: some weights were exported at step "
                 f"{before}, and this is step {step}. Begin again with the first names"

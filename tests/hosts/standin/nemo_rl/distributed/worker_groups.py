@@ -17,6 +17,15 @@ from nemo_rl.distributed.virtual_cluster import CPU, RayVirtualCluster
 TIMEOUT_S = 240.0
 
 
+def with_defaults(given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The given options and, on every level, what a class was declared with besides."""
+    found = dict(defaults)
+    for name, value in given.items():
+        below = isinstance(value, dict) and isinstance(found.get(name), dict)
+        found[name] = with_defaults(value, found[name]) if below else value
+    return found
+
+
 class RayWorkerBuilder:
     """What a worker is made of; the class itself is imported elsewhere."""
 
@@ -30,7 +39,8 @@ class RayWorkerBuilder:
         def create_worker(self, **options: Any) -> ray.actor.ActorHandle:
             module, _, name = self.name.rpartition(".")
             worker_class = getattr(importlib.import_module(module), name)
-            return worker_class.options(**options).remote(*self.args, **self.kwargs)
+            own = with_defaults(options, worker_class._default_options)
+            return worker_class.options(**own).remote(*self.args, **self.kwargs)
 
         def imported(self) -> list[str]:
             """What its process has imported."""
@@ -64,6 +74,7 @@ class RayWorkerGroup:
         assert not python.startswith("uv"), f"the stand-in makes no environments: {python}"
         address, port = cluster.get_master_address_and_port()
         common = {**os.environ, **env_vars, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        common.pop("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", None)
         path = {key: common[key] for key in ("PYTHONPATH",) if key in common}
         self.initializers, made = [], []
         for rank in range(size):

@@ -1,0 +1,212 @@
+"""Low-rank adapters in numbers: which linear layers have one, and what they keep.
+
+A frozen layer keeps no input, since its weights need no gradients; the adapter beside it does. What
+nothing trainable precedes needs no gradients and keeps nothing.
+Shapes as in `engines/megatron/adapters.py`: N parts of a fused layer, R rank, Q rows of B.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.adapters import adapters_of
+from megatron_policy.config.trained import PeftConfig
+from megatron_policy.converters.adapters import Concatenated, joined
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.rows import Row
+from megatron_policy.converters.table import Entry, Table
+from megatron_policy.estimate.states import ModelRows
+from megatron_policy.parallel.topology import Topology
+
+QKV, PROJ, FC1, FC2 = (
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+EXPERT_FC1, EXPERT_FC2 = "mlp.experts.linear_fc1", "mlp.experts.linear_fc2"
+SHARED_FC1, SHARED_FC2 = "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"
+Q_PROJ, Q_DOWN, Q_UP, KV_DOWN, KV_UP = (
+    f"self_attention.linear_{name}"
+    for name in ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
+)
+"""Linear layers by Megatron-Core's names, within a decoder layer; experts share theirs."""
+
+READ_HIDDEN = (QKV, Q_PROJ, Q_DOWN, KV_DOWN)
+"""Those of attention that read what enters it; MLA has other ones than the rest."""
+ATTENTION = (*READ_HIDDEN, Q_UP, KV_UP, PROJ)
+MLP_READ_HIDDEN = (FC1, EXPERT_FC1, SHARED_FC1)
+MLP = (*MLP_READ_HIDDEN, FC2, EXPERT_FC2, SHARED_FC2)
+
+_NAME = re.compile(r"decoder\.layers\.\d+\.(.+)\.weight")
+_EXPERT = re.compile(r"local_experts\.\d+\.")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Beside one linear layer, whose weight is that of `base`."""
+
+    a: Row
+    b: Row
+    base: Row
+
+    def elements(self, arch: Architecture) -> tuple[int, int]:
+        """Of A and of B. A part's rows of B are multiplied by that part's vectors alone."""
+        a, b = (math.prod(row.local_shape(arch, 1)) for row in (self.a, self.b))
+        return a, b
+
+    def vector(self, arch: Architecture) -> int:
+        """N times R: elements for each token of what B is applied to."""
+        return self.a.local_shape(arch, 1)[0]
+
+    def sizes(self, arch: Architecture, shards: int) -> tuple[int, int]:
+        """Inputs and outputs of the linear layer on one of `shards` ranks."""
+        outputs, inputs = self.base.local_shape(arch, shards)
+        return inputs, outputs
+
+    def spread(self, arch: Architecture, shards: int) -> int:
+        """Elements of the matrix in which the rows of B are in the columns of their own parts, of
+        the factors that put them there and, if some parts have none, of those rows by themselves,
+        on one of `shards` ranks; 0 with one A for all parts.
+        """
+        if not isinstance(self.a, Concatenated):
+            return 0
+        (_, outputs), vector = self.sizes(arch, shards), self.vector(arch)
+        rows, _ = self.b.local_shape(arch, shards)
+        alone = rows * vector if rows < outputs else 0
+        return outputs * vector + rows * len(self.a.hf) + alone
+
+
+LinearAdapters = Mapping[str, Adapter]
+"""The adapters of a decoder layer, by the linear layer."""
+
+
+@dataclass(frozen=True)
+class ModelAdapters:
+    """The adapters of a model, for each decoder layer."""
+
+    layers: tuple[LinearAdapters, ...]
+    dropout: bool
+    before: bool
+    """Whether elements of an adapter's inputs are dropped, else of its outputs."""
+
+    @classmethod
+    def of(cls, rows: ModelRows, peft: PeftConfig) -> ModelAdapters | None:
+        """Those among a model's rows; None without `peft`."""
+        if not peft.enabled:
+            return None
+        layers = tuple(map(_of_layer, rows.layers))
+        return cls(layers, peft.dropout > 0, peft.dropout_position == "pre")
+
+    @classmethod
+    def of_model(cls, config: PolicyConfig, table: Table) -> ModelAdapters | None:
+        """Those that a configuration asks for on the model of `table`; None without any."""
+        adapters = adapters_of(config, table)
+        if adapters is None:
+            return None
+        return cls.of(ModelRows.of(joined(table, adapters)), config.megatron_cfg.peft)
+
+
+def _of_layer(entries: Iterable[Entry]) -> LinearAdapters:
+    bases = {entry.megatron: entry.row for entry in entries}
+    sides: dict[str, list[Row]] = {}
+    for entry in entries:
+        if entry.adapts:
+            sides.setdefault(entry.adapts, []).append(entry.row)
+    return {linear_of(name): Adapter(a, b, bases[name]) for name, (a, b) in sides.items()}
+
+
+def linear_of(weight: str) -> str:
+    """The linear layer, within its decoder layer, that has the weight of this name."""
+    found = _NAME.fullmatch(weight)
+    assert found is not None, weight
+    return _EXPERT.sub("", found[1])
+
+
+class RankTokens(NamedTuple):
+    """How many tokens of a microbatch a rank has."""
+
+    stream: int
+    """In the residual stream."""
+    whole: int
+    """Where tensor-parallel ranks have split channels."""
+    routed: int
+    """Of its experts."""
+
+
+@dataclass(frozen=True)
+class Linears:
+    """The linear layers of a decoder layer: frozen beside `adapters`, or trained without any."""
+
+    adapters: LinearAdapters | None
+    drops: bool = False
+    before: bool = False
+
+    @classmethod
+    def of(cls, adapters: ModelAdapters | None, layer: int) -> Linears:
+        """Those of decoder layer number `layer`."""
+        if adapters is None:
+            return cls(None)
+        return cls(adapters.layers[layer], adapters.dropout, adapters.before)
+
+    @property
+    def trained(self) -> bool:
+        """Whether all weights are."""
+        return self.adapters is None
+
+    def keep(self, *names: str) -> bool:
+        """Whether one of these keeps its input as it is, for gradients of its own weight or of its
+        adapter's.
+        """
+        return self.trained or (self.adapted(*names) and not (self.drops and self.before))
+
+    def adapted(self, *names: str) -> bool:
+        """Whether one of these has an adapter."""
+        return self.adapters is not None and any(name in self.adapters for name in names)
+
+    def kept(
+        self,
+        names: Iterable[str],
+        arch: Architecture,
+        topology: Topology,
+        tokens: RankTokens,
+        width: int,
+        mask: int,
+    ) -> int:
+        """Bytes of the adapters beside these linear layers, without the inputs that they keep.
+        `width` is that of an activation, `mask` of an element that may be dropped.
+        """
+        total, own = 0, self.adapters or {}
+        for name in names:
+            if name not in own:
+                continue
+            shards, copies = topology.tp, 1
+            if name in (EXPERT_FC1, EXPERT_FC2):
+                assert arch.moe is not None
+                shards, copies = topology.expert_tp, arch.moe.experts // topology.ep
+            into, out = _places(name, tokens)
+            adapter = own[name]
+            spread = copies * adapter.spread(arch, shards)
+            total += width * (out * adapter.vector(arch) + spread)
+            inputs, outputs = adapter.sizes(arch, shards)
+            if self.drops and self.before:  # what is left is a copy
+                total += into * inputs * (width + mask)
+            elif self.drops:
+                total += out * outputs * mask
+        return total
+
+
+def _places(name: str, tokens: RankTokens) -> tuple[int, int]:
+    """How many tokens are at a linear layer's inputs, and at its outputs."""
+    if name in (EXPERT_FC1, EXPERT_FC2):
+        return tokens.routed, tokens.routed
+    if name in (Q_DOWN, KV_DOWN):  # on all ranks whole
+        return tokens.stream, tokens.stream
+    if name in (PROJ, FC2, SHARED_FC2):
+        return tokens.whole, tokens.stream
+    return tokens.stream, tokens.whole
