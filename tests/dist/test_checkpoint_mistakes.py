@@ -25,7 +25,7 @@ from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.workers.worker.checkpoint import WorkerCheckpoint
 from tests.dist.cases import open_policy
-from tests.dist.layouts import SIZES, VOCAB, layout
+from tests.dist.layouts import FSDP2_LAYOUTS, SIZES, VOCAB, layout
 from tests.dist.resuming import (
     TOKENIZER,
     config_of,
@@ -44,6 +44,8 @@ from tests.unit.training_checkpoints import flip
 
 ASYNC = {"checkpoint": {"async_save": True}}
 TP2 = layout(2, tp=2).megatron
+FSDP2 = FSDP2_LAYOUTS["FSDP2 x 2"].megatron
+ENGINES = pytest.mark.parametrize("megatron", [TP2, FSDP2], ids=["TP2", "FSDP2 x 2"])
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +88,15 @@ def fail_alone(config: dict[str, Any], root: Path) -> dict[str, Any]:
         return said | {"saved": saved, "step": policy.load_checkpoint(**paths(root)).step}
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("megatron", "more"),
+    [(TP2, {}), (TP2, ASYNC), (FSDP2, ASYNC)],
+    ids=["sync", "async", "FSDP2 x 2, async"],
+)
 def test_a_call_that_one_rank_cannot_make_fails_on_all_and_the_next_works(
-    ranks: RankPool, model: Path, tmp_path: Path, background: bool
+    ranks: RankPool, model: Path, tmp_path: Path, megatron: dict[str, Any], more: dict[str, Any]
 ) -> None:
-    config = config_of(model, TP2, ASYNC if background else {})
+    config = config_of(model, megatron, more)
     for seen in ranks.run(2, fail_alone, config, tmp_path):
         assert "Not a directory" in seen["tokenizer"]
         assert "host_data['a'] is a set" in seen["host data"]
@@ -142,12 +148,19 @@ def save_for_sgd_and_adam(config: dict[str, Any], other: dict[str, Any], root: P
         return [refused, report.not_restored["optimizer"], *report.restored]
 
 
+@pytest.mark.parametrize("engine", ["Megatron-Core", "FSDP2"])
 def test_another_optimizer_is_refused_and_started_anew_where_that_is_allowed(
-    ranks: RankPool, checkpoint: Callable[..., Path], tmp_path: Path
+    ranks: RankPool, checkpoint: Callable[..., Path], tmp_path: Path, engine: str
 ) -> None:
     path = checkpoint("qwen2", tied=True, vocab=VOCAB, layers=1)
     sgd = {"optimizer": {"optimizer": "sgd", "sgd_momentum": 0.9}}
     configs = [config_of(path, more, precision="bfloat16") for more in (sgd, {})]
+    if engine == "FSDP2":
+        top = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.01, "momentum": 0.9}}
+        configs = [
+            config_of(path, FSDP2, precision="bfloat16", **more)
+            for more in ({"optimizer": top}, {})
+        ]
     (seen,) = ranks.run(1, save_for_sgd_and_adam, *configs, tmp_path)
     refused, why, *restored = seen
     assert "needs exp_avg, exp_avg_sq" in refused and "fresh_optimizer" in refused
@@ -178,10 +191,11 @@ def seen_by_one(config: dict[str, Any], root: Path) -> tuple[str, list[str]]:
         return said, differing(before, prints(everything_of(policy)))
 
 
+@ENGINES
 def test_an_optimizer_that_one_rank_does_not_find_starts_anew_on_none(
-    ranks: RankPool, model: Path, tmp_path: Path
+    ranks: RankPool, model: Path, tmp_path: Path, megatron: dict[str, Any]
 ) -> None:
-    for said, changed in ranks.run(2, seen_by_one, config_of(model, TP2), tmp_path):
+    for said, changed in ranks.run(2, seen_by_one, config_of(model, megatron), tmp_path):
         assert "all ranks have to see the same directories" in said
         assert changed == []
 
@@ -324,8 +338,9 @@ def save_from_the_host(config: dict[str, Any], root: Path) -> tuple[str, str]:
         return before, ", ".join(sorted(policy.memory.state.holds))
 
 
+@ENGINES
 def test_a_worker_saves_from_host_memory_and_leaves_what_it_saved_on_the_device(
-    ranks: RankPool, model: Path, tmp_path: Path
+    ranks: RankPool, model: Path, tmp_path: Path, megatron: dict[str, Any]
 ) -> None:
-    for seen in ranks.run(2, save_from_the_host, config_of(model, TP2), tmp_path / "run"):
+    for seen in ranks.run(2, save_from_the_host, config_of(model, megatron), tmp_path / "run"):
         assert seen == ("idle", "optimizer, parameters")

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import oracle
-from tests.dist.cases import fsdp_config, policy_config
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, fsdp_config, open_policy, policy_config
 from tests.dist.fsdp_cases import BATCHINGS, SHARDINGS, data, decayed, resume, trained
 from tests.dist.layouts import LENGTH
 from tests.exact import load_hf
@@ -94,6 +94,27 @@ def assert_writes_what_it_reads(seen: list[dict[str, Any]]) -> None:
         new = written.logprobs_BT != 0
         assert new.sum() == 4 * rows
         assert torch.allclose(written.logprobs_BT[new], rank["read again"][new], atol=1e-5)
+
+
+def trained_in_bf16(config: dict[str, Any]) -> dict[str, Any]:
+    """Weights that are trained and weights that are handed over, by name."""
+    with open_policy(config) as policy:
+        policy.train(data().get_batch(0, GLOBAL_BATCH), LOSSES["token"]())
+        main = {name: p.detach().clone() for name, p in policy.named_parameters()}
+        return {"main": main, "handed over": {n: t.clone() for n, t in policy.export()}}
+
+
+def test_bf16_trains_weights_in_fp32_and_hands_over_what_the_checkpoint_has(
+    ranks, bf16_checkpoints
+) -> None:
+    config = fsdp_config(bf16_checkpoints[True], {}, precision="bfloat16")
+    (seen,) = ranks.run(1, trained_in_bf16, config)
+    main, handed_over = seen["main"], seen["handed over"]
+    assert main.keys() == handed_over.keys()
+    assert {weight.dtype for weight in main.values()} == {torch.float32}
+    for name, weight in main.items():
+        assert torch.equal(handed_over[name], weight.bfloat16()), name
+    assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in main.values())
 
 
 NO_DECAY = {"start_weight_decay": 0.0, "end_weight_decay": 0.0}

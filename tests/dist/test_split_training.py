@@ -111,7 +111,7 @@ CASES = {
     "DP2, dynamic": Case(2, OVERLAPPED, top=DYNAMIC),
     "DP2, experts": Case(2, OVERLAPPED, family="deepseek_v3"),
     "FSDP2 x 2": Case(2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron),
-    "FSDP2 2x2 copies, dynamic": Case(4, FSDP2_LAYOUTS["FSDP2 2x2 copies"].megatron, top=DYNAMIC),
+    "FSDP2, 2 copies, dynamic": Case(2, {"dtensor_cfg": {"dp_replicate_size": 2}}, top=DYNAMIC),
     "FSDP2 CP2, packed": Case(2, FSDP2_LAYOUTS["FSDP2 CP2"].megatron, top=PACKED),
     "FSDP2 x 2, bf16": Case(2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron, top={"precision": "bfloat16"}),
 }

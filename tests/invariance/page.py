@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from megatron_policy.packing.bins import ALGORITHMS, BALANCED
-from tests.dist.layouts import EXPERT_LAYOUTS, FAMILIES, LENGTH, SIZES, VOCAB
+from tests.dist.layouts import EXPERT_LAYOUTS, FAMILIES, FSDP2_LAYOUTS, LENGTH, SIZES, VOCAB
 from tests.exact import ROOM
 from tests.invariance.cases import (
     BATCHINGS,
@@ -22,6 +22,8 @@ from tests.invariance.cases import (
     EMPTY,
     EXPERT_LOSSES,
     FEW_OF_EXPERTS,
+    FSDP2_LOSSES,
+    FURTHER_FSDP2_CELLS,
     LAYOUTS,
     LEFT_OUT,
     LENGTHS,
@@ -121,6 +123,10 @@ def render(measured: Measured) -> str:
         expert_small=len(FEW_OF_EXPERTS),
         per_layout=len(BATCHINGS),
         closest=f"{CLOSEST:g}",
+        fsdp_layouts=len(FSDP2_LAYOUTS),
+        fsdp_families=len(FSDP2_LOSSES),
+        fsdp_latin=sum(cell.fsdp for cell in CELLS),
+        fsdp_further=len(FURTHER_FSDP2_CELLS),
         logits=len(WITH_LOGITS),
         algorithms=len(ALGORITHMS),
         default=BALANCED,

@@ -118,6 +118,7 @@ def sharded_table(
     `sources` are by the names of the model itself.
     """
     saved = _saved_entries(family)
+    roles = {name: entry.row.role for entry in family.exported() for name in entry.hf}
     layers = _layer_prefix(decoder)
     embedding = local_id(decoder.model.get_input_embeddings().weight)
     seen: set[int] = set()
@@ -130,7 +131,7 @@ def sharded_table(
         where = LAYER if at else EMBEDDING if local_id(tensor) == embedding else HEAD
         layer = int(at.group(1)) if at else None
         source = sources[name]
-        entries = tuple(_entries(name, tensor, source, saved, layer, where, ranks))
+        entries = tuple(_entries(name, tensor, source, saved, roles, layer, where, ranks))
         holdings.append(Holding(tensor, entries, source.stacked))
     order = {name: number for number, name in enumerate(family.hf_shapes())}
     if order:
@@ -181,6 +182,7 @@ def _entries(
     tensor: torch.Tensor,
     source: SourceTensors,
     saved: Mapping[str, tuple[Entry, int]],
+    roles: Mapping[str, Role],
     layer: int | None,
     where: str,
     ranks: int,
@@ -194,7 +196,10 @@ def _entries(
         rows = shape[:1] if not shape else (shape[0] // len(names),)
         parts: tuple[Shape, ...] = ((*rows, *shape[1:]),) * len(names)
         within, of = _within(names, saved)
-        role = within.row.role if within else Role.MATRIX if len(shape) > 1 else Role.BIAS
+        role = roles.get(names[0])
+        if role is None:
+            matrix = len(shape) > 1 and not name.endswith("bias")
+            role = Role.MATRIX if matrix else Role.BIAS
         keeps = within.row.keeps_dtype if within else False
         learnt = isinstance(tensor, torch.nn.Parameter)
         row = ShardRow(
