@@ -40,12 +40,15 @@ from tests.dist.resuming import (
 )
 from tests.dist.test_launch import ROOT
 from tests.ranks import RankPool
+from tests.turns import in_turns
 from tests.unit.training_checkpoints import flip
 
 ASYNC = {"checkpoint": {"async_save": True}}
 TP2 = layout(2, tp=2).megatron
 FSDP2 = FSDP2_LAYOUTS["FSDP2 x 2"].megatron
-ENGINES = pytest.mark.parametrize("megatron", [TP2, FSDP2], ids=["TP2", "FSDP2 x 2"])
+ENGINES = pytest.mark.parametrize(
+    "megatron", in_turns([pytest.param(TP2, id="TP2"), pytest.param(FSDP2, id="FSDP2 x 2")])
+)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +151,7 @@ def save_for_sgd_and_adam(config: dict[str, Any], other: dict[str, Any], root: P
         return [refused, report.not_restored["optimizer"], *report.restored]
 
 
-@pytest.mark.parametrize("engine", ["Megatron-Core", "FSDP2"])
+@pytest.mark.parametrize("engine", in_turns(["FSDP2", "Megatron-Core"]))
 def test_another_optimizer_is_refused_and_started_anew_where_that_is_allowed(
     ranks: RankPool, checkpoint: Callable[..., Path], tmp_path: Path, engine: str
 ) -> None:

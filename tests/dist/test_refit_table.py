@@ -150,11 +150,22 @@ def _refits(policy: MegatronPolicy, mail: Mailbox, box: Path, ports: Ports) -> d
         group.close()
     return {
         "calls": calls,
-        "bytes": policy.exporter.plan().total_bytes,
+        "bytes": policy.exporter.plan().total_bytes + _padding(policy),
         "experts": place.ep > 1,
         "groups": (place.tp > 1 or place.ep > 1) + (place.pp > 1),
         "sources": place.pp * place.ep,
     }
+
+
+def _padding(policy: MegatronPolicy) -> int:
+    """Bytes beside those of tensors, at most: FSDP2 splits a parameter of several HF tensors, and
+    one of these can be whole on one rank, but the streams of all ranks have the same length.
+    """
+    if not policy.config.dtensor_cfg.enabled:
+        return 0
+    joined = {name for entry, _ in policy._engine.held if len(entry.hf) > 1 for name in entry.hf}
+    sizes = (each.nbytes for each in policy.exporter.plan().tensors if each.name in joined)
+    return sum(sizes) * (policy._engine.place.topology.tp - 1)
 
 
 def _lend(policy: MegatronPolicy, handles: IpcHandles, mail: Mailbox, number: int) -> None:

@@ -381,7 +381,7 @@ def first_step(config: dict[str, Any]) -> dict[str, Any]:
         return in_one_go(policy, TokenNLL(), "at once")
 
 
-@pytest.mark.parametrize("name", ["DP2, both overlaps", "FSDP2 x 2"])
+@pytest.mark.parametrize("name", in_turns(["DP2, both overlaps", "FSDP2 x 2"]))
 def test_mistakes_around_a_step_are_refused_and_cost_nothing_of_it(
     ranks, checkpoint: Callable[..., Path], tmp_path: Path, name: str
 ) -> None:
