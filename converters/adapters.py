@@ -7,8 +7,10 @@ column-parallel layer are B's rows, the inputs of a row-parallel one A's columns
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +41,53 @@ Parts = tuple[int, ...] | None
 """The HF tensors of a weight that are adapted, each by an adapter of its own; None: the whole
 weight by one adapter, whose A all its tensors share.
 """
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """What adapters are besides their tensors."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    model: str
+    """The name of the model that they adapt."""
+    base: str
+    """The digest of that model's weights, see `base_digest`."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of its config.json that were overridden."""
+
+    def peft_config(self, names: Iterable[str]) -> dict[str, Any]:
+        """The fields of PEFT's config for adapters whose tensors have these names."""
+        whole = self.alpha == int(self.alpha)
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.model,
+            "r": self.rank,
+            "lora_alpha": int(self.alpha) if whole else self.alpha,
+            "lora_dropout": self.dropout,
+            "target_modules": sorted(module for name in names if (module := adapted_by(name))),
+            "inference_mode": True,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "use_rslora": False,
+            "use_dora": False,
+        }
+
+    def identity(self, table: Table) -> dict[str, Any]:
+        """What has to agree for values of the adapters of `table` to mean the same: their base,
+        rank and scale, and a digest of the modules they adapt.
+        """
+        names = "\n".join([*table.hf_shapes(), *sorted(table.copies())])
+        modules = hashlib.sha256(names.encode()).hexdigest()[:32]
+        return {"base": self.base, "dim": self.rank, "alpha": self.alpha, "modules": modules}
+
+
+def adapted_by(name: str) -> str:
+    """The module that the A of this name adapts, by its whole path; "" for other tensors."""
+    is_a = name.startswith(PREFIX) and name.endswith(A)
+    return name.removeprefix(PREFIX).removesuffix(A) if is_a else ""
 
 
 @dataclass(frozen=True)

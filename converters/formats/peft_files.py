@@ -1,141 +1,166 @@
-"""The directory of an adapter as Hugging Face PEFT writes and reads it: `adapter_config.json` and
-`adapter_model.safetensors`.
+"""The directory of adapters as Hugging Face PEFT writes and reads it: `adapter_config.json` and
+`adapter_model.safetensors`; of ours also which base they are of, by its digest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_policy.converters.adapters import PREFIX, A
+from megatron_policy.converters.adapters import PREFIX, A, AdapterSpec, B
+from megatron_policy.converters.config_fields.peft_fields import PeftSettings, peft_settings
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.contained import inside, read
 from megatron_policy.converters.files.publishing import new_directories, write_file
 from megatron_policy.errors import ConfigError, ConversionError
 
-from .safetensors_format import encode
+from .hf_files import has_weights
+from .peft_base import StatedBase, check_named
+from .safetensors_format import Shape, encode
 
 ADAPTER_MODEL, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 BASE = "megatron_policy_base.json"
 """Which base the adapters were trained on, by its digest; PEFT does not read it."""
-_MAX_BYTES = 2**20
-
-_PLAIN = {
-    "use_rslora": False,
-    "use_dora": False,
-    "fan_in_fan_out": False,
-    "bias": "none",
-    "lora_bias": False,
-    "modules_to_save": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "target_parameters": None,
-    "alora_invocation_tokens": None,
-}
-"""Settings of PEFT with which adapters are `W + lora_alpha / r * B A` on linear layers, and no
-more.
-"""
+_MAX_BYTES = 2**26
+"""Size limit of both: the config lists all modules."""
+_SHOWN = 5
 
 
-_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Ways to draw the first values that leave the base as it is."""
+@dataclass(frozen=True)
+class PeftDirectory:
+    """What a directory says of its adapters."""
+
+    root: Path
+    config: Mapping[str, Any]
+    """All fields of its `adapter_config.json`, and in `settings` their meaning."""
+    settings: PeftSettings
+    stated: StatedBase | None
+
+    def modules(self, shapes: Mapping[str, Shape]) -> dict[str, tuple[int, float]]:
+        """Rank and alpha of each module that tensors of these shapes adapt, by its path.
+
+        ConversionError, naming tensors, unless each module has both matrices, of the rank that the
+        config says, and PEFT adapts it.
+        """
+        sides = ((name, side) for name in shapes for side in (A, B) if name.endswith(side))
+        named = (name.removesuffix(side) for name, side in sides if name.startswith(PREFIX))
+        modules = list(dict.fromkeys(name.removeprefix(PREFIX) for name in named))
+        pairs = {f"{PREFIX}{module}{side}" for module in modules for side in (A, B)}
+        self._refuse("has no", sorted(pairs - shapes.keys()), "write both matrices of a module")
+        why = "only linear modules' lora_A.weight and lora_B.weight are read: take the others out"
+        self._refuse("has", sorted(shapes.keys() - pairs), why)
+        why = f"{ADAPTER_CONFIG} does not name them, so PEFT leaves them out: add them to it"
+        self._refuse("adapts", [m for m in modules if not self.settings.names(m)], why)
+        found = {m: (self.settings.rank_of(m), self.settings.alpha_of(m)) for m in modules}
+        for module, (rank, _) in found.items():
+            if (seen := shapes[f"{PREFIX}{module}{A}"])[:1] != (rank,):
+                raise ConversionError(
+                    f"{self.root} has an A of {list(seen)} for {module}, but rank {rank} in its "
+                    f"{ADAPTER_CONFIG}: correct r or rank_pattern there"
+                )
+        return found
+
+    def uniform(self, shapes: Mapping[str, Shape]) -> tuple[int, float]:
+        """Rank and alpha of all adapters; ConversionError, naming two modules, if they differ."""
+        found = self.modules(shapes)
+        if not found:
+            raise ConversionError(f"{self.root} has no adapters: its {ADAPTER_MODEL} is empty")
+        (first, own), *others = found.items()
+        for module, other in others:
+            if other != own:
+                raise ConversionError(
+                    f"{self.root} has adapters of rank and alpha {own} for {first} and of {other} "
+                    f"for {module}, but a policy's are all alike: merge them into their base "
+                    "(megatron-policy convert --merge)"
+                )
+        return own
+
+    def check_base(self, model: str | Path, digest: str, overrides: Mapping[str, Any]) -> None:
+        """ConfigError unless they are adapters of `model`, which with these overrides has that
+        digest, as far as the directory says of which.
+        """
+        if self.stated is None:
+            check_named(self.root, self.settings, model)
+        else:
+            self.stated.check(self.root, model, digest, overrides)
+
+    def _refuse(self, what: str, names: list[str], why: str) -> None:
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            shown = ", ".join(names[:_SHOWN])
+            raise ConversionError(f"{self.root} {what} {shown}{more}; {why}")
 
 
-def check_peft_config(root: Path, rank: int | None, alpha: float | None, base: str) -> None:
-    """ConfigError unless `root` has adapters of this rank and alpha, for the base of the digest
-    `base` as far as it says for which; ConversionError for files that are damaged, or whose
-    adapters are of another kind.
+def is_peft(root: Path) -> bool:
+    """Whether a directory has adapters, and no model."""
+    return (root / ADAPTER_CONFIG).is_file() and not has_weights(root)
+
+
+def read_peft(root: Path) -> PeftDirectory:
+    """What a directory of PEFT's `save_pretrained` or of `export_peft` says. ConfigError if it is
+    neither, ConversionError for adapters of another kind, or files that are damaged.
     """
     if not (root / ADAPTER_CONFIG).is_file() or not (root / ADAPTER_MODEL).is_file():
         raise ConfigError(
             f"{root} has no {ADAPTER_CONFIG} and {ADAPTER_MODEL}: give a directory that PEFT's "
             "save_pretrained or export_peft wrote"
         )
-    config = _json(root, ADAPTER_CONFIG)
-    if config.get("peft_type") != "LORA":
-        raise ConversionError(f"{root} has {config.get('peft_type')!r} adapters, not 'LORA'")
-    for name, plain in _PLAIN.items():
-        if (found := config.get(name)) not in (plain, None, [], {}, False):
-            raise ConversionError(
-                f"{root} has adapters with {name}={found!r:.80}, which is not supported"
-            )
-    if (start := config.get("init_lora_weights")) not in _STARTS:
-        raise ConversionError(
-            f"{root} has adapters with init_lora_weights={start!r:.40}, which changes the base: "
-            "save them with path_initial_model_for_weight_conversion first"
-        )
-    for name, own, key in (("r", rank, "dim"), ("lora_alpha", alpha, "alpha")):
-        if config.get(name) != own:
-            raise ConfigError(
-                f"policy.megatron_cfg.peft.{key} is {own}, but the adapters in {root} have "
-                f"{name}={config.get(name)!r:.40}: set it to that"
-            )
-    of = _json(root, BASE) if (root / BASE).is_file() else {"digest": base}
-    if (other := of.get("digest")) != base:
-        raise ConfigError(
-            f"the adapters in {root} were trained on {of.get('model')!r:.200}, which has other "
-            f"weights than policy.model_name, or other hf_config_overrides (digest {other!r:.40}, "
-            f"not {base!r}): set policy.model_name and these to what they were trained on"
-        )
+    config = read_object(root, ADAPTER_CONFIG)
+    return PeftDirectory(root, config, peft_settings(config, root), stated_base(root))
 
 
-def write_peft(
-    path: Path,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    rank: int,
-    alpha: float,
-    dropout: float,
-    model: str,
-    base: str,
-    overwrite: bool,
-) -> None:
-    """Write adapters, by PEFT's names, as a directory that appears when it is complete.
-
-    `model` is the base's name, `base` its digest. ConfigError if the directory exists, unless
-    `overwrite`.
-    """
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": model,
-        "r": rank,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "lora_dropout": dropout,
-        "target_modules": target_modules(tensors),
-        "inference_mode": True,
-        **{name: _PLAIN[name] for name in ("bias", "fan_in_fan_out", "use_rslora", "use_dora")},
-    }
-    head, extents = encode({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
-    order = sorted(extents, key=lambda name: extents[name].start)
-    content = b"".join([head, *(_bytes(tensors[name]) for name in order)])
-    with new_directories([path], overwrite) as (partial,):
-        write_file(partial / ADAPTER_MODEL, content)
-        write_file(partial / ADAPTER_CONFIG, strict_json.encoded(config, indent=2))
-        of = {"model": model, "digest": base}
-        write_file(partial / BASE, strict_json.encoded(of, indent=2))
-
-
-def target_modules(names: Iterable[str]) -> list[str]:
-    """The modules that adapters of these names adapt, by their whole paths: PEFT then adapts no
-    others.
-    """
-    modules = [name.removeprefix(PREFIX).removesuffix(A) for name in names if name.endswith(A)]
-    return sorted(modules)
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _json(root: Path, name: str) -> dict[str, Any]:
+def read_object(root: Path, name: str) -> dict[str, Any]:
+    """The JSON object in a file; ConversionError if it is damaged."""
     try:
-        found = strict_json.parse(read(inside(root, name), _MAX_BYTES))
+        found = strict_json.parse(read(inside(root, name), _MAX_BYTES), finite=False)
     except (OSError, ValueError) as error:
         raise ConversionError(f"{root / name} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise ConversionError(f"{root / name} is not an object")
     return found
+
+
+def stated_base(root: Path) -> StatedBase | None:
+    """The base that a directory of ours names; None of others. ConversionError if it is damaged."""
+    if not (root / BASE).is_file():
+        return None
+    found = read_object(root, BASE)
+    model, digest = found.get("model"), found.get("digest")
+    overrides = found.get("hf_config_overrides", {})
+    if not (isinstance(model, str) and isinstance(digest, str) and isinstance(overrides, dict)):
+        raise ConversionError(f"{root / BASE} is damaged: it does not name a base and its digest")
+    return StatedBase(model, digest, overrides)
+
+
+def peft_contents(spec: AdapterSpec, names: list[str]) -> dict[str, bytes]:
+    """The files that say what adapters are whose tensors have these names."""
+    base: dict[str, Any] = {"model": spec.model, "digest": spec.base}
+    if spec.overrides:
+        base["hf_config_overrides"] = dict(spec.overrides)
+    return {
+        ADAPTER_CONFIG: strict_json.encoded(spec.peft_config(names), indent=2),
+        BASE: strict_json.encoded(base, indent=2),
+    }
+
+
+def write_peft(
+    path: Path, tensors: Mapping[str, torch.Tensor], spec: AdapterSpec, *, overwrite: bool
+) -> None:
+    """Write adapters, by PEFT's names, as a directory that appears when it is complete. ConfigError
+    if the directory exists, unless `overwrite`.
+    """
+    head, extents = encode({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
+    order = sorted(extents, key=lambda name: extents[name].start)
+    content = b"".join([head, *(_bytes(tensors[name]) for name in order)])
+    with new_directories([path], overwrite) as (partial,):
+        write_file(partial / ADAPTER_MODEL, content)
+        for name, text in peft_contents(spec, list(tensors)).items():
+            write_file(partial / name, text)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -151,7 +151,7 @@ class Contents:
         engine = self._engine
         ours: dict[str, Any] = {"host_data": dict(host_data)}
         if engine.adapters is not None:
-            ours["adapters_of"] = dict(engine.adapters.identity)
+            ours["adapters_of"] = engine.adapters.spec.identity(engine.adapters.table)
         ours["source_dtypes"] = {
             name: manifest.dtype_name(dtype) for name, dtype in engine.source_dtypes.items()
         }
@@ -185,7 +185,7 @@ class Contents:
             )
         if adapters is None or other is None:
             return
-        for name, own in adapters.identity.items():
+        for name, own in adapters.spec.identity(adapters.table).items():
             if other.get(name) != own:
                 raise CheckpointError(
                     f"{found.root} has adapters {_OTHERS[name]} ({other.get(name)}, not {own})"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 from megatron_policy.config.model_table import model_table
 from megatron_policy.config.policy_config import PolicyConfig
 from megatron_policy.converters.adapters import (
+    AdapterSpec,
     Parts,
     adapter_table,
     is_adaptable,
@@ -49,6 +51,13 @@ def adapters_of(config: PolicyConfig, table: Table) -> Table | None:
     if not chosen:
         raise ConfigError(f"{_KEY}.exclude_modules leaves no module to adapt: name fewer")
     return adapter_table(table, peft.dim, chosen)
+
+
+def adapter_spec(config: PolicyConfig, base: str, overrides: Mapping[str, Any]) -> AdapterSpec:
+    """What `config` says of its adapters; `base` is the digest of its model with `overrides`."""
+    peft = config.megatron_cfg.peft
+    assert peft.dim is not None and peft.alpha is not None, "checked with the other keys"
+    return AdapterSpec(peft.dim, peft.alpha, peft.dropout, config.model_name, base, overrides)
 
 
 def trained_table(config: PolicyConfig) -> Table:

@@ -50,7 +50,7 @@ class HandsOverWeights:
         without adapters.
         """
         self.memory.ready("export_peft()", SEND_WEIGHTS)
-        _export_adapters(path, self.exporter, self._engine.adapters, self.config, overwrite)
+        _export_adapters(path, self.exporter, self._engine.adapters, overwrite)
 
     def export(
         self, dtype: torch.dtype | None = None, *, adapters: bool = False
@@ -78,15 +78,14 @@ def _export_adapters(
     path: str | PathLike[str],
     exporter: Exporter,
     adapters: Adapters | None,
-    config: PolicyConfig,
     overwrite: bool,
 ) -> None:
     """Write the adapters as PEFT does; rank 0 has all of them in memory meanwhile. Collective: an
     error on one rank is raised on all. ExportError if rank 0 cannot write, also where `path` is
     taken; ConfigError without adapters.
     """
-    plan, peft = exporter.plan(adapters=True, as_stored=True), config.megatron_cfg.peft
-    assert adapters is not None and peft.dim is not None and peft.alpha is not None
+    plan = exporter.plan(adapters=True, as_stored=True)
+    assert adapters is not None
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors(exporter, plan):
         if exporter.rank == 0:
@@ -95,16 +94,7 @@ def _export_adapters(
     exporter.begin()
     try:
         if exporter.rank == 0:
-            write_peft(
-                Path(path),
-                found,
-                rank=peft.dim,
-                alpha=peft.alpha,
-                dropout=peft.dropout,
-                model=config.model_name,
-                base=adapters.base,
-                overwrite=overwrite,
-            )
+            write_peft(Path(path), found, adapters.spec, overwrite=overwrite)
     except Exception as error:
         failure = error
     try:

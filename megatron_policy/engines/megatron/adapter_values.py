@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.trained import PeftConfig
-from megatron_policy.converters.adapters import A
+from megatron_policy.converters.adapters import A, AdapterSpec
 from megatron_policy.converters.files.contained import expanded
 from megatron_policy.converters.formats.hf_files import HfReader
-from megatron_policy.converters.formats.peft_files import ADAPTER_MODEL, check_peft_config
+from megatron_policy.converters.formats.peft_files import ADAPTER_MODEL, read_peft
 from megatron_policy.converters.rows import fill_shard
 from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConfigError, ConversionError
@@ -25,7 +23,6 @@ from megatron_policy.weights.load import DTYPES, Held, load_parameters
 
 _NORMAL_STD = 0.2
 """As Megatron-Bridge, from which the host takes its names of methods."""
-_SAMPLES, _SAMPLE = 512, 1024
 
 Init = Callable[[torch.Tensor, torch.Generator], object]
 
@@ -57,10 +54,10 @@ _METHODS: dict[str, Init] = {
 
 
 def first_adapters(
-    held: Held, table: Table, place: Placement, config: PolicyConfig, base: str
+    held: Held, table: Table, place: Placement, config: PolicyConfig, spec: AdapterSpec
 ) -> dict[str, torch.dtype]:
-    """Fill adapters of weights whose digest is `base` with the values that they start from. Returns
-    the dtypes in which they are handed over.
+    """Fill adapters with the values that they start from. Returns the dtypes in which they are
+    handed over.
 
     ConversionError unless a directory to start from holds exactly the adapters of the table, and
     ConfigError for adapters of another rank or scale, or of other weights.
@@ -69,8 +66,10 @@ def first_adapters(
     if peft.start_from is None:
         return _draw(held, table, place, peft, config.seed, DTYPES[config.precision])
     root = expanded(peft.start_from)
-    check_peft_config(root, peft.dim, peft.alpha, base)
+    found = read_peft(root)
     with HfReader(root, ADAPTER_MODEL) as reader:
+        _check_scale(root, found.uniform(reader.shapes), spec)
+        found.check_base(spec.model, spec.base, spec.overrides)
         try:
             table.check_hf(reader.shapes, reader.dtypes)
         except ConversionError as error:
@@ -82,6 +81,16 @@ def first_adapters(
         _check_shared(root, reader, table)
         load_parameters(held, reader, table, place)
         return dict(reader.dtypes)
+
+
+def _check_scale(root: Path, found: tuple[int, float], spec: AdapterSpec) -> None:
+    """ConfigError unless adapters of this rank and alpha are those of the configuration."""
+    for key, there, own in zip(("dim", "alpha"), found, (spec.rank, spec.alpha), strict=True):
+        if there != own:
+            raise ConfigError(
+                f"policy.megatron_cfg.peft.{key} is {own}, but the adapters in {root} have "
+                f"{there}: set it to that"
+            )
 
 
 def _check_shared(root: Path, reader: HfReader, table: Table) -> None:
@@ -112,25 +121,6 @@ def _draw(
         ]
         fill_shard(entry.row, arch, parameter.data, parts, *place.shard_of(entry.row))
     return dict.fromkeys([*table.hf_shapes(), *table.copies()], dtype)
-
-
-def base_digest(reader: HfReader, overrides: Mapping[str, Any]) -> str:
-    """What tells a model of these files from others: the names, shapes and dtypes of its tensors,
-    the first bytes of up to 512 of them, in an order without a pattern, and the fields of its
-    config that are overridden.
-    """
-    found = hashlib.sha256()
-    for name in sorted(reader.shapes):
-        found.update(f"{name} {reader.shapes[name]} {reader.dtypes[name]}\n".encode())
-    if overrides:
-        found.update(json.dumps(dict(overrides), sort_keys=True, default=str).encode())
-    mixed = sorted(reader.shapes, key=lambda name: hashlib.sha256(name.encode()).digest())
-    for name in mixed[:_SAMPLES]:
-        shape = reader.shapes[name]
-        rows = tuple(slice(0, min(size, 1 if dim else 4)) for dim, size in enumerate(shape[:-1]))
-        taken = reader.part(name)[(*rows, slice(0, _SAMPLE))] if shape else reader.tensor(name)
-        found.update(taken.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:32]
 
 
 def _drawn(name: str, shape: tuple[int, ...], peft: PeftConfig, seed: int) -> torch.Tensor:

@@ -7,7 +7,6 @@ I inputs and O outputs of this rank.
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,7 +26,14 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.config.trained import PeftConfig
-from megatron_policy.converters.adapters import PREFIX, B, Concatenated, module_of, outputs
+from megatron_policy.converters.adapters import (
+    PREFIX,
+    AdapterSpec,
+    B,
+    Concatenated,
+    module_of,
+    outputs,
+)
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.table import Entry, Table, canonical_name
 from megatron_policy.device import current_device
@@ -161,22 +167,9 @@ class MegatronAdapters:
     table: Table
     held: Held
     dtypes: Mapping[str, torch.dtype]
-    base: str
-    peft: PeftConfig
+    spec: AdapterSpec
     modules: Mapping[str, LowRank]
     switch: Switch
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """See `Adapters`."""
-        names = "\n".join([*self.table.hf_shapes(), *sorted(self.table.copies())])
-        modules = hashlib.sha256(names.encode()).hexdigest()[:32]
-        return {
-            "base": self.base,
-            "dim": self.peft.dim,
-            "alpha": self.peft.alpha,
-            "modules": modules,
-        }
 
     def merged(self, entry: Entry, weight: torch.Tensor) -> torch.Tensor | None:
         """See `Adapters`."""
