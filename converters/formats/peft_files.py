@@ -9,18 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_policy.converters.adapters import PREFIX, A, AdapterSpec, B
 from megatron_policy.converters.config_fields.peft_fields import PeftSettings, peft_settings
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.contained import inside, read
-from megatron_policy.converters.files.publishing import new_directories, write_file
 from megatron_policy.errors import ConfigError, ConversionError
 
 from .hf_files import has_weights
 from .peft_base import StatedBase, check_named
-from .safetensors_format import Shape, encode
+from .safetensors_format import Shape
 
 ADAPTER_MODEL, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 BASE = "megatron_policy_base.json"
@@ -31,7 +28,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True)
-class PeftDirectory:
+class PeftAdapters:
     """What a directory says of its adapters."""
 
     root: Path
@@ -100,7 +97,7 @@ def is_peft(root: Path) -> bool:
     return (root / ADAPTER_CONFIG).is_file() and not has_weights(root)
 
 
-def read_peft(root: Path) -> PeftDirectory:
+def read_peft(root: Path) -> PeftAdapters:
     """What a directory of PEFT's `save_pretrained` or of `export_peft` says. ConfigError if it is
     neither, ConversionError for adapters of another kind, or files that are damaged.
     """
@@ -110,7 +107,7 @@ def read_peft(root: Path) -> PeftDirectory:
             "save_pretrained or export_peft wrote"
         )
     config = read_object(root, ADAPTER_CONFIG)
-    return PeftDirectory(root, config, peft_settings(config, root), stated_base(root))
+    return PeftAdapters(root, config, peft_settings(config, root), stated_base(root))
 
 
 def read_object(root: Path, name: str) -> dict[str, Any]:
@@ -145,22 +142,3 @@ def peft_contents(spec: AdapterSpec, names: list[str]) -> dict[str, bytes]:
         ADAPTER_CONFIG: strict_json.encoded(spec.peft_config(names), indent=2),
         BASE: strict_json.encoded(base, indent=2),
     }
-
-
-def write_peft(
-    path: Path, tensors: Mapping[str, torch.Tensor], spec: AdapterSpec, *, overwrite: bool
-) -> None:
-    """Write adapters, by PEFT's names, as a directory that appears when it is complete. ConfigError
-    if the directory exists, unless `overwrite`.
-    """
-    head, extents = encode({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
-    order = sorted(extents, key=lambda name: extents[name].start)
-    content = b"".join([head, *(_bytes(tensors[name]) for name in order)])
-    with new_directories([path], overwrite) as (partial,):
-        write_file(partial / ADAPTER_MODEL, content)
-        for name, text in peft_contents(spec, list(tensors)).items():
-            write_file(partial / name, text)
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -94,7 +94,7 @@ class _Delivery:
         self.failure: Exception | None = None
         self._session: TransportSession | None = None
         self._sent: dict[str, Sent] = {}
-        self._algorithm = algorithm_for(exporter.probe)
+        self._algorithm, self._model = algorithm_for(exporter.probe), exporter.served()
         if plan is not None:
             with self._attempt():
                 self._session = transport.open(exporter, plan)
@@ -127,7 +127,7 @@ class _Delivery:
                 self._session.close()
 
     def manifest(self, step: int) -> RefitManifest:
-        return RefitManifest(step, self._algorithm, self._sent)
+        return RefitManifest(step, self._algorithm, self._sent, self._model)
 
     def _attempt(self) -> _Attempt:
         return _Attempt(self)
