@@ -8,7 +8,7 @@ column-parallel layer are B's rows, the inputs of a row-parallel one A's columns
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from megatron_policy.converters.rows.kinds import (
     Whole,
 )
 from megatron_policy.converters.table import LAYER, Entry, Table
+from megatron_policy.errors import ConversionError
 
 WEIGHT = ".weight"
 _ROUTER = ".mlp.router."
@@ -36,6 +37,7 @@ PREFIX = "base_model.model."
 """What PEFT puts before the name of the module that it adapts."""
 A, B = ".lora_A.weight", ".lora_B.weight"
 _IN, _OUT = ".adapter.a", ".adapter.b"
+_SHOWN = 5
 
 Parts = tuple[int, ...] | None
 """The HF tensors of a weight that are adapted, each by an adapter of its own; None: the whole
@@ -167,6 +169,43 @@ def adapter_table(table: Table, rank: int, chosen: Mapping[str, Parts]) -> Table
         if entry.megatron in chosen:
             entries += _entries(entry, chosen[entry.megatron], rank, ignored)
     return replace(table, entries=tuple(entries), ignored=ignored)
+
+
+def adapters_on(
+    table: Table, rank: int, modules: Collection[str], is_joined: Callable[[Entry], bool]
+) -> Table:
+    """The table of adapters on modules, by their paths in Hugging Face. Those of all modules of a
+    fused layer are one adapter if `is_joined` says so of its weight.
+
+    ConversionError for a module that adapters cannot be on.
+    """
+    chosen: dict[str, Parts] = {}
+    left = dict.fromkeys(modules)
+    for entry in filter(is_adaptable, table.entries):
+        names = [module_of(name) for name in entry.hf]
+        parts = tuple(number for number, name in enumerate(names) if name in left)
+        whole = len(parts) == len(names) and (len(names) == 1 or is_joined(entry))
+        if parts:
+            chosen[entry.megatron] = None if whole else parts
+        for number in parts:
+            del left[names[number]]
+    if left:
+        shown = ", ".join(list(left)[:_SHOWN])
+        raise ConversionError(
+            f"no linear layer of this {table.family} model that can be adapted is called "
+            f"{shown}{' and others' * (len(left) > _SHOWN)}"
+        )
+    return adapter_table(table, rank, chosen)
+
+
+def a_of(weight: str) -> str:
+    """The name of the A that adapts the Megatron parameter `weight`."""
+    return module_of(weight) + _IN
+
+
+def b_of(weight: str) -> str:
+    """The name of the B that adapts the Megatron parameter `weight`."""
+    return module_of(weight) + _OUT
 
 
 def joined(table: Table, adapters: Table | None) -> Table:

@@ -101,11 +101,16 @@ def read_peft(root: Path) -> PeftAdapters:
     """What a directory of PEFT's `save_pretrained` or of `export_peft` says. ConfigError if it is
     neither, ConversionError for adapters of another kind, or files that are damaged.
     """
-    if not (root / ADAPTER_CONFIG).is_file() or not (root / ADAPTER_MODEL).is_file():
+    if not all((root / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_MODEL)):
         raise ConfigError(
             f"{root} has no {ADAPTER_CONFIG} and {ADAPTER_MODEL}: give a directory that PEFT's "
             "save_pretrained or export_peft wrote"
         )
+    return described(root)
+
+
+def described(root: Path) -> PeftAdapters:
+    """What the files in `root` say of adapters whose tensors can be elsewhere; see `read_peft`."""
     config = read_object(root, ADAPTER_CONFIG)
     return PeftAdapters(root, config, peft_settings(config, root), stated_base(root))
 

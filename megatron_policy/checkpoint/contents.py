@@ -150,11 +150,11 @@ class Contents:
     ) -> dict[str, Any]:
         engine = self._engine
         ours: dict[str, Any] = {"host_data": dict(host_data)}
+        dtypes = dict(engine.source_dtypes)
         if engine.adapters is not None:
             ours["adapters_of"] = engine.adapters.spec.identity(engine.adapters.table)
-        ours["source_dtypes"] = {
-            name: manifest.dtype_name(dtype) for name, dtype in engine.source_dtypes.items()
-        }
+            dtypes |= engine.adapters.dtypes
+        ours["source_dtypes"] = {name: manifest.dtype_name(dtype) for name, dtype in dtypes.items()}
         if with_optimizer and self._training is not None and engine.trainable is not None:
             ours["optimizer_step"] = self._training.step
             ours["schedule"] = engine.trainable.schedule_state()
