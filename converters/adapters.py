@@ -8,15 +8,18 @@ scalar head is trained in full: PEFT calls such a module one of its `modules_to_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.rows.blocks import Block, Role, Row, Shape, even, fill_shard, nth
+from megatron_policy.converters.rows.adapter_rows import Concatenated, QkvParts
+from megatron_policy.converters.rows.blocks import Role, Row, fill_shard
 from megatron_policy.converters.rows.expert_rows import (
     Stacked,
     StackedAdapterA,
@@ -25,25 +28,25 @@ from megatron_policy.converters.rows.expert_rows import (
     StackedRows,
 )
 from megatron_policy.converters.rows.kinds import (
-    ALL,
     Columns,
     GateUp,
     Ignore,
     Joined,
     Qkv,
-    RowBase,
     Rows,
     Whole,
 )
 from megatron_policy.converters.scalar_head import TENSORS
 from megatron_policy.converters.table import LAYER, Entry, Table
+from megatron_policy.errors import ConversionError
 
 WEIGHT = ".weight"
 _ROUTER = ".mlp.router."
 PREFIX = "base_model.model."
 """What PEFT puts before the name of the module that it adapts."""
 A, B = ".lora_A.weight", ".lora_B.weight"
-_IN, _OUT = ".adapter.a", ".adapter.b"
+_IN, _OUT, _INNER = ".adapter.a", ".adapter.b", ".base_layer"
+_SHOWN = 5
 
 Parts = tuple[int, ...] | None
 """The HF tensors of a weight that are adapted, each by an adapter of its own; None: the whole
@@ -52,59 +55,58 @@ weight by one adapter, whose A all its tensors share.
 
 
 @dataclass(frozen=True)
-class Concatenated(RowBase):
-    """Replicated; HF tensors of the same dimensions one below another."""
+class AdapterSpec:
+    """What adapters are besides their tensors."""
 
-    dims: tuple[str | int, ...]
+    rank: int
+    alpha: float
+    dropout: float
+    model: str
+    """The name of the model that they adapt."""
+    base: str
+    """The digest of that model's weights, see `base_digest`."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of its config.json that were overridden."""
 
-    def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        return (arch.shape(self.dims),) * len(self.hf)
+    def peft_config(self, table: Table) -> dict[str, Any]:
+        """The fields of PEFT's config for the adapters of `table`."""
+        whole = self.alpha == int(self.alpha)
+        names, parameters = [*table.hf_shapes(), *table.copies()], target_parameters(table)
+        stacks = {path_of(name) for name in parameters}
+        modules = sorted(module for name in names if (module := adapted_by(name)))
+        head = table.architecture.head if PREFIX + TENSORS[0] in names else None
+        of_head = "TOKEN_CLS" if head is not None and head.per_token else "SEQ_CLS"
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM" if head is None else of_head,
+            "base_model_name_or_path": self.model,
+            "r": self.rank,
+            "lora_alpha": int(self.alpha) if whole else self.alpha,
+            # Adapters of stacked experts have none in PEFT.
+            "lora_dropout": 0.0 if parameters else self.dropout,
+            "target_modules": [m for m in modules if unwrapped(m) not in stacks],
+            "target_parameters": parameters or None,
+            "modules_to_save": None if head is None else [path_of(TENSORS[0])],
+            "inference_mode": True,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "use_rslora": False,
+            "use_dora": False,
+        }
 
-    def local_shape(self, arch: Architecture, size: int) -> Shape:
-        rows, *tail = arch.shape(self.dims)
-        return (rows * len(self.hf), *tail)
-
-    def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        shape, local = arch.shape(self.dims), self.local_shape(arch, size)
-        return tuple(
-            Block(part, shape, ALL, local, (nth(part, shape[0]),)) for part in range(len(self.hf))
-        )
+    def identity(self, table: Table) -> dict[str, Any]:
+        """What has to agree for values of the adapters of `table` to mean the same: their base,
+        rank and scale, and a digest of the modules they adapt.
+        """
+        names = "\n".join([*table.hf_shapes(), *sorted(table.copies()), *target_parameters(table)])
+        modules = hashlib.sha256(names.encode()).hexdigest()[:32]
+        return {"base": self.base, "dim": self.rank, "alpha": self.alpha, "modules": modules}
 
 
-@dataclass(frozen=True)
-class QkvParts(RowBase):
-    """Some parts of a fused attention input: for each group, the heads of each part."""
-
-    parts: tuple[int, ...]
-    tail: tuple[str | int, ...]
-
-    def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        sizes = (arch.query_size, arch.kv_size, arch.kv_size)
-        return tuple((sizes[part], *arch.shape(self.tail)) for part in self.parts)
-
-    def local_shape(self, arch: Architecture, size: int) -> Shape:
-        groups = even(arch.num_query_groups, size, self)
-        return (groups * sum(self._heads(arch)) * arch.kv_channels, *arch.shape(self.tail))
-
-    def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        groups, head, tail = arch.num_query_groups, arch.kv_channels, arch.shape(self.tail)
-        mine, heads = even(groups, size, self), self._heads(arch)
-        fused = (mine, sum(heads), head, *tail)
-        ends = [sum(heads[: n + 1]) for n in range(len(heads))]
-        return tuple(
-            Block(
-                n,
-                (groups, own, head, *tail),
-                (nth(rank, mine),),
-                fused,
-                (*ALL, slice(end - own, end)),
-            )
-            for n, (own, end) in enumerate(zip(heads, ends, strict=True))
-        )
-
-    def _heads(self, arch: Architecture) -> tuple[int, ...]:
-        all_parts = (arch.heads_per_group, 1, 1)
-        return tuple(all_parts[part] for part in self.parts)
+def adapted_by(name: str) -> str:
+    """The module that the A of this name adapts, by its whole path; "" for other tensors."""
+    is_a = name.startswith(PREFIX) and name.endswith(A)
+    return name.removeprefix(PREFIX).removesuffix(A) if is_a else ""
 
 
 def is_adaptable(entry: Entry) -> bool:
@@ -142,6 +144,52 @@ def without_head(adapters: Table) -> Table:
     return replace(adapters, entries=tuple(e for e in adapters.entries if e.adapts))
 
 
+def adapters_on(
+    table: Table,
+    rank: int,
+    modules: Collection[str],
+    is_joined: Callable[[Entry], bool],
+    parameters: Collection[str] = (),
+) -> Table:
+    """The table of adapters on modules, by their paths in Hugging Face, and on `parameters` with
+    stacked experts. Those of all modules of a fused layer are one adapter if `is_joined` says so of
+    its weight.
+
+    ConversionError for a module that adapters cannot be on.
+    """
+    chosen: dict[str, Parts] = {}
+    left = dict.fromkeys(modules)
+    for entry in filter(is_adaptable, table.entries):
+        if is_stacked(entry):
+            if entry.hf[0] in parameters:
+                chosen[entry.megatron] = None
+            continue
+        names = [module_of(name) for name in entry.hf]
+        parts = tuple(number for number, name in enumerate(names) if name in left)
+        whole = len(parts) == len(names) and (len(names) == 1 or is_joined(entry))
+        if parts:
+            chosen[entry.megatron] = None if whole else parts
+        for number in parts:
+            del left[names[number]]
+    if left:
+        shown = ", ".join(list(left)[:_SHOWN])
+        raise ConversionError(
+            f"no linear layer of this {table.family} model that can be adapted is called "
+            f"{shown}{' and others' * (len(left) > _SHOWN)}"
+        )
+    return adapter_table(table, rank, chosen)
+
+
+def a_of(weight: str) -> str:
+    """The name of the A that adapts the Megatron parameter `weight`."""
+    return module_of(weight) + _IN
+
+
+def b_of(weight: str) -> str:
+    """The name of the B that adapts the Megatron parameter `weight`."""
+    return module_of(weight) + _OUT
+
+
 def joined(table: Table, adapters: Table | None) -> Table:
     """The model's table with the entries of its adapters, if there are any."""
     own = () if adapters is None else without_head(adapters).entries
@@ -175,6 +223,24 @@ def module_of(name: str) -> str:
 def is_stacked(entry: Entry) -> bool:
     """Whether it is, or adapts, an expert's part of a tensor that HF has for all experts."""
     return isinstance(entry.row, Stacked)
+
+
+def stacked_parameters(table: Table) -> list[str]:
+    """The HF tensors with stacked experts of a model that adapters can be on."""
+    stacked = (e for e in table.entries if is_stacked(e) and is_adaptable(e))
+    return list(dict.fromkeys(entry.hf[0] for entry in stacked))
+
+
+def path_of(tensor: str) -> str:
+    """The module that has a tensor."""
+    return tensor.rpartition(".")[0]
+
+
+def unwrapped(module: str) -> str:
+    """The module itself, of the path of its adapter: PEFT calls it its `base_layer` within the
+    adapter of the second of its tensors.
+    """
+    return module.partition(_INNER)[0]
 
 
 def target_parameters(adapters: Table) -> list[str]:
@@ -217,12 +283,12 @@ def _stacked_entries(entry: Entry, rank: int, stacks: Iterable[str]) -> Iterator
     """
     row = entry.row
     assert isinstance(row, StackedGateUp | StackedRows), f"{row.megatron} is not adaptable"
-    path = entry.hf[0].rpartition(".")[0]
-    siblings = [name for name in stacks if name.rpartition(".")[0] == path]
+    path = path_of(entry.hf[0])
+    siblings = [name for name in stacks if path_of(name) == path]
     depth = len(siblings) - 1 - siblings.index(entry.hf[0])
     inputs, split = (row.dims[1], True) if isinstance(row, StackedRows) else (row.tail[0], False)
     for side, peft in ((_IN, A), (_OUT, B)):
-        hf = (PREFIX + path + depth * ".base_layer" + peft,)
+        hf = (PREFIX + path + depth * _INNER + peft,)
         name = module_of(row.megatron) + side
         own: Row = StackedAdapterA(name, hf, rank, inputs, split, row.expert)
         if side == _OUT:

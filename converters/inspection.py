@@ -16,6 +16,7 @@ from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.config_fields import (
     IGNORED,
     IGNORED_FIELD,
+    REFUSED,
     TRANSLATED,
     Fields,
     FieldUse,
@@ -108,6 +109,36 @@ class Inspection:
     fields: tuple[FieldUse, ...]
     problems: tuple[str, ...]
     config_only: bool = False
+    fields_of: str = "config.json"
+    """The file that the fields are in."""
+
+
+def inspect_adapters(
+    table: Table,
+    uses: Iterable[FieldUse],
+    shapes: Mapping[str, Shape],
+    dtypes: Mapping[str, torch.dtype],
+    file: str,
+) -> Inspection:
+    """Compare the table of adapters with their tensors; `uses` are the fields of `file`."""
+    expected, fields = table.hf_shapes(), tuple(uses)
+    shared = [name for name in shapes if name in table.ignored]
+    extra = [name for name in shapes if name not in expected and name not in table.ignored]
+    refused = [each for each in fields if each.outcome == REFUSED]
+    problems = [f"{each.name} = {shown(each.value)}: {each.why}" for each in refused]
+    try:
+        table.check_hf(shapes, dtypes)
+    except ConversionError as error:
+        problems.append(str(error))
+    return Inspection(
+        family=f"{table.family} (adapters)",
+        weights=tuple(_weights(table, shapes, dtypes)),
+        ignored=_loose(shared, shapes, dtypes, "modules of a fused layer share an A"),
+        unmatched=_loose(extra, shapes, dtypes, f"no linear layer of {table.family} has it"),
+        fields=fields,
+        problems=tuple(problems),
+        fields_of=file,
+    )
 
 
 def inspect(

@@ -136,7 +136,7 @@ FRAGMENTS = {
     "lm_head.fused_topk": _LONG,
     "memory.move_model": "its importer is in a room above, and imports it only when asked to move",
     "packing.dynamic": _LONG,
-    "refit.receive.disk": _TRANSPORT,
+    "policy.handover": _LONG,
     "refit.receive.staging": _LONG,
     "refit.transports.carried": _TRANSPORT,
     "refit.transports.ipc.replies": _TRANSPORT,

@@ -36,11 +36,13 @@ MODULES = {
     "megatron_policy.lm_head.logprobs": ("vocab_parallel_logprobs",),
     "megatron_policy.refit.delivery": ("Transport", "TransportSession"),
     "megatron_policy.refit.receive.collective": ("CollectiveGroup", "join_collective"),
+    "megatron_policy.refit.manifest": ("RefitInfo", "ServedModel"),
     "megatron_policy.refit.receive.receiver": ("Receiver",),
     "megatron_policy.refit.transports.collective.transport": ("Collective",),
     "megatron_policy.refit.transports.disk": ("HfDirectory",),
     "megatron_policy.refit.transports.ipc.handles": ("IpcHandles",),
     "megatron_policy.refit.transports.ipc.transport": ("IpcStream",),
+    "megatron_policy.refit.transports.peft": ("PeftDirectory",),
     "megatron_policy.workers": ("init_ray",),
 }
 """What the documents and examples import, by module; None is all that a module exports."""

@@ -15,6 +15,7 @@ from megatron_policy.errors import RefitError
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.delivery import deliver
+from megatron_policy.refit.manifest import ServedModel
 from megatron_policy.refit.plan import RefitTensor
 from megatron_policy.refit.transports.ipc.transport import IpcStream
 
@@ -62,8 +63,10 @@ class StandIn:
         held: dict[str, Tensor],
         timeout_s: float = 4.0,
         during: Callable[[str], None] = lambda name: None,
+        model: ServedModel | None = None,
     ) -> None:
         self.held, self.timeout_s, self._during = held, timeout_s, during
+        self._model = model or ServedModel()
         self.probe = next(iter(held.values()))
         self.device = self.probe.device
 
@@ -74,7 +77,11 @@ class StandIn:
         """Nobody asks."""
         return contextlib.nullcontext()
 
-    def plan(self, names: tuple[str, ...] | None = None) -> Plan:
+    def served(self, *, adapters: bool | None = None) -> ServedModel:
+        """What it was made with."""
+        return self._model
+
+    def plan(self, names: tuple[str, ...] | None = None, *, adapters: bool = False) -> Plan:
         """Everything, or what is named."""
         if names is not None and (unknown := set(names) - self.held.keys()):
             raise RefitError(f"no tensor {unknown}")

@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
-from .fields import IGNORED, IGNORED_FIELD, REQUIRED, TRANSLATED, Fields, FieldUse, shown
+from .fields import IGNORED, IGNORED_FIELD, REFUSED, REQUIRED, TRANSLATED, Fields, FieldUse, shown
 
 __all__ = [
     "IGNORED",
     "IGNORED_FIELD",
+    "REFUSED",
     "REQUIRED",
     "TRANSLATED",
     "FieldUse",

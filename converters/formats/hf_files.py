@@ -245,6 +245,11 @@ def _tell(root: Path, scheme: Scheme) -> None:
     )
 
 
+def has_weights(root: Path) -> bool:
+    """Whether the directory has a model's tensors as safetensors."""
+    return (root / SINGLE).is_file() or (root / INDEX).is_file()
+
+
 def holds_weights(name: str) -> bool:
     """Whether a file of a checkpoint with this name holds weights, or their index."""
     return _WEIGHTS.fullmatch(name) is not None

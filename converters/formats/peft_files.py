@@ -1,200 +1,181 @@
-"""The directory of an adapter as Hugging Face PEFT writes and reads it: `adapter_config.json` and
-`adapter_model.safetensors`.
+"""The directory of adapters as Hugging Face PEFT writes and reads it: `adapter_config.json` and
+`adapter_model.safetensors`; of ours also which base they are of, by its digest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megatron_policy.converters.adapters import PREFIX, A
+from megatron_policy.converters.adapters import (
+    PREFIX,
+    A,
+    AdapterSpec,
+    B,
+    path_of,
+    unwrapped,
+)
+from megatron_policy.converters.config_fields.peft_fields import PeftSettings, peft_settings
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.contained import expanded, inside, read
-from megatron_policy.converters.files.publishing import new_directories, write_file
+from megatron_policy.converters.scalar_head import TENSORS
+from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConfigError, ConversionError
 
-from .safetensors_format import encode
+from .hf_files import has_weights
+from .peft_base import StatedBase, check_named
+from .safetensors_format import Shape
 
 ADAPTER_MODEL, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 BASE = "megatron_policy_base.json"
 """Which base the adapters were trained on, by its digest; PEFT does not read it."""
-_MAX_BYTES = 2**20
-
-_IN_FULL = "modules_to_save"
-_INNER = ".base_layer"
-"""What PEFT calls a module of which it adapts two tensors, within its adapter of the second."""
-_HEADS = ("classifier", "score")
-"""Names under which PEFT looks for a scalar head; models of transformers call it the latter."""
-
-_MERGE = (
-    "merge them into their base, as PEFT's merge_and_unload() does, and set policy.model_name to "
-    "that"
-)
-
-_PLAIN = {
-    "use_rslora": False,
-    "use_dora": False,
-    "fan_in_fan_out": False,
-    "bias": "none",
-    "lora_bias": False,
-    _IN_FULL: None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "alora_invocation_tokens": None,
-}
-"""Settings of PEFT with which adapters are `W + lora_alpha / r * B A` on linear layers, and no
-more.
-"""
+_MAX_BYTES = 2**26
+"""Size limit of both: the config lists all modules."""
+_SHOWN = 5
 
 
-_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Ways to draw the first values that leave the base as it is."""
+@dataclass(frozen=True)
+class PeftAdapters:
+    """What a directory says of its adapters."""
+
+    root: Path
+    config: Mapping[str, Any]
+    """All fields of its `adapter_config.json`, and in `settings` their meaning."""
+    settings: PeftSettings
+    stated: StatedBase | None
+
+    def modules(
+        self, shapes: Mapping[str, Shape], parameters: Collection[str] = ()
+    ) -> dict[str, tuple[int, float]]:
+        """Rank and alpha of each linear module that tensors of these shapes adapt, by its path.
+
+        Tensors also adapt `parameters` with stacked experts, and are of a scalar head if the config
+        says so. ConversionError, naming tensors, unless each module has both matrices, of the rank
+        that the config says, and PEFT adapts it.
+        """
+        stacks = {path_of(name) for name in parameters}
+        head = {PREFIX + name for name in TENSORS} if self.settings.has_head else set[str]()
+        sides = ((name, side) for name in shapes for side in (A, B) if name.endswith(side))
+        named = (name.removesuffix(side) for name, side in sides if name.startswith(PREFIX))
+        modules = list(dict.fromkeys(name.removeprefix(PREFIX) for name in named))
+        pairs = {f"{PREFIX}{module}{side}" for module in modules for side in (A, B)}
+        self._refuse("has no", sorted(pairs - shapes.keys()), "write both matrices of a module")
+        why = "only linear modules' lora_A.weight and lora_B.weight are read: take the others out"
+        self._refuse("has", sorted(shapes.keys() - pairs - head), why)
+        modules = [module for module in modules if unwrapped(module) not in stacks]
+        why = f"{ADAPTER_CONFIG} does not name them, so PEFT leaves them out: add them to it"
+        self._refuse("adapts", [m for m in modules if not self.settings.names(m)], why)
+        found = {m: (self.settings.rank_of(m), self.settings.alpha_of(m)) for m in modules}
+        for module, (rank, _) in found.items():
+            if (seen := shapes[f"{PREFIX}{module}{A}"])[:1] != (rank,):
+                raise ConversionError(
+                    f"{self.root} has an A of {list(seen)} for {module}, but rank {rank} in its "
+                    f"{ADAPTER_CONFIG}: correct r or rank_pattern there"
+                )
+        return found
+
+    def uniform(
+        self, shapes: Mapping[str, Shape], parameters: Collection[str] = ()
+    ) -> tuple[int, float]:
+        """Rank and alpha of all adapters; ConversionError, naming two modules, if they differ. See
+        `modules`.
+        """
+        settings, found = self.settings, self.modules(shapes, parameters)
+        found |= {each: (settings.rank_of(each), settings.alpha_of(each)) for each in parameters}
+        if not found:
+            raise ConversionError(f"{self.root} has no adapters: its {ADAPTER_MODEL} is empty")
+        (first, own), *others = found.items()
+        for module, other in others:
+            if other != own:
+                raise ConversionError(
+                    f"{self.root} has adapters of rank and alpha {own} for {first} and of {other} "
+                    f"for {module}, but a policy's are all alike: merge them into their base "
+                    "(megatron-policy convert --merge)"
+                )
+        return own
+
+    def parameters(self, legal: Collection[str], model: object) -> list[str]:
+        """The tensors with stacked experts that are adapted, of those that a model has. They have
+        no more adapters than one for all experts. ConversionError if it has no such tensor.
+        """
+        named = self.settings.parameters
+        fitting = {name: self.settings.parameters_named(name, legal) for name in named}
+        unknown = [name for name, found in fitting.items() if not found]
+        why = f"{model} has no such tensors with stacked experts: give the model that they are of"
+        self._refuse("adapts target_parameters", unknown, why)
+        return [each for each in legal if any(each in found for found in fitting.values())]
+
+    def check_base(self, model: str | Path, digest: str, overrides: Mapping[str, Any]) -> None:
+        """ConfigError unless they are adapters of `model`, which with these overrides has that
+        digest, as far as the directory says of which.
+        """
+        if self.stated is None:
+            check_named(self.root, self.settings, model)
+        else:
+            self.stated.check(self.root, model, digest, overrides)
+
+    def _refuse(self, what: str, names: list[str], why: str) -> None:
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            shown = ", ".join(names[:_SHOWN])
+            raise ConversionError(f"{self.root} {what} {shown}{more}; {why}")
 
 
-def holds_adapters(path: str | Path) -> bool:
-    """Whether it is a directory of adapters, and not of a whole model."""
-    return (expanded(path) / ADAPTER_CONFIG).is_file()
+def is_peft(path: str | Path) -> bool:
+    """Whether a directory has adapters, and no model."""
+    root = expanded(path)
+    return (root / ADAPTER_CONFIG).is_file() and not has_weights(root)
 
 
-def check_peft_config(
-    root: Path,
-    rank: int | None,
-    alpha: float | None,
-    base: str,
-    *,
-    scalar_head: bool = False,
-    parameters: Collection[str] = (),
-) -> bool:
-    """ConfigError unless `root` has adapters of this rank and alpha, for the base of the digest
-    `base` as far as it says for which; ConversionError for files that are damaged, or whose
-    adapters are of another kind.
-
-    Returns whether it also has modules that are trained in full, which only a model with a
-    `scalar_head` can have: that head. `parameters` are the tensors with stacked experts that the
-    adapters have to be of.
+def read_peft(root: Path) -> PeftAdapters:
+    """What a directory of PEFT's `save_pretrained` or of `export_peft` says. ConfigError if it is
+    neither, ConversionError for adapters of another kind, or files that are damaged.
     """
-    if not (root / ADAPTER_CONFIG).is_file() or not (root / ADAPTER_MODEL).is_file():
+    if not all((root / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_MODEL)):
         raise ConfigError(
             f"{root} has no {ADAPTER_CONFIG} and {ADAPTER_MODEL}: give a directory that PEFT's "
             "save_pretrained or export_peft wrote"
         )
-    config = _json(root, ADAPTER_CONFIG)
-    if config.get("peft_type") != "LORA":
-        raise ConversionError(f"{root} has {config.get('peft_type')!r} adapters, not 'LORA'")
-    in_full = config.get(_IN_FULL) or []
-    _check_parameters(root, config.get("target_parameters") or [], parameters)
-    for name, plain in _PLAIN.items():
-        if (found := config.get(name)) not in (plain, None, [], {}, False):
-            if name == _IN_FULL and scalar_head and _are_heads(found):
-                continue
-            raise ConversionError(
-                f"{root} has adapters with {name}={found!r:.80}, which is not supported: {_MERGE}"
-            )
-    if (start := config.get("init_lora_weights")) not in _STARTS:
-        raise ConversionError(
-            f"{root} has adapters with init_lora_weights={start!r:.40}, which changes the base: "
-            "save them with path_initial_model_for_weight_conversion first"
-        )
-    for name, own, key in (("r", rank, "dim"), ("lora_alpha", alpha, "alpha")):
-        if config.get(name) != own:
-            raise ConfigError(
-                f"policy.megatron_cfg.peft.{key} is {own}, but the adapters in {root} have "
-                f"{name}={config.get(name)!r:.40}: set it to that"
-            )
-    of = _json(root, BASE) if (root / BASE).is_file() else {"digest": base}
-    if (other := of.get("digest")) != base:
-        raise ConfigError(
-            f"the adapters in {root} were trained on {of.get('model')!r:.200}, which has other "
-            f"weights than policy.model_name, or other hf_config_overrides (digest {other!r:.40}, "
-            f"not {base!r}): set policy.model_name and these to what they were trained on"
-        )
-    return bool(in_full)
+    return described(root)
 
 
-def _check_parameters(root: Path, found: object, parameters: Collection[str]) -> None:
-    """ConfigError unless what PEFT finds by these names or ends of names is `parameters`."""
-    names = [str(each) for each in found] if isinstance(found, list) else [str(found)]
-    patterns = {name: {p for p in parameters if f".{p}".endswith(f".{name}")} for name in names}
-    missing = sorted(set(parameters).difference(*patterns.values()))
-    unknown = [name for name, fitting in patterns.items() if not fitting]
-    if missing or unknown:
-        what = f"no adapters of {missing[0]}" if missing else f"adapters of {unknown[0]!r:.200}"
-        raise ConfigError(
-            f"{root} has {what}, unlike policy.megatron_cfg.peft: set target_modules to the "
-            f"modules that it adapts, or {_MERGE}"
-        )
+def described(root: Path) -> PeftAdapters:
+    """What the files in `root` say of adapters whose tensors can be elsewhere; see `read_peft`."""
+    config = read_object(root, ADAPTER_CONFIG)
+    return PeftAdapters(root, config, peft_settings(config, root), stated_base(root))
 
 
-def _are_heads(modules: object) -> bool:
-    return isinstance(modules, list) and all(each in _HEADS for each in modules)
-
-
-def write_peft(
-    path: Path,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    rank: int,
-    alpha: float,
-    dropout: float,
-    model: str,
-    base: str,
-    overwrite: bool,
-    parameters: Collection[str] = (),
-) -> None:
-    """Write adapters, by PEFT's names, as a directory that appears when it is complete.
-
-    Tensors of a scalar head, which is trained in full, are among them. `parameters` are the adapted
-    tensors with stacked experts, whose adapters have no dropout in PEFT. `model` is the base's
-    name, `base` its digest. ConfigError if the directory exists, unless `overwrite`.
-    """
-    stacks = {name.rpartition(".")[0] for name in parameters}
-    head = [name.removeprefix(PREFIX) for name in tensors if ".lora_" not in name]
-    per_token = any(name.endswith(".bias") for name in head)
-    config = {
-        "peft_type": "LORA",
-        "task_type": ("TOKEN_CLS" if per_token else "SEQ_CLS") if head else "CAUSAL_LM",
-        "base_model_name_or_path": model,
-        "r": rank,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "lora_dropout": 0.0 if parameters else dropout,
-        "target_modules": [
-            name for name in target_modules(tensors) if name.removesuffix(_INNER) not in stacks
-        ],
-        "target_parameters": sorted(parameters) or None,
-        _IN_FULL: sorted({name.rpartition(".")[0] for name in head}) or None,
-        "inference_mode": True,
-        **{name: _PLAIN[name] for name in ("bias", "fan_in_fan_out", "use_rslora", "use_dora")},
-    }
-    header, extents = encode({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
-    order = sorted(extents, key=lambda name: extents[name].start)
-    content = b"".join([header, *(_bytes(tensors[name]) for name in order)])
-    with new_directories([path], overwrite) as (partial,):
-        write_file(partial / ADAPTER_MODEL, content)
-        write_file(partial / ADAPTER_CONFIG, strict_json.encoded(config, indent=2))
-        of = {"model": model, "digest": base}
-        write_file(partial / BASE, strict_json.encoded(of, indent=2))
-
-
-def target_modules(names: Iterable[str]) -> list[str]:
-    """The modules that adapters of these names adapt, by their whole paths: PEFT then adapts no
-    others.
-    """
-    modules = [name.removeprefix(PREFIX).removesuffix(A) for name in names if name.endswith(A)]
-    return sorted(modules)
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _json(root: Path, name: str) -> dict[str, Any]:
+def read_object(root: Path, name: str) -> dict[str, Any]:
+    """The JSON object in a file; ConversionError if it is damaged."""
     try:
-        found = strict_json.parse(read(inside(root, name), _MAX_BYTES))
+        found = strict_json.parse(read(inside(root, name), _MAX_BYTES), finite=False)
     except (OSError, ValueError) as error:
         raise ConversionError(f"{root / name} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise ConversionError(f"{root / name} is not an object")
     return found
+
+
+def stated_base(root: Path) -> StatedBase | None:
+    """The base that a directory of ours names; None of others. ConversionError if it is damaged."""
+    if not (root / BASE).is_file():
+        return None
+    found = read_object(root, BASE)
+    model, digest = found.get("model"), found.get("digest")
+    overrides = found.get("hf_config_overrides", {})
+    if not (isinstance(model, str) and isinstance(digest, str) and isinstance(overrides, dict)):
+        raise ConversionError(f"{root / BASE} is damaged: it does not name a base and its digest")
+    return StatedBase(model, digest, overrides)
+
+
+def peft_contents(spec: AdapterSpec, table: Table) -> dict[str, bytes]:
+    """The files that say what the adapters of `table` are."""
+    base: dict[str, Any] = {"model": spec.model, "digest": spec.base}
+    if spec.overrides:
+        base["hf_config_overrides"] = dict(spec.overrides)
+    return {
+        ADAPTER_CONFIG: strict_json.encoded(spec.peft_config(table), indent=2),
+        BASE: strict_json.encoded(base, indent=2),
+    }

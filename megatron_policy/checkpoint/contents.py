@@ -163,11 +163,11 @@ class Contents:
     ) -> dict[str, Any]:
         engine = self._engine
         ours: dict[str, Any] = {"host_data": dict(host_data)}
+        dtypes = dict(engine.source_dtypes)
         if engine.adapters is not None:
-            ours["adapters_of"] = dict(engine.adapters.identity)
-        ours["source_dtypes"] = {
-            name: manifest.dtype_name(dtype) for name, dtype in engine.source_dtypes.items()
-        }
+            ours["adapters_of"] = engine.adapters.spec.identity(engine.adapters.table)
+            dtypes |= engine.adapters.dtypes
+        ours["source_dtypes"] = {name: manifest.dtype_name(dtype) for name, dtype in dtypes.items()}
         if with_optimizer and self._training is not None and engine.trainable is not None:
             ours["optimizer_step"] = self._training.step
             ours["schedule"] = engine.trainable.schedule_state()
@@ -198,7 +198,7 @@ class Contents:
             )
         if adapters is None or other is None:
             return
-        for name, own in adapters.identity.items():
+        for name, own in adapters.spec.identity(adapters.table).items():
             if other.get(name) != own:
                 raise CheckpointError(
                     f"{found.root} has adapters {_OTHERS[name]} ({other.get(name)}, not {own})"

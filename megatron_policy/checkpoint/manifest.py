@@ -12,6 +12,7 @@ import torch
 from megatron_policy.converters.files import contained, strict_json
 from megatron_policy.errors import CheckpointError, ConversionError
 from megatron_policy.formats.digests import UNSEALED, is_sealed, sealed
+from megatron_policy.formats.manifest import OVERRIDES
 from megatron_policy.formats.manifest_values import count, entries, form, inside
 from megatron_policy.version import VERSION
 
@@ -62,6 +63,8 @@ class CheckpointManifest:
     """Records of each file with tensors, in the order of their offsets."""
     files: Mapping[str, str]
     """Digests of all other files, by relative name."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the model's config.json that were given other values in training."""
     root: Path | None = field(default=None, compare=False)
     """Where it was read from; not written."""
 
@@ -76,7 +79,11 @@ class CheckpointManifest:
             "optimizer_elsewhere": self.optimizer_elsewhere,
             "versions": dict(self.versions),
             "layout": dict(self.layout),
-            "model": {"family": self.family, "config": self.config},
+            "model": {
+                "family": self.family,
+                "config": self.config,
+                **({OVERRIDES: dict(self.overrides)} if self.overrides else {}),
+            },
             "tensors": {
                 key: (dtype_name(dtype), shape) for key, (dtype, shape) in self.tensors.items()
             },
@@ -143,7 +150,7 @@ def check_model(manifest: CheckpointManifest, family: str, config: str) -> None:
 
 def _unsealed(path: Path, text: bytes) -> dict[str, Any]:
     try:
-        content = strict_json.parse(text)
+        content = strict_json.parse(text, finite=False)  # overrides may have infinities
         kept = is_sealed(text, content["digest"])
         number, versions = content["format"], content.get("versions")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -168,6 +175,7 @@ def _damaged(path: Path, what: str, error: Exception | None = None) -> NoReturn:
 
 
 def _parsed(content: Mapping[str, Any], root: Path) -> CheckpointManifest:
+    model = content["model"]
     return CheckpointManifest(
         id=str(content["id"]),
         step=count(content["step"]),
@@ -177,14 +185,15 @@ def _parsed(content: Mapping[str, Any], root: Path) -> CheckpointManifest:
         layout={
             axis: None if size is None else count(size) for axis, size in entries(content, "layout")
         },
-        family=str(content["model"]["family"]),
-        config=str(content["model"]["config"]),
+        family=str(model["family"]),
+        config=str(model["config"]),
         tensors={key: form(*entry) for key, entry in entries(content, "tensors")},
         records={
             inside(root, name): tuple(_record(*each) for each in runs)
             for name, runs in entries(content, "records")
         },
         files={inside(root, name): str(digest) for name, digest in entries(content, "files")},
+        overrides=dict(entries(model, OVERRIDES)) if OVERRIDES in model else {},
         root=root,
     )
 

@@ -248,6 +248,7 @@ class Saver:
             tensors=merged.tensors,
             records=merged.records,
             files={name: of_bytes(content) for name, content in files.items()},
+            overrides=table.overrides,
         )
         content = stated.encoded()
         write_file(partial / manifest.NAME, content)

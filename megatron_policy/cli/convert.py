@@ -27,6 +27,18 @@ class Format(StrEnum):
     hf = "hf"
 
 
+Base = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        help="The model that adapters were trained on; by default the directory they name.",
+    ),
+]
+Merge = Annotated[
+    bool, typer.Option("--merge", help="Add adapters to their base: DST is a whole model.")
+]
+
+
 class _Settings(TypedDict):
     """Arguments shared by a conversion and its plan."""
 
@@ -35,6 +47,8 @@ class _Settings(TypedDict):
     max_memory: int
     max_shard_size: int
     config: Path | None
+    base: str | None
+    merge: bool
 
 
 def convert(
@@ -61,10 +75,13 @@ def convert(
         bool, typer.Option("--overwrite", help="Replace DST if it is a checkpoint.")
     ] = False,
     config: Config = None,
+    base: Base = None,
+    merge: Merge = False,
 ) -> None:
     """Convert a checkpoint, block by block; needs no GPU and holds no model in memory.
 
-    DST appears when it is complete. An interrupted run can simply be repeated.
+    SRC can have adapters alone: a directory of PEFT, or a training checkpoint. DST appears when it
+    is complete. An interrupted run can simply be repeated.
     """
     _refuse_itself(source, destination)
     with one_line_errors(), arguments_as_options():
@@ -76,6 +93,8 @@ def convert(
             "max_memory": max_memory,
             "max_shard_size": max_shard_size,
             "config": config,
+            "base": base,
+            "merge": merge,
         }
         if dry_run:
             for line in plan_conversion(source, destination, **settings).describe():
@@ -95,9 +114,15 @@ def _lines(report: Report) -> Iterator[str]:
         f"{show_size(plan.bytes_written)} in {len(plan.files)} file{'s' * (len(plan.files) != 1)}"
     )
     yield f"digest of its tensors {report.digest}; the source {compared} digests"
+    if plan.adapters:
+        yield plan.adapters
+    if plan.resumed_with:
+        yield f"resume with fresh_optimizer=True and megatron_cfg.peft: {plan.resumed_with}"
     if plan.dequantised:
         yield f"dequantised {plan.dequantised}; config.json is without its quantization_config"
-    if plan.dropped:
+    if plan.dropped and plan.resumed_with:
+        yield f"{len(plan.dropped)} tensors are kept once: modules of fused layers share an A"
+    elif plan.dropped:
         yield f"skipped (no parameter uses them): {', '.join(plan.dropped)}"
 
 

@@ -28,7 +28,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
     config: Config = None,
 ) -> None:
-    """Show how each weight and config field of a checkpoint is understood.
+    """Show how each weight and config field of a checkpoint, or of adapters, is understood.
 
     Reads the config and the headers of files, no weights. From a config.json alone, it shows the
     tensors that the model has. Exits with 1 if anything is left over on either side.
@@ -47,9 +47,15 @@ def inspect(
 def _inspect(source: str, config: Path | None) -> Inspection:
     from dataclasses import replace
 
-    from megatron_policy.convert.headers import read_headers
-    from megatron_policy.converters.inspection import inspect
+    from megatron_policy.convert.headers import read_adapter_headers, read_headers
+    from megatron_policy.converters.config_fields.peft_fields import peft_uses
+    from megatron_policy.converters.formats.peft_files import ADAPTER_CONFIG
+    from megatron_policy.converters.inspection import inspect, inspect_adapters
 
+    if (found := read_adapter_headers(source, config)) is not None:
+        uses = peft_uses(found.fields)
+        of = inspect_adapters(found.table, uses, found.shapes, found.dtypes, ADAPTER_CONFIG)
+        return replace(of, problems=tuple(dict.fromkeys((*found.problems, *of.problems))))
     seen = read_headers(source, config)
     inspection = inspect(seen.config, seen.written, seen.shapes, seen.dtypes)
     problems = (*seen.problems, *inspection.problems)
@@ -80,7 +86,7 @@ def _lines(inspection: Inspection, every: bool) -> Iterator[str]:
     ):
         if loose:
             yield from ("", title, *map(_loose, loose))
-    yield from ("", "config.json", *map(_field, inspection.fields))
+    yield from ("", inspection.fields_of, *map(_field, inspection.fields))
     yield ""
     yield _total(inspection)
 

@@ -68,6 +68,9 @@ _OPTION_OF_ARGUMENT = (
     ("--overwrite, or overwrite=True", "--overwrite"),
     ("to='hf'", "--to hf"),
     ("to='mcore'", "--to mcore"),
+    ("base=", "--base"),
+    ("merge=True", "--merge"),
+    ("dtype='bfloat16'", "--dtype bfloat16"),
     ("max_memory is", "--max-memory is"),
     ("max_shard_size is", "--max-shard-size is"),
 )

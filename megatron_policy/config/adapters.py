@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 from megatron_policy.config.model_table import check_reference, model_table
 from megatron_policy.config.policy_config import PolicyConfig
 from megatron_policy.converters.adapters import (
+    AdapterSpec,
     Parts,
+    a_of,
+    adapted_by,
     adapter_table,
+    b_of,
     is_adaptable,
     is_stacked,
     joined,
     module_of,
+    without_head,
 )
 from megatron_policy.converters.rows import GateUp, Joined, Qkv
 from megatron_policy.converters.table import Entry, Table
@@ -43,11 +49,7 @@ def adapters_of(config: PolicyConfig, table: Table) -> Table | None:
         ("exclude_modules", peft.exclude_modules),
     ):
         _refuse_unknown(f"{_KEY}.{key}", names, entries, table)
-    chosen = {
-        entry.megatron: parts
-        for entry in entries
-        if (parts := _parts(entry, peft.target_modules, peft.exclude_modules)) != ()
-    }
+    chosen = _chosen(entries, peft.target_modules, peft.exclude_modules)
     _refuse_single_experts(entries, chosen)
     if not chosen:
         raise ConfigError(f"{_KEY}.exclude_modules leaves no module to adapt: name fewer")
@@ -66,6 +68,13 @@ def _refuse_single_experts(entries: Iterable[Entry], chosen: Container[str]) -> 
             )
 
 
+def adapter_spec(config: PolicyConfig, base: str, overrides: Mapping[str, Any]) -> AdapterSpec:
+    """What `config` says of its adapters; `base` is the digest of its model with `overrides`."""
+    peft = config.megatron_cfg.peft
+    assert peft.dim is not None and peft.alpha is not None, "checked with the other keys"
+    return AdapterSpec(peft.dim, peft.alpha, peft.dropout, config.model_name, base, overrides)
+
+
 def trained_table(config: PolicyConfig) -> Table:
     """The table of the model that a configuration names, with its adapters if it has any.
 
@@ -74,6 +83,40 @@ def trained_table(config: PolicyConfig) -> Table:
     table = model_table(config)
     check_reference(config, table, wanted=True)
     return joined(table, adapters_of(config, table))
+
+
+def targets_of(adapters: Table, table: Table) -> tuple[str, ...]:
+    """Names for `target_modules` that choose just these adapters on the model of `table`: their
+    last words, or their paths if the words name others too.
+    """
+    adapters = without_head(adapters)
+    sides = {entry.megatron: entry for entry in adapters.entries}
+    paths: list[str] = []
+    chosen: dict[str, Parts] = {}
+    bases = {entry.megatron: entry for entry in table.entries}
+    for weight in dict.fromkeys(entry.adapts for entry in adapters.entries):
+        if is_stacked(bases[weight]):
+            chosen[weight] = None
+            paths.append(bases[weight].hf[0])
+            continue
+        modules = [adapted_by(name) for name in sides[a_of(weight)].hf]
+        names = [module_of(name) for name in bases[weight].hf]
+        parts = tuple(map(names.index, modules))
+        fused = len(modules) < len(sides[b_of(weight)].hf)
+        chosen[weight] = None if fused or len(names) == 1 else parts
+        paths += [module_of(weight)] if fused else modules
+    paths = list(dict.fromkeys(paths))
+    words = tuple(dict.fromkeys(path.rpartition(".")[2] for path in paths))
+    entries = [entry for entry in table.entries if is_adaptable(entry)]
+    return words if _chosen(entries, words, ()) == chosen else tuple(paths)
+
+
+def _chosen(
+    entries: Iterable[Entry], targets: tuple[str, ...], excluded: tuple[str, ...]
+) -> dict[str, Parts]:
+    """Which parts of which weights are adapted."""
+    found = ((entry.megatron, _parts(entry, targets, excluded)) for entry in entries)
+    return {weight: parts for weight, parts in found if parts != ()}
 
 
 def _parts(entry: Entry, targets: tuple[str, ...], excluded: tuple[str, ...]) -> Parts:

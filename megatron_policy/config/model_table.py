@@ -18,7 +18,7 @@ from megatron_policy.converters.formats.hf_config import (
     read_config,
     transformers_config,
 )
-from megatron_policy.converters.formats.peft_files import holds_adapters
+from megatron_policy.converters.formats.peft_files import is_peft
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.errors import ConfigError, ConversionError
 
@@ -137,7 +137,7 @@ def reference_table(config: PolicyConfig, table: Table) -> Table | None:
     name = config.reference_model_name
     if name is None:
         return None
-    if holds_adapters(name):
+    if is_peft(name):
         if not config.megatron_cfg.peft.enabled:
             raise ConfigError(
                 f"{_REFERENCE} is a directory of adapters, but this policy has none: enable "

@@ -6,15 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_policy.convert.blockwise import BlockBuffer, check_memory, cut
-from megatron_policy.convert.convert import damaged_tensor
-from megatron_policy.convert.open_checkpoint import OpenCheckpoint, open_checkpoint
+from megatron_policy.convert.blockwise import BlockBuffer, check_memory
+from megatron_policy.convert.open_checkpoint import damaged_tensor, digest_of, open_checkpoint
 from megatron_policy.convert.plan import DEFAULT_MAX_MEMORY
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dist_files import find
 from megatron_policy.converters.formats.hf_files import MANIFEST
 from megatron_policy.errors import ConversionError
-from megatron_policy.formats.digests import Digest
 from megatron_policy.formats.manifest import DirectoryManifest, read_manifest
 
 
@@ -55,7 +53,7 @@ def check(
         for name, info in checkpoint.infos.items():
             if name not in stated:
                 problems.append(f"{checkpoint.root}: {name} has no digest in {MANIFEST}")
-            elif _digest_of(checkpoint, name, buffer, max_memory) != stated[name][1]:
+            elif digest_of(checkpoint, name, buffer, max_memory) != stated[name][1]:
                 problems.append(str(damaged_tensor(checkpoint.root, name)))
             done += info.nbytes
             if progress is not None:
@@ -68,15 +66,6 @@ def check(
             total,
             tuple(problems),
         )
-
-
-def _digest_of(checkpoint: OpenCheckpoint, name: str, buffer: BlockBuffer, max_memory: int) -> str:
-    info, digest = checkpoint.infos[name], Digest()
-    plan = cut(info, (info.dtype,), checkpoint.tensors.scratch(name, info.dtype), max_memory)
-    for first, (values,), spare in buffer.blocks(plan):
-        checkpoint.tensors.read(name, first, values, spare)
-        digest.update(values)
-    return digest.text()
 
 
 def _without_digests(root: Path) -> ConversionError:

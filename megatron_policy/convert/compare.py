@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from megatron_policy.convert.blockwise import BlockBuffer, check_memory, cut
-from megatron_policy.convert.convert import damaged_tensor
-from megatron_policy.convert.open_checkpoint import OpenCheckpoint, open_checkpoint
+from megatron_policy.convert.open_checkpoint import (
+    OpenCheckpoint,
+    damaged_tensor,
+    open_checkpoint,
+)
 from megatron_policy.convert.plan import DEFAULT_MAX_MEMORY
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dist_files import find

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_policy.convert.blockwise import LEAST_BYTES, BlockBuffer, cut
-from megatron_policy.convert.open_checkpoint import HF, OpenCheckpoint
+from megatron_policy.convert.open_checkpoint import HF, PEFT, OpenCheckpoint, damaged_tensor
 from megatron_policy.convert.plan import (
     DEFAULT_MAX_MEMORY,
     DEFAULT_MAX_SHARD_SIZE,
@@ -23,10 +23,15 @@ from megatron_policy.convert.plan import (
     prepared,
     side_path,
 )
-from megatron_policy.convert.training_checkpoint import check_bytes, is_saved
+from megatron_policy.convert.training_checkpoint import CHECKPOINT, check_bytes, encoded_manifest
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.publishing import check_replaceable, new_directory
-from megatron_policy.converters.formats.hf_config import encoded_like, without_quantisation
+from megatron_policy.converters.formats.hf_config import (
+    CONFIG,
+    encoded_like,
+    with_overrides,
+    without_quantisation,
+)
 from megatron_policy.converters.formats.hf_files import MANIFEST, copy_differs
 from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConversionError, ExportError
@@ -62,21 +67,27 @@ def convert(
     overwrite: bool = False,
     progress: Progress | None = None,
     config: str | Path | None = None,
+    base: str | Path | None = None,
+    merge: bool = False,
 ) -> Report:
     """Convert an HF checkpoint to Megatron-Core's `torch_dist` (to="mcore"), or back (to="hf").
+    Adapters alone are converted between a directory of PEFT and a training checkpoint; with
+    `merge` they are added to their `base`, and the whole model is written.
 
     At most `max_memory` bytes of tensors are held. `dtype` casts all tensors except those that
     keep their own. `destination` appears when it is complete and on the disk, or not at all; an
     existing one is replaced only if `overwrite`, and only once the new one is complete. `config`
     is the config.json, or its directory, for a Megatron-Core checkpoint that does not have its
-    own. `progress` gets bytes done and in total. ConfigError for a request that cannot be met,
-    ConversionError for a source that is damaged or not a model as its config says, ExportError
-    when the destination cannot be written.
+    own. `base` is the model that adapters were trained on, a directory or a name on the hub; None:
+    the directory that they name. `progress` gets bytes done and in total. ConfigError for a request
+    that cannot be met, ConversionError for a source that is damaged or not a model as its config
+    says, ExportError when the destination cannot be written.
     """
-    with prepared(source, destination, to, dtype, max_memory, max_shard_size, config) as ready:
+    sizes = max_memory, max_shard_size
+    with prepared(source, destination, to, dtype, *sizes, config, base, merge) as ready:
         final = check_replaceable(destination, overwrite)
-        if is_saved(ready.source.root):  # its digests are of records, not of tensors
-            check_bytes(ready.source.root)
+        for root in filter(None, (ready.source.root, ready.source.merged)):
+            check_bytes(root)
         _check_room(final, ready.plan.bytes_written)
         try:
             with new_directory(final, overwrite) as partial:
@@ -112,15 +123,29 @@ def _write(ready: Prepared, progress: Progress) -> DirectoryManifest:
         for path, size in target.sizes.items()
     }
     files |= _copy_side_files(ready)
-    for name, content in target.small.items():
+    others = {side_path(n, ready.plan.to): c for n, c in ready.source.contents.items()}
+    for name, content in {**target.small, **others}.items():
         files[name] = _write_file(ready, name, content)
     tensors = {name: (ready.infos[name], digest) for name, digest in written.items()}
     source = {name: (ready.source.infos[name], digest) for name, digest in read.items()}
     origin = _origin(ready, content_digest(DirectoryManifest(source, {}, {})))
-    manifest = DirectoryManifest(tensors, files, origin)
-    _write_file(ready, MANIFEST, manifest.encoded())
-    writer.sync([*target.sizes, *map(Path, files), Path(MANIFEST)])
+    manifest = DirectoryManifest(tensors, files, origin, ready.source.step, ready.source.overrides)
+    name, content = _sealed(ready, manifest)
+    _write_file(ready, name, content)
+    writer.sync([*target.sizes, *map(Path, files), Path(name)])
     return manifest
+
+
+def _sealed(ready: Prepared, manifest: DirectoryManifest) -> tuple[str, bytes]:
+    """The name and the content of the file with all digests: that of a training checkpoint, or the
+    manifest.
+    """
+    spec, layout = ready.source.spec, ready.target.layout
+    if spec is None or layout is None:
+        return MANIFEST, manifest.encoded()
+    step = ready.source.step or 0
+    content = encoded_manifest(ready.writer, layout, ready.table, spec, manifest.files, step)
+    return CHECKPOINT, content
 
 
 def _write_tensors(ready: Prepared, progress: Progress) -> tuple[dict[str, str], dict[str, str]]:
@@ -148,14 +173,6 @@ def _write_tensors(ready: Prepared, progress: Progress) -> tuple[dict[str, str],
     return read, written
 
 
-def damaged_tensor(root: Path, name: str) -> ConversionError:
-    """The error for a tensor whose bytes are not those that were written."""
-    return ConversionError(
-        f"{root}: {name} is damaged: its bytes contradict the digest in {MANIFEST} "
-        "(remove that file if you changed the checkpoint on purpose)"
-    )
-
-
 def _cast(name: str, values: Tensor, copy: Tensor) -> None:
     copy.copy_(values)
     # Of these dtypes only float16 is narrow enough for weights to leave its range.
@@ -168,8 +185,8 @@ def _copy_side_files(ready: Prepared) -> dict[str, str]:
     files = {}
     for name, path in ready.source.side_files.items():
         inside = side_path(name, ready.plan.to)
-        if name == "config.json" and (ready.source.quantised or _is_cast(ready)):
-            files[inside] = _write_file(ready, inside, _config(ready, path.read_bytes()))
+        if name == CONFIG and (config := _config(ready, path.read_bytes())) is not None:
+            files[inside] = _write_file(ready, inside, config)
             continue
         digest, size = Digest(), digests.size_of(path)
         _make_parent(ready, inside)
@@ -181,11 +198,16 @@ def _copy_side_files(ready: Prepared) -> dict[str, str]:
     return files
 
 
-def _config(ready: Prepared, content: bytes) -> bytes:
-    """The content of config.json, which describes the weights as they are written."""
+def _config(ready: Prepared, content: bytes) -> bytes | None:
+    """The content of config.json as it describes what is written, if not as it is."""
+    changed, fields = content, strict_json.parse(content, finite=False)
     if ready.source.quantised:
-        content = without_quantisation(content)
-    return _with_dtype(content, _main_dtype(ready)) if _is_cast(ready) else content
+        changed = without_quantisation(changed)
+    if any(fields.get(name) != value for name, value in ready.source.overrides.items()):
+        changed = with_overrides(changed, ready.source.overrides)
+    if _is_cast(ready):
+        changed = _with_dtype(changed, _main_dtype(ready))
+    return None if changed is content else changed
 
 
 def _write_file(ready: Prepared, name: str, content: bytes) -> str:
@@ -222,13 +244,20 @@ def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
 def _origin(ready: Prepared, content: str) -> dict[str, Any]:
     root = Path(os.path.realpath(ready.source.root))
     revision = root.name if root.parent.name == "snapshots" else None
-    config = ready.source.side_files["config.json"].read_bytes()
+    kind, merged, adapters = ready.source.kind, ready.source.merged, ready.source.adapters
+    to = PEFT if adapters is not None and ready.plan.to == HF else ready.plan.to
+    if adapters is None:
+        written = ready.source.side_files[CONFIG].read_bytes()
+        config = strict_json.parse(written, finite=False)
+    else:
+        config = dict(adapters.config)
     return {
         "package": f"megatron-policy {VERSION}",
-        "direction": "hf -> mcore" if ready.plan.to != HF else "mcore -> hf",
+        "direction": f"{kind}{' + adapters' if merged else ''} -> {to}",
         "source": {"path": str(root), "revision": revision, "content": content},
+        **({} if merged is None else {"adapters": os.path.realpath(merged)}),
         "family": ready.plan.family,
-        "config": strict_json.parse(config, finite=False),
+        "config": config,
     }
 
 

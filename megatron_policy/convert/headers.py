@@ -5,22 +5,40 @@ Reads no weights, and does not check that these fit together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_policy.convert.adapters import saved_adapters
 from megatron_policy.convert.open_checkpoint import SIDE
+from megatron_policy.converters.adapters import (
+    PREFIX,
+    adapters_on,
+    is_adaptable,
+    module_of,
+    stacked_parameters,
+    without_head,
+)
+from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.files.contained import expanded, inside
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats import dist_files, hf_files
 from megatron_policy.converters.formats.hf_config import CONFIG, read_config, written_config
+from megatron_policy.converters.formats.peft_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_MODEL,
+    described,
+    is_peft,
+    read_object,
+)
 from megatron_policy.converters.formats.quantised import as_read
 from megatron_policy.converters.rows.blocks import Shape
-from megatron_policy.converters.table import WEIGHT_DTYPES, Table, draft
+from megatron_policy.converters.scalar_head import TENSORS as SCALAR
+from megatron_policy.converters.table import WEIGHT_DTYPES, Table, bind, draft
 from megatron_policy.errors import ConfigError, ConversionError
 
 
@@ -68,6 +86,86 @@ def read_headers(source: str | Path, config: str | Path | None = None) -> Header
         {name: shape for name, (_, shape) in tensors.items()},
         {name: dtype for name, (dtype, _) in tensors.items()},
     )
+
+
+@dataclass(frozen=True)
+class AdapterHeaders:
+    """As `Headers`, of adapters alone: their table, and the `fields` of their config."""
+
+    table: Table
+    fields: Mapping[str, Any]
+    shapes: Mapping[str, Shape]
+    dtypes: Mapping[str, torch.dtype]
+    problems: tuple[str, ...]
+
+
+def read_adapter_headers(
+    source: str | Path, config: str | Path | None = None
+) -> AdapterHeaders | None:
+    """Read the headers of a local checkpoint of adapters; None if it is of a whole model. Of those
+    in a directory of PEFT, `config` is the model's; None: that of the directory which they name.
+    """
+    root = dist_files.find(source)
+    if root is not None and (root / SIDE / ADAPTER_CONFIG).is_file():
+        side = inside(root, SIDE)
+        with RawFiles() as files:
+            reader = dist_files.DistReader(root, files)
+            found, _, table = saved_adapters(side, reader, bind(read_config(side)))
+            seen = _as_hf(reader, table, {}, {})
+            return AdapterHeaders(table, found.config, seen.shapes, seen.dtypes, seen.problems)
+    folder = expanded(source)
+    if root is not None or not is_peft(folder):
+        return None
+    tensors = as_read(hf_files.inventory(folder, ADAPTER_MODEL), {})
+    shapes = {name: shape for name, (_, shape) in tensors.items()}
+    dtypes = {name: dtype for name, (dtype, _) in tensors.items()}
+    fields = read_object(folder, ADAPTER_CONFIG)
+    model = _model_of(read_config(_config_of(folder, fields, config)), shapes)
+    problems: list[str] = []
+    parameters: list[str] = []
+    try:
+        found = described(folder)
+        parameters = found.parameters(stacked_parameters(model), f"this {model.family} model")
+        found.modules(shapes, parameters)
+    except ConversionError as error:
+        problems.append(str(error))
+    table = _adapter_table(model, fields, shapes, parameters)
+    return AdapterHeaders(table, fields, shapes, dtypes, tuple(problems))
+
+
+def _config_of(folder: Path, fields: Mapping[str, Any], config: str | Path | None) -> Path:
+    """The config.json of the model that adapters are of, or its directory."""
+    named = fields.get("base_model_name_or_path")
+    place = config or (named if isinstance(named, str) else None)
+    if place is None or not expanded(place).exists():
+        raise ConfigError(
+            f"{folder} has adapters of {named!r:.200}: give the directory with that model's "
+            "config.json with --config"
+        )
+    return expanded(place)
+
+
+def _model_of(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Table:
+    """The table of the model that adapters are of, with the head that comes with them."""
+    weight, bias = (PREFIX + name for name in SCALAR)
+    return bind(config, head=ScalarHead(per_token=bias in shapes) if weight in shapes else None)
+
+
+def _adapter_table(
+    model: Table,
+    fields: Mapping[str, Any],
+    shapes: Mapping[str, Shape],
+    parameters: Collection[str],
+) -> Table:
+    """The table of the adapters of all modules that have any of these tensors."""
+    entries = filter(is_adaptable, model.entries)
+    known = {module_of(name) for entry in entries for name in entry.hf}
+    modules = {m for name in shapes if (m := name.removeprefix(PREFIX).rpartition(".lora_")[0])}
+    rank = fields.get("r")
+    rank = rank if type(rank) is int and rank > 0 else 1
+    own = [m for m in modules if m in known]
+    table = adapters_on(model, rank, own, lambda entry: False, parameters)
+    return table if PREFIX + SCALAR[0] in shapes else without_head(table)
 
 
 def _headers_of_config(root: Path) -> Headers:

@@ -8,15 +8,27 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from megatron_policy.convert.training_checkpoint import is_saved, source_dtypes
+from megatron_policy.convert.adapters import saved_adapters
+from megatron_policy.convert.blockwise import BlockBuffer, cut
+from megatron_policy.convert.training_checkpoint import is_saved, saved_state
+from megatron_policy.converters.adapters import AdapterSpec
 from megatron_policy.converters.files.contained import expanded, inside
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats import dist_files, dist_metadata, hf_files
 from megatron_policy.converters.formats.dequantising import QuantisedTensor
 from megatron_policy.converters.formats.dist_keys import readable
 from megatron_policy.converters.formats.hf_config import read_config
-from megatron_policy.converters.formats.quantised import as_read
+from megatron_policy.converters.formats.peft_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_MODEL,
+    BASE,
+    PeftAdapters,
+    is_peft,
+    read_peft,
+)
+from megatron_policy.converters.formats.quantised import Inventory, as_read
 from megatron_policy.converters.formats.stored import Stored
 from megatron_policy.converters.table import Entry, Table, bind, bind_to
 from megatron_policy.errors import ConfigError, ConversionError
@@ -30,7 +42,8 @@ from megatron_policy.formats.tensors import (
     shares_of,
 )
 
-HF, MCORE = "hf", "mcore"
+HF, MCORE, PEFT = "hf", "mcore", "peft"
+"""Formats; the last is of adapters alone."""
 
 SIDE = "hf"
 """Directory inside a Megatron-Core checkpoint for the files that only Hugging Face has: config,
@@ -61,6 +74,20 @@ class OpenCheckpoint:
     """Files whose bytes contradict the manifest, by relative path, with a message for each."""
     quantised: Mapping[str, QuantisedTensor] = field(default_factory=dict)
     """The tensors that are stored quantised, and read as bfloat16."""
+    step: int | None = None
+    """Optimizer steps taken so far, if a policy wrote it."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of config.json that were given other values in training."""
+    adapters: PeftAdapters | None = None
+    """What it says of adapters, if it has these alone."""
+    spec: AdapterSpec | None = None
+    """What they are, if their base is known."""
+    contents: Mapping[str, bytes] = field(default_factory=dict)
+    """Further side files, by their names in HF format."""
+    targets: tuple[str, ...] = ()
+    """Names of `target_modules` with which a policy has these adapters, if they were bound."""
+    merged: Path | None = None
+    """The checkpoint of adapters that are added to its weights."""
 
     def check(self) -> None:
         """Raise ConversionError if a file is damaged."""
@@ -76,12 +103,13 @@ def open_checkpoint(
     ConfigError when there is none, ConversionError when it is too damaged to read. `config` is the
     config.json, or its directory, of a Megatron-Core checkpoint that does not have its own.
     """
-    if (root := dist_files.find(path)) is None:
-        _refuse_others(path)
-        root = hf_files.locate(path)
-        return _opened(root, files, lambda manifest: _open_hf(root, files, manifest))
-    found = root
-    return _opened(root, files, lambda manifest: _open_mcore(found, files, manifest, config))
+    if (found := dist_files.find(path)) is not None:
+        return _opened(found, files, lambda manifest: _open_mcore(found, files, manifest, config))
+    if is_peft(folder := expanded(path)):
+        return _opened(folder, files, lambda manifest: _open_peft(folder, files, manifest))
+    _refuse_others(path)
+    root = hf_files.locate(path)
+    return _opened(root, files, lambda manifest: _open_hf(root, files, manifest))
 
 
 def _opened(
@@ -92,6 +120,8 @@ def _opened(
     if unfit := [words for name, words in problems.items() if Path(name).name in _READ]:
         raise ConversionError("\n".join(unfit))
     checkpoint = read(manifest)
+    if manifest is not None:
+        checkpoint = replace(checkpoint, step=manifest.step, overrides=manifest.overrides)
     return replace(
         checkpoint, problems=problems | _damaged(root, manifest, files, checkpoint.extents)
     )
@@ -119,12 +149,7 @@ def _open_hf(root: Path, files: RawFiles, manifest: DirectoryManifest | None) ->
     inventory = hf_files.inventory(root)
     quantised = hf_files.quantised_in(root, inventory)
     infos = {name: Info(*read) for name, read in as_read(inventory, quantised).items()}
-    stored: dict[str, Stored] = {}
-    extents: dict[Path, list[tuple[int, int]]] = {}
-    for file, held in inventory.items():
-        for name, at in held.items():
-            stored[name] = Stored.in_one_piece(at.shape, at.dtype, file, at.start)
-            extents.setdefault(file, []).append((at.start, at.end))
+    stored, extents = _placed(inventory)
     return OpenCheckpoint(
         root,
         HF,
@@ -138,6 +163,28 @@ def _open_hf(root: Path, files: RawFiles, manifest: DirectoryManifest | None) ->
         {},
         quantised,
     )
+
+
+def _open_peft(root: Path, files: RawFiles, manifest: DirectoryManifest | None) -> OpenCheckpoint:
+    adapters = read_peft(root)
+    inventory = hf_files.inventory(root, ADAPTER_MODEL)
+    infos = {name: Info(*read) for name, read in as_read(inventory, {}).items()}
+    stored, extents = _placed(inventory)
+    tensors = FileTensors(stored, files)
+    return OpenCheckpoint(
+        root, PEFT, infos, tensors, None, {}, manifest, extents, {}, {}, adapters=adapters
+    )
+
+
+def _placed(inventory: Inventory) -> tuple[dict[str, Stored], dict[Path, list[tuple[int, int]]]]:
+    """The tensors of safetensors files, and the bytes of them in each file."""
+    stored: dict[str, Stored] = {}
+    extents: dict[Path, list[tuple[int, int]]] = {}
+    for file, held in inventory.items():
+        for name, at in held.items():
+            stored[name] = Stored.in_one_piece(at.shape, at.dtype, file, at.start)
+            extents.setdefault(file, []).append((at.start, at.end))
+    return stored, extents
 
 
 def _table_if_known(root: Path, names: Collection[str]) -> Table | None:
@@ -154,6 +201,16 @@ def _open_mcore(
     side_files = _side_files(root, config)
     reader = dist_files.DistReader(root, files)
     table = bind(read_config(_config_of(root, config)), mtp_layers=reader.mtp_layers)
+    adapters, spec = None, None
+    if (root / SIDE / ADAPTER_CONFIG).is_file():
+        adapters, spec, table = saved_adapters(inside(root, SIDE), reader, table)
+        side_files = {name: inside(root, f"{SIDE}/{name}") for name in (ADAPTER_CONFIG, BASE)}
+    saved = saved_state(root) if is_saved(root) else None
+    if saved is not None and saved.of_adapters and adapters is None:
+        raise ConversionError(
+            f"{root} has adapters alone, but not the files that say of which modules: load it in a "
+            "policy with its megatron_cfg.peft, and save it again or call export_peft"
+        )
     entries = table.exported()
     stored, keys = _parameters(reader, table, entries)
     sent = table.sent(table.ignored)
@@ -165,9 +222,8 @@ def _open_mcore(
     }
     if manifest is not None:
         infos = _as_stated(infos, manifest, root)
-    elif is_saved(root):
-        dtypes = source_dtypes(root)
-        infos = {name: replace(info, dtype=dtypes[name]) for name, info in infos.items()}
+    elif saved is not None:
+        infos = {name: replace(info, dtype=saved.dtypes[name]) for name, info in infos.items()}
     for entry in sent[len(entries) :]:
         infos[entry.hf[0]] = infos[table.ignored[entry.hf[0]].equals]
     extents: dict[Path, list[tuple[int, int]]] = {}
@@ -175,9 +231,12 @@ def _open_mcore(
         for file, begin, end in held.extents():
             extents.setdefault(file, []).append((begin, end))
     tensors = ParameterTensors(shares, files)
-    return OpenCheckpoint(
+    found = OpenCheckpoint(
         root, MCORE, infos, tensors, table, side_files, manifest, extents, keys, {}
     )
+    if saved is not None:
+        found = replace(found, step=saved.step, overrides=saved.overrides)
+    return replace(found, adapters=adapters, spec=spec)
 
 
 def _parameters(
@@ -207,6 +266,24 @@ def _parameters(
             + more
         )
     return stored, keys
+
+
+def digest_of(checkpoint: OpenCheckpoint, name: str, buffer: BlockBuffer, max_memory: int) -> str:
+    """The digest of a tensor's elements in HF order."""
+    info, digest = checkpoint.infos[name], digests.Digest()
+    plan = cut(info, (info.dtype,), checkpoint.tensors.scratch(name, info.dtype), max_memory)
+    for first, (values,), spare in buffer.blocks(plan):
+        checkpoint.tensors.read(name, first, values, spare)
+        digest.update(values)
+    return digest.text()
+
+
+def damaged_tensor(root: Path, name: str) -> ConversionError:
+    """The error for a tensor whose bytes are not those that were written."""
+    return ConversionError(
+        f"{root}: {name} is damaged: its bytes contradict the digest in {hf_files.MANIFEST} "
+        "(remove that file if you changed the checkpoint on purpose)"
+    )
 
 
 def _as_stated(

@@ -7,13 +7,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from megatron_policy.convert.bases import in_words, resumed_with, with_base
 from megatron_policy.convert.blockwise import Blocks, check_memory, cut
-from megatron_policy.convert.open_checkpoint import HF, MCORE, SIDE, OpenCheckpoint, open_checkpoint
-from megatron_policy.convert.target import Target, hf_target, mcore_target
-from megatron_policy.convert.training_checkpoint import is_saved
+from megatron_policy.convert.open_checkpoint import (
+    HF,
+    MCORE,
+    PEFT,
+    SIDE,
+    OpenCheckpoint,
+    open_checkpoint,
+)
+from megatron_policy.convert.target import Target, hf_target, mcore_target, peft_target
+from megatron_policy.convert.training_checkpoint import is_saved, state_of_adapters
 from megatron_policy.converters.config_fields.quantisation import SECTION
 from megatron_policy.converters.files.contained import expanded
 from megatron_policy.converters.files.raw_files import RawFiles
@@ -61,12 +70,18 @@ class ConversionPlan:
     """Whether the source has digests of its bytes."""
     dequantised: str = ""
     """How many tensors are read as bfloat16 and how they are stored, in words; "" if none is."""
+    adapters: str = ""
+    """What the adapters that are converted or merged are, in words; "" for whole models."""
+    resumed_with: str = ""
+    """The keys of `megatron_cfg.peft` with which a policy resumes from what is written."""
 
     def describe(self) -> Iterator[str]:
         """The plan as lines of text, ending with one line per tensor."""
         formats = {HF: "Hugging Face", MCORE: "Megatron-Core (torch_dist)"}
         cast = [tensor for tensor in self.tensors if tensor.dtype != tensor.source_dtype]
         yield f"{self.family}: {self.source} -> {self.destination} ({formats[self.to]})"
+        if self.adapters:
+            yield self.adapters
         yield f"reads {len(self.tensors)} tensors, {self.bytes_read:,} bytes; " + (
             "compares them with the source's digests"
             if self.has_digests
@@ -84,10 +99,8 @@ class ConversionPlan:
             yield f"file {file}: {size:,} bytes"
         for tensor in self.tensors:
             to = "" if tensor.dtype == tensor.source_dtype else f" -> {_short(tensor.dtype)}"
-            yield (
-                f"{tensor.name} {list(tensor.shape)} {_short(tensor.source_dtype)}{to}: "
-                + ", ".join(tensor.keys)
-            )
+            keys = f": {', '.join(tensor.keys)}" if tensor.keys else ""
+            yield f"{tensor.name} {list(tensor.shape)} {_short(tensor.source_dtype)}{to}{keys}"
 
 
 @dataclass(frozen=True)
@@ -115,6 +128,8 @@ def prepared(
     max_memory: int,
     max_shard_size: int,
     config: str | Path | None,
+    base: str | Path | None,
+    merge: bool,
 ) -> Iterator[Prepared]:
     """Open the source, check it and plan the conversion; closes files at the end.
 
@@ -129,10 +144,14 @@ def prepared(
         raise ConfigError(f"max_shard_size is {max_shard_size}; it must be a number of bytes")
     with RawFiles() as reader, RawFiles(writable=True) as writer:
         checkpoint = open_checkpoint(source, reader, Path(config) if config else None)
-        _check_directions(checkpoint, Path(destination), to)
+        _check_directions(checkpoint, Path(destination), to, merge)
         if config and checkpoint.kind == HF:
             raise ConfigError(f"{checkpoint.root} has a config.json of its own: leave --config out")
+        if config and checkpoint.adapters is not None:
+            raise ConfigError(f"{checkpoint.root} has adapters: give base= instead")
         checkpoint.check()
+        checkpoint = with_base(checkpoint, base, merge, cast_to, reader)
+        _check_apart(checkpoint.root, Path(destination))
         table = _bound(checkpoint)
         kept = {name for entry in table.exported() if entry.row.keeps_dtype for name in entry.hf}
         names = _written_names(checkpoint, table, to)
@@ -141,11 +160,8 @@ def prepared(
             for name, info in checkpoint.infos.items()
             if name in names
         }
-        target = (
-            hf_target({name: infos[name] for name in names}, writer, max_shard_size)
-            if to == HF
-            else mcore_target(table, infos, writer, max_shard_size)
-        )
+        ordered = {name: infos[name] for name in names}
+        target = _target(checkpoint, table, ordered, to, writer, max_shard_size)
         blocks = {
             name: _blocks(name, info, checkpoint, target, max_memory)
             for name, info in infos.items()
@@ -171,9 +187,12 @@ def plan_conversion(
     max_memory: int = DEFAULT_MAX_MEMORY,
     max_shard_size: int = DEFAULT_MAX_SHARD_SIZE,
     config: str | Path | None = None,
+    base: str | Path | None = None,
+    merge: bool = False,
 ) -> ConversionPlan:
     """What `convert` would do with these arguments; same errors, but writes nothing."""
-    with prepared(source, destination, to, dtype, max_memory, max_shard_size, config) as ready:
+    sizes = max_memory, max_shard_size
+    with prepared(source, destination, to, dtype, *sizes, config, base, merge) as ready:
         return ready.plan
 
 
@@ -185,20 +204,42 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-def _check_directions(checkpoint: OpenCheckpoint, destination: Path, to: str) -> None:
-    if checkpoint.kind == to:
+def _check_directions(checkpoint: OpenCheckpoint, destination: Path, to: str, merge: bool) -> None:
+    """ConfigError if nothing would change, or the destination is not apart from the source."""
+    same = checkpoint.kind == to or (checkpoint.kind == PEFT and to == HF)
+    if same and not merge:
         other = MCORE if to == HF else HF
+        merges = "; merge=True adds it to its base" if checkpoint.adapters else ""
         raise ConfigError(
             f"{checkpoint.root} is in the format {to!r} already; to='{other}' converts it to the "
-            "other"
+            f"other{merges}"
         )
-    final, root = (
-        Path(os.path.realpath(expanded(path))) for path in (destination, checkpoint.root)
-    )
+    _check_apart(checkpoint.root, destination)
+
+
+def _check_apart(source: Path, destination: Path) -> None:
+    final, root = (Path(os.path.realpath(expanded(path))) for path in (destination, source))
     if final == root or final in root.parents or root in final.parents:
-        raise ConfigError(
-            f"{destination} is inside {checkpoint.root}, or contains it: choose another"
-        )
+        raise ConfigError(f"{destination} is inside {source}, or contains it: choose another")
+
+
+def _target(
+    checkpoint: OpenCheckpoint,
+    table: Table,
+    infos: Mapping[str, Info],
+    to: str,
+    writer: RawFiles,
+    max_shard_size: int,
+) -> Target:
+    spec = checkpoint.spec
+    if to == HF:
+        if spec is not None:
+            return peft_target(infos, writer)
+        return hf_target(infos, writer, max_shard_size)
+    state: dict[str, Any] = {}
+    if spec is not None:
+        state = state_of_adapters(spec, table, infos, checkpoint.step or 0)
+    return mcore_target(table, infos, writer, max_shard_size, state)
 
 
 def _written_names(checkpoint: OpenCheckpoint, table: Table, to: str) -> tuple[str, ...]:
@@ -214,7 +255,7 @@ def _bound(checkpoint: OpenCheckpoint) -> Table:
     table = checkpoint.table
     if checkpoint.kind == HF:
         # Again, to raise the error if there is one.
-        table = bind_to(read_config(checkpoint.root), checkpoint.infos)
+        table = bind_to(read_config(checkpoint.root, checkpoint.overrides), checkpoint.infos)
     assert table is not None
     shapes = {name: info.shape for name, info in checkpoint.infos.items()}
     table.check_hf(shapes, {name: info.dtype for name, info in checkpoint.infos.items()})
@@ -248,12 +289,17 @@ def _plan(
         to=to,
         family=table.family,
         tensors=tuple(
-            PlannedTensor(name, info.shape, checkpoint.infos[name].dtype, info.dtype, keys[name])
+            PlannedTensor(
+                name, info.shape, checkpoint.infos[name].dtype, info.dtype, keys.get(name, ())
+            )
             for name, info in infos.items()
         ),
         dropped=tuple(name for name in checkpoint.infos if name not in infos),
         files=tuple((path.as_posix(), size) for path, size in target.sizes.items()),
-        side_files=(*target.small, *(side_path(name, to) for name in checkpoint.side_files)),
+        side_files=(
+            *target.small,
+            *(side_path(name, to) for name in (*checkpoint.side_files, *checkpoint.contents)),
+        ),
         bytes_read=sum(
             (checkpoint.quantised.get(name) or checkpoint.infos[name]).nbytes for name in infos
         ),
@@ -263,6 +309,8 @@ def _plan(
         dequantised=_dequantised(
             [checkpoint.quantised[n] for n in infos if n in checkpoint.quantised]
         ),
+        adapters=in_words(checkpoint),
+        resumed_with=resumed_with(checkpoint) if to == MCORE else "",
     )
 
 
@@ -276,7 +324,8 @@ def _keys_by_tensor(table: Table, keys: Mapping[str, str]) -> dict[str, tuple[st
     found: dict[str, dict[str, None]] = {}
     for entry in table.sent(table.ignored):
         for name in entry.hf:
-            found.setdefault(name, {})[keys[entry.megatron]] = None
+            if entry.megatron in keys:  # of a model that is merged there are none
+                found.setdefault(name, {})[keys[entry.megatron]] = None
     return {name: tuple(held) for name, held in found.items()}
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from megatron_policy.convert.open_checkpoint import Extents
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dist_keys import extra_states, written
 from megatron_policy.converters.formats.dist_writing import (
+    DistLayout,
     Parameter,
     framing_of,
     lay_out,
@@ -23,6 +25,7 @@ from megatron_policy.converters.formats.dist_writing import (
 )
 from megatron_policy.converters.formats.hf_files import INDEX
 from megatron_policy.converters.formats.hf_writing import index_of
+from megatron_policy.converters.formats.peft_files import ADAPTER_MODEL
 from megatron_policy.converters.formats.safetensors_format import encode
 from megatron_policy.converters.formats.stored import Stored
 from megatron_policy.converters.rows.shards import unpadded_shape
@@ -34,7 +37,7 @@ from megatron_policy.formats.tensors import (
     Tensors,
     shares_of,
 )
-from megatron_policy.refit.file_plan import plan_export
+from megatron_policy.refit.file_plan import ExportFile, ExportPlan, plan_export
 from megatron_policy.refit.plan import RefitTensor
 
 
@@ -52,6 +55,14 @@ class Target:
     """The other files, in the order to write them."""
     keys: Mapping[str, str]
     """For a Megatron-Core checkpoint, where each parameter is: canonical name -> key."""
+    layout: DistLayout | None = None
+    """Its records."""
+
+
+def peft_target(infos: Mapping[str, Info], files: RawFiles) -> Target:
+    """The one file of adapters, whatever its size: PEFT reads no others."""
+    tensors = tuple(RefitTensor(name, info.shape, info.dtype) for name, info in infos.items())
+    return _safetensors(ExportPlan((ExportFile(ADAPTER_MODEL, 0, 0, tensors),)), files, {})
 
 
 def hf_target(infos: Mapping[str, Info], files: RawFiles, max_file_bytes: int) -> Target:
@@ -60,6 +71,11 @@ def hf_target(infos: Mapping[str, Info], files: RawFiles, max_file_bytes: int) -
         [RefitTensor(name, info.shape, info.dtype) for name, info in infos.items()],
         max_file_bytes,
     )
+    index = index_of(plan.weight_map, plan.total_bytes)
+    return _safetensors(plan, files, {} if index is None else {INDEX: index})
+
+
+def _safetensors(plan: ExportPlan, files: RawFiles, small: Mapping[str, bytes]) -> Target:
     stored: dict[str, Stored] = {}
     sizes, framing = {}, []
     extents: dict[Path, list[tuple[int, int]]] = {}
@@ -71,15 +87,19 @@ def hf_target(infos: Mapping[str, Info], files: RawFiles, max_file_bytes: int) -
         for name, at in places.items():
             stored[name] = Stored.in_one_piece(at.shape, at.dtype, path, at.start)
             extents.setdefault(path, []).append((at.start, at.end))
-    index = index_of(plan.weight_map, plan.total_bytes)
-    small = {} if index is None else {INDEX: index}
     return Target(FileTensors(stored, files), sizes, extents, framing, small, {})
 
 
 def mcore_target(
-    table: Table, infos: Mapping[str, Info], files: RawFiles, max_file_bytes: int
+    table: Table,
+    infos: Mapping[str, Info],
+    files: RawFiles,
+    max_file_bytes: int,
+    state: Mapping[str, Any],
 ) -> Target:
-    """A sharded checkpoint of these HF tensors, with the objects that Megatron-Core asks for."""
+    """A sharded checkpoint of these HF tensors, with the objects that Megatron-Core asks for;
+    `state` is added to its common state.
+    """
     arch, entries = table.architecture, table.exported()
     dtypes = _dtypes(table, infos)
     parameters: list[Parameter] = []
@@ -103,6 +123,7 @@ def mcore_target(
             "singleton_local_shards": False,
             "non_homogeneous_layers": not arch.uniform_layers,
         },
+        **state,
     }
     return Target(
         ParameterTensors(shares_of(entries, arch, stored), files),
@@ -111,6 +132,7 @@ def mcore_target(
         tuple(framing_of(layout)),
         small_files(layout, common),
         {entry.megatron: written(entry, arch)[0].key for entry in entries},
+        layout,
     )
 
 

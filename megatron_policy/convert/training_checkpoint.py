@@ -1,39 +1,118 @@
-"""What conversion needs to know of a training checkpoint.
-
-The checkpoint package uses this package's digest functions, so it is imported lazily.
-"""
+"""What conversion reads and writes of a training checkpoint besides its tensors."""
 
 from __future__ import annotations
 
+import uuid
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from megatron_policy.checkpoint import common_state, fingerprint, manifest, tracker, verifying
+from megatron_policy.checkpoint.manifest import ByteRange, CheckpointManifest, dtype_name
+from megatron_policy.checkpoint.saving import layout_of
+from megatron_policy.converters.adapters import AdapterSpec
+from megatron_policy.converters.files.raw_files import RawFiles
+from megatron_policy.converters.formats.dist_writing import DistLayout
+from megatron_policy.converters.table import Table
 from megatron_policy.errors import CheckpointError, ConversionError
+from megatron_policy.formats.digests import STEP, Digest
+from megatron_policy.formats.tensors import Info
+from megatron_policy.parallel.topology import Topology
+
+CHECKPOINT = manifest.NAME
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What a training checkpoint says besides its tensors."""
+
+    step: int
+    overrides: Mapping[str, Any]
+    dtypes: Mapping[str, torch.dtype]
+    """The dtypes that the weights had in Hugging Face format."""
+    of_adapters: bool
+    """Whether it has adapters alone."""
 
 
 def is_saved(root: Path) -> bool:
     """Whether it is a training checkpoint that a policy saved, with its own kind of digests."""
-    from megatron_policy.checkpoint.tracker import is_saved
-
-    return is_saved(root)
+    return tracker.is_saved(root)
 
 
-def source_dtypes(root: Path) -> dict[str, torch.dtype]:
-    """The dtypes that the weights had in Hugging Face format; ConversionError if it is damaged."""
-    from megatron_policy.checkpoint.common_state import source_dtypes
-
+def saved_state(root: Path) -> SavedState:
+    """What a training checkpoint says; ConversionError if it is damaged."""
     try:
-        return source_dtypes(root)
+        stated, of_adapters = manifest.read(root), "adapters_of" in common_state.read_ours(root)
+        dtypes = common_state.source_dtypes(root)
     except CheckpointError as error:
         raise ConversionError(str(error)) from error
+    return SavedState(stated.step, stated.overrides, dtypes, of_adapters)
 
 
 def check_bytes(root: Path) -> None:
-    """Raise ConversionError, naming the first, if any bytes differ from those that were saved."""
-    from megatron_policy.checkpoint.verifying import verify
-
+    """Raise ConversionError, naming the first, if any bytes of a training checkpoint differ from
+    those that were saved. Its digests are of records, not of tensors.
+    """
+    if not is_saved(root):
+        return
     try:
-        verify(root)
+        verifying.verify(root)
     except CheckpointError as error:
         raise ConversionError(str(error)) from error
+
+
+def state_of_adapters(
+    spec: AdapterSpec, table: Table, infos: Mapping[str, Info], step: int
+) -> dict[str, Any]:
+    """The common state of a training checkpoint of adapters alone, as a policy writes it."""
+    ours = {
+        "host_data": {},
+        "adapters_of": spec.identity(table),
+        "source_dtypes": {name: dtype_name(info.dtype) for name, info in infos.items()},
+    }
+    return {"iteration": step, common_state.OURS: ours}
+
+
+def encoded_manifest(
+    writer: RawFiles,
+    layout: DistLayout,
+    table: Table,
+    spec: AdapterSpec,
+    files: Mapping[str, str],
+    step: int,
+) -> bytes:
+    """The manifest of a training checkpoint of adapters alone whose other files are written;
+    `files` are the digests of those without tensors.
+    """
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    records: defaultdict[str, list[ByteRange]] = defaultdict(list)
+    for record in layout.records:
+        digest = _digest(writer, record.path, record.offset, record.length)
+        records[record.path.as_posix()].append(ByteRange(record.offset, record.length, digest))
+        if record.dtype is not None:
+            tensors[record.key] = (record.dtype, layout.shapes[record.key])
+    return CheckpointManifest(
+        id=uuid.uuid4().hex,
+        step=step,
+        contains=(manifest.WEIGHTS,),
+        optimizer_elsewhere=False,
+        versions=fingerprint.current_versions(),
+        layout=layout_of(Topology()),
+        family=table.family,
+        config=fingerprint.digest_of(table.architecture),
+        tensors=tensors,
+        records={name: tuple(ranges) for name, ranges in records.items()},
+        files={name: each for name, each in files.items() if name not in records},
+        overrides=spec.overrides,
+    ).encoded()
+
+
+def _digest(files: RawFiles, path: Path, offset: int, length: int) -> str:
+    digest = Digest()
+    for at in range(offset, offset + length, STEP):
+        digest.update(files.read_bytes(path, at, min(STEP, offset + length - at)))
+    return digest.text()

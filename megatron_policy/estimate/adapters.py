@@ -16,9 +16,10 @@ from typing import NamedTuple
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.adapters import adapters_of
 from megatron_policy.config.trained import PeftConfig
-from megatron_policy.converters.adapters import Concatenated, joined
+from megatron_policy.converters.adapters import joined
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.rows import Row
+from megatron_policy.converters.rows.adapter_rows import Concatenated
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.estimate.states import ModelRows
 from megatron_policy.parallel.topology import Topology

@@ -13,7 +13,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import check_layout, layer_split, topology_of
 from megatron_policy.config.parallel_sizes import Engine, engine_of
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.formats.peft_files import holds_adapters
+from megatron_policy.converters.formats.peft_files import is_peft
 from megatron_policy.errors import ConfigError
 from megatron_policy.estimate.devices import NODE, DeviceFigures
 from megatron_policy.estimate.memory import (
@@ -108,7 +108,7 @@ class StepPlan:
             return 0
         widths, states = Precisions.of(self.config), [stage.states for stage in self.stages]
         of_adapters = [each.gradients * widths.parameter // widths.gradient for each in states]
-        if name is not None and holds_adapters(name):
+        if name is not None and is_peft(name):
             return max(of_adapters)
         pairs = zip(states, of_adapters, strict=True)
         return max(each.parameters - (own if peft.enabled else 0) for each, own in pairs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron_policy.formats.tensors import Info
 FORMAT = 1
 MAX_BYTES = 2**30
 """Size limit of the file: more than a manifest with a million tensors needs."""
+OVERRIDES = "hf_config_overrides"
 MAPPING = 1
 """Counts changes that map HF tensors to other places in Megatron-Core's parameters."""
 
@@ -32,6 +33,8 @@ class DirectoryManifest:
     """package, direction, source, family, config."""
     step: int | None = None
     """Optimizer steps taken so far, if a policy wrote the weights."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the model's config.json that were given other values in training."""
 
     def encoded(self) -> bytes:
         """The content of the file; its first value is a digest of the rest."""
@@ -41,6 +44,7 @@ class DirectoryManifest:
             "mapping": MAPPING,
             **self.origin,
             **({} if self.step is None else {"step": self.step}),
+            **({OVERRIDES: dict(self.overrides)} if self.overrides else {}),
             "files": dict(self.files),
             "tensors": {
                 name: [str(info.dtype).removeprefix("torch."), list(info.shape), digest]
@@ -60,6 +64,7 @@ def read_manifest(root: Path) -> DirectoryManifest | None:
             {inside(root, name): text(stated) for name, stated in entries(content, "files")},
             _origin(content),
             count(content["step"]) if "step" in content else None,
+            dict(entries(content, OVERRIDES)) if OVERRIDES in content else {},
         )
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from megatron_policy.config import PolicyConfig
+from megatron_policy.converters.adapters import AdapterSpec
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.device.timing import Stopwatch
 from megatron_policy.lm_head.output import Output
@@ -185,14 +186,8 @@ class Adapters(Protocol):
         """The dtypes in which they are handed over, by PEFT's names."""
 
     @property
-    def base(self) -> str:
-        """The digest of the weights that they adapt."""
-
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        """What has to agree for values of these adapters to mean the same: `base`, their `dim`,
-        `alpha`, and a digest of the `modules` they adapt.
-        """
+    def spec(self) -> AdapterSpec:
+        """Their rank and scale, and the weights that they adapt."""
 
     def merged(self, entry: Entry, weight: torch.Tensor) -> torch.Tensor | None:
         """A new tensor: the weight of `entry` on this rank with its adapter's product added; None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_policy.checkpoint import common_state, tracker
+from megatron_policy.checkpoint import common_state, manifest, tracker
 from megatron_policy.checkpoint.contents import Contents, NonTensorState, saved_by
 from megatron_policy.checkpoint.loading import FoundCheckpoint, Loader, LoadPlan
 from megatron_policy.checkpoint.report import LoadReport, SaveReport, check_host_data
@@ -24,8 +24,10 @@ from megatron_policy.converters.files.publishing import check_replaceable
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.hf_files import side_contents, side_files
 from megatron_policy.converters.formats.hf_location import locate
+from megatron_policy.converters.formats.peft_files import peft_contents
 from megatron_policy.coordination.barrier import Coordinator
 from megatron_policy.errors import ConfigError
+from megatron_policy.interfaces.engine import Adapters
 from megatron_policy.memory.states import SAVE, SEND_WEIGHTS
 from megatron_policy.policy.session import Session
 from megatron_policy.weights.load import refuse_unfilled
@@ -55,7 +57,8 @@ class Checkpoints:
         side_files(locate(config.model_name))  # raises on every rank or on none
         self._side = self._side_contents() if session.rank == 0 else {}
         self._saved = saved_by(session.engine)
-        model = SavedModel(self._saved.table, session.topology, self._side)
+        side = self._side | _described(session.engine.adapters)
+        model = SavedModel(self._saved.table, session.topology, side)
         self._saver = Saver(model, self._coordinator)
         session.engine.pending_reads.add(self._saver.copied)
         if config.megatron_cfg.checkpoint.async_save:
@@ -99,6 +102,7 @@ class Checkpoints:
                     "leave optimizer_path out"
                 )
             check_host_data(host_data or {})
+            _refuse_checkpoints(weights, optimizer)
             here = replace(need, holds=frozenset()) if onload else need
             memory.check("save_checkpoint()", here)
             if hf_export is not None:
@@ -222,6 +226,20 @@ def check_export(export: AnyPath | None, *saved: AnyPath | None) -> None:
                 f"hf_export={target} overlaps checkpoints in {root}: choose a separate directory"
             )
     check_replaceable(target, overwrite=True)
+
+
+def _described(adapters: Adapters | None) -> dict[str, bytes]:
+    """The files that say what adapters are, if there are any."""
+    return {} if adapters is None else peft_contents(adapters.spec, adapters.table)
+
+
+def _refuse_checkpoints(*roots: Path | None) -> None:
+    """ConfigError for a path that is itself a checkpoint: loads would never look into it."""
+    for root in filter(None, roots):
+        if (root / manifest.NAME).is_file():
+            raise ConfigError(
+                f"{root} is a checkpoint itself: give a directory to save checkpoints in"
+            )
 
 
 def _absolute(path: AnyPath | None) -> Path | None:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from os import PathLike
-from pathlib import Path
 
 import torch
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.converters.adapters import target_parameters
-from megatron_policy.converters.formats.peft_files import write_peft
 from megatron_policy.errors import ExportError, RefitError
-from megatron_policy.interfaces.engine import Adapters, TrainingEngine
+from megatron_policy.interfaces.engine import TrainingEngine
 from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.memory.states import SEND_WEIGHTS
 from megatron_policy.refit.delivery import Transport, deliver
 from megatron_policy.refit.exporter import Exporter, tensors
 from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.transports.disk import DEFAULT_MAX_SHARD_BYTES, export_checkpoint
+from megatron_policy.refit.transports.peft import PeftDirectory
 from megatron_policy.renamed import renamed_argument
 
 
@@ -48,10 +46,16 @@ class HandsOverWeights:
     def export_peft(self, path: str | PathLike[str], *, overwrite: bool = False) -> None:
         """Write the adapters as a directory that `peft.PeftModel.from_pretrained` loads. It
         appears only when complete; an existing one is refused unless `overwrite`. ConfigError
-        without adapters.
+        without adapters; ExportError, on every rank, if rank 0 cannot write, also where `path` is
+        taken.
         """
         self.memory.ready("export_peft()", SEND_WEIGHTS)
-        _export_adapters(path, self.exporter, self._engine.adapters, self.config, overwrite)
+        self.exporter.plan(adapters=True)  # refuses before any rank begins
+        transport = PeftDirectory(path, overwrite=overwrite)
+        try:
+            deliver(self.exporter, transport, self.steps, adapters=True)
+        except RefitError as error:
+            raise ExportError(str(error)) from error
 
     def export(
         self, dtype: torch.dtype | None = None, *, adapters: bool = False
@@ -73,43 +77,3 @@ class HandsOverWeights:
         """
         self.memory.ready("refit()", SEND_WEIGHTS)
         return deliver(self.exporter, transport, self.steps, adapters=adapters)
-
-
-def _export_adapters(
-    path: str | PathLike[str],
-    exporter: Exporter,
-    adapters: Adapters | None,
-    config: PolicyConfig,
-    overwrite: bool,
-) -> None:
-    """Write the adapters as PEFT does; rank 0 has all of them in memory meanwhile. Collective: an
-    error on one rank is raised on all. ExportError if rank 0 cannot write, also where `path` is
-    taken; ConfigError without adapters.
-    """
-    plan, peft = exporter.plan(adapters=True, as_stored=True), config.megatron_cfg.peft
-    assert adapters is not None and peft.dim is not None and peft.alpha is not None
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors(exporter, plan):
-        if exporter.rank == 0:
-            found[name] = tensor.cpu()
-    failure: Exception | None = None
-    exporter.begin()
-    try:
-        if exporter.rank == 0:
-            write_peft(
-                Path(path),
-                found,
-                parameters=target_parameters(adapters.table),
-                rank=peft.dim,
-                alpha=peft.alpha,
-                dropout=peft.dropout,
-                model=config.model_name,
-                base=adapters.base,
-                overwrite=overwrite,
-            )
-    except Exception as error:
-        failure = error
-    try:
-        exporter.agree(failure)
-    except RefitError as error:
-        raise ExportError(str(error)) from failure

@@ -94,7 +94,7 @@ class _Delivery:
         self.failure: Exception | None = None
         self._session: TransportSession | None = None
         self._forms: dict[str, Form] = {}
-        self._digests = Digests(algorithm_for(exporter.probe))
+        self._digests, self._model = Digests(algorithm_for(exporter.probe)), exporter.served()
         if plan is not None:
             with self._attempt():
                 self._session = transport.open(exporter, plan)
@@ -126,7 +126,7 @@ class _Delivery:
 
     def manifest(self, step: int) -> RefitManifest:
         sent = sent_tensors(self._forms, self._digests.read())
-        return RefitManifest(step, self._digests.algorithm, sent)
+        return RefitManifest(step, self._digests.algorithm, sent, self._model)
 
     def _attempt(self) -> _Attempt:
         return _Attempt(self)

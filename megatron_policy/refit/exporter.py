@@ -20,12 +20,13 @@ from megatron_policy.errors import ConfigError
 from megatron_policy.parallel.topology import Coords, Topology
 from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.export import Filled, Place, Sources, stream_alone
+from megatron_policy.refit.manifest import ServedModel
 from megatron_policy.refit.plan import RefitPlan, RefitTensor
 from megatron_policy.refit.planning import RefitModel, plan_refit
 from megatron_policy.refit.rounds import rounds_of, stream_together
 
 if TYPE_CHECKING:
-    from megatron_policy.interfaces.engine import TrainingEngine
+    from megatron_policy.interfaces.engine import Adapters, TrainingEngine
 
 _KEPT_PLANS = 64
 
@@ -55,8 +56,8 @@ class Exporter:
         self.timeout_s, self.bucket_bytes, self.dtype = timeout_s, bucket_bytes, dtype
         self.source_dtypes = engine.source_dtypes
         self.table = engine.table
-        adapters = engine.adapters
-        self._sources = Sources(engine.held, engine.table.architecture, adapters)
+        self.adapters: Adapters | None = engine.adapters
+        self._sources = Sources(engine.held, engine.table.architecture, self.adapters)
         self._model = RefitModel(
             engine.table,
             place.split,
@@ -64,9 +65,9 @@ class Exporter:
             engine.precision,
             self.topology,
         )
-        self._adapters: RefitModel | None = None
-        if adapters is not None:
-            self._adapters = replace(self._model, table=adapters.table, dtypes=adapters.dtypes)
+        self._of_adapters: RefitModel | None = None
+        if (own := self.adapters) is not None:
+            self._of_adapters = replace(self._model, table=own.table, dtypes=own.dtypes)
         self._only_adapters = False
         self._plans: dict[object, RefitPlan] = {}
         self._collectives = BoundedCollectives(self.topology, self.coords, timeout_s, self.device)
@@ -112,7 +113,7 @@ class Exporter:
         says. ConfigError for adapters of a policy that has none.
         """
         adapters = self._only_adapters if adapters is None else adapters
-        model = self._adapters if adapters else self._model
+        model = self._of_adapters if adapters else self._model
         if model is None:
             raise ConfigError(
                 "this policy has no adapters to hand over: set policy.megatron_cfg.peft"
@@ -132,6 +133,13 @@ class Exporter:
                 names=names,
             )
         return self._plans[key]
+
+    def served(self, *, adapters: bool | None = None) -> ServedModel:
+        """What an engine has to set up for what `plan` moves."""
+        own = self.adapters
+        if own is None or not (self._only_adapters if adapters is None else adapters):
+            return ServedModel(self.table.overrides)
+        return ServedModel(self.table.overrides, own.spec.peft_config(own.table))
 
     @property
     def only_adapters(self) -> bool:

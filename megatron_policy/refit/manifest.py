@@ -21,9 +21,60 @@ Form = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
 
 
-def forms(expected: Mapping[str, Sequence[Any]]) -> dict[str, Form]:
+@dataclass(frozen=True)
+class ServedModel:
+    """What an engine has to set up to serve weights, besides their tensors."""
+
+    hf_config_overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the model's config.json that were given other values in training."""
+    adapters: Mapping[str, Any] | None = None
+    """The fields of PEFT's `adapter_config.json` (`r`, `lora_alpha`, `target_modules`, ...) if the
+    tensors are adapters alone; None for whole models.
+    """
+
+    def plain(self) -> dict[str, Any]:
+        """The fields that say something, for JSON."""
+        of_adapters = {} if self.adapters is None else {"adapters": dict(self.adapters)}
+        overrides = dict(self.hf_config_overrides)
+        return of_adapters | ({"hf_config_overrides": overrides} if overrides else {})
+
+    @classmethod
+    def understood(cls, said: Any) -> ServedModel:
+        """The inverse of `plain`; ValueError for anything else."""
+        if not isinstance(said, dict) or not all(isinstance(p, dict) for p in said.values()):
+            raise ValueError("what it says of the model is not fields")
+        return cls(said.get("hf_config_overrides", {}), said.get("adapters"))
+
+    def differences(self, other: ServedModel) -> list[str]:
+        """Fields that differ from those of `other`, with both values."""
+        pairs = (
+            ("hf_config_overrides", self.hf_config_overrides, other.hf_config_overrides),
+            ("adapters", self.adapters or {}, other.adapters or {}),
+        )
+        return [
+            f"{what}.{name} is {own.get(name)!r:.80} instead of {there.get(name)!r:.80}"
+            for what, own, there in pairs
+            for name in {**own, **there}
+            if own.get(name) != there.get(name)
+        ]
+
+
+class RefitInfo(dict[str, Any]):
+    """What a refit sends: shape, dtype and, for some hosts, elements by name; and its `model`, None
+    if that was not said.
+    """
+
+    model: ServedModel | None = None
+
+    def __init__(self, tensors: Mapping[str, Any], model: ServedModel | None = None) -> None:
+        super().__init__(tensors)
+        self.model = model
+
+
+def forms(expected: Mapping[str, Sequence[Any]]) -> RefitInfo:
     """Shape and dtype by name, from the (shape, dtype[, elements]) of `prepare_refit_info`."""
-    return {name: (tuple(shape), dtype) for name, (shape, dtype, *_) in expected.items()}
+    tensors = {name: (tuple(shape), dtype) for name, (shape, dtype, *_) in expected.items()}
+    return RefitInfo(tensors, getattr(expected, "model", None))
 
 
 @dataclass(frozen=True)
@@ -57,6 +108,7 @@ class RefitManifest:
     step: int
     algorithm: str
     tensors: Mapping[str, Sent]
+    model: ServedModel = field(default_factory=ServedModel)
     seconds: float = field(default=0.0, compare=False)
 
     @property
@@ -83,6 +135,7 @@ class RefitManifest:
             "algorithm": self.algorithm,
             "total_tensors": len(self.tensors),
             "total_bytes": self.total_bytes,
+            "model": self.model.plain(),
             "tensors": {
                 name: [str(s.dtype).removeprefix("torch."), list(s.shape), f"{s.digest:016x}"]
                 for name, s in self.tensors.items()
@@ -100,7 +153,8 @@ class RefitManifest:
                     f"it is of format {said['format']}, but this version reads {FORMAT}"
                 )
             tensors = {name: _sent(*entry) for name, entry in said["tensors"].items()}
-            found = cls(int(said["step"]), str(said["algorithm"]), tensors)
+            model = ServedModel.understood(said.get("model", {}))
+            found = cls(int(said["step"]), str(said["algorithm"]), tensors, model)
             if (len(tensors), found.total_bytes) != (said["total_tensors"], said["total_bytes"]):
                 raise ValueError("its totals contradict its tensors")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

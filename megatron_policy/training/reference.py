@@ -74,7 +74,7 @@ def reference_of(config: PolicyConfig, engine: TrainingEngine, *, wanted: bool) 
     if table is not None:
         return _of_checkpoint(name, table, engine)
     assert adapters is not None, "checked with the table"
-    return _of_adapters(name, config, engine, adapters)
+    return _of_adapters(name, engine, adapters)
 
 
 def _of_checkpoint(name: str, table: Table, engine: TrainingEngine) -> Reference:
@@ -84,16 +84,12 @@ def _of_checkpoint(name: str, table: Table, engine: TrainingEngine) -> Reference
     return found
 
 
-def _of_adapters(
-    name: str, config: PolicyConfig, engine: TrainingEngine, adapters: Adapters
-) -> Reference:
+def _of_adapters(name: str, engine: TrainingEngine, adapters: Adapters) -> Reference:
     """The same weights with other adapters."""
-    peft = config.megatron_cfg.peft
     found = Reference([p for _, p in adapters.held])
-    own = (adapters.held, adapters.table, engine.place)
     or_else = ". Or merge them into their base, as export_hf does, and name that"
     with found.active(), _naming_the_key(or_else):
-        load_adapters(name, *own, rank=peft.dim, alpha=peft.alpha, base=adapters.base)
+        load_adapters(name, adapters.held, adapters.table, engine.place, adapters.spec)
     return found
 
 

@@ -6,14 +6,19 @@ from pathlib import Path
 
 import torch
 
-from megatron_policy.converters.adapters import target_parameters, without_head
+from megatron_policy.converters.adapters import AdapterSpec, target_parameters, without_head
 from megatron_policy.converters.files.contained import expanded
 from megatron_policy.converters.formats.hf_files import HfReader
-from megatron_policy.converters.formats.peft_files import ADAPTER_MODEL, check_peft_config
+from megatron_policy.converters.formats.peft_files import ADAPTER_MODEL, PeftAdapters, read_peft
 from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.parallel.topology import Placement
 from megatron_policy.weights.load import Held, load_parameters
+
+_MERGE = (
+    "merge them into their base, as PEFT's merge_and_unload() does, and set policy.model_name to "
+    "that"
+)
 
 
 def load_adapters(
@@ -21,25 +26,23 @@ def load_adapters(
     held: Held,
     table: Table,
     place: Placement,
-    *,
-    rank: int | None,
-    alpha: float | None,
-    base: str,
+    spec: AdapterSpec,
 ) -> dict[str, torch.dtype]:
-    """Copy this rank's slices from a directory of adapters into its own, which are of `rank` and
-    `alpha`, on weights whose digest is `base`. A scalar head among them is left as it is if the
-    directory has none. Returns the dtypes of what the directory has.
+    """Copy this rank's slices from a directory of adapters into its own, which are of `spec`. A
+    scalar head among them is left as it is if the directory has none. Returns the dtypes of what
+    the directory has.
 
     ConfigError for adapters of another rank or scale, of other weights, or of other modules than
     those of the table; ConversionError for damaged files.
     """
     root = expanded(directory)
-    scalar = table.architecture.head is not None
-    parameters = target_parameters(table)
-    has_head = check_peft_config(root, rank, alpha, base, scalar_head=scalar, parameters=parameters)
-    if scalar and not has_head:
+    found, parameters = read_peft(root), target_parameters(table)
+    _check_parts(found, table, parameters)
+    if table.architecture.head is not None and not found.settings.has_head:
         table, held = without_head(table), [pair for pair in held if pair[0].adapts]
     with HfReader(root, ADAPTER_MODEL) as reader:
+        _check_scale(root, found.uniform(reader.shapes, parameters), spec)
+        found.check_base(spec.model, spec.base, spec.overrides)
         try:
             table.check_hf(reader.shapes, reader.dtypes)
         except ConversionError as error:
@@ -51,6 +54,38 @@ def load_adapters(
         _check_shared(root, reader, table)
         load_parameters(held, reader, table, place)
         return dict(reader.dtypes)
+
+
+def _check_parts(found: PeftAdapters, table: Table, parameters: list[str]) -> None:
+    """ConfigError for a head that the policy has not, and unless the adapted parameters with
+    stacked experts are just `parameters`.
+    """
+    root, settings = found.root, found.settings
+    if settings.of_head and table.architecture.head is None:
+        raise ConfigError(
+            f"{root} has adapters of a model with a scalar head (task_type, modules_to_save), but "
+            "this policy has none: set policy.reward_model_cfg to the head that they were trained "
+            f"with, or {_MERGE}"
+        )
+    fitting = {name: settings.parameters_named(name, parameters) for name in settings.parameters}
+    missing = sorted(set(parameters).difference(*fitting.values()))
+    unknown = [name for name, names in fitting.items() if not names]
+    if missing or unknown:
+        what = f"no adapters of {missing[0]}" if missing else f"adapters of {unknown[0]!r:.200}"
+        raise ConfigError(
+            f"{root} has {what}, unlike policy.megatron_cfg.peft: set target_modules to the "
+            f"modules that it adapts, or {_MERGE}"
+        )
+
+
+def _check_scale(root: Path, found: tuple[int, float], spec: AdapterSpec) -> None:
+    """ConfigError unless adapters of this rank and alpha are those of the configuration."""
+    for key, there, own in zip(("dim", "alpha"), found, (spec.rank, spec.alpha), strict=True):
+        if there != own:
+            raise ConfigError(
+                f"policy.megatron_cfg.peft.{key} is {own}, but the adapters in {root} have "
+                f"{there}: set it to that"
+            )
 
 
 def _check_shared(root: Path, reader: HfReader, table: Table) -> None:

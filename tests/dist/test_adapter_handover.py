@@ -302,7 +302,7 @@ def test_checkpoints_of_another_kind_or_base_are_refused(ranks, checkpoint, tmp_
     apart = peft_models.make_adapters(path, tmp_path / "apart", ALL)
     with pytest.raises(AssertionError, match="name the modules in target_modules instead"):
         ranks.run(1, fresh_adapters, adapted(path, {}, apart))
-    with pytest.raises(AssertionError, match="have r=4: set it to that"):
+    with pytest.raises(AssertionError, match="have 4: set it to that"):
         ranks.run(1, fresh_adapters, adapted(path, {}, tmp_path / "peft", dim=8))
     with pytest.raises(AssertionError, match="set target_modules to the modules that it adapts"):
         one = adapted(path, {}, tmp_path / "peft", target_modules=["q_proj"])

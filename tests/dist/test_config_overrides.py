@@ -15,10 +15,12 @@ import yaml
 from typer.testing import CliRunner
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.checkpoint import manifest, tracker
 from megatron_policy.cli import app
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.model_table import model_table
 from megatron_policy.errors import CheckpointError, ConfigError
+from megatron_policy.formats.manifest import read_manifest
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_steps, policy_config
 from tests.dist.layouts import LAYOUTS, LENGTH
@@ -95,6 +97,10 @@ def test_overridden_fields_count_as_if_they_were_in_the_file(
         assert_equal("logprobs", seen["logprobs"][:, 1:], expected)
         assert_equal("reference", seen["reference"][:, 1:], expected)
     (side,) = tmp_path.glob("saved/**/hf/config.json")
+    exported = read_manifest(tmp_path / "exported")
+    assert exported is not None and exported.overrides == overrides
+    for saved in paths(tmp_path / "saved").values():
+        assert manifest.read(tracker.find(saved)).overrides == overrides
     for written in (tmp_path / "exported" / "config.json", side):
         own = json.loads((path / "config.json").read_text())
         assert json.loads(written.read_text()) == own | overrides

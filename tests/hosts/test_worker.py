@@ -267,7 +267,7 @@ def check_refit(worker: NemoRLWorker) -> None:
         group = worker._engines
         assert group.made == ("127.0.0.1", 1, worker.policy.rank, 3) and group.peer == "vllm"
         worker.broadcast_weights_for_collective(kv_scales=None, buffer_size_bytes=7, num_buffers=2)
-        patch.setattr(worker.policy, "refit", sinks.append)
+        patch.setattr(worker.policy, "refit", lambda sink, adapters: sinks.append(sink))
         worker.stream_weights_via_ipc_zmq(buffer_size_bytes=2**20, kv_scales=None)
         check_refit_of_one_rank(worker, announced)
     assert group.buffer_size_bytes == 7

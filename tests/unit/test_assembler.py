@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.digest import algorithm_for, digest
-from megatron_policy.refit.manifest import RefitManifest, Sent
+from megatron_policy.refit.manifest import RefitInfo, RefitManifest, Sent, ServedModel
 from megatron_policy.refit.receive.receiver import Receiver
 from tests.refit_engine import SmallEngine, bits, zeros
 from tests.refit_trainer import FORMS, weights
@@ -211,3 +211,44 @@ def test_the_hosts_three_part_form_of_what_to_expect_is_understood() -> None:
     _, receiver = make(expected=three)
     give(receiver, NEW)
     assert receiver.step == 1
+
+
+MODEL = ServedModel({"rope_theta": 2.0}, {"r": 4, "lora_alpha": 8})
+OTHER = ServedModel({"rope_theta": 2.0}, {"r": 4, "lora_alpha": 9})
+
+
+@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.parametrize("said", ["expected", "announced", "at the end"])
+def test_an_engine_knows_what_to_set_up_when_it_loads(staged: bool, said: str) -> None:
+    expected = RefitInfo(FORMS, MODEL if said == "expected" else None)
+    knew: list[ServedModel | None] = []
+    receiver = Receiver(
+        lambda tensors: knew.append(receiver.model), expected=expected, staged=staged
+    )
+    assert receiver.model is None
+    assembler = receiver.assembler()
+    if said == "announced":
+        assembler.announce(RefitInfo(FORMS, MODEL))
+    assembler.take(list(NEW.items()))
+    assembler.finish(replace(manifest_of(NEW), model=MODEL))
+    assert receiver.model == MODEL
+    assert knew == [MODEL if staged or said != "at the end" else None]
+
+
+@pytest.mark.parametrize("said", ["expected", "announced"])
+def test_another_model_than_the_engine_is_set_up_for_is_refused(said: str) -> None:
+    engine, receiver = make(expected=RefitInfo(FORMS, MODEL if said == "expected" else None))
+    assembler = receiver.assembler()
+    if said == "announced":
+        assembler.announce(RefitInfo(FORMS, MODEL))
+    else:
+        with pytest.raises(RefitError, match="lora_alpha is 9 instead of 8"):
+            assembler.announce(RefitInfo(FORMS, OTHER))
+    assembler.take(list(NEW.items()))
+    with pytest.raises(RefitError, match=r"another model than .*adapters\.lora_alpha is 9 instead"):
+        assembler.finish(replace(manifest_of(NEW), model=OTHER))
+    assert not engine.loads and receiver.model is None and receiver.step is None
+    again = receiver.assembler()
+    again.take(list(NEW.items()))
+    again.finish(replace(manifest_of(NEW), model=MODEL))
+    assert receiver.model == MODEL

@@ -26,7 +26,7 @@ import zmq
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.delivery import deliver
-from megatron_policy.refit.manifest import RefitManifest
+from megatron_policy.refit.manifest import RefitManifest, ServedModel
 from megatron_policy.refit.transports.ipc.address import path_of
 from megatron_policy.refit.transports.ipc.exported_buffer import ExportedBuffer
 from megatron_policy.refit.transports.ipc.link import Link
@@ -544,10 +544,13 @@ HOST = {"pid": 1, "started": 1, "fd": 1, "inode": 1, "nbytes": 1}
         b"\xff\xfe",
         b"[" * 100_000,
         b'{"say": "run", "names": ["a"]}',
-        b'{"say": "announce", "version": 1, "tensors": {}}',
-        b'{"say": "announce", "version": 2, "tensors": {"a": ["load", [1]]}}',
-        b'{"say": "announce", "version": 2, "tensors": {"a": ["float32", [-1]]}}',
-        b'{"say": "announce", "version": 2, "tensors": {"a": 7}}',
+        b'{"say": "announce", "version": 2, "tensors": {}, "model": {}}',
+        b'{"say": "announce", "version": 3, "tensors": {"a": ["load", [1]]}, "model": {}}',
+        b'{"say": "announce", "version": 3, "tensors": {"a": ["float32", [-1]]}, "model": {}}',
+        b'{"say": "announce", "version": 3, "tensors": {"a": 7}, "model": {}}',
+        b'{"say": "announce", "version": 3, "tensors": {}}',
+        b'{"say": "announce", "version": 3, "tensors": {}, "model": 7}',
+        b'{"say": "announce", "version": 3, "tensors": {}, "model": {"adapters": []}}',
         b'{"say": "pack", "handle": {}, "names": ["a"], "used_bytes": 1}',
         b'{"say": "pack", "handle": {"host": {"pid": 1}}, "names": ["a"], "used_bytes": 1}',
         json.dumps(
@@ -591,7 +594,7 @@ def test_a_pack_larger_than_its_memory_is_refused_by_name(
         line.send(lambda: content)
         return line.receive()
 
-    assert said(Dialect().opening(FORMS)) == b"ack"
+    assert said(Dialect().opening(FORMS, ServedModel())) == b"ack"
     refused = said(Dialect().question(PackMessage(exported.handle(), ["norm", "embed"], 3584)))
     assert refused.startswith(b"refused: embed does not fit")
     line.close()

@@ -1,45 +1,70 @@
-"""Directories that PEFT writes: what is taken, and what is refused by name."""
+"""Directories that PEFT writes: what is applied, and what is refused by name."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from peft.tuners.lora import LoraModel
+from peft.tuners.tuners_utils import check_target_module_exists
+from safetensors.torch import load_file, save_file
 
+from megatron_policy.converters.adapters import AdapterSpec, adapters_on
+from megatron_policy.converters.config_fields.peft_fields import peft_settings
+from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_files import HfReader
+from megatron_policy.converters.formats.peft_base import base_digest
 from megatron_policy.converters.formats.peft_files import (
     ADAPTER_CONFIG,
     ADAPTER_MODEL,
     BASE,
-    check_peft_config,
-    write_peft,
+    peft_contents,
+    read_peft,
 )
+from megatron_policy.converters.table import Table, bind
 from megatron_policy.errors import ConfigError, ConversionError
 
+NAME = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
 TENSORS = {
-    f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{side}.weight": torch.randn(shape)
+    NAME.format(layer, side): torch.randn(shape)
     for layer in (0, 1)
     for side, shape in (("A", (4, 8)), ("B", (6, 4)))
 }
+SHAPES = {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
+SPEC = AdapterSpec(4, 8.0, 0.1, "some/model", "5eed")
+MODULE = "model.layers.{}.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def table(checkpoint) -> Table:
+    """Of the adapters of `TENSORS`, but for its sizes."""
+    modules = [MODULE.format(layer) for layer in (0, 1)]
+    return adapters_on(bind(read_config(checkpoint("qwen2"))), 4, modules, lambda _: False)
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Path:
-    path = tmp_path / "adapters"
-    write_peft(
-        path,
-        TENSORS,
-        rank=4,
-        alpha=8.0,
-        dropout=0.1,
-        model="some/model",
-        base="5eed",
-        overwrite=False,
-    )
+def written(tmp_path: Path, table: Table) -> Path:
+    return write_peft(tmp_path / "adapters", SPEC, table)
+
+
+def write_peft(path: Path, spec: AdapterSpec, table: Table) -> Path:
+    path.mkdir(exist_ok=True)
+    save_file(TENSORS, path / ADAPTER_MODEL)
+    for name, content in peft_contents(spec, table).items():
+        (path / name).write_bytes(content)
     return path
+
+
+@pytest.fixture
+def theirs(written: Path) -> Path:
+    """A directory that does not say its base by digest."""
+    (written / BASE).unlink()
+    return written
 
 
 def changed(path: Path, name: str, **values: Any) -> None:
@@ -48,87 +73,266 @@ def changed(path: Path, name: str, **values: Any) -> None:
 
 
 def test_what_is_written_is_read_again_and_says_what_it_is(written: Path) -> None:
-    check_peft_config(written, 4, 8.0, "5eed")
+    found = read_peft(written)
+    assert found.uniform(SHAPES) == (4, 8.0)
+    found.check_base("anywhere", "5eed", {})
     with HfReader(written, ADAPTER_MODEL) as reader:
         assert reader.shapes.keys() == TENSORS.keys()
         assert all(torch.equal(reader.tensor(name), each) for name, each in TENSORS.items())
     config = json.loads((written / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    assert config["target_modules"] == [f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)]
+    assert config["target_modules"] == [MODULE.format(layer) for layer in (0, 1)]
     assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (4, 8, 0.1)
+    assert config["task_type"] == "CAUSAL_LM"
+    assert config["target_parameters"] is None and config["modules_to_save"] is None
 
 
-def test_an_existing_directory_is_kept_unless_it_shall_be_replaced(written: Path) -> None:
-    other: dict[str, Any] = {"rank": 1, "alpha": 1.0, "dropout": 0.0, "model": "", "base": "0ther"}
-    with pytest.raises(ConfigError, match="exists"):
-        write_peft(written, {}, **other, overwrite=False)
-    check_peft_config(written, 4, 8.0, "5eed")
-    write_peft(written, {}, **other, overwrite=True)
-    check_peft_config(written, 1, 1.0, "0ther")
+def test_overrides_are_part_of_which_base_it_is(tmp_path: Path, table: Table) -> None:
+    other = AdapterSpec(4, 1.0, 0.0, "", "0ther", {"rope_theta": 2.0})
+    found = read_peft(write_peft(tmp_path / "adapters", other, table))
+    assert found.uniform(SHAPES) == (4, 1.0)
+    found.check_base("anywhere", "0ther", {"rope_theta": 2.0})
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"peft_type": "IA3"}, "peft_type='IA3': only 'LORA' is read"),
+    ({"task_type": "QUESTION_ANS"}, "task_type='QUESTION_ANS': adapters of other models than 'CAU"),
+    ({"use_dora": True}, "use_dora=True: DoRA is not supported: merge them"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa': it changes the base: save them"),
+    ({"bias": "all"}, "bias='all': they also change biases: merge them"),
+    ({"lora_bias": True}, "lora_bias=True: they also add biases"),
+    ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\]: .* merge them"),
+    ({"modules_to_save": ["score", "lm_head"]}, "modules_to_save=.* only a scalar head is read"),
+    ({"modules_to_save": "score"}, "modules_to_save='score': .* merge them"),
+    ({"modules_to_save": [{"score": 1}]}, "modules_to_save=.* merge them"),
+    ({"modules_to_save": {"score": 1}}, "modules_to_save=.* merge them"),
+    ({"target_parameters": 3}, "target_parameters=3: must be names of parameters"),
+    (
+        {"target_parameters": "experts.down_proj"},
+        "target_parameters=.* must be names of parameters",
+    ),
+    ({"target_parameters": [3]}, "target_parameters=.* must be names"),
+    ({"fan_in_fan_out": True}, "fan_in_fan_out=True: it is for Conv1D .* set it to false"),
+    ({"trainable_token_indices": [3]}, r"trainable_token_indices=\[3\]: not supported"),
+    ({"layer_replication": [[0, 2]]}, r"layer_replication=\[\[0, 2\]\]: not supported"),
+    ({"of_next_year": {"a": 1}}, "of_next_year={'a': 1}: not supported; remove it if"),
+    ({"exclude_modules": ".*v_proj"}, "exclude_modules='.*': a pattern is not read here: list"),
+    ({"rank_pattern": {".*q_proj": 4}}, "rank_pattern=.* patterns are not read here"),
+    ({"rank_pattern": {"q_proj": 0}}, "rank_pattern=.* must be a whole number"),
+    ({"alpha_pattern": {"q_proj": "8"}}, "alpha_pattern=.* must be a number"),
+    ({"alpha_pattern": [8]}, "alpha_pattern="),
+    ({"layers_to_transform": "all"}, "layers_to_transform='all': must be numbers"),
+    ({"target_modules": {"q_proj": 1}}, "target_modules=.* must be names of modules"),
+    ({"r": "4"}, "r='4': must be a whole number"),
+    ({"lora_alpha": None}, "lora_alpha=None: must be a number"),
+    ({"lora_dropout": 2}, "lora_dropout=2: must be in 0"),
+    ({"base_model_name_or_path": 7}, "base_model_name_or_path=7: must be a name"),
+]
+
+
+@pytest.mark.parametrize(("values", "said"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_would_compute_something_else_is_refused_by_name(
+    written: Path, values: dict[str, Any], said: str
+) -> None:
+    changed(written, ADAPTER_CONFIG, **values)
+    with pytest.raises(ConversionError, match=f"{written} cannot be read:\n  {said}"):
+        read_peft(written)
+
+
+def test_what_peft_writes_by_itself_is_read(written: Path) -> None:
+    LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]).save_pretrained(str(written))
+    assert read_peft(written).uniform(SHAPES) == (4, 8.0)
+
+
+@pytest.mark.parametrize("missing", ["r", "lora_alpha", "peft_type"])
+def test_what_has_to_be_there_is_named(written: Path, missing: str) -> None:
+    content = json.loads((written / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    del content[missing]
+    (written / ADAPTER_CONFIG).write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ConversionError, match=f"{missing}=None"):
+        read_peft(written)
+
+
+PATHS = [
+    f"model.layers.{layer}.{module}"
+    for layer in (0, 1, 12)
+    for module in ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.experts.1.up_proj")
+]
+NAMED: list[dict[str, Any]] = [
+    {"target_modules": ["q_proj", "mlp.gate_proj"]},
+    {"target_modules": ["proj", "gate_proj"]},
+    {"target_modules": ["model.layers.1.self_attn.v_proj", "up_proj"]},
+    {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["layers.1.self_attn.v_proj"]},
+    {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": 1},
+    {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [0, 12]},
+    {"target_modules": ["up_proj"], "layers_to_transform": [1], "layers_pattern": "experts"},
+    {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": ["layers"]},
+    {"target_modules": ["model.layers.1.self_attn.q_proj"], "layers_to_transform": [0]},
+]
+
+
+@pytest.mark.parametrize("named", NAMED, ids=str)
+def test_modules_are_those_that_peft_adapts(named: dict[str, Any]) -> None:
+    config = LoraConfig(r=4, lora_alpha=8, **named)
+    plain = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, **named}
+    settings = peft_settings(plain, "here")
+    for path in PATHS:
+        assert settings.names(path) == (check_target_module_exists(config, path) is True), path
+
+
+def test_adapters_that_peft_leaves_out_are_refused(written: Path) -> None:
+    changed(written, ADAPTER_CONFIG, target_modules=["q_proj"], layers_to_transform=[1])
+    with pytest.raises(ConversionError, match=f"adapts {MODULE.format(0)}; .* add them to it"):
+        read_peft(written).uniform(SHAPES)
+    changed(written, ADAPTER_CONFIG, target_modules=".*proj", layers_to_transform=None)
+    assert read_peft(written).uniform(SHAPES) == (4, 8.0)
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "error", "said"),
+    "patterns",
     [
-        (ADAPTER_CONFIG, {"peft_type": "IA3"}, ConversionError, "has 'IA3' adapters, not 'LORA'"),
-        (ADAPTER_CONFIG, {"use_dora": True}, ConversionError, "use_dora=True, which is not"),
-        (ADAPTER_CONFIG, {"rank_pattern": {"q": 2}}, ConversionError, "rank_pattern={'q': 2}"),
-        (ADAPTER_CONFIG, {"init_lora_weights": "pissa"}, ConversionError, "changes the base"),
-        (ADAPTER_CONFIG, {"bias": "all"}, ConversionError, "bias='all'"),
-        (ADAPTER_CONFIG, {"modules_to_save": ["lm_head"]}, ConversionError, "modules_to_save="),
-        (ADAPTER_CONFIG, {"r": 8}, ConfigError, "peft.dim is 4, but .* have r=8: set it to that"),
-        (ADAPTER_CONFIG, {"lora_alpha": 1}, ConfigError, "peft.alpha is 8.0, but .* lora_alpha=1"),
-        (ADAPTER_CONFIG, {"target_parameters": ["w"]}, ConfigError, "adapters of 'w', unlike"),
-        (ADAPTER_CONFIG, {"target_parameters": 3}, ConfigError, "adapters of '3', unlike"),
-        (BASE, {"digest": "0ther"}, ConfigError, "'some/model', which has other weights than"),
+        {},
+        {"use_rslora": True},
+        {"alpha_pattern": {"q_proj": 3.0}},
+        {"alpha_pattern": {"layers.1.self_attn.q_proj": 3.0}, "use_rslora": True},
+        {"rank_pattern": {"^model.layers.0.self_attn.q_proj": 2}},
+        {"rank_pattern": {"roj": 2}, "alpha_pattern": {"^q_proj": 2.0}},
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
+    ids=str,
 )
-def test_what_would_compute_something_else_is_refused(
-    written: Path, name: str, values: dict[str, Any], error: type[Exception], said: str
+def test_scales_are_those_of_peft(patterns: dict[str, Any]) -> None:
+    """Its own layers tell their ranks and scales."""
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], **patterns)
+    made: Any = LoraModel(_Tiny(), config, "default")
+    settings = peft_settings({"peft_type": "LORA", "r": 4, "lora_alpha": 8, **patterns}, "here")
+    seen = 0
+    for name, module in made.named_modules():
+        if hasattr(module, "scaling"):
+            path = name.removeprefix("model.")
+            rank, alpha = settings.rank_of(path), settings.alpha_of(path)
+            assert rank == module.r["default"], path
+            assert math.isclose(alpha / rank, module.scaling["default"], rel_tol=1e-12), path
+            seen += 1
+    assert seen == 2
+
+
+class _Tiny(torch.nn.Module):
+    """Modules with the paths of `TENSORS`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        attention = (torch.nn.ModuleDict({"q_proj": torch.nn.Linear(8, 6)}) for _ in range(2))
+        layers = [torch.nn.ModuleDict({"self_attn": each}) for each in attention]
+        self.model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
+
+
+def test_one_rank_and_scale_of_all_modules_is_taken_and_others_are_named(written: Path) -> None:
+    changed(written, ADAPTER_CONFIG, use_rslora=True)
+    assert read_peft(written).uniform(SHAPES) == (4, 16.0)
+    same = {MODULE.format(layer): 3.0 for layer in (0, 1)}
+    changed(written, ADAPTER_CONFIG, use_rslora=False, alpha_pattern=same)
+    assert read_peft(written).uniform(SHAPES) == (4, 3.0)
+    changed(written, ADAPTER_CONFIG, alpha_pattern={MODULE.format(1): 3.0})
+    with pytest.raises(ConversionError, match=rf"\(4, 8.0\) for {MODULE.format(0)} .* --merge"):
+        read_peft(written).uniform(SHAPES)
+    assert read_peft(written).modules(SHAPES)[MODULE.format(1)] == (4, 3.0)
+    changed(written, ADAPTER_CONFIG, rank_pattern={"q_proj": 2})
+    with pytest.raises(ConversionError, match=r"A of \[4, 8\] for .* but rank 2 .* correct r or"):
+        read_peft(written).modules(SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("take", "put", "said"),
+    [
+        (NAME.format(1, "B"), None, f"has no {NAME.format(1, 'B')}; write both"),
+        (NAME.format(0, "A"), None, f"has no {NAME.format(0, 'A')}; write both"),
+        (None, "base_model.model.lm_head.weight", "has base_model.model.lm_head.weight; only lin"),
+        (None, "base_model.model.model.embed_tokens.lora_embedding_A", "lora_embedding_A; only l"),
+        (None, "model.layers.0.mlp.up_proj.lora_A.weight", "has model.layers.0.*; only linear"),
+    ],
+)
+def test_tensors_that_are_missing_or_unknown_are_named(
+    written: Path, take: str | None, put: str | None, said: str
 ) -> None:
-    changed(written, name, **values)
-    with pytest.raises(error, match=said):
-        check_peft_config(written, 4, 8.0, "5eed")
+    shapes = {name: shape for name, shape in SHAPES.items() if name != take}
+    shapes |= {} if put is None else {put: (4, 8)}
+    with pytest.raises(ConversionError, match=said):
+        read_peft(written).modules(shapes)
+
+
+def test_no_adapters_at_all_are_named(written: Path) -> None:
+    with pytest.raises(ConversionError, match="has no adapters"):
+        read_peft(written).uniform({})
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"r": 4, "r": 4}'])
-def test_a_damaged_config_is_named(written: Path, text: str) -> None:
-    (written / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
-    with pytest.raises(ConversionError, match=ADAPTER_CONFIG):
-        check_peft_config(written, 4, 8.0, "5eed")
+@pytest.mark.parametrize("name", [ADAPTER_CONFIG, BASE])
+def test_a_damaged_file_is_named(written: Path, text: str, name: str) -> None:
+    (written / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ConversionError, match=name):
+        read_peft(written)
+
+
+def test_a_base_that_is_not_named_is_damage(written: Path) -> None:
+    changed(written, BASE, digest=5)
+    with pytest.raises(ConversionError, match="does not name a base and its digest"):
+        read_peft(written)
 
 
 def test_a_directory_without_adapters_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="save_pretrained or export_peft wrote"):
-        check_peft_config(tmp_path, 4, 8.0, "5eed")
+        read_peft(tmp_path)
 
 
-STACKS = [f"model.layers.{layer}.mlp.experts.down_proj" for layer in (0, 1)]
+def test_another_base_or_other_overrides_are_refused_by_the_digest(written: Path) -> None:
+    found = read_peft(written)
+    with pytest.raises(ConfigError, match="'some/model', which has other weights than 'mine'"):
+        found.check_base("mine", "0ther", {})
+    with pytest.raises(ConfigError, match=r"hf_config_overrides {}, not {'a': 1}: set policy.hf_"):
+        found.check_base("mine", "0ther", {"a": 1})
 
 
-def test_parameters_of_experts_are_named_whole_or_by_their_ends(tmp_path: Path) -> None:
-    path, at = tmp_path / "adapters", "base_model.model.model.layers.{}.mlp.experts.{}lora_A.weight"
-    insides = ("", "base_layer.")
-    tensors = {at.format(n, inside): torch.zeros(4, 2) for n in (0, 1) for inside in insides}
-    own: dict[str, Any] = {"rank": 4, "alpha": 8.0, "dropout": 0.1, "model": "", "base": "5eed"}
-    write_peft(path, TENSORS | tensors, **own, overwrite=False, parameters=STACKS)
-    check_peft_config(path, 4, 8.0, "5eed", parameters=STACKS)
-    config = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    assert config["target_modules"] == [f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)]
-    assert (config["target_parameters"], config["lora_dropout"]) == (STACKS, 0.0)
-    changed(path, ADAPTER_CONFIG, target_parameters=["experts.down_proj"])
-    check_peft_config(path, 4, 8.0, "5eed", parameters=STACKS)
-    for other in (STACKS[:1], ["experts.gate_up_proj"], ["xperts.down_proj"], None):
-        changed(path, ADAPTER_CONFIG, target_parameters=other)
-        with pytest.raises(ConfigError, match=r"no adapters of model.layers.*set target_modules"):
-            check_peft_config(path, 4, 8.0, "5eed", parameters=STACKS)
+def test_a_base_that_is_only_named_has_to_have_that_name_or_the_same_weights(
+    checkpoint, theirs: Path, tmp_path: Path
+) -> None:
+    base = checkpoint("qwen2")
+
+    def check(named: str | None, model: Path = base, **values: Any) -> None:
+        changed(theirs, ADAPTER_CONFIG, base_model_name_or_path=named, **values)
+        read_peft(theirs).check_base(model, "5eed", {})
+
+    for named in (None, str(base), f"somebody/{base.name.upper()}", f"/other/place/{base.name}/"):
+        check(named)
+    with pytest.raises(ConfigError, match=r"'some/model', not on .*write that into base_model_na"):
+        check("some/model")
+    same = tmp_path / "same"
+    same.symlink_to(base)
+    check(str(same))
+    copied = tmp_path / "other name"
+    copied.mkdir()
+    for file in base.iterdir():
+        (copied / file.name).write_bytes(file.read_bytes())
+    check(str(copied))
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="other name"):
+        check(str(copied))
+    with HfReader(base) as one, HfReader(copied) as other:
+        assert base_digest(one, {}) != base_digest(other, {})
+        assert base_digest(one, {}) != base_digest(one, {"a": 1})
 
 
-def test_a_head_that_is_trained_in_full_is_taken_for_a_model_that_has_one(written: Path) -> None:
-    assert not check_peft_config(written, 4, 8.0, "5eed", scalar_head=True)
-    changed(written, ADAPTER_CONFIG, modules_to_save=["classifier", "score"])
-    assert check_peft_config(written, 4, 8.0, "5eed", scalar_head=True)
-    for other in (["score", "lm_head"], "score", [{"score": 1}], {"score": 1}):
-        changed(written, ADAPTER_CONFIG, modules_to_save=other)
-        with pytest.raises(ConversionError, match="merge them into their base"):
-            check_peft_config(written, 4, 8.0, "5eed", scalar_head=True)
+def test_the_revision_of_a_snapshot_has_to_be_the_stated_one(
+    checkpoint, theirs: Path, tmp_path: Path
+) -> None:
+    commit = "0123456789abcdef" * 2 + "01234567"
+    snapshot = tmp_path / "models--some--model" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    for file in checkpoint("qwen2").iterdir():
+        (snapshot / file.name).write_bytes(file.read_bytes())
+    for revision in (None, commit, "main"):
+        changed(theirs, ADAPTER_CONFIG, revision=revision)
+        read_peft(theirs).check_base(snapshot, "5eed", {})
+    changed(theirs, ADAPTER_CONFIG, revision=commit[::-1])
+    with pytest.raises(ConfigError, match=f"revision {commit[::-1]} of 'some/model'.*{commit}"):
+        read_peft(theirs).check_base(snapshot, "5eed", {})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.digest import DEVICE, HOST, algorithm_for, digest
-from megatron_policy.refit.manifest import RefitManifest, Sent
+from megatron_policy.refit.manifest import RefitInfo, RefitManifest, Sent, ServedModel, forms
 
 ALGORITHMS = (HOST, DEVICE)
 
@@ -94,6 +96,33 @@ def test_a_difference_is_refused_by_name(change: dict[str, Sent | None], said: s
     assert "step 12" in str(refused.value)
 
 
+MODEL = ServedModel({"rope_theta": 2.0, "x": None}, {"r": 4, "target_modules": ["a", "b"]})
+
+
+@pytest.mark.parametrize("model", [ServedModel(), ServedModel({"a": 1}), MODEL], ids=str)
+def test_what_engines_have_to_set_up_comes_back_with_the_manifest(model: ServedModel) -> None:
+    sent = replace(MANIFEST, model=model)
+    assert RefitManifest.decoded(sent.encoded()).model == model
+    assert ServedModel.understood(model.plain()) == model
+    assert model.differences(model) == []
+
+
+def test_models_that_differ_are_told_apart_by_their_fields() -> None:
+    other = ServedModel({"rope_theta": 3.0}, {"r": 8, "target_modules": ["a", "b"]})
+    assert MODEL.differences(other) == [
+        "hf_config_overrides.rope_theta is 2.0 instead of 3.0",
+        "adapters.r is 4 instead of 8",
+    ]
+    assert "adapters.r is 4 instead of None" in MODEL.differences(ServedModel())
+
+
+def test_information_on_a_refit_is_its_forms_and_travels_with_its_model() -> None:
+    info = RefitInfo({"a": ((2,), torch.float32)}, MODEL)
+    again = pickle.loads(pickle.dumps(info))
+    assert again == info == {"a": ((2,), torch.float32)} and again.model == MODEL
+    assert forms(info).model == MODEL and forms(dict(info)).model is None
+
+
 def _changed(**fields: object) -> bytes:
     return json.dumps(json.loads(MANIFEST.encoded()) | fields).encode()
 
@@ -110,6 +139,8 @@ def _changed(**fields: object) -> bytes:
         _changed(tensors={"a": ["no_dtype", [1], "0"]}),
         _changed(tensors={"a": ["nn", [1], "0"]}),
         _changed(step="x"),
+        _changed(model=7),
+        _changed(model={"adapters": [4]}),
     ],
 )
 def test_what_is_no_manifest_is_refused(content: bytes) -> None:

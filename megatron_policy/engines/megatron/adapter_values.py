@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.trained import PeftConfig
-from megatron_policy.converters.adapters import A, is_stacked
+from megatron_policy.converters.adapters import A, AdapterSpec, is_stacked
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.rows import fill_parts, fill_shard
 from megatron_policy.converters.rows.expert_rows import StackedAdapterA, StackedAdapterB
 from megatron_policy.converters.table import Entry, Table
@@ -25,7 +22,6 @@ from megatron_policy.weights.load import DTYPES, Held
 
 _NORMAL_STD = 0.2
 """As Megatron-Bridge, from which the host takes its names of methods."""
-_SAMPLES, _SAMPLE = 512, 1024
 
 Init = Callable[[torch.Tensor, torch.Generator], object]
 
@@ -57,11 +53,10 @@ _METHODS: dict[str, Init] = {
 
 
 def first_adapters(
-    held: Held, table: Table, place: Placement, config: PolicyConfig, base: str
+    held: Held, table: Table, place: Placement, config: PolicyConfig, spec: AdapterSpec
 ) -> dict[str, torch.dtype]:
-    """Fill adapters of weights whose digest is `base` with the values that they start from. A
-    scalar head keeps those of the base, unless a directory to start from has others. Returns the
-    dtypes in which they are handed over.
+    """Fill adapters with the values that they start from. A scalar head keeps those of the base,
+    unless a directory to start from has others. Returns the dtypes in which they are handed over.
 
     ConversionError unless a directory to start from holds exactly the adapters of the table, and
     ConfigError for adapters of another rank or scale, or of other weights.
@@ -72,10 +67,7 @@ def first_adapters(
     if peft.start_from is None:
         _draw([pair for pair in held if pair[0].adapts], table, place, peft, config.seed)
         return drawn
-    own = load_adapters(
-        peft.start_from, held, table, place, rank=peft.dim, alpha=peft.alpha, base=base
-    )
-    return drawn | own
+    return drawn | load_adapters(peft.start_from, held, table, place, spec)
 
 
 @torch.no_grad()
@@ -106,25 +98,6 @@ def _drawn_stack(entry: Entry, arch: Architecture, peft: PeftConfig, seed: int) 
         drawn = _drawn(f"{expert} {name}", own, peft, seed)
         fill_parts(row, arch, [whole], drawn, 0, 1)
     return whole
-
-
-def base_digest(reader: HfReader, overrides: Mapping[str, Any]) -> str:
-    """What tells a model of these files from others: the names, shapes and dtypes of its tensors,
-    the first bytes of up to 512 of them, in an order without a pattern, and the fields of its
-    config that are overridden.
-    """
-    found = hashlib.sha256()
-    for name in sorted(reader.shapes):
-        found.update(f"{name} {reader.shapes[name]} {reader.dtypes[name]}\n".encode())
-    if overrides:
-        found.update(json.dumps(dict(overrides), sort_keys=True, default=str).encode())
-    mixed = sorted(reader.shapes, key=lambda name: hashlib.sha256(name.encode()).digest())
-    for name in mixed[:_SAMPLES]:
-        shape = reader.shapes[name]
-        rows = tuple(slice(0, min(size, 1 if dim else 4)) for dim, size in enumerate(shape[:-1]))
-        taken = reader.part(name)[(*rows, slice(0, _SAMPLE))] if shape else reader.tensor(name)
-        found.update(taken.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:32]
 
 
 def _drawn(name: str, shape: tuple[int, ...], peft: PeftConfig, seed: int) -> torch.Tensor:

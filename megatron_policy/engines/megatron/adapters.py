@@ -7,7 +7,6 @@ I inputs and O outputs of this rank.
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,15 +28,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_policy.config.trained import PeftConfig
 from megatron_policy.converters.adapters import (
     PREFIX,
+    AdapterSpec,
     B,
-    Concatenated,
     module_of,
     outputs,
-    target_parameters,
     without_head,
 )
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.canonical import canonical_name
+from megatron_policy.converters.rows.adapter_rows import Concatenated
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.device import current_device
 from megatron_policy.memory.host_copies import HostCopies
@@ -171,25 +170,11 @@ class MegatronAdapters:
     table: Table
     held: Held
     dtypes: Mapping[str, torch.dtype]
-    base: str
-    peft: PeftConfig
+    spec: AdapterSpec
     head: HostCopies
     """The base's values of a scalar head, which is trained in full; of nothing without one."""
     modules: Mapping[str, LowRank]
     switch: Switch
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """See `Adapters`."""
-        table = self.table
-        names = "\n".join([*table.hf_shapes(), *sorted(table.copies()), *target_parameters(table)])
-        modules = hashlib.sha256(names.encode()).hexdigest()[:32]
-        return {
-            "base": self.base,
-            "dim": self.peft.dim,
-            "alpha": self.peft.alpha,
-            "modules": modules,
-        }
 
     def merged(self, entry: Entry, weight: torch.Tensor) -> torch.Tensor | None:
         """See `Adapters`."""

@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_policy.config import MegatronConfig, PolicyConfig
-from megatron_policy.config.adapters import adapters_of
+from megatron_policy.config.adapters import adapter_spec, adapters_of
 from megatron_policy.config.layout import layer_split
 from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.converters.adapters import joined
 from megatron_policy.converters.architecture import Architecture, vocab_shard
 from megatron_policy.converters.formats.hf_files import HfReader
+from megatron_policy.converters.formats.peft_base import base_digest
 from megatron_policy.converters.table import Table
-from megatron_policy.engines.megatron.adapter_values import base_digest, first_adapters
+from megatron_policy.engines.megatron.adapter_values import first_adapters
 from megatron_policy.engines.megatron.adapters import (
     MegatronAdapters,
     held_adapters,
@@ -124,8 +125,9 @@ def _build(
     adapters = None
     if of_adapters is not None:
         own, head_of_base = held_adapters(everything, of_adapters)
-        dtypes = first_adapters(own, of_adapters, place, config, base)
-        values = (own, dtypes, base, settings.peft, head_of_base)
+        spec = adapter_spec(config, base, table.overrides)
+        dtypes = first_adapters(own, of_adapters, place, config, spec)
+        values = (own, dtypes, spec, head_of_base)
         adapters = MegatronAdapters(of_adapters, *values, *installed)
     param_groups = ParamGroups.of(settings)
     freeze(built, everything, param_groups)

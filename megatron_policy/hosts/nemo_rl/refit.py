@@ -51,10 +51,13 @@ class HostRefit(WorkerRefit):
         """Do nothing: the socket exists during a refit. Engines can connect before."""
 
     def stream_weights_via_ipc_zmq(
-        self, buffer_size_bytes: int | None = None, kv_scales: Any = None
+        self,
+        buffer_size_bytes: int | None = None,
+        kv_scales: Any = None,
+        adapters: bool = False,
     ) -> None:
-        """Send all weights to the engine on this rank's device, in two buffers of half of
-        `buffer_size_bytes` each; returns when it has loaded them.
+        """Send all weights, or the `adapters` alone, to the engine on this rank's device, in two
+        buffers of half of `buffer_size_bytes` each; returns when it has loaded them.
 
         RefitError on every rank if any rank's engine does not reply in time.
         """
@@ -63,10 +66,11 @@ class HostRefit(WorkerRefit):
         refuse_scales(kv_scales)
         protocol = part_or_none("nemo_rl.models.policy.utils", "IPCProtocol")
         if not serves_host_engines() or protocol is None:
-            super().stream_weights_via_ipc_zmq(buffer_size_bytes)
+            super().stream_weights_via_ipc_zmq(buffer_size_bytes, adapters=adapters)
             return
         dialect = Dialect(end=protocol.COMPLETE)
-        self.policy.refit(IpcStream(buffer_bytes=buffer_size_bytes or None, dialect=dialect))
+        transport = IpcStream(buffer_bytes=buffer_size_bytes or None, dialect=dialect)
+        self.policy.refit(transport, adapters=adapters)
 
     # The host passes no `secret`: its own groups need none.
     def init_collective(  # type: ignore[override]
@@ -94,19 +98,22 @@ class HostRefit(WorkerRefit):
         kv_scales: Any = None,
         buffer_size_bytes: int | None = None,
         num_buffers: int | None = None,
+        adapters: bool = False,
     ) -> None:
-        """Send all weights to the engines that joined, in broadcasts of `buffer_size_bytes` from
-        `num_buffers` alternating buffers (None: the host's defaults); one broadcast per tensor if
-        the host does not pack them (0.3).
+        """Send all weights, or the `adapters` alone, to the engines that joined, in broadcasts of
+        `buffer_size_bytes` from `num_buffers` alternating buffers (None: the host's defaults); one
+        broadcast per tensor if the host does not pack them (0.3).
         """
         refuse_scales(kv_scales)
         if not serves_host_engines():
-            super().broadcast_weights_for_collective(buffer_size_bytes=buffer_size_bytes)
+            super().broadcast_weights_for_collective(
+                buffer_size_bytes=buffer_size_bytes, adapters=adapters
+            )
             return
         if not self._joined:
             raise RefitError("no engine has joined: call init_collective first")
         sizes = {"buffer_size_bytes": buffer_size_bytes, "num_buffers": num_buffers}
-        _broadcast(self.policy.export(), self._engines, sizes)
+        _broadcast(self.policy.export(adapters=adapters), self._engines, sizes)
         # The weights may change only when all of them have been sent.
         device.synchronize()
 

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.digest import Digests, algorithm_for
-from megatron_policy.refit.manifest import Form, RefitManifest, Sent, listed, sent_tensors
+from megatron_policy.refit.manifest import (
+    Form,
+    RefitInfo,
+    RefitManifest,
+    Sent,
+    ServedModel,
+    listed,
+    sent_tensors,
+)
 
 Load = Callable[[list[tuple[str, Tensor]]], object]
 """Copies weights, by Hugging Face name, into an engine, which must not keep the tensors."""
@@ -24,13 +32,15 @@ class EngineState:
 
     `step` is the step of the last set it accepted. `mixed` is true from when it begins to load
     until it has accepted a set. With `staged`, a set is kept in `kept` until it is complete.
+    `model` is what the trainer has said of the model of the set that is loaded.
     """
 
     load: Load
-    expected: dict[str, Form] | None = None
+    expected: RefitInfo | None = None
     staged: bool = True
     step: int | None = None
     mixed: bool = False
+    model: ServedModel | None = None
     kept: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -43,7 +53,8 @@ class WeightAssembler:
         """Shape and dtype of each tensor that was taken."""
         self._engine = engine
         self._digests = None if algorithm is None else Digests(algorithm)
-        self._forms = engine.expected
+        self._forms: Mapping[str, Form] | None = engine.expected
+        self._model = None if engine.expected is None else engine.expected.model
 
     @property
     def staged(self) -> bool:
@@ -58,11 +69,14 @@ class WeightAssembler:
         return self._engine.kept
 
     def announce(self, announced: Mapping[str, Form]) -> None:
-        """Take the names, shapes and dtypes that the trainer announces."""
+        """Take the names, shapes and dtypes that the trainer announces; of a `RefitInfo` also what
+        it says of their model.
+        """
         expected = self._engine.expected
         if expected is not None:
             self._compare(expected, announced)
         self._forms = dict(announced)
+        self._agree(announced.model if isinstance(announced, RefitInfo) else None)
 
     def form(self, name: str) -> Form:
         """The shape and dtype that the tensor must have."""
@@ -86,6 +100,7 @@ class WeightAssembler:
         engine = self._engine
         if engine.expected is not None:
             self._compare(engine.expected, _forms_of(manifest.tensors))
+        self._agree(manifest.model)
         if not manifest.tensors:
             raise self._refusal("the trainer has sent nothing")
         if engine.step is not None and manifest.step < engine.step:
@@ -109,7 +124,7 @@ class WeightAssembler:
         if engine.staged:
             engine.kept = {name: engine.kept[name] for name in manifest.tensors}
             self._load(list(engine.kept.items()))
-        engine.step, engine.mixed = manifest.step, False
+        engine.step, engine.mixed, engine.model = manifest.step, False, manifest.model
         return manifest
 
     def _taken(self, name: str, tensor: Tensor) -> Tensor:
@@ -139,13 +154,24 @@ class WeightAssembler:
         return kept[name].copy_(tensor)
 
     def _load(self, tensors: list[tuple[str, Tensor]]) -> None:
-        self._engine.mixed = True
+        self._engine.mixed, self._engine.model = True, self._model
         try:
             self._engine.load(tensors)
         except Exception as error:
             raise self._refusal(
                 f"the engine could not load the weights: {type(error).__name__}: {error}"
             ) from error
+
+    def _agree(self, model: ServedModel | None) -> None:
+        """Take what the trainer says of the model, which is what it has said before."""
+        if model is not None and self._model is not None:
+            differing = model.differences(self._model)
+            if differing:
+                raise self._refusal(
+                    f"the engine is set up for another model than the trainer's: "
+                    f"{listed('fields differ', differing)}"
+                )
+        self._model = model or self._model
 
     def _compare(self, expected: Mapping[str, Form], found: Mapping[str, Form]) -> None:
         differing = [

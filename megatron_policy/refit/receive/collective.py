@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron_policy.coordination.control_store import ControlStore
 from megatron_policy.coordination.process_group import BoundedProcessGroup, PendingCollective
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S, checked_timeout
 from megatron_policy.errors import ConfigError, RefitError
-from megatron_policy.refit.manifest import RefitManifest
+from megatron_policy.refit.manifest import RefitInfo, RefitManifest, ServedModel
 from megatron_policy.refit.receive.assembler import WeightAssembler
 from megatron_policy.refit.receive.staging import readers_of
 from megatron_policy.refit.transports.collective.handshake import (
@@ -159,15 +160,15 @@ class CollectiveGroup:
         """
         missing = f"the trainer has not continued its refit within {limit:g} s"
         content = self._store.get(note(number, "offer"), _left(deadline), missing)
-        offer = understood("offer", content, layout=str, senders=int, bucket_bytes=int)
+        offer = understood("offer", content, layout=str, senders=int, bucket_bytes=int, model=dict)
         layout = self._known_layout(offer["layout"], deadline, missing)
         if offer["senders"] != len(layout.streams) or offer["bucket_bytes"] < 1:
             raise RefitError(f"the trainer's offer contradicts itself: {offer}")
         ready = note(number, "ready", self._engine)
         try:
-            assembler.announce(
-                {slot.name: (slot.shape, slot.dtype) for s in layout.streams for slot in s.slots}
-            )
+            slots = (slot for stream in layout.streams for slot in stream.slots)
+            forms = {slot.name: (slot.shape, slot.dtype) for slot in slots}
+            assembler.announce(RefitInfo(forms, _model_of(offer)))
         except RefitError as error:
             self._store.put(ready, said({REFUSED: str(error)}))
             raise
@@ -247,7 +248,7 @@ class CollectiveGroup:
         if len(kinds) > 1:
             raise RefitError(f"the trainer's pipeline stages sent different steps: {sorted(kinds)}")
         tensors = {name: sent for part in parts for name, sent in part.tensors.items()}
-        return RefitManifest(parts[0].step, parts[0].algorithm, tensors)
+        return RefitManifest(parts[0].step, parts[0].algorithm, tensors, parts[0].model)
 
     def _trainer_errors(self, call: _Call) -> list[str]:
         """Why senders have given up, if any have."""
@@ -268,6 +269,13 @@ class CollectiveGroup:
         for _, channel in self._joined.values():
             channel.close(broken=True)
         self._joined.clear()
+
+
+def _model_of(offer: Mapping[str, Any]) -> ServedModel:
+    try:
+        return ServedModel.understood(offer["model"])
+    except ValueError as error:
+        raise RefitError(f"the trainer's offer cannot be read: {error}") from error
 
 
 def _left(deadline: float) -> float:

@@ -8,11 +8,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_policy.converters.files.contained import expanded
-from megatron_policy.converters.formats.hf_files import MANIFEST, HfReader
-from megatron_policy.errors import ConversionError, RefitError
+from megatron_policy.converters.formats.hf_files import MANIFEST, SINGLE, HfReader
+from megatron_policy.converters.formats.peft_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_MODEL,
+    is_peft,
+    read_peft,
+)
+from megatron_policy.errors import ConfigError, ConversionError, RefitError
 from megatron_policy.formats.manifest import read_manifest
 from megatron_policy.refit.digest import HOST
-from megatron_policy.refit.manifest import RefitManifest, Sent
+from megatron_policy.refit.manifest import RefitInfo, RefitManifest, Sent, ServedModel
 from megatron_policy.refit.receive.assembler import WeightAssembler
 
 _PORTION = 256 * 2**20  # bytes given to the engine at a time
@@ -29,13 +35,14 @@ def receive_directory(
     root = expanded(path)
     try:
         manifest = _manifest_of(root)
-        with HfReader(root) as reader:
+        with HfReader(root, ADAPTER_MODEL if is_peft(root) else SINGLE) as reader:
             assembler = assembler_of(manifest.algorithm)
-            assembler.announce({name: (s.shape, s.dtype) for name, s in manifest.tensors.items()})
+            forms = {name: (s.shape, s.dtype) for name, s in manifest.tensors.items()}
+            assembler.announce(RefitInfo(forms, manifest.model))
             for names in _portions(reader):
                 assembler.take([(name, reader.tensor(name)) for name in names])
             return assembler.finish(manifest)
-    except (ConversionError, OSError) as error:
+    except (ConfigError, ConversionError, OSError) as error:
         raise RefitError(f"the weights in {root} are refused: {error}") from error
 
 
@@ -61,11 +68,18 @@ def _manifest_of(root: Path) -> RefitManifest:
     stated = read_manifest(root)
     if stated is None or stated.step is None:
         raise RefitError(
-            f"{root} has no {MANIFEST} that names a step: write it with policy.export_hf, or refit "
-            "with HfDirectory"
+            f"{root} has no {MANIFEST} that names a step: write it with policy.export_hf or "
+            "export_peft, or refit with HfDirectory or PeftDirectory"
         )
     tensors = {
         name: Sent(info.shape, info.dtype, int(digest, 16))
         for name, (info, digest) in stated.tensors.items()
     }
-    return RefitManifest(stated.step, HOST, tensors)
+    adapters = read_peft(root).config if is_peft(root) else None
+    if adapters not in (None, stated.origin["config"]):
+        raise RefitError(
+            f"{root / ADAPTER_CONFIG} is not what was written with its {MANIFEST}: publish the "
+            "adapters again"
+        )
+    model = ServedModel(stated.overrides, adapters)
+    return RefitManifest(stated.step, HOST, tensors, model)

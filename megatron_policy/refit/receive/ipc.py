@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_policy import device
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.buffers import aligned
-from megatron_policy.refit.manifest import RefitManifest
+from megatron_policy.refit.manifest import RefitInfo, RefitManifest
 from megatron_policy.refit.receive.assembler import WeightAssembler
 from megatron_policy.refit.transports.ipc import protocol
 from megatron_policy.refit.transports.ipc.address import remove_if_dead
@@ -56,12 +56,12 @@ def _answered(assembler: WeightAssembler, line: ReplySocket) -> RefitManifest:
 
 
 def _taken(
-    assembler: WeightAssembler, said: protocol.PackMessage | dict[str, Any] | RefitManifest
+    assembler: WeightAssembler, said: protocol.PackMessage | RefitInfo | RefitManifest
 ) -> RefitManifest | None:
     """Carry out a request; return the manifest if it was the last."""
     if isinstance(said, RefitManifest):
         return assembler.finish(said)
-    if isinstance(said, dict):
+    if isinstance(said, RefitInfo):
         assembler.announce(said)
     else:
         open_exported(

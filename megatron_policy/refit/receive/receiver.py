@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S, checked_timeout
-from megatron_policy.refit.manifest import RefitManifest, forms
+from megatron_policy.refit.manifest import RefitManifest, ServedModel, forms
 from megatron_policy.refit.receive.assembler import EngineState, Load, WeightAssembler
 
 
@@ -32,7 +32,8 @@ class Receiver:
         """`load` is called with [(Hugging Face name, tensor), ...] and must copy them: the memory
         is reused when it returns. It raises if it cannot load them.
 
-        `expected` is what the trainer's `prepare_refit_info` returned: {name: (shape, dtype, ...)}.
+        `expected` is what the trainer's `prepare_refit_info` returned: {name: (shape, dtype, ...)}
+        and its `model`.
         With `staged`, all weights are staged until they are checked, and `load` is called once; a
         second copy of the weights stays until `release`. Without it, `load` is called piece by
         piece as weights arrive, and a refit that fails half-way leaves the engine `mixed`.
@@ -59,6 +60,13 @@ class Receiver:
         was not completed. The next complete refit fixes it.
         """
         return self._engine.mixed
+
+    @property
+    def model(self) -> ServedModel | None:
+        """What the trainer says of the model whose weights are being loaded, or were loaded last:
+        `hf_config_overrides`, and the scale and modules of `adapters`. None before the first.
+        """
+        return self._engine.model
 
     def assembler(self, algorithm: str | None = None) -> WeightAssembler:
         """The assembler of one refit, for a transport; see `WeightAssembler` for `algorithm`."""

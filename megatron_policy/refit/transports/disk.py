@@ -18,6 +18,7 @@ from megatron_policy.converters.files import publishing
 from megatron_policy.converters.formats import hf_writing
 from megatron_policy.converters.formats.hf_files import MANIFEST, side_contents
 from megatron_policy.converters.formats.safetensors_format import Shape, encode
+from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConfigError, ExportError, RefitError
 from megatron_policy.formats.digests import of_bytes
 from megatron_policy.formats.manifest import DirectoryManifest
@@ -139,7 +140,7 @@ class DirectorySession:
         found = directory_manifest(
             self._partial,
             self._transport.source,
-            self._exporter.table.family,
+            self._exporter.table,
             self._carried.after(self._plan),
             digests,
             step,
@@ -151,7 +152,7 @@ class DirectorySession:
 def directory_manifest(
     root: Path,
     source: str,
-    family: str,
+    table: Table,
     plan: ExportPlan,
     digests: Mapping[str, int],
     step: int,
@@ -169,10 +170,10 @@ def directory_manifest(
         "package": f"megatron-policy {VERSION}",
         "direction": "policy -> hf",
         "source": {"path": source},
-        "family": family,
+        "family": table.family,
         "config": json.loads((root / "config.json").read_bytes()),
     }
-    return DirectoryManifest(tensors, files, origin, step)
+    return DirectoryManifest(tensors, files, origin, step, table.overrides)
 
 
 def _forms(file: ExportFile) -> dict[str, tuple[torch.dtype, Shape]]:
@@ -267,7 +268,7 @@ class HfDirectory:
         ConfigError for adapters alone.
         """
         if exporter.only_adapters:
-            raise ConfigError("HfDirectory writes whole models: call export_peft() for adapters")
+            raise ConfigError("HfDirectory writes whole models: take PeftDirectory for adapters")
         grid, at = exporter.topology, exporter.coords
         block = grid.block_of(exporter.rank)
         names = tuple(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_policy.errors import RefitError
+from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.refit.transports.collective.transport import CollectiveTransport
 
 if TYPE_CHECKING:
+    from megatron_policy.refit.delivery import Transport
+    from megatron_policy.refit.manifest import RefitInfo, RefitManifest
     from megatron_policy.workers.cluster.group import WorkerGroup
 
 
@@ -17,15 +21,34 @@ class DriverRefit:
     _workers: WorkerGroup
     _refit_secret: str
 
-    def prepare_refit_info(self, with_numel: bool = False) -> dict[str, Any]:
-        """{HF name: (shape, dtype)} of all that is sent, or with the number of elements too."""
-        infos: list[dict[str, Any]]
-        infos = self._workers.run_all("prepare_refit_info", with_numel=with_numel)
+    def refit(self, transport: Transport, *, adapters: bool = False) -> RefitManifest:
+        """Send the weights, or the `adapters` alone, as `MegatronPolicy.refit` does on each worker;
+        returns what all of them have sent. For a group that engines joined, call
+        `broadcast_weights_for_collective`.
+        """
+        if isinstance(transport, CollectiveTransport):
+            raise ConfigError(
+                "a group's transport cannot be sent to the workers: call init_collective and "
+                "broadcast_weights_for_collective"
+            )
+        options = {"transport": transport, "adapters": adapters}
+        sent: list[RefitManifest] = self._workers.run_all("refit", **options)
+        tensors = {name: each for manifest in sent for name, each in manifest.tensors.items()}
+        slowest = max(manifest.seconds for manifest in sent)
+        return replace(sent[0], tensors=tensors, seconds=slowest)
+
+    def prepare_refit_info(self, with_numel: bool = False, *, adapters: bool = False) -> RefitInfo:
+        """{HF name: (shape, dtype)} of all that is sent, or with the number of elements too, and
+        its `model`: what engines have to set up for it. With `adapters` of those alone.
+        """
+        options = {"with_numel": with_numel, "adapters": adapters}
+        infos: list[RefitInfo] = self._workers.run_all("prepare_refit_info", **options)
         return infos[0]
 
-    def prepare_info_for_collective(self) -> dict[str, Any]:
-        """{HF name: (shape, dtype)} of what `broadcast_weights_for_collective` sends."""
-        infos: list[dict[str, Any]] = self._workers.run_all("prepare_info_for_collective")
+    def prepare_info_for_collective(self, *, adapters: bool = False) -> RefitInfo:
+        """As `prepare_refit_info`, of what `broadcast_weights_for_collective` sends."""
+        infos: list[RefitInfo]
+        infos = self._workers.run_all("prepare_info_for_collective", adapters=adapters)
         return infos[0]
 
     def get_refit_addresses(self) -> dict[str, str]:
@@ -34,31 +57,39 @@ class DriverRefit:
         return dict(zip(devices, self._workers.run_all("get_refit_address"), strict=True))
 
     def stream_weights_via_ipc_zmq(
-        self, buffer_size_bytes: int | None = None, kv_scales: Any = None
+        self,
+        buffer_size_bytes: int | None = None,
+        kv_scales: Any = None,
+        *,
+        adapters: bool = False,
     ) -> list[Any]:
-        """Start sending all weights to the engine on each worker's device; return Ray's futures of
-        each worker's bytes, seconds and rate (`RefitManifest.speed`), which raise RefitError if one
-        refuses.
+        """Start sending all weights, or the `adapters` alone, to the engine on each worker's
+        device; return Ray's futures of each worker's bytes, seconds and rate
+        (`RefitManifest.speed`), which raise RefitError if one refuses.
         """
         return self._workers.futures(
-            "stream_weights_via_ipc_zmq", buffer_size_bytes=buffer_size_bytes, kv_scales=kv_scales
+            "stream_weights_via_ipc_zmq",
+            buffer_size_bytes=buffer_size_bytes,
+            kv_scales=kv_scales,
+            adapters=adapters,
         )
 
     def prepare_weights_for_ipc(
-        self, _refit_buffer_size_gb: float | None = None
+        self, _refit_buffer_size_gb: float | None = None, *, adapters: bool = False
     ) -> list[list[str]]:
         """HF names in order, in groups of at most that many GiB (by default what the worker with
         the least free memory can afford); a larger tensor is a group of its own.
         """
-        answers = self._workers.run_all("prepare_weights_for_ipc")
+        answers = self._workers.run_all("prepare_weights_for_ipc", adapters=adapters)
         limit = min(available for _, available in answers)
         if _refit_buffer_size_gb is not None:
             limit = _refit_buffer_size_gb * 2**30
         return _grouped(answers[0][0], limit)
 
-    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+    def get_weights_ipc_handles(self, keys: list[str], *, adapters: bool = False) -> dict[str, Any]:
         """{device id: handles} of these tensors, of all workers."""
-        return _united(self._workers.run_all("get_weights_ipc_handles", keys=keys))
+        options = {"keys": keys, "adapters": adapters}
+        return _united(self._workers.run_all("get_weights_ipc_handles", **options))
 
     def get_refit_manifest(self) -> dict[str, Any]:
         """{device id: Manifest} of what `get_weights_ipc_handles` has exported."""
@@ -98,16 +129,19 @@ class DriverRefit:
         kv_scales: Any = None,
         buffer_size_bytes: int | None = None,
         num_buffers: int | None = None,
+        *,
+        adapters: bool = False,
     ) -> list[Any]:
-        """Start sending all weights to the engines that joined; return Ray's futures of each
-        worker's bytes, seconds and rate (`RefitManifest.speed`), which raise RefitError if one
-        refuses.
+        """Start sending all weights, or the `adapters` alone, to the engines that joined; return
+        Ray's futures of each worker's bytes, seconds and rate (`RefitManifest.speed`), which raise
+        RefitError if one refuses.
         """
         return self._workers.futures(
             "broadcast_weights_for_collective",
             kv_scales=kv_scales,
             buffer_size_bytes=buffer_size_bytes,
             num_buffers=num_buffers,
+            adapters=adapters,
         )
 
 

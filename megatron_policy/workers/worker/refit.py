@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 from megatron_policy import device
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.memory.states import SEND_WEIGHTS
+from megatron_policy.refit.manifest import RefitInfo, RefitManifest, ServedModel
 from megatron_policy.refit.plan import RefitTensor
 from megatron_policy.workers.checks import refuse_unknown
 
 if TYPE_CHECKING:
     from megatron_policy.config import PolicyConfig
     from megatron_policy.policy import MegatronPolicy
+    from megatron_policy.refit.delivery import Transport
     from megatron_policy.refit.transports.collective.transport import Collective
     from megatron_policy.refit.transports.ipc.handles import IpcHandles
 
@@ -29,16 +31,23 @@ class WorkerRefit:
     _collective: Collective | None = None
     _handles: IpcHandles | None = None
 
-    def prepare_refit_info(self, with_numel: bool = False) -> dict[str, tuple[Any, ...]]:
-        """{HF name: (shape, dtype)} of what will be sent, in that order, on every rank.
+    def refit(self, transport: Transport, adapters: bool = False) -> RefitManifest:
+        """Send the weights over any transport; see `MegatronPolicy.refit`."""
+        return self.policy.refit(transport, adapters=adapters)
+
+    def prepare_refit_info(self, with_numel: bool = False, adapters: bool = False) -> RefitInfo:
+        """{HF name: (shape, dtype)} of what will be sent, in that order, on every rank, and its
+        `model`: what engines have to set up for it.
 
         `with_numel` gives (shape, dtype, elements), as hosts before 0.4 expect.
         """
-        return _announced(self.policy.exporter.plan().tensors, with_numel)
+        tensors = self.policy.exporter.plan(adapters=adapters).tensors
+        return _announced(tensors, self.policy.exporter.served(adapters=adapters), with_numel)
 
-    def prepare_info_for_collective(self) -> dict[str, tuple[Any, ...]]:
-        """{HF name: (shape, dtype)} of what `broadcast_weights_for_collective` sends."""
-        return _announced(self.policy.exporter.plan().tensors)
+    def prepare_info_for_collective(self, adapters: bool = False) -> RefitInfo:
+        """As `prepare_refit_info`, of what `broadcast_weights_for_collective` sends."""
+        tensors = self.policy.exporter.plan(adapters=adapters).tensors
+        return _announced(tensors, self.policy.exporter.served(adapters=adapters), False)
 
     def get_refit_address(self) -> str:
         """The ZeroMQ address that `stream_weights_via_ipc_zmq` of this rank binds."""
@@ -47,11 +56,14 @@ class WorkerRefit:
         return address_of(device.device_id())
 
     def stream_weights_via_ipc_zmq(
-        self, buffer_size_bytes: int | None = None, kv_scales: Any = None
+        self,
+        buffer_size_bytes: int | None = None,
+        kv_scales: Any = None,
+        adapters: bool = False,
     ) -> dict[str, float] | None:
-        """Send all weights to the engine on this rank's device, in two buffers of half of
-        `buffer_size_bytes` each; returns when it has accepted them, with `RefitManifest.speed`.
-        The engine is a `Receiver`.
+        """Send all weights, or the `adapters` alone, to the engine on this rank's device, in two
+        buffers of half of `buffer_size_bytes` each; returns when it has accepted them, with
+        `RefitManifest.speed`. The engine is a `Receiver`.
 
         RefitError on every rank if any rank's engine refuses or does not reply in time.
         """
@@ -59,26 +71,29 @@ class WorkerRefit:
 
         refuse_scales(kv_scales)
         size = buffer_size_bytes or _configured_bytes(self.policy.config)
-        return self.policy.refit(IpcStream(buffer_bytes=size)).speed
+        return self.policy.refit(IpcStream(buffer_bytes=size), adapters=adapters).speed
 
-    def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
+    def prepare_weights_for_ipc(
+        self, adapters: bool = False
+    ) -> tuple[list[tuple[str, int]], float]:
         """[(HF name, bytes)] in order, for the caller to group, and the most bytes of a group."""
-        tensors = self.policy.exporter.plan().tensors
+        tensors = self.policy.exporter.plan(adapters=adapters).tensors
         free = device.shareable_bytes() * _SHARE_OF_FREE_MEMORY
         return [(t.name, t.nbytes) for t in tensors], float(
             _configured_bytes(self.policy.config) or free
         )
 
-    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+    def get_weights_ipc_handles(self, keys: list[str], adapters: bool = False) -> dict[str, Any]:
         """{device id: (True, [(dtype, handle)], {HF name: offset in elements})} of these tensors,
-        packed by dtype. Valid until the next call or `offload_after_refit`.
+        which are of `adapters` alone or of the model, packed by dtype. Valid until the next call or
+        `offload_after_refit`.
         """
         from megatron_policy.refit.transports.ipc.handles import IpcHandles
 
         self.policy.memory.ready("get_weights_ipc_handles()", SEND_WEIGHTS)
         if self._handles is None:
             self._handles = IpcHandles(self.policy.exporter)
-        return self._handles.weights(tuple(keys), self.policy.steps)
+        return self._handles.weights(tuple(keys), self.policy.steps, adapters=adapters)
 
     def get_refit_manifest(self) -> dict[str, Any]:
         """{device id: Manifest} of what `get_weights_ipc_handles` has exported since the last
@@ -122,15 +137,18 @@ class WorkerRefit:
         kv_scales: Any = None,
         buffer_size_bytes: int | None = None,
         num_buffers: int | None = None,
+        adapters: bool = False,
     ) -> dict[str, float] | None:
-        """Send all weights to the engines that joined, at most `buffer_size_bytes` per broadcast;
-        returns when all have accepted, with `RefitManifest.speed`. `num_buffers` is the host's and
-        has no effect: the next chunk is gathered while one is being sent.
+        """Send all weights, or the `adapters` alone, to the engines that joined, at most
+        `buffer_size_bytes` per broadcast; returns when all have accepted, with
+        `RefitManifest.speed`. `num_buffers` is the host's and has no effect: the next chunk is
+        gathered while one is being sent.
         """
         refuse_scales(kv_scales)
         if self._collective is None:
             raise RefitError("no engine has joined: call init_collective first")
-        return self.policy.refit(self._collective.transport(buffer_size_bytes)).speed
+        sent = self.policy.refit(self._collective.transport(buffer_size_bytes), adapters=adapters)
+        return sent.speed
 
     def _release_handles(self) -> None:
         """Free the memory of `get_weights_ipc_handles`."""
@@ -149,13 +167,12 @@ def _configured_bytes(config: PolicyConfig) -> int | None:
     return None if size is None else int(size * 2**30)
 
 
-def _announced(
-    tensors: Iterable[RefitTensor], with_numel: bool = False
-) -> dict[str, tuple[Any, ...]]:
-    return {
+def _announced(tensors: Iterable[RefitTensor], model: ServedModel, with_numel: bool) -> RefitInfo:
+    forms = {
         tensor.name: (tensor.shape, tensor.dtype, *([_elements(tensor)] if with_numel else []))
         for tensor in tensors
     }
+    return RefitInfo(forms, model)
 
 
 def _elements(tensor: RefitTensor) -> int:

@@ -4,7 +4,7 @@ Each refit has one handshake, with a number <n>. The keys:
 
     call                 id of the trainer's run, number of the last handshake, and of the last over
     layout/<digest>      the tensors of all senders; written when they change
-    <n>/offer            which layout, in chunks of how many bytes
+    <n>/offer            which layout of which model, in chunks of how many bytes
     <n>/ready/<e>        engine e is ready, and which groups it is still in; or it refuses
     <n>/go/<s>           sender s: which group it sends in, and to which engine processes
     <n>/sent/<s>         sender s: its manifest; or why it gave up
@@ -28,6 +28,7 @@ import xxhash
 
 from megatron_policy.coordination.control_store import ControlStore
 from megatron_policy.errors import RefitError
+from megatron_policy.refit.manifest import ServedModel
 from megatron_policy.refit.transports.collective.stream_layout import StreamLayout
 
 CALL = "call"
@@ -125,7 +126,7 @@ class SenderHandshake:
         self.number += 1
         self._said_go = False
 
-    def offer(self, layout: StreamLayout, bucket_bytes: int) -> None:
+    def offer(self, layout: StreamLayout, bucket_bytes: int, model: ServedModel) -> None:
         """Publish the offer to the engines; only sender 0 does."""
         content = layout.encoded()
         digest, senders = xxhash.xxh3_64_hexdigest(content), len(layout.streams)
@@ -134,7 +135,8 @@ class SenderHandshake:
             self._store.put(layout_note(digest), content)
             self._layout = digest
         self._drop_notes(senders)
-        offer = {"layout": digest, "senders": senders, "bucket_bytes": bucket_bytes}
+        sizes = {"senders": senders, "bucket_bytes": bucket_bytes}
+        offer = {"layout": digest, **sizes, "model": model.plain()}
         self._announce()  # first: an engine waiting for the offer then finds it announced
         self._put("offer", None, said(offer))
 

@@ -201,7 +201,7 @@ class CollectiveTransport:
         try:
             if member.sender == 0:
                 layout = _layout(self._plan(exporter, False), self._group.by_stage)
-                member.caller.offer(layout, plan.bucket_bytes)
+                member.caller.offer(layout, plan.bucket_bytes, exporter.served())
             return CollectiveSession(member, member.meet(), plan, exporter)
         except BaseException as error:
             member.give_up(str(error))

@@ -42,22 +42,25 @@ class IpcHandles:
         self._sent: dict[str, Form] = {}
         self._digests = self._no_digests()
         self._step: int | None = None
+        self._of_adapters = False
 
-    def weights(self, names: Sequence[str], step: int | None = None) -> Handles:
-        """Export the tensors of these names to the engine on this rank's device; `step` is the
-        number of optimizer steps taken so far.
+    def weights(
+        self, names: Sequence[str], step: int | None = None, *, adapters: bool = False
+    ) -> Handles:
+        """Export the tensors of these names, with `adapters` of those alone, to the engine on this
+        rank's device; `step` is the number of optimizer steps taken so far.
 
         Collective: all ranks give the same names. The last call's memory must no longer be in use.
         RefitError on all ranks if one has not enough memory, if a name is unknown, or if earlier
-        tensors of this refit were of another step.
+        tensors of this refit were of another step or kind.
         """
         if self._sent:
-            self._check_step(step)
-        self._step = step
+            self._check_same(step, adapters)
+        self._step, self._of_adapters = step, adapters
         self._close_buffers()
         exporter = self._exporter
         exporter.begin()
-        plan = exporter.plan(names=tuple(names))
+        plan = exporter.plan(names=tuple(names), adapters=adapters)
         places = _places(plan.tensors)
         failure: Exception | None = None
         try:
@@ -89,10 +92,11 @@ class IpcHandles:
         """
         if not self._sent:
             raise RefitError("nothing was exported since the last refit: call `weights` first")
-        self._check_step(step)
+        self._check_same(step, self._of_adapters)
         sent, digests = self._sent, self._digests
+        model = self._exporter.served(adapters=self._of_adapters)
         self._restart()
-        return RefitManifest(step, digests.algorithm, sent_tensors(sent, digests.read()))
+        return RefitManifest(step, digests.algorithm, sent_tensors(sent, digests.read()), model)
 
     def release(self) -> None:
         """Release all exported memory, and drop an unfinished refit."""
@@ -105,8 +109,13 @@ class IpcHandles:
     def _no_digests(self) -> Digests:
         return Digests(algorithm_for(self._exporter.probe))
 
-    def _check_step(self, step: int | None) -> None:
+    def _check_same(self, step: int | None, adapters: bool) -> None:
         before = self._step
+        if adapters != self._of_adapters:
+            self._restart()
+            raise RefitError(
+                "a refit sends adapters alone or whole models: begin again with the first names"
+            )
         if None not in (before, step) and before != step:
             self._restart()
             raise RefitError(

@@ -3,7 +3,7 @@
 The trainer sends requests (ZeroMQ REQ, bound at `ipc:///tmp/<device id>.sock`), the engine replies
 (REP). To our own receiver a request is one JSON object:
 
-    {"say": "announce", "version": 2, "tensors": {name: [dtype, shape]}}
+    {"say": "announce", "version": 3, "tensors": {name: [dtype, shape]}, "model": ..}
     {"say": "pack", "handle": .., "names": [..], "used_bytes": ..}
     {"say": "complete", "manifest": ..}     the end: `RefitManifest.encoded()`
 
@@ -29,10 +29,10 @@ import torch
 
 from megatron_policy.device import shared as on_gpu
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.manifest import Form, RefitManifest
+from megatron_policy.refit.manifest import Form, RefitInfo, RefitManifest, ServedModel
 from megatron_policy.refit.transports.ipc.shared_memory import Handle
 
-VERSION = 2
+VERSION = 3
 ACK = b"ack"
 _ANNOUNCE, _PACK, _COMPLETE = "announce", "pack", "complete"
 _REFUSED = b"refused: "
@@ -60,12 +60,12 @@ class Dialect:
 
     end: object | None = None
 
-    def opening(self, announced: Mapping[str, Form]) -> bytes | None:
+    def opening(self, announced: Mapping[str, Form], model: ServedModel) -> bytes | None:
         """The first request, if there is one."""
         if self.end is not None:
             return None
         tensors = {name: [_word(dtype), list(shape)] for name, (shape, dtype) in announced.items()}
-        return _said(_ANNOUNCE, version=VERSION, tensors=tensors)
+        return _said(_ANNOUNCE, version=VERSION, tensors=tensors, model=model.plain())
 
     def question(self, pack: PackMessage) -> bytes:
         """The request for a pack."""
@@ -82,14 +82,15 @@ class Dialect:
         return pickle.dumps(self.end)
 
 
-def understood(content: bytes) -> PackMessage | dict[str, Form] | RefitManifest:
+def understood(content: bytes) -> PackMessage | RefitInfo | RefitManifest:
     """Decode a request of our dialect. RefitError for anything else."""
     try:
         match json.loads(content):
-            case {"say": "announce", "version": version, "tensors": dict(tensors)}:
+            case {"say": "announce", "version": version, "tensors": dict(tensors), **rest}:
                 if version != VERSION:
                     raise ValueError(f"it is of version {version!r}, but this side reads {VERSION}")
-                return {name: _form(*said) for name, said in tensors.items()}
+                model = ServedModel.understood(rest.get("model"))
+                return RefitInfo({name: _form(*said) for name, said in tensors.items()}, model)
             case {"say": "complete", "manifest": str(manifest)}:
                 return RefitManifest.decoded(manifest.encode())
             case {"say": "pack", "handle": handle, "names": list(names), "used_bytes": size}:

@@ -154,7 +154,7 @@ class _Session:
 
     def begin(self, plan: RefitPlan) -> None:
         """Announce the tensors, if the dialect has an announcement."""
-        opening = self._dialect.opening(plan.info())
+        opening = self._dialect.opening(plan.info(), self._exporter.served())
         if opening is not None:
             self._send(lambda: opening)
 

@@ -1,0 +1,118 @@
+"""Which model adapters were trained on: by its digest in directories of ours, and in those of PEFT
+by its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from megatron_policy.converters.config_fields.peft_fields import PeftSettings
+from megatron_policy.converters.files.contained import expanded
+from megatron_policy.errors import ConfigError
+
+from .hf_files import HfReader, has_weights
+from .hf_location import locate
+
+_SAMPLES, _SAMPLE = 512, 1024
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SET = "give the model that they were trained on (policy.model_name, --base)"
+
+
+@dataclass(frozen=True)
+class StatedBase:
+    """The base that a directory of ours names."""
+
+    model: str
+    digest: str
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self, root: Path, model: str | Path, digest: str, own: Mapping[str, Any]) -> None:
+        """ConfigError unless the adapters in `root` are of `model`, which has that digest with the
+        overrides `own`.
+        """
+        if digest == self.digest:
+            return
+        if dict(self.overrides) != dict(own):
+            raise ConfigError(
+                f"the adapters in {root} were trained with hf_config_overrides "
+                f"{dict(self.overrides)!r:.500}, not {dict(own)!r:.500}: set "
+                "policy.hf_config_overrides to theirs"
+            )
+        raise ConfigError(
+            f"the adapters in {root} were trained on {self.model!r:.200}, which has other weights "
+            f"than {str(model)!r:.200} (digest {self.digest!r:.40}, not {digest!r}): {_SET}"
+        )
+
+
+def check_named(root: Path, settings: PeftSettings, model: str | Path) -> None:
+    """ConfigError unless the adapters in `root` can be of `model`, by the name and the revision
+    that PEFT's settings have. A model of that name that is on this machine has to have the same
+    weights; of others the last part of the name counts.
+    """
+    named, revision = settings.model, settings.revision
+    if named is None:
+        return
+    own = locate(model)
+    commit = own.name if own.parent.name == "snapshots" else ""
+    if revision and commit and _COMMIT.fullmatch(revision) and revision != commit:
+        _refuse(root, f"revision {revision} of {named!r}", f"revision {commit}", "revision")
+    there = expanded(named)
+    if _real(there) == _real(own) or _repository(own) == named:
+        return
+    if has_weights(there):
+        with HfReader(there) as theirs, HfReader(own) as ours:
+            if base_digest(theirs, {}) == base_digest(ours, {}):
+                return
+    elif _last(_repository(there) or named) == _last(_repository(own) or str(model)):
+        return
+    _refuse(root, repr(named), repr(str(model)), "base_model_name_or_path")
+
+
+def base_digest(reader: HfReader, overrides: Mapping[str, Any]) -> str:
+    """What tells a model of these files from others: the names, shapes and dtypes of its tensors,
+    the first bytes of up to 512 of them, in an order without a pattern, and the fields of its
+    config that are overridden.
+    """
+    found = hashlib.sha256()
+    for name in sorted(reader.shapes):
+        found.update(f"{name} {reader.shapes[name]} {reader.dtypes[name]}\n".encode())
+    if overrides:
+        found.update(json.dumps(dict(overrides), sort_keys=True, default=str).encode())
+    mixed = sorted(reader.shapes, key=lambda name: hashlib.sha256(name.encode()).digest())
+    for name in mixed[:_SAMPLES]:
+        shape = reader.shapes[name]
+        rows = tuple(slice(0, min(size, 1 if dim else 4)) for dim, size in enumerate(shape[:-1]))
+        taken = reader.part(name)[(*rows, slice(0, _SAMPLE))] if shape else reader.tensor(name)
+        found.update(taken.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:32]
+
+
+def _refuse(root: Path, theirs: str, ours: str, what: str) -> NoReturn:
+    raise ConfigError(
+        f"the adapters in {root} were trained on {theirs:.300}, not on {ours:.300}: {_SET}; or, if "
+        f"the weights are the same, write that into {what} of adapter_config.json"
+    )
+
+
+def _real(path: Path) -> str:
+    return os.path.realpath(path)
+
+
+def _repository(root: Path) -> str:
+    """The hub repository of a snapshot in its cache; "" for other directories."""
+    folder = root.parent.parent.name
+    is_snapshot = root.parent.name == "snapshots" and folder.startswith("models--")
+    return folder.removeprefix("models--").replace("--", "/") if is_snapshot else ""
+
+
+def _last(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2].casefold()

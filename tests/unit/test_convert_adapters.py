@@ -1,0 +1,413 @@
+"""Adapters alone between directories of PEFT and training checkpoints: bit-equal there and back;
+what does not fit is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from megatron_policy.checkpoint import common_state, manifest, tracker, verifying
+from megatron_policy.cli import app
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.adapters import adapters_of
+from megatron_policy.convert import convert, plan_conversion, verify
+from megatron_policy.converters.adapters import AdapterSpec
+from megatron_policy.converters.formats.hf_config import read_config
+from megatron_policy.converters.formats.hf_files import HfReader
+from megatron_policy.converters.formats.peft_base import base_digest
+from megatron_policy.converters.formats.peft_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_MODEL,
+    BASE,
+    read_peft,
+)
+from megatron_policy.converters.table import bind
+from megatron_policy.errors import ConfigError, ConversionError
+from tests import peft_models
+from tests.exact import load_hf
+from tests.unit.test_config import minimal
+from tests.unit.training_checkpoints import flip
+
+SMALL = {"layers": 2, "vocab": 250, "hidden": 64, "heads": 4, "groups": 2, "ffn": 96}
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+JOINED = ["qkv_proj", "gate_up_proj"]
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+MIB = 2**20
+Checkpoint = Callable[..., Path]
+
+CASES: dict[str, tuple[str, list[str], bool, list[str]]] = {
+    "each module": ("qwen2", ALL, False, ALL),
+    "fused": ("qwen2", ALL, True, ["linear_qkv", "o_proj", "linear_fc1", "down_proj"]),
+    "some": ("qwen2", ["q_proj", "v_proj", "up_proj"], False, ["q_proj", "v_proj", "up_proj"]),
+    "one": ("llama", ["k_proj"], False, ["k_proj"]),
+    "joined in the files": (
+        "phi3",
+        ["qkv_proj", "gate_up_proj"],
+        False,
+        ["qkv_proj", "gate_up_proj"],
+    ),
+    "latent attention": ("deepseek_v3", LATENT, False, LATENT),
+    "some of the same A": ("qwen3", ["q_proj", "k_proj"], True, ["q_proj", "k_proj"]),
+}
+"""Family, modules, whether those of a fused layer share their A, and a policy's names for them."""
+
+
+def made(checkpoint: Checkpoint, target: Path, case: str = "each module") -> tuple[Path, Path]:
+    """The model of a case, and adapters of it as PEFT saves them."""
+    family, modules, shared, _ = CASES[case]
+    base = checkpoint(family, tied=False, **SMALL)
+    return base, peft_models.make_adapters(base, target, modules, shared=shared)
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / ADAPTER_MODEL)
+
+
+def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_adapters_come_back_with_the_same_bits(
+    checkpoint: Checkpoint, tmp_path: Path, case: str
+) -> None:
+    base, peft = made(checkpoint, tmp_path / "peft", case)
+    report = convert(peft, tmp_path / "saved", "mcore", base=base, max_memory=MIB)
+    convert(tmp_path / "saved", tmp_path / "back", "hf", max_memory=MIB)
+    assert_same_bits(tensors_of(peft), tensors_of(tmp_path / "back"))
+    assert verify(peft, tmp_path / "saved").equal and verify(tmp_path / "back", peft).equal
+    assert isinstance(PeftModel.from_pretrained(load_hf(base), str(tmp_path / "back")), PeftModel)
+    names = ", ".join(CASES[case][3])
+    keys = f"{{enabled: true, dim: 4, alpha: 6.0, target_modules: [{names}]}}"
+    assert report.plan.resumed_with == keys
+
+
+def test_adapters_of_experts_come_back_too(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    base = checkpoint("qwen3_moe", **SMALL)
+    peft = peft_models.make_expert_adapters(base, tmp_path / "peft")
+    convert(peft, tmp_path / "saved", "mcore", base=base)
+    convert(tmp_path / "saved", tmp_path / "back", "hf")
+    assert_same_bits(tensors_of(peft), tensors_of(tmp_path / "back"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_policy_with_the_named_keys_resumes_from_it(
+    checkpoint: Checkpoint, tmp_path: Path, case: str
+) -> None:
+    """Its table has the same parameters, and its identity is the one that is checked."""
+    base, peft = made(checkpoint, tmp_path / "peft", case)
+    convert(peft, tmp_path / "saved", "mcore", base=base)
+    section = {"enabled": True, "dim": 4, "alpha": 6.0, "target_modules": CASES[case][3]}
+    table = adapters_of(
+        PolicyConfig.parse(minimal(**{"megatron_cfg.peft": section})), bind(read_config(base))
+    )
+    assert table is not None
+    found = manifest.read(tracker.find(tmp_path / "saved"))
+    shapes = {e.megatron: e.row.local_shape(table.architecture, 1) for e in table.entries}
+    assert {key: shape for key, (_, shape) in found.tensors.items()} == shapes
+    ours = common_state.read_ours(tmp_path / "saved")
+    assert set(ours["source_dtypes"]) == table.hf_shapes().keys()
+    stated = json.loads((tmp_path / "saved" / "hf" / BASE).read_text())
+    with HfReader(base) as reader:
+        assert stated == {"model": str(base), "digest": base_digest(reader, {})}
+    spec = AdapterSpec(4, 6.0, 0.0, str(base), stated["digest"])
+    assert ours["adapters_of"] == spec.identity(table)
+
+
+def test_what_is_written_says_everything_and_is_covered_by_digests(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    base, peft = made(checkpoint, tmp_path / "peft")
+    convert(peft, tmp_path / "saved", "mcore", base=base)
+    assert (tmp_path / "saved" / "hf" / "config.json").read_bytes() == (
+        base / "config.json"
+    ).read_bytes()
+    assert (tmp_path / "saved" / "hf" / "tokenizer.json").exists()
+    stated = verifying.verify(tmp_path / "saved")
+    assert stated.contains == ("weights",) and stated.step == 0 and stated.family == "qwen2"
+    files = {p.relative_to(tmp_path / "saved").as_posix() for p in (tmp_path / "saved").rglob("*")}
+    assert files - {"hf", "checkpoint.json"} == stated.files.keys() | stated.records.keys()
+    convert(tmp_path / "saved", tmp_path / "back", "hf")
+    back = read_peft(tmp_path / "back")
+    assert back.stated is not None and back.stated.model == str(base)
+    assert back.settings.rank == 4 and back.settings.alpha == 6.0
+    assert {p.name for p in (tmp_path / "back").iterdir()} == {
+        ADAPTER_MODEL,
+        ADAPTER_CONFIG,
+        BASE,
+        "megatron_policy.json",
+    }
+
+
+def test_scales_that_peft_says_otherwise_are_kept(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    base, peft = made(checkpoint, tmp_path / "peft")
+    changed(peft, use_rslora=True, alpha_pattern={"proj": 1.0} | dict.fromkeys(ALL, 5.0))
+    convert(peft, tmp_path / "saved", "mcore", base=base)
+    convert(tmp_path / "saved", tmp_path / "back", "hf")
+    settings = read_peft(tmp_path / "back").settings
+    assert (settings.rank, settings.alpha, settings.rank_stabilised) == (4, 10.0, False)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_dtypes_are_kept_or_cast(checkpoint: Checkpoint, tmp_path: Path, dtype: str | None) -> None:
+    base, peft = made(checkpoint, tmp_path / "peft")
+    tensors = tensors_of(peft)
+    mixed = {n: t.to(torch.float16 if ".q_proj." in n else t.dtype) for n, t in tensors.items()}
+    save_file(mixed, peft / ADAPTER_MODEL)
+    convert(peft, tmp_path / "saved", "mcore", base=base, dtype=dtype)
+    convert(tmp_path / "saved", tmp_path / "back", "hf")
+    wanted = {n: t if dtype is None else t.bfloat16() for n, t in mixed.items()}
+    assert_same_bits(wanted, tensors_of(tmp_path / "back"))
+
+
+def test_the_base_that_they_name_is_taken_if_it_is_here(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    base, peft = made(checkpoint, tmp_path / "peft")
+    convert(peft, tmp_path / "saved", "mcore")
+    changed(peft, base_model_name_or_path="somebody/else")
+    with pytest.raises(ConfigError, match="give it with base=; they name 'somebody/else'"):
+        convert(peft, tmp_path / "other", "mcore")
+    with pytest.raises(ConfigError, match="trained on 'somebody/else', not on"):
+        convert(peft, tmp_path / "other", "mcore", base=base)
+    assert not (tmp_path / "other").exists()
+
+
+def test_another_base_is_refused_by_its_digest(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    base, peft = made(checkpoint, tmp_path / "peft")
+    other = checkpoint("qwen2", tied=False, seed=3, **SMALL)
+    convert(peft, tmp_path / "saved", "mcore", base=base)
+    convert(tmp_path / "saved", tmp_path / "back", "hf", base=base)
+    before = sorted(os.listdir(tmp_path))
+    for source, to, merge in (
+        ("saved", "hf", False),
+        ("saved", "hf", True),
+        ("back", "mcore", False),
+        ("back", "hf", True),
+    ):
+        with pytest.raises(ConfigError, match="which has other weights than"):
+            convert(tmp_path / source, tmp_path / "out", to, base=other, merge=merge)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def changed(path: Path, **values: Any) -> None:
+    file = path / ADAPTER_CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def with_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = tensors_of(path)
+    change(tensors)
+    save_file(tensors, path / ADAPTER_MODEL)
+
+
+Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
+HEAD = "base_model.model.lm_head"
+
+
+def _head(tensors: dict[str, torch.Tensor]) -> None:
+    tensors |= {
+        f"{HEAD}.lora_A.weight": torch.ones(4, 64),
+        f"{HEAD}.lora_B.weight": torch.ones(250, 4),
+    }
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "DoRA": (lambda p: changed(p, use_dora=True), "use_dora=True: DoRA is not supported"),
+    "a lost A": (
+        lambda p: with_tensors(p, lambda t: t.pop(f"{Q0}.lora_A.weight")),
+        rf"has no {Q0}\.lora_A\.weight; write both",
+    ),
+    "a bias": (
+        lambda p: with_tensors(p, lambda t: t.update({f"{Q0}.lora_B.bias": torch.ones(64)})),
+        rf"has {Q0}\.lora_B\.bias; only linear",
+    ),
+    "the head": (
+        lambda p: (with_tensors(p, _head), changed(p, target_modules=[*ALL, "lm_head"])),
+        "no linear layer of this qwen2 model that can be adapted is called lm_head",
+    ),
+    "another shape": (
+        lambda p: with_tensors(p, lambda t: t.update({f"{Q0}.lora_B.weight": torch.ones(8, 4)})),
+        rf"do not fit .*\n  {Q0}\.lora_B\.weight is float32 \[8, 4\], must be \[64, 4\] of",
+    ),
+    "another dtype": (
+        lambda p: with_tensors(
+            p, lambda t: t.update({f"{Q0}.lora_B.weight": torch.ones(64, 4, dtype=torch.float64)})
+        ),
+        rf"{Q0}\.lora_B\.weight is float64 \[64, 4\], must be \[64, 4\] of float32 or bfloat16",
+    ),
+    "another rank": (lambda p: changed(p, r=8), r"A of \[4, \d+\] .* but rank 8"),
+    "two scales": (
+        lambda p: changed(p, alpha_pattern={"q_proj": 1.0}),
+        r"alpha \(4, .*\) for .* a policy's are all alike: merge them",
+    ),
+    "an unnamed module": (
+        lambda p: changed(p, target_modules=["q_proj"]),
+        "does not name them, so PEFT leaves them out",
+    ),
+    "no tensors": (lambda p: with_tensors(p, lambda t: t.clear()), "has no adapters"),
+    "no file": (lambda p: (p / ADAPTER_MODEL).unlink(), "save_pretrained or export_peft wrote"),
+    "a cut file": (
+        lambda p: (p / ADAPTER_MODEL).write_bytes((p / ADAPTER_MODEL).read_bytes()[:-9]),
+        "truncated or not a safetensors file",
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_what_is_wrong_with_a_directory_is_named_and_nothing_is_left(
+    checkpoint: Checkpoint, tmp_path: Path, bad: str
+) -> None:
+    base, peft = made(checkpoint, tmp_path / "peft")
+    act, said = BAD[bad]
+    act(peft)
+    for call in (plan_conversion, convert):
+        with pytest.raises((ConversionError, ConfigError), match=said):
+            call(peft, tmp_path / "out", "mcore", base=base)
+    assert os.listdir(tmp_path) == ["peft"]
+
+
+WISHES: list[tuple[str, str, dict[str, Any], str]] = [
+    ("peft", "hf", {}, "already; to='mcore' converts it to the other; merge=True adds it"),
+    ("saved", "mcore", {}, "already; to='hf' converts it to the other; merge=True adds it"),
+    ("base", "mcore", {"merge": True}, "has a whole model: leave out base= and merge=True"),
+    ("base", "mcore", {"base": "x"}, "has a whole model: leave out base= and merge=True"),
+    ("peft", "mcore", {"config": "x"}, "has adapters: give base= instead"),
+    ("saved", "hf", {"base": "/nowhere"}, "'/nowhere' is not a directory"),
+]
+
+
+@pytest.mark.parametrize(("source", "to", "wish", "said"), WISHES, ids=str)
+def test_a_wish_that_cannot_be_met_is_refused(
+    checkpoint: Checkpoint, tmp_path: Path, source: str, to: str, wish: dict[str, Any], said: str
+) -> None:
+    base, peft = made(checkpoint, tmp_path / "peft")
+    convert(peft, tmp_path / "saved", "mcore", base=base)
+    paths = {"peft": peft, "saved": tmp_path / "saved", "base": base}
+    with pytest.raises(ConfigError, match=said):
+        convert(paths[source], tmp_path / "out", to, **wish)
+    for destination in (tmp_path / "peft" / "in", base / "in"):
+        with pytest.raises(ConfigError, match="choose another"):
+            convert(peft, destination, "hf", base=base, merge=True)
+
+
+@pytest.mark.parametrize("kind", ["saved", "back"])
+def test_a_flipped_byte_of_adapters_is_found(
+    checkpoint: Checkpoint, tmp_path: Path, kind: str
+) -> None:
+    base, peft = made(checkpoint, tmp_path / "peft")
+    convert(peft, tmp_path / "saved", "mcore", base=base)
+    convert(tmp_path / "saved", tmp_path / "back", "hf")
+    to = {"saved": "hf", "back": "mcore"}[kind]
+    file = {"saved": "__0_0.distcp", "back": ADAPTER_MODEL}[kind]
+    flip(tmp_path / kind / file, (tmp_path / kind / file).stat().st_size * 2 // 3)
+    for merge, into in ((False, to), (True, "hf")):
+        with pytest.raises(ConversionError, match="damaged"):
+            convert(tmp_path / kind, tmp_path / "out", into, base=base, merge=merge)
+    assert not (tmp_path / "out").exists()
+    assert not verify(tmp_path / kind, peft).equal
+    assert run("verify", tmp_path / kind)[0] == 1
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_commands_say_what_they_did(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    base, peft = made(checkpoint, tmp_path / "peft", "fused")
+    saved, back = tmp_path / "saved", tmp_path / "back"
+    code, said, _ = run("convert", peft, saved, "--to", "mcore", "--base", base)
+    assert code == 0 and f"adapters of rank 4 and alpha 6 on {base}" in said
+    assert "resume with fresh_optimizer=True and megatron_cfg.peft: {enabled: true, dim: 4" in said
+    assert "6 tensors are kept once: modules of fused layers share an A" in said
+    assert run("convert", saved, back, "--to", "hf")[0] == 0
+    assert run("verify", saved)[1].endswith("complete: every digest matches\n")
+    assert f"{back}: qwen2, peft, step 0" in run("verify", back)[1]
+    assert "equal: 28 tensors" in run("verify", saved, back)[1]
+    code, said, error = run("convert", peft, tmp_path / "out", "--to", "hf")
+    assert code == 1 and "--to mcore converts it to the other; --merge adds it" in error
+    code, said, error = run("convert", base, tmp_path / "out", "--to", "mcore", "--merge")
+    assert code == 1 and "leave out --base and --merge" in error.replace("\n", " ")
+    code, said, _ = run("convert", saved, tmp_path / "out", "--to", "hf", "--merge", "--dry-run")
+    assert code == 0 and f"merged with the adapters in {saved}" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_inspect_shows_adapters_of_both_kinds(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    base, peft = made(checkpoint, tmp_path / "peft", "fused")
+    convert(peft, tmp_path / "saved", "mcore", base=base)
+    code, said, _ = run("inspect", tmp_path / "saved")
+    assert code == 0 and said.startswith("family qwen2 (adapters)\n")
+    layer = "decoder.layers.{layer}.self_attention.linear_qkv.adapter"
+    assert f"{layer}.a  [4, 64]  Whole, held whole by every rank  layers 0-1" in said
+    assert f"{layer}.b  [128, 4]  Qkv, split along dimension 0  layers 0-1" in said
+    code, said, _ = run("inspect", peft)
+    assert code == 0 and "\nadapter_config.json\n" in said
+    assert (
+        f"{layer}.a  [12, 64]  Concatenated" in said
+    )  # values, which tell that A is one, are not read
+    assert "translated  lora_alpha = 6.0" in said and "0 unmatched" in said
+    found = json.loads(run("inspect", peft, "--json")[1])
+    assert found["fields_of"] == ADAPTER_CONFIG and found["problems"] == []
+
+
+def test_inspect_marks_what_is_wrong_with_adapters(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    base, peft = made(checkpoint, tmp_path / "peft")
+    changed(peft, use_dora=True, base_model_name_or_path="else/where")
+    with_tensors(peft, lambda t: (t.pop(f"{Q0}.lora_A.weight"), _head(t)))
+    code, _, error = run("inspect", peft)
+    assert code == 1 and "give the directory with that model's config.json with --config" in error
+    code, said, error = run("inspect", peft, "--config", base)
+    assert code == 1 and "refused     use_dora = True: DoRA is not supported" in said
+    assert "<< missing" in said and f"{HEAD}.lora_B.weight  [250, 4]  float32: no linear" in said
+    assert "use_dora = True" in error and f"{Q0}.lora_A.weight" in error
+
+
+def test_a_checkpoint_that_does_not_say_its_modules_is_refused(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """As an older version saved it."""
+    base, peft = made(checkpoint, tmp_path / "peft")
+    convert(peft, tmp_path / "saved", "mcore", base=base)
+    (tmp_path / "saved" / "hf" / ADAPTER_CONFIG).unlink()
+    with pytest.raises(ConversionError, match="not the files that say of which modules: load it"):
+        convert(tmp_path / "saved", tmp_path / "out", "hf")
+    shutil.copy(peft / ADAPTER_CONFIG, tmp_path / "saved" / "hf")
+    (tmp_path / "saved" / "hf" / BASE).unlink()
+    with pytest.raises(ConversionError, match=f"restore its {ADAPTER_CONFIG} and {BASE}"):
+        convert(tmp_path / "saved", tmp_path / "out", "hf")
+
+
+def test_overrides_go_with_adapters(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """A directory of ours says with which its adapters were trained."""
+    base, peft = made(checkpoint, tmp_path / "peft")
+    convert(peft, tmp_path / "plain", "mcore", base=base)
+    overrides = {"rms_norm_eps": 0.5}
+    with HfReader(base) as reader:
+        stated = {"model": str(base), "digest": base_digest(reader, overrides)}
+    (peft / BASE).write_text(json.dumps(stated | {"hf_config_overrides": overrides}))
+    convert(peft, tmp_path / "saved", "mcore", base=base)
+    own = json.loads((base / "config.json").read_text())
+    assert json.loads((tmp_path / "saved/hf/config.json").read_text()) == own | overrides
+    found = manifest.read(tmp_path / "saved")
+    assert found.overrides == overrides and found.config != manifest.read(tmp_path / "plain").config
+    convert(tmp_path / "saved", tmp_path / "merged", "hf", base=base, merge=True)
+    assert json.loads((tmp_path / "merged/config.json").read_text()) == own | overrides
+    convert(tmp_path / "saved", tmp_path / "back", "hf")
+    again = read_peft(tmp_path / "back")
+    assert again.stated is not None and again.stated.overrides == overrides
