@@ -13,10 +13,9 @@ import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
 
 from megatron_policy.converters.rows.blocks import Shape
 
@@ -25,6 +24,9 @@ from .dist_keys import KeyedSlice
 from .dist_metadata import METADATA
 from .dist_records import empty_object, framing
 from .stored import Chunk, Stored
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import metadata
 
 CHUNK_BYTES = 16 * 2**20
 """Limit for the tensor in a record: a loading rank reads a whole record to take its own rows."""
@@ -123,6 +125,9 @@ def small_files(layout: DistLayout, common: dict[str, Any]) -> dict[str, bytes]:
 
 
 def _metadata(layout: DistLayout) -> metadata.Metadata:
+    # Imported here: it takes a second, and commands that write no checkpoint import this module.
+    from torch.distributed.checkpoint import filesystem, metadata
+
     described: dict[str, Any] = {}
     places = {}
     for record in layout.records:

@@ -178,6 +178,13 @@ class LayerActivations:
             unkept=entered * (not kept),
         )
 
+    def kind(self, layer: int) -> tuple[bool | int, ...]:
+        """What decides how much decoder layer number `layer` keeps, besides its input."""
+        arch = self.arch
+        rotated = arch.rope_of(layer) is not None
+        own = -1 if self.adapters is None else layer
+        return arch.has_window(layer), arch.has_experts(layer), rotated, own
+
     def adapts(self, layer: int) -> bool:
         """Whether a layer has adapters."""
         return self.adapters is not None and bool(self.adapters.layers[layer])

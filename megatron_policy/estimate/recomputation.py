@@ -66,9 +66,12 @@ def _units(
     """What each layer, or each group that is computed again at once, keeps between the passes, and
     the most during its own backward pass. `needed` says whether what enters needs gradients.
     """
-    saved = []
+    saved, alike = [], {}
     for layer in layers:
-        saved.append(model.saved(layer, batch, needed))
+        key = model.kind(layer), needed
+        if key not in alike:
+            alike[key] = model.saved(layer, batch, needed)
+        saved.append(alike[key])
         needed = needed or model.adapts(layer)
     number, hidden = settings.recompute_num_layers or 1, model.hidden(batch)
     if settings.recompute_granularity != "full":
