@@ -59,7 +59,10 @@ class WorkerRefit:
 
         refuse_scales(kv_scales)
         size = buffer_size_bytes or _configured_bytes(self.policy.config)
-        return self.policy.refit(IpcStream(buffer_bytes=size)).speed
+        # Every rank listens at its own address, and asks for no other.
+        ranks = range(self.policy.topology.world_size)
+        addresses = dict.fromkeys(ranks, self.get_refit_address())
+        return self.policy.refit(IpcStream(addresses, size)).speed
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
         """[(HF name, bytes)] in order, for the caller to group, and the most bytes of a group."""
