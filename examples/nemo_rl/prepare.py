@@ -39,9 +39,14 @@ def boxed(number: int) -> str:
     return rf"\boxed{{{number}}}"
 
 
+def _bare(answer: str) -> str:
+    return answer.removeprefix(r"\boxed{").removesuffix("}")
+
+
 def write_data(folder: Path, seed: int) -> None:
-    """Write `sums.jsonl` (input, output) and `pairs.jsonl` (prompt, chosen, rejected), and for both
-    a `val_` file with the held-out sums.
+    """Write `sums.jsonl` (input, output), `pairs.jsonl` (prompt, chosen, rejected: a wrong sum) and
+    `forms.jsonl` (rejected: the sum in the wrong form), and for each a `val_` file with the
+    held-out sums.
     """
     found = list(sums())
     random.Random(seed).shuffle(found)
@@ -49,6 +54,8 @@ def write_data(folder: Path, seed: int) -> None:
         _write(folder / f"{prefix}sums.jsonl", ({"input": q, "output": a} for q, a, _ in part))
         pairs = ({"prompt": q, "chosen": a, "rejected": wrong} for q, a, wrong in part)
         _write(folder / f"{prefix}pairs.jsonl", pairs)
+        forms = ({"prompt": q, "chosen": a, "rejected": _bare(a)} for q, a, _ in part)
+        _write(folder / f"{prefix}forms.jsonl", forms)
 
 
 def _write(path: Path, rows: Iterator[Mapping[str, str]]) -> None:

@@ -17,6 +17,7 @@ from megatron_policy.errors import ConfigError
 from megatron_policy.hosts import nemo_rl as host
 from megatron_policy.hosts.nemo_rl import redirect
 from megatron_policy.interfaces.host import Host, find_host
+from tests.hosts.conftest import STANDIN
 from tests.ranks import ROOT
 
 SINCE_05, UNTIL_04 = redirect.THEIR_WORKERS
@@ -237,6 +238,26 @@ class Missing:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name == self.name:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_what_calls_ray_when_it_is_collected_is_collected_while_ray_is_there() -> None:
+    code = """
+import atexit, nemo_rl
+atexit.register(print, "Ray leaves")
+from megatron_policy.hosts import nemo_rl as host
+
+class Policy:
+    def __init__(self): self.generation = self
+    def __del__(self): print("a policy calls Ray")
+
+def main(): Policy()
+
+host.install()
+main()
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(STANDIN)))}
+    told = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert told.stdout.splitlines() == ["a policy calls Ray", "Ray leaves"], told.stderr
 
 
 def test_workers_are_led_to_a_checkout_and_not_to_an_installed_package(

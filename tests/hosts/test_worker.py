@@ -21,10 +21,13 @@ from megatron_policy.config import GenerationConfig, PolicyConfig
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.nemo_rl import refit
 from megatron_policy.hosts.nemo_rl.checkpoints import as_host_means
+from megatron_policy.hosts.nemo_rl.generation import (
+    filters_as_host_means,
+    shares_devices,
+)
 from megatron_policy.hosts.nemo_rl.host_imports import part_or_none
 from megatron_policy.hosts.nemo_rl.layout import AXES, check_layout_of_host
 from megatron_policy.hosts.nemo_rl.not_implemented import NOT_IMPLEMENTED
-from megatron_policy.hosts.nemo_rl.sampling import filters_as_host_means, shares_devices
 from megatron_policy.hosts.nemo_rl.worker import NemoRLWorker
 from megatron_policy.interfaces import LossType
 from tests.dist.cases import policy_config

@@ -145,6 +145,8 @@ def wrap_model(
         wrapped, optimizer, scheduler, pending_reads, gradient_norm, apart, Stopwatch(), scale
     )
     _connect(config, model)
+    # Otherwise the first forward pass would gather parameters, and wait for other replicas there.
+    model.settle()
     return model
 
 

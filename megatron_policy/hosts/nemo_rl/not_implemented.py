@@ -33,7 +33,6 @@ NOT_IMPLEMENTED: dict[str, str] = {
     "init_collective_mcore_generation": _MEGATRON_GENERATION,
     "preinit_nvshmem_collective": _MEGATRON_GENERATION,
     "swap_weights_via_reshard": _MEGATRON_GENERATION,
-    "generate_async": _MEGATRON_GENERATION,
     "report_dp_openai_server_base_url": _MEGATRON_GENERATION,
     "suspend_for_refit": _MEGATRON_GENERATION,
     "resume_after_refit": _MEGATRON_GENERATION,

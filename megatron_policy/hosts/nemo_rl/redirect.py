@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import gc
 import importlib
 import inspect
 import logging
@@ -51,6 +53,9 @@ def install() -> None:
         os.environ[PYTHON_VARIABLE] = environments[OUR_WORKER]
     if not hasattr(builder.__init__, "_megatron_policy"):
         builder.__init__ = _redirecting(builder.__init__, environments)
+        # NeMo RL's policies call Ray when they are collected. Those in reference cycles would be
+        # collected after Ray has left the process, which can crash at the end of a complete run.
+        atexit.register(gc.collect)
     _lead_workers_to_this_package()
     # NeMo RL refuses to use Megatron unless this is set to something. Builds for a GPU treat an
     # empty value like none, and target the GPU that they find.

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import ray
 import torch
 
 from megatron_policy import device
 from megatron_policy.device.caches import release_cached
 from megatron_policy.errors import RefitError
 from megatron_policy.hosts.nemo_rl.host_imports import accepted, part_or_none
+from megatron_policy.hosts.nemo_rl.worker_info import node_and_device
 from megatron_policy.refit.transports.ipc.protocol import Dialect
 from megatron_policy.workers.worker.refit import WorkerRefit, refuse_scales
 
@@ -22,7 +24,8 @@ class HostRefit(WorkerRefit):
     host's dialect: packs of `(handle, names, used bytes)`, each tensor at a multiple of 512 bytes,
     in two alternating buffers, and the host's end marker. Over a group they get the broadcasts of
     the host's own producer in the host's own group. Without a GPU the host has no engine, and both
-    ways are those of our own `Receiver`. Every method is collective.
+    ways are those of our own `Receiver`; over a socket, one that Ray has placed as this worker
+    listens at `cpu_address`. Every method is collective.
     """
 
     _shares_devices: bool
@@ -42,6 +45,11 @@ class HostRefit(WorkerRefit):
         info = super().prepare_refit_info(with_numel=groups and self._shares_devices)
         # The host's engines call `numel` on the shape.
         return {name: (torch.Size(shape), *rest) for name, (shape, *rest) in info.items()}
+
+    def get_refit_address(self) -> str:
+        """The address that `stream_weights_via_ipc_zmq` of this rank binds."""
+        alone = serves_host_engines() or not ray.is_initialized()
+        return super().get_refit_address() if alone else cpu_address()
 
     def get_zmq_address(self) -> str:
         """The address that `stream_weights_via_ipc_zmq` of this rank binds."""
@@ -140,6 +148,16 @@ def _broadcast(
 def serves_host_engines() -> bool:
     """Whether engines are the host's, which run on GPUs only."""
     return device.is_accelerated()
+
+
+def cpu_address() -> str:
+    """Where a worker without a GPU and its engine meet: in this job, Ray has given both the same
+    GPU of this node, which exists in its books alone.
+    """
+    from megatron_policy.refit.transports.ipc.transport import address_of
+
+    run = ray.get_runtime_context()
+    return address_of(f"CPU-{run.get_node_id()[:16]}-{run.get_job_id()}-{node_and_device()[1]}")
 
 
 def join_engines(ip: str, port: int, rank: int, world_size: int, options: Mapping[str, Any]) -> Any:

@@ -17,24 +17,23 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.device.profiling import device_name
 from megatron_policy.hosts.nemo_rl.checkpoints import as_host_means
 from megatron_policy.hosts.nemo_rl.data_plane import DataPlane
+from megatron_policy.hosts.nemo_rl.generation import (
+    HostGeneration,
+    filters_as_host_means,
+    scaled,
+    shares_devices,
+)
 from megatron_policy.hosts.nemo_rl.layout import check_layout_of_host
 from megatron_policy.hosts.nemo_rl.losses import adapted, set_aside
 from megatron_policy.hosts.nemo_rl.not_implemented import NOT_IMPLEMENTED, refuses
 from megatron_policy.hosts.nemo_rl.refit import HostRefit
 from megatron_policy.hosts.nemo_rl.result_types import in_host_types, training_result
-from megatron_policy.hosts.nemo_rl.sampling import (
-    filters_as_host_means,
-    refuse_lone_generation,
-    scaled,
-    shares_devices,
-)
 from megatron_policy.hosts.nemo_rl.worker_info import (
     device_info,
     node_and_device,
     tensor_parallel_attributes,
 )
 from megatron_policy.workers.cluster.assigned_gpu import ALL_VISIBLE
-from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
 
 ACTOR_OPTIONS: dict[str, Any] = {"runtime_env": {"env_vars": dict(ALL_VISIBLE)}}
 """For `ray.remote`: the worker sees all GPUs of its node, as the host's own Megatron worker does.
@@ -45,7 +44,7 @@ The host removes the variable from the workers' environment, and merges such opt
 
 
 @refuses(NOT_IMPLEMENTED)
-class NemoRLWorker(DataPlane, HostRefit, MegatronPolicyWorkerImpl):
+class NemoRLWorker(DataPlane, HostRefit, HostGeneration):
     """One rank under NeMo RL's driver, of 0.3 or later.
 
     Versions are detected by what can be imported and what a call passes, never by number. Arguments
@@ -158,25 +157,6 @@ class NemoRLWorker(DataPlane, HostRefit, MegatronPolicyWorkerImpl):
     def score(self, data: Mapping[str, Any]) -> Any:
         """`scores`, fp32 [B], of a reward model."""
         return in_host_types(super().score(data))
-
-    def generate(self, data: Mapping[str, Any], greedy: bool = False) -> Any:
-        """Continue each prompt; see `GenerationOutputSpec` for the result.
-
-        Offloaded parameters are brought back: hosts up to 0.5 call no more than this.
-        """
-        super().prepare_for_generation()
-        return in_host_types(super().generate(data, greedy))
-
-    def prepare_for_generation(self, **kwargs: Any) -> None:
-        """Parameters on the device, for `generate`; the host's engine settings have no effect.
-
-        NotImplementedError if the host would call only one of several workers.
-        """
-        refuse_lone_generation(self.policy.topology.world_size)
-        super().prepare_for_generation()
-
-    def finish_generation(self, release_gpu: bool = True) -> None:
-        """Do nothing: there is nothing to clean up."""
 
     def get_gpu_info(self) -> dict[str, Any]:
         """Rank, device and its memory, in any state of the policy."""

@@ -71,7 +71,10 @@ class WorkerRefit:
 
         refuse_scales(kv_scales)
         size = buffer_size_bytes or _configured_bytes(self.policy.config)
-        return self.policy.refit(IpcStream(buffer_bytes=size), adapters=adapters).speed
+        # Every rank listens at its own address, and asks for no other.
+        ranks = range(self.policy.topology.world_size)
+        addresses = dict.fromkeys(ranks, self.get_refit_address())
+        return self.policy.refit(IpcStream(addresses, size), adapters=adapters).speed
 
     def prepare_weights_for_ipc(
         self, adapters: bool = False

@@ -5,22 +5,31 @@ examples/nemo_rl, on two GPUs that exist in Ray's books only.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from megatron_policy.coordination.rendezvous import reserved_port
-from tests.hosts.real.host import newer
 from tests.ranks import ROOT
 
 LAPTOP = ROOT / "examples/nemo_rl/laptop"
 LIMIT_S = 1200.0
-Script = Callable[..., str]
+GRPO_SCRIPTS = ("run_grpo.py", "run_grpo_math.py")
+TOLERANCE = 1e-4
+"""Of log-probabilities in fp32 by other kernels."""
+LOGGED = ("token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs")
 
 
 def checkout() -> Path:
@@ -30,9 +39,38 @@ def checkout() -> Path:
     return Path(spec.origin).parent.parent
 
 
+@dataclass(frozen=True)
+class Laptop:
+    """A Ray instance, the tiny model with its data in `tiny`, and the host's tree."""
+
+    tiny: Path
+    host: Path
+    env: dict[str, str]
+
+    def run(self, name: str, file: str, out: Path, *arguments: str, engine: bool = False) -> str:
+        """Run a script of the host's to its end, with checkpoints and logs in `out`; with `engine`,
+        one on the CPU stands in for vLLM. What it printed.
+        """
+        launcher = [str(LAPTOP / "run.py")] if engine else ["-m", "megatron_policy", "run"]
+        where = [f"checkpointing.checkpoint_dir={out}", f"logger.log_dir={out}/logs"]
+        config = ["--config", str(LAPTOP / file)]
+        done = subprocess.run(
+            [sys.executable, *launcher, f"examples/{name}", *config, *where, *arguments],
+            cwd=self.host,
+            env=self.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-6000:]
+        assert "megatron_policy.hosts.nemo_rl.worker.MegatronPolicyWorker" in done.stdout
+        return done.stdout
+
+
 @pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
-    """`script(name, file, *arguments)` runs a script of the host's to its end; what it printed."""
+def laptop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laptop]:
     tiny, host = tmp_path_factory.mktemp("tiny"), checkout()
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(host)]),
@@ -51,60 +89,145 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
     with reserved_port() as port:
         pass
     command = [
-        *(str(Path(sys.executable).parent / "ray"), "start", "--head", "--block"),
-        *(f"--port={port}", "--node-ip-address=127.0.0.1", "--num-gpus=2", "--num-cpus=16"),
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+        *(f"--port={port}", "--node-ip-address=127.0.0.1", "--num-gpus=2", "--num-cpus=24"),
         *("--include-dashboard=false", f"--temp-dir={tmp_path_factory.mktemp('r')}"),
     ]
     ray = subprocess.Popen(command, env=env, start_new_session=True)
-
-    def run(name: str, file: str, *arguments: str) -> str:
-        words = ["run", f"examples/{name}", "--config", str(LAPTOP / file), *arguments]
-        done = subprocess.run(
-            [sys.executable, "-m", "megatron_policy", *words],
-            cwd=host,
-            env=env | {"RAY_ADDRESS": f"127.0.0.1:{port}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout[-6000:]
-        assert "megatron_policy.hosts.nemo_rl.worker.MegatronPolicyWorker" in done.stdout
-        return done.stdout
-
     try:
-        yield run
+        yield Laptop(tiny, host, env | {"RAY_ADDRESS": f"127.0.0.1:{port}"})
     finally:
-        os.killpg(ray.pid, signal.SIGTERM)
-        ray.wait(60)
+        # Alone: it asks the others to drain first, and waits for them.
+        ray.terminate()
+        try:
+            ray.wait(60)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(ray.pid, signal.SIGKILL)
 
 
-def saved(out: Path) -> list[str]:
+def saved(out: Path, kind: str = "policy") -> list[str]:
     """The steps that are complete, each with weights and the optimizer's state."""
     steps = sorted(out.glob("step_*"), key=lambda each: int(each.name.removeprefix("step_")))
     for step in steps:
         for part in ("weights", "optimizer"):
-            assert list((step / "policy" / part).glob("iter_*")), f"{step} has no {part}"
+            assert list((step / kind / part).glob("iter_*")), f"{step} has no {part}"
     return [step.name for step in steps]
 
 
-def test_sft_runs_three_steps_saves_and_goes_on(script: Script, tmp_path: Path) -> None:
-    where = f"checkpointing.checkpoint_dir={tmp_path}"
-    script("run_sft.py", "sft.yaml", where)
+def printed(said: str, name: str) -> list[float]:
+    """The values that a script has printed under a name, in order."""
+    return [float(found) for found in re.findall(rf"{name}: (-?[\d.]+(?:e-?\d+)?|nan|inf)", said)]
+
+
+def check_adapters_alone(step: Path) -> None:
+    """The checkpoint holds adapters and no tensor of the model."""
+    for part in ("weights", "optimizer"):
+        (manifest,) = (step / "policy" / part).glob("iter_*/checkpoint.json")
+        tensors = json.loads(manifest.read_text())["tensors"]
+        assert tensors and all(".adapter." in name for name in tensors), tensors.keys()
+
+
+def test_sft_runs_three_steps_saves_and_goes_on(laptop: Laptop, tmp_path: Path) -> None:
+    laptop.run("run_sft.py", "sft.yaml", tmp_path)
     assert saved(tmp_path) == ["step_3"]
-    said = script("run_sft.py", "sft.yaml", where, "sft.max_num_steps=5")
+    said = laptop.run("run_sft.py", "sft.yaml", tmp_path, "sft.max_num_steps=5")
     assert "Step 4/5" in said and "Step 3/5" not in said
     assert saved(tmp_path)[-1] == "step_5"
 
 
-def test_dpo_runs_three_steps_and_saves(script: Script, tmp_path: Path) -> None:
-    script("run_dpo.py", "dpo.yaml", f"checkpointing.checkpoint_dir={tmp_path}")
+def test_sft_trains_adapters_saves_them_alone_and_goes_on(laptop: Laptop, tmp_path: Path) -> None:
+    losses = printed(laptop.run("run_sft.py", "sft_lora.yaml", tmp_path), "• Loss")
+    assert len(losses) == 3 and losses[0] > losses[1] > losses[2] > 0
+    assert saved(tmp_path) == ["step_3"]
+    check_adapters_alone(tmp_path / "step_3")
+    said = laptop.run("run_sft.py", "sft_lora.yaml", tmp_path, "sft.max_num_steps=5")
+    assert "Step 4/5" in said and "Step 3/5" not in said
+    assert all(0 < loss < losses[1] for loss in printed(said, "• Loss"))
+    assert saved(tmp_path)[-1] == "step_5"
+
+
+def test_dpo_runs_three_steps_and_saves(laptop: Laptop, tmp_path: Path) -> None:
+    laptop.run("run_dpo.py", "dpo.yaml", tmp_path)
     assert saved(tmp_path) == ["step_3"]
 
 
-def test_grpo_runs_three_steps_with_rollouts_of_the_policy(script: Script, tmp_path: Path) -> None:
-    if newer():
-        pytest.skip("this NeMo RL asks an engine of Megatron's to generate, which is not supported")
-    script("run_grpo_math.py", "grpo.yaml", f"checkpointing.checkpoint_dir={tmp_path}")
+def test_a_reward_model_learns_to_tell_answers_it_has_not_seen(
+    laptop: Laptop, tmp_path: Path
+) -> None:
+    said = laptop.run("run_rm.py", "rm.yaml", tmp_path)
+    losses = printed(said, "• loss")
+    assert len(losses) == 10 and all(0 < loss < losses[0] for loss in losses[1:])
+    assert printed(said, "Validation accuracy")[-1] >= 0.9
+    assert saved(tmp_path) == ["step_10"]
+
+
+def script_for_grpo() -> str:
+    """Its name in this release."""
+    return next(name for name in GRPO_SCRIPTS if (checkout() / "examples" / name).exists())
+
+
+def test_grpo_runs_three_steps_with_rollouts_of_the_policy(laptop: Laptop, tmp_path: Path) -> None:
+    said = laptop.run(script_for_grpo(), "grpo.yaml", tmp_path)
+    # Newer hosts catch what a worker raises, and train on no answers.
+    assert "Error generating response" not in said
     assert saved(tmp_path) == ["step_3"]
+    check_rollouts(tmp_path, laptop.tiny / "model", steps=3)
+
+
+def test_grpo_trains_adapters_and_gives_the_engine_merged_weights(
+    laptop: Laptop, tmp_path: Path
+) -> None:
+    laptop.run(script_for_grpo(), "grpo_lora.yaml", tmp_path, engine=True)
+    assert saved(tmp_path) == ["step_3"]
+    check_adapters_alone(tmp_path / "step_3")
+    check_rollouts(tmp_path, laptop.tiny / "model", steps=3)
+
+
+def check_rollouts(out: Path, base: Path, steps: int) -> None:
+    """What generated has computed with the policy's weights of its step, and the policy learns: the
+    model that it started from assigns other log-probabilities from the second step on.
+    """
+    model = AutoModelForCausalLM.from_pretrained(base).eval()
+    moved = []
+    for step in range(1, steps + 1):
+        (file,) = out.glob(f"logs/**/train_data_step{step}.jsonl")
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        assert len(rows) == 16
+        farthest = 0.0
+        for row in rows:
+            # Values stand in lists of one row.
+            held = {key: torch.tensor(row[key]) for key in LOGGED}
+            mask_S = held["token_loss_mask"][0].bool()
+            assert mask_S.any()
+            generated, read = held["generation_logprobs"][0], held["prev_logprobs"][0]
+            torch.testing.assert_close(generated[mask_S], read[mask_S], atol=TOLERANCE, rtol=0)
+            started = logprobs_of(model, held["token_ids"])
+            farthest = max(farthest, (started - read)[mask_S].abs().max().item())
+        moved.append(farthest)
+    assert moved[0] < TOLERANCE and all(each > 100 * TOLERANCE for each in moved[1:]), moved
+
+
+@torch.no_grad()
+def logprobs_of(model: Any, ids_1S: torch.Tensor) -> torch.Tensor:
+    scores_SV = model(input_ids=ids_1S).logits[0, :-1].log_softmax(-1)
+    return torch.nn.functional.pad(scores_SV.gather(-1, ids_1S[0, 1:, None]).squeeze(-1), (1, 0))
+
+
+def test_ppo_trains_a_policy_and_its_value_model_and_goes_on(
+    laptop: Laptop, tmp_path: Path
+) -> None:
+    if not (checkout() / "examples/run_ppo.py").exists():
+        pytest.skip("this NeMo RL has no PPO")
+    said = laptop.run("run_ppo.py", "ppo.yaml", tmp_path, engine=True)
+    assert "megatron_policy.hosts.nemo_rl.value_worker.MegatronValueWorker" in said
+    losses = printed(said, "Value loss")
+    assert len(losses) == 6 and all(0 <= loss < losses[0] for loss in losses[1:])
+    assert len(printed(said, "Policy loss")) == 6
+    errors = printed(said, "Generation KL Error")
+    assert len(errors) == 3 and all(abs(error) < 1e-6 for error in errors)
+    assert saved(tmp_path) == saved(tmp_path, "value") == ["step_3"]
+    said = laptop.run("run_ppo.py", "ppo.yaml", tmp_path, "ppo.max_num_steps=4", engine=True)
+    assert "Step 4/4" in said and "Step 3/4" not in said
+    assert all(0 <= loss < losses[0] for loss in printed(said, "Value loss"))
+    assert saved(tmp_path, "value")[-1] == "step_4"
