@@ -22,8 +22,8 @@ from megatron_policy.converters.formats.peft_files import (
     ADAPTER_CONFIG,
     ADAPTER_MODEL,
     BASE,
+    peft_contents,
     read_peft,
-    write_peft,
 )
 from megatron_policy.errors import ConfigError, ConversionError
 
@@ -38,11 +38,18 @@ SPEC = AdapterSpec(4, 8.0, 0.1, "some/model", "5eed")
 MODULE = "model.layers.{}.self_attn.q_proj"
 
 
+def write(path: Path, spec: AdapterSpec) -> Path:
+    """A directory of ours."""
+    path.mkdir(exist_ok=True)
+    save_file(TENSORS, path / ADAPTER_MODEL)
+    for name, content in peft_contents(spec, list(TENSORS)).items():
+        (path / name).write_bytes(content)
+    return path
+
+
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    path = tmp_path / "adapters"
-    write_peft(path, TENSORS, SPEC, overwrite=False)
-    return path
+    return write(tmp_path / "adapters", SPEC)
 
 
 @pytest.fixture
@@ -69,14 +76,11 @@ def test_what_is_written_is_read_again_and_says_what_it_is(written: Path) -> Non
     assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (4, 8, 0.1)
 
 
-def test_an_existing_directory_is_kept_unless_it_is_to_be_replaced(written: Path) -> None:
-    other = AdapterSpec(4, 1.0, 0.0, "", "0ther", {"rope_theta": 2.0})
-    with pytest.raises(ConfigError, match="exists"):
-        write_peft(written, TENSORS, other, overwrite=False)
-    assert read_peft(written).uniform(SHAPES) == (4, 8.0)
-    write_peft(written, TENSORS, other, overwrite=True)
+def test_a_directory_of_ours_says_which_fields_were_overridden(written: Path) -> None:
+    write(written, AdapterSpec(4, 1.5, 0.0, "", "0ther", {"rope_theta": 2.0}))
     found = read_peft(written)
-    assert found.uniform(SHAPES) == (4, 1.0)
+    assert found.uniform(SHAPES) == (4, 1.5)
+    assert found.stated is not None and found.stated.overrides == {"rope_theta": 2.0}
     found.check_base("anywhere", "0ther", {"rope_theta": 2.0})
 
 
