@@ -130,7 +130,6 @@ FRAGMENTS = {
     "hosts.nemo_rl.checkpoints": _LONG,
     "hosts.nemo_rl.layout": _LONG,
     "hosts.nemo_rl.not_implemented": _LONG,
-    "hosts.nemo_rl.worker_info": _LONG,
     "hosts.own_driver": "loaded by its entry point",
     "lm_head.fused_topk": _LONG,
     "memory.move_model": "its importer is in a room above, and imports it only when asked to move",
