@@ -142,7 +142,7 @@ def bound(found: PeftAdapters, base: Base, infos: Mapping[str, Info], tensors: T
     """
     shapes = {name: info.shape for name, info in infos.items()}
     base, model = model_of(found, base, infos)
-    if found.settings.of_head and not found.settings.has_head:
+    if model.architecture.head is not None and not found.settings.has_head:
         raise ConversionError(
             f"{found.root} has no head (modules_to_save), which a policy's checkpoint has: start a "
             "policy from it with policy.megatron_cfg.peft.start_from, and save that"
