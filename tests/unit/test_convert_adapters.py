@@ -218,7 +218,7 @@ Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
 HEAD = "base_model.model.lm_head"
 
 
-def _head(tensors: dict[str, torch.Tensor]) -> None:
+def head_adapter(tensors: dict[str, torch.Tensor]) -> None:
     tensors |= {
         f"{HEAD}.lora_A.weight": torch.ones(4, 64),
         f"{HEAD}.lora_B.weight": torch.ones(250, 4),
@@ -236,7 +236,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         rf"has {Q0}\.lora_B\.bias; only linear",
     ),
     "the head": (
-        lambda p: (with_tensors(p, _head), changed(p, target_modules=[*ALL, "lm_head"])),
+        lambda p: (with_tensors(p, head_adapter), changed(p, target_modules=[*ALL, "lm_head"])),
         "no linear layer of this qwen2 model that can be adapted is called lm_head",
     ),
     "another shape": (
@@ -369,7 +369,7 @@ def test_inspect_shows_adapters_of_both_kinds(checkpoint: Checkpoint, tmp_path: 
 def test_inspect_marks_what_is_wrong_with_adapters(checkpoint: Checkpoint, tmp_path: Path) -> None:
     base, peft = made(checkpoint, tmp_path / "peft")
     changed(peft, use_dora=True, base_model_name_or_path="else/where")
-    with_tensors(peft, lambda t: (t.pop(f"{Q0}.lora_A.weight"), _head(t)))
+    with_tensors(peft, lambda t: (t.pop(f"{Q0}.lora_A.weight"), head_adapter(t)))
     code, _, error = run("inspect", peft)
     assert code == 1 and "give the directory with that model's config.json with --config" in error
     code, said, error = run("inspect", peft, "--config", base)

@@ -27,6 +27,7 @@ from tests.unit.test_convert_adapters import (
     Q0,
     SMALL,
     changed,
+    head_adapter,
     made,
     with_tensors,
 )
@@ -225,6 +226,14 @@ def test_ranks_and_scales_can_differ_from_module_to_module(
     theirs = PeftModel.from_pretrained(load_hf(base), str(peft)).merge_and_unload()
     scales["model.layers.0.self_attn.k_proj"] = 1.0 / 4
     assert_alike(found, theirs.state_dict(), base, peft, scales)
+
+
+def test_a_head_of_its_own_can_have_an_adapter(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    base, peft = made(checkpoint, tmp_path / "peft")
+    with_tensors(peft, head_adapter)
+    changed(peft, target_modules=[*ALL, "lm_head"])
+    convert(peft, tmp_path / "merged", "hf", base=base, merge=True)
+    assert assert_merged(tmp_path / "merged", base, peft) == 2 * len(ALL) + 1
 
 
 def _other_shape(tensors: dict[str, torch.Tensor]) -> None:

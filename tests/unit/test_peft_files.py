@@ -86,10 +86,13 @@ def test_what_is_written_is_read_again_and_says_what_it_is(written: Path) -> Non
     assert config["target_parameters"] is None and config["modules_to_save"] is None
 
 
-def test_overrides_are_part_of_which_base_it_is(tmp_path: Path, table: Table) -> None:
-    other = AdapterSpec(4, 1.0, 0.0, "", "0ther", {"rope_theta": 2.0})
+def test_a_directory_of_ours_says_which_fields_were_overridden(
+    tmp_path: Path, table: Table
+) -> None:
+    other = AdapterSpec(4, 1.5, 0.0, "", "0ther", {"rope_theta": 2.0})
     found = read_peft(write_peft(tmp_path / "adapters", other, table))
-    assert found.uniform(SHAPES) == (4, 1.0)
+    assert found.uniform(SHAPES) == (4, 1.5)
+    assert found.stated is not None and found.stated.overrides == {"rope_theta": 2.0}
     found.check_base("anywhere", "0ther", {"rope_theta": 2.0})
 
 
