@@ -36,6 +36,7 @@ from megatron_policy.converters.formats.peft_files import (
     peft_contents,
 )
 from megatron_policy.converters.mismatch import either
+from megatron_policy.converters.scalar_head import FIELDS as OF_HEAD
 from megatron_policy.converters.scalar_head import TENSORS as SCALAR
 from megatron_policy.converters.table import WEIGHT_DTYPES, Entry, Table, bind, mtp_layers_in
 from megatron_policy.errors import ConfigError, ConversionError
@@ -115,7 +116,8 @@ def model_of(
     ConversionError for adapters of a head that the base has not, or not of the head that it has.
     """
     overrides = found.stated.overrides if found.stated else {}
-    config, head = read_config(base.root, overrides), None
+    own = {name: value for name, value in overrides.items() if name not in OF_HEAD}
+    config, head = read_config(base.root, own), None
     if found.settings.has_head:
         head = ScalarHead(per_token=PREFIX + SCALAR[1] in infos)
     model = bind(config, head=head)
