@@ -22,6 +22,8 @@ _HEAD = "output_layer."
 _WEIGHT, _BIAS = "score.weight", "score.bias"
 TENSORS = (_WEIGHT, _BIAS)
 """What a checkpoint calls the tensors of a head."""
+FIELDS = ("architectures", "id2label", "label2id")
+"""The fields of config.json that say of a new head what an export has of it."""
 _ROWS = (
     Whole(_HEAD + "weight", (_WEIGHT,), (1, "hidden_size")),
     Whole(_HEAD + "bias", (_BIAS,), (1,), when="head.per_token", role=Role.BIAS),
@@ -73,8 +75,8 @@ def source_of(
     if wanted.per_token:
         fresh[_BIAS] = 0.0
     name = token if wanted.per_token else sequence
-    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    return HeadSource(wanted, fresh, {"architectures": [name], **labels})
+    values: tuple[Any, ...] = [name], {"0": "LABEL_0"}, {"LABEL_0": 0}
+    return HeadSource(wanted, fresh, dict(zip(FIELDS, values, strict=True)))
 
 
 def with_scalar_head(rows: Iterable[Row | Ignore]) -> tuple[Row | Ignore, ...]:

@@ -36,6 +36,7 @@ from megatron_policy.converters.formats.peft_files import (
     peft_contents,
 )
 from megatron_policy.converters.mismatch import either
+from megatron_policy.converters.scalar_head import FIELDS as OF_HEAD
 from megatron_policy.converters.scalar_head import TENSORS as SCALAR
 from megatron_policy.converters.table import WEIGHT_DTYPES, Entry, Table, bind, mtp_layers_in
 from megatron_policy.errors import ConfigError, ConversionError
@@ -115,7 +116,8 @@ def model_of(
     ConversionError for adapters of a head that the base has not, or not of the head that it has.
     """
     overrides = found.stated.overrides if found.stated else {}
-    config, head = read_config(base.root, overrides), None
+    own = {name: value for name, value in overrides.items() if name not in OF_HEAD}
+    config, head = read_config(base.root, own), None
     if found.settings.has_head:
         head = ScalarHead(per_token=PREFIX + SCALAR[1] in infos)
     model = bind(config, head=head)
@@ -142,7 +144,7 @@ def bound(found: PeftAdapters, base: Base, infos: Mapping[str, Info], tensors: T
     """
     shapes = {name: info.shape for name, info in infos.items()}
     base, model = model_of(found, base, infos)
-    if found.settings.of_head and not found.settings.has_head:
+    if model.architecture.head is not None and not found.settings.has_head:
         raise ConversionError(
             f"{found.root} has no head (modules_to_save), which a policy's checkpoint has: start a "
             "policy from it with policy.megatron_cfg.peft.start_from, and save that"

@@ -96,7 +96,7 @@ def merged(
         of_base,
         infos=infos,
         tensors=_MergedTensors(of_base, adapters.tensors, of_weight, digests, of_head),
-        table=table,
+        table=replace(table, fresh={}),  # the adapters have what the base lacks
         manifest=manifest,
         step=adapters.step,
         overrides=table.overrides,

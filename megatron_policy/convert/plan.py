@@ -253,7 +253,7 @@ def _written_names(checkpoint: OpenCheckpoint, table: Table, to: str) -> tuple[s
 def _bound(checkpoint: OpenCheckpoint) -> Table:
     """The source's table; ConversionError unless the source is a model of it."""
     table = checkpoint.table
-    if checkpoint.kind == HF:
+    if checkpoint.kind == HF and checkpoint.merged is None:
         # Again, to raise the error if there is one.
         table = bind_to(read_config(checkpoint.root, checkpoint.overrides), checkpoint.infos)
     assert table is not None

@@ -152,3 +152,63 @@ def test_adapters_of_another_base_or_with_other_overrides_are_not_gone_on_with(
     with pytest.raises(AssertionError, match=r"trained with hf_config_overrides {}, not"):
         overridden = adapted(path, {}, tmp_path / "ours", target_modules=ALL)
         ranks.run(1, started, overridden | {"hf_config_overrides": OVERRIDES})
+
+
+PARTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "stacked experts, EP2xPP2": ("gpt_oss", "EP2xPP2", {}),
+    "stacked experts, EP2xTP2": ("gpt_oss", "EP2xTP2+SP", {}),
+    "a new head, TP2+SP": ("qwen2", "TP2+SP", {"reward_model_type": "regression"}),
+    "a new head, PP2": ("qwen2", "PP2", {"reward_model_type": "bradley_terry"}),
+}
+
+
+def save(config: dict[str, Any], root: Path) -> None:
+    with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
+        policy.save_checkpoint(root / "saved")
+        policy.export_peft(root / "exported")
+        policy.export_hf(root / "merged")
+
+
+def start(config: dict[str, Any], path: Path | None) -> dict[str, torch.Tensor]:
+    """The adapters of a policy, or of the checkpoint that it loads."""
+    with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
+        if path is not None:
+            policy.load_checkpoint(path, fresh_optimizer=True)
+        return {name: tensor.clone() for name, tensor in policy.export(adapters=True)}
+
+
+@pytest.mark.parametrize("name", in_turns(PARTS))
+def test_stacked_experts_and_a_head_are_converted_as_the_policy_writes_them(
+    ranks, checkpoint, tmp_path: Path, name: str
+) -> None:
+    family, layout, head = PARTS[name]
+    case = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    path = checkpoint(family, tied=False, **SIZES)
+    top: dict[str, Any] = {"hf_config_overrides": OVERRIDES}
+    if head:
+        top["reward_model_cfg"] = {"enabled": True, **head}
+    ranks.run(case.world, save, adapted(path, case.megatron, None, **ANEW) | top, tmp_path)
+    exported, converted = tmp_path / "exported", tmp_path / "converted"
+    convert(tmp_path / "saved", converted, "hf", base=path)
+    one, other = (load_file(p / ADAPTER_MODEL) for p in (exported, converted))
+    assert one.keys() == other.keys() and all(torch.equal(t, other[n]) for n, t in one.items())
+    for file in (ADAPTER_CONFIG, BASE):
+        assert (exported / file).read_bytes() == (converted / file).read_bytes()
+    convert(exported, tmp_path / "again", "mcore")
+    assert verify(tmp_path / "again", tmp_path / "saved").equal
+    alone = top | {"seed": 7}
+    anew = adapted(path, {}, None, **ANEW) | alone
+    (resumed,) = ranks.run(1, start, anew, tmp_path / "again")
+    (started_from,) = ranks.run(1, start, adapted(path, {}, converted) | alone, None)
+    for seen in (resumed, started_from):
+        assert seen.keys() == one.keys() and all(torch.equal(seen[n], t) for n, t in one.items())
+    if not head:
+        return
+    convert(tmp_path / "saved", tmp_path / "hf", "hf", base=path, merge=True)
+    theirs, ours = tensors_of(tmp_path / "merged"), tensors_of(tmp_path / "hf")
+    assert theirs.keys() == ours.keys()
+    for weight, tensor in theirs.items():
+        torch.testing.assert_close(ours[weight], tensor, rtol=1e-5, atol=1e-6)
+    assert torch.equal(ours["score.weight"], one["base_model.model.score.weight"])
+    one_config, other_config = (tmp_path / n / "config.json" for n in ("merged", "hf"))
+    assert one_config.read_bytes() == other_config.read_bytes()

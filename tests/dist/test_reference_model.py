@@ -233,7 +233,7 @@ def test_a_reference_that_does_not_fit_is_refused_with_what_to_do(
     assert "is not a directory" in refusal(tmp_path / "nothing")
     assert "enable policy.megatron_cfg.peft, or merge them" in refusal(adapters)
     lora = adapted(path, {}, None, target_modules=ALL)
-    assert "have r=4: set it to that. Or merge them" in refusal(adapters, altered(lora, dim=2))
+    assert "have 4: set it to that. Or merge them" in refusal(adapters, altered(lora, dim=2))
     assert "set target_modules to the modules that it adapts" in refusal(of_other, lora)
     damaged = Path(shutil.copytree(other, tmp_path / "damaged"))
     (damaged / "model.safetensors").write_bytes(b"")
