@@ -1,7 +1,8 @@
 """Converts whole checkpoints between formats, and compares them: streamed, verified, atomic.
 
-Formats are Hugging Face directories and Megatron-Core's `torch_dist`; needs no GPU and no process
-group. Read `plan.py` first, then `convert.py`.
+Formats are Hugging Face directories and Megatron-Core's `torch_dist`, of adapters alone those of
+PEFT and training checkpoints; needs no GPU and no process group. Read `plan.py` first, then
+`convert.py`; of adapters `bases.py`.
 """
 
 from megatron_policy.convert.check import Check, check

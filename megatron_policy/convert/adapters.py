@@ -22,7 +22,7 @@ from megatron_policy.converters.adapters import (
     stacked_parameters,
 )
 from megatron_policy.converters.architecture import ScalarHead
-from megatron_policy.converters.files.contained import expanded
+from megatron_policy.converters.files.contained import expanded, inside
 from megatron_policy.converters.formats.dist_files import DistReader
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_files import HfReader, has_weights, side_contents
@@ -65,11 +65,17 @@ class Bound:
 
 
 def saved_adapters(
-    side: Path, reader: DistReader, table: Table
+    root: Path, side_name: str, reader: DistReader, table: Table
 ) -> tuple[PeftAdapters, AdapterSpec, Table]:
-    """What the directory `side` of a training checkpoint says of its adapters, and their table;
-    `table` is that of their model.
+    """What the directory of that name in a training checkpoint says of its adapters, and their
+    table; `table` is that of their model.
     """
+    side = inside(root, side_name)
+    if not (side / ADAPTER_CONFIG).is_file():
+        raise ConversionError(
+            f"{root} has adapters alone, but not the files that say of which modules: load it in a "
+            "policy with its megatron_cfg.peft, and save it again or call export_peft"
+        )
     found = described(side)
     modules, settings, stated = found.settings.targets, found.settings, found.stated
     if modules is None or stated is None:

@@ -14,6 +14,7 @@ import torch
 
 from megatron_policy.convert.adapters import saved_adapters
 from megatron_policy.convert.open_checkpoint import SIDE
+from megatron_policy.convert.training_checkpoint import is_saved, saved_state
 from megatron_policy.converters.adapters import (
     PREFIX,
     adapters_on,
@@ -106,11 +107,11 @@ def read_adapter_headers(
     in a directory of PEFT, `config` is the model's; None: that of the directory which they name.
     """
     root = dist_files.find(source)
-    if root is not None and (root / SIDE / ADAPTER_CONFIG).is_file():
-        side = inside(root, SIDE)
+    if root is not None and is_saved(root) and saved_state(root).of_adapters:
         with RawFiles() as files:
             reader = dist_files.DistReader(root, files)
-            found, _, table = saved_adapters(side, reader, bind(read_config(side)))
+            model = bind(read_config(inside(root, SIDE)))
+            found, _, table = saved_adapters(root, SIDE, reader, model)
             seen = _as_hf(reader, table, {}, {})
             return AdapterHeaders(table, found.config, seen.shapes, seen.dtypes, seen.problems)
     folder = expanded(source)

@@ -202,15 +202,10 @@ def _open_mcore(
     reader = dist_files.DistReader(root, files)
     table = bind(read_config(_config_of(root, config)), mtp_layers=reader.mtp_layers)
     adapters, spec = None, None
-    if (root / SIDE / ADAPTER_CONFIG).is_file():
-        adapters, spec, table = saved_adapters(inside(root, SIDE), reader, table)
-        side_files = {name: inside(root, f"{SIDE}/{name}") for name in (ADAPTER_CONFIG, BASE)}
     saved = saved_state(root) if is_saved(root) else None
-    if saved is not None and saved.of_adapters and adapters is None:
-        raise ConversionError(
-            f"{root} has adapters alone, but not the files that say of which modules: load it in a "
-            "policy with its megatron_cfg.peft, and save it again or call export_peft"
-        )
+    if saved is not None and saved.of_adapters:
+        adapters, spec, table = saved_adapters(root, SIDE, reader, table)
+        side_files = {name: inside(root, f"{SIDE}/{name}") for name in (ADAPTER_CONFIG, BASE)}
     entries = table.exported()
     stored, keys = _parameters(reader, table, entries)
     sent = table.sent(table.ignored)

@@ -14,8 +14,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.converters.formats.hf_writing import ShardFile
 from megatron_policy.coordination.rendezvous import reserved_port
-from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.errors import ConfigError, ExportError, RefitError
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.refit.manifest import ServedModel
 from megatron_policy.refit.receive.collective import join_collective
@@ -31,6 +32,7 @@ from tests.collective_engine import SECRET
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_steps
 from tests.dist.layouts import EXPERT_LAYOUTS, LAYOUTS, LENGTH, SIZES, VOCAB
 from tests.dist.mailbox import WAIT_S, Mailbox
+from tests.dist.resuming import replaced
 from tests.dist.test_adapter_handover import ANEW
 from tests.dist.test_adapters import adapted
 from tests.exact import Exact, InDouble, assert_equal, load_hf
@@ -208,6 +210,13 @@ def assert_peft_computes_alike(path: Path, engine: Engine, logprobs: torch.Tenso
     assert_equal("logprobs of peft", logprobs[:, 1:], exact)
 
 
+def _full(put: Any) -> Any:
+    def call(self: Any, name: str, tensor: torch.Tensor) -> None:
+        raise OSError("no room on this disk")
+
+    return call
+
+
 def misuse(config: dict[str, Any], plain: dict[str, Any], box: Path) -> list[str]:
     said = []
 
@@ -222,6 +231,8 @@ def misuse(config: dict[str, Any], plain: dict[str, Any], box: Path) -> list[str
         hf = HfDirectory(box / "new", policy.config.model_name)
         refused(lambda: policy.refit(hf, adapters=True), ConfigError)
         refused(lambda: policy.refit(PeftDirectory(box / "there"), adapters=True), RefitError)
+        with replaced(ShardFile, "put", _full):
+            refused(lambda: policy.export_peft(box / "new"), ExportError)
         policy.refit(PeftDirectory(box / "there", overwrite=True), adapters=True)
         handles = IpcHandles(policy.exporter)
         name = next(iter(policy.exporter.plan(adapters=True).info()))
@@ -231,6 +242,7 @@ def misuse(config: dict[str, Any], plain: dict[str, Any], box: Path) -> list[str
         handles.release()
     with open_policy(plain, init_optimizer=False) as policy:
         refused(lambda: policy.refit(PeftDirectory(box / "new"), adapters=True), ConfigError)
+        assert sorted(p.name for p in box.iterdir()) == ["there"] or policy.rank
     assert not (box / "new").exists()
     return said
 
@@ -244,7 +256,8 @@ def test_what_cannot_be_sent_is_refused_and_the_policy_goes_on(
     config = config_of(path, layout)
     plain = config | {"megatron_cfg": {**config["megatron_cfg"], "peft": {"enabled": False}}}
     for said in ranks.run(world, misuse, config, plain, tmp_path):
-        whole, adapters, exists, mixed, unknown, none = said
+        whole, adapters, exists, full, mixed, unknown, none = said
+        assert "no room on this disk" in full
         assert "PeftDirectory writes adapters alone: refit with adapters=True" in whole
         assert "HfDirectory writes whole models: take PeftDirectory" in adapters
         assert "exists; choose another path" in exists

@@ -393,6 +393,18 @@ def test_a_checkpoint_that_does_not_say_its_modules_is_refused(
         convert(tmp_path / "saved", tmp_path / "out", "hf")
 
 
+def test_a_whole_model_beside_a_config_of_adapters_is_a_whole_model(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    base, peft = made(checkpoint, tmp_path / "peft")
+    shutil.copytree(base, tmp_path / "both")
+    shutil.copy(peft / ADAPTER_CONFIG, tmp_path / "both")
+    convert(tmp_path / "both", tmp_path / "mcore", "mcore")
+    convert(tmp_path / "mcore", tmp_path / "back", "hf")
+    assert verify(base, tmp_path / "back").equal
+    assert run("inspect", tmp_path / "both")[1].startswith("family qwen2\n")
+
+
 def test_overrides_go_with_adapters(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """A directory of ours says with which its adapters were trained."""
     base, peft = made(checkpoint, tmp_path / "peft")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_policy.converters.files import publishing
+from megatron_policy.converters.files.contained import expanded
 from megatron_policy.converters.formats import hf_writing
 from megatron_policy.converters.formats.hf_files import MANIFEST, side_contents
 from megatron_policy.converters.formats.safetensors_format import Shape, encode
@@ -250,7 +251,8 @@ class HfDirectory:
         """`source` is the model whose config and tokenizer are copied. A file has at most
         `max_shard_bytes`, or one tensor. With `overwrite`, a checkpoint at `path` is replaced.
         """
-        self.path, self.source, self.overwrite = path, source, overwrite
+        # Absolute: workers, to which it may be sent, run in their own directories.
+        self.path, self.source, self.overwrite = expanded(path).absolute(), source, overwrite
         self._max_shard_bytes = max_shard_bytes
         self._files: tuple[Exporter, ExportPlan] | None = None
         self._place: ExportDestination | None = None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_policy.converters.files import publishing
+from megatron_policy.converters.files.contained import expanded
 from megatron_policy.converters.formats import hf_writing
 from megatron_policy.converters.formats.hf_files import MANIFEST
 from megatron_policy.converters.formats.peft_files import ADAPTER_MODEL, peft_contents
@@ -36,7 +37,7 @@ class PeftDirectory:
 
     def __init__(self, path: str | PathLike[str], *, overwrite: bool = False) -> None:
         """With `overwrite`, a checkpoint at `path` is replaced."""
-        self.path, self.overwrite = path, overwrite
+        self.path, self.overwrite = expanded(path).absolute(), overwrite
 
     def plan(self, exporter: Exporter) -> RefitPlan | None:
         """The adapters, on the ranks that gather with rank 0. ConfigError for whole models."""
@@ -53,7 +54,12 @@ class PeftDirectory:
         """Rank 0's end. ConfigError if the path is taken."""
         if exporter.rank != 0:
             return None
-        return PeftSession(publishing.Staged([self.path], self.overwrite), exporter, plan)
+        staged = publishing.Staged([self.path], self.overwrite)
+        try:
+            return PeftSession(staged, exporter, plan)
+        except BaseException:
+            staged.drop()
+            raise
 
 
 class PeftSession:
