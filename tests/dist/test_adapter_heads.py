@@ -281,7 +281,7 @@ def test_adapters_of_another_head_are_refused(ranks, checkpoints, heads, tmp_pat
     start = peft_models.make_head_adapters(
         "bradley_terry", heads("qwen2", "bradley_terry"), tmp_path / "start", ALL
     )
-    with pytest.raises(AssertionError, match="this policy has none: set .* or merge them"):
+    with pytest.raises(AssertionError, match=r"this policy has none: set .* or merge them"):
         ranks.run(1, fresh, adapted(path, {}, start, target_modules=ALL), None)
     with pytest.raises(AssertionError, match=r"score\.bias"):
         of_tokens = config_of(heads("qwen2", "bradley_terry"), "regression", {}, start)
