@@ -279,6 +279,10 @@ class OptimizerState:
     distributed: bool = False
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        return MOMENTS
+
+    @property
     def nbytes(self) -> int:
         return sum(len(MOMENTS) * parameter.nbytes for parameter in self.parameters)
 
@@ -325,6 +329,7 @@ class PlainEngine:
     pending_reads: PendingReads
     temperature: float
     is_last_stage: bool = True
+    joins_replicas: bool = False
     adapters: None = None
 
     @property

@@ -89,7 +89,10 @@ def whole_state(policy: MegatronPolicy) -> dict[str, Any]:
     for chunk, model in enumerate(modules(policy)):
         for name, buffer in model.named_buffers():
             state[f"chunk {chunk} {name}"] = buffer.clone()
-    state["schedule"], state["steps"] = trainable.schedule_state(), policy.steps
+    schedule = trainable.schedule_state().items()
+    # A step that is skipped for its loss scale lowers that.
+    state["schedule"] = {n: value for n, value in schedule if not n.startswith("loss_scale")}
+    state["steps"] = policy.steps
     state["rates"] = trainable.lr, trainable.weight_decay
     return state | {"random": capture(policy._engine, {})}
 

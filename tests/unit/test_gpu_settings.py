@@ -16,9 +16,8 @@ from megatron_policy.config.model_table import model_table
 from megatron_policy.device import caches
 from megatron_policy.engines.megatron import model_config
 from megatron_policy.engines.megatron.optimizer import fuse_weight_gradients
-from megatron_policy.memory import pinned_pool
-from megatron_policy.training import reference
-from megatron_policy.training.reference import ReferenceWeights
+from megatron_policy.memory import host_copies, pinned_pool
+from megatron_policy.training.reference import Reference
 from tests.dist.cases import policy_config
 from tests.dist.layouts import layout
 
@@ -103,13 +102,13 @@ def test_a_reference_takes_no_more_pinned_memory_than_its_blocks(
         asked.append(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def pool() -> Any:
+    def pool(block_bytes: int) -> Any:
         return pinned_pool.PinnedMemoryPool(allocate, block_bytes=1 << 16)
 
-    monkeypatch.setattr(reference, "PinnedMemoryPool", pool)
+    monkeypatch.setattr(host_copies, "PinnedMemoryPool", pool)
     parameters = [torch.randn((1 << 12) + 1) for _ in range(20)]
     kept = [each.clone() for each in parameters]
-    frozen = ReferenceWeights(parameters)
+    frozen = Reference(parameters)
     for each in parameters:
         each.zero_()
     with frozen.active():
