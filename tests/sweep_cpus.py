@@ -19,7 +19,10 @@ LIMIT = 0.5
 """Of a tolerance: what the rest is for is the machine that has not been tried."""
 
 TESTS = (
+    "tests/dist/test_adapter_conversion.py",
     "tests/dist/test_adapter_handover.py",
+    "tests/dist/test_adapter_heads.py",
+    "tests/dist/test_adapter_refits.py",
     "tests/dist/test_adapters.py",
     "tests/dist/test_config_overrides.py",
     "tests/dist/test_context_attention.py",
@@ -32,6 +35,8 @@ TESTS = (
     "tests/dist/test_export.py",
     "tests/dist/test_families.py",
     "tests/dist/test_filtered_training.py",
+    "tests/dist/test_fsdp2.py",
+    "tests/dist/test_fsdp2_unlisted.py",
     "tests/dist/test_fused_ranks.py",
     "tests/dist/test_generate.py",
     "tests/dist/test_grouped_experts.py",
@@ -41,21 +46,25 @@ TESTS = (
     "tests/dist/test_loss_mistakes.py",
     "tests/dist/test_mtp_training.py",
     "tests/dist/test_pairwise_losses.py",
+    "tests/dist/test_param_groups.py",
     "tests/dist/test_parity.py",
     "tests/dist/test_plain_engine.py",
+    "tests/dist/test_reference_model.py",
     "tests/dist/test_resume.py",
     "tests/dist/test_router_replay.py",
     "tests/dist/test_router_training.py",
     "tests/dist/test_scalar_heads.py",
     "tests/dist/test_scalar_training.py",
     "tests/dist/test_split_training.py",
-    "tests/dist/test_param_groups.py",
     "tests/dist/test_weight_decay.py",
     "tests/hosts/test_value_worker.py",
     "tests/ray/test_ray_batching.py",
     "tests/ray/test_ray_training.py",
     "tests/ray/test_ray_values.py",
+    "tests/unit/test_convert_adapters.py",
+    "tests/unit/test_convert_parts.py",
     "tests/unit/test_makers_code.py",
+    "tests/unit/test_merging.py",
 )
 """All that compare by `tests.exact`, but for those that need GPUs."""
 

@@ -214,13 +214,16 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights):
 
 
 def _default_engine(config: PolicyConfig) -> EngineBuilder:
-    """The engine that the configuration enables, imported only when used. For Megatron-Core the
-    platform is prepared first: importing it then compiles nothing on a CPU.
-    """
+    """The engine that the configuration enables, imported only when used."""
     if engine_of(config) is Engine.FSDP2:
         from megatron_policy.engines.hugging_face import assemble as fsdp2
 
         return fsdp2
+    return _megatron_core()
+
+
+def _megatron_core() -> EngineBuilder:
+    """The platform is prepared first: importing Megatron-Core then compiles nothing on a CPU."""
     from megatron_policy.engines.megatron.platform import prepare_platform
 
     prepare_platform()

@@ -59,6 +59,7 @@ MEASURED = """
 import sys
 from pathlib import Path
 from megatron_policy.convert import convert
+from torch.distributed.checkpoint import filesystem, metadata  # imported when it writes
 
 def memory(field):
     lines = Path("/proc/self/status").read_text().splitlines()
