@@ -51,6 +51,9 @@ _OF_HEADS = ("SEQ_CLS", "TOKEN_CLS")
 Number = TypeVar("Number", int, float)
 
 _LITERAL = re.compile(r"\^?[\w.-]+", re.ASCII)
+_DIGITS = 10
+_MOST = 2**31
+"""Limits of numbers, beyond which Python's own functions fail."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class PeftSettings:
         numbers = (
             int(number)
             for place, (before, number) in enumerate(pairwise(parts[:-1]))
-            if number.isdecimal() and number.isascii()
+            if number.isdecimal() and number.isascii() and len(number) < _DIGITS
             # Without a list's name, PEFT looks for one after another name.
             if (before in self.layer_lists if self.layer_lists else place > 0)
         )
@@ -189,7 +192,7 @@ def _by_module(values: Mapping[str, Number], module: str, default: Number) -> Nu
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and -_MOST < value < _MOST
 
 
 def _kind(value: Any) -> str:
@@ -209,7 +212,7 @@ def _start(value: Any) -> str:
 
 
 def _rank(value: Any) -> str:
-    return "" if type(value) is int and value > 0 else "must be a whole number, 1 or more"
+    return "" if type(value) is int and 0 < value < _MOST else "must be a whole number, 1 or more"
 
 
 def _number(value: Any) -> str:

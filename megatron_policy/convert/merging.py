@@ -155,8 +155,6 @@ class _MergedTensors:
             own = torch.empty(values.numel(), dtype=info.dtype)
         self._base.tensors.read(name, first, own, scratch)
         self._compare(name, info, first, own)
-        if own is not values:
-            values.copy_(own)
         self._add(adapter, first, own, values)
 
     def write(self, name: str, first: int, values: Tensor, scratch: Tensor) -> None:

@@ -127,6 +127,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"target_modules": {"q_proj": 1}}, "target_modules=.* must be names of modules"),
     ({"r": "4"}, "r='4': must be a whole number"),
     ({"lora_alpha": None}, "lora_alpha=None: must be a number"),
+    ({"lora_alpha": 10**400}, "lora_alpha=10+.*: must be a number"),
+    ({"r": 10**400}, "r=10+.*: must be a whole number"),
     ({"lora_dropout": 2}, "lora_dropout=2: must be in 0"),
     ({"base_model_name_or_path": 7}, "base_model_name_or_path=7: must be a name"),
 ]
@@ -180,6 +182,12 @@ def test_modules_are_those_that_peft_adapts(named: dict[str, Any]) -> None:
     settings = peft_settings(plain, "here")
     for path in PATHS:
         assert settings.names(path) == (check_target_module_exists(config, path) is True), path
+
+
+def test_a_number_of_thousands_of_digits_is_not_the_number_of_a_layer() -> None:
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    settings = peft_settings(config | {"layers_to_transform": [1]}, "here")
+    assert not settings.names(f"model.layers.{'1' * 5000}.self_attn.q_proj")
 
 
 def test_adapters_that_peft_leaves_out_are_refused(written: Path) -> None:
