@@ -167,13 +167,10 @@ def _check(
     if not failed and not silent:
         return
     report = [f"{ranks[i].process.name} {o.kind}: {o.value}" for i, o in failed.items()]
-    if failed:
-        report += [f"{ranks[i].process.name} had not finished when another failed" for i in silent]
-    else:
-        _ask_for_stacks([ranks[i] for i in silent])
-        report += [f"{ranks[i].process.name} hung: no result in {timeout:g} s" for i in silent]
-    shown = list(failed) or silent
-    for index in shown:
+    _ask_for_stacks([ranks[i] for i in silent])
+    why = "had not finished when another failed" if failed else f"hung: no result in {timeout:g} s"
+    report += [f"{ranks[i].process.name} {why}" for i in silent]
+    for index in [*failed, *silent]:
         said = ranks[index].log.read_bytes()[said_before[index] :].decode(errors="replace")
         if said.strip():
             name = ranks[index].process.name

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, fsdp_config, open_policy, policy_config
-from tests.dist.fsdp_cases import BATCHINGS, SHARDINGS, data, decayed, resume, trained
+from tests.dist.fsdp_cases import BATCHINGS, SHARDINGS, data, decayed, resume, share, trained
 from tests.dist.layouts import LENGTH
 from tests.exact import load_hf
 
@@ -152,3 +152,20 @@ def test_engines_continue_what_the_other_has_saved(ranks, checkpoint, tmp_path) 
     found = load_file(tmp_path / "2-exported" / "model.safetensors")
     for name, weight in load_file(tmp_path / "straight2-exported" / "model.safetensors").items():
         assert torch.allclose(found[name], weight, atol=1e-5, rtol=0), name
+
+
+def read_by_one_policy_after_another(config: dict[str, Any], count: int) -> list[torch.Tensor]:
+    read = []
+    for _ in range(count):
+        with open_policy(config, init_optimizer=False) as policy:
+            read.append(policy.logprobs(share(data(), policy)))
+    return read
+
+
+@pytest.mark.parametrize("sharding", ["2 copies", "cp 2"])
+def test_a_process_opens_one_policy_after_another(ranks, checkpoint, sharding) -> None:
+    layout = SHARDINGS[sharding]
+    config = fsdp_config(checkpoint("qwen2", tied=True), layout.keys)
+    for read in ranks.run(layout.world, read_by_one_policy_after_another, config, 4, timeout=120):
+        for other in read[1:]:
+            assert torch.equal(other, read[0])

@@ -44,20 +44,30 @@ def make_groups(topology: Topology, copies: int, timeout_s: float) -> FsdpGroups
     """
     made: list[Any] = []
     rank, world = dist.get_rank(), topology.world_size
-    size, own = world // copies, topology.coords(rank)
+    size = world // copies
 
-    def group_of(ranks: Sequence[int]) -> Any:
-        """The group of these ranks, this one among them; the others need not take part."""
+    def group_of(groups: Sequence[Sequence[int]]) -> Any:
+        """The one of these groups that this rank is in.
+
+        All ranks make all of them, in one order, so that torch numbers them alike. The names of
+        groups that only members make come back with a second policy, and with them the addresses
+        that the first one left in the store.
+        """
         timeout = timedelta(seconds=timeout_s)
-        made.append(dist.new_group(ranks, timeout=timeout, use_local_synchronization=True))
+        for ranks in groups:
+            group = dist.new_group(ranks, timeout=timeout)
+            if rank in ranks:
+                made.append(group)
         return made[-1]
 
-    def along(axis: str) -> list[int]:
-        others = vars(own) | {axis: None}
-        coords = [vars(topology.coords(each)) | {axis: None} for each in range(world)]
-        return [each for each in range(world) if coords[each] == others]
+    def along(axis: str) -> list[list[int]]:
+        lines: dict[Any, list[int]] = {}
+        for each in range(world):
+            others = vars(topology.coords(each)) | {axis: None}
+            lines.setdefault(tuple(others.items()), []).append(each)
+        return list(lines.values())
 
-    alone, everyone = group_of([rank]), group_of(range(world))
+    alone, everyone = group_of([[each] for each in range(world)]), group_of([range(world)])
     cp = alone if topology.cp == 1 else group_of(along("cp"))
     dp = everyone if topology.cp == 1 else group_of(along("dp"))
     kind = current_device().type
@@ -66,7 +76,8 @@ def make_groups(topology: Topology, copies: int, timeout_s: float) -> FsdpGroups
         shards, same = everyone, alone
     else:
         grid = [list(range(first, first + size)) for first in range(0, world, size)]
-        shards, same = group_of(grid[rank // size]), group_of([row[rank % size] for row in grid])
+        shards = group_of(grid)
+        same = group_of([list(range(first, world, size)) for first in range(size)])
         mesh = DeviceMesh.from_group(
             [same, shards], kind, mesh=grid, mesh_dim_names=("replicate", "shard")
         )
