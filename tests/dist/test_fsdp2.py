@@ -28,6 +28,11 @@ CASES = [
     ("gemma2", {}, "cp 2 x dp 2", "padded", "logit"),
     ("gpt_oss", {}, "2 shards", "packed", "token"),
     ("qwen3_moe", {}, "4 shards", "packed", "token"),
+    ("qwen2", {"tied": True}, "FSDP1 x 2", "packed", "token"),
+    ("qwen2", {"tied": True}, "FSDP1 no shard x 2", "packed", "token"),
+    ("gemma2", {}, "FSDP1 grad op x 2", "padded", "logit"),
+    ("gpt_oss", {}, "FSDP1 no shard x 2", "packed", "token"),
+    ("qwen3_moe", {}, "FSDP1 x 4", "dynamic", "token"),
 ]
 
 
@@ -41,7 +46,7 @@ def test_training_reading_and_export_equal_hf(
 ) -> None:
     path = checkpoint(family, **settings)
     layout = SHARDINGS[sharding]
-    config = fsdp_config(path, layout.keys, **BATCHINGS[batching])
+    config = fsdp_config(path, layout.keys, section=layout.section, **BATCHINGS[batching])
     seen = ranks.run(layout.world, trained, config, loss, str(tmp_path))
     learned = oracle.Learned.of(path, data(), 8, LOSS_OF[loss], own=decayed)
     for rank in seen:
