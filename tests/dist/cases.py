@@ -159,7 +159,7 @@ def learned_weights(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
     """Copies of this rank's parts of the weights by global name; under FSDP2, where no part is
     Megatron-Core's, of whole tensors by HF name.
     """
-    fsdp = policy.config.dtensor_cfg.enabled
+    fsdp = not policy.config.megatron_cfg.enabled
     named = policy.export() if fsdp else policy.named_parameters()
     return {name: tensor.detach().clone() for name, tensor in named}
 

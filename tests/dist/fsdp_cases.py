@@ -1,4 +1,6 @@
-"""Configurations of the engine over transformers' modules with the oracle's hyperparameters, and what its ranks do."""
+"""Configurations of the engine over transformers' modules with the oracle's hyperparameters, and
+what its ranks do.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,7 @@ SHARDINGS = {
     "2 copies": Sharding(2, {"dp_replicate_size": 2}),
     "cp 2": Sharding(2, {"context_parallel_size": 2}),
     "cp 2 x dp 2": Sharding(4, {"context_parallel_size": 2, "activation_checkpointing": True}),
-    "FSDP1 one rank": Sharding(1, {}, "fsdp_cfg"),
     "FSDP1 x 2": Sharding(2, {}, "fsdp_cfg"),
-    "FSDP1 x 3": Sharding(3, {"activation_checkpointing_enabled": True}, "fsdp_cfg"),
     "FSDP1 x 4": Sharding(4, {"activation_checkpointing_enabled": True}, "fsdp_cfg"),
     "FSDP1 grad op x 2": Sharding(2, {"sharding_strategy": "shard_grad_op"}, "fsdp_cfg"),
     "FSDP1 no shard x 2": Sharding(2, {"sharding_strategy": "no_shard"}, "fsdp_cfg"),

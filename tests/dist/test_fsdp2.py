@@ -1,5 +1,5 @@
-"""Transformers' own modules under FSDP2: what they train, read, hand over and save is what one
-process of Hugging Face makes of the same, and Megatron-Core continues it.
+"""Transformers' own modules under FSDP2 and FSDP1: what they train, read, hand over and save is
+what one process of Hugging Face makes of the same, and Megatron-Core continues it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tests.dist.cases import GLOBAL_BATCH, LOSSES, fsdp_config, open_policy, pol
 from tests.dist.fsdp_cases import BATCHINGS, SHARDINGS, data, decayed, resume, share, trained
 from tests.dist.layouts import LENGTH
 from tests.exact import load_hf
+from tests.turns import in_turns
 
 LOSS_OF = {"token": oracle.token_level, "logit": oracle.logit_level}
 
@@ -28,6 +29,9 @@ CASES = [
     ("gemma2", {}, "cp 2 x dp 2", "padded", "logit"),
     ("gpt_oss", {}, "2 shards", "packed", "token"),
     ("qwen3_moe", {}, "4 shards", "packed", "token"),
+]
+
+OF_FSDP1 = [
     ("qwen2", {"tied": True}, "FSDP1 x 2", "packed", "token"),
     ("qwen2", {"tied": True}, "FSDP1 no shard x 2", "packed", "token"),
     ("gemma2", {}, "FSDP1 grad op x 2", "padded", "logit"),
@@ -36,10 +40,16 @@ CASES = [
 ]
 
 
+def named(case: tuple[Any, ...]) -> str:
+    return f"{case[0]}, {case[2]}, {case[3]}"
+
+
 @pytest.mark.parametrize(
     ("family", "settings", "sharding", "batching", "loss"),
-    CASES,
-    ids=[f"{case[0]}, {case[2]}, {case[3]}" for case in CASES],
+    [
+        *(pytest.param(*case, id=named(case)) for case in CASES),
+        *in_turns(OF_FSDP1, named),
+    ],
 )
 def test_training_reading_and_export_equal_hf(
     ranks, checkpoint, tmp_path, family, settings, sharding, batching, loss
@@ -167,10 +177,10 @@ def read_by_one_policy_after_another(config: dict[str, Any], count: int) -> list
     return read
 
 
-@pytest.mark.parametrize("sharding", ["2 copies", "cp 2"])
+@pytest.mark.parametrize("sharding", ["2 copies", "cp 2", "FSDP1 x 2", "FSDP1 no shard x 2"])
 def test_a_process_opens_one_policy_after_another(ranks, checkpoint, sharding) -> None:
     layout = SHARDINGS[sharding]
-    config = fsdp_config(checkpoint("qwen2", tied=True), layout.keys)
+    config = fsdp_config(checkpoint("qwen2", tied=True), layout.keys, section=layout.section)
     for read in ranks.run(layout.world, read_by_one_policy_after_another, config, 4, timeout=120):
         for other in read[1:]:
             assert torch.equal(other, read[0])

@@ -233,7 +233,9 @@ class FsdpOptimizerState:
                 state["step"] = step
 
     def _trained(self) -> list[Holding]:
-        return [each for each in self.holdings if each.entries[0].row.learnt]
+        """What this rank trains: FSDP1 gives it nothing of some parameters, and no gradients."""
+        learnt = (each for each in self.holdings if each.entries[0].row.learnt)
+        return [each for each in learnt if each.tensor.numel()]
 
     def _states(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the optimizer keeps in the shape of the parameter."""
