@@ -1,5 +1,5 @@
-"""Models without a family here, under FSDP2 and FSDP1: one training step, scores and the export of each equal
-those of one process of transformers.
+"""Models without a family here, under FSDP2 and FSDP1: one training step, scores and the export of
+each equal those of one process of transformers.
 """
 
 from __future__ import annotations

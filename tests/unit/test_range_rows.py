@@ -52,7 +52,7 @@ def test_a_range_is_filled_sent_and_saved_as_those_elements(name: str, data) -> 
     saved: Row = row if row.of is None else row.of.row
     numbered = dict(zip(_numbers(row), parts, strict=True))
     everything = [numbered.get(n, torch.zeros(s)) for n, s in enumerate(saved.hf_shapes(ARCH))]
-    expected = pack(saved, ARCH, everything).view(unpadded_shape(saved, ARCH)))
+    expected = pack(saved, ARCH, everything).view(unpadded_shape(saved, ARCH))
     found = torch.zeros_like(expected)
     back = [torch.zeros(shape) for shape in row.hf_shapes(ARCH)]
     sent = [0] * len(parts)
