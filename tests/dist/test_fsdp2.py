@@ -11,6 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.memory.states import Kind
+from megatron_policy.workers.worker.memory import WorkerMemory
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, fsdp_config, open_policy, policy_config
 from tests.dist.fsdp_cases import BATCHINGS, SHARDINGS, data, decayed, resume, share, trained
@@ -130,6 +133,57 @@ def test_bf16_trains_weights_in_fp32_and_hands_over_what_the_checkpoint_has(
     for name, weight in main.items():
         assert torch.equal(handed_over[name], weight.bfloat16()), name
     assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in main.values())
+
+
+def one_step_in_bf16(config: dict[str, Any]) -> dict[str, Any]:
+    with open_policy(config) as policy:
+        found = policy.train(share(data().get_batch(0, GLOBAL_BATCH), policy), LOSSES["token"]())
+        weights = {name: tensor.clone() for name, tensor in policy.export(torch.float32)}
+        return {"loss": found["loss"], "norm": found["grad_norm"], "weights": weights}
+
+
+@pytest.mark.parametrize(
+    "sharding", in_turns(["FSDP1 x 2", "FSDP1 grad op x 2", "FSDP1 no shard x 2"])
+)
+def test_bf16_computes_the_same_whatever_shards_the_model(
+    ranks, bf16_checkpoints, sharding: str
+) -> None:
+    seen = {}
+    for name in ("2 shards", sharding):
+        layout = SHARDINGS[name]
+        config = fsdp_config(
+            bf16_checkpoints[True],
+            layout.keys,
+            section=layout.section,
+            precision="bfloat16",
+        )
+        seen[name] = ranks.run(2, one_step_in_bf16, config)[0]
+    two, one = seen["2 shards"], seen[sharding]
+    assert torch.equal(one["loss"], two["loss"])
+    # Two ranks' sums are the same in any order; squares of a whole gradient are added in another.
+    assert torch.allclose(one["norm"], two["norm"], rtol=1e-5)
+    assert one["weights"].keys() == two["weights"].keys()
+    for name, weight in one["weights"].items():
+        assert torch.allclose(weight, two["weights"][name], atol=1e-5, rtol=0), name
+
+
+def move(config: dict[str, Any]) -> None:
+    with open_policy(config) as policy:
+        worker, model = WorkerMemory(), policy._engine.sharding.root
+        worker.policy = policy
+        tokens = BatchedDataDict({"input_ids": data()["input_ids"]})
+        before = policy.logprobs(tokens)
+        assert worker.manual_offload_to_cpu(model) is model
+        assert Kind.PARAMETERS not in policy.memory.state.holds
+        assert worker.manual_load_to_gpu(model) is model
+        assert Kind.PARAMETERS in policy.memory.state.holds
+        assert torch.equal(policy.logprobs(tokens), before)
+
+
+def test_a_worker_moves_the_model_under_the_names_of_the_fsdp1_worker(ranks, checkpoint) -> None:
+    layout = SHARDINGS["FSDP1 x 2"]
+    path = checkpoint("qwen2", tied=True)
+    ranks.run(layout.world, move, fsdp_config(path, layout.keys, section=layout.section))
 
 
 NO_DECAY = {"start_weight_decay": 0.0, "end_weight_decay": 0.0}

@@ -122,8 +122,12 @@ class FsdpEngine:
         def made(hidden_TRD: torch.Tensor) -> torch.Tensor:
             return finish(Output(hidden_TRD, microbatch, self.head, self.groups.cp))
 
-        with nullcontext() if gradients else torch.no_grad():
-            value: torch.Tensor = self.sharding.root(tokens_RT, positions_RT, made)
+        try:
+            with nullcontext() if gradients else torch.no_grad():
+                value: torch.Tensor = self.sharding.root(tokens_RT, positions_RT, made)
+        except BaseException:
+            self.sharding.reshard()
+            raise
         if not gradients:
             self.sharding.reshard()
         return value
@@ -216,7 +220,8 @@ class FsdpEngine:
 
     def manages(self, model: object) -> bool:
         """See `TrainingEngine`."""
-        return model is self.decoder or model is self.decoder.model
+        own = (self.sharding.root, self.decoder, self.decoder.model)
+        return any(model is each for each in own)
 
     def close(self) -> None:
         """Leave the process groups."""
