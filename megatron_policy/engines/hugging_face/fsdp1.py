@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
-from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from megatron_policy.device import current_device
@@ -123,10 +122,13 @@ class Fsdp1:
     def reshard(self) -> None:
         """See `Sharding`."""
         for unit in self.units():
+            handle = unit._handle
             # A forward pass that has raised leaves these.
             unit.training_state = TrainingState.IDLE
-            unit._handle._training_state = HandleTrainingState.IDLE
-            _reshard(unit, unit._handle, self.sharded)
+            handle._training_state = HandleTrainingState.IDLE
+            handle.reshard(self.sharded)
+            handle.post_reshard()
+            handle._prefetched = False
 
     def forget_gradients(self) -> None:
         """See `Sharding`."""
