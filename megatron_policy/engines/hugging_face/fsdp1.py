@@ -129,6 +129,9 @@ class Fsdp1:
             handle.reshard(self.sharded)
             handle.post_reshard()
             handle._prefetched = False
+            handle._post_forward_index = None
+        # Torch empties this list of units after a backward pass only.
+        self.root._exec_order_data.handles_post_forward_order.clear()
 
     def forget_gradients(self) -> None:
         """See `Sharding`."""
