@@ -59,7 +59,7 @@ CASES: dict[str, Case] = {
     "FSDP2 CP2": (2, FSDP2_LAYOUTS["FSDP2 CP2"].megatron, "sequence", {}),
     "FSDP2 x 2": (2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron, "sequence", {}),
     "FSDP1 x 2": (2, FSDP1_LAYOUTS["FSDP1 x 2"].megatron, "sequence", {}),
-    "FSDP1 2 copies": (2, FSDP1_LAYOUTS["FSDP1 2 copies"].megatron, "sequence", PACKED),
+    "FSDP1 2 copies": (2, FSDP1_LAYOUTS["FSDP1 2 copies"].megatron, "logit", PACKED),
 }
 
 
