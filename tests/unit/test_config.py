@@ -67,6 +67,14 @@ def test_keys_that_are_not_given_follow_from_those_that_are() -> None:
     assert megatron.scheduler.lr_decay_iters == 70
 
 
+def test_settings_of_fsdp1_at_the_top_count_where_its_section_has_none() -> None:
+    top = {"fsdp_offload_enabled": True, "activation_checkpointing_enabled": True}
+    own = PolicyConfig.parse(minimal(**top, **{"fsdp_cfg.fsdp_offload_enabled": False})).fsdp_cfg
+    assert own.activation_checkpointing_enabled and not own.fsdp_offload_enabled
+    none = PolicyConfig.parse(minimal()).fsdp_cfg
+    assert not (none.activation_checkpointing_enabled or none.fsdp_offload_enabled)
+
+
 def test_keys_that_are_given_are_kept() -> None:
     config = PolicyConfig.parse(
         minimal(

@@ -126,12 +126,12 @@ def _shared_out(
 ) -> Sharding:
     """The decoder, shared out as the configuration says; its layers are recomputed if asked."""
     way, compute = engine_of(config), DTYPES[config.precision]
-    one, two = config.fsdp_cfg, config.dtensor_cfg
-    key, offload = "dtensor_cfg.cpu_offload", two.cpu_offload
-    recompute = two.activation_checkpointing
+    fsdp1, fsdp2 = config.fsdp_cfg, config.dtensor_cfg
+    key, offload = "dtensor_cfg.cpu_offload", fsdp2.cpu_offload
+    recompute = fsdp2.activation_checkpointing
     if way is Engine.FSDP1:
-        key, offload = "fsdp_cfg.fsdp_offload_enabled", one.fsdp_offload_enabled
-        recompute = one.activation_checkpointing_enabled
+        key, offload = "fsdp_cfg.fsdp_offload_enabled", fsdp1.fsdp_offload_enabled
+        recompute = fsdp1.activation_checkpointing_enabled
     if offload and is_accelerated():
         raise ConfigError(
             f"policy.{key} is not supported on GPUs: use activation checkpointing, more ranks, or "
@@ -141,7 +141,7 @@ def _shared_out(
         decoder.model.gradient_checkpointing_enable({"use_reentrant": False})
     if way is Engine.FSDP1:
         group = groups.shards if groups.shards.size() > 1 else groups.copies
-        return Fsdp1.of(decoder, group, compute, one.sharding_strategy)
+        return Fsdp1.of(decoder, group, compute, fsdp1.sharding_strategy)
     stacked = [name for name, source in sources.items() if source.stacked]
     return Fsdp2.of(decoder, groups.mesh, compute, offload, stacked)
 
