@@ -20,6 +20,12 @@ def as_text(value: Any) -> Any:
     return {k: str(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
 
+class LoraSwitch(Section):
+    """The host's adapters for its own DTensor worker, of which only the switch is read."""
+
+    enabled: bool = False
+
+
 class DTensorConfig(Section):
     """Transformers' own modules, sharded by torch's `fully_shard` (FSDP2)."""
 
@@ -44,6 +50,7 @@ class DTensorConfig(Section):
     clear_cache_every_n_steps: Count | None = None
     """Training steps after which unused device memory is given back; never if not given."""
     env_vars: Annotated[dict[str, str], BeforeValidator(as_text)] = Field(default_factory=dict)
+    lora_cfg: LoraSwitch = LoraSwitch()
 
 
 class PytorchOptimizerConfig(Section):

@@ -191,6 +191,13 @@ def test_parameters_are_gathered_in_the_background_only_where_they_are_spread() 
         assert ddp.overlap_param_gather is spread
 
 
+def test_sgd_has_no_distributed_optimizer_by_default() -> None:
+    for name, spread in (("adam", True), ("sgd", False)):
+        config = PolicyConfig.parse(minimal(**{OPTIMIZER + "optimizer": name}))
+        assert config.megatron_cfg.optimizer.use_distributed_optimizer is spread
+        assert PolicyConfig.parse(config.model_dump()) == config
+
+
 def test_a_configuration_survives_parsing_pickling_dicts_and_json() -> None:
     config = PolicyConfig.parse(host_policies.GRPO)
     assert PolicyConfig.parse(config) == config
@@ -301,6 +308,22 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
         (
             {MEGATRON + "enabled": False, "dtensor_cfg": FSDP, "precision": "float16"},
             "precision=float16 needs a factor on losses, which FSDP2 lacks: use bfloat16",
+        ),
+        (
+            {MEGATRON + "enabled": False, "dtensor_cfg": FSDP | {"lora_cfg": LORA}},
+            "lora_cfg asks for adapters, which FSDP2 does not .* with megatron_cfg.peft",
+        ),
+        (
+            {
+                MEGATRON + "enabled": False,
+                "dtensor_cfg": FSDP,
+                OPTIMIZER + "param_groups": [{"roles": ["embedding"], "freeze": True}],
+            },
+            "param_groups belongs to Megatron-Core's optimizer.*: leave it out, or use megatron_c",
+        ),
+        (
+            {OPTIMIZER + "optimizer": "sgd", OPTIMIZER + "use_distributed_optimizer": True},
+            "use_distributed_optimizer=true needs optimizer 'adam'.*leave it out or set it to fal",
         ),
         (
             {OPTIMIZER + "bf16": False, OPTIMIZER + "use_distributed_optimizer": False},
