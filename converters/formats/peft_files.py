@@ -112,7 +112,7 @@ class PeftAdapters:
         digest, as far as the directory says of which.
         """
         if self.stated is None:
-            check_named(self.root, self.settings, model)
+            check_named(self.root, self.settings, model, overrides)
         else:
             self.stated.check(self.root, model, digest, overrides)
 

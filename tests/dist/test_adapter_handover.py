@@ -297,7 +297,7 @@ def test_checkpoints_of_another_kind_or_base_are_refused(ranks, checkpoint, tmp_
     assert "another scale: set policy.megatron_cfg.peft.alpha" in said["another scale"]
     assert "another rank: set policy.megatron_cfg.peft.dim" in said["another rank"]
     assert "other modules: set policy.megatron_cfg.peft.target_modules" in said["other modules"]
-    with pytest.raises(AssertionError, match=r"trained on .* which has other weights"):
+    with pytest.raises(AssertionError, match=r"trained on .* which has other weights or config"):
         ranks.run(1, fresh_adapters, adapted(other, {}, tmp_path / "peft"))
     apart = peft_models.make_adapters(path, tmp_path / "apart", ALL)
     with pytest.raises(AssertionError, match="name the modules in target_modules instead"):
