@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.checkpoint import manifest, tracker
@@ -307,6 +308,21 @@ def test_checkpoints_of_another_kind_or_base_are_refused(ranks, checkpoint, tmp_
     with pytest.raises(AssertionError, match="set target_modules to the modules that it adapts"):
         one = adapted(path, {}, tmp_path / "peft", target_modules=["q_proj"])
         ranks.run(1, fresh_adapters, one)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_adapters_that_are_not_finite_are_refused_by_name(
+    ranks, checkpoint, tmp_path: Path, value: float
+) -> None:
+    path = checkpoint("qwen2", tied=False, **SIZES)
+    made = peft_models.make_adapters(path, tmp_path / "peft", ALL)
+    tensors = load_file(made / ADAPTER_MODEL)
+    name = "base_model.model.model.layers.1.self_attn.k_proj.lora_B.weight"
+    tensors[name][-1, 1] = value
+    save_file(tensors, made / ADAPTER_MODEL)
+    config = adapted(path, {}, made, target_modules=ALL)
+    with pytest.raises(AssertionError, match=rf"ConversionError: {name} in .* are not finite"):
+        ranks.run(1, fresh_adapters, config)
 
 
 def states(config: dict[str, Any], data: BatchedDataDict, loss: Any = None) -> dict[str, int]:
