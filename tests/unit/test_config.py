@@ -286,7 +286,20 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
         ({MEGATRON + "peft": LORA | {"alpha": 0}}, "peft.alpha: .*not 0"),
         ({MEGATRON + "peft": LORA | {"dropout": 1.0}}, "peft.dropout: .*less than 1, not 1.0"),
         ({MEGATRON + "peft": LORA | {"dropout_position": "in"}}, "dropout_position: .*'post'"),
-        ({MEGATRON + "peft": LORA | {"target_modules": "q_proj"}}, "target_modules: .*tuple"),
+        (
+            {MEGATRON + "peft": LORA | {"target_modules": "q_proj"}},
+            "list of names, as in .q_proj.,",
+        ),
+        (
+            {MEGATRON + "peft": LORA | {"target_modules": "all-linear"}},
+            "target_modules: .* a list of names; leave it out for all linear layers",
+        ),
+        ({MEGATRON + "peft": LORA | {"start_from": ""}}, "start_from: .* or leave the key out"),
+        ({OPTIMIZER + "param_groups": "x"}, "param_groups: Input should be a list, not 'x'"),
+        (
+            {OPTIMIZER + "param_groups": [{"roles": "norm", "freeze": True}]},
+            "roles: Input should be a list of names, as in .norm.,",
+        ),
         (
             {MEGATRON + "peft": LORA | {"lora_dtype": "float16"}},
             "lora_dtype=float16 contradicts policy.precision=.*leave it out",

@@ -81,7 +81,7 @@ REFUSED = {
     ".weight are one parameter in training": [{"names": ["*.q_proj.weight"], "freeze": True}],
     "put \\* where the expert's number is": [{"names": ["*.experts.1.*"], "freeze": True}],
     "freezes every parameter": [{"names": ["*"], "freeze": True}],
-    r"in the group {'roles': \\['adapter'\\]}: the model has the roles .*, or set policy.mega": [
+    r"in the group {'roles': \['adapter'\]}: the model has the roles .*, or set policy.mega": [
         {"roles": ["adapter"], "lr": 1e-3}
     ],
     "what names fits has the roles head; name one of these, or leave the group out": [

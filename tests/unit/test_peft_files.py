@@ -125,6 +125,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"alpha_pattern": [8]}, "alpha_pattern="),
     ({"layers_to_transform": "all"}, "layers_to_transform='all': must be numbers"),
     ({"target_modules": {"q_proj": 1}}, "target_modules=.* must be names of modules"),
+    ({"target_modules": None}, "target_modules=None: PEFT adapts .*: write the modules out"),
     ({"r": "4"}, "r='4': must be a whole number"),
     ({"lora_alpha": None}, "lora_alpha=None: must be a number"),
     ({"lora_alpha": 10**400}, "lora_alpha=10+.*: must be a number"),
@@ -148,7 +149,7 @@ def test_what_peft_writes_by_itself_is_read(written: Path) -> None:
     assert read_peft(written).uniform(SHAPES) == (4, 8.0)
 
 
-@pytest.mark.parametrize("missing", ["r", "lora_alpha", "peft_type"])
+@pytest.mark.parametrize("missing", ["r", "lora_alpha", "peft_type", "target_modules"])
 def test_what_has_to_be_there_is_named(written: Path, missing: str) -> None:
     content = json.loads((written / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     del content[missing]
@@ -214,7 +215,10 @@ def test_scales_are_those_of_peft(patterns: dict[str, Any]) -> None:
     """Its own layers tell their ranks and scales."""
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], **patterns)
     made: Any = LoraModel(_Tiny(), config, "default")
-    settings = peft_settings({"peft_type": "LORA", "r": 4, "lora_alpha": 8, **patterns}, "here")
+    settings = peft_settings(
+        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], **patterns},
+        "here",
+    )
     seen = 0
     for name, module in made.named_modules():
         if hasattr(module, "scaling"):
@@ -234,6 +238,17 @@ class _Tiny(torch.nn.Module):
         attention = (torch.nn.ModuleDict({"q_proj": torch.nn.Linear(8, 6)}) for _ in range(2))
         layers = [torch.nn.ModuleDict({"self_attn": each}) for each in attention]
         self.model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
+
+
+@pytest.mark.parametrize("alpha", [0, -8])
+def test_an_alpha_that_no_policy_has_is_refused_where_adapters_are_not_merged(
+    written: Path, alpha: int
+) -> None:
+    changed(written, ADAPTER_CONFIG, lora_alpha=alpha)
+    found = read_peft(written)
+    assert {a for _, a in found.modules(SHAPES).values()} == {alpha}
+    with pytest.raises(ConversionError, match=f"alpha {alpha} for .*convert --merge"):
+        found.uniform(SHAPES)
 
 
 def test_one_rank_and_scale_of_all_modules_is_taken_and_others_are_named(written: Path) -> None:
