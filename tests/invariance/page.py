@@ -7,13 +7,14 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from megatron_policy.packing.bins import ALGORITHMS, BALANCED
 from tests.dist.layouts import EXPERT_LAYOUTS, FAMILIES, FSDP2_LAYOUTS, LENGTH, SIZES, VOCAB
 from tests.exact import ROOM
+from tests.invariance import adapters
 from tests.invariance.cases import (
     BATCHINGS,
     CANDIDATES,
@@ -40,6 +41,8 @@ from tests.invariance.compare import QUANTITIES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "invariance.md"
 TEMPLATE = Path(__file__).with_suffix(".md")
+WRITE = "INVARIANCE_PAGE"
+"""Set in the environment, a run of the whole table writes the page."""
 PACKAGES = ("torch", "megatron-core", "transformers")
 
 
@@ -52,6 +55,7 @@ class Found:
 
 
 Measured = Mapping[Cell, Mapping[str, Found]]
+_ADAPTER_COLUMNS = ("layout", "batching", "adapters", "family")
 WORST, SHARE = "the worst of all", "of its tolerance, at most"
 
 
@@ -87,11 +91,53 @@ def versions(text: str) -> dict[str, str]:
 def write(measured: Measured) -> None:
     """The page, from the worst differences of every cell of the table."""
     assert set(measured) == set(CELLS), "the page needs a run of the whole table"
-    PAGE.write_text(render(measured), encoding="utf-8")
+    kept = adapter_table(PAGE.read_text(encoding="utf-8"))
+    PAGE.write_text(render(measured, kept), encoding="utf-8")
 
 
-def render(measured: Measured) -> str:
-    """The page's text."""
+def write_adapters(measured: Mapping[adapters.AdapterCell, Mapping[str, Found]]) -> None:
+    """Renew the rows with adapters alone, from the differences of all of them."""
+    missing = set(adapters.CELLS) - set(measured)
+    assert not missing, f"the page needs a run of every row: {missing}"
+    text = PAGE.read_text(encoding="utf-8")
+    new = text.replace(adapter_table(text), render_adapters(measured))
+    PAGE.write_text(new, encoding="utf-8")
+
+
+def render_adapters(measured: Mapping[adapters.AdapterCell, Mapping[str, Found]]) -> str:
+    """The table of the rows with adapters, with the largest share of a tolerance below."""
+    names, shown = zip(*adapters.QUANTITIES.items(), strict=True)
+    rows = [" | ".join((*_ADAPTER_COLUMNS, *shown))]
+    rows.append(" | ".join(["---"] * len(_ADAPTER_COLUMNS) + ["---:"] * len(shown)))
+    for cell in adapters.CELLS:
+        numbers = (f"{measured[cell][name].difference:.1e}" for name in names)
+        rows.append(" | ".join((*astuple(cell), *numbers)))
+    shares = (
+        max(each[name].difference / each[name].tolerance for each in measured.values())
+        for name in names
+    )
+    rows.append(" | ".join((f"**{SHARE}**", "", "", "", *(f"**{share:.2f}**" for share in shares))))
+    return "\n".join(f"| {row} |" for row in rows)
+
+
+def adapter_table(text: str) -> str:
+    """The table of the rows with adapters in a page's text."""
+    first = "| " + " | ".join(_ADAPTER_COLUMNS) + " |"
+    (paragraph,) = (each for each in text.split("\n\n") if each.startswith(first))
+    return paragraph.rstrip()
+
+
+def adapter_lines(text: str) -> list[Line]:
+    """The rows of that table, the last of which is about the others."""
+    found = []
+    for line in adapter_table(text).splitlines()[2:]:
+        columns = [column.strip(" *") for column in line.strip("|").split("|")]
+        found.append(Line(tuple(columns[:4]), tuple(map(float, columns[4:]))))
+    return found
+
+
+def render(measured: Measured, with_adapters: str) -> str:
+    """The page's text; the table of the rows with adapters is given."""
     header = ("layout", "batching", "loss", "family", *QUANTITIES)
     rows = [
         " | ".join(
@@ -109,6 +155,7 @@ def render(measured: Measured) -> str:
     packages = [f"| `{name}` | {version(name).partition('+')[0]} |" for name in PACKAGES]
     text = TEMPLATE.read_text(encoding="utf-8").format(
         table="\n".join(f"| {row} |" for row in table),
+        adapters=with_adapters,
         versions="\n".join(["| package | version |", "|---|---|", *packages]),
         layouts=len(LAYOUTS),
         batchings=len(BATCHINGS),

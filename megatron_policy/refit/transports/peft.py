@@ -40,7 +40,7 @@ def export_adapters(
     transport = PeftDirectory(path, overwrite=overwrite)
     try:
         exporter.begin()
-        own = transport.refusal() if exporter.rank == 0 else None
+        own = _refusal(transport) if exporter.rank == 0 else None
         refusal = exporter.broadcast_text(own)
         if not refusal:
             deliver(exporter, transport, step, adapters=True)
@@ -49,6 +49,15 @@ def export_adapters(
     except RefitError as error:
         raise ExportError(str(error)) from error
     raise ConfigError(refusal)
+
+
+def _refusal(transport: PeftDirectory) -> str:
+    """Why its path cannot be taken; "" if it can."""
+    try:
+        publishing.check_replaceable(transport.path, transport.overwrite)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 class PeftDirectory:
@@ -62,14 +71,6 @@ class PeftDirectory:
     def __init__(self, path: str | PathLike[str], *, overwrite: bool = False) -> None:
         """With `overwrite`, a checkpoint at `path` is replaced."""
         self.path, self.overwrite = expanded(path).absolute(), overwrite
-
-    def refusal(self) -> str:
-        """Why the path cannot be taken; "" if it can."""
-        try:
-            publishing.check_replaceable(self.path, self.overwrite)
-        except ConfigError as error:
-            return str(error)
-        return ""
 
     def plan(self, exporter: Exporter) -> RefitPlan | None:
         """The adapters, on the ranks that gather with rank 0. ConfigError for whole models."""
