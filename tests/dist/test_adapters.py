@@ -5,7 +5,7 @@ it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,18 @@ from tests.dist.layouts import EXPERT_LAYOUTS, LAYOUTS, LENGTH, OVERLAPPED, SIZE
 from tests.dist.test_export import tensors_of
 from tests.exact import Exact, assert_equal
 from tests.invariance import page
-from tests.invariance.adapters import CELLS, FUSED, OF_MODULES, PADDED, AdapterCell
-from tests.invariance.adapters import PACKED as PACKED_ROWS
+from tests.invariance.further import (
+    ADAPTERS,
+    FUSED,
+    OF_EXPERTS,
+    OF_MODULES,
+    OF_STACKS,
+    PADDED,
+    Collected,
+    FurtherCell,
+)
+from tests.invariance.further import LATENT as LATENT_ATTENTION
+from tests.invariance.further import PACKED as PACKED_ROWS
 from tests.turns import in_turns
 
 STEPS = 2
@@ -56,25 +66,13 @@ def train(config: dict[str, Any], data: BatchedDataDict, mbs: int | None = 1) ->
         }
 
 
-class Measured:
-    """What the page of the invariance table shows of the tests that were run."""
-
-    def __init__(self) -> None:
-        self.found: dict[AdapterCell, dict[str, page.Found]] = {}
-
-    def add(self, cell: AdapterCell, record: Mapping[str, tuple[float, float]]) -> None:
-        """The differences of a test, whose cell may be one of the page."""
-        if cell in CELLS:
-            self.found[cell] = {name: page.Found(*both) for name, both in record.items()}
-
-
 @pytest.fixture(scope="module")
-def measured() -> Iterator[Measured]:
+def measured() -> Iterator[Collected]:
     """Collects differences; writes them on the page if the environment asks for it."""
-    collected = Measured()
+    collected = Collected(ADAPTERS)
     yield collected
     if os.environ.get(page.WRITE):
-        page.write_adapters(collected.found)
+        page.write_further(collected)
 
 
 KINDS = {
@@ -94,7 +92,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "kind"), in_turns(CASES))
 def test_adapters_are_trained_like_pefts_by_torchs_optimizer(
-    ranks, checkpoint, measured: Measured, tmp_path: Path, name: str, kind: str
+    ranks, checkpoint, measured: Collected, tmp_path: Path, name: str, kind: str
 ) -> None:
     path = checkpoint("qwen2", tied=False, **SIZES)
     modules, chosen, shared = KINDS[kind]
@@ -116,7 +114,7 @@ def test_adapters_are_trained_like_pefts_by_torchs_optimizer(
             assert_equal("logprobs after training", seen["logprobs"][:, 1:], expected)
             assert_equal("logprobs of the base", seen["base"][:, 1:], of_base)
     of = {"each module's": OF_MODULES, "fused": FUSED}.get(kind, kind)
-    measured.add(AdapterCell(name, PADDED, of, "qwen2"), record)
+    measured.add(FurtherCell(name, PADDED, of, "qwen2"), record)
 
 
 def assert_trained(
@@ -156,7 +154,7 @@ MORE: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str]]] = {
 
 @pytest.mark.parametrize("name", in_turns(MORE))
 def test_recomputed_packed_and_partly_adapted_models_are_trained_alike(
-    ranks, checkpoint, measured: Measured, tmp_path: Path, name: str
+    ranks, checkpoint, measured: Collected, tmp_path: Path, name: str
 ) -> None:
     layout, megatron, top, modules = MORE[name]
     path = checkpoint("qwen2", tied=False, **SIZES)
@@ -172,7 +170,7 @@ def test_recomputed_packed_and_partly_adapted_models_are_trained_alike(
         for seen in results:
             assert_trained(seen, hf, own, peft_models.saved_name)
     if top and modules is ALL:
-        measured.add(AdapterCell(layout, PACKED_ROWS, OF_MODULES, "qwen2"), record)
+        measured.add(FurtherCell(layout, PACKED_ROWS, OF_MODULES, "qwen2"), record)
 
 
 EXPERTS = [name for name in EXPERT_LAYOUTS if "CP2" not in name or "EP2xCP2" in name]
@@ -180,7 +178,7 @@ EXPERTS = [name for name in EXPERT_LAYOUTS if "CP2" not in name or "EP2xCP2" in 
 
 @pytest.mark.parametrize("name", [*in_turns(["one process", *EXPERTS]), "EP2, packed"])
 def test_adapters_of_experts_are_trained_like_plain_torchs(
-    ranks, checkpoint, measured: Measured, tmp_path: Path, name: str
+    ranks, checkpoint, measured: Collected, tmp_path: Path, name: str
 ) -> None:
     path = checkpoint("qwen3_moe", tied=False, **SIZES)
     start = peft_models.make_expert_adapters(path, tmp_path / "start")
@@ -196,7 +194,7 @@ def test_adapters_of_experts_are_trained_like_plain_torchs(
     with margins.recorded() as record:
         for seen in results:
             assert_trained(seen, hf, own, peft_models.saved_expert_name)
-    measured.add(AdapterCell(layout, batching, "of experts", "qwen3_moe"), record)
+    measured.add(FurtherCell(layout, batching, OF_EXPERTS, "qwen3_moe"), record)
 
 
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
@@ -204,7 +202,7 @@ LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
 @pytest.mark.parametrize("name", in_turns(["one process", "TP2+SP", "EP2xTP2+SP"]))
 def test_adapters_of_latent_attention_are_trained_like_pefts(
-    ranks, checkpoint, measured: Measured, tmp_path: Path, name: str
+    ranks, checkpoint, measured: Collected, tmp_path: Path, name: str
 ) -> None:
     path = checkpoint("deepseek_v3", tied=False, **SIZES)
     start = peft_models.make_adapters(path, tmp_path / "start", LATENT)
@@ -217,7 +215,7 @@ def test_adapters_of_latent_attention_are_trained_like_pefts(
     with margins.recorded() as record:
         for seen in results:
             assert_trained(seen, hf, own, peft_models.saved_name)
-    measured.add(AdapterCell(name, PADDED, "of latent attention", "deepseek_v3"), record)
+    measured.add(FurtherCell(name, PADDED, LATENT_ATTENTION, "deepseek_v3"), record)
 
 
 STACKS = ["gate_up_proj", "down_proj"]
@@ -235,7 +233,7 @@ STACKED = [
 
 @pytest.mark.parametrize(("name", "stacks"), in_turns(STACKED))
 def test_adapters_of_stacked_experts_are_trained_like_pefts(
-    ranks, checkpoint, measured: Measured, tmp_path: Path, name: str, stacks: list[str]
+    ranks, checkpoint, measured: Collected, tmp_path: Path, name: str, stacks: list[str]
 ) -> None:
     """PEFT adapts the parameters themselves (`target_parameters`)."""
     path, modules = checkpoint("gpt_oss", tied=False, **SIZES), ["q_proj", "o_proj"]
@@ -253,4 +251,4 @@ def test_adapters_of_stacked_experts_are_trained_like_pefts(
             assert_trained(seen, hf, own, peft_models.saved_name)
             assert_equal("logprobs after training", seen["logprobs"][:, 1:], expected)
     if stacks is STACKS:
-        measured.add(AdapterCell(name, PADDED, "of stacked experts", "gpt_oss"), record)
+        measured.add(FurtherCell(name, PADDED, OF_STACKS, "gpt_oss"), record)
