@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_policy.config.fsdp import DTensorConfig, Fsdp1Config
+from megatron_policy.config.fsdp import DTensorConfig, Fsdp1Config, LoraSwitch
 from megatron_policy.config.megatron_keys import MEGATRON_SECTIONS, TEXT
 from megatron_policy.config.rules import (
     Applied,
@@ -138,7 +138,17 @@ _DTENSOR: Rules = {
         """sequence_parallel tensor_parallel_size expert_parallel_size custom_parallel_plan""",
     ),
     "defer_fsdp_grad_sync": Ignored("gradients are reduced in each microbatch"),
-    **each(Ignored(_AUTOMODEL), "_v2 moe_parallelizer lora_cfg automodel_kwargs *"),
+    **each(Ignored(_AUTOMODEL), "_v2 moe_parallelizer automodel_kwargs *"),
+    "lora_cfg": Nested(LoraSwitch),
+}
+
+_LORA: Rules = {
+    "enabled": Applied("refused beside `dtensor_cfg.enabled`: adapters are megatron_cfg.peft's"),
+    **each(
+        Ignored(_AUTOMODEL),
+        """target_modules exclude_modules match_all_linear dim alpha dropout dropout_position
+        lora_A_init use_triton *""",
+    ),
 }
 
 _FSDP1: Rules = {
@@ -181,6 +191,7 @@ SECTIONS: dict[str, Rules] = {
     "tokenizer.": _TOKENIZER,
     "dtensor_cfg.": _DTENSOR,
     "fsdp_cfg.": _FSDP1,
+    "dtensor_cfg.lora_cfg.": _LORA,
     "draft.": switched_off(
         "training a draft model with the policy is not supported",
         "a draft model",
