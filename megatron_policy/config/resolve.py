@@ -131,18 +131,22 @@ def _backend(config: PolicySection) -> Iterator[str]:
 def _fsdp(config: PolicySection) -> Iterator[str]:
     """Report what the engine of `dtensor_cfg` does not have."""
     own, at = config.dtensor_cfg, "policy.dtensor_cfg"
-    sizes = {"tensor_parallel_size": own.tensor_parallel_size}
-    sizes["expert_parallel_size"] = own.expert_parallel_size
-    for name, size in sizes.items():
-        if size > 1:
+    if own.expert_parallel_size > 1:
+        yield (
+            f"{at}.expert_parallel_size={own.expert_parallel_size} is not supported: set it to 1 "
+            "(FSDP2 shards over the ranks that are left), or use megatron_cfg"
+        )
+    for name in ("sequence_parallel", "custom_parallel_plan"):
+        if (asked := getattr(own, name)) and own.tensor_parallel_size == 1:
             yield (
-                f"{at}.{name}={size} is not supported: set it to 1 (FSDP2 shards over the ranks "
-                "that are left), or use megatron_cfg"
+                f"{at}.{name}={asked!r} is for tensor-parallel ranks: set {at}.tensor_parallel_size "
+                "to 2 or more, or leave it out"
             )
-    splits = {"custom_parallel_plan": own.custom_parallel_plan}
-    for name, asked in {**splits, "sequence_parallel": own.sequence_parallel}.items():
-        if asked:
-            yield f"{at}.{name} needs tensor parallelism, which is not supported: leave it out"
+    if own.sequence_parallel and own.attn_implementation != "auto":
+        yield (
+            f"{at}.attn_implementation={own.attn_implementation!r} makes masks of whole sequences: "
+            f"use 'auto', or leave {at}.sequence_parallel out"
+        )
     if config.precision == "float16":
         yield "policy.precision=float16 needs a factor on losses, which FSDP2 lacks: use bfloat16"
     if config.megatron_cfg.peft.enabled:

@@ -40,6 +40,14 @@ SHARDINGS = {
     "2 shards x 2 copies": Sharding(4, {"dp_replicate_size": 2}),
     "2 copies": Sharding(2, {"dp_replicate_size": 2}),
     "cp 2": Sharding(2, {"context_parallel_size": 2}),
+    "tp 2": Sharding(2, {"tensor_parallel_size": 2}),
+    "tp 2 x dp 2": Sharding(4, {"tensor_parallel_size": 2, "activation_checkpointing": True}),
+    "tp 2 + sp x dp 2": Sharding(4, {"tensor_parallel_size": 2, "sequence_parallel": True}),
+    "tp 2 + sp x cp 2": Sharding(
+        4, {"tensor_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2}
+    ),
+    "tp 2 x 2 copies": Sharding(4, {"tensor_parallel_size": 2, "dp_replicate_size": 2}),
+    "tp 4": Sharding(4, {"tensor_parallel_size": 4}),
     "cp 2 x dp 2": Sharding(4, {"context_parallel_size": 2, "activation_checkpointing": True}),
 }
 

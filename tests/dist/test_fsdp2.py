@@ -28,6 +28,16 @@ CASES = [
     ("gemma2", {}, "cp 2 x dp 2", "padded", "logit"),
     ("gpt_oss", {}, "2 shards", "packed", "token"),
     ("qwen3_moe", {}, "4 shards", "packed", "token"),
+    ("qwen2", {"tied": True}, "tp 2", "packed", "token"),
+    ("qwen3", {}, "tp 2 x dp 2", "dynamic", "logit"),
+    ("gemma2", {}, "tp 2 + sp x dp 2", "padded", "token"),
+    ("qwen3", {}, "tp 2 + sp x cp 2", "packed", "token"),
+    ("qwen2", {"tied": False}, "tp 2 x 2 copies", "padded", "token"),
+    ("qwen3", {}, "tp 4", "packed", "token"),
+    ("qwen3_moe", {}, "tp 2 x dp 2", "packed", "token"),
+    ("gpt_oss", {}, "tp 2 x dp 2", "dynamic", "token"),
+    ("qwen3_moe", {}, "tp 2 + sp x dp 2", "packed", "token"),
+    ("gpt_oss", {}, "tp 2 + sp x dp 2", "padded", "token"),
 ]
 
 
