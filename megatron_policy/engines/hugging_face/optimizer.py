@@ -294,14 +294,14 @@ class FsdpTrainable:
         return nullcontext()
 
     def reduce_gradients(self, factor: float) -> None:
-        """See `Trainable`; FSDP leaves the factor, and sums over tensor-parallel ranks."""
+        """See `Trainable`; only the factor is left to apply."""
         for gradient in self._gradients():
             gradient.mul_(factor)
-        if self._groups.batch.tp.size() > 1:
-            sum_partial(self._trained, self._groups.batch.tp)
 
     def step(self) -> float:
         """See `Trainable`."""
+        if self._groups.batch.tp.size() > 1:
+            sum_partial(self._trained, self._groups.batch.tp)
         norm = self._norm()
         if not math.isfinite(norm):
             raise NotFiniteError(norm)
