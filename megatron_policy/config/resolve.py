@@ -139,8 +139,8 @@ def _fsdp(config: PolicySection) -> Iterator[str]:
     for name in ("sequence_parallel", "custom_parallel_plan"):
         if (asked := getattr(own, name)) and own.tensor_parallel_size == 1:
             yield (
-                f"{at}.{name}={asked!r} is for tensor-parallel ranks: set {at}.tensor_parallel_size "
-                "to 2 or more, or leave it out"
+                f"{at}.{name}={asked!r} is for tensor-parallel ranks: leave it out, or set "
+                f"{at}.tensor_parallel_size to 2 or more"
             )
     if own.sequence_parallel and own.attn_implementation != "auto":
         yield (

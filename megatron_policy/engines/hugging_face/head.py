@@ -20,7 +20,6 @@ from megatron_policy.lm_head.filters import Filters, find_bounds
 from megatron_policy.lm_head.fused import HeadShape, fused_scores, fused_topk
 from megatron_policy.lm_head.logprobs import gather_vocab
 
-
 PADDING_LOGIT = -1e9
 """Of a padding entry of the vocabulary: its probability is exactly 0, and 0 * logit stays finite.
 """

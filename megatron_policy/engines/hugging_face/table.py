@@ -115,7 +115,7 @@ class ShardRow(RowBase):
         cut = WHOLE if size == 1 else self.cut
         if size % cut.ranks:
             raise ConversionError(
-                f"{size} ranks are no whole groups of {cut.ranks} tensor-parallel ranks: use a "
+                f"{size} ranks are not whole groups of {cut.ranks} tensor-parallel ranks: use a "
                 "multiple"
             )
         return cut, rank % cut.ranks, (rank // cut.ranks, size // cut.ranks)

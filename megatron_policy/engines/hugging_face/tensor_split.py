@@ -71,7 +71,9 @@ class _Splitting:
             if any(id(each) in self._styles for each in child.modules())
             or (region.splits_tokens and any(linears(child)))
         ]
-        self._joined = {id(each) for child, pure in self._blocks if pure for each in child.modules()}
+        self._joined = {
+            id(each) for child, pure in self._blocks if pure for each in child.modules()
+        }
         self._copies = self._key_copies(plan)
 
     def _is_pure(self, child: Module) -> bool:
@@ -88,13 +90,16 @@ class _Splitting:
         if heads is None or not any("attn" in name or "attention" in name for name in named):
             return 1
         groups = getattr(settings, "num_key_value_heads", None) or heads
-        legal = [n for n in range(1, heads + 1) if heads % n == 0 and not (groups % n and n % groups)]
+        legal = [
+            n for n in range(1, heads + 1) if heads % n == 0 and not (groups % n and n % groups)
+        ]
         if size not in legal:
             raise ConfigError(
                 f"{_SIZE}={size} does not split {heads} attention heads with {groups} key-value "
                 f"heads: use one of {legal}"
             )
-        return max(1, size // groups)
+        copies: int = max(1, size // groups)
+        return copies
 
     def share(self, name: str, style: Style) -> None:
         """Cut the module `name`."""
@@ -128,7 +133,7 @@ class _Splitting:
             y = computed(_copied(region, x) if before else x)
             return region.gather_features(y) if gather else y
 
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward  # type: ignore[method-assign,assignment]
 
     def _share_rows(self, name: str, module: torch.nn.Linear, split: bool) -> None:
         self._cut(module, "weight", name, 1)
@@ -141,7 +146,7 @@ class _Splitting:
             y = region.leave(y) if joined else _summed(region, y)
             return y if module.bias is None else y + module.bias
 
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward  # type: ignore[method-assign,assignment]
 
     def _share_experts(self, name: str, module: Module) -> None:
         """Each rank computes a share of every expert's inner features; outputs are summed."""
@@ -209,7 +214,7 @@ class _Splitting:
             if pure:
                 _wrap(child, region.enter, None)
                 if hasattr(child, "num_key_value_groups"):
-                    child.num_key_value_groups = self._queries_of_a_key()
+                    child.num_key_value_groups = self._queries_of_a_key()  # type: ignore[assignment]
             elif region.splits_tokens:
                 _wrap(child, region.enter_alike, region.leave_alike)
             self._find_partial(child)
