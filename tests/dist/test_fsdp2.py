@@ -147,7 +147,7 @@ def test_engines_continue_what_the_other_has_saved(ranks, checkpoint, tmp_path) 
         without = {"optimizer": {"weight_decay": 0.0}, "scheduler": NO_DECAY}
         return world, policy_config(path, keys | without)
 
-    places = ["tp2 x pp2", "4 shards", "tp4", "tp 2 + sp x dp 2", "tp2 x pp2"]
+    places = ["tp2 x pp2", "4 shards", "tp2 x pp2", "tp 2 + sp x dp 2", "tp4"]
     saved = None
     for step, where in enumerate(places):
         world, made = config(where)
