@@ -81,6 +81,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 PACKS = ("gpt_neox", "nemotron")
 """Those whose tokens mix in transformers' attention alone."""
+SHARED = {"nemotron": (), "gpt_neox": pytest.mark.sweep, "phimoe": pytest.mark.sweep}
+SHARED |= {"qwen3_next": pytest.mark.sweep}
+"""Those that transformers has a plan for, with marks of the tests with tensor-parallel ranks."""
 
 
 def make(kind: str, folder: Path) -> Path:
@@ -133,16 +136,23 @@ def reference(path: Path) -> tuple[torch.Tensor, float, float, dict[str, torch.T
     return logprobs, loss.item(), float(norm), dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_one_step_equals_transformers(ranks, tmp_path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "tp"),
+    [
+        *((kind, 1) for kind in MODELS),
+        *(pytest.param(kind, 2, marks=marks) for kind, marks in SHARED.items()),
+    ],
+)
+def test_one_step_equals_transformers(ranks, tmp_path, kind: str, tp: int) -> None:
     path = make(kind, tmp_path / "model")
     batching = BATCHINGS["packed" if kind in PACKS else "padded"]
-    config = fsdp_config(path, {}, **batching)
+    config = fsdp_config(path, {"tensor_parallel_size": tp}, **batching)
     seen = ranks.run(2, one_step, config, str(tmp_path / "out"))
     logprobs, loss, norm, _ = reference(path)
     lengths = data()["input_lengths"]
     inside = torch.arange(logprobs.size(1)) < lengths[:, None] - 1
-    found = torch.cat([rank["logprobs"] for rank in sorted(seen, key=lambda each: each["dp"])])
+    by_replica = {rank["dp"]: rank["logprobs"] for rank in seen}
+    found = torch.cat([by_replica[replica] for replica in sorted(by_replica)])
     assert torch.allclose(found[:, 1:][inside], logprobs[inside], atol=1e-5, rtol=0)
     assert seen[0]["step"]["loss"].item() == pytest.approx(loss, rel=1e-5)
     assert seen[0]["step"]["grad_norm"].item() == pytest.approx(norm, rel=1e-5)

@@ -182,13 +182,11 @@ def _head(
     temperature = (config.generation and config.generation.temperature) or 1.0
     filters = Filters.of_logprobs(config.generation)
     if not table.entries:
-        return OwnHead(
-            decoder.model, decoder.base, architecture.vocab_size, temperature, filters, chunk
-        )
+        vocab = architecture.vocab_size
+        return OwnHead(decoder.model, decoder.base, vocab, temperature, filters, region, chunk)
     linear = decoder.model.get_output_embeddings()
     assert getattr(linear, "bias", None) is None, "no family's head has a bias"
-    vocab = (architecture.vocab_size,)
-    first, real, _ = Cut(region.size, 0).share(vocab, 0, region.rank)
+    first, real, _ = Cut(region.size, 0).share((architecture.vocab_size,), 0, region.rank)
     shape = HeadShape(
         vocab_start=first,
         real=real,

@@ -123,8 +123,8 @@ class _Hidden(dict[str, Any]):
 @dataclass(frozen=True)
 class OwnHead:
     """See `LanguageModelHead`: what the model's own code makes of hidden states, for models whose
-    logits are not known to be a product with one matrix. At most `chunk` tokens' logits are held at
-    a time; the backward pass computes them again.
+    logits are not known to be a product with one matrix. Tensor-parallel ranks compute the same. At
+    most `chunk` tokens' logits are held at a time; the backward pass computes them again.
     """
 
     model: Any
@@ -133,6 +133,7 @@ class OwnHead:
     vocab: int
     temperature: float
     filters: Filters | None
+    region: TensorRegion
     chunk: int
     scalar: None = None
 
@@ -152,6 +153,14 @@ class OwnHead:
 
     def logits(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
         """See `LanguageModelHead`."""
+        logits_SRV, ranks = self._logits(hidden_SRD), self.region.size
+        if ranks == 1:
+            return logits_SRV
+        padding = -self.vocab % ranks
+        return self.region.own_features(F.pad(logits_SRV, (0, padding), value=PADDING_LOGIT))
+
+    def _logits(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
+        """fp32 `[S, R, vocab]`: those of all entries."""
         base, forward = self.base, self.base.forward
         asked = []
 
@@ -188,7 +197,7 @@ class OwnHead:
     def _scores(
         self, hidden_ND: torch.Tensor, wanted_NK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits_NV = self.logits(hidden_ND.unsqueeze(1)).squeeze(1)
+        logits_NV = self._logits(hidden_ND.unsqueeze(1)).squeeze(1)
         if self.filters is not None and len(logits_NV):
             bounds = find_bounds(logits_NV.detach(), 0, self.vocab, self.filters)
             logits_NV = logits_NV.masked_fill(bounds.dropped(logits_NV.detach(), 0), -torch.inf)
@@ -199,7 +208,7 @@ class OwnHead:
     def topk(self, hidden_ND: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `LanguageModelHead`."""
         parts = [
-            self.logits(hidden.unsqueeze(1)).squeeze(1).topk(k)
+            self._logits(hidden.unsqueeze(1)).squeeze(1).topk(k)
             for hidden in hidden_ND.split(self.chunk)
         ]
         values, entries = zip(*parts, strict=True)
@@ -207,7 +216,7 @@ class OwnHead:
 
     def next_logits(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
         """fp32 `[R, vocab]`: those after the last position, at temperature 1."""
-        return self.plain.logits(hidden_SRD[-1:])[0]
+        return self.plain._logits(hidden_SRD[-1:])[0]
 
     def whole_sequences(self) -> AbstractContextManager[None]:
         """A context in which no rank has a share of the positions only, which is always so."""

@@ -61,6 +61,11 @@ Plan = dict[str, Style]
 def plan_of(settings: DTensorConfig, model: Any) -> Plan:
     """The plan for `model`; ConfigError, naming the fix, if there is none or it cannot be used."""
     custom = settings.custom_parallel_plan
+    if any(getattr(model.config, "activation_sparsity_pattern", None) or ()):
+        raise ConfigError(
+            f"tensor-parallel ranks cannot share {type(model).__name__}, whose MLPs take "
+            "statistics of all features: set policy.dtensor_cfg.tensor_parallel_size to 1"
+        )
     kind = getattr(model.config, "model_type", "")
     given = _imported(custom) if custom else _OURS.get(kind) or getattr(model, "tp_plan", None)
     found: Plan = {}

@@ -230,8 +230,8 @@ class _Splitting:
         return queries
 
     def _find_partial(self, child: Module) -> None:
-        """Weights between cut linear layers see this rank's heads only: those of norms of heads are
-        supported.
+        """Weights between cut linear layers see this rank's heads or features only: those that are
+        the same for all of them are supported.
         """
         for parent in child.modules():
             among = list(parent.children())
@@ -244,10 +244,11 @@ class _Splitting:
                     if parameter is None or id(parameter) in self._cuts:
                         continue
                     whole = [each for each in linears(parent) if id(each) not in self._styles]
-                    if whole or tuple(parameter.shape) != (getattr(parent, "head_dim", None),):
+                    alike = ((), (1,), (getattr(parent, "head_dim", None),))
+                    if whole or tuple(parameter.shape) not in alike:
                         raise ConfigError(
                             f"{_SIZE}={self._region.size} cannot split {type(parent).__name__}, "
-                            f"whose {type(module).__name__}.{name} is not one for all heads: set "
+                            f"whose {type(module).__name__}.{name} is not one for all: set "
                             "it to 1, or use megatron_cfg"
                         )
                     self._partial.add(id(parameter))
