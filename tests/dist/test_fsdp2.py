@@ -37,6 +37,7 @@ SWEPT = [
     ("gemma2", {}, "tp 2 + sp x dp 2", "padded", "logit"),
     ("qwen3", {}, "tp 2 x 2 copies", "padded", "token"),
     ("gpt_oss", {}, "tp 4", "packed", "token"),
+    ("qwen3", {}, "tp 2 + sp, own plan", "packed", "token"),
 ]
 
 

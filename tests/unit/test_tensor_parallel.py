@@ -133,7 +133,7 @@ def test_under_sequence_parallelism_what_sees_a_share_of_the_positions_is_partia
             3,
             "CohereAttention, whose CohereLayerNorm.weight is not",
         ),
-        ("gemma3n_text", {"activation_sparsity_pattern": 0.9}, 3, "statistics of all features"),
+        ("gemma3n_text", {"activation_sparsity_pattern": [0.9]}, 3, "statistics of all features"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused(kind: str, sizes: Any, ranks: int, why: str) -> None:
@@ -157,6 +157,7 @@ def made_plan() -> dict[str, Any]:
     return PLAN
 
 
+WITH_NORM = PLAN | {"model.norm": SequenceParallel()}
 OF_SEQUENCES = PLAN | {
     "model.norm": SequenceParallel(),
     f"{_LAYER}mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
@@ -185,7 +186,8 @@ def test_a_plan_of_ones_own_is_imported_and_torch_objects_mean_the_same(name: st
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("OF_SEQUENCES", "from .*Shard.* to .*Shard.*not supported|SequenceParallel: set"),
+        ("WITH_NORM", "gives 'model.norm' SequenceParallel: set .*sequence_parallel to true"),
+        ("OF_SEQUENCES", r"RowwiseParallel from S\(-1\) to S\(1\), which is not supported"),
         ("TYPO", r"no module of Qwen2ForCausalLM is called 'model.layers.\*.mlp.gate'"),
         ("OTHER", r"gives 'model.layers.\*.mlp.up_proj' ColwiseParallel from"),
         ("UNKNOWN", "the style 'both ways', which is not supported: give 'colwise', 'rowwise'"),

@@ -41,16 +41,15 @@ _ALSO = {"colwise_rep": Style.COLUMNS_GATHERED, "rowwise_rep": Style.ROWS_SPLIT}
 """What earlier releases of transformers call them."""
 _FOLLOWS = ("embedding_rowwise", "replicated_with_grad_allreduce", "sequence_parallel")
 """Styles with nothing to do: what they say follows from the others."""
-_ATTENTION = "model.layers.*.self_attn"
+_LAYER = "model.layers.*."
+_ATTENTION = {f"{_LAYER}self_attn.{name}_proj": "colwise" for name in "qkv"}
+_ATTENTION |= {f"{_LAYER}self_attn.o_proj": "rowwise"}
+_MLP = {f"{_LAYER}mlp.{name}_proj": "colwise" for name in ("gate", "up")}
+_MLP |= {f"{_LAYER}mlp.down_proj": "rowwise"}
 _OURS: dict[str, dict[str, str]] = {
-    "gpt_oss": {
-        f"{_ATTENTION}.q_proj": "colwise",
-        f"{_ATTENTION}.k_proj": "colwise",
-        f"{_ATTENTION}.v_proj": "colwise",
-        f"{_ATTENTION}.o_proj": "rowwise",
-        _ATTENTION: "local_sinks",
-        "model.layers.*.mlp.experts": "moe_tp_experts",
-    }
+    "gpt_oss": _ATTENTION
+    | {f"{_LAYER}self_attn": "local_sinks", f"{_LAYER}mlp.experts": "moe_tp_experts"},
+    "hunyuan_v1_dense": _ATTENTION | _MLP,
 }
 """By transformers' name of the model, where its own plan has nothing but the ends."""
 
