@@ -84,6 +84,9 @@ SIZES = {
 }
 
 
+SPARSE = {"activation_sparsity_pattern": [0.9], "num_kv_shared_layers": 0}
+
+
 def model_of(kind: str, **sizes: Any) -> Any:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(SIZES | sizes)))
@@ -133,7 +136,7 @@ def test_under_sequence_parallelism_what_sees_a_share_of_the_positions_is_partia
             3,
             "CohereAttention, whose CohereLayerNorm.weight is not",
         ),
-        ("gemma3n_text", {"activation_sparsity_pattern": [0.9]}, 3, "statistics of all features"),
+        ("gemma3n_text", SPARSE, 3, "statistics of all features"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused(kind: str, sizes: Any, ranks: int, why: str) -> None:

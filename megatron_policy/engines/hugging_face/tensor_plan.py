@@ -46,12 +46,15 @@ _ATTENTION = {f"{_LAYER}self_attn.{name}_proj": "colwise" for name in "qkv"}
 _ATTENTION |= {f"{_LAYER}self_attn.o_proj": "rowwise"}
 _MLP = {f"{_LAYER}mlp.{name}_proj": "colwise" for name in ("gate", "up")}
 _MLP |= {f"{_LAYER}mlp.down_proj": "rowwise"}
+_EXPERTS = {f"{_LAYER}mlp.experts": "moe_tp_experts"}
 _OURS: dict[str, dict[str, str]] = {
-    "gpt_oss": _ATTENTION
-    | {f"{_LAYER}self_attn": "local_sinks", f"{_LAYER}mlp.experts": "moe_tp_experts"},
+    "glm4_moe_lite": _MLP | _EXPERTS,
+    "gpt_oss": _ATTENTION | _EXPERTS | {f"{_LAYER}self_attn": "local_sinks"},
     "hunyuan_v1_dense": _ATTENTION | _MLP,
 }
-"""By transformers' name of the model, where its own plan has nothing but the ends."""
+"""By transformers' name of the model, where its own plan has nothing but the ends, or styles that
+are not supported: latent attention stays whole.
+"""
 
 Plan = dict[str, Style]
 """By the name of a module. The embedding and the head are not in it."""
