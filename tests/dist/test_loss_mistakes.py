@@ -22,7 +22,15 @@ from megatron_policy.errors import ConfigError, LossError
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
-from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, LENGTH, OVERLAPPED, VOCAB, layout
+from tests.dist.layouts import (
+    FSDP2_LAYOUTS,
+    FSDP2_TENSOR_LAYOUTS,
+    LAYOUTS,
+    LENGTH,
+    OVERLAPPED,
+    VOCAB,
+    layout,
+)
 from tests.dist.resuming import modules, optimizers
 from tests.losses import sequence_nll
 from tests.mistaken import MISTAKES, READING, Mistaken, NoGradientOfSqrt
@@ -48,6 +56,7 @@ CASES: dict[str, Case] = {
     ),
     "FSDP2 x 2, packed": (2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron, "logit", PACKED),
     "FSDP2 2x2 copies": (4, FSDP2_LAYOUTS["FSDP2 2x2 copies"].megatron, "token", {}),
+    "FSDP2 TP2": (2, FSDP2_TENSOR_LAYOUTS["FSDP2 TP2 x 2"].megatron, "token", {}),
     "FSDP2 CP2": (2, FSDP2_LAYOUTS["FSDP2 CP2"].megatron, "sequence", {}),
     "FSDP2 x 2": (2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron, "sequence", {}),
 }

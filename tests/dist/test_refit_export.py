@@ -33,6 +33,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "dp2": (2, {}),
     "fsdp2": (2, {"dtensor_cfg": {"enabled": True}}),
+    "fsdp2 tp2": (2, {"dtensor_cfg": {"enabled": True, "tensor_parallel_size": 2}}),
+    "fsdp2 tp2 x 2": (4, {"dtensor_cfg": {"enabled": True, "tensor_parallel_size": 2}}),
 }
 SMALL = 16 * 1024
 

@@ -22,7 +22,16 @@ from megatron_policy.memory.states import IDLE, LOGPROB, Kind
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, open_policy, policy_config
-from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, LENGTH, OVERLAPPED, SIZES, VOCAB, layout
+from tests.dist.layouts import (
+    FSDP2_LAYOUTS,
+    FSDP2_TENSOR_LAYOUTS,
+    LAYOUTS,
+    LENGTH,
+    OVERLAPPED,
+    SIZES,
+    VOCAB,
+    layout,
+)
 from tests.exact import furthest
 from tests.losses import Result, SequenceNLL, TokenNLL, loss_mask, token_nll
 from tests.margins import check
@@ -113,6 +122,9 @@ CASES = {
     "FSDP2 x 2": Case(2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron),
     "FSDP2, 2 copies, dynamic": Case(2, {"dtensor_cfg": {"dp_replicate_size": 2}}, top=DYNAMIC),
     "FSDP2 CP2, packed": Case(2, FSDP2_LAYOUTS["FSDP2 CP2"].megatron, top=PACKED),
+    "FSDP2 TP2+SP, packed": Case(
+        2, FSDP2_TENSOR_LAYOUTS["FSDP2 TP2+SP x 2"].megatron, top=PACKED, family="qwen3"
+    ),
     "FSDP2 x 2, bf16": Case(2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron, top={"precision": "bfloat16"}),
 }
 WARMING_UP = {"scheduler": {"lr_warmup_iters": 8, "lr_warmup_init": 0.0}}
