@@ -21,8 +21,6 @@ KEYS = {"TP2": TENSOR, "TP2+SP": TENSOR | {"sequence_parallel": True}}
 SEEDS = {"qwen3_moe": 1, "gpt_oss": 3, "deepseek_v3": 7, "mixtral": 11}
 """With which no token is about to take another expert."""
 WITHOUT = {"qwen2_moe": "a mask for windows without a length is made, which is refused"}
-    "qwen2_moe": "transformers makes it a mask of windows without a length, which is refused"
-}
 ALWAYS = ("phi3", "TP2+SP")
 
 
