@@ -136,6 +136,7 @@ def test_under_sequence_parallelism_what_sees_a_share_of_the_positions_is_partia
             3,
             "CohereAttention, whose CohereLayerNorm.weight is not",
         ),
+        ("qwen2", {"attention_dropout": 0.1}, 3, "attention_dropout=0.1, .*: set .*overrides.att"),
         ("gemma3n_text", SPARSE, 3, "statistics of all features"),
     ],
 )
