@@ -81,9 +81,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 PACKS = ("gpt_neox", "nemotron")
 """Those whose tokens mix in transformers' attention alone."""
-SHARED = {"nemotron": (), "gpt_neox": pytest.mark.sweep, "phimoe": pytest.mark.sweep}
-SHARED |= {"qwen3_next": pytest.mark.sweep}
-"""Those that transformers has a plan for, with marks of the tests with tensor-parallel ranks."""
+SHARED = ("nemotron", "gpt_neox", "phimoe", "qwen3_next")
+"""Those that transformers has a plan for, by which tensor-parallel ranks share them."""
 
 
 def make(kind: str, folder: Path) -> Path:
@@ -140,7 +139,7 @@ def reference(path: Path) -> tuple[torch.Tensor, float, float, dict[str, torch.T
     ("kind", "tp"),
     [
         *((kind, 1) for kind in MODELS),
-        *(pytest.param(kind, 2, marks=marks) for kind, marks in SHARED.items()),
+        *(pytest.param(kind, 2, marks=pytest.mark.sweep) for kind in SHARED),
     ],
 )
 def test_one_step_equals_transformers(ranks, tmp_path, kind: str, tp: int) -> None:
