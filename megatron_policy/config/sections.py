@@ -40,6 +40,8 @@ from megatron_policy.coordination.timeouts import (
     WORKER_TIMEOUT_S,
 )
 
+RecomputedModule = Literal["core_attn", "layernorm", "mlp"]
+
 
 class TokenizerConfig(Section):
     """Where the tokenizer comes from; an empty name means the model's own."""
@@ -211,7 +213,7 @@ class MegatronConfig(Section):
     """None after parsing unless `activation_checkpointing` is on."""
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: Count | None = None
-    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp"], ...] | None = None
+    recompute_modules: tuple[RecomputedModule, ...] | None = None
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     attention_backend: str | None = None
     apply_rope_fusion: bool = False
