@@ -170,6 +170,7 @@ TYPO = PLAN | {f"{_LAYER}mlp.gate": "colwise"}
 OTHER = PLAN | {f"{_LAYER}mlp.up_proj": ColwiseParallel(output_layouts=Shard(0))}
 UNKNOWN = PLAN | {f"{_LAYER}mlp.up_proj": "both ways"}
 NORM = PLAN | {"model.norm": "colwise"}
+HALF = {f"{_LAYER}mlp.down_proj": "rowwise"}
 NUMBER = 3
 
 
@@ -196,6 +197,7 @@ def test_a_plan_of_ones_own_is_imported_and_torch_objects_mean_the_same(name: st
         ("OTHER", r"gives 'model.layers.\*.mlp.up_proj' ColwiseParallel from"),
         ("UNKNOWN", "the style 'both ways', which is not supported: give 'colwise', 'rowwise'"),
         ("NORM", "a Qwen2RMSNorm, the style 'colwise', which linear layers have"),
+        ("HALF", "gives Qwen2DecoderLayer the style 'rowwise' alone: .* give both by"),
         ("NUMBER", "is not a plan: give a dict from names of modules"),
         ("NOTHING", "cannot be used: .*NOTHING.* Give the import path of a dict"),
     ],

@@ -36,6 +36,7 @@ def split(
 
     ConfigError, naming the fix, for what the ranks of `region` cannot share.
     """
+    _refuse_halves(decoder, plan, region.splits_tokens)
     splitting = _Splitting(decoder, plan, sources, region)
     for name, style in plan.items():
         splitting.share(name, style)
@@ -74,32 +75,13 @@ class _Splitting:
         self._joined = {
             id(each) for child, pure in self._blocks if pure for each in child.modules()
         }
-        self._copies = self._key_copies(plan)
+        self._copies = _key_copies(model.config, plan, region.size)
 
     def _is_pure(self, child: Module) -> bool:
         """Whether its linear layers are all cut, so that only its ends exchange activations."""
         styles = {self._styles[id(each)] for each in child.modules() if id(each) in self._styles}
         cut = all(id(each) in self._styles for each in linears(child))
         return cut and _BETWEEN <= styles <= _BETWEEN | {Style.SINKS}
-
-    def _key_copies(self, plan: Plan) -> int:
-        """How many ranks have the same key-value head, because they are more than those."""
-        settings, size = self._decoder.model.config, self._region.size
-        named = (name for name, style in plan.items() if style is Style.COLUMNS)
-        heads = getattr(settings, "num_attention_heads", None)
-        if heads is None or not any("attn" in name or "attention" in name for name in named):
-            return 1
-        groups = getattr(settings, "num_key_value_heads", None) or heads
-        legal = [
-            n for n in range(1, heads + 1) if heads % n == 0 and not (groups % n and n % groups)
-        ]
-        if size not in legal:
-            raise ConfigError(
-                f"{_SIZE}={size} does not split {heads} attention heads with {groups} key-value "
-                f"heads: use one of {legal}"
-            )
-        copies: int = max(1, size // groups)
-        return copies
 
     def share(self, name: str, style: Style) -> None:
         """Cut the module `name`."""
@@ -213,8 +195,6 @@ class _Splitting:
         for child, pure in self._blocks:
             if pure:
                 _wrap(child, region.enter, None)
-                if hasattr(child, "num_key_value_groups"):
-                    child.num_key_value_groups = self._queries_of_a_key()  # type: ignore[assignment]
             elif region.splits_tokens:
                 _wrap(child, region.enter_alike, region.leave_alike)
             self._find_partial(child)
@@ -237,6 +217,8 @@ class _Splitting:
             among = list(parent.children())
             if not any(self._styles.get(id(each)) is Style.COLUMNS for each in among):
                 continue
+            if hasattr(parent, "num_key_value_groups"):
+                parent.num_key_value_groups = self._queries_of_a_key()  # type: ignore[assignment]
             for module in (parent, *among):
                 if isinstance(module, torch.nn.Linear):
                     continue
@@ -295,6 +277,40 @@ class _Splitting:
             cuts={name: self._cuts[id(p)] for name, p in named if id(p) in self._cuts},
             partial=frozenset(name for name, p in named if id(p) in self._partial),
         )
+
+
+def _refuse_halves(decoder: Decoder, plan: Plan, by_block: bool) -> None:
+    """ConfigError for columns in a layer, or in a block, whose outputs no rows of it take, and the
+    other way round.
+    """
+    modules = dict(decoder.model.named_modules())
+    styles = {id(modules[name]): style for name, style in plan.items()}
+    for layer in decoder.layers:
+        for unit in layer.children() if by_block else (layer,):
+            found = {styles[i] for i in map(id, unit.modules()) if i in styles} & _BETWEEN
+            if len(found) == 1:
+                raise ConfigError(
+                    f"the plan of tensor parallelism gives {type(unit).__name__} the style "
+                    f"{found.pop().value!r} alone: 'colwise' and 'rowwise' belong together, give "
+                    f"both by {KEY}"
+                )
+
+
+def _key_copies(settings: Any, plan: Plan, size: int) -> int:
+    """How many of `size` ranks have the same key-value head, because they are more than those."""
+    named = (name for name, style in plan.items() if style is Style.COLUMNS)
+    heads = getattr(settings, "num_attention_heads", None)
+    if heads is None or not any("attn" in name or "attention" in name for name in named):
+        return 1
+    groups = getattr(settings, "num_key_value_heads", None) or heads
+    legal = [n for n in range(1, heads + 1) if not (heads % n or (groups % n and n % groups))]
+    if size not in legal:
+        raise ConfigError(
+            f"{_SIZE}={size} does not split {heads} attention heads with {groups} key-value "
+            f"heads: use one of {legal}"
+        )
+    copies: int = max(1, size // groups)
+    return copies
 
 
 _PAIRS = ("gate_up_proj", "gate_up_proj_bias")
