@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from megatron_policy.config.fsdp import (
     DTensorConfig,
+    Fsdp1Config,
     PytorchOptimizerConfig,
     SchedulerMilestones,
     SinglePytorchSchedulerConfig,
@@ -294,6 +295,7 @@ class PolicySection(Section):
     """For sampling and dropout."""
     megatron_cfg: MegatronConfig = MegatronConfig()
     dtensor_cfg: DTensorConfig = DTensorConfig()
+    fsdp_cfg: Fsdp1Config = Fsdp1Config()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     router_replay: RouterReplayConfig = RouterReplayConfig()

@@ -1,5 +1,5 @@
-"""Models without a family here, under FSDP2: one training step, scores and the export of each equal
-those of one process of transformers.
+"""Models without a family here, under FSDP2 and FSDP1: one training step, scores and the export of
+each equal those of one process of transformers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tests.dist.cases import GLOBAL_BATCH, LOSSES, fsdp_config, open_policy
 from tests.dist.fsdp_cases import BATCHINGS, data, share
 from tests.dist.layouts import VOCAB
 from tests.exact import load_hf
+from tests.turns import in_turns
 
 COMMON = {
     "hidden_size": 32,
@@ -81,6 +82,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 PACKS = ("gpt_neox", "nemotron")
 """Those whose tokens mix in transformers' attention alone."""
+UNDER_FSDP1 = ("gemma3n_text", "phimoe")
+"""Those that every run has under FSDP1, too."""
 SHARED = ("nemotron", "gpt_neox", "phimoe", "qwen3_next")
 """Those that transformers has a plan for, by which tensor-parallel ranks share them."""
 
@@ -136,16 +139,27 @@ def reference(path: Path) -> tuple[torch.Tensor, float, float, dict[str, torch.T
 
 
 @pytest.mark.parametrize(
-    ("kind", "tp"),
+    ("kind", "section", "keys"),
     [
-        *((kind, 1) for kind in MODELS),
-        *(pytest.param(kind, 2, marks=pytest.mark.sweep) for kind in SHARED),
+        *((kind, "dtensor_cfg", {}) for kind in MODELS),
+        *in_turns([(kind, "fsdp_cfg", {}) for kind in UNDER_FSDP1]),
+        *(
+            pytest.param(kind, "fsdp_cfg", {}, marks=pytest.mark.sweep)
+            for kind in MODELS
+            if kind not in UNDER_FSDP1
+        ),
+        *(
+            pytest.param(kind, "dtensor_cfg", {"tensor_parallel_size": 2}, marks=pytest.mark.sweep)
+            for kind in SHARED
+        ),
     ],
 )
-def test_one_step_equals_transformers(ranks, tmp_path, kind: str, tp: int) -> None:
+def test_one_step_equals_transformers(
+    ranks, tmp_path, kind: str, section: str, keys: dict[str, Any]
+) -> None:
     path = make(kind, tmp_path / "model")
     batching = BATCHINGS["packed" if kind in PACKS else "padded"]
-    config = fsdp_config(path, {"tensor_parallel_size": tp}, **batching)
+    config = fsdp_config(path, keys, section=section, **batching)
     seen = ranks.run(2, one_step, config, str(tmp_path / "out"))
     logprobs, loss, norm, _ = reference(path)
     lengths = data()["input_lengths"]

@@ -23,6 +23,7 @@ from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, open_policy, policy_config
 from tests.dist.layouts import (
+    FSDP1_LAYOUTS,
     FSDP2_LAYOUTS,
     FSDP2_TENSOR_LAYOUTS,
     LAYOUTS,
@@ -31,6 +32,7 @@ from tests.dist.layouts import (
     SIZES,
     VOCAB,
     layout,
+    of_transformers,
 )
 from tests.exact import furthest
 from tests.losses import Result, SequenceNLL, TokenNLL, loss_mask, token_nll
@@ -126,6 +128,10 @@ CASES = {
         2, FSDP2_TENSOR_LAYOUTS["FSDP2 TP2+SP x 2"].megatron, top=PACKED, family="qwen3"
     ),
     "FSDP2 x 2, bf16": Case(2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron, top={"precision": "bfloat16"}),
+    "FSDP1 x 2, packed": Case(2, FSDP1_LAYOUTS["FSDP1 x 2"].megatron, top=PACKED),
+    "FSDP1 2 copies, bf16": Case(
+        2, FSDP1_LAYOUTS["FSDP1 2 copies"].megatron, top={"precision": "bfloat16"}
+    ),
 }
 WARMING_UP = {"scheduler": {"lr_warmup_iters": 8, "lr_warmup_init": 0.0}}
 WARMING_UP_FSDP2 = {
@@ -246,7 +252,7 @@ def both_ways(config: dict[str, Any], loss: Callable[[], Any]) -> Any:
 
 
 def config_of(case: Case, path: Path) -> dict[str, Any]:
-    schedule = WARMING_UP_FSDP2 if "dtensor_cfg" in case.megatron else {}
+    schedule = WARMING_UP_FSDP2 if of_transformers(case.megatron) else {}
     return policy_config(path, dict(case.megatron) | WARMING_UP, **schedule, **case.top)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -16,6 +17,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.rows.blocks import of_expert
 from megatron_policy.engines.hugging_face import engine as hugging_face
 from megatron_policy.engines.hugging_face import optimizer
+from megatron_policy.engines.hugging_face.fsdp1 import Fsdp1
 from megatron_policy.engines.hugging_face.table import Cut
 from megatron_policy.engines.megatron import assemble, trainable
 from megatron_policy.lm_head.output import Output
@@ -215,6 +217,10 @@ def _every_copy_counts_in_the_norm(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Cut, "is_first", lambda cut, rank: True)
 
 
+def _fsdp1_reduces_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Fsdp1, "adding_gradients", lambda sharding, wanted: nullcontext())
+
+
 READ = ("logprobs before", "logprobs after", "reference", "entropy", "top-k")
 TRAINED = ("loss", "metrics", "grad norm", "weights")
 UNTRAINED = ("logprobs before", "reference", "entropy", "top-k")
@@ -330,6 +336,12 @@ MUTATIONS = {
     "the norm under FSDP2 counts every copy of a weight": Mutation(
         Cell("FSDP2 TP2 x 2", "packed", "sequence", "qwen3"),
         _every_copy_counts_in_the_norm,
+        ("grad norm",),
+        UNTRAINED,
+    ),
+    "FSDP1 reduces gradients again with those of the next microbatch": Mutation(
+        Cell("FSDP1 2 copies", "padded", "token", "qwen2"),
+        _fsdp1_reduces_again,
         ("grad norm",),
         UNTRAINED,
     ),

@@ -111,7 +111,7 @@ def test_ranks_beyond_the_key_heads_hold_copies_of_them() -> None:
     layer = model.model.layers[0].self_attn
     assert layer.k_proj.weight.shape == layer.q_proj.weight.shape == (4, 24)
     assert model.lm_head.weight.shape == model.model.embed_tokens.weight.shape == (2, 24)
-    assert shares.shape("lm_head.weight", model.lm_head.weight) == (11, 24)
+    assert shares.shapes["lm_head.weight"] == (11, 24)
     assert model.model.embed_tokens.padding_idx is None
 
 

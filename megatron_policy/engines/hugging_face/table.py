@@ -6,21 +6,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.rows import Ignore, Role
-from megatron_policy.converters.rows.blocks import Block, Shape, Within
+from megatron_policy.converters.rows.blocks import Block, Ranges, Shape, Within
 from megatron_policy.converters.rows.expert_rows import Stacked
 from megatron_policy.converters.rows.kinds import RowBase
 from megatron_policy.converters.table import EMBEDDING, HEAD, LAYER, Entry, Table
-from megatron_policy.engines.hugging_face.decoder import Decoder, split_dimension
+from megatron_policy.engines.hugging_face.decoder import Decoder
 from megatron_policy.engines.hugging_face.module import SourceTensors
+from megatron_policy.engines.hugging_face.sharding import Sharding, Split
 from megatron_policy.errors import ConversionError
 from megatron_policy.weights.load import Held
 
@@ -70,6 +70,13 @@ class ShardRow(RowBase):
     @property
     def within(self) -> Within | None:
         return self.of
+
+    @property
+    def whole(self) -> Shape:
+        """The shape of the parameter that ranks hold between them."""
+        if not self.parts[0]:
+            return ()
+        return (sum(rows for rows, *_ in self.parts), *self.parts[0][1:])
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         return self.parts
@@ -136,6 +143,38 @@ class ShardRow(RowBase):
 
 
 @dataclass(frozen=True)
+class RangeRow(ShardRow):
+    """As `ShardRow`, but each rank holds consecutive elements of the flat parameter: rank r those
+    of `flat[r]`, first to last (exclusive).
+    """
+
+    flat: Ranges = field(kw_only=True)
+
+    @property
+    def ranges(self) -> Ranges:
+        return self.flat
+
+    def local_shape(self, arch: Architecture, size: int) -> Shape:
+        """Of the first rank: others can have more, less, or nothing."""
+        if size == 1:
+            return self.whole
+        first, last = self.flat[0]
+        return (last - first,)
+
+    def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
+        if size == 1:
+            return super().blocks(arch, 0, 1)
+        (first, last), found, start = self.flat[rank], [], 0
+        for part, elements in enumerate(map(math.prod, self.parts)):
+            low, high = max(first, start), min(last, start + elements)
+            if low < high:
+                theirs, own = slice(low - start, high - start), slice(low - first, high - first)
+                found.append(Block(part, (elements,), (theirs,), (last - first,), (own,)))
+            start += elements
+        return tuple(found)
+
+
+@dataclass(frozen=True)
 class Shares:
     """What tensor-parallel ranks share of a model, by the names of parameters: the cuts of those
     that are cut, and those of whose gradient each rank has a part only.
@@ -151,10 +190,6 @@ class Shares:
         """The cut of a parameter or buffer."""
         return self.cuts.get(name, Cut(self.ranks))
 
-    def shape(self, name: str, tensor: torch.Tensor) -> Shape:
-        """The shape of the whole parameter or buffer."""
-        return self.shapes.get(name, tuple(tensor.shape))
-
 
 @dataclass(frozen=True)
 class Holding:
@@ -163,6 +198,8 @@ class Holding:
     tensor: torch.Tensor
     entries: tuple[Entry, ...]
     stacked: bool
+    lengths: tuple[int, ...] | None = None
+    """Of a range of a flat parameter, how many elements each entry has."""
     cut: Cut = WHOLE
     partial: bool = False
     """Whether each tensor-parallel rank has a part of the gradient only."""
@@ -170,6 +207,8 @@ class Holding:
     def views(self, of: torch.Tensor) -> list[torch.Tensor]:
         """For each entry its part of `of`, which is the tensor or has its shape."""
         local = local_part(of)
+        if self.lengths is not None:
+            return list(local.split(self.lengths))
         return list(local) if self.stacked else [local]
 
 
@@ -193,11 +232,11 @@ def sharded_table(
     decoder: Decoder,
     family: Table,
     sources: Mapping[str, SourceTensors],
-    ranks: int,
+    sharding: Sharding,
     shares: Shares,
 ) -> ShardedTable:
-    """The table of `decoder`, each of whose `shares` FSDP has sharded over `ranks`, in the order of
-    the family's table; `sources` are by the names of the model itself.
+    """The table of `decoder`, as ranks hold it between them, in the order of the family's table;
+    `sources` are by the names of the model itself, as are `shares`, which FSDP has sharded.
     """
     saved = _saved_entries(family)
     roles = {name: entry.row.role for entry in family.exported() for name in entry.hf}
@@ -205,7 +244,7 @@ def sharded_table(
     embedding = local_id(decoder.model.get_input_embeddings().weight)
     seen: set[int] = set()
     holdings = []
-    for name, tensor in _tensors(decoder.model):
+    for name, tensor in sharding.tensors():
         if name not in sources or id(tensor) in seen:
             continue
         seen.add(id(tensor))
@@ -213,9 +252,13 @@ def sharded_table(
         where = LAYER if at else EMBEDDING if local_id(tensor) == embedding else HEAD
         layer = int(at.group(1)) if at else None
         source = sources[name]
-        entries = tuple(_entries(name, tensor, source, saved, roles, layer, where, ranks, shares))
-        partial = name in shares.partial
-        holdings.append(Holding(tensor, entries, source.stacked, shares.cut(name), partial))
+        split = sharding.split_of(tensor, source.stacked)
+        if name in shares.shapes:
+            split = split._replace(shape=shares.shapes[name])
+        cut = shares.cut(name)
+        entries = tuple(_entries(name, tensor, source, saved, roles, layer, where, split, cut))
+        lengths, partial = _lengths(entries, sharding.rank), name in shares.partial
+        holdings.append(Holding(tensor, entries, source.stacked, lengths, cut, partial))
     order = {name: number for number, name in enumerate(family.hf_shapes())}
     if order:
         holdings.sort(key=lambda each: order[each.entries[0].hf[0]])
@@ -224,15 +267,15 @@ def sharded_table(
         held += zip(each.entries, each.views(each.tensor), strict=True)
     table = replace(family, entries=tuple(entry for entry, _ in held))
     if not order:
-        table = replace(table, ignored=_tied_copies(decoder.model, sources))
+        table = replace(table, ignored=_tied_copies(sharding, sources))
     return ShardedTable(table, tuple(holdings), held)
 
 
-def _tied_copies(model: Any, sources: Mapping[str, SourceTensors]) -> dict[str, Ignore]:
+def _tied_copies(sharding: Sharding, sources: Mapping[str, SourceTensors]) -> dict[str, Ignore]:
     """HF tensors that repeat another, because the model has one parameter in both places."""
     first: dict[int, str] = {}
     found = {}
-    for name, tensor in _tensors(model):
+    for name, tensor in sharding.tensors():
         if name not in sources:
             continue
         ((own,),) = sources[name].names if not sources[name].stacked else (("",),)
@@ -245,12 +288,6 @@ def _tied_copies(model: Any, sources: Mapping[str, SourceTensors]) -> dict[str, 
 def local_id(tensor: torch.Tensor) -> int:
     """What two names of one tensor have in common."""
     return id(tensor)
-
-
-def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    persistent = model.state_dict().keys()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
 def _layer_prefix(decoder: Decoder) -> str:
@@ -268,12 +305,10 @@ def _entries(
     roles: Mapping[str, Role],
     layer: int | None,
     where: str,
-    ranks: int,
-    shares: Shares,
+    split: Split,
+    cut: Cut,
 ) -> Iterator[Entry]:
-    shape, dim = shares.shape(name, tensor), None
-    if isinstance(tensor, DTensor):
-        dim = split_dimension(tuple(tensor.shape), source.stacked, ranks)
+    shape, dim, ranges = split
     if source.stacked:
         shape, dim = shape[1:], None if dim is None else dim - 1
     for index, names in enumerate(source.names):
@@ -288,11 +323,26 @@ def _entries(
         learnt = isinstance(tensor, torch.nn.Parameter)
         row = ShardRow(
             "", ("",) * len(names), role=role, keeps_dtype=keeps, learnt=learnt,
-            parts=parts, dim=dim, of=of, cut=shares.cut(name),
+            parts=parts, dim=dim, of=of, cut=cut,
         )  # fmt: skip
+        if ranges is not None:
+            row = RangeRow(**vars(row), flat=_nth(ranges, index, math.prod(shape)))
         expert = index if source.stacked else None
         own = f"{name}.{index}" if source.stacked else name
         yield Entry(own, names, row, layer, where, expert, within=within)
+
+
+def _nth(ranges: Ranges, index: int, elements: int) -> Ranges:
+    """What these ranges are of element number `index` of a stack, or of its only one."""
+    start, end = index * elements, (index + 1) * elements
+    clipped = ((min(max(a, start), end), min(max(b, start), end)) for a, b in ranges)
+    return tuple((a - start, b - start) for a, b in clipped)
+
+
+def _lengths(entries: Sequence[Entry], rank: int) -> tuple[int, ...] | None:
+    """How many elements this rank has of each entry's flat parameter; None without ranges."""
+    found = [entry.row.ranges for entry in entries]
+    return tuple(b - a for a, b in (each[rank] for each in found if each is not None)) or None
 
 
 def _saved_entries(family: Table) -> dict[str, tuple[Entry, int]]:
