@@ -64,7 +64,7 @@ class AdapterSpec:
     model: str
     """The name of the model that they adapt."""
     base: str
-    """The digest of that model's weights, see `base_digest`."""
+    """The digest of that model, see `base_digest`."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """The fields of its config.json that were overridden."""
 
@@ -101,6 +101,14 @@ class AdapterSpec:
         names = "\n".join([*table.hf_shapes(), *sorted(table.copies()), *target_parameters(table)])
         modules = hashlib.sha256(names.encode()).hexdigest()[:32]
         return {"base": self.base, "dim": self.rank, "alpha": self.alpha, "modules": modules}
+
+
+def same_base(stated: object, own: str) -> bool:
+    """Whether the digest of a base that a directory states is `own`, of `base_digest`.
+
+    Directories of an earlier release state its first part alone, which is all that is compared.
+    """
+    return stated in (own, own.partition(".")[0])
 
 
 def adapted_by(name: str) -> str:

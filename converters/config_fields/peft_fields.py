@@ -32,7 +32,7 @@ _DRAWN = "how the first values were drawn; init_lora_weights says whether the ba
 _IGNORED: Mapping[str, str] = {
     "auto_mapping": "which class PEFT loads",
     "corda_config": _DRAWN,
-    "ensure_weight_tying": "of embeddings in modules_to_save, which are refused",
+    "ensure_weight_tying": "of embeddings and heads of language models, whose adapters are refused",
     "eva_config": _DRAWN,
     "inference_mode": "whether PEFT trains them",
     "loftq_config": _DRAWN,
@@ -231,6 +231,12 @@ def _name(value: Any) -> str:
     return "" if value is None or isinstance(value, str) else "must be a name"
 
 
+def _targets(value: Any) -> str:
+    if value is None:
+        return "PEFT adapts modules of its own choice then, and no others: write the modules out"
+    return _modules(value)
+
+
 def _modules(value: Any) -> str:
     if value is None or isinstance(value, str):
         return ""
@@ -293,10 +299,10 @@ _APPLIED: Mapping[str, Callable[[Any], str]] = {
     "modules_to_save": _in_full,
     "rank_pattern": _ranks,
     "revision": _name,
-    "target_modules": _modules,
+    "target_modules": _targets,
     "target_parameters": _parameters,
     "task_type": _task,
     "use_rslora": _flag,
 }
 """What is wrong with the value of each field that is applied; "" for nothing."""
-_NEEDED = ("peft_type", "r", "lora_alpha")
+_NEEDED = ("peft_type", "r", "lora_alpha", "target_modules")

@@ -136,9 +136,7 @@ def check_replaceable(destination: str | Path, overwrite: bool) -> Path:
     if not any(all(any(final.glob(name)) for name in marks) for marks in _MARKS):
         raise ConfigError(f"{final} exists and is not a checkpoint; choose another path")
     if not overwrite:
-        raise ConfigError(
-            f"{final} exists; choose another path, or replace it: --overwrite, or overwrite=True"
-        )
+        raise ConfigError(f"{final} exists; choose another path, or replace it: overwrite=True")
     return final
 
 

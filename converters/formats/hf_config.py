@@ -73,6 +73,14 @@ def read_config(model: str | Path, overrides: Mapping[str, Any] | None = None) -
     return {name: v for name, v in config.items() if name not in common or v != common[name]}
 
 
+def in_kind(overrides: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of `overrides`, with whole numbers as floats where those of the config are."""
+    return {
+        name: float(value) if type(value) is int and type(config.get(name)) is float else value
+        for name, value in overrides.items()
+    }
+
+
 def _check_overrides(
     model: str | Path, config: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> None:
@@ -143,7 +151,8 @@ def transformers_config(model: str | Path, overrides: Mapping[str, Any] | None =
 
     ConfigError where transformers cannot read it.
     """
-    config = written_config(model) | dict(overrides or {})
+    config = written_config(model)
+    config |= in_kind(overrides or {}, config)
     with for_transformers(config, families_only=False) as folder:
         try:
             _check_kinds(config)

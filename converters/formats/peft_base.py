@@ -8,21 +8,27 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
+from megatron_policy.converters.adapters import same_base
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture.plain_values import plain
 from megatron_policy.converters.config_fields.peft_fields import PeftSettings
 from megatron_policy.converters.files.contained import expanded
-from megatron_policy.errors import ConfigError
+from megatron_policy.converters.scalar_head import FIELDS as OF_HEAD
+from megatron_policy.converters.table import bind
+from megatron_policy.errors import ConfigError, ConversionError
 
+from .hf_config import read_config
 from .hf_files import HfReader, has_weights
 from .hf_location import locate
 
-_SAMPLES, _SAMPLE = 512, 1024
+_SAMPLES, _SAMPLE, _SPREAD = 512, 1024, 8
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SET = "give the model that they were trained on (policy.model_name, --base)"
 
@@ -39,7 +45,7 @@ class StatedBase:
         """ConfigError unless the adapters in `root` are of `model`, which has that digest with the
         overrides `own`.
         """
-        if digest == self.digest:
+        if same_base(self.digest, digest):
             return
         if dict(self.overrides) != dict(own):
             raise ConfigError(
@@ -48,15 +54,19 @@ class StatedBase:
                 "policy.hf_config_overrides to theirs"
             )
         raise ConfigError(
-            f"the adapters in {root} were trained on {self.model!r:.200}, which has other weights "
-            f"than {str(model)!r:.200} (digest {self.digest!r:.40}, not {digest!r}): {_SET}"
+            f"the adapters in {root} were trained on {self.model!r:.200}, which has other "
+            f"weights or config than {str(model)!r:.200} (digest {self.digest!r:.80}, not "
+            f"{digest!r}): {_SET}"
         )
 
 
-def check_named(root: Path, settings: PeftSettings, model: str | Path) -> None:
+def check_named(
+    root: Path, settings: PeftSettings, model: str | Path, overrides: Mapping[str, Any]
+) -> None:
     """ConfigError unless the adapters in `root` can be of `model`, by the name and the revision
     that PEFT's settings have. A model of that name that is on this machine has to have the same
-    weights; of others the last part of the name counts.
+    weights, and the same config, or that of `model` with `overrides`; of others the last part of
+    the name counts.
     """
     named, revision = settings.model, settings.revision
     if named is None:
@@ -70,30 +80,62 @@ def check_named(root: Path, settings: PeftSettings, model: str | Path) -> None:
         return
     if has_weights(there):
         with HfReader(there) as theirs, HfReader(own) as ours:
-            if base_digest(theirs, {}) == base_digest(ours, {}):
-                return
+            try:
+                of_theirs = base_digest(theirs, architecture_of(there), {})
+            except (ConfigError, ConversionError):
+                of_theirs = ""  # a model of no family here
+            for given in (overrides, {}):
+                if base_digest(ours, architecture_of(own, given), {}) == of_theirs:
+                    return
     elif _last(_repository(there) or named) == _last(_repository(own) or str(model)):
         return
     _refuse(root, repr(named), repr(str(model)), "base_model_name_or_path")
 
 
-def base_digest(reader: HfReader, overrides: Mapping[str, Any]) -> str:
-    """What tells a model of these files from others: the names, shapes and dtypes of its tensors,
-    the first bytes of up to 512 of them, in an order without a pattern, and the fields of its
-    config that are overridden.
+def architecture_of(model: str | Path, overrides: Mapping[str, Any] | None = None) -> Architecture:
+    """What the config of `model` says with these overrides, without those of a new scalar head."""
+    own = {name: value for name, value in (overrides or {}).items() if name not in OF_HEAD}
+    return bind(read_config(model, own)).architecture
+
+
+def base_digest(reader: HfReader, architecture: Architecture, overrides: Mapping[str, Any]) -> str:
+    """What tells a model of these files from others, in two parts; see `same_base`.
+
+    The first has the names, shapes and dtypes of its tensors, the first bytes of up to 512 of them,
+    in an order without a pattern, and the fields of its config that are overridden. The second has
+    `architecture`, its config as far as it computes, and places all over these tensors.
     """
-    found = hashlib.sha256()
+    first, second = hashlib.sha256(), hashlib.sha256()
     for name in sorted(reader.shapes):
-        found.update(f"{name} {reader.shapes[name]} {reader.dtypes[name]}\n".encode())
+        first.update(f"{name} {reader.shapes[name]} {reader.dtypes[name]}\n".encode())
     if overrides:
-        found.update(json.dumps(dict(overrides), sort_keys=True, default=str).encode())
+        first.update(json.dumps(dict(overrides), sort_keys=True, default=str).encode())
+    # A head, and layers for multi-token prediction, come with the policy.
+    base = replace(architecture, head=None, mtp_layers=0, tied=False)
+    second.update(json.dumps(plain(base), sort_keys=True).encode())
     mixed = sorted(reader.shapes, key=lambda name: hashlib.sha256(name.encode()).digest())
     for name in mixed[:_SAMPLES]:
         shape = reader.shapes[name]
         rows = tuple(slice(0, min(size, 1 if dim else 4)) for dim, size in enumerate(shape[:-1]))
         taken = reader.part(name)[(*rows, slice(0, _SAMPLE))] if shape else reader.tensor(name)
-        found.update(taken.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:32]
+        first.update(_bytes(taken))
+        for index in _spread(shape):
+            second.update(_bytes(reader.part(name)[index]))
+    return f"{first.hexdigest()[:32]}.{second.hexdigest()[:32]}"
+
+
+def _spread(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """Short pieces of rows of a tensor, from its first element to its last."""
+    for place in range(_SPREAD if shape and all(shape) else 0):
+        lengths = [*(1 for _ in shape[:-1]), min(_SAMPLE, shape[-1])]
+        starts = [
+            (n - long) * place // (_SPREAD - 1) for n, long in zip(shape, lengths, strict=True)
+        ]
+        yield tuple(slice(at, at + long) for at, long in zip(starts, lengths, strict=True))
+
+
+def _bytes(values: torch.Tensor) -> bytes:
+    return values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _refuse(root: Path, theirs: str, ours: str, what: str) -> NoReturn:

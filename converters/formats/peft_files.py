@@ -79,14 +79,19 @@ class PeftAdapters:
     def uniform(
         self, shapes: Mapping[str, Shape], parameters: Collection[str] = ()
     ) -> tuple[int, float]:
-        """Rank and alpha of all adapters; ConversionError, naming two modules, if they differ. See
-        `modules`.
+        """Rank and alpha of all adapters; ConversionError, naming modules, if they differ, or if no
+        policy has such an alpha. See `modules`.
         """
         settings, found = self.settings, self.modules(shapes, parameters)
         found |= {each: (settings.rank_of(each), settings.alpha_of(each)) for each in parameters}
         if not found:
             raise ConversionError(f"{self.root} has no adapters: its {ADAPTER_MODEL} is empty")
         (first, own), *others = found.items()
+        if own[1] <= 0:
+            raise ConversionError(
+                f"{self.root} has adapters of alpha {own[1]:g} for {first}, but a policy's is "
+                "above 0: merge them into their base (megatron-policy convert --merge)"
+            )
         for module, other in others:
             if other != own:
                 raise ConversionError(
@@ -112,7 +117,7 @@ class PeftAdapters:
         digest, as far as the directory says of which.
         """
         if self.stated is None:
-            check_named(self.root, self.settings, model)
+            check_named(self.root, self.settings, model, overrides)
         else:
             self.stated.check(self.root, model, digest, overrides)
 

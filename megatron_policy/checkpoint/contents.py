@@ -14,6 +14,7 @@ from megatron_policy.checkpoint.common_state import OURS, read_ours
 from megatron_policy.checkpoint.loading import FoundCheckpoint, LoadPlan
 from megatron_policy.checkpoint.report import LoadReport
 from megatron_policy.checkpoint.saving import DirectoryContents, layout_of
+from megatron_policy.converters.adapters import same_base
 from megatron_policy.converters.formats.dist_keys import extra_states
 from megatron_policy.converters.formats.dist_records import empty_object
 from megatron_policy.converters.table import Table
@@ -199,9 +200,10 @@ class Contents:
         if adapters is None or other is None:
             return
         for name, own in adapters.spec.identity(adapters.table).items():
-            if other.get(name) != own:
+            stated = other.get(name)
+            if stated != own and not (name == "base" and same_base(stated, own)):
                 raise CheckpointError(
-                    f"{found.root} has adapters {_OTHERS[name]} ({other.get(name)}, not {own})"
+                    f"{found.root} has adapters {_OTHERS[name]} ({stated}, not {own})"
                 )
 
     def examined(self, found: FoundCheckpoint, plan: LoadPlan) -> NonTensorState:

@@ -65,7 +65,7 @@ _UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_st
 _WITHOUT_OPTION = f", or set {_UNEVEN[0]} or {_UNEVEN[1]}"
 
 _OPTION_OF_ARGUMENT = (
-    ("--overwrite, or overwrite=True", "--overwrite"),
+    ("overwrite=True", "--overwrite"),
     ("to='hf'", "--to hf"),
     ("to='mcore'", "--to mcore"),
     ("base=", "--base"),

@@ -53,7 +53,19 @@ def adapters_of(config: PolicyConfig, table: Table) -> Table | None:
     _refuse_single_experts(entries, chosen)
     if not chosen:
         raise ConfigError(f"{_KEY}.exclude_modules leaves no module to adapt: name fewer")
+    most = max(_smaller_side(entry, table) for entry in entries if entry.megatron in chosen)
+    if peft.dim > most:
+        raise ConfigError(
+            f"{_KEY}.dim is {peft.dim}, but no weight that is adapted has a rank above {most}: set "
+            "it to that or less"
+        )
     return adapter_table(table, peft.dim, chosen)
+
+
+def _smaller_side(entry: Entry, table: Table) -> int:
+    """The highest rank that the weight can have; of fused layers, of all parts together."""
+    shapes = entry.row.hf_shapes(table.architecture)
+    return min(sum(shape[-2] for shape in shapes), max(shape[-1] for shape in shapes))
 
 
 def _refuse_single_experts(entries: Iterable[Entry], chosen: Container[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_policy.config.fsdp import DTensorConfig, Fsdp1Config
+from megatron_policy.config.fsdp import DTensorConfig, Fsdp1Config, LoraSwitch
 from megatron_policy.config.megatron_keys import MEGATRON_SECTIONS, TEXT
 from megatron_policy.config.rules import (
     Applied,
@@ -137,7 +137,17 @@ _DTENSOR: Rules = {
     "custom_parallel_plan": Applied("styles or torch's objects by names of modules; see fsdp.md"),
     "expert_parallel_size": Applied("refused beside `enabled`: see fsdp.md"),
     "defer_fsdp_grad_sync": Ignored("gradients are reduced in each microbatch"),
-    **each(Ignored(_AUTOMODEL), "_v2 moe_parallelizer lora_cfg automodel_kwargs *"),
+    **each(Ignored(_AUTOMODEL), "_v2 moe_parallelizer automodel_kwargs *"),
+    "lora_cfg": Nested(LoraSwitch),
+}
+
+_LORA: Rules = {
+    "enabled": Applied("refused beside `dtensor_cfg.enabled`: adapters are megatron_cfg.peft's"),
+    **each(
+        Ignored(_AUTOMODEL),
+        """target_modules exclude_modules match_all_linear dim alpha dropout dropout_position
+        lora_A_init use_triton *""",
+    ),
 }
 
 _FSDP1: Rules = {
@@ -180,6 +190,7 @@ SECTIONS: dict[str, Rules] = {
     "tokenizer.": _TOKENIZER,
     "dtensor_cfg.": _DTENSOR,
     "fsdp_cfg.": _FSDP1,
+    "dtensor_cfg.lora_cfg.": _LORA,
     "draft.": switched_off(
         "training a draft model with the policy is not supported",
         "a draft model",

@@ -186,9 +186,9 @@ _OPTIMIZER: Rules = {
     "optimizer": Applied("'adam' or 'sgd'"),
     **each(
         Applied(),
-        """min_lr weight_decay adam_beta1 adam_beta2 adam_eps sgd_momentum
-        use_distributed_optimizer""",
+        """min_lr weight_decay adam_beta1 adam_beta2 adam_eps sgd_momentum""",
     ),
+    "use_distributed_optimizer": Applied("Adam only: false for SGD where it is not given"),
     "lr": Applied("policy.learning_rate where it is not given"),
     "clip_grad": Applied("policy.max_grad_norm where it is not given"),
     "param_groups": Applied("parameters that are trained otherwise, or frozen"),

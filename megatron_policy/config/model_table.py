@@ -15,6 +15,7 @@ from megatron_policy.converters.architecture import Architecture, ScalarHead
 from megatron_policy.converters.architecture.rotary import Rope
 from megatron_policy.converters.formats.hf_config import (
     has_family,
+    in_kind,
     read_config,
     transformers_config,
 )
@@ -56,7 +57,7 @@ def model_table(config: PolicyConfig) -> Table:
     written = read_config(config.model_name)
     table = bind(written, mtp_layers=layers, head=head)
     _refuse_unwanted_head(table, head)
-    overrides = dict(config.hf_config_overrides or {})
+    overrides = in_kind(config.hf_config_overrides or {}, written)
     if overrides.keys() == {_COEFFICIENT} and _COEFFICIENT not in written:
         return table  # only megatron_cfg.moe_aux_loss_coeff takes it
     if not overrides:
@@ -146,9 +147,10 @@ def reference_table(config: PolicyConfig, table: Table) -> Table | None:
             )
         return None
     layers, head = mtp_layers(config.megatron_cfg), scalar_head(config)
-    overrides = dict(config.hf_config_overrides or {})
-    overrides.pop(_COEFFICIENT, None)  # of use in training only
+    given = dict(config.hf_config_overrides or {})
+    given.pop(_COEFFICIENT, None)  # of use in training only
     try:
+        overrides = in_kind(given, read_config(name)) if given else given
         found = bind(read_config(name, overrides), mtp_layers=layers, head=head)
     except (ConfigError, ConversionError) as error:
         raise ConfigError(f"{_REFERENCE}: {error}") from error

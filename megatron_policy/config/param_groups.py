@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import translate
-from typing import get_args
+from typing import Any, get_args
 
 from megatron_policy.config import MegatronConfig
 from megatron_policy.config.trained import ParamGroupConfig, ParamRole
@@ -22,6 +22,8 @@ _ROUTER = ".mlp.router."
 _SHOWN = 4
 _BASE = ParamGroupConfig(roles=tuple(r for r in get_args(ParamRole) if r != "adapter"), freeze=True)
 """What adapters leave as it is: all else but a scalar head."""
+_ROUTERS = ParamGroupConfig(roles=("router",), freeze=True)
+"""What `freeze_moe_router` asks for, also of a model without routers."""
 
 
 def role_of(entry: Entry) -> str:
@@ -63,7 +65,7 @@ class ParamGroups:
         if settings.peft.enabled:
             first = [_BASE]
         elif settings.freeze_moe_router:
-            first = [ParamGroupConfig(roles=("router",), freeze=True)]
+            first = [_ROUTERS]
         return cls([*first, *settings.optimizer.param_groups])
 
     def group_of(self, entry: Entry) -> ParamGroupConfig | None:
@@ -96,9 +98,9 @@ class ParamGroups:
         return None
 
     def check(self, table: Table) -> None:
-        """ConfigError if a pattern fits no tensor of the table, if tensors that make one parameter
-        are in different groups, if experts of a layer are, if nothing is trained, or if a group has
-        none of the adapters beside which all else is frozen.
+        """ConfigError if a pattern or a group fits no tensor of the table, if tensors that make one
+        parameter are in different groups, if experts of a layer are, if nothing is trained, or if a
+        group has none of the adapters beside which all else is frozen.
         """
         if not self._groups:
             return
@@ -106,6 +108,7 @@ class ParamGroups:
         for group in self._groups:
             for pattern in group.names or ():
                 _refuse_unfitting(pattern, names)
+        self._refuse_empty(table)
         experts: dict[tuple[int | None, str], set[int]] = defaultdict(set)
         trained = False
         for entry in table.entries:
@@ -130,6 +133,25 @@ class ParamGroups:
             raise ConfigError(f"{_KEY} freezes every parameter: leave some to be trained")
         self._refuse_idle(table)
 
+    def _refuse_empty(self, table: Table) -> None:
+        """ConfigError for a group with roles that no tensor of its names has."""
+        for group, pattern in zip(self._groups, self._patterns, strict=True):
+            if group.roles is None or group is _BASE or group is _ROUTERS:
+                continue
+            named = (
+                role_of(entry)
+                for entry in table.entries
+                if pattern is None or any(map(pattern.fullmatch, entry.hf))
+            )
+            found = dict.fromkeys(named)
+            if not found.keys() & set(group.roles):
+                whose = "the model" if pattern is None else "what names fits"
+                fix = ", or set policy.megatron_cfg.peft" if "adapter" in group.roles else ""
+                raise ConfigError(
+                    f"{_KEY}: no parameter is in the group {_said(group)}: {whose} has the roles "
+                    f"{', '.join(found)}; name one of these{fix}, or leave the group out"
+                )
+
     def _refuse_idle(self, table: Table) -> None:
         """ConfigError for a group with rates that nothing trained is in, if there are adapters."""
         adapters = [entry for entry in table.entries if entry.adapts]
@@ -137,12 +159,17 @@ class ParamGroups:
         used = {id(self.group_of(entry)) for entry in [*adapters, *head]}
         for group in self._groups if adapters else ():
             if not group.freeze and id(group) not in used:
-                said = group.model_dump(exclude_none=True, include={"names", "roles"})
                 raise ConfigError(
-                    f"{_KEY}: no adapter is in the group {said}, and all else is frozen beside "
-                    "adapters: use roles: [adapter], or their names in PEFT, as "
+                    f"{_KEY}: no adapter is in the group {_said(group)}, and all else is "
+                    "frozen beside adapters: use roles: [adapter], or their names in PEFT, as "
                     f"{adapters[0].hf[0]!r}"
                 )
+
+
+def _said(group: ParamGroupConfig) -> dict[str, Any]:
+    """How the configuration chooses the group."""
+    chosen = group.model_dump(exclude_none=True, include={"names", "roles"})
+    return {name: list(values) for name, values in chosen.items()}
 
 
 def _refuse_unfitting(pattern: str, names: Iterable[str]) -> None:

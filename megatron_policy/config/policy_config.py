@@ -92,7 +92,7 @@ def _validate(cls: type[PolicyConfig], kept: dict[str, Any]) -> PolicyConfig:
         for item in error.errors():
             path = ".".join(str(part) for part in item["loc"])
             got = "" if item["type"] == "missing" else f", not {_shown(item['input'])}"
-            said = item["msg"].removeprefix("Value error, ")
+            said = item["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
             lines.append(f"policy.{path}: {said}{got}")
         raise ConfigError("\n".join(lines)) from None
 

@@ -29,6 +29,8 @@ def complete(config: P) -> P:
     optimizer = _where_absent(megatron.optimizer, clip_grad=config.max_grad_norm)
     if config.learning_rate is not None:
         optimizer = _where_absent(optimizer, lr=config.learning_rate)
+    if optimizer.optimizer == "sgd":
+        optimizer = _where_absent(optimizer, use_distributed_optimizer=False)
     scheduler = _where_absent(
         megatron.scheduler,
         start_weight_decay=optimizer.weight_decay,
@@ -80,7 +82,7 @@ def check(config: PolicySection) -> None:
     if _engines(config) not in (["dtensor_cfg"], ["fsdp_cfg"]):
         problems += [*_dtypes(config), *_schedule(config.megatron_cfg)]
         problems += [*_recompute_keys(config.megatron_cfg), *_adapters(config)]
-        problems += _decay(config.megatron_cfg.optimizer)
+        problems += _optimizer(config.megatron_cfg.optimizer)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -166,6 +168,11 @@ def _fsdp2(config: PolicySection) -> Iterator[str]:
             f"{at}.attn_implementation={own.attn_implementation!r} makes masks of whole sequences: "
             f"use 'auto', or leave {at}.sequence_parallel out"
         )
+    if own.lora_cfg.enabled:
+        yield (
+            f"{at}.lora_cfg asks for adapters, which FSDP2 does not train here: set its enabled to "
+            "false, or use megatron_cfg.enabled with megatron_cfg.peft"
+        )
 
 
 def _transformers(config: PolicySection) -> Iterator[str]:
@@ -176,6 +183,11 @@ def _transformers(config: PolicySection) -> Iterator[str]:
         yield f"policy.precision=float16 needs a factor on losses, which {way} lacks: use bfloat16"
     if config.megatron_cfg.peft.enabled:
         yield "policy.megatron_cfg.peft adapts Megatron-Core's modules: use megatron_cfg.enabled"
+    if config.megatron_cfg.optimizer.param_groups:
+        yield (
+            "policy.megatron_cfg.optimizer.param_groups belongs to Megatron-Core's optimizer, and "
+            "FSDP trains all parameters alike: leave it out, or use megatron_cfg.enabled"
+        )
     if config.reward_model_cfg.enabled:
         yield "policy.reward_model_cfg needs Megatron-Core's head: use megatron_cfg.enabled"
     if config.router_replay.enabled:
@@ -269,8 +281,13 @@ def _adapters(config: PolicySection) -> Iterator[str]:
         )
 
 
-def _decay(optimizer: MegatronOptimizerConfig) -> Iterator[str]:
+def _optimizer(optimizer: MegatronOptimizerConfig) -> Iterator[str]:
     decoupled = optimizer.optimizer == "adam"
+    if optimizer.use_distributed_optimizer and not decoupled:
+        yield (
+            "policy.megatron_cfg.optimizer.use_distributed_optimizer=true needs optimizer 'adam': "
+            "Megatron-Core spreads no other over ranks; leave it out or set it to false"
+        )
     if optimizer.decoupled_weight_decay in (None, decoupled):
         return
     how = "always decouples weight decay" if decoupled else "adds weight decay to the gradient"

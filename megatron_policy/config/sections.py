@@ -146,6 +146,9 @@ class MegatronOptimizerConfig(Section):
     adam_eps: Epsilon = 1e-8
     sgd_momentum: Momentum = 0.9
     use_distributed_optimizer: bool = True
+    """Main parameters and moments are spread over data-parallel ranks; Adam only, so false for SGD
+    if not given.
+    """
     use_precision_aware_optimizer: bool = False
     clip_grad: Norm = 1.0
     param_groups: tuple[ParamGroupConfig, ...] = ()

@@ -9,6 +9,21 @@ from pydantic import BeforeValidator, model_validator
 from megatron_policy.config.numbers import Count, Factor, Momentum, Rate
 from megatron_policy.config.section import Dtype, Section
 
+
+def _listed(value: Any) -> Any:
+    if isinstance(value, str):
+        raise ValueError(f"Input should be a list of names, as in [{value:.100}]")
+    return value
+
+
+def _path(value: Any) -> Any:
+    if isinstance(value, str) and not value.strip():
+        raise ValueError("Input should be a directory: give one, or leave the key out")
+    return value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+
 ParamRole = Literal[
     "embedding",
     "head",
@@ -26,11 +41,11 @@ ParamRole = Literal[
 class ParamGroupConfig(Section):
     """Parameters with one of `names` and one of `roles`, and how they are trained."""
 
-    names: tuple[str, ...] | None = None
+    names: Names | None = None
     """Names of Hugging Face tensors, in which `*`, `?` and `[...]` stand for others; all if not
     given.
     """
-    roles: tuple[ParamRole, ...] | None = None
+    roles: Annotated[tuple[ParamRole, ...], BeforeValidator(_listed)] | None = None
     """What they are to the model; all if not given."""
     freeze: bool = False
     """They keep their values and have no gradients, main parameters and moments."""
@@ -57,6 +72,12 @@ def _none_for_nothing(value: Any) -> Any:
     return None if value in ("None", "") else value
 
 
+def _modules(value: Any) -> Any:
+    if value == "all-linear":
+        raise ValueError("Input should be a list of names; leave it out for all linear layers")
+    return value
+
+
 InitMethod = Literal["xavier", "kaiming", "normal", "zero"]
 
 
@@ -69,9 +90,9 @@ class PeftConfig(Section):
     """
 
     enabled: bool = False
-    target_modules: tuple[str, ...] = ()
+    target_modules: Annotated[Names, BeforeValidator(_modules)] = ()
     """All linear layers of the decoder's layers if empty."""
-    exclude_modules: tuple[str, ...] = ()
+    exclude_modules: Names = ()
     dim: Count | None = None
     """Rows of A, the rank."""
     alpha: Factor | None = None
@@ -83,5 +104,5 @@ class PeftConfig(Section):
     lora_dtype: Annotated[Dtype | None, BeforeValidator(_none_for_nothing)] = None
     """As `precision` if not given, and nothing else; the optimizer keeps fp32 main parameters."""
     a2a_experimental: bool = False
-    start_from: str | None = None
+    start_from: Annotated[str | None, BeforeValidator(_path)] = None
     """A directory that PEFT or `export_peft` wrote, whose adapters are gone on with."""

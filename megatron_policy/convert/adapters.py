@@ -27,7 +27,7 @@ from megatron_policy.converters.formats.dist_files import DistReader
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_files import HfReader, has_weights, side_contents
 from megatron_policy.converters.formats.hf_location import locate
-from megatron_policy.converters.formats.peft_base import base_digest
+from megatron_policy.converters.formats.peft_base import architecture_of, base_digest
 from megatron_policy.converters.formats.peft_files import (
     ADAPTER_CONFIG,
     BASE,
@@ -108,7 +108,7 @@ def find_base(found: PeftAdapters, given: str | Path | None) -> Base:
     model = str(given if given is not None else named)
     root, overrides = locate(model), found.stated.overrides if found.stated else {}
     with HfReader(root) as reader:
-        digest = base_digest(reader, overrides)
+        digest = base_digest(reader, architecture_of(root, overrides), overrides)
     found.check_base(model, digest, overrides)
     return Base(model, root, digest)
 
@@ -138,7 +138,7 @@ def model_of(
     model = replace(model, overrides={**model.overrides, **overrides})
     if model.overrides != overrides:
         with HfReader(base.root) as reader:
-            base = replace(base, digest=base_digest(reader, model.overrides))
+            base = replace(base, digest=base_digest(reader, model.architecture, model.overrides))
     return base, model
 
 

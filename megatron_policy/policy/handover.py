@@ -8,7 +8,6 @@ from os import PathLike
 import torch
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.errors import ExportError, RefitError
 from megatron_policy.interfaces.engine import TrainingEngine
 from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.memory.states import SEND_WEIGHTS
@@ -16,7 +15,7 @@ from megatron_policy.refit.delivery import Transport, deliver
 from megatron_policy.refit.exporter import Exporter, tensors
 from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.transports.disk import DEFAULT_MAX_SHARD_BYTES, export_checkpoint
-from megatron_policy.refit.transports.peft import PeftDirectory
+from megatron_policy.refit.transports.peft import export_adapters
 from megatron_policy.renamed import renamed_argument
 
 
@@ -46,16 +45,12 @@ class HandsOverWeights:
     def export_peft(self, path: str | PathLike[str], *, overwrite: bool = False) -> None:
         """Write the adapters as a directory that `peft.PeftModel.from_pretrained` loads. It
         appears only when complete; an existing one is refused unless `overwrite`. ConfigError
-        without adapters; ExportError, on every rank, if rank 0 cannot write, also where `path` is
-        taken.
+        without adapters, or where `path` is taken; ExportError, on every rank, if rank 0 cannot
+        write.
         """
         self.memory.ready("export_peft()", SEND_WEIGHTS)
         self.exporter.plan(adapters=True)  # refuses before any rank begins
-        transport = PeftDirectory(path, overwrite=overwrite)
-        try:
-            deliver(self.exporter, transport, self.steps, adapters=True)
-        except RefitError as error:
-            raise ExportError(str(error)) from error
+        export_adapters(path, self.exporter, self.steps, overwrite)
 
     def export(
         self, dtype: torch.dtype | None = None, *, adapters: bool = False

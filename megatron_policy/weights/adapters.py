@@ -33,7 +33,7 @@ def load_adapters(
     the directory has.
 
     ConfigError for adapters of another rank or scale, of other weights, or of other modules than
-    those of the table; ConversionError for damaged files.
+    those of the table; ConversionError for damaged files, and values that are not finite.
     """
     root = expanded(directory)
     found, parameters = read_peft(root), target_parameters(table)
@@ -53,6 +53,7 @@ def load_adapters(
             ) from error
         _check_shared(root, reader, table)
         load_parameters(held, reader, table, place)
+        _check_finite(root, reader, held)
         return dict(reader.dtypes)
 
 
@@ -86,6 +87,23 @@ def _check_scale(root: Path, found: tuple[int, float], spec: AdapterSpec) -> Non
                 f"policy.megatron_cfg.peft.{key} is {own}, but the adapters in {root} have "
                 f"{there}: set it to that"
             )
+
+
+def _check_finite(root: Path, reader: HfReader, held: Held) -> None:
+    """ConversionError, naming tensors, if a value that this rank has read is not finite."""
+    for entry, parameter in held:
+        if parameter.isfinite().all():
+            continue
+        wrong = [name for name in entry.hf if not reader.tensor(name).isfinite().all()]
+        if not wrong:
+            raise ConversionError(
+                f"{', '.join(entry.hf)} in {root} has a value that {parameter.dtype} cannot hold: "
+                "set policy.precision to float32"
+            )
+        raise ConversionError(
+            f"{', '.join(wrong)} in {root} has values that are not finite: the run that wrote it "
+            "had diverged; take adapters that an earlier step saved"
+        )
 
 
 def _check_shared(root: Path, reader: HfReader, table: Table) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.checkpoint import manifest, tracker
@@ -18,7 +19,16 @@ from megatron_policy.engines.megatron.optimizer_shards import optimizer_shards
 from megatron_policy.errors import CheckpointError, ConfigError
 from tests import oracle, peft_models
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_steps, policy_config
-from tests.dist.layouts import EXPERT_LAYOUTS, LAYOUTS, LENGTH, SIZES, VOCAB
+from tests.dist.layouts import (
+    EXPERT_LAYOUTS,
+    LAYOUTS,
+    LENGTH,
+    OVERLAPPED,
+    SIZES,
+    SP,
+    VOCAB,
+    layout,
+)
 from tests.dist.resuming import paths, replaced, resumed
 from tests.dist.test_adapters import ALL, adapted
 from tests.dist.test_refit_faults import KeepingTransport
@@ -100,23 +110,27 @@ def a_hundred_steps(config: dict[str, Any], data: BatchedDataDict) -> list[str]:
     with open_policy(config) as policy:
         base = policy._engine.held
         before = [parameter.detach().clone() for _, parameter in base]
-        merged: dict[str, torch.Tensor] = {}
+        first = {name: tensor.clone() for name, tensor in policy.export()}  # B is zero
+        merged = first
         for number in range(100):
             batch = own_steps(policy, data)[number % 2]
             policy.train(batch, LOSSES["token"](), mbs=4)
             merged = {name: tensor.clone() for name, tensor in policy.export()}
-        first = {entry.megatron: tensor for (entry, _), tensor in zip(base, before, strict=True)}
-        assert not torch.equal(
-            merged["model.layers.0.self_attn.o_proj.weight"],
-            first["decoder.layers.0.self_attention.linear_proj.weight"],
-        )
+        changed = {name for name, tensor in merged.items() if not torch.equal(tensor, first[name])}
+        assert changed == {name for name in first if name.endswith("_proj.weight")}
         pairs = zip(base, before, strict=True)
         return [entry.megatron for (entry, now), was in pairs if not torch.equal(now, was)]
 
 
-def test_the_bits_of_the_base_outlast_a_hundred_steps_and_merged_exports(ranks, checkpoint) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_bits_of_the_base_outlast_a_hundred_steps_and_merged_exports(
+    ranks, checkpoint, world: int
+) -> None:
+    """On two ranks, tensor-parallel, with the distributed optimizer."""
     path = checkpoint("qwen2", tied=False, **SIZES)
-    assert ranks.run(1, a_hundred_steps, adapted(path, {}, None), batches(2)) == [[]]
+    of = layout(2, tp=2, **SP, **OVERLAPPED) if world == 2 else LAYOUTS["one process"]
+    config = adapted(path, of.megatron, None)
+    assert ranks.run(world, a_hundred_steps, config, batches(2)) == [[]] * world
 
 
 def changed_by_a_step(config: dict[str, Any], data: BatchedDataDict) -> list[str]:
@@ -297,7 +311,7 @@ def test_checkpoints_of_another_kind_or_base_are_refused(ranks, checkpoint, tmp_
     assert "another scale: set policy.megatron_cfg.peft.alpha" in said["another scale"]
     assert "another rank: set policy.megatron_cfg.peft.dim" in said["another rank"]
     assert "other modules: set policy.megatron_cfg.peft.target_modules" in said["other modules"]
-    with pytest.raises(AssertionError, match=r"trained on .* which has other weights"):
+    with pytest.raises(AssertionError, match=r"trained on .* which has other weights or config"):
         ranks.run(1, fresh_adapters, adapted(other, {}, tmp_path / "peft"))
     apart = peft_models.make_adapters(path, tmp_path / "apart", ALL)
     with pytest.raises(AssertionError, match="name the modules in target_modules instead"):
@@ -307,6 +321,21 @@ def test_checkpoints_of_another_kind_or_base_are_refused(ranks, checkpoint, tmp_
     with pytest.raises(AssertionError, match="set target_modules to the modules that it adapts"):
         one = adapted(path, {}, tmp_path / "peft", target_modules=["q_proj"])
         ranks.run(1, fresh_adapters, one)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_adapters_that_are_not_finite_are_refused_by_name(
+    ranks, checkpoint, tmp_path: Path, value: float
+) -> None:
+    path = checkpoint("qwen2", tied=False, **SIZES)
+    made = peft_models.make_adapters(path, tmp_path / "peft", ALL)
+    tensors = load_file(made / ADAPTER_MODEL)
+    name = "base_model.model.model.layers.1.self_attn.k_proj.lora_B.weight"
+    tensors[name][-1, 1] = value
+    save_file(tensors, made / ADAPTER_MODEL)
+    config = adapted(path, {}, made, target_modules=ALL)
+    with pytest.raises(AssertionError, match=rf"ConversionError: {name} in .* are not finite"):
+        ranks.run(1, fresh_adapters, config)
 
 
 def states(config: dict[str, Any], data: BatchedDataDict, loss: Any = None) -> dict[str, int]:

@@ -231,6 +231,7 @@ def misuse(config: dict[str, Any], plain: dict[str, Any], box: Path) -> list[str
         hf = HfDirectory(box / "new", policy.config.model_name)
         refused(lambda: policy.refit(hf, adapters=True), ConfigError)
         refused(lambda: policy.refit(PeftDirectory(box / "there"), adapters=True), RefitError)
+        refused(lambda: policy.export_peft(box / "there"), ConfigError)
         with replaced(ShardFile, "put", _full):
             refused(lambda: policy.export_peft(box / "new"), ExportError)
         policy.refit(PeftDirectory(box / "there", overwrite=True), adapters=True)
@@ -256,11 +257,14 @@ def test_what_cannot_be_sent_is_refused_and_the_policy_goes_on(
     config = config_of(path, layout)
     plain = config | {"megatron_cfg": {**config["megatron_cfg"], "peft": {"enabled": False}}}
     for said in ranks.run(world, misuse, config, plain, tmp_path):
-        whole, adapters, exists, full, mixed, unknown, none = said
+        whole, adapters, exists, taken, full, mixed, unknown, none = said
         assert "no room on this disk" in full
         assert "PeftDirectory writes adapters alone: refit with adapters=True" in whole
         assert "HfDirectory writes whole models: take PeftDirectory" in adapters
         assert "exists; choose another path" in exists
+        assert (
+            taken == f"{tmp_path}/there exists; choose another path, or replace it: overwrite=True"
+        )
         assert "adapters alone or whole models: begin again" in mixed
         assert "no HF tensor model.norm.weight" in unknown
         assert "no adapters to hand over" in none

@@ -4,7 +4,8 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,24 @@ import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from tests import oracle, peft_models
+from tests import margins, oracle, peft_models
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_steps, policy_config
 from tests.dist.layouts import EXPERT_LAYOUTS, LAYOUTS, LENGTH, OVERLAPPED, SIZES, VOCAB
 from tests.dist.test_export import tensors_of
 from tests.exact import Exact, assert_equal
+from tests.invariance import page
+from tests.invariance.further import (
+    ADAPTERS,
+    FUSED,
+    OF_EXPERTS,
+    OF_MODULES,
+    OF_STACKS,
+    PADDED,
+    Collected,
+    FurtherCell,
+)
+from tests.invariance.further import LATENT as LATENT_ATTENTION
+from tests.invariance.further import PACKED as PACKED_ROWS
 from tests.turns import in_turns
 
 STEPS = 2
@@ -52,6 +66,15 @@ def train(config: dict[str, Any], data: BatchedDataDict, mbs: int | None = 1) ->
         }
 
 
+@pytest.fixture(scope="module")
+def measured() -> Iterator[Collected]:
+    """Collects differences; writes them on the page if the environment asks for it."""
+    collected = Collected(ADAPTERS)
+    yield collected
+    if os.environ.get(page.WRITE):
+        page.write_further(collected)
+
+
 KINDS = {
     "each module's": (ALL, {"target_modules": ALL}, False),
     "some modules'": (SOME, {"target_modules": SOME}, False),
@@ -69,7 +92,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "kind"), in_turns(CASES))
 def test_adapters_are_trained_like_pefts_by_torchs_optimizer(
-    ranks, checkpoint, tmp_path: Path, name: str, kind: str
+    ranks, checkpoint, measured: Collected, tmp_path: Path, name: str, kind: str
 ) -> None:
     path = checkpoint("qwen2", tied=False, **SIZES)
     modules, chosen, shared = KINDS[kind]
@@ -83,11 +106,15 @@ def test_adapters_are_trained_like_pefts_by_torchs_optimizer(
     case = LAYOUTS[name]
     before = tensors_of(path)
     config = adapted(path, case.megatron, start, **chosen)
-    for seen in ranks.run(case.world, train, config, data):
-        assert_trained(seen, hf, own, peft_models.saved_name)
-        assert seen["weights"].keys() == before.keys()
-        assert_equal("logprobs after training", seen["logprobs"][:, 1:], expected)
-        assert_equal("logprobs of the base", seen["base"][:, 1:], of_base)
+    results = ranks.run(case.world, train, config, data)
+    with margins.recorded() as record:
+        for seen in results:
+            assert_trained(seen, hf, own, peft_models.saved_name)
+            assert seen["weights"].keys() == before.keys()
+            assert_equal("logprobs after training", seen["logprobs"][:, 1:], expected)
+            assert_equal("logprobs of the base", seen["base"][:, 1:], of_base)
+    of = {"each module's": OF_MODULES, "fused": FUSED}.get(kind, kind)
+    measured.add(FurtherCell(name, PADDED, of, "qwen2"), record)
 
 
 def assert_trained(
@@ -127,7 +154,7 @@ MORE: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str]]] = {
 
 @pytest.mark.parametrize("name", in_turns(MORE))
 def test_recomputed_packed_and_partly_adapted_models_are_trained_alike(
-    ranks, checkpoint, tmp_path: Path, name: str
+    ranks, checkpoint, measured: Collected, tmp_path: Path, name: str
 ) -> None:
     layout, megatron, top, modules = MORE[name]
     path = checkpoint("qwen2", tied=False, **SIZES)
@@ -138,26 +165,36 @@ def test_recomputed_packed_and_partly_adapted_models_are_trained_alike(
     hf = oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level, own=own, load=load)
     case = LAYOUTS[layout]
     config = adapted(path, {**case.megatron, **megatron}, start, target_modules=modules) | top
-    for seen in ranks.run(case.world, train, config, data, 1 if not top else None):
-        assert_trained(seen, hf, own, peft_models.saved_name)
+    results = ranks.run(case.world, train, config, data, 1 if not top else None)
+    with margins.recorded() as record:
+        for seen in results:
+            assert_trained(seen, hf, own, peft_models.saved_name)
+    if top and modules is ALL:
+        measured.add(FurtherCell(layout, PACKED_ROWS, OF_MODULES, "qwen2"), record)
 
 
 EXPERTS = [name for name in EXPERT_LAYOUTS if "CP2" not in name or "EP2xCP2" in name]
 
 
-@pytest.mark.parametrize("name", in_turns(["one process", *EXPERTS]))
+@pytest.mark.parametrize("name", [*in_turns(["one process", *EXPERTS]), "EP2, packed"])
 def test_adapters_of_experts_are_trained_like_plain_torchs(
-    ranks, checkpoint, tmp_path: Path, name: str
+    ranks, checkpoint, measured: Collected, tmp_path: Path, name: str
 ) -> None:
     path = checkpoint("qwen3_moe", tied=False, **SIZES)
     start = peft_models.make_expert_adapters(path, tmp_path / "start")
     data = oracle.make_batch(STEPS * GLOBAL_BATCH, LENGTH, VOCAB)
     own, load = peft_models.is_expert_adapter, peft_models.LoadsExperts(start)
     hf = oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level, own=own, load=load)
-    case = (LAYOUTS | EXPERT_LAYOUTS)[name]
+    layout, batching = name.removesuffix(", packed"), PADDED
+    case = (LAYOUTS | EXPERT_LAYOUTS)[layout]
     config = adapted(path, case.megatron, start, target_modules=["model.layers.*.mlp.experts.*"])
-    for seen in ranks.run(case.world, train, config, data):
-        assert_trained(seen, hf, own, peft_models.saved_expert_name)
+    if layout != name:
+        config, batching = config | PACKED, PACKED_ROWS
+    results = ranks.run(case.world, train, config, data, 1 if batching == PADDED else None)
+    with margins.recorded() as record:
+        for seen in results:
+            assert_trained(seen, hf, own, peft_models.saved_expert_name)
+    measured.add(FurtherCell(layout, batching, OF_EXPERTS, "qwen3_moe"), record)
 
 
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
@@ -165,7 +202,7 @@ LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
 @pytest.mark.parametrize("name", in_turns(["one process", "TP2+SP", "EP2xTP2+SP"]))
 def test_adapters_of_latent_attention_are_trained_like_pefts(
-    ranks, checkpoint, tmp_path: Path, name: str
+    ranks, checkpoint, measured: Collected, tmp_path: Path, name: str
 ) -> None:
     path = checkpoint("deepseek_v3", tied=False, **SIZES)
     start = peft_models.make_adapters(path, tmp_path / "start", LATENT)
@@ -174,8 +211,11 @@ def test_adapters_of_latent_attention_are_trained_like_pefts(
     hf = oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level, own=own, load=load)
     case = (LAYOUTS | EXPERT_LAYOUTS)[name]
     config = adapted(path, case.megatron, start, target_modules=LATENT)
-    for seen in ranks.run(case.world, train, config, data):
-        assert_trained(seen, hf, own, peft_models.saved_name)
+    results = ranks.run(case.world, train, config, data)
+    with margins.recorded() as record:
+        for seen in results:
+            assert_trained(seen, hf, own, peft_models.saved_name)
+    measured.add(FurtherCell(name, PADDED, LATENT_ATTENTION, "deepseek_v3"), record)
 
 
 STACKS = ["gate_up_proj", "down_proj"]
@@ -193,7 +233,7 @@ STACKED = [
 
 @pytest.mark.parametrize(("name", "stacks"), in_turns(STACKED))
 def test_adapters_of_stacked_experts_are_trained_like_pefts(
-    ranks, checkpoint, tmp_path: Path, name: str, stacks: list[str]
+    ranks, checkpoint, measured: Collected, tmp_path: Path, name: str, stacks: list[str]
 ) -> None:
     """PEFT adapts the parameters themselves (`target_parameters`)."""
     path, modules = checkpoint("gpt_oss", tied=False, **SIZES), ["q_proj", "o_proj"]
@@ -205,6 +245,10 @@ def test_adapters_of_stacked_experts_are_trained_like_pefts(
     expected = hf.read(partial(oracle.hf_logprobs, tokens=data["input_ids"]))
     case = (LAYOUTS | EXPERT_LAYOUTS)[name]
     config = adapted(path, case.megatron, start, target_modules=[*modules, *stacks])
-    for seen in ranks.run(case.world, train, config, data):
-        assert_trained(seen, hf, own, peft_models.saved_name)
-        assert_equal("logprobs after training", seen["logprobs"][:, 1:], expected)
+    results = ranks.run(case.world, train, config, data)
+    with margins.recorded() as record:
+        for seen in results:
+            assert_trained(seen, hf, own, peft_models.saved_name)
+            assert_equal("logprobs after training", seen["logprobs"][:, 1:], expected)
+    if stacks is STACKS:
+        measured.add(FurtherCell(name, PADDED, OF_STACKS, "gpt_oss"), record)

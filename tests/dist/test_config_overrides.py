@@ -137,6 +137,7 @@ REFUSED = {
     "model_type cannot be overridden": {"model_type": "llama"},
     "auto_map cannot be overridden": {"auto_map": {"AutoModel": "there.py"}},
     "hf_config_overrides \\(hidden_act\\)": {"hidden_act": "nothing"},
+    "layernorm_epsilon must be a positive number, not -1.0": {"rms_norm_eps": -1},
 }
 
 
@@ -146,6 +147,15 @@ def test_what_cannot_be_overridden_is_refused_with_the_reason(checkpoint, messag
     config = PolicyConfig.parse(policy_config(path, {}, hf_config_overrides=REFUSED[message]))
     with pytest.raises(ConfigError, match=message):
         model_table(config)
+
+
+def test_a_whole_number_is_taken_where_the_config_has_a_float(checkpoint) -> None:
+    path = checkpoint("qwen3", tied=False, **SMALL)
+    table = model_table(
+        PolicyConfig.parse(policy_config(path, {}, hf_config_overrides={"rms_norm_eps": 1}))
+    )
+    (value,) = table.overrides.values()
+    assert isinstance(value, float) and table.architecture.layernorm_epsilon == 1.0
 
 
 def test_rotary_settings_are_overridden_in_the_words_of_the_file(checkpoint) -> None:

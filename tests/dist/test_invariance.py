@@ -32,16 +32,13 @@ from tests.invariance.oracle import data_of, few, rounding, truth
 from tests.oracle import CLIP
 from tests.turns import in_turns
 
-WRITE = "INVARIANCE_PAGE"
-"""Set in the environment, a run of the whole table writes the page."""
-
 
 @pytest.fixture(scope="session")
 def measured() -> Iterator[dict[Cell, dict[str, page.Found]]]:
     """The worst differences of the cells that were run."""
     found: dict[Cell, dict[str, page.Found]] = {}
     yield found
-    if os.environ.get(WRITE):
+    if os.environ.get(page.WRITE):
         page.write(found)
 
 

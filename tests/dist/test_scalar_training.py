@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import CheckpointError, LossError
 from megatron_policy.interfaces import LossInputType, LossType
 from megatron_policy.policy import MegatronPolicy
-from tests import oracle, scalar_oracle
+from tests import margins, oracle, scalar_oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, policy_config
 from tests.dist.layouts import EXPERT_LAYOUTS, FAMILIES, LAYOUTS
 from tests.dist.resuming import paths, resumed
@@ -29,7 +30,8 @@ from tests.dist.test_docs import python_blocks
 from tests.dist.test_export import tensors_of
 from tests.dist.test_scalar_heads import BATCHINGS, config_of, expected_of, heads, rows
 from tests.exact import assert_equal
-from tests.invariance import cases
+from tests.invariance import cases, page
+from tests.invariance.further import SCALAR, Collected, FurtherCell
 from tests.invariance.measure import own_rows
 from tests.turns import in_turns
 
@@ -158,6 +160,15 @@ def train(config: dict[str, Any], name: str, batching: str, root: Path | None) -
         return seen_of(policy, steps)
 
 
+@pytest.fixture(scope="module")
+def measured() -> Iterator[Collected]:
+    """Collects differences; writes them on the page if the environment asks for it."""
+    collected = Collected(SCALAR)
+    yield collected
+    if os.environ.get(page.WRITE):
+        page.write_further(collected)
+
+
 CASES = [
     (layout, batching, name, family)
     for (layout, batching), (name, family) in zip(
@@ -177,9 +188,11 @@ CASES = [
 
 @pytest.mark.parametrize(("layout", "batching", "name", "family"), in_turns(CASES))
 def test_losses_of_a_scalar_head_train_like_transformers_by_torchs_optimizer(
-    ranks, heads, layout: str, batching: str, name: str, family: str
+    ranks, heads, measured: Collected, layout: str, batching: str, name: str, family: str
 ) -> None:
-    assert_trained(ranks, heads, layout, batching, name, family, None)
+    with margins.recorded() as record:
+        assert_trained(ranks, heads, layout, batching, name, family, None)
+    measured.add(FurtherCell(layout, batching, name, family), record)
 
 
 def assert_trained(

@@ -102,6 +102,7 @@ def test_sgd_moves_against_the_clipped_gradient_to_which_weight_decay_is_added(
     sgd = {"optimizer": {"optimizer": "sgd", "sgd_momentum": 0.9, "weight_decay": decay}}
     constant = {"start_weight_decay": decay, "end_weight_decay": decay}
     config = policy_config(checkpoints[True], sgd | {"scheduler": constant})
+    del config["megatron_cfg"]["optimizer"]["use_distributed_optimizer"]  # by default off for SGD
     (seen,) = ranks.run(1, sgd_step, config)
     # fp32 gradients are clipped in place, in the buffer that the optimizer reads.
     norm = math.sqrt(sum(float(g.pow(2).sum()) for g in seen["grads"].values()))

@@ -94,6 +94,10 @@ HOST_KEYS: dict[str, str] = {
         dp_replicate_size enabled env_vars expert_parallel_size lora_cfg moe_parallelizer
         sequence_parallel tensor_parallel_size
     """,
+    "dtensor_cfg.lora_cfg.": """
+        alpha dim dropout dropout_position enabled exclude_modules lora_A_init match_all_linear
+        target_modules use_triton
+    """,
     "draft.": "aux_layer_indices enabled loss_weight model_name num_layers",
     "router_replay.": "enabled transport",
     "reward_model_cfg.": "enabled reward_model_type",

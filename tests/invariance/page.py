@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -47,9 +47,12 @@ from tests.invariance.cases import (
     Cell,
 )
 from tests.invariance.compare import QUANTITIES
+from tests.invariance.further import FURTHER, Collected, FurtherCell, Table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "invariance.md"
 TEMPLATE = Path(__file__).with_suffix(".md")
+WRITE = "INVARIANCE_PAGE"
+"""Set in the environment, a run of the whole table writes the page."""
 PACKAGES = ("torch", "megatron-core", "transformers")
 
 
@@ -97,11 +100,59 @@ def versions(text: str) -> dict[str, str]:
 def write(measured: Measured) -> None:
     """The page, from the worst differences of every cell of the table."""
     assert set(measured) == set(CELLS), "the page needs a run of the whole table"
-    PAGE.write_text(render(measured), encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
+    kept = {each.name: further_table(text, each) for each in FURTHER}
+    PAGE.write_text(render(measured, kept), encoding="utf-8")
 
 
-def render(measured: Measured) -> str:
-    """The page's text."""
+def write_further(collected: Collected) -> None:
+    """Renew the rows of one of the further tables alone, from the differences of all of them."""
+    table = collected.table
+    measured = {
+        cell: {name: Found(*both) for name, both in record.items()}
+        for cell, record in collected.found.items()
+    }
+    missing = set(table.cells) - set(measured)
+    assert not missing, f"the page needs a run of every row: {missing}"
+    text = PAGE.read_text(encoding="utf-8")
+    new = text.replace(further_table(text, table), render_further(table, measured))
+    PAGE.write_text(new, encoding="utf-8")
+
+
+def render_further(table: Table, measured: Mapping[FurtherCell, Mapping[str, Found]]) -> str:
+    """One of the further tables, with the largest share of a tolerance below."""
+    rows = [" | ".join((*table.columns, *table.quantities.values()))]
+    rows.append(" | ".join(["---"] * len(table.columns) + ["---:"] * len(table.quantities)))
+    own = [measured[cell] for cell in table.cells]
+    for cell, found in zip(table.cells, own, strict=True):
+        numbers = (f"{found[name].difference:.1e}" for name in table.quantities)
+        rows.append(" | ".join((*astuple(cell), *numbers)))
+    shares = (
+        max(found[name].difference / found[name].tolerance for found in own)
+        for name in table.quantities
+    )
+    rows.append(" | ".join((f"**{SHARE}**", "", "", "", *(f"**{share:.2f}**" for share in shares))))
+    return "\n".join(f"| {row} |" for row in rows)
+
+
+def further_table(text: str, table: Table) -> str:
+    """One of the further tables as it is in a page's text."""
+    first = "| " + " | ".join(table.columns) + " |"
+    (paragraph,) = (each for each in text.split("\n\n") if each.startswith(first))
+    return paragraph.rstrip()
+
+
+def further_lines(text: str, table: Table) -> list[Line]:
+    """The rows of that table, the last of which is about the others."""
+    found = []
+    for line in further_table(text, table).splitlines()[2:]:
+        columns = [column.strip(" *") for column in line.strip("|").split("|")]
+        found.append(Line(tuple(columns[:4]), tuple(map(float, columns[4:]))))
+    return found
+
+
+def render(measured: Measured, further: Mapping[str, str]) -> str:
+    """The page's text; the further tables are given, by their names."""
     header = ("layout", "batching", "loss", "family", *QUANTITIES)
     rows = [
         " | ".join(
@@ -119,6 +170,7 @@ def render(measured: Measured) -> str:
     packages = [f"| `{name}` | {version(name).partition('+')[0]} |" for name in PACKAGES]
     text = TEMPLATE.read_text(encoding="utf-8").format(
         table="\n".join(f"| {row} |" for row in table),
+        **further,
         versions="\n".join(["| package | version |", "|---|---|", *packages]),
         layouts=len(LAYOUTS),
         batchings=len(BATCHINGS),

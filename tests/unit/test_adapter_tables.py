@@ -221,3 +221,14 @@ def test_shards_of_stacked_adapters_give_the_tensors_they_were_filled_from(
             fill_parts(entry.row, arch, [backs[name]], shard, rank, size)
             assert spans(entry.row, arch, rank, size)
     assert all(torch.equal(backs[name], whole) for name, whole in wholes.items())
+
+
+def test_a_rank_above_that_of_every_adapted_weight_is_refused(table: Table) -> None:
+    adapters(table, dim=64)
+    with pytest.raises(
+        ConfigError, match=r"dim is 65, but no weight .* above 64: set it to that or"
+    ):
+        adapters(table, dim=65)
+    adapters(table, dim=32, target_modules=["linear_v"])
+    with pytest.raises(ConfigError, match=r"dim is 1000000000, but .* a rank above"):
+        adapters(table, dim=10**9)

@@ -200,6 +200,13 @@ def test_parameters_are_gathered_in_the_background_only_where_they_are_spread() 
         assert ddp.overlap_param_gather is spread
 
 
+def test_sgd_has_no_distributed_optimizer_by_default() -> None:
+    for name, spread in (("adam", True), ("sgd", False)):
+        config = PolicyConfig.parse(minimal(**{OPTIMIZER + "optimizer": name}))
+        assert config.megatron_cfg.optimizer.use_distributed_optimizer is spread
+        assert PolicyConfig.parse(config.model_dump()) == config
+
+
 def test_a_configuration_survives_parsing_pickling_dicts_and_json() -> None:
     config = PolicyConfig.parse(host_policies.GRPO)
     assert PolicyConfig.parse(config) == config
@@ -288,7 +295,20 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
         ({MEGATRON + "peft": LORA | {"alpha": 0}}, "peft.alpha: .*not 0"),
         ({MEGATRON + "peft": LORA | {"dropout": 1.0}}, "peft.dropout: .*less than 1, not 1.0"),
         ({MEGATRON + "peft": LORA | {"dropout_position": "in"}}, "dropout_position: .*'post'"),
-        ({MEGATRON + "peft": LORA | {"target_modules": "q_proj"}}, "target_modules: .*tuple"),
+        (
+            {MEGATRON + "peft": LORA | {"target_modules": "q_proj"}},
+            "list of names, as in .q_proj.,",
+        ),
+        (
+            {MEGATRON + "peft": LORA | {"target_modules": "all-linear"}},
+            "target_modules: .* a list of names; leave it out for all linear layers",
+        ),
+        ({MEGATRON + "peft": LORA | {"start_from": ""}}, "start_from: .* or leave the key out"),
+        ({OPTIMIZER + "param_groups": "x"}, "param_groups: Input should be a list, not 'x'"),
+        (
+            {OPTIMIZER + "param_groups": [{"roles": "norm", "freeze": True}]},
+            "roles: Input should be a list of names, as in .norm.,",
+        ),
         (
             {MEGATRON + "peft": LORA | {"lora_dtype": "float16"}},
             "lora_dtype=float16 contradicts policy.precision=.*leave it out",
@@ -347,6 +367,22 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
         (
             {MEGATRON + "enabled": False, "dtensor_cfg": FSDP, "precision": "float16"},
             "precision=float16 needs a factor on losses, which FSDP2 lacks: use bfloat16",
+        ),
+        (
+            {MEGATRON + "enabled": False, "dtensor_cfg": FSDP | {"lora_cfg": LORA}},
+            "lora_cfg asks for adapters, which FSDP2 does not .* with megatron_cfg.peft",
+        ),
+        (
+            {
+                MEGATRON + "enabled": False,
+                "dtensor_cfg": FSDP,
+                OPTIMIZER + "param_groups": [{"roles": ["embedding"], "freeze": True}],
+            },
+            "param_groups belongs to Megatron-Core's optimizer.*: leave it out, or use megatron_c",
+        ),
+        (
+            {OPTIMIZER + "optimizer": "sgd", OPTIMIZER + "use_distributed_optimizer": True},
+            "use_distributed_optimizer=true needs optimizer 'adam'.*leave it out or set it to fal",
         ),
         (
             {OPTIMIZER + "bf16": False, OPTIMIZER + "use_distributed_optimizer": False},

@@ -25,7 +25,7 @@ from megatron_policy.convert import convert, plan_conversion, verify
 from megatron_policy.converters.adapters import AdapterSpec
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_files import HfReader
-from megatron_policy.converters.formats.peft_base import base_digest
+from megatron_policy.converters.formats.peft_base import architecture_of, base_digest
 from megatron_policy.converters.formats.peft_files import (
     ADAPTER_CONFIG,
     ADAPTER_MODEL,
@@ -122,7 +122,8 @@ def test_a_policy_with_the_named_keys_resumes_from_it(
     assert set(ours["source_dtypes"]) == table.hf_shapes().keys()
     stated = json.loads((tmp_path / "saved" / "hf" / BASE).read_text())
     with HfReader(base) as reader:
-        assert stated == {"model": str(base), "digest": base_digest(reader, {})}
+        digest = base_digest(reader, architecture_of(base), {})
+    assert stated == {"model": str(base), "digest": digest}
     spec = AdapterSpec(4, 6.0, 0.0, str(base), stated["digest"])
     assert ours["adapters_of"] == spec.identity(table)
 
@@ -198,7 +199,7 @@ def test_another_base_is_refused_by_its_digest(checkpoint: Checkpoint, tmp_path:
         ("back", "mcore", False),
         ("back", "hf", True),
     ):
-        with pytest.raises(ConfigError, match="which has other weights than"):
+        with pytest.raises(ConfigError, match="which has other weights or config than"):
             convert(tmp_path / source, tmp_path / "out", to, base=other, merge=merge)
     assert sorted(os.listdir(tmp_path)) == before
 
@@ -411,7 +412,8 @@ def test_overrides_go_with_adapters(checkpoint: Checkpoint, tmp_path: Path) -> N
     convert(peft, tmp_path / "plain", "mcore", base=base)
     overrides = {"rms_norm_eps": 0.5}
     with HfReader(base) as reader:
-        stated = {"model": str(base), "digest": base_digest(reader, overrides)}
+        digest = base_digest(reader, architecture_of(base, overrides), overrides)
+    stated = {"model": str(base), "digest": digest}
     (peft / BASE).write_text(json.dumps(stated | {"hf_config_overrides": overrides}))
     convert(peft, tmp_path / "saved", "mcore", base=base)
     own = json.loads((base / "config.json").read_text())

@@ -53,7 +53,8 @@ def assert_resumed(saved: Path, base: Path, targets: list[str], **top: Any) -> N
     ours = common_state.read_ours(saved)
     assert set(ours["source_dtypes"]) == table.hf_shapes().keys() | table.copies().keys()
     with HfReader(base) as reader:
-        spec = adapter_spec(config, base_digest(reader, model.overrides), model.overrides)
+        digest = base_digest(reader, model.architecture, model.overrides)
+        spec = adapter_spec(config, digest, model.overrides)
     assert ours["adapters_of"] == spec.identity(table)
     assert found.overrides == model.overrides
 

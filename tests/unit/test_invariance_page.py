@@ -11,6 +11,9 @@ import pytest
 from tests.invariance import page
 from tests.invariance.cases import CELLS
 from tests.invariance.compare import QUANTITIES
+from tests.invariance.further import FURTHER, Collected, FurtherCell, Table
+
+TABLES = [table.name for table in FURTHER]
 
 
 def test_the_page_lists_the_cells_of_the_table_each_within_its_tolerance() -> None:
@@ -40,8 +43,31 @@ def test_a_page_of_part_of_the_table_is_not_written() -> None:
 
 def test_a_page_is_read_back_as_it_was_rendered() -> None:
     found = {name: page.Found(n * 1e-7, 1e-5) for n, name in enumerate(QUANTITIES)}
-    *lines, worst, share = page.lines(page.render(dict.fromkeys(CELLS, found)))
+    *lines, worst, share = page.lines(
+        page.render(dict.fromkeys(CELLS, found), dict.fromkeys(TABLES, ""))
+    )
     assert [line.names for line in lines] == [page.names_of(cell) for cell in CELLS]
     numbers = tuple(n * 1e-7 for n in range(len(QUANTITIES)))
     assert {line.numbers for line in (*lines, worst)} == {numbers}
     assert share.numbers == tuple(n / 100 for n in range(len(QUANTITIES)))
+
+
+@pytest.mark.parametrize("table", FURTHER, ids=lambda table: table.name)
+def test_the_page_lists_the_rows_of_further_tables_each_within_its_tolerance(table: Table) -> None:
+    *lines, share = page.further_lines(page.PAGE.read_text(encoding="utf-8"), table)
+    assert [FurtherCell(*line.names) for line in lines] == [*table.cells]
+    trained = [number for line in lines for number in line.numbers[:3]]
+    assert all(0 < number < 1e-5 for number in trained)  # losses, gradient norms and weights
+    assert share.names[0] == page.SHARE and all(0 < number <= 1 for number in share.numbers)
+
+
+@pytest.mark.parametrize("table", FURTHER, ids=lambda table: table.name)
+def test_rows_of_further_tables_are_read_back_as_they_were_rendered(table: Table) -> None:
+    found = {name: page.Found(n * 1e-7, 1e-5) for n, name in enumerate(table.quantities)}
+    rendered = page.render_further(table, dict.fromkeys(table.cells, found))
+    *lines, share = page.further_lines(f"before\n\n{rendered}\n\nafter", table)
+    numbers = tuple(n * 1e-7 for n in range(len(table.quantities)))
+    assert {line.numbers for line in lines} == {numbers}
+    assert share.numbers == tuple(n / 100 for n in range(len(table.quantities)))
+    with pytest.raises(AssertionError, match="every row"):
+        page.write_further(Collected(table))

@@ -81,6 +81,12 @@ REFUSED = {
     ".weight are one parameter in training": [{"names": ["*.q_proj.weight"], "freeze": True}],
     "put \\* where the expert's number is": [{"names": ["*.experts.1.*"], "freeze": True}],
     "freezes every parameter": [{"names": ["*"], "freeze": True}],
+    r"in the group {'roles': \['adapter'\]}: the model has the roles .*, or set policy.mega": [
+        {"roles": ["adapter"], "lr": 1e-3}
+    ],
+    "what names fits has the roles head; name one of these, or leave the group out": [
+        {"names": ["lm_head.weight"], "roles": ["embedding"], "lr": 1e-3}
+    ],
 }
 
 
@@ -88,6 +94,16 @@ REFUSED = {
 def test_groups_that_no_model_can_have_are_refused(checkpoint, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         groups_of(*REFUSED[message]).check(table_of(checkpoint("qwen3_moe")))
+
+
+def test_a_group_of_a_role_that_the_model_lacks_is_refused(checkpoint) -> None:
+    dense = table_of(checkpoint("qwen3"))
+    with pytest.raises(
+        ConfigError, match=r"in the group {'roles': \['router'\]}: the model has the"
+    ):
+        groups_of({"roles": ["router"], "lr": 1e-3}).check(dense)
+    groups_of({"roles": ["router", "norm"], "lr": 1e-3}).check(dense)
+    groups_of(freeze_moe_router=True).check(dense)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from megatron_policy.converters.adapters import AdapterSpec, adapters_on
 from megatron_policy.converters.config_fields.peft_fields import peft_settings
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_files import HfReader
-from megatron_policy.converters.formats.peft_base import base_digest
+from megatron_policy.converters.formats.peft_base import architecture_of, base_digest
 from megatron_policy.converters.formats.peft_files import (
     ADAPTER_CONFIG,
     ADAPTER_MODEL,
@@ -125,6 +125,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"alpha_pattern": [8]}, "alpha_pattern="),
     ({"layers_to_transform": "all"}, "layers_to_transform='all': must be numbers"),
     ({"target_modules": {"q_proj": 1}}, "target_modules=.* must be names of modules"),
+    ({"target_modules": None}, "target_modules=None: PEFT adapts .*: write the modules out"),
     ({"r": "4"}, "r='4': must be a whole number"),
     ({"lora_alpha": None}, "lora_alpha=None: must be a number"),
     ({"lora_alpha": 10**400}, "lora_alpha=10+.*: must be a number"),
@@ -148,7 +149,7 @@ def test_what_peft_writes_by_itself_is_read(written: Path) -> None:
     assert read_peft(written).uniform(SHAPES) == (4, 8.0)
 
 
-@pytest.mark.parametrize("missing", ["r", "lora_alpha", "peft_type"])
+@pytest.mark.parametrize("missing", ["r", "lora_alpha", "peft_type", "target_modules"])
 def test_what_has_to_be_there_is_named(written: Path, missing: str) -> None:
     content = json.loads((written / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     del content[missing]
@@ -214,7 +215,10 @@ def test_scales_are_those_of_peft(patterns: dict[str, Any]) -> None:
     """Its own layers tell their ranks and scales."""
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], **patterns)
     made: Any = LoraModel(_Tiny(), config, "default")
-    settings = peft_settings({"peft_type": "LORA", "r": 4, "lora_alpha": 8, **patterns}, "here")
+    settings = peft_settings(
+        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], **patterns},
+        "here",
+    )
     seen = 0
     for name, module in made.named_modules():
         if hasattr(module, "scaling"):
@@ -234,6 +238,17 @@ class _Tiny(torch.nn.Module):
         attention = (torch.nn.ModuleDict({"q_proj": torch.nn.Linear(8, 6)}) for _ in range(2))
         layers = [torch.nn.ModuleDict({"self_attn": each}) for each in attention]
         self.model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
+
+
+@pytest.mark.parametrize("alpha", [0, -8])
+def test_an_alpha_that_no_policy_has_is_refused_where_adapters_are_not_merged(
+    written: Path, alpha: int
+) -> None:
+    changed(written, ADAPTER_CONFIG, lora_alpha=alpha)
+    found = read_peft(written)
+    assert {a for _, a in found.modules(SHAPES).values()} == {alpha}
+    with pytest.raises(ConversionError, match=f"alpha {alpha} for .*convert --merge"):
+        found.uniform(SHAPES)
 
 
 def test_one_rank_and_scale_of_all_modules_is_taken_and_others_are_named(written: Path) -> None:
@@ -296,7 +311,9 @@ def test_a_directory_without_adapters_is_named(tmp_path: Path) -> None:
 
 def test_another_base_or_other_overrides_are_refused_by_the_digest(written: Path) -> None:
     found = read_peft(written)
-    with pytest.raises(ConfigError, match="'some/model', which has other weights than 'mine'"):
+    with pytest.raises(
+        ConfigError, match="'some/model', which has other weights or config than 'mine'"
+    ):
         found.check_base("mine", "0ther", {})
     with pytest.raises(ConfigError, match=r"hf_config_overrides {}, not {'a': 1}: set policy.hf_"):
         found.check_base("mine", "0ther", {"a": 1})
@@ -329,8 +346,55 @@ def test_a_base_that_is_only_named_has_to_have_that_name_or_the_same_weights(
     with pytest.raises(ConfigError, match="other name"):
         check(str(copied))
     with HfReader(base) as one, HfReader(copied) as other:
-        assert base_digest(one, {}) != base_digest(other, {})
-        assert base_digest(one, {}) != base_digest(one, {"a": 1})
+        arch = architecture_of(base)
+        assert base_digest(one, arch, {}) != base_digest(other, arch, {})
+        assert base_digest(one, arch, {}) != base_digest(one, arch, {"a": 1})
+
+
+def test_models_that_differ_in_what_their_config_computes_or_in_late_rows_are_told_apart(
+    checkpoint, theirs: Path, tmp_path: Path
+) -> None:
+    base = checkpoint("qwen2")
+    own = json.loads((base / "config.json").read_text())
+    found = {}
+    changes = {"same": {}, "idle": {"pad_token_id": 3}, "eps": {"rms_norm_eps": 0.05}, "late": {}}
+    for name, change in changes.items():
+        root = tmp_path / name
+        root.mkdir()
+        for file in base.iterdir():
+            (root / file.name).write_bytes(file.read_bytes())
+        (root / "config.json").write_text(json.dumps(own | change))
+        if name == "late":
+            tensors = load_file(root / "model.safetensors")
+            for tensor in tensors.values():
+                if tensor.dim() > 1:
+                    tensor[4:] += 0.5
+            save_file(tensors, root / "model.safetensors", metadata={"format": "pt"})
+        with HfReader(root) as reader:
+            found[name] = base_digest(reader, architecture_of(root), {})
+    assert found["same"] == found["idle"]
+    assert len(set(found.values())) == 3
+    changed(theirs, ADAPTER_CONFIG, base_model_name_or_path=str(tmp_path / "same"))
+    settings = read_peft(theirs)
+    settings.check_base(tmp_path / "idle", "", {})
+    changed(theirs, ADAPTER_CONFIG, base_model_name_or_path=str(tmp_path / "eps"))
+    settings = read_peft(theirs)
+    settings.check_base(base, "", {"rms_norm_eps": 0.05})
+    for other, overrides in (("same", {}), ("same", {"rms_norm_eps": 0.5}), ("late", {})):
+        with pytest.raises(ConfigError, match="were trained on"):
+            settings.check_base(tmp_path / other, "", overrides)
+
+
+def test_a_digest_of_an_earlier_release_is_compared_as_far_as_it_goes(written: Path) -> None:
+    changed(written, BASE, digest="01" * 16)
+    found = read_peft(written)
+    found.check_base("mine", f"{'01' * 16}.{'23' * 16}", {})
+    changed(written, BASE, digest=f"{'01' * 16}.{'45' * 16}")
+    for other in (found, read_peft(written)):
+        with pytest.raises(ConfigError, match="other weights or config"):
+            other.check_base("mine", f"{'67' * 16}.{'23' * 16}", {})
+    with pytest.raises(ConfigError, match="other weights or config"):
+        read_peft(written).check_base("mine", f"{'01' * 16}.{'23' * 16}", {})
 
 
 def test_the_revision_of_a_snapshot_has_to_be_the_stated_one(

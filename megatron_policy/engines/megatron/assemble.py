@@ -181,7 +181,7 @@ def _fill(
         with HfReader(config.model_name) as reader:
             load_parameters(held, reader, table, place, config.seed)
             adapted = config.megatron_cfg.peft.enabled
-            digest = base_digest(reader, table.overrides) if adapted else ""
+            digest = base_digest(reader, table.architecture, table.overrides) if adapted else ""
             dtype = reader.dtypes[table.entries[0].hf[0]]
             return dict(reader.dtypes) | dict.fromkeys(table.fresh, dtype), digest
     if unknown := sorted(table.hf_shapes().keys() - source_dtypes.keys()):

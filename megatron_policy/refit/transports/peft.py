@@ -13,11 +13,12 @@ from megatron_policy.converters.formats import hf_writing
 from megatron_policy.converters.formats.hf_files import MANIFEST
 from megatron_policy.converters.formats.peft_files import ADAPTER_MODEL, peft_contents
 from megatron_policy.converters.formats.safetensors_format import encode
-from megatron_policy.errors import ConfigError
+from megatron_policy.errors import ConfigError, ExportError, RefitError
 from megatron_policy.formats.digests import Digest, of_bytes
 from megatron_policy.formats.manifest import DirectoryManifest
 from megatron_policy.formats.tensors import Info
 from megatron_policy.refit.buffers import Buffer, BufferSlice
+from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.plan import RefitPlan
 from megatron_policy.version import VERSION
@@ -25,6 +26,38 @@ from megatron_policy.version import VERSION
 if TYPE_CHECKING:
     from megatron_policy.refit.exporter import Exporter
     from megatron_policy.refit.plan import RefitTensor
+
+
+def export_adapters(
+    path: str | PathLike[str], exporter: Exporter, step: int, overwrite: bool = False
+) -> None:
+    """Write the adapters to `path`, as `PeftDirectory` does, after `step` optimizer steps.
+    Collective: an error on one rank is raised on all.
+
+    ConfigError if `path` is taken, ExportError if rank 0 cannot write; the policy is then unharmed
+    and nothing is published.
+    """
+    transport = PeftDirectory(path, overwrite=overwrite)
+    try:
+        exporter.begin()
+        own = _refusal(transport) if exporter.rank == 0 else None
+        refusal = exporter.broadcast_text(own)
+        if not refusal:
+            deliver(exporter, transport, step, adapters=True)
+            return
+        exporter.leave_together()
+    except RefitError as error:
+        raise ExportError(str(error)) from error
+    raise ConfigError(refusal)
+
+
+def _refusal(transport: PeftDirectory) -> str:
+    """Why its path cannot be taken; "" if it can."""
+    try:
+        publishing.check_replaceable(transport.path, transport.overwrite)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 class PeftDirectory:

@@ -1,0 +1,92 @@
+"""Further tables of the invariance page, each measured by tests of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+PADDED, PACKED, DYNAMIC = "padded", "packed", "dynamic"
+OF_MODULES, FUSED = "of each module", "of fused layers"
+OF_EXPERTS, OF_STACKS, LATENT = "of experts", "of stacked experts", "of latent attention"
+
+
+@dataclass(frozen=True)
+class FurtherCell:
+    """Where something of some kind is trained."""
+
+    layout: str
+    batching: str
+    kind: str
+    family: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: what its cells are of, and what the page calls the quantities."""
+
+    name: str
+    title: str
+    cells: tuple[FurtherCell, ...]
+    quantities: Mapping[str, str]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The first ones, which name a cell."""
+        return ("layout", "batching", self.title, "family")
+
+
+@dataclass
+class Collected:
+    """The largest difference of each quantity with its tolerance, by cell of a table."""
+
+    table: Table
+    found: dict[FurtherCell, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
+
+    def add(self, cell: FurtherCell, record: Mapping[str, tuple[float, float]]) -> None:
+        """Keep what a test measured if its cell is in the table."""
+        if cell in self.table.cells:
+            self.found[cell] = record
+
+
+_EXPERTS = (OF_EXPERTS, "qwen3_moe")
+ADAPTERS = Table(
+    "adapters",
+    "adapters",
+    (
+        FurtherCell("TP2+SP", PADDED, OF_MODULES, "qwen2"),
+        FurtherCell("TP2+SP", PADDED, FUSED, "qwen2"),
+        FurtherCell("PP2", PADDED, OF_MODULES, "qwen2"),
+        FurtherCell("TP2xPP2xDP2+SP", PADDED, OF_MODULES, "qwen2"),
+        FurtherCell("TP2xCP2+SP", PACKED, OF_MODULES, "qwen2"),
+        FurtherCell("DP2 distributed optimizer, both overlaps", PACKED, OF_MODULES, "qwen2"),
+        FurtherCell("TP2+SP, experts whole", PADDED, *_EXPERTS),
+        FurtherCell("EP2", PADDED, *_EXPERTS),
+        FurtherCell("EP2", PACKED, *_EXPERTS),
+        FurtherCell("EP2xPP2", PADDED, *_EXPERTS),
+        FurtherCell("EP2xCP2", PADDED, *_EXPERTS),
+        FurtherCell("EP2", PADDED, OF_STACKS, "gpt_oss"),
+        FurtherCell("EP2xTP2+SP", PADDED, LATENT, "deepseek_v3"),
+    ),
+    {"loss": "loss", "grad norm": "grad norm", "weights": "adapters"},
+)
+SCALAR = Table(
+    "scalar",
+    "values or scores",
+    (
+        FurtherCell("TP2", PADDED, "scores", "qwen2"),
+        FurtherCell("TP2+SP", PACKED, "values as logits", "qwen3"),
+        FurtherCell("PP2", PACKED, "scores as logits", "qwen3"),
+        FurtherCell("TP2xPP2xDP2+SP", PADDED, "values", "qwen2"),
+        FurtherCell("TP2xCP2+SP", PACKED, "values as logits", "qwen3"),
+        FurtherCell("EP2", DYNAMIC, "values", "qwen3_moe"),
+        FurtherCell("EP2xTP2+SP", PACKED, "values", "qwen3_moe"),
+        FurtherCell("EP2xPP2", PADDED, "scores", "qwen3_moe"),
+    ),
+    {
+        "loss": "loss",
+        "grad norm": "grad norm",
+        "weights": "weights",
+        "values after training": "values after",
+    },
+)
+FURTHER = (ADAPTERS, SCALAR)
