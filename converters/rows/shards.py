@@ -7,6 +7,7 @@ column-parallel linear some of its rows, that of a gated MLP some of either half
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
@@ -81,6 +82,19 @@ def is_split(row: Row, arch: Architecture, size: int) -> bool:
     if row.ranges is not None:
         return size > 1
     return size > 1 and spans(row, arch, 0, size) != spans(row, arch, size - 1, size)
+
+
+@lru_cache(maxsize=4096)
+def copies_of(row: Row, arch: Architecture, size: int) -> tuple[tuple[int, int], ...]:
+    """For each of `size` ranks which of the copies of its shard it holds, and how many there are
+    among them. A shard of padding alone counts as the only one.
+    """
+    shards = [tuple(_sides(row, arch, rank, size)) for rank in range(size)]
+    count, seen, found = Counter(shards), Counter[tuple[_Side, ...]](), []
+    for shard in shards:
+        found.append((seen[shard], count[shard]) if shard else (0, 1))
+        seen[shard] += 1
+    return tuple(found)
 
 
 def split_dimension(row: Row, arch: Architecture) -> int | None:

@@ -14,7 +14,7 @@ from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.formats.dist_keys import OPTIMIZER_STATE, KeyedSlice, written
 from megatron_policy.converters.formats.dist_writing import CHUNK_BYTES
 from megatron_policy.converters.rows.blocks import Row, Shape
-from megatron_policy.converters.rows.shards import is_split, unpadded_shape
+from megatron_policy.converters.rows.shards import copies_of, unpadded_shape
 from megatron_policy.converters.table import Entry
 from megatron_policy.interfaces.engine import OptimizerState
 from megatron_policy.parallel.topology import Placement
@@ -123,9 +123,8 @@ def _replica(
     """
     index, count = (0, 1) if distributed else place.copy_of(row)
     shard = place.shard_of(row)
-    if is_split(row, architecture, shard.size):
-        return index, count
-    return index * shard.size + shard.rank, count * shard.size
+    number, copies = copies_of(row, architecture, shard.size)[shard.rank]
+    return index * copies + number, count * copies
 
 
 def _own_share(shards: Sequence[LocalShard]) -> Iterator[tuple[LocalShard, int, int]]:

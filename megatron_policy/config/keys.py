@@ -131,12 +131,11 @@ _DTENSOR: Rules = {
     **each(
         Applied(),
         """activation_checkpointing context_parallel_size dp_replicate_size attn_implementation
-        clear_cache_every_n_steps cpu_offload env_vars weight_decay_of""",
+        clear_cache_every_n_steps cpu_offload env_vars weight_decay_of sequence_parallel
+        tensor_parallel_size""",
     ),
-    **each(
-        Applied("refused beside `enabled`: see fsdp.md"),
-        """sequence_parallel tensor_parallel_size expert_parallel_size custom_parallel_plan""",
-    ),
+    "custom_parallel_plan": Applied("styles or torch's objects by names of modules; see fsdp.md"),
+    "expert_parallel_size": Applied("refused beside `enabled`: see fsdp.md"),
     "defer_fsdp_grad_sync": Ignored("gradients are reduced in each microbatch"),
     **each(Ignored(_AUTOMODEL), "_v2 moe_parallelizer automodel_kwargs *"),
     "lora_cfg": Nested(LoraSwitch),

@@ -152,18 +152,22 @@ def _engines(config: PolicySection) -> list[str]:
 def _fsdp2(config: PolicySection) -> Iterator[str]:
     """Report what sharding by `dtensor_cfg` does not have."""
     own, at = config.dtensor_cfg, "policy.dtensor_cfg"
-    sizes = {"tensor_parallel_size": own.tensor_parallel_size}
-    sizes["expert_parallel_size"] = own.expert_parallel_size
-    for name, size in sizes.items():
-        if size > 1:
+    if own.expert_parallel_size > 1:
+        yield (
+            f"{at}.expert_parallel_size={own.expert_parallel_size} is not supported: set it to 1 "
+            "(FSDP2 shards over the ranks that are left), or use megatron_cfg"
+        )
+    for name in ("sequence_parallel", "custom_parallel_plan"):
+        if (asked := getattr(own, name)) and own.tensor_parallel_size == 1:
             yield (
-                f"{at}.{name}={size} is not supported: set it to 1 (FSDP2 shards over the ranks "
-                "that are left), or use megatron_cfg"
+                f"{at}.{name}={asked!r} is for tensor-parallel ranks: leave it out, or set "
+                f"{at}.tensor_parallel_size to 2 or more"
             )
-    splits = {"custom_parallel_plan": own.custom_parallel_plan}
-    for name, asked in {**splits, "sequence_parallel": own.sequence_parallel}.items():
-        if asked:
-            yield f"{at}.{name} needs tensor parallelism, which is not supported: leave it out"
+    if own.sequence_parallel and own.attn_implementation != "auto":
+        yield (
+            f"{at}.attn_implementation={own.attn_implementation!r} makes masks of whole sequences: "
+            f"use 'auto', or leave {at}.sequence_parallel out"
+        )
     if own.lora_cfg.enabled:
         yield (
             f"{at}.lora_cfg asks for adapters, which FSDP2 does not train here: set its enabled to "

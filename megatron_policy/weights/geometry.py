@@ -12,7 +12,7 @@ from typing import NamedTuple
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.rows.blocks import Row, blocks_of
 from megatron_policy.converters.rows.regions import Region, boxes, regions
-from megatron_policy.converters.rows.shards import is_split
+from megatron_policy.converters.rows.shards import copies_of
 
 
 class Segment(NamedTuple):
@@ -43,15 +43,16 @@ def segments(
 ) -> tuple[Segment, ...]:
     """What tensor-parallel rank `rank` of `size` sends of the row's HF tensor `part`, in order.
 
-    Of a parameter that every rank holds whole, each rank sends an equal run. All ranks' segments
-    together cover the elements of all ranks' blocks, each once.
+    Ranks that hold the same send an equal run of it each. All ranks' segments together cover the
+    elements of all ranks' blocks, each once.
     """
     held = [b for b in blocks_of(row, architecture, rank, size) if b.part == part]
     whole = [Segment(hf, own, 0, hf.elements) for hf, own in map(regions, held)]
-    if size == 1 or is_split(row, architecture, size):
+    number, copies = copies_of(row, architecture, size)[rank]
+    if copies == 1:
         return tuple(whole)
-    share = -(-sum(segment.elements for segment in whole) // size)
-    return tuple(_cut(whole, rank * share, (rank + 1) * share))
+    share = -(-sum(segment.elements for segment in whole) // copies)
+    return tuple(_cut(whole, number * share, (number + 1) * share))
 
 
 @lru_cache(maxsize=4096)

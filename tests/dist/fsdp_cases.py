@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.refit.transports.disk import HfDirectory
@@ -25,6 +27,14 @@ BATCHINGS: dict[str, dict[str, Any]] = {
     },
     "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 32}},
 }
+
+
+MLPS = {
+    "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+    "model.layers.*.mlp.up_proj": ColwiseParallel(),
+    "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
+}
+"""A plan that leaves attention whole."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,22 @@ SHARDINGS = {
     "2 shards x 2 copies": Sharding(4, {"dp_replicate_size": 2}),
     "2 copies": Sharding(2, {"dp_replicate_size": 2}),
     "cp 2": Sharding(2, {"context_parallel_size": 2}),
+    "tp 2": Sharding(2, {"tensor_parallel_size": 2}),
+    "tp 2 x dp 2": Sharding(4, {"tensor_parallel_size": 2, "activation_checkpointing": True}),
+    "tp 2 + sp x dp 2": Sharding(4, {"tensor_parallel_size": 2, "sequence_parallel": True}),
+    "tp 2 + sp x cp 2": Sharding(
+        4, {"tensor_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2}
+    ),
+    "tp 2 + sp, own plan": Sharding(
+        2,
+        {
+            "tensor_parallel_size": 2,
+            "sequence_parallel": True,
+            "custom_parallel_plan": f"{__name__}.MLPS",
+        },
+    ),
+    "tp 2 x 2 copies": Sharding(4, {"tensor_parallel_size": 2, "dp_replicate_size": 2}),
+    "tp 4": Sharding(4, {"tensor_parallel_size": 4}),
     "cp 2 x dp 2": Sharding(4, {"context_parallel_size": 2, "activation_checkpointing": True}),
     "FSDP1 x 2": Sharding(2, {}, "fsdp_cfg"),
     "FSDP1 x 4": Sharding(4, {"activation_checkpointing_enabled": True}, "fsdp_cfg"),

@@ -85,6 +85,11 @@ def of_transformers(sections: Mapping[str, Any]) -> bool:
 
 
 SP = {"sequence_parallel": True}
+FSDP2_TENSOR_LAYOUTS = {
+    "FSDP2 TP2 x 2": Layout(4, tp=2, megatron={"dtensor_cfg": {"tensor_parallel_size": 2}}),
+    "FSDP2 TP2+SP x 2": Layout(4, tp=2, megatron={"dtensor_cfg": {"tensor_parallel_size": 2} | SP}),
+}
+"""Those with tensor-parallel ranks."""
 EXPERT_LAYOUTS = {
     "EP2": layout(2, expert_model_parallel_size=2),
     "EP4": layout(4, expert_model_parallel_size=4),

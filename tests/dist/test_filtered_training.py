@@ -18,7 +18,7 @@ from megatron_policy.interfaces import LossInputType, LossType
 from megatron_policy.lm_head.filters import Filters
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, learned_weights, open_policy, own_steps, policy_config
-from tests.dist.layouts import FSDP2_LAYOUTS, LENGTH, VOCAB, Layout, layout
+from tests.dist.layouts import FSDP2_LAYOUTS, FSDP2_TENSOR_LAYOUTS, LENGTH, VOCAB, Layout, layout
 from tests.dist.test_layouts import shards_of
 from tests.exact import Exact, assert_equal
 from tests.losses import loss_mask
@@ -37,6 +37,7 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "TP2, packed": (layout(2, tp=2), PACKED | {"logprob_chunk_size": 7}),
     "CP2, packed": (layout(2, context_parallel_size=2), PACKED),
     "PP2, dynamic": (layout(2, pp=2), DYNAMIC),
+    "FSDP2 TP2+SP x 2": (FSDP2_TENSOR_LAYOUTS["FSDP2 TP2+SP x 2"], {"logprob_chunk_size": 7}),
     "FSDP2 x 2, packed": (FSDP2_LAYOUTS["FSDP2 x 2"], PACKED | {"logprob_chunk_size": 7}),
 }
 
@@ -133,7 +134,13 @@ def read_and_train(config: dict[str, Any], data: BatchedDataDict) -> dict[str, A
         return found | {"weights": learned_weights(policy)}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.sweep if "TP2" in name and "FSDP2" in name else ())
+        for name in CASES
+    ],
+)
 def test_what_is_kept_is_read_and_learned_as_from_whole_logits(
     ranks, checkpoints, rows, expected, name: str
 ) -> None:

@@ -32,6 +32,16 @@ CASES = [
     ("gemma2", {}, "cp 2 x dp 2", "padded", "logit"),
     ("gpt_oss", {}, "2 shards", "packed", "token"),
     ("qwen3_moe", {}, "4 shards", "packed", "token"),
+    ("qwen2", {"tied": True}, "tp 4", "dynamic", "token"),
+    ("qwen3_moe", {}, "tp 2 + sp x cp 2", "packed", "token"),
+]
+SWEPT = [
+    ("qwen3", {}, "tp 2", "dynamic", "logit"),
+    ("qwen2", {"tied": False}, "tp 2 x dp 2", "packed", "token"),
+    ("gemma2", {}, "tp 2 + sp x dp 2", "padded", "logit"),
+    ("qwen3", {}, "tp 2 x 2 copies", "padded", "token"),
+    ("gpt_oss", {}, "tp 4", "packed", "token"),
+    ("qwen3", {}, "tp 2 + sp, own plan", "packed", "token"),
 ]
 
 OF_FSDP1 = [
@@ -52,6 +62,7 @@ def named(case: tuple[Any, ...]) -> str:
     [
         *(pytest.param(*case, id=named(case)) for case in CASES),
         *in_turns(OF_FSDP1, named),
+        *(pytest.param(*case, id=named(case), marks=pytest.mark.sweep) for case in SWEPT),
     ],
 )
 def test_training_reading_and_export_equal_hf(
@@ -208,7 +219,7 @@ def test_engines_continue_what_the_other_has_saved(ranks, checkpoint, tmp_path) 
         without = {"optimizer": {"weight_decay": 0.0}, "scheduler": NO_DECAY}
         return world, policy_config(path, keys | without)
 
-    places = ["tp2 x pp2", "4 shards", "tp4"]
+    places = ["tp2 x pp2", "4 shards", "tp2 x pp2", "tp 2 + sp x dp 2", "tp4"]
     saved = None
     for step, where in enumerate(places):
         world, made = config(where)
@@ -218,12 +229,12 @@ def test_engines_continue_what_the_other_has_saved(ranks, checkpoint, tmp_path) 
             assert {"weights", "optimizer", "schedule"} <= set(seen[0]["report"].restored)
         saved = folder
     straight = None
-    for step in range(3):
+    for step in range(len(places)):
         folder = str(tmp_path / f"straight{step}")
         ranks.run(1, resume, config("one")[1], straight, folder, step)
         straight = folder
-    found = load_file(tmp_path / "2-exported" / "model.safetensors")
-    for name, weight in load_file(tmp_path / "straight2-exported" / "model.safetensors").items():
+    found = load_file(tmp_path / f"{len(places) - 1}-exported" / "model.safetensors")
+    for name, weight in load_file(Path(f"{straight}-exported", "model.safetensors")).items():
         assert torch.allclose(found[name], weight, atol=1e-5, rtol=0), name
 
 
@@ -235,7 +246,9 @@ def read_by_one_policy_after_another(config: dict[str, Any], count: int) -> list
     return read
 
 
-@pytest.mark.parametrize("sharding", ["2 copies", "cp 2", "FSDP1 x 2", "FSDP1 no shard x 2"])
+@pytest.mark.parametrize(
+    "sharding", ["2 copies", "cp 2", "tp 2 x dp 2", "FSDP1 x 2", "FSDP1 no shard x 2"]
+)
 def test_a_process_opens_one_policy_after_another(ranks, checkpoint, sharding) -> None:
     layout = SHARDINGS[sharding]
     config = fsdp_config(checkpoint("qwen2", tied=True), layout.keys, section=layout.section)

@@ -84,6 +84,8 @@ PACKS = ("gpt_neox", "nemotron")
 """Those whose tokens mix in transformers' attention alone."""
 UNDER_FSDP1 = ("gemma3n_text", "phimoe")
 """Those that every run has under FSDP1, too."""
+SHARED = ("nemotron", "gpt_neox", "phimoe", "qwen3_next")
+"""Those that transformers has a plan for, by which tensor-parallel ranks share them."""
 
 
 def make(kind: str, folder: Path) -> Path:
@@ -137,26 +139,33 @@ def reference(path: Path) -> tuple[torch.Tensor, float, float, dict[str, torch.T
 
 
 @pytest.mark.parametrize(
-    ("kind", "section"),
+    ("kind", "section", "keys"),
     [
-        *((kind, "dtensor_cfg") for kind in MODELS),
-        *in_turns([(kind, "fsdp_cfg") for kind in UNDER_FSDP1]),
+        *((kind, "dtensor_cfg", {}) for kind in MODELS),
+        *in_turns([(kind, "fsdp_cfg", {}) for kind in UNDER_FSDP1]),
         *(
-            pytest.param(kind, "fsdp_cfg", marks=pytest.mark.sweep)
+            pytest.param(kind, "fsdp_cfg", {}, marks=pytest.mark.sweep)
             for kind in MODELS
             if kind not in UNDER_FSDP1
         ),
+        *(
+            pytest.param(kind, "dtensor_cfg", {"tensor_parallel_size": 2}, marks=pytest.mark.sweep)
+            for kind in SHARED
+        ),
     ],
 )
-def test_one_step_equals_transformers(ranks, tmp_path, kind: str, section: str) -> None:
+def test_one_step_equals_transformers(
+    ranks, tmp_path, kind: str, section: str, keys: dict[str, Any]
+) -> None:
     path = make(kind, tmp_path / "model")
     batching = BATCHINGS["packed" if kind in PACKS else "padded"]
-    config = fsdp_config(path, {}, section=section, **batching)
+    config = fsdp_config(path, keys, section=section, **batching)
     seen = ranks.run(2, one_step, config, str(tmp_path / "out"))
     logprobs, loss, norm, _ = reference(path)
     lengths = data()["input_lengths"]
     inside = torch.arange(logprobs.size(1)) < lengths[:, None] - 1
-    found = torch.cat([rank["logprobs"] for rank in sorted(seen, key=lambda each: each["dp"])])
+    by_replica = {rank["dp"]: rank["logprobs"] for rank in seen}
+    found = torch.cat([by_replica[replica] for replica in sorted(by_replica)])
     assert torch.allclose(found[:, 1:][inside], logprobs[inside], atol=1e-5, rtol=0)
     assert seen[0]["step"]["loss"].item() == pytest.approx(loss, rel=1e-5)
     assert seen[0]["step"]["grad_norm"].item() == pytest.approx(norm, rel=1e-5)

@@ -50,6 +50,11 @@ def measured() -> Iterator[dict[Cell, dict[str, page.Found]]]:
             pytest.param(cell, id=cell.name, marks=pytest.mark.sweep)
             for cell in (*FURTHER_FSDP2_CELLS, *FURTHER_FSDP1_CELLS)
         ),
+        *(
+            pytest.param(cell, id=cell.name, marks=() if always else pytest.mark.sweep)
+            for cell in cases.TENSOR_PARALLEL_CELLS
+            for always in [(cell.layout, cell.batching, cell.family) in cases.ALWAYS]
+        ),
         *in_turns(FSDP1_CELLS, lambda cell: cell.name),
     ],
 )
@@ -190,6 +195,12 @@ def test_the_table_has_every_layout_of_fsdp2_and_the_rest_of_their_product_is_sw
     assert {cell.loss for cell in own} == set(LOSSES)
     product = {(cell.layout, cell.batching, cell.family) for cell in (*own, *FURTHER_FSDP2_CELLS)}
     assert len(product) == len(own) + len(FURTHER_FSDP2_CELLS) == 4 * len(own)
+
+
+def test_cells_with_tensor_parallel_ranks_under_fsdp2_are_run_with_every_batching() -> None:
+    chosen = {(cell.layout, cell.batching, cell.family) for cell in cases.TENSOR_PARALLEL_CELLS}
+    assert chosen >= set(cases.ALWAYS)
+    assert {batching for _, batching, _ in cases.ALWAYS} == set(cases.BATCHINGS)
 
 
 def test_every_layout_of_fsdp1_is_run_and_the_rest_of_their_product_is_swept() -> None:

@@ -25,6 +25,7 @@ from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, polic
 from tests.dist.layouts import (
     FSDP1_LAYOUTS,
     FSDP2_LAYOUTS,
+    FSDP2_TENSOR_LAYOUTS,
     LAYOUTS,
     LENGTH,
     OVERLAPPED,
@@ -56,6 +57,7 @@ CASES: dict[str, Case] = {
     ),
     "FSDP2 x 2, packed": (2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron, "logit", PACKED),
     "FSDP2 2x2 copies": (4, FSDP2_LAYOUTS["FSDP2 2x2 copies"].megatron, "token", {}),
+    "FSDP2 TP2": (2, FSDP2_TENSOR_LAYOUTS["FSDP2 TP2 x 2"].megatron, "token", {}),
     "FSDP2 CP2": (2, FSDP2_LAYOUTS["FSDP2 CP2"].megatron, "sequence", {}),
     "FSDP2 x 2": (2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron, "sequence", {}),
     "FSDP1 x 2": (2, FSDP1_LAYOUTS["FSDP1 x 2"].megatron, "sequence", {}),

@@ -33,12 +33,20 @@ from megatron_policy.memory.states import (
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
-from tests.dist.layouts import FSDP1_LAYOUTS, FSDP2_LAYOUTS, LENGTH, OVERLAPPED, SIZES, VOCAB
+from tests.dist.layouts import (
+    FSDP1_LAYOUTS,
+    FSDP2_LAYOUTS,
+    FSDP2_TENSOR_LAYOUTS,
+    LENGTH,
+    OVERLAPPED,
+    SIZES,
+    VOCAB,
+)
 from tests.dist.layouts import LAYOUTS as MEGATRON_LAYOUTS
 from tests.dist.resuming import modules, optimizers
 from tests.turns import in_turns
 
-LAYOUTS = MEGATRON_LAYOUTS | FSDP2_LAYOUTS | FSDP1_LAYOUTS
+LAYOUTS = MEGATRON_LAYOUTS | FSDP2_LAYOUTS | FSDP2_TENSOR_LAYOUTS | FSDP1_LAYOUTS
 SHARDED = {"optimizer": {"use_distributed_optimizer": True}}
 BF16 = {"precision": "bfloat16"}
 SMALL = 1024
@@ -54,6 +62,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "adapters": ("PP2xVPP2", {"peft": LORA}, BF16),
     "adapters, distributed, overlapped": ("DP2", OVERLAPPED | {"peft": LORA}, {}),
     "FSDP2 x 2": ("FSDP2 x 2", {}, {}),
+    "FSDP2 TP2 x 2": ("FSDP2 TP2 x 2", {}, {}),
     "FSDP2 2x2 copies, bf16": ("FSDP2 2x2 copies", {}, BF16),
     "FSDP1 x 2, gradients, bf16": ("FSDP1 x 2, gradients", {}, BF16),
 }

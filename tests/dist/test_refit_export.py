@@ -34,6 +34,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "dp2": (2, {}),
     "fsdp2": (2, {"dtensor_cfg": {"enabled": True}}),
+    "fsdp2 tp2": (2, {"dtensor_cfg": {"enabled": True, "tensor_parallel_size": 2}}),
+    "fsdp2 tp2 x 2": (4, {"dtensor_cfg": {"enabled": True, "tensor_parallel_size": 2}}),
     "fsdp1": (2, {"fsdp_cfg": {"enabled": True}}),
 }
 SMALL = 16 * 1024

@@ -321,11 +321,16 @@ CELLS = [
     ("deepseek_v3", "ep2 tp2"),
     ("gpt_oss", "ep2 pp2"),
     *((model, "fsdp2") for model in ("qwen2", "qwen3_moe", "gpt_oss")),
+    ("qwen2", "fsdp2 tp2"),
     *((model, "fsdp1") for model in ("gpt_oss", "qwen2")),
 ]
+SWEPT = [(model, "fsdp2 tp2 x 2") for model in ("qwen2", "qwen3_moe", "gpt_oss")]
 
 
-@pytest.mark.parametrize(("model", "layout"), in_turns(CELLS))
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [*in_turns(CELLS), *(pytest.param(*cell, marks=pytest.mark.sweep) for cell in SWEPT)],
+)
 def test_engines_have_the_export_bit_by_bit_over_every_transport(
     ranks: RankPool, checkpoint: Any, tmp_path: Path, model: str, layout: str
 ) -> None:

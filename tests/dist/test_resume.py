@@ -25,6 +25,7 @@ from tests.dist.layouts import (
     FAMILIES,
     FSDP1_LAYOUTS,
     FSDP2_LAYOUTS,
+    FSDP2_TENSOR_LAYOUTS,
     LAYOUTS,
     LENGTH,
     OVERLAPPED,
@@ -281,6 +282,12 @@ CHANGES = {
     "FSDP2 x 2 -> FSDP2 2x2 copies": change(FSDP2, FSDP2_LAYOUTS["FSDP2 2x2 copies"]),
     "gpt_oss, FSDP2 x 4 -> FSDP2 CP2": change(
         FSDP2_LAYOUTS["FSDP2 x 4"], FSDP2_LAYOUTS["FSDP2 CP2"], family="gpt_oss", tied=False
+    ),
+    "gpt_oss, FSDP2 TP2+SP x 2 -> FSDP2 x 4": change(
+        FSDP2_TENSOR_LAYOUTS["FSDP2 TP2+SP x 2"],
+        FSDP2_LAYOUTS["FSDP2 x 4"],
+        family="gpt_oss",
+        tied=False,
     ),
     "TP2 -> FSDP2 x 2": change(LAYOUTS["TP2+SP"], FSDP2, megatron=CONSTANT),
     "FSDP2 x 4 -> PP2": change(FSDP2_LAYOUTS["FSDP2 x 4"], LAYOUTS["PP2"], megatron=CONSTANT),

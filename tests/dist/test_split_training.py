@@ -25,6 +25,7 @@ from tests.dist.cases import GLOBAL_BATCH, open_policy, policy_config
 from tests.dist.layouts import (
     FSDP1_LAYOUTS,
     FSDP2_LAYOUTS,
+    FSDP2_TENSOR_LAYOUTS,
     LAYOUTS,
     LENGTH,
     OVERLAPPED,
@@ -123,6 +124,9 @@ CASES = {
     "FSDP2 x 2": Case(2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron),
     "FSDP2, 2 copies, dynamic": Case(2, {"dtensor_cfg": {"dp_replicate_size": 2}}, top=DYNAMIC),
     "FSDP2 CP2, packed": Case(2, FSDP2_LAYOUTS["FSDP2 CP2"].megatron, top=PACKED),
+    "FSDP2 TP2+SP, packed": Case(
+        2, FSDP2_TENSOR_LAYOUTS["FSDP2 TP2+SP x 2"].megatron, top=PACKED, family="qwen3"
+    ),
     "FSDP2 x 2, bf16": Case(2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron, top={"precision": "bfloat16"}),
     "FSDP1 x 2, packed": Case(2, FSDP1_LAYOUTS["FSDP1 x 2"].megatron, top=PACKED),
     "FSDP1 2 copies, bf16": Case(

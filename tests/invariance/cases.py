@@ -22,6 +22,7 @@ from tests.dist.layouts import (
     FAMILIES,
     FSDP1_LAYOUTS,
     FSDP2_LAYOUTS,
+    FSDP2_TENSOR_LAYOUTS,
     LENGTH,
     OVERLAPPED,
     SIZES,
@@ -160,12 +161,13 @@ class Cell:
 
     @property
     def of(self) -> Layout:
-        return (LAYOUTS | EXPERT_LAYOUTS | FSDP2_LAYOUTS | FSDP1_LAYOUTS)[self.layout]
+        layouts = LAYOUTS | EXPERT_LAYOUTS | FSDP2_LAYOUTS | FSDP2_TENSOR_LAYOUTS | FSDP1_LAYOUTS
+        return layouts[self.layout]
 
     @property
     def fsdp(self) -> bool:
         """Whether the engine is the one over transformers' own modules."""
-        return self.layout in FSDP2_LAYOUTS | FSDP1_LAYOUTS
+        return self.layout in FSDP2_LAYOUTS | FSDP2_TENSOR_LAYOUTS | FSDP1_LAYOUTS
 
     @property
     def replicas(self) -> int:
@@ -174,7 +176,7 @@ class Cell:
         if self.fsdp:
             (section,) = sizes.values()
             split: int = section.get("context_parallel_size", 1)
-            return self.of.world // split
+            return self.of.world // (split * self.of.tp)
         stages, cp = sizes["pipeline_model_parallel_size"], sizes.get("context_parallel_size", 1)
         return self.of.world // (self.of.tp * stages * cp)
 
@@ -254,6 +256,16 @@ def _fsdp_cells(further: bool) -> list[Cell]:
     ]
 
 
+def _tensor_parallel_cells() -> tuple[Cell, ...]:
+    """Every layout of FSDP2 with tensor-parallel ranks with every batching and family."""
+    return tuple(
+        Cell(name, batching, losses[column], family)
+        for name in FSDP2_TENSOR_LAYOUTS
+        for column, batching in enumerate(BATCHINGS)
+        for family, losses in FSDP2_LOSSES.items()
+    )
+
+
 def _each_packed_by_another(cells: Sequence[Cell]) -> list[Cell]:
     """Every second packed cell by the default algorithm, the others take turns."""
     others = [name for name in ALGORITHMS if name != BALANCED]
@@ -272,6 +284,14 @@ def _tempered(cell: Cell) -> Cell:
 CELLS = _cells()
 FURTHER_FSDP2_CELLS = tuple(_fsdp_cells(further=True))
 """Beside the page's table: they differ from its cells in nothing but which choices meet."""
+TENSOR_PARALLEL_CELLS = _tensor_parallel_cells()
+"""Beside the page's table as well."""
+ALWAYS = (
+    ("FSDP2 TP2 x 2", "packed", "qwen3"),
+    ("FSDP2 TP2+SP x 2", "padded", "gemma2"),
+    ("FSDP2 TP2+SP x 2", "dynamic", "gpt_oss"),
+)
+"""Those of them that are not left to the sweep."""
 FSDP1_CELLS = (
     Cell("FSDP1 x 2", "packed", "sequence", "gemma2"),
     Cell("FSDP1 2 copies", "dynamic", "policy gradient", "qwen3"),

@@ -16,7 +16,9 @@ from megatron_policy.attention import context_parallel
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.rows.blocks import of_expert
 from megatron_policy.engines.hugging_face import engine as hugging_face
+from megatron_policy.engines.hugging_face import optimizer
 from megatron_policy.engines.hugging_face.fsdp1 import Fsdp1
+from megatron_policy.engines.hugging_face.table import Cut
 from megatron_policy.engines.megatron import assemble, trainable
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing import tokens
@@ -207,6 +209,14 @@ def _fsdp2_averages_gradients(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda module, _: divided(module, 2.0))
 
 
+def _parts_of_gradients_are_not_summed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(optimizer, "sum_partial", lambda trained, group: None)
+
+
+def _every_copy_counts_in_the_norm(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Cut, "is_first", lambda cut, rank: True)
+
+
 def _fsdp1_reduces_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Fsdp1, "adding_gradients", lambda sharding, wanted: nullcontext())
 
@@ -314,6 +324,18 @@ MUTATIONS = {
     "FSDP2 averages gradients over ranks": Mutation(
         Cell("FSDP2 x 2", "dynamic", "sequence", "qwen2"),
         _fsdp2_averages_gradients,
+        ("grad norm",),
+        UNTRAINED,
+    ),
+    "norms of heads under FSDP2 learn from one tensor-parallel rank's heads": Mutation(
+        Cell("FSDP2 TP2 x 2", "packed", "sequence", "qwen3"),
+        _parts_of_gradients_are_not_summed,
+        LEARNED,
+        UNTRAINED,
+    ),
+    "the norm under FSDP2 counts every copy of a weight": Mutation(
+        Cell("FSDP2 TP2 x 2", "packed", "sequence", "qwen3"),
+        _every_copy_counts_in_the_norm,
         ("grad norm",),
         UNTRAINED,
     ),

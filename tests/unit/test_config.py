@@ -37,6 +37,7 @@ def minimal(**changes: Any) -> dict[str, Any]:
 MEGATRON, OPTIMIZER = "megatron_cfg.", "megatron_cfg.optimizer."
 SCHEDULER = "megatron_cfg.scheduler."
 FSDP = {"enabled": True}
+SDPA_WITH_SP = {"tensor_parallel_size": 2, "sequence_parallel": True, "attn_implementation": "sdpa"}
 LORA = {"enabled": True, "dim": 4, "alpha": 8}
 DDP = "megatron_cfg.distributed_data_parallel_config."
 
@@ -350,6 +351,18 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
         (
             {MEGATRON + "enabled": False, "dtensor_cfg": FSDP | {"expert_parallel_size": 2}},
             r"dtensor_cfg.expert_parallel_size=2 is not supported: set it to 1",
+        ),
+        (
+            {MEGATRON + "enabled": False, "dtensor_cfg": FSDP | {"sequence_parallel": True}},
+            "sequence_parallel=True is for tensor-parallel ranks: leave it out, or set .* to 2",
+        ),
+        (
+            {MEGATRON + "enabled": False, "dtensor_cfg": FSDP | {"custom_parallel_plan": "a.b"}},
+            "custom_parallel_plan='a.b' is for tensor-parallel ranks: leave it out",
+        ),
+        (
+            {MEGATRON + "enabled": False, "dtensor_cfg": FSDP | SDPA_WITH_SP},
+            "attn_implementation='sdpa' makes masks of whole sequences: use 'auto', or leave",
         ),
         (
             {MEGATRON + "enabled": False, "dtensor_cfg": FSDP, "precision": "float16"},

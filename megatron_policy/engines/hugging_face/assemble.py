@@ -23,7 +23,7 @@ from megatron_policy.device import is_accelerated
 from megatron_policy.engines.hugging_face.decoder import Decoder
 from megatron_policy.engines.hugging_face.engine import FsdpEngine
 from megatron_policy.engines.hugging_face.fsdp1 import Fsdp1
-from megatron_policy.engines.hugging_face.head import OwnHead, WholeHead
+from megatron_policy.engines.hugging_face.head import FusedHead, OwnHead
 from megatron_policy.engines.hugging_face.module import (
     SourceTensors,
     build_module,
@@ -33,7 +33,10 @@ from megatron_policy.engines.hugging_face.module import (
 from megatron_policy.engines.hugging_face.optimizer import FsdpTrainable
 from megatron_policy.engines.hugging_face.process_groups import FsdpGroups, make_groups
 from megatron_policy.engines.hugging_face.sharding import Fsdp2, Sharding
-from megatron_policy.engines.hugging_face.table import sharded_table
+from megatron_policy.engines.hugging_face.table import Cut, Shares, sharded_table
+from megatron_policy.engines.hugging_face.tensor_plan import plan_of
+from megatron_policy.engines.hugging_face.tensor_regions import TensorRegion
+from megatron_policy.engines.hugging_face.tensor_split import split
 from megatron_policy.errors import CheckpointError, ConfigError
 from megatron_policy.lm_head.filters import Filters
 from megatron_policy.lm_head.fused import HeadShape
@@ -97,15 +100,16 @@ def _build(
     source_dtypes: Mapping[str, torch.dtype] | None,
 ) -> FsdpEngine:
     decoder, ranks = Decoder(module), groups.shards.size()
+    region, shares = _tensor_parallel(config, table, groups, decoder, sources)
     sharding = _shared_out(config, decoder, groups, sources)
-    own = sharded_table(decoder, table, sources, sharding)
+    own = sharded_table(decoder, table, sources, sharding, shares)
     weights = Topology(tp=ranks, dp=groups.copies.size())
     coords = Coords(pp=0, dp=groups.copies.rank(), cp=0, tp=groups.shards.rank())
     place = Placement(weights, coords, layer_split(config, table.architecture, topology))
     dtypes = _fill(config, own.held, own.table, place, source_dtypes)
     trainable = None
     if init_optimizer:
-        trainable = FsdpTrainable(config, own.holdings, own.held, groups.shards, sharding)
+        trainable = FsdpTrainable(config, own.holdings, own.held, groups, sharding)
     return FsdpEngine(
         place,
         groups,
@@ -115,10 +119,31 @@ def _build(
         torch.float32,
         decoder,
         sharding,
-        _head(config, table, groups, decoder),
+        _head(config, table, groups, decoder, region),
         trainable,
         PendingReads(),
     )
+
+
+def _tensor_parallel(
+    config: PolicyConfig,
+    table: Table,
+    groups: FsdpGroups,
+    decoder: Decoder,
+    sources: Mapping[str, SourceTensors],
+) -> tuple[TensorRegion, Shares]:
+    """Cut the model to what this tensor-parallel rank has of it."""
+    region, settings = TensorRegion(groups.batch.tp), config.dtensor_cfg
+    if region.size == 1:
+        return region, Shares()
+    region.splits_tokens = settings.sequence_parallel
+    if region.splits_tokens and not table.entries:
+        raise ConfigError(
+            "policy.dtensor_cfg.sequence_parallel needs a family of this package, and "
+            f"{type(decoder.model).__name__} has none: set it to false"
+        )
+    plan = plan_of(settings, decoder.model)
+    return region, split(decoder, plan, sources, region, ends=bool(table.entries))
 
 
 def _shared_out(
@@ -170,27 +195,31 @@ def _fill(
 
 
 def _head(
-    config: PolicyConfig, table: Table, groups: FsdpGroups, decoder: Decoder
-) -> WholeHead | OwnHead:
+    config: PolicyConfig,
+    table: Table,
+    groups: FsdpGroups,
+    decoder: Decoder,
+    region: TensorRegion,
+) -> FusedHead | OwnHead:
     """Fused for families, whose tables say how logits come from hidden states."""
     architecture, chunk = table.architecture, config.logprob_chunk_size
     temperature = (config.generation and config.generation.temperature) or 1.0
     filters = Filters.of_logprobs(config.generation)
     if not table.entries:
-        return OwnHead(
-            decoder.model, decoder.base, architecture.vocab_size, temperature, filters, chunk
-        )
+        vocab = architecture.vocab_size
+        return OwnHead(decoder.model, decoder.base, vocab, temperature, filters, region, chunk)
     linear = decoder.model.get_output_embeddings()
     assert getattr(linear, "bias", None) is None, "no family's head has a bias"
+    first, real, _ = Cut(region.size, 0).share((architecture.vocab_size,), 0, region.rank)
     shape = HeadShape(
-        vocab_start=0,
-        real=architecture.vocab_size,
+        vocab_start=first,
+        real=real,
         scale=architecture.logit_scale,
         softcap=architecture.logit_softcap,
         temperature=temperature,
         filters=filters,
     )
-    return WholeHead(linear, shape, groups.batch.tp, chunk)
+    return FusedHead(linear, architecture.vocab_size, shape, region, chunk)
 
 
 def _refuse_mixing(config: PolicyConfig, module: Any) -> None:

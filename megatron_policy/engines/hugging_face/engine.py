@@ -15,7 +15,7 @@ from megatron_policy.device import current_device
 from megatron_policy.engines.hugging_face.attention import attending
 from megatron_policy.engines.hugging_face.decoder import Decoder
 from megatron_policy.engines.hugging_face.generate import generate
-from megatron_policy.engines.hugging_face.head import OwnHead, WholeHead
+from megatron_policy.engines.hugging_face.head import FusedHead, OwnHead
 from megatron_policy.engines.hugging_face.optimizer import FsdpTrainable
 from megatron_policy.engines.hugging_face.process_groups import FsdpGroups
 from megatron_policy.engines.hugging_face.sharding import Sharding
@@ -50,7 +50,7 @@ class FsdpEngine:
     precision: torch.dtype
     decoder: Decoder
     sharding: Sharding
-    head: WholeHead | OwnHead
+    head: FusedHead | OwnHead
     trainable: FsdpTrainable | None
     pending_reads: PendingReads
     adapters: None = None
@@ -64,7 +64,7 @@ class FsdpEngine:
     @property
     def joins_replicas(self) -> bool:
         """See `TrainingEngine`: all ranks gather each layer's weights together."""
-        return self.fsdp.shards.size() > 1
+        return self.fsdp.fsdp.size() > 1
 
     @property
     def vocab_size(self) -> int:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_policy.device import current_device
 from megatron_policy.engines.hugging_face.attention import attending
 from megatron_policy.engines.hugging_face.decoder import Decoder
-from megatron_policy.engines.hugging_face.head import OwnHead, WholeHead
+from megatron_policy.engines.hugging_face.head import FusedHead, OwnHead
 from megatron_policy.engines.hugging_face.process_groups import FsdpGroups
 from megatron_policy.lm_head.sampling import (
     Continuations,
@@ -26,7 +26,7 @@ from megatron_policy.lm_head.sampling import (
 @torch.no_grad()
 def generate(
     decoder: Decoder,
-    head: WholeHead | OwnHead,
+    head: FusedHead | OwnHead,
     groups: FsdpGroups,
     prompts_BS: torch.Tensor,
     lengths_B: torch.Tensor,
@@ -37,7 +37,7 @@ def generate(
 ) -> Continuations:
     """See `TrainingEngine.generate`. Ranks without prompts accompany the others."""
     lengths_B = lengths_B.to(current_device())
-    with attending(None):
+    with attending(None), head.whole_sequences():
         if not lengths_B.numel():
             _accompany(decoder, groups)
             return nothing_generated(prompts_BS)
@@ -52,7 +52,7 @@ def generate(
             logits_BV = decoder(
                 unread_BS,
                 positions_S.expand_as(unread_BS),
-                lambda hidden_SBD: head.plain.logits(hidden_SBD[-1:])[0],
+                head.next_logits,
                 cache,
             )
             read = progress.position
@@ -87,13 +87,17 @@ def _accompany(decoder: Decoder, groups: FsdpGroups) -> None:
 def _draw(
     logits_BV: torch.Tensor, sampling: Sampling, generator: torch.Generator, groups: FsdpGroups
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw on one context-parallel rank; the others get the tokens and log-probabilities, `[B]`."""
-    cp = groups.batch.cp
+    """Draw on one rank of those that share rows; the others get the tokens and log-probabilities,
+    `[B]`.
+    """
+    tp, cp = groups.batch.tp, groups.batch.cp
     # fp64 holds every token id exactly, so one message carries both.
     drawn_2B = torch.zeros(2, len(logits_BV), dtype=torch.float64, device=logits_BV.device)
-    if cp.rank() == 0:
+    if tp.rank() == cp.rank() == 0:
         tokens_B, logprobs_B = sample(logits_BV, sampling, generator)
         drawn_2B = torch.stack([tokens_B.double(), logprobs_B.double()])
-    if cp.size() > 1:
+    if cp.size() > 1 and tp.rank() == 0:
         dist.broadcast(drawn_2B, group=cp, group_src=0)
+    if tp.size() > 1:
+        dist.broadcast(drawn_2B, group=tp, group_src=0)
     return drawn_2B[0].long(), drawn_2B[1].float()

@@ -1,43 +1,51 @@
 """The heads of transformers models: log-probabilities, entropies and top-k from hidden states
 without materialised logits, or the logits.
 
-Shapes: S positions, R parallel rows, N chosen positions, D model, V vocabulary, K candidates.
+Shapes: S positions, R parallel rows, N chosen positions, D model, V this rank's slice of the
+vocabulary, K candidates.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from megatron_policy.engines.hugging_face.tensor_regions import TensorRegion
 from megatron_policy.lm_head.filters import Filters, find_bounds
 from megatron_policy.lm_head.fused import HeadShape, fused_scores, fused_topk
+from megatron_policy.lm_head.logprobs import gather_vocab
+
+PADDING_LOGIT = -1e9
+"""Of a padding entry of the vocabulary: its probability is exactly 0, and 0 * logit stays finite.
+"""
 
 
 @dataclass(frozen=True)
-class WholeHead:
-    """See `LanguageModelHead`: this rank computes all of the vocabulary, within `Decoder.forward`,
-    where the weight is unsharded.
+class FusedHead:
+    """See `LanguageModelHead`: this rank computes its slice of the vocabulary, within
+    `Decoder.forward`, where FSDP has gathered the weight.
     """
 
     linear: torch.nn.Module
+    vocab: int
+    """The entries of all ranks."""
     shape: HeadShape
-    group: dist.ProcessGroup
-    """Of this rank alone."""
+    region: TensorRegion
     chunk: int
     scalar: None = None
 
     @property
-    def plain(self) -> WholeHead:
+    def plain(self) -> FusedHead:
         """See `LanguageModelHead`."""
         return replace(self, shape=replace(self.shape, temperature=1.0, filters=None))
 
     @property
-    def unfiltered(self) -> WholeHead:
+    def unfiltered(self) -> FusedHead:
         """See `LanguageModelHead`."""
         if self.shape.filters is None:
             return self
@@ -52,25 +60,26 @@ class WholeHead:
 
     def whole(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
         """See `LanguageModelHead`."""
-        return hidden_SRD
+        return hidden_SRD if self.region.size == 1 else self.region.enter(hidden_SRD, tokens=0)
 
     def scores(
         self, hidden_ND: torch.Tensor, targets: torch.Tensor, entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `LanguageModelHead`."""
         return fused_scores(
-            hidden_ND, self.weight, targets, self.shape, self.group, self.chunk, entropy
+            hidden_ND, self.weight, targets, self.shape, self.region.group, self.chunk, entropy
         )
 
     def topk(self, hidden_ND: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `LanguageModelHead`."""
         found: tuple[torch.Tensor, torch.Tensor] = fused_topk(
-            hidden_ND, self.weight, k, self.shape, self.group, self.chunk
+            hidden_ND, self.weight, k, self.shape, self.region.group, self.chunk
         )
         return found
 
     def logits(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
         """See `LanguageModelHead`."""
+        hidden_SRD = self.whole(hidden_SRD)
         logits_SRV = F.linear(hidden_SRD.to(self.weight.dtype), self.weight).float()
         shape = self.shape
         if shape.scale != 1.0:
@@ -79,7 +88,19 @@ class WholeHead:
             logits_SRV = logits_SRV.div_(shape.softcap).tanh_() * shape.softcap
         if shape.temperature != 1.0:
             logits_SRV.div_(shape.temperature)
+        if shape.real < logits_SRV.size(-1):
+            padding = torch.arange(logits_SRV.size(-1), device=logits_SRV.device) >= shape.real
+            logits_SRV.masked_fill_(padding, PADDING_LOGIT)
         return logits_SRV
+
+    def next_logits(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
+        """fp32 `[R, vocab]`: those after the last position, at temperature 1."""
+        logits_RV = self.plain.logits(hidden_SRD[-1:])[0]
+        return gather_vocab(logits_RV, self.region.group)[:, : self.vocab]
+
+    def whole_sequences(self) -> AbstractContextManager[None]:
+        """A context in which no rank has a share of the positions only."""
+        return self.region.whole_sequences()
 
     def values(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
         """No language model has them."""
@@ -102,8 +123,8 @@ class _Hidden(dict[str, Any]):
 @dataclass(frozen=True)
 class OwnHead:
     """See `LanguageModelHead`: what the model's own code makes of hidden states, for models whose
-    logits are not known to be a product with one matrix. At most `chunk` tokens' logits are held at
-    a time; the backward pass computes them again.
+    logits are not known to be a product with one matrix. Tensor-parallel ranks compute the same. At
+    most `chunk` tokens' logits are held at a time; the backward pass computes them again.
     """
 
     model: Any
@@ -112,6 +133,7 @@ class OwnHead:
     vocab: int
     temperature: float
     filters: Filters | None
+    region: TensorRegion
     chunk: int
     scalar: None = None
 
@@ -131,6 +153,14 @@ class OwnHead:
 
     def logits(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
         """See `LanguageModelHead`."""
+        logits_SRV, ranks = self._logits(hidden_SRD), self.region.size
+        if ranks == 1:
+            return logits_SRV
+        padding = -self.vocab % ranks
+        return self.region.own_features(F.pad(logits_SRV, (0, padding), value=PADDING_LOGIT))
+
+    def _logits(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
+        """fp32 `[S, R, vocab]`: those of all entries."""
         base, forward = self.base, self.base.forward
         asked = []
 
@@ -167,7 +197,7 @@ class OwnHead:
     def _scores(
         self, hidden_ND: torch.Tensor, wanted_NK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits_NV = self.logits(hidden_ND.unsqueeze(1)).squeeze(1)
+        logits_NV = self._logits(hidden_ND.unsqueeze(1)).squeeze(1)
         if self.filters is not None and len(logits_NV):
             bounds = find_bounds(logits_NV.detach(), 0, self.vocab, self.filters)
             logits_NV = logits_NV.masked_fill(bounds.dropped(logits_NV.detach(), 0), -torch.inf)
@@ -178,11 +208,19 @@ class OwnHead:
     def topk(self, hidden_ND: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `LanguageModelHead`."""
         parts = [
-            self.logits(hidden.unsqueeze(1)).squeeze(1).topk(k)
+            self._logits(hidden.unsqueeze(1)).squeeze(1).topk(k)
             for hidden in hidden_ND.split(self.chunk)
         ]
         values, entries = zip(*parts, strict=True)
         return torch.cat(values), torch.cat(entries)
+
+    def next_logits(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
+        """fp32 `[R, vocab]`: those after the last position, at temperature 1."""
+        return self.plain._logits(hidden_SRD[-1:])[0]
+
+    def whole_sequences(self) -> AbstractContextManager[None]:
+        """A context in which no rank has a share of the positions only, which is always so."""
+        return nullcontext()
 
     def values(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
         """No language model has them."""

@@ -20,8 +20,10 @@ from megatron_policy.converters.rows import Role
 from megatron_policy.device import current_device
 from megatron_policy.device.caches import return_unused
 from megatron_policy.device.timing import Stopwatch
+from megatron_policy.engines.hugging_face.process_groups import FsdpGroups
 from megatron_policy.engines.hugging_face.sharding import Sharding
 from megatron_policy.engines.hugging_face.table import Holding, local_part
+from megatron_policy.engines.hugging_face.tensor_regions import sum_partial
 from megatron_policy.errors import CheckpointError, ConfigError
 from megatron_policy.interfaces.engine import NotFiniteError, StateTensor
 from megatron_policy.weights.load import Held
@@ -258,14 +260,13 @@ class FsdpTrainable:
         config: PolicyConfig,
         holdings: Sequence[Holding],
         held: Held,
-        shards: dist.ProcessGroup,
+        groups: FsdpGroups,
         sharding: Sharding,
     ) -> None:
-        self._holdings, self._held, self._shards = holdings, held, shards
+        self._holdings, self._held, self._groups = holdings, held, groups
         self._sharding = sharding
-        self._parameters = [
-            each.tensor for each in holdings if isinstance(each.tensor, torch.nn.Parameter)
-        ]
+        self._trained = [each for each in holdings if isinstance(each.tensor, torch.nn.Parameter)]
+        self._parameters = [each.tensor for each in self._trained]
         self._config, self._samples, self._steps = config, 0, 0
         self.stopwatch = Stopwatch()
         self.optimizer = make_optimizer(config, holdings)
@@ -306,6 +307,8 @@ class FsdpTrainable:
 
     def step(self) -> float:
         """See `Trainable`."""
+        if self._groups.batch.tp.size() > 1:
+            sum_partial(self._trained, self._groups.batch.tp)
         norm = self._norm()
         if not math.isfinite(norm):
             raise NotFiniteError(norm)
@@ -319,12 +322,16 @@ class FsdpTrainable:
         return norm
 
     def _norm(self) -> float:
-        """Of the whole model's gradient: ranks hold disjoint parts."""
+        """Of the whole model's gradient: ranks hold disjoint parts, but for copies that
+        tensor-parallel ranks have, of which the first counts.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self._held[0][1].device)
-        if gradients := self._gradients():
+        rank = self._groups.batch.tp.rank()
+        counted = [each.tensor for each in self._trained if each.cut.is_first(rank)]
+        if gradients := [local_part(p.grad) for p in counted if p.grad is not None]:
             norms = torch._foreach_norm(gradients)
             total = torch.stack([norm.double() for norm in norms]).square().sum()
-        dist.all_reduce(total, group=self._shards)
+        dist.all_reduce(total, group=self._groups.shards)
         return math.sqrt(float(total))
 
     def _gradients(self) -> list[torch.Tensor]:

@@ -1,7 +1,8 @@
 """The process groups and device meshes of an FSDP2 policy.
 
 Ranks count tensor-parallel ranks fastest, then context-parallel ones, then replicas of the batch,
-as `Topology` does. FSDP shards over consecutive ranks, whatever they do with a batch.
+as `Topology` does. FSDP shards what a tensor-parallel rank has over the ranks with the same number,
+whatever they do with a batch.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from megatron_policy.parallel.topology import Topology
 
 @dataclass(frozen=True)
 class FsdpGroups:
-    """`batch` is how ranks share a batch. Ranks of `shards` hold the whole model between them;
-    those of `copies` hold the same part of it.
+    """`batch` is how ranks share a batch. Ranks of `shards` hold the whole model between them,
+    those of `fsdp` what a tensor-parallel rank has of it; those of `copies` hold the same part.
     """
 
     batch: Groups
     shards: dist.ProcessGroup
+    fsdp: dist.ProcessGroup
     copies: dist.ProcessGroup
     mesh: DeviceMesh
     made: list[dist.ProcessGroup] = field(default_factory=list)
@@ -60,26 +62,37 @@ def make_groups(topology: Topology, copies: int, timeout_s: float) -> FsdpGroups
                 made.append(group)
         return made[-1]
 
-    def along(axis: str) -> list[list[int]]:
+    def along(*axes: str) -> list[list[int]]:
         lines: dict[Any, list[int]] = {}
         for each in range(world):
-            others = vars(topology.coords(each)) | {axis: None}
+            others = vars(topology.coords(each)) | dict.fromkeys(axes)
             lines.setdefault(tuple(others.items()), []).append(each)
         return list(lines.values())
 
     alone, everyone = group_of([[each] for each in range(world)]), group_of([range(world)])
     cp = alone if topology.cp == 1 else group_of(along("cp"))
-    dp = everyone if topology.cp == 1 else group_of(along("dp"))
+    tp = alone if topology.tp == 1 else group_of(along("tp"))
+    dp_cp = everyone if topology.tp == 1 else group_of(along("dp", "cp"))
+    dp = dp_cp if topology.cp == 1 else group_of(along("dp"))
     kind = current_device().type
     if copies == 1:
-        mesh = DeviceMesh.from_group(everyone, kind, mesh_dim_names=("shard",))
-        shards, same = everyone, alone
+        shards, same, fsdp = everyone, alone, dp_cp
+        mesh = DeviceMesh.from_group(fsdp, kind, mesh_dim_names=("shard",))
     else:
-        grid = [list(range(first, first + size)) for first in range(0, world, size)]
-        shards = group_of(grid)
-        same = group_of([list(range(first, world, size)) for first in range(size)])
+        starts = range(0, world, size)
+        shards = group_of([range(first, first + size) for first in starts])
+        same = group_of([range(first, world, size) for first in range(size)])
+        # Of each tensor-parallel rank, what each copy shards.
+        grids = [
+            [list(range(first + at, first + size, topology.tp)) for first in starts]
+            for at in range(topology.tp)
+        ]
+        fsdp = shards if topology.tp == 1 else group_of([line for grid in grids for line in grid])
         mesh = DeviceMesh.from_group(
-            [same, shards], kind, mesh=grid, mesh_dim_names=("replicate", "shard")
+            [same, fsdp],
+            kind,
+            mesh=grids[rank % topology.tp],
+            mesh_dim_names=("replicate", "shard"),
         )
-    batch = Groups(tp=alone, pp=alone, dp=dp, cp=cp, dp_cp=everyone)
-    return FsdpGroups(batch, shards, same, mesh, made)
+    batch = Groups(tp=tp, pp=alone, dp=dp, cp=cp, dp_cp=dp_cp)
+    return FsdpGroups(batch, shards, fsdp, same, mesh, made)

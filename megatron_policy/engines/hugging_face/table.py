@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,20 +20,52 @@ from megatron_policy.converters.rows.kinds import RowBase
 from megatron_policy.converters.table import EMBEDDING, HEAD, LAYER, Entry, Table
 from megatron_policy.engines.hugging_face.decoder import Decoder
 from megatron_policy.engines.hugging_face.module import SourceTensors
-from megatron_policy.engines.hugging_face.sharding import Sharding
+from megatron_policy.engines.hugging_face.sharding import Sharding, Split
+from megatron_policy.errors import ConversionError
 from megatron_policy.weights.load import Held
 
 
 @dataclass(frozen=True)
+class Cut:
+    """How `ranks` tensor-parallel ranks share each HF tensor of a parameter: evenly along `dim`,
+    where `copies` consecutive ranks have the same share; None: all have all of it. A vocabulary is
+    padded, so that all shares are of one length.
+    """
+
+    ranks: int = 1
+    dim: int | None = None
+    copies: int = 1
+
+    def share(self, shape: Shape, dim: int, rank: int) -> tuple[int, int, int]:
+        """The first index along `dim`, how many follow, and how many that are with padding."""
+        if dim != self.dim:
+            return 0, shape[dim], shape[dim]
+        rows = -(-shape[dim] // (self.ranks // self.copies))
+        first = min(rank // self.copies * rows, shape[dim])
+        return first, min(rows, shape[dim] - first), rows
+
+    def is_first(self, rank: int) -> bool:
+        """Whether a tensor-parallel rank holds the first copy of its share."""
+        return rank % (self.ranks if self.dim is None else self.copies) == 0
+
+
+WHOLE = Cut()
+
+
+@dataclass(frozen=True)
 class ShardRow(RowBase):
-    """HF tensors of the shapes `parts`, one after another along their first dimension. Ranks hold
-    consecutive indices along `dim`, as many each as `torch.chunk` gives; None: all hold all of it.
-    Names are left to entries, so that layers share rows.
+    """HF tensors of the shapes `parts`, one after another along their first dimension.
+
+    Tensor-parallel ranks, which are consecutive, share them by `cut`. What one of them has, others
+    with the same tensor-parallel rank share: they hold consecutive indices along `dim`, as many
+    each as `torch.chunk` gives; None: all hold all of it. Names are left to entries, so that layers
+    share rows.
     """
 
     parts: tuple[Shape, ...] = field(kw_only=True)
     dim: int | None = field(default=0, kw_only=True)
     of: Within | None = field(default=None, kw_only=True)
+    cut: Cut = field(default=WHOLE, kw_only=True)
 
     @property
     def within(self) -> Within | None:
@@ -53,30 +85,59 @@ class ShardRow(RowBase):
         """Of the first rank: the last ones can have less, or nothing."""
         return self._box(0, size)[1]
 
+    def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
+        cut, at, _ = self._place(rank, size)
+        if cut.dim != 0 or len(self.parts) > 1:
+            return 0
+        _, real, _ = cut.share(self.parts[0], 0, at)
+        first, local = self._box(rank, size)
+        return max(0, first[0] + local[0] - max(first[0], real))
+
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        if not self.whole:
+        if not self.parts[0]:
             return (Block(0, (1,), (slice(None),), (1,), (slice(None),)),)
+        cut, at, _ = self._place(rank, size)
         first, local = self._box(rank, size)
         if not math.prod(local):
             return ()
         found, start = [], 0
         for part, shape in enumerate(self.parts):
-            low, high = max(start, first[0]), min(start + shape[0], first[0] + local[0])
+            (begin, real, length), *along = (cut.share(shape, d, at) for d in range(len(shape)))
+            low, high = max(start, first[0]), min(start + real, first[0] + local[0])
             if low < high:
                 others = tuple(
-                    slice(at, at + length) for at, length in zip(first[1:], local[1:], strict=True)
+                    slice(own + at, own + at + length)
+                    for (own, _, _), at, length in zip(along, first[1:], local[1:], strict=True)
                 )
-                rows, own = slice(low - start, high - start), slice(low - first[0], high - first[0])
-                found.append(Block(part, shape, (rows, *others), local, (own,)))
-            start += shape[0]
+                rows = slice(low - start + begin, high - start + begin)
+                held = slice(low - first[0], high - first[0])
+                found.append(Block(part, shape, (rows, *others), local, (held,)))
+            start += length
         return tuple(found)
 
+    def _place(self, rank: int, size: int) -> tuple[Cut, int, tuple[int, int]]:
+        """The cut among `size` ranks, the tensor-parallel rank, and which of the shards of its
+        share a rank has.
+        """
+        cut = WHOLE if size == 1 else self.cut
+        if size % cut.ranks:
+            raise ConversionError(
+                f"{size} ranks are not whole groups of {cut.ranks} tensor-parallel ranks: use a "
+                "multiple"
+            )
+        return cut, rank % cut.ranks, (rank // cut.ranks, size // cut.ranks)
+
     def _box(self, rank: int, size: int) -> tuple[Shape, Shape]:
-        """The first index and the length of a rank's share in each dimension."""
-        first, local = [0] * len(self.whole), list(self.whole)
-        if self.dim is not None and local:
-            each = -(-local[self.dim] // size)
-            first[self.dim] = min(rank * each, local[self.dim])
+        """The first index and the length of a rank's shard in each dimension of its share."""
+        cut, at, (number, shards) = self._place(rank, size)
+        if not self.parts[0]:
+            return (), ()
+        local = [cut.share(self.parts[0], d, at)[2] for d in range(len(self.parts[0]))]
+        local[0] = sum(cut.share(shape, 0, at)[2] for shape in self.parts)
+        first = [0] * len(local)
+        if self.dim is not None:
+            each = -(-local[self.dim] // shards)
+            first[self.dim] = min(number * each, local[self.dim])
             local[self.dim] = min(each, local[self.dim] - first[self.dim])
         return tuple(first), tuple(local)
 
@@ -114,6 +175,23 @@ class RangeRow(ShardRow):
 
 
 @dataclass(frozen=True)
+class Shares:
+    """What tensor-parallel ranks share of a model, by the names of parameters: the cuts of those
+    that are cut, and those of whose gradient each rank has a part only.
+    """
+
+    ranks: int = 1
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    """Of the whole parameters."""
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    partial: Collection[str] = ()
+
+    def cut(self, name: str) -> Cut:
+        """The cut of a parameter or buffer."""
+        return self.cuts.get(name, Cut(self.ranks))
+
+
+@dataclass(frozen=True)
 class Holding:
     """A parameter or buffer, and the entries of what this rank has of it."""
 
@@ -122,6 +200,9 @@ class Holding:
     stacked: bool
     lengths: tuple[int, ...] | None = None
     """Of a range of a flat parameter, how many elements each entry has."""
+    cut: Cut = WHOLE
+    partial: bool = False
+    """Whether each tensor-parallel rank has a part of the gradient only."""
 
     def views(self, of: torch.Tensor) -> list[torch.Tensor]:
         """For each entry its part of `of`, which is the tensor or has its shape."""
@@ -148,10 +229,14 @@ class ShardedTable:
 
 
 def sharded_table(
-    decoder: Decoder, family: Table, sources: Mapping[str, SourceTensors], sharding: Sharding
+    decoder: Decoder,
+    family: Table,
+    sources: Mapping[str, SourceTensors],
+    sharding: Sharding,
+    shares: Shares,
 ) -> ShardedTable:
     """The table of `decoder`, as ranks hold it between them, in the order of the family's table;
-    `sources` are by the names of the model itself.
+    `sources` are by the names of the model itself, as are `shares`, which FSDP has sharded.
     """
     saved = _saved_entries(family)
     roles = {name: entry.row.role for entry in family.exported() for name in entry.hf}
@@ -167,9 +252,13 @@ def sharded_table(
         where = LAYER if at else EMBEDDING if local_id(tensor) == embedding else HEAD
         layer = int(at.group(1)) if at else None
         source = sources[name]
-        entries = tuple(_entries(name, tensor, source, saved, roles, layer, where, sharding))
-        lengths = _lengths(entries, sharding.rank)
-        holdings.append(Holding(tensor, entries, source.stacked, lengths))
+        split = sharding.split_of(tensor, source.stacked)
+        if name in shares.shapes:
+            split = split._replace(shape=shares.shapes[name])
+        cut = shares.cut(name)
+        entries = tuple(_entries(name, tensor, source, saved, roles, layer, where, split, cut))
+        lengths, partial = _lengths(entries, sharding.rank), name in shares.partial
+        holdings.append(Holding(tensor, entries, source.stacked, lengths, cut, partial))
     order = {name: number for number, name in enumerate(family.hf_shapes())}
     if order:
         holdings.sort(key=lambda each: order[each.entries[0].hf[0]])
@@ -216,9 +305,10 @@ def _entries(
     roles: Mapping[str, Role],
     layer: int | None,
     where: str,
-    sharding: Sharding,
+    split: Split,
+    cut: Cut,
 ) -> Iterator[Entry]:
-    shape, dim, ranges = sharding.split_of(tensor, source.stacked)
+    shape, dim, ranges = split
     if source.stacked:
         shape, dim = shape[1:], None if dim is None else dim - 1
     for index, names in enumerate(source.names):
@@ -233,7 +323,7 @@ def _entries(
         learnt = isinstance(tensor, torch.nn.Parameter)
         row = ShardRow(
             "", ("",) * len(names), role=role, keeps_dtype=keeps, learnt=learnt,
-            parts=parts, dim=dim, of=of,
+            parts=parts, dim=dim, of=of, cut=cut,
         )  # fmt: skip
         if ranges is not None:
             row = RangeRow(**vars(row), flat=_nth(ranges, index, math.prod(shape)))

@@ -1,0 +1,207 @@
+"""How activations pass into and out of the parts of a model that tensor-parallel ranks share.
+
+Shapes: R rows, T positions, D features of an activation `[R, T, D]`; under sequence parallelism
+ranks have a share of the positions each wherever they compute the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_policy.engines.hugging_face.table import Holding, local_part
+
+TOKENS, FEATURES = 1, -1
+"""Dimensions of an activation."""
+
+_Apply = Callable[..., torch.Tensor]
+
+
+@dataclass
+class TensorRegion:
+    """The ranks that share every layer, and whether they split the positions between its parts."""
+
+    group: dist.ProcessGroup
+    splits_tokens: bool = False
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.group.size()
+
+    @contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """In this context ranks do not split positions: one position cannot be split."""
+        before, self.splits_tokens = self.splits_tokens, False
+        try:
+            yield
+        finally:
+            self.splits_tokens = before
+
+    def enter(self, x: torch.Tensor, tokens: int = TOKENS) -> torch.Tensor:
+        """All positions, for weights of which each rank has a share: the backward pass sums the
+        ranks' gradients. Positions are along the dimension `tokens`.
+        """
+        if self.splits_tokens:
+            gathered: _Apply = _GatherSummed.apply
+            return gathered(x, self.group, tokens)
+        copied: _Apply = _Copy.apply
+        return copied(x, self.group)
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, of all positions or of this rank's."""
+        if self.splits_tokens:
+            scattered: _Apply = _SumScattered.apply
+            return scattered(x, self.group, TOKENS)
+        reduced: _Apply = _Sum.apply
+        return reduced(x, self.group)
+
+    def enter_alike(self, x: torch.Tensor) -> torch.Tensor:
+        """All positions, for what every rank computes alike."""
+        return self._gather(x, TOKENS) if self.splits_tokens else x
+
+    def leave_alike(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's positions of what every rank has computed alike."""
+        return self._own(x, TOKENS) if self.splits_tokens else x
+
+    def gather_features(self, x: torch.Tensor) -> torch.Tensor:
+        """All ranks' features, of which every rank computes the same."""
+        return self._gather(x, FEATURES)
+
+    def own_features(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's share of features that every rank has."""
+        return self._own(x, FEATURES)
+
+    def _gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        apply: _Apply = _GatherAlike.apply
+        return apply(x, self.group, dim)
+
+    def _own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        apply: _Apply = _Own.apply
+        return apply(x, self.group, dim)
+
+
+def _gathered(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    own = x.movedim(dim, 0).contiguous()
+    whole = own.new_empty(group.size() * own.size(0), *own.shape[1:])
+    dist.all_gather_into_tensor(whole, own, group=group)
+    return whole.movedim(0, dim).contiguous()
+
+
+def _sum_scattered(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    whole = x.movedim(dim, 0).contiguous()
+    own = whole.new_empty(whole.size(0) // group.size(), *whole.shape[1:])
+    dist.reduce_scatter_tensor(own, whole, group=group)
+    return own.movedim(0, dim).contiguous()
+
+
+def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _part(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    length = x.size(dim) // group.size()
+    return x.narrow(dim, group.rank() * length, length).contiguous()
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _summed(grad, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _GatherSummed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _gathered(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _sum_scattered(grad, ctx.group, ctx.dim), None, None
+
+
+class _SumScattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _sum_scattered(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _gathered(grad, ctx.group, ctx.dim), None, None
+
+
+class _GatherAlike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _gathered(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        # Each rank has the whole gradient, so its own part is enough.
+        return _part(grad, ctx.group, ctx.dim), None, None
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _part(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _gathered(grad, ctx.group, ctx.dim), None, None
+
+
+def sum_partial(trained: Sequence[Holding], group: dist.ProcessGroup) -> None:
+    """Sum the gradients of which each rank of `group` has a part only; and over the ranks that hold
+    copies of a share, each of which has what its own heads make of it.
+    """
+    mine, parts = [], []
+    for each in trained:
+        if each.tensor.grad is None or not (each.partial or each.cut.copies > 1):
+            continue
+        gradient = local_part(each.tensor.grad)
+        sharing = group.size() if each.cut.dim is None else each.cut.copies
+        # Each share has a place of its own in what is summed.
+        part = gradient.new_zeros(group.size() // sharing, *gradient.shape)
+        place = part[group.rank() // sharing]
+        place.copy_(gradient)
+        mine.append((gradient, place))
+        parts.append(part.view(-1))
+    if parts:
+        total = torch.cat(parts)
+        dist.all_reduce(total, group=group)
+        for part, summed in zip(parts, total.split([part.numel() for part in parts]), strict=True):
+            part.copy_(summed)
+        for gradient, place in mine:
+            gradient.copy_(place)

@@ -1,0 +1,58 @@
+"""Every family whose layers tensor-parallel ranks share under FSDP2 reads and learns what one rank
+does. With plain gradient descent at rate 1 weights differ as gradients do.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy.batch import BatchedDataDict
+from tests.checkpoints import ALL_FAMILIES
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, fsdp_config, open_policy
+from tests.dist.fsdp_cases import BATCHINGS, data, share
+from tests.dist.layouts import SIZES
+
+TENSOR = {"tensor_parallel_size": 2}
+KEYS = {"TP2": TENSOR, "TP2+SP": TENSOR | {"sequence_parallel": True}}
+SEEDS = {"qwen3_moe": 1, "gpt_oss": 3, "deepseek_v3": 7, "mixtral": 11}
+"""With which no token is about to take another expert."""
+WITHOUT = {"qwen2_moe": "a mask for windows without a length is made, which is refused"}
+ALWAYS = ("phi3", "TP2+SP")
+
+
+def learnt(config: dict[str, Any]) -> dict[str, Any]:
+    with open_policy(config) as policy:
+        own = share(data(), policy)
+        texts = BatchedDataDict({key: own[key] for key in ("input_ids", "input_lengths")})
+        seen = {"logprobs": policy.logprobs(texts), "entropy": policy.entropy(texts)}
+        step = policy.train(share(data().get_batch(0, GLOBAL_BATCH), policy), LOSSES["token"]())
+        seen["norm"] = step["grad_norm"]
+        return seen | {name: tensor.clone() for name, tensor in policy.export()}
+
+
+def config_of(path: Path, keys: dict[str, Any]) -> dict[str, Any]:
+    optimizer = {"name": "torch.optim.SGD", "kwargs": {"lr": 1.0}}
+    config = fsdp_config(path, keys, max_grad_norm=0.0, **BATCHINGS["packed"])
+    return config | {"optimizer": optimizer}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param(family, layout, marks=marks)
+        for family in sorted(ALL_FAMILIES.keys() - WITHOUT.keys())
+        for layout in KEYS
+        for marks in [() if (family, layout) == ALWAYS else pytest.mark.sweep]
+    ],
+)
+def test_ranks_that_share_layers_read_and_learn_as_one(ranks, checkpoint, family, layout) -> None:
+    path = checkpoint(family, **SIZES, seed=SEEDS.get(family, 0))
+    (expected,) = ranks.run(1, learnt, config_of(path, {}))
+    for found in ranks.run(2, learnt, config_of(path, KEYS[layout])):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, atol=1e-5, rtol=1e-5), name
