@@ -27,7 +27,7 @@ from megatron_policy.config.sections import (
 _ENGINE = "belongs to the host's inference engines, not to the policy's own generate"
 _HOST = "read by the host's driver, not by the worker"
 _FSDP1 = "belongs to the host's FSDP1 worker, which this project does not run"
-_AUTOMODEL = "affects the host's own DTensor worker only"
+_AUTOMODEL = "affects modules and sharding of the host's own DTensor worker only"
 _QUANT = "affects quantised training only, and quant_cfg is rejected"
 
 _POLICY: Rules = {
@@ -131,7 +131,25 @@ _DTENSOR: Rules = {
         """sequence_parallel tensor_parallel_size expert_parallel_size custom_parallel_plan""",
     ),
     "defer_fsdp_grad_sync": Ignored("gradients are reduced in each microbatch"),
-    **each(Ignored(_AUTOMODEL), "_v2 moe_parallelizer lora_cfg automodel_kwargs *"),
+    "_v2": Ignored("both of the host's DTensor workers are replaced by the same engine"),
+    **each(Nested(), "moe_parallelizer lora_cfg automodel_kwargs"),
+}
+
+_AUTOMODEL_SECTIONS: dict[str, Rules] = {
+    "dtensor_cfg.moe_parallelizer.": {
+        **each(Ignored(_AUTOMODEL), "ignore_router_for_ac reshard_after_forward wrap_outer_model"),
+        "lm_head_precision": Rejected("the head computes in the policy's precision, then in fp32"),
+    },
+    "dtensor_cfg.lora_cfg.": switched_off(
+        "this engine has no adapters: use megatron_cfg with peft",
+        "adapters",
+        """target_modules exclude_modules match_all_linear dim alpha dropout dropout_position
+        lora_A_init use_triton""",
+    ),
+    "dtensor_cfg.automodel_kwargs.": {
+        **each(Ignored(_AUTOMODEL), "use_liger_kernel force_hf backend"),
+        "freeze_config": Rejected("all parameters are trained"),
+    },
 }
 
 _BATCHING: Rules = {
@@ -162,6 +180,7 @@ SECTIONS: dict[str, Rules] = {
     },
     "tokenizer.": _TOKENIZER,
     "dtensor_cfg.": _DTENSOR,
+    **_AUTOMODEL_SECTIONS,
     "draft.": switched_off(
         "training a draft model with the policy is not supported",
         "a draft model",
