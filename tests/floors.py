@@ -143,6 +143,7 @@ FRAGMENTS = {
     "workers.driver.memory": _METHODS,
     "workers.worker.accumulation": _METHODS,
     "workers.worker.checkpoint": _METHODS,
+    "workers.worker.model": _METHODS,
 }
 
 

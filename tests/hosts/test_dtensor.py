@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_policy.batch import BatchedDataDict
 from megatron_policy.hosts import nemo_rl as host
 from tests import oracle
 from tests.dist.cases import policy_config

@@ -79,7 +79,7 @@ def test_a_dtensor_worker_becomes_ours_where_it_is_asked_for(
 def test_workers_that_are_not_known_are_refused(
     groups: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="MEGATRON_POLICY_WORKERS='dtensor'.*or 'all'"):
+    with pytest.raises(ConfigError, match=r"MEGATRON_POLICY_WORKERS='dtensor'.*or 'all'"):
         host.install("dtensor")
     monkeypatch.setenv("MEGATRON_POLICY_WORKERS", "none")
     with pytest.raises(ConfigError, match="MEGATRON_POLICY_WORKERS='none'"):
