@@ -19,7 +19,7 @@ from megatron_policy.converters.table import bind
 @dataclass(frozen=True)
 class Size:
     """The dimensions that make a Qwen2 model large, or with `experts` in each layer a Qwen3-MoE
-    one, whose experts have `ffn` channels; all are bf16, in one file.
+    one, whose experts have `ffn` channels; all are of `dtype`, in one file.
     """
 
     hidden: int
@@ -30,6 +30,7 @@ class Size:
     vocab: int
     tied: bool = True
     experts: int = 0
+    dtype: str = "bfloat16"
 
 
 HALF_BILLION = Size(hidden=896, ffn=4864, layers=24, heads=14, groups=2, vocab=151936)
@@ -70,8 +71,9 @@ def write_checkpoint(path: Path, size: Size, alike: bool = False) -> Path:
     """
     write_config(path, size)
     shapes = bind(read_config(path)).hf_shapes()
-    inventory = {name: (torch.bfloat16, shape) for name, shape in shapes.items()}
-    write_shard(path, SINGLE, inventory, _random_tensors(shapes, alike))
+    dtype = getattr(torch, size.dtype)
+    inventory = {name: (dtype, shape) for name, shape in shapes.items()}
+    write_shard(path, SINGLE, inventory, _random_tensors(shapes, dtype, alike))
     return path
 
 
@@ -126,19 +128,19 @@ def _config(size: Size) -> dict[str, object]:
         "vocab_size": size.vocab,
         "max_position_embeddings": 4096,
         "tie_word_embeddings": size.tied,
-        "torch_dtype": "bfloat16",
+        "torch_dtype": size.dtype,
     }
 
 
 def _random_tensors(
-    shapes: dict[str, tuple[int, ...]], alike: bool
+    shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, alike: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     drawn: dict[tuple[int, ...], torch.Tensor] = {}
     for name, shape in shapes.items():
         tensor = drawn.get(shape)
         if tensor is None:
-            tensor = torch.empty(shape, dtype=torch.bfloat16)
+            tensor = torch.empty(shape, dtype=dtype)
             tensor.normal_(0.0, 0.02, generator=generator)
         if alike:
             drawn[shape] = tensor

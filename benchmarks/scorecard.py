@@ -8,6 +8,7 @@ from benchmarks import (
     checkpointing,
     converting,
     exporting,
+    fsdp,
     importing,
     lockstep,
     logprob_rows,
@@ -145,6 +146,27 @@ SCORECARD: tuple[Row, ...] = (
         limit=1.0,
         goal=1.01,
         measure=exporting.adapters_moved,
+    ),
+    Row(
+        21,
+        "FSDP2: training step of two ranks / the same step as a plain loop of torch",
+        limit=1.0,
+        goal=1.05,
+        measure=fsdp.over_plain_loop,
+    ),
+    Row(
+        22,
+        "FSDP2: import of an HF checkpoint (0.5B) / reading it and one copy",
+        limit=1.0,
+        goal=1.3,
+        measure=fsdp.import_over_floor,
+    ),
+    Row(
+        23,
+        "FSDP2: export into a flat buffer (0.5B) / one memcpy of the same bytes",
+        limit=1.0,
+        goal=1.1,
+        measure=fsdp.export_over_memcpy,
     ),
 )
 

@@ -100,6 +100,8 @@ class Exact:
 def furthest(found: torch.Tensor, value: torch.Tensor) -> float:
     """The largest difference of any element; not a number if one is not."""
     difference = (found.double() - value.double()).abs()
+    if not difference.numel():
+        return 0.0
     return math.nan if difference.isnan().any() else float(difference.max())
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -141,13 +143,11 @@ def transformers_config(model: str | Path, overrides: Mapping[str, Any] | None =
 
     ConfigError where transformers cannot read it.
     """
-    from transformers import AutoConfig
-
     config = written_config(model) | dict(overrides or {})
     with for_transformers(config, families_only=False) as folder:
         try:
             _check_kinds(config)
-            return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            return _auto_config().from_pretrained(folder, trust_remote_code=False)
         except MemoryError:
             raise
         except Exception as error:  # fields of unexpected types can raise anything in there
@@ -186,12 +186,10 @@ def _known_as(kind: str) -> str:
 
 def _completed(model: str | Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields, completed with their class's defaults."""
-    from transformers import AutoConfig
-
     with for_transformers(config) as folder:
         try:
             _check_kinds(config)
-            found = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
+            found = _auto_config().from_pretrained(folder, trust_remote_code=False).to_dict()
         except MemoryError:
             raise
         except Exception as error:  # fields of unexpected types can raise anything in there
@@ -199,6 +197,33 @@ def _completed(model: str | Path, config: Mapping[str, Any]) -> dict[str, Any]:
     if "auto_map" in config:  # families state why they do not need the code it names
         found["auto_map"] = config["auto_map"]
     return {**found, "_name_or_path": str(model)}
+
+
+def _auto_config() -> Any:
+    """transformers' AutoConfig, imported without its models.
+
+    Its validators of configs import these with torch, to know the names of activations, which takes
+    longer than all else that a command imports. Without torch they do not check these names.
+    """
+    validators = "transformers.utils.type_validators"
+    if validators not in sys.modules:
+        with suppress(ImportError):  # of a release without validators
+            for imported in ("tokenization_utils_base", "video_utils"):
+                import_module(f"transformers.{imported}")  # before: they ask for torch as well
+            from transformers.utils import import_utils
+
+            asked, import_utils.is_torch_available = import_utils.is_torch_available, _no
+            try:
+                import_module(validators)
+            finally:
+                import_utils.is_torch_available = asked
+    from transformers import AutoConfig
+
+    return AutoConfig
+
+
+def _no() -> bool:
+    return False
 
 
 def _model_alone(value: Any) -> Any:

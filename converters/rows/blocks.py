@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
+Ranges = tuple[tuple[int, int], ...]
+"""For each rank, the first element of a flat parameter that it holds, and the one after the last.
+"""
+
 EXPERT = "{expert}"
 
 
@@ -118,6 +122,12 @@ class Row(Hashable, Protocol):
     def within(self) -> Within | None:
         """What training checkpoints have in place of the parameter; None: the parameter itself."""
 
+    @property
+    def ranges(self) -> Ranges | None:
+        """Of a parameter that ranks hold as consecutive elements of the flat one, those of each;
+        its shards are then no Cartesian products. None: as `blocks` says.
+        """
+
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         """Shapes of the HF tensors."""
 
@@ -131,7 +141,7 @@ class Row(Hashable, Protocol):
         """Shard `rank` of `size` as disjoint blocks that cover all of it except its padding.
 
         A shard must be a Cartesian product: along each dimension, it holds a fixed set of indices
-        of the unsharded parameter.
+        of the unsharded parameter. Or it is one of the `ranges`.
         """
 
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from megatron_policy.converters.architecture import Architecture, VocabShard, vocab_shard
 
-from .blocks import Block, Role, Row, Shape, Within, even, nth
+from .blocks import Block, Ranges, Role, Row, Shape, Within, even, nth
 
 ALL = (slice(None),)
 
@@ -32,6 +32,10 @@ class RowBase(ABC):
 
     @property
     def within(self) -> Within | None:
+        return None
+
+    @property
+    def ranges(self) -> Ranges | None:
         return None
 
     def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
@@ -217,6 +221,10 @@ class ForwardingRow:
     @property
     def within(self) -> Within | None:
         return self.of.within
+
+    @property
+    def ranges(self) -> Ranges | None:
+        return self.of.ranges
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
         return self.of.local_shape(arch, size)

@@ -78,6 +78,8 @@ def spans(row: Row, arch: Architecture, rank: int, size: int) -> tuple[tuple[Spa
 
 def is_split(row: Row, arch: Architecture, size: int) -> bool:
     """Whether `size` ranks each hold another part of the parameter, rather than all of it."""
+    if row.ranges is not None:
+        return size > 1
     return size > 1 and spans(row, arch, 0, size) != spans(row, arch, size - 1, size)
 
 

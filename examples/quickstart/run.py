@@ -31,6 +31,10 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Steps of GRPO.")] = 120,
     workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 2,
     tp: Annotated[int, typer.Option(min=1, help="Of these, how many share one model.")] = 2,
+    engine: Annotated[
+        str,
+        typer.Option(help="What trains: 'megatron' or 'fsdp2' (over all workers)."),
+    ] = "megatron",
     output: Annotated[Path, typer.Option(help="Where results go.")] = Path("outputs/quickstart"),
 ) -> None:
     """Teach a small model to sort letters: first from careless demonstrations, then by GRPO."""
@@ -44,12 +48,15 @@ def main(
     from quickstart.journal import Journal
     from quickstart.task import Problems
 
+    if engine not in list(settings.Engine):
+        known = " or ".join(settings.Engine)
+        raise typer.BadParameter(f"{engine!r} is not an engine: give {known}")
     options = demo.Options(
         model=model,
         seed=seed,
         imitation=replace(settings.Imitation(), steps=sft_steps),
         grpo=replace(settings.GRPO(), steps=steps),
-        layout=settings.Layout(workers, tp),
+        layout=settings.Layout(workers, tp, settings.Engine(engine)),
         output=output,
     )
     display, problems = Display(console), Problems(seed)

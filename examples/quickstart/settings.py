@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 # Learning rates below are for a model of this width; wider models need smaller steps.
@@ -35,12 +36,29 @@ class GRPO:
     measure_every: int = 10
 
 
+class Engine(StrEnum):
+    """What trains the model."""
+
+    MEGATRON = "megatron"
+    FSDP2 = "fsdp2"
+
+
 @dataclass(frozen=True)
 class Layout:
-    """`workers` ranks, `tensor_parallel` of which share a replica of the model."""
+    """`workers` ranks. Megatron-Core splits the model over `tensor_parallel` of them; FSDP2 shards
+    it over all.
+    """
 
     workers: int = 2
     tensor_parallel: int = 2
+    engine: Engine = Engine.MEGATRON
+
+    @property
+    def replicas(self) -> int:
+        """Ranks or groups of them that share a batch out."""
+        if self.engine is Engine.FSDP2:
+            return self.workers
+        return max(1, self.workers // self.tensor_parallel)
 
 
 @dataclass(frozen=True)
@@ -62,9 +80,8 @@ def policy_section(
 ) -> dict[str, Any]:
     """The `policy` section, in the host's format, for one phase of `calls` calls of `train`."""
     rate = phase.learning_rate * min(1.0, REFERENCE_WIDTH / width) ** 2
-    replicas = max(1, layout.workers // layout.tensor_parallel)
-    micro = max(1, min(64, phase.batch_size // replicas))
-    return {
+    micro = max(1, min(64, phase.batch_size // layout.replicas))
+    common = {
         "model_name": model,
         "precision": "float32",
         "seed": seed,
@@ -75,21 +92,46 @@ def policy_section(
         "generation": {"max_new_tokens": lengths.answer + 1, "temperature": 1.0},
         "max_total_sequence_length": lengths.prompt + lengths.answer + 1,
         "max_grad_norm": 1.0,
-        "megatron_cfg": {
-            "enabled": True,
-            "tensor_model_parallel_size": layout.tensor_parallel,
-            "optimizer": {
-                "optimizer": "adam",
-                "lr": rate,
-                "min_lr": rate / 10,
-                "weight_decay": 0.0,
-                "adam_beta2": 0.98,
-            },
-            "scheduler": {
-                "lr_decay_style": "cosine",
-                "lr_decay_iters": max(3, calls),
-                "lr_warmup_iters": 2,
-                "lr_warmup_init": rate / 10,
-            },
+    }
+    if layout.engine is Engine.FSDP2:
+        return common | fsdp2_sections(rate, calls)
+    return common | {"megatron_cfg": megatron_section(rate, calls, layout.tensor_parallel)}
+
+
+def megatron_section(rate: float, calls: int, tensor_parallel: int) -> dict[str, Any]:
+    """Megatron-Core, with its own optimizer and schedule."""
+    return {
+        "enabled": True,
+        "tensor_model_parallel_size": tensor_parallel,
+        "optimizer": {
+            "optimizer": "adam",
+            "lr": rate,
+            "min_lr": rate / 10,
+            "weight_decay": 0.0,
+            "adam_beta2": 0.98,
         },
+        "scheduler": {
+            "lr_decay_style": "cosine",
+            "lr_decay_iters": max(3, calls),
+            "lr_warmup_iters": 2,
+            "lr_warmup_init": rate / 10,
+        },
+    }
+
+
+def fsdp2_sections(rate: float, calls: int) -> dict[str, Any]:
+    """Transformers' own modules under FSDP2, with an optimizer and schedules of torch."""
+    warmup = {"start_factor": 0.1, "total_iters": 2}
+    decay = {"T_max": max(1, calls - 2), "eta_min": rate / 10}
+    return {
+        "dtensor_cfg": {"enabled": True},
+        "optimizer": {
+            "name": "torch.optim.AdamW",
+            "kwargs": {"lr": rate, "weight_decay": 0.0, "betas": [0.9, 0.98]},
+        },
+        "scheduler": [
+            {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": warmup},
+            {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": decay},
+            {"milestones": [2]},
+        ],
     }

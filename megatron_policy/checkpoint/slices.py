@@ -38,6 +38,11 @@ def slices(
     row: Row, architecture: Architecture, rank: int, size: int, first: int, last: int
 ) -> Iterator[Slice]:
     """Elements `first` to `last` (exclusive) of the flat shard, without padding, in order."""
+    if row.ranges is not None and size > 1:
+        start, _ = row.ranges[rank]
+        for piece in slices(row, architecture, 0, 1, start + first, start + last):
+            yield piece._replace(own=piece.own - start)
+        return
     shape = row.local_shape(architecture, size)
     steps, held = strides(shape), spans(row, architecture, rank, size)
     for box in boxes(shape, first, last):

@@ -76,6 +76,8 @@ def _table(config: PolicyConfig) -> ModelTable:
 def _summary(config: PolicyConfig, architecture: Architecture, topology: Topology) -> Table:
     from rich.table import Table
 
+    from megatron_policy.config.parallel_sizes import engine_of, model_copies
+
     axes = " x ".join(f"{axis}={getattr(topology, axis)}" for axis in ("pp", "dp", "cp", "tp"))
     table = Table(show_header=False, box=None)
     table.add_row("model", printable(config.model_name))
@@ -88,8 +90,8 @@ def _summary(config: PolicyConfig, architecture: Architecture, topology: Topolog
     )
     table.add_row("precision", config.precision)
     if not config.megatron_cfg.enabled:
-        copies = config.dtensor_cfg.dp_replicate_size
-        table.add_row("engine", f"transformers under FSDP2, {copies} x the whole model in shards")
+        copies, way = model_copies(config, topology.world_size), engine_of(config).name
+        table.add_row("engine", f"transformers under {way}, {copies} x the whole model in shards")
     table.add_row("ranks", f"{topology.world_size} = {axes}")
     if (moe := architecture.moe) is not None:
         table.add_row(

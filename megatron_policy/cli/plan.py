@@ -218,10 +218,13 @@ def _device(name: str, memory: int | None) -> DeviceFigures:
 
 def _rows(model: str) -> ModelRows:
     from megatron_policy.convert.headers import read_headers
+    from megatron_policy.converters.formats.hf_config import CONFIG, read_config
     from megatron_policy.converters.table import bind
     from megatron_policy.estimate.states import ModelRows
 
-    return ModelRows.of(bind(read_headers(with_config(model)).config))
+    source = with_config(model)
+    alone = Path(source).name == CONFIG
+    return ModelRows.of(bind(read_config(source) if alone else read_headers(source).config))
 
 
 def _of_file(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from megatron_policy.cli.sizes import show_gib
 
@@ -211,6 +211,15 @@ def recomputation_keys(said: str) -> dict[str, Any]:
     how: dict[str, Any] = {"activation_checkpointing": True, "recompute_granularity": "full"}
     if said == "full":
         return how
+    from megatron_policy.config.sections import RecomputedModule
+    from megatron_policy.errors import ConfigError
+
+    known = get_args(RecomputedModule)
+    if unknown := [name for name in said.split("+") if name not in known]:
+        raise ConfigError(
+            f"--recompute {said}: {unknown[0]!r} is not known; give none, full, or modules of "
+            f"{', '.join(known)} joined by +"
+        )
     return how | {"recompute_granularity": "selective", "recompute_modules": said.split("+")}
 
 

@@ -4,6 +4,7 @@ a YAML file is read. Read `policy_config.py` first; `keys.py` says what each key
 
 from megatron_policy.config.fsdp import (
     DTensorConfig,
+    Fsdp1Config,
     PytorchOptimizerConfig,
     SchedulerMilestones,
     SinglePytorchSchedulerConfig,
@@ -26,6 +27,7 @@ __all__ = [
     "CheckpointConfig",
     "DTensorConfig",
     "DynamicBatchingConfig",
+    "Fsdp1Config",
     "GenerationConfig",
     "MegatronConfig",
     "MegatronDDPConfig",

@@ -1,5 +1,5 @@
-"""The sections of the engine that shards transformers' own modules with FSDP2 (`dtensor_cfg`), with
-optimizers and schedules of torch.
+"""The sections of the engine that shards transformers' own modules with FSDP2 (`dtensor_cfg`) or
+FSDP1 (`fsdp_cfg`), with optimizers and schedules of torch.
 """
 
 from __future__ import annotations
@@ -20,19 +20,10 @@ def as_text(value: Any) -> Any:
     return {k: str(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
 
-class DTensorConfig(Section):
-    """Transformers' own modules, sharded by torch's `fully_shard` (FSDP2)."""
+class TransformersConfig(Section):
+    """What the engine over transformers' own modules reads, whatever shards them."""
 
     enabled: bool = False
-    cpu_offload: bool = False
-    sequence_parallel: bool = False
-    activation_checkpointing: bool = False
-    tensor_parallel_size: Count = 1
-    context_parallel_size: Count = 1
-    expert_parallel_size: Count = 1
-    dp_replicate_size: Count = 1
-    """Groups of ranks that have the whole model between them, beside one another (HSDP)."""
-    custom_parallel_plan: str | None = None
     attn_implementation: Literal["auto", "sdpa", "eager"] = "auto"
     """`auto` is this package's attention, which computes packed and split sequences too; the others
     are those of transformers, for padded rows.
@@ -44,6 +35,33 @@ class DTensorConfig(Section):
     clear_cache_every_n_steps: Count | None = None
     """Training steps after which unused device memory is given back; never if not given."""
     env_vars: Annotated[dict[str, str], BeforeValidator(as_text)] = Field(default_factory=dict)
+
+
+class DTensorConfig(TransformersConfig):
+    """Transformers' own modules, sharded by torch's `fully_shard` (FSDP2)."""
+
+    cpu_offload: bool = False
+    sequence_parallel: bool = False
+    activation_checkpointing: bool = False
+    tensor_parallel_size: Count = 1
+    context_parallel_size: Count = 1
+    expert_parallel_size: Count = 1
+    dp_replicate_size: Count = 1
+    """Groups of ranks that have the whole model between them, beside one another (HSDP)."""
+    custom_parallel_plan: str | None = None
+
+
+class Fsdp1Config(TransformersConfig):
+    """Transformers' own modules, sharded by torch's `FullyShardedDataParallel` (FSDP1)."""
+
+    sharding_strategy: Literal["full_shard", "shard_grad_op", "no_shard"] = "full_shard"
+    """What ranks share out: all; all, but weights are whole from a forward pass to the end of its
+    backward pass; nothing, and every rank has the whole model.
+    """
+    fsdp_offload_enabled: bool = False
+    """`policy.fsdp_offload_enabled` if not given."""
+    activation_checkpointing_enabled: bool = False
+    """`policy.activation_checkpointing_enabled` if not given."""
 
 
 class PytorchOptimizerConfig(Section):

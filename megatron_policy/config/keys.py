@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_policy.config.fsdp import DTensorConfig
+from megatron_policy.config.fsdp import DTensorConfig, Fsdp1Config
 from megatron_policy.config.megatron_keys import MEGATRON_SECTIONS, TEXT
 from megatron_policy.config.rules import (
     Applied,
@@ -26,7 +26,6 @@ from megatron_policy.config.sections import (
 
 _ENGINE = "belongs to the host's inference engines, not to the policy's own generate"
 _HOST = "read by the host's driver, not by the worker"
-_FSDP1 = "belongs to the host's FSDP1 worker, which this project does not run"
 _AUTOMODEL = "affects modules and sharding of the host's own DTensor worker only"
 _QUANT = "affects quantised training only, and quant_cfg is rejected"
 
@@ -57,6 +56,7 @@ _POLICY: Rules = {
     "generation": Nested(GenerationConfig),
     "megatron_cfg": Nested(MegatronConfig),
     "dtensor_cfg": Nested(DTensorConfig),
+    "fsdp_cfg": Nested(Fsdp1Config),
     "dynamic_batching": Nested(DynamicBatchingConfig),
     "sequence_packing": Nested(SequencePackingConfig),
     "hf_config_overrides": Applied(
@@ -67,9 +67,16 @@ _POLICY: Rules = {
     "router_replay": Nested(RouterReplayConfig),
     "reward_model_cfg": Nested(RewardModelConfig),
     "pretrained_checkpoint": Nested(),
-    "optimizer": Applied("with dtensor_cfg: an import path and its kwargs; AdamW if not given"),
-    "scheduler": Applied("with dtensor_cfg: schedules with milestones; constant if not given"),
-    **each(Ignored(_FSDP1), "fsdp_offload_enabled activation_checkpointing_enabled"),
+    "optimizer": Applied(
+        "with dtensor_cfg or fsdp_cfg: an import path and its kwargs; AdamW if not given"
+    ),
+    "scheduler": Applied(
+        "with dtensor_cfg or fsdp_cfg: schedules with milestones; constant if not given"
+    ),
+    **each(
+        Applied("with fsdp_cfg, where it is not given there"),
+        "fsdp_offload_enabled activation_checkpointing_enabled",
+    ),
     **each(
         Ignored("the optimizer's state always leaves the device for log-probabilities and refits"),
         "offload_optimizer_for_logprob offload_optimizer_for_refit",
@@ -152,6 +159,17 @@ _AUTOMODEL_SECTIONS: dict[str, Rules] = {
     },
 }
 
+_FSDP1: Rules = {
+    "enabled": Applied("of this project: transformers' own modules under FSDP1; see fsdp.md"),
+    "sharding_strategy": Applied("full_shard, shard_grad_op or no_shard"),
+    "fsdp_offload_enabled": Applied("refused on GPUs: see fsdp.md"),
+    **each(
+        Applied(),
+        """activation_checkpointing_enabled attn_implementation clear_cache_every_n_steps env_vars
+        weight_decay_of""",
+    ),
+}
+
 _BATCHING: Rules = {
     **each(Applied(), "enabled train_mb_tokens logprob_mb_tokens"),
     "microbatch_order": Ignored("each rank computes its costliest microbatch first"),
@@ -181,6 +199,7 @@ SECTIONS: dict[str, Rules] = {
     "tokenizer.": _TOKENIZER,
     "dtensor_cfg.": _DTENSOR,
     **_AUTOMODEL_SECTIONS,
+    "fsdp_cfg.": _FSDP1,
     "draft.": switched_off(
         "training a draft model with the policy is not supported",
         "a draft model",

@@ -45,10 +45,10 @@ def model_table(config: PolicyConfig) -> Table:
 
     ConfigError, beside those of `read_config` and `bind`, for an override that the model's config
     does not have or cannot have, or that changes which weights there are or their shapes; and for a
-    checkpoint with a scalar head where the configuration has none. FSDP2 also takes models without
-    a family, see `_unlisted_table`.
+    checkpoint with a scalar head where the configuration has none. The engine over transformers'
+    modules also takes models without a family, see `_unlisted_table`.
     """
-    if engine_of(config) is Engine.FSDP2:
+    if engine_of(config) is not Engine.MEGATRON_CORE:
         found = transformers_config(config.model_name, config.hf_config_overrides)
         if not has_family(found.model_type):
             return _unlisted_table(found, dict(config.hf_config_overrides or {}))

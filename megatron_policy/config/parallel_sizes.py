@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from megatron_policy.config.fsdp import TransformersConfig
 from megatron_policy.config.sections import PolicySection
 
 
@@ -14,6 +15,8 @@ class Engine(Enum):
     MEGATRON_CORE = auto()
     FSDP2 = auto()
     """Transformers' own modules, sharded by torch's `fully_shard`."""
+    FSDP1 = auto()
+    """Transformers' own modules, sharded by torch's `FullyShardedDataParallel`."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +42,36 @@ class ParallelSizes:
 
 def engine_of(config: PolicySection) -> Engine:
     """The engine that `config` enables."""
+    if config.fsdp_cfg.enabled:
+        return Engine.FSDP1
     return Engine.FSDP2 if config.dtensor_cfg.enabled else Engine.MEGATRON_CORE
+
+
+def transformers_settings(config: PolicySection) -> TransformersConfig:
+    """The section of the engine over transformers' own modules, which `config` enables."""
+    return config.fsdp_cfg if engine_of(config) is Engine.FSDP1 else config.dtensor_cfg
+
+
+def model_copies(config: PolicySection, world_size: int) -> int:
+    """How many times the ranks of that engine have the whole model."""
+    if engine_of(config) is Engine.FSDP1 and config.fsdp_cfg.sharding_strategy == "no_shard":
+        return world_size
+    return parallel_sizes(config).replicas
 
 
 def env_vars_of(config: PolicySection) -> dict[str, str]:
     """The environment variables that `config` gives to workers."""
-    if engine_of(config) is Engine.FSDP2:
-        return config.dtensor_cfg.env_vars
-    return config.megatron_cfg.env_vars
+    if engine_of(config) is Engine.MEGATRON_CORE:
+        return config.megatron_cfg.env_vars
+    return transformers_settings(config).env_vars
 
 
 def parallel_sizes(config: PolicySection) -> ParallelSizes:
     """The sizes of the engine that `config` enables."""
-    if engine_of(config) is Engine.FSDP2:
+    engine = engine_of(config)
+    if engine is Engine.FSDP1:
+        return ParallelSizes("policy.fsdp_cfg", 1, "tensor_parallel_size", 1)
+    if engine is Engine.FSDP2:
         own = config.dtensor_cfg
         return ParallelSizes(
             "policy.dtensor_cfg",

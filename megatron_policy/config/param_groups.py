@@ -50,6 +50,12 @@ class ParamGroups:
             for group in groups
         ]
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ParamGroups) and self._groups == other._groups
+
+    def __hash__(self) -> int:
+        return hash(self._groups)
+
     @classmethod
     def of(cls, settings: MegatronConfig) -> ParamGroups:
         """The groups that `settings` ask for."""

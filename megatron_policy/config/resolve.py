@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+from megatron_policy.config.parallel_sizes import parallel_sizes, transformers_settings
 from megatron_policy.config.section import Section
 from megatron_policy.config.sections import (
     DynamicBatchingConfig,
@@ -53,6 +54,11 @@ def complete(config: P) -> P:
                 "number from 0 on"
             )
         megatron = _where_absent(megatron, moe_aux_loss_coeff=coefficient)
+    fsdp = _where_absent(
+        config.fsdp_cfg,
+        fsdp_offload_enabled=config.fsdp_offload_enabled,
+        activation_checkpointing_enabled=config.activation_checkpointing_enabled,
+    )
     tokenizer = _set(config.tokenizer, name=config.tokenizer.name or config.model_name)
     dynamic = _mb_tokens(config.dynamic_batching)
     rounded = dynamic.sequence_length_round or config.make_sequence_length_divisible_by
@@ -60,6 +66,7 @@ def complete(config: P) -> P:
         config,
         tokenizer=tokenizer,
         megatron_cfg=megatron,
+        fsdp_cfg=fsdp,
         dynamic_batching=_set(dynamic, sequence_length_round=rounded),
         sequence_packing=_mb_tokens(config.sequence_packing),
     )
@@ -70,7 +77,7 @@ def complete(config: P) -> P:
 def check(config: PolicySection) -> None:
     """Raise ConfigError listing every pair of contradictory keys, with the legal values."""
     problems = [*_backend(config), *_batching(config), *_replay(config)]
-    if not config.dtensor_cfg.enabled or config.megatron_cfg.enabled:
+    if _engines(config) not in (["dtensor_cfg"], ["fsdp_cfg"]):
         problems += [*_dtypes(config), *_schedule(config.megatron_cfg)]
         problems += [*_recompute_keys(config.megatron_cfg), *_adapters(config)]
         problems += _decay(config.megatron_cfg.optimizer)
@@ -116,20 +123,32 @@ def _recompute(megatron: MegatronConfig) -> dict[str, Any]:
 
 
 def _backend(config: PolicySection) -> Iterator[str]:
-    ours, theirs = config.megatron_cfg.enabled, config.dtensor_cfg.enabled
-    if ours == theirs:
-        state = "both true" if ours else "both false"
+    chosen = _engines(config)
+    if len(chosen) != 1:
+        *others, last = (f"policy.{name}.enabled" for name in chosen or _ENGINES)
+        how = ("both true" if len(chosen) == 2 else "all true") if chosen else "all false"
         yield (
-            f"policy.megatron_cfg.enabled and policy.dtensor_cfg.enabled are {state}: exactly one "
-            "chooses the engine, Megatron-Core or transformers' own modules under FSDP2; set one "
-            "to true and the other to false"
+            f"{', '.join(others)} and {last} are {how}: exactly one chooses the engine, "
+            "Megatron-Core (megatron_cfg) or transformers' own modules under FSDP2 (dtensor_cfg) "
+            "or FSDP1 (fsdp_cfg); set one to true and the others to false"
         )
-    if theirs and not ours:
-        yield from _fsdp(config)
+    elif chosen == ["dtensor_cfg"]:
+        yield from _fsdp2(config)
+        yield from _transformers(config)
+    elif chosen == ["fsdp_cfg"]:
+        yield from _transformers(config)
 
 
-def _fsdp(config: PolicySection) -> Iterator[str]:
-    """Report what the engine of `dtensor_cfg` does not have."""
+_ENGINES = ("megatron_cfg", "dtensor_cfg", "fsdp_cfg")
+
+
+def _engines(config: PolicySection) -> list[str]:
+    """The sections that choose an engine."""
+    return [name for name in _ENGINES if getattr(config, name).enabled]
+
+
+def _fsdp2(config: PolicySection) -> Iterator[str]:
+    """Report what sharding by `dtensor_cfg` does not have."""
     own, at = config.dtensor_cfg, "policy.dtensor_cfg"
     sizes = {"tensor_parallel_size": own.tensor_parallel_size}
     sizes["expert_parallel_size"] = own.expert_parallel_size
@@ -143,19 +162,25 @@ def _fsdp(config: PolicySection) -> Iterator[str]:
     for name, asked in {**splits, "sequence_parallel": own.sequence_parallel}.items():
         if asked:
             yield f"{at}.{name} needs tensor parallelism, which is not supported: leave it out"
+
+
+def _transformers(config: PolicySection) -> Iterator[str]:
+    """Report what the engine over transformers' own modules does not have."""
+    own, sizes = transformers_settings(config), parallel_sizes(config)
     if config.precision == "float16":
-        yield "policy.precision=float16 needs a factor on losses, which FSDP2 lacks: use bfloat16"
+        way = "FSDP1" if config.fsdp_cfg.enabled else "FSDP2"
+        yield f"policy.precision=float16 needs a factor on losses, which {way} lacks: use bfloat16"
     if config.megatron_cfg.peft.enabled:
         yield "policy.megatron_cfg.peft adapts Megatron-Core's modules: use megatron_cfg.enabled"
     if config.reward_model_cfg.enabled:
         yield "policy.reward_model_cfg needs Megatron-Core's head: use megatron_cfg.enabled"
     if config.router_replay.enabled:
         yield "policy.router_replay needs Megatron-Core's routers: use megatron_cfg.enabled"
-    packs = config.sequence_packing.enabled or own.context_parallel_size > 1
+    packs = config.sequence_packing.enabled or sizes.cp > 1
     if packs and own.attn_implementation != "auto":
         yield (
-            f"{at}.attn_implementation={own.attn_implementation!r} computes padded rows only: use "
-            "'auto', or neither sequence_packing nor context_parallel_size"
+            f"{sizes.section}.attn_implementation={own.attn_implementation!r} computes padded rows "
+            "only: use 'auto', or neither sequence_packing nor context_parallel_size"
         )
 
 

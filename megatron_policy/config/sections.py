@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from megatron_policy.config.fsdp import (
     DTensorConfig,
+    Fsdp1Config,
     PytorchOptimizerConfig,
     SchedulerMilestones,
     SinglePytorchSchedulerConfig,
@@ -39,6 +40,8 @@ from megatron_policy.coordination.timeouts import (
     DEFAULT_TIMEOUT_S,
     WORKER_TIMEOUT_S,
 )
+
+RecomputedModule = Literal["core_attn", "layernorm", "mlp"]
 
 
 class TokenizerConfig(Section):
@@ -211,7 +214,7 @@ class MegatronConfig(Section):
     """None after parsing unless `activation_checkpointing` is on."""
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: Count | None = None
-    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp"], ...] | None = None
+    recompute_modules: tuple[RecomputedModule, ...] | None = None
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     attention_backend: str | None = None
     apply_rope_fusion: bool = False
@@ -292,6 +295,7 @@ class PolicySection(Section):
     """For sampling and dropout."""
     megatron_cfg: MegatronConfig = MegatronConfig()
     dtensor_cfg: DTensorConfig = DTensorConfig()
+    fsdp_cfg: Fsdp1Config = Fsdp1Config()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     router_replay: RouterReplayConfig = RouterReplayConfig()

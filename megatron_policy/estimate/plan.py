@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import check_layout, layer_split, topology_of
-from megatron_policy.config.parallel_sizes import Engine, engine_of
+from megatron_policy.config.parallel_sizes import Engine, engine_of, parallel_sizes
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.formats.peft_files import is_peft
 from megatron_policy.errors import ConfigError
@@ -146,8 +146,8 @@ def plan_of(
     """The plan of one configuration; ConfigError if it fits neither the model nor the ranks."""
     if engine_of(config) is not Engine.MEGATRON_CORE:
         raise ConfigError(
-            "plans are of Megatron-Core, but policy.dtensor_cfg is enabled: set "
-            "megatron_cfg.enabled to true and dtensor_cfg.enabled to false"
+            f"plans are of Megatron-Core, but {parallel_sizes(config).section} is enabled: set "
+            "megatron_cfg.enabled to true and the other to false"
         )
     topology, arch = topology_of(config, world_size), rows.architecture
     check_layout(config, arch, topology)

@@ -141,6 +141,9 @@ class _Held(NamedTuple):
         )
 
 
+_Rows = tuple[tuple[Row, bool], ...]
+
+
 @dataclass(frozen=True)
 class ModelRows:
     """The rows of a model by layer, each expert's once: what a rank holds follows from them."""
@@ -150,6 +153,10 @@ class ModelRows:
     embedding: tuple[Entry, ...]
     head: tuple[Entry, ...]
     _sizes: dict[tuple[object, ...], _Held] = field(default_factory=dict, compare=False)
+    _same: dict[_Rows, _Rows] = field(default_factory=dict, compare=False)
+    _by_groups: dict[ParamGroups, tuple[list[_Rows], _Rows, _Rows, _Rows]] = field(
+        default_factory=dict, compare=False
+    )
 
     @classmethod
     def of(cls, table: Table) -> ModelRows:
@@ -171,18 +178,36 @@ class ModelRows:
         self, layers: range, first: bool, last: bool, topology: Topology, groups: ParamGroups
     ) -> _Held:
         """What a rank holds of a model chunk; `first` has the embedding, `last` the head."""
-        parts = [self.layers[layer] for layer in layers]
-        parts += [self.embedding] if first else []
+        of_layers, embedding, owned_head, whole_head = self._parts(groups)
+        parts = [of_layers[layer] for layer in layers]
+        parts += [embedding] if first else []
         # A chunk that has the embedding itself needs no tied copy of it.
-        parts += [tuple(each for each in self.head if each.row.owns or not first)] if last else []
+        parts += [owned_head if first else whole_head] if last else []
         total = _Held()
-        for entries in parts:
-            rows = tuple((entry.row, groups.frozen(entry)) for entry in entries)
-            key = rows, topology.tp, topology.expert_tp, topology.pp > 1
+        for rows in parts:
+            key = id(rows), topology.tp, topology.expert_tp, topology.pp > 1
             if key not in self._sizes:
                 self._sizes[key] = self._measured(rows, topology)
             total = total.plus(self._sizes[key])
         return total
+
+    def _parts(self, groups: ParamGroups) -> tuple[list[_Rows], _Rows, _Rows, _Rows]:
+        """Of each layer, the embedding, the head's own and all of the head: rows, and whether each
+        is frozen. Equal ones are one object, so that they are measured once.
+        """
+        if groups not in self._by_groups:
+
+            def rows(entries: Iterable[Entry]) -> _Rows:
+                found = tuple((entry.row, groups.frozen(entry)) for entry in entries)
+                return self._same.setdefault(found, found)
+
+            self._by_groups[groups] = (
+                [rows(layer) for layer in self.layers],
+                rows(self.embedding),
+                rows(entry for entry in self.head if entry.row.owns),
+                rows(self.head),
+            )
+        return self._by_groups[groups]
 
     def hf_elements(self) -> tuple[int, int]:
         """Elements of all HF tensors that a refit sends, and of the largest."""

@@ -215,11 +215,11 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights):
 
 def _default_engine(config: PolicyConfig) -> EngineBuilder:
     """The engine that the configuration enables, imported only when used."""
-    if engine_of(config) is Engine.FSDP2:
-        from megatron_policy.engines.hugging_face import assemble as fsdp2
+    if engine_of(config) is Engine.MEGATRON_CORE:
+        return _megatron_core()
+    from megatron_policy.engines.hugging_face import assemble
 
-        return fsdp2
-    return _megatron_core()
+    return assemble
 
 
 def _megatron_core() -> EngineBuilder:

@@ -24,13 +24,15 @@ def policy_config(
     path: Path | str, megatron: Mapping[str, Any], lr: float = oracle.LR, **top: Any
 ) -> dict[str, Any]:
     """The oracle's hyperparameters under a layout: `megatron` overrides megatron_cfg, `top` the
-    policy section. With `dtensor_cfg` in it, its keys are those of FSDP2.
+    policy section. With `dtensor_cfg` or `fsdp_cfg` in it, its keys are those of FSDP2 or FSDP1.
     """
-    if "dtensor_cfg" in megatron:
-        matrices = {"weight_decay_of": "matrices"}
+    for section in ("dtensor_cfg", "fsdp_cfg"):
+        if section not in megatron:
+            continue
+        keys = {"weight_decay_of": "matrices"} | dict(megatron[section])
         if "checkpoint" in megatron:
             top = {"megatron_cfg": {"enabled": False, "checkpoint": megatron["checkpoint"]}} | top
-        return fsdp_config(path, matrices | dict(megatron["dtensor_cfg"]), lr=lr, **top)
+        return fsdp_config(path, keys, lr=lr, section=section, **top)
     ddp = {"grad_reduce_in_fp32": True, "overlap_grad_reduce": False, "overlap_param_gather": False}
     section = {
         "enabled": True,
@@ -70,10 +72,14 @@ def policy_config(
 
 
 def fsdp_config(
-    path: Path | str, keys: Mapping[str, Any], lr: float = oracle.LR, **top: Any
+    path: Path | str,
+    keys: Mapping[str, Any],
+    lr: float = oracle.LR,
+    section: str = "dtensor_cfg",
+    **top: Any,
 ) -> dict[str, Any]:
-    """The oracle's hyperparameters under FSDP2, with weight decay of every parameter unless `keys`
-    say otherwise.
+    """The oracle's hyperparameters under FSDP2, or FSDP1 with its `section`, with weight decay of
+    every parameter unless `keys` say otherwise.
     """
     kwargs = {
         "lr": lr,
@@ -89,7 +95,7 @@ def fsdp_config(
         "max_total_sequence_length": 32,
         "max_grad_norm": oracle.CLIP,
         "precision": "float32",
-        "dtensor_cfg": {"enabled": True, **keys},
+        section: {"enabled": True, **keys},
         "optimizer": {"name": "torch.optim.AdamW", "kwargs": kwargs},
     } | top
 
@@ -153,7 +159,7 @@ def learned_weights(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
     """Copies of this rank's parts of the weights by global name; under FSDP2, where no part is
     Megatron-Core's, of whole tensors by HF name.
     """
-    fsdp = policy.config.dtensor_cfg.enabled
+    fsdp = not policy.config.megatron_cfg.enabled
     named = policy.export() if fsdp else policy.named_parameters()
     return {name: tensor.detach().clone() for name, tensor in named}
 

@@ -1,4 +1,6 @@
-"""Configurations of the FSDP2 engine with the oracle's hyperparameters, and what its ranks do."""
+"""Configurations of the engine over transformers' modules with the oracle's hyperparameters, and
+what its ranks do.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,11 @@ BATCHINGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Sharding:
-    """A layout of FSDP2: ranks, and keys of `dtensor_cfg`."""
+    """A layout: ranks, and keys of `dtensor_cfg` (FSDP2) or `fsdp_cfg` (FSDP1)."""
 
     world: int
     keys: Mapping[str, Any]
+    section: str = "dtensor_cfg"
 
 
 SHARDINGS = {
@@ -41,6 +44,10 @@ SHARDINGS = {
     "2 copies": Sharding(2, {"dp_replicate_size": 2}),
     "cp 2": Sharding(2, {"context_parallel_size": 2}),
     "cp 2 x dp 2": Sharding(4, {"context_parallel_size": 2, "activation_checkpointing": True}),
+    "FSDP1 x 2": Sharding(2, {}, "fsdp_cfg"),
+    "FSDP1 x 4": Sharding(4, {"activation_checkpointing_enabled": True}, "fsdp_cfg"),
+    "FSDP1 grad op x 2": Sharding(2, {"sharding_strategy": "shard_grad_op"}, "fsdp_cfg"),
+    "FSDP1 no shard x 2": Sharding(2, {"sharding_strategy": "no_shard"}, "fsdp_cfg"),
 }
 
 

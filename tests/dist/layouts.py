@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +63,27 @@ FSDP2_LAYOUTS = {
     "FSDP2 CP2": Layout(2, megatron={"dtensor_cfg": {"context_parallel_size": 2}}),
 }
 """Of the engine over transformers' own modules; `megatron` then has its section alone."""
+FSDP1_LAYOUTS = {
+    "FSDP1 x 2": Layout(2, megatron={"fsdp_cfg": {}}),
+    "FSDP1 x 4": Layout(
+        4,
+        megatron={
+            "fsdp_cfg": {"activation_checkpointing_enabled": True, "fsdp_offload_enabled": True}
+        },
+    ),
+    "FSDP1 x 2, gradients": Layout(
+        2, megatron={"fsdp_cfg": {"sharding_strategy": "shard_grad_op"}}
+    ),
+    "FSDP1 2 copies": Layout(2, megatron={"fsdp_cfg": {"sharding_strategy": "no_shard"}}),
+}
+"""The same, sharded the other way."""
+
+
+def of_transformers(sections: Mapping[str, Any]) -> bool:
+    """Whether they are of the engine over transformers' own modules."""
+    return "dtensor_cfg" in sections or "fsdp_cfg" in sections
+
+
 SP = {"sequence_parallel": True}
 EXPERT_LAYOUTS = {
     "EP2": layout(2, expert_model_parallel_size=2),

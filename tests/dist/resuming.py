@@ -21,7 +21,7 @@ from megatron_policy.engines.hugging_face.table import local_part
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
-from tests.dist.layouts import LENGTH, VOCAB
+from tests.dist.layouts import LENGTH, VOCAB, of_transformers
 
 TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=None)
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -73,7 +73,7 @@ def config_of(path: Path | str, *megatron: dict[str, Any], **top: Any) -> dict[s
     """A policy whose schedule moves at every step, and which can generate."""
     settings: dict[str, Any] = {"generation": {"max_new_tokens": 5}, "checkpoint_timeout_s": 30.0}
     section = merged(NEVER_CONSTANT, *megatron)
-    if "dtensor_cfg" in section and section["scheduler"] == NEVER_CONSTANT["scheduler"]:
+    if of_transformers(section) and section["scheduler"] == NEVER_CONSTANT["scheduler"]:
         settings["scheduler"] = NEVER_CONSTANT_FSDP2
     lr = section["optimizer"]["lr"]
     return policy_config(path, section, lr, **(settings | top))
@@ -128,7 +128,7 @@ def optimizers(policy: MegatronPolicy) -> list[torch.optim.Optimizer]:
 
 def modules(policy: MegatronPolicy) -> list[torch.nn.Module]:
     """The model of this rank, in as many parts as it has."""
-    if policy.config.dtensor_cfg.enabled:
+    if not policy.config.megatron_cfg.enabled:
         return [policy._engine.decoder]
     return list(policy._engine.pipeline.models)
 

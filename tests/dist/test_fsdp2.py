@@ -1,5 +1,5 @@
-"""Transformers' own modules under FSDP2: what they train, read, hand over and save is what one
-process of Hugging Face makes of the same, and Megatron-Core continues it.
+"""Transformers' own modules under FSDP2 and FSDP1: what they train, read, hand over and save is
+what one process of Hugging Face makes of the same, and Megatron-Core continues it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.memory.states import Kind
+from megatron_policy.workers.worker.memory import WorkerMemory
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, fsdp_config, open_policy, policy_config
 from tests.dist.fsdp_cases import BATCHINGS, SHARDINGS, data, decayed, resume, share, trained
 from tests.dist.layouts import LENGTH
 from tests.exact import load_hf
+from tests.turns import in_turns
 
 LOSS_OF = {"token": oracle.token_level, "logit": oracle.logit_level}
 
@@ -30,18 +34,32 @@ CASES = [
     ("qwen3_moe", {}, "4 shards", "packed", "token"),
 ]
 
+OF_FSDP1 = [
+    ("qwen2", {"tied": True}, "FSDP1 x 2", "packed", "token"),
+    ("qwen2", {"tied": True}, "FSDP1 no shard x 2", "packed", "token"),
+    ("gemma2", {}, "FSDP1 grad op x 2", "padded", "logit"),
+    ("gpt_oss", {}, "FSDP1 no shard x 2", "packed", "token"),
+    ("qwen3_moe", {}, "FSDP1 x 4", "dynamic", "token"),
+]
+
+
+def named(case: tuple[Any, ...]) -> str:
+    return f"{case[0]}, {case[2]}, {case[3]}"
+
 
 @pytest.mark.parametrize(
     ("family", "settings", "sharding", "batching", "loss"),
-    CASES,
-    ids=[f"{case[0]}, {case[2]}, {case[3]}" for case in CASES],
+    [
+        *(pytest.param(*case, id=named(case)) for case in CASES),
+        *in_turns(OF_FSDP1, named),
+    ],
 )
 def test_training_reading_and_export_equal_hf(
     ranks, checkpoint, tmp_path, family, settings, sharding, batching, loss
 ) -> None:
     path = checkpoint(family, **settings)
     layout = SHARDINGS[sharding]
-    config = fsdp_config(path, layout.keys, **BATCHINGS[batching])
+    config = fsdp_config(path, layout.keys, section=layout.section, **BATCHINGS[batching])
     seen = ranks.run(layout.world, trained, config, loss, str(tmp_path))
     learned = oracle.Learned.of(path, data(), 8, LOSS_OF[loss], own=decayed)
     for rank in seen:
@@ -117,6 +135,61 @@ def test_bf16_trains_weights_in_fp32_and_hands_over_what_the_checkpoint_has(
     assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in main.values())
 
 
+def one_step_in_bf16(config: dict[str, Any]) -> dict[str, Any]:
+    with open_policy(config) as policy:
+        found = policy.train(share(data().get_batch(0, GLOBAL_BATCH), policy), LOSSES["token"]())
+        weights = {name: tensor.clone() for name, tensor in policy.export(torch.float32)}
+        return {"loss": found["loss"], "norm": found["grad_norm"], "weights": weights}
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        *in_turns(["FSDP1 x 2", "FSDP1 no shard x 2"]),
+        pytest.param("FSDP1 grad op x 2", marks=pytest.mark.sweep),
+    ],
+)
+def test_bf16_computes_the_same_whatever_shards_the_model(
+    ranks, bf16_checkpoints, sharding: str
+) -> None:
+    seen = {}
+    for name in ("2 shards", sharding):
+        layout = SHARDINGS[name]
+        config = fsdp_config(
+            bf16_checkpoints[True],
+            layout.keys,
+            section=layout.section,
+            precision="bfloat16",
+        )
+        seen[name] = ranks.run(2, one_step_in_bf16, config)[0]
+    two, one = seen["2 shards"], seen[sharding]
+    assert torch.equal(one["loss"], two["loss"])
+    # Two ranks' sums are the same in any order; squares of a whole gradient are added in another.
+    assert torch.allclose(one["norm"], two["norm"], rtol=1e-5)
+    assert one["weights"].keys() == two["weights"].keys()
+    for name, weight in one["weights"].items():
+        assert torch.allclose(weight, two["weights"][name], atol=1e-5, rtol=0), name
+
+
+def move(config: dict[str, Any]) -> None:
+    with open_policy(config) as policy:
+        worker, model = WorkerMemory(), policy._engine.sharding.root
+        worker.policy = policy
+        tokens = BatchedDataDict({"input_ids": data()["input_ids"]})
+        before = policy.logprobs(tokens)
+        assert worker.manual_offload_to_cpu(model) is model
+        assert Kind.PARAMETERS not in policy.memory.state.holds
+        assert worker.manual_load_to_gpu(model) is model
+        assert Kind.PARAMETERS in policy.memory.state.holds
+        assert torch.equal(policy.logprobs(tokens), before)
+
+
+def test_a_worker_moves_the_model_under_the_names_of_the_fsdp1_worker(ranks, checkpoint) -> None:
+    layout = SHARDINGS["FSDP1 x 2"]
+    path = checkpoint("qwen2", tied=True)
+    ranks.run(layout.world, move, fsdp_config(path, layout.keys, section=layout.section))
+
+
 NO_DECAY = {"start_weight_decay": 0.0, "end_weight_decay": 0.0}
 MEGATRON = {"tp2 x pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2})}
 MEGATRON |= {"tp4": (4, {"tensor_model_parallel_size": 4}), "one": (1, {})}
@@ -162,10 +235,10 @@ def read_by_one_policy_after_another(config: dict[str, Any], count: int) -> list
     return read
 
 
-@pytest.mark.parametrize("sharding", ["2 copies", "cp 2"])
+@pytest.mark.parametrize("sharding", ["2 copies", "cp 2", "FSDP1 x 2", "FSDP1 no shard x 2"])
 def test_a_process_opens_one_policy_after_another(ranks, checkpoint, sharding) -> None:
     layout = SHARDINGS[sharding]
-    config = fsdp_config(checkpoint("qwen2", tied=True), layout.keys)
+    config = fsdp_config(checkpoint("qwen2", tied=True), layout.keys, section=layout.section)
     for read in ranks.run(layout.world, read_by_one_policy_after_another, config, 4, timeout=120):
         for other in read[1:]:
             assert torch.equal(other, read[0])

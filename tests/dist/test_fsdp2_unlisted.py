@@ -1,5 +1,5 @@
-"""Models without a family here, under FSDP2: one training step, scores and the export of each equal
-those of one process of transformers.
+"""Models without a family here, under FSDP2 and FSDP1: one training step, scores and the export of
+each equal those of one process of transformers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tests.dist.cases import GLOBAL_BATCH, LOSSES, fsdp_config, open_policy
 from tests.dist.fsdp_cases import BATCHINGS, data, share
 from tests.dist.layouts import VOCAB
 from tests.exact import load_hf
+from tests.turns import in_turns
 
 COMMON = {
     "hidden_size": 32,
@@ -81,6 +82,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 PACKS = ("gpt_neox", "nemotron")
 """Those whose tokens mix in transformers' attention alone."""
+UNDER_FSDP1 = ("gemma3n_text", "phimoe")
+"""Those that every run has under FSDP1, too."""
 
 
 def make(kind: str, folder: Path) -> Path:
@@ -133,11 +136,22 @@ def reference(path: Path) -> tuple[torch.Tensor, float, float, dict[str, torch.T
     return logprobs, loss.item(), float(norm), dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_one_step_equals_transformers(ranks, tmp_path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "section"),
+    [
+        *((kind, "dtensor_cfg") for kind in MODELS),
+        *in_turns([(kind, "fsdp_cfg") for kind in UNDER_FSDP1]),
+        *(
+            pytest.param(kind, "fsdp_cfg", marks=pytest.mark.sweep)
+            for kind in MODELS
+            if kind not in UNDER_FSDP1
+        ),
+    ],
+)
+def test_one_step_equals_transformers(ranks, tmp_path, kind: str, section: str) -> None:
     path = make(kind, tmp_path / "model")
     batching = BATCHINGS["packed" if kind in PACKS else "padded"]
-    config = fsdp_config(path, {}, **batching)
+    config = fsdp_config(path, {}, section=section, **batching)
     seen = ranks.run(2, one_step, config, str(tmp_path / "out"))
     logprobs, loss, norm, _ = reference(path)
     lengths = data()["input_lengths"]

@@ -14,10 +14,17 @@ import pytest
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.packing.bins import ALGORITHMS, BALANCED
 from tests import margins
-from tests.dist.layouts import EXPERT_LAYOUTS, FAMILIES, FSDP2_LAYOUTS
+from tests.dist.layouts import EXPERT_LAYOUTS, FAMILIES, FSDP1_LAYOUTS, FSDP2_LAYOUTS
 from tests.exact import ROOM
 from tests.invariance import cases, page
-from tests.invariance.cases import CELLS, FURTHER_FSDP2_CELLS, Cell, config_of
+from tests.invariance.cases import (
+    CELLS,
+    FSDP1_CELLS,
+    FURTHER_FSDP1_CELLS,
+    FURTHER_FSDP2_CELLS,
+    Cell,
+    config_of,
+)
 from tests.invariance.compare import Results, differences
 from tests.invariance.measure import LOSSES, run_cell
 from tests.invariance.mutations import MUTATIONS, run_broken
@@ -44,8 +51,9 @@ def measured() -> Iterator[dict[Cell, dict[str, page.Found]]]:
         *in_turns(CELLS, lambda cell: cell.name),
         *(
             pytest.param(cell, id=cell.name, marks=pytest.mark.sweep)
-            for cell in FURTHER_FSDP2_CELLS
+            for cell in (*FURTHER_FSDP2_CELLS, *FURTHER_FSDP1_CELLS)
         ),
+        *in_turns(FSDP1_CELLS, lambda cell: cell.name),
     ],
 )
 def test_cell_equals_hf_computing_each_sequence_alone(
@@ -185,6 +193,16 @@ def test_the_table_has_every_layout_of_fsdp2_and_the_rest_of_their_product_is_sw
     assert {cell.loss for cell in own} == set(LOSSES)
     product = {(cell.layout, cell.batching, cell.family) for cell in (*own, *FURTHER_FSDP2_CELLS)}
     assert len(product) == len(own) + len(FURTHER_FSDP2_CELLS) == 4 * len(own)
+
+
+def test_every_layout_of_fsdp1_is_run_and_the_rest_of_their_product_is_swept() -> None:
+    assert {cell.layout for cell in FSDP1_CELLS} == set(FSDP1_LAYOUTS)
+    assert {cell.batching for cell in FSDP1_CELLS} == set(cases.BATCHINGS)
+    assert {cell.family for cell in FSDP1_CELLS} == set(cases.FSDP2_LOSSES)
+    product = {
+        (cell.layout, cell.batching, cell.family) for cell in (*FSDP1_CELLS, *FURTHER_FSDP1_CELLS)
+    }
+    assert len(product) == len(FSDP1_CELLS) + len(FURTHER_FSDP1_CELLS) == 48
 
 
 def test_the_table_has_every_packing_algorithm_and_every_loss_at_another_temperature() -> None:

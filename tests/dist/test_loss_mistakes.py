@@ -22,7 +22,15 @@ from megatron_policy.errors import ConfigError, LossError
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
-from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, LENGTH, OVERLAPPED, VOCAB, layout
+from tests.dist.layouts import (
+    FSDP1_LAYOUTS,
+    FSDP2_LAYOUTS,
+    LAYOUTS,
+    LENGTH,
+    OVERLAPPED,
+    VOCAB,
+    layout,
+)
 from tests.dist.resuming import modules, optimizers
 from tests.losses import sequence_nll
 from tests.mistaken import MISTAKES, READING, Mistaken, NoGradientOfSqrt
@@ -50,6 +58,8 @@ CASES: dict[str, Case] = {
     "FSDP2 2x2 copies": (4, FSDP2_LAYOUTS["FSDP2 2x2 copies"].megatron, "token", {}),
     "FSDP2 CP2": (2, FSDP2_LAYOUTS["FSDP2 CP2"].megatron, "sequence", {}),
     "FSDP2 x 2": (2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron, "sequence", {}),
+    "FSDP1 x 2": (2, FSDP1_LAYOUTS["FSDP1 x 2"].megatron, "sequence", {}),
+    "FSDP1 2 copies": (2, FSDP1_LAYOUTS["FSDP1 2 copies"].megatron, "logit", PACKED),
 }
 
 
@@ -255,7 +265,10 @@ def fail_in_a_part(config: dict[str, Any]) -> dict[str, list[str]]:
         return said
 
 
-@pytest.mark.parametrize("name", ["DP2, both overlaps", "PP2", "TP2", "FSDP2 x 2"])
+@pytest.mark.parametrize(
+    "name",
+    ["DP2, both overlaps", "PP2", "TP2", "FSDP2 x 2", *in_turns(["FSDP1 x 2", "FSDP1 2 copies"])],
+)
 def test_a_part_that_fails_on_one_rank_fails_on_all_and_the_step_can_be_aborted(
     ranks, checkpoints, name: str
 ) -> None:

@@ -33,12 +33,12 @@ from megatron_policy.memory.states import (
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
-from tests.dist.layouts import FSDP2_LAYOUTS, LENGTH, OVERLAPPED, SIZES, VOCAB
+from tests.dist.layouts import FSDP1_LAYOUTS, FSDP2_LAYOUTS, LENGTH, OVERLAPPED, SIZES, VOCAB
 from tests.dist.layouts import LAYOUTS as MEGATRON_LAYOUTS
 from tests.dist.resuming import modules, optimizers
 from tests.turns import in_turns
 
-LAYOUTS = MEGATRON_LAYOUTS | FSDP2_LAYOUTS
+LAYOUTS = MEGATRON_LAYOUTS | FSDP2_LAYOUTS | FSDP1_LAYOUTS
 SHARDED = {"optimizer": {"use_distributed_optimizer": True}}
 BF16 = {"precision": "bfloat16"}
 SMALL = 1024
@@ -55,6 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "adapters, distributed, overlapped": ("DP2", OVERLAPPED | {"peft": LORA}, {}),
     "FSDP2 x 2": ("FSDP2 x 2", {}, {}),
     "FSDP2 2x2 copies, bf16": ("FSDP2 2x2 copies", {}, BF16),
+    "FSDP1 x 2, gradients, bf16": ("FSDP1 x 2, gradients", {}, BF16),
 }
 ROUTES: dict[str, tuple[MemoryState, ...]] = {
     "none": (),
@@ -119,8 +120,8 @@ def parameters(policy: MegatronPolicy) -> list[torch.Tensor]:
 
 
 def gradients(policy: MegatronPolicy) -> list[torch.Tensor]:
-    """The buffers of Megatron-Core, or what FSDP2 has left of a step."""
-    if policy.config.dtensor_cfg.enabled:
+    """The buffers of Megatron-Core, or what FSDP has left of a step."""
+    if not policy.config.megatron_cfg.enabled:
         (model,) = modules(policy)
         return [local_part(p.grad) for p in model.parameters() if p.grad is not None]
     chunks = policy._engine.trainable.chunks
@@ -188,7 +189,7 @@ def sizes_in_states(config: dict[str, Any]) -> None:
             Kind.GRADIENTS: gradients(policy),
             Kind.OPTIMIZER: optimizer_tensors(policy),
         }
-        if policy.config.dtensor_cfg.enabled:
+        if not policy.config.megatron_cfg.enabled:
             assert groups.pop(Kind.GRADIENTS) == [], "it has no buffers of gradients"
         theirs = {tensor.untyped_storage().data_ptr() for tensor in groups[Kind.PARAMETERS]}
         groups[Kind.OPTIMIZER] = [

@@ -12,6 +12,7 @@ import torch
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.plan import RefitTensor
+from tests.dist.layouts import of_transformers
 from tests.dist.test_export import tensors_of
 from tests.ranks import RankPool
 
@@ -33,13 +34,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "dp2": (2, {}),
     "fsdp2": (2, {"dtensor_cfg": {"enabled": True}}),
+    "fsdp1": (2, {"fsdp_cfg": {"enabled": True}}),
 }
 SMALL = 16 * 1024
 
 
 def config_of(path: Path, cfg: dict[str, Any], precision: str = "float32") -> dict[str, Any]:
     """`cfg` is a section `megatron_cfg`, or the sections of another engine."""
-    other = "dtensor_cfg" in cfg
+    other = of_transformers(cfg)
     return {
         "model_name": str(path),
         "precision": precision,

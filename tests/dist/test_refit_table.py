@@ -26,6 +26,7 @@ from megatron_policy.refit.transports.collective.transport import Collective
 from megatron_policy.refit.transports.disk import HfDirectory
 from megatron_policy.refit.transports.ipc.handles import IpcHandles
 from megatron_policy.refit.transports.ipc.transport import IpcStream
+from tests.dist.layouts import of_transformers
 from tests.dist.mailbox import WAIT_S, Mailbox
 from tests.dist.test_export import tensors_of
 from tests.dist.test_refit_export import LAYOUTS, config_of
@@ -85,7 +86,7 @@ OF_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def adam(cfg: dict[str, Any]) -> dict[str, Any]:
-    if "dtensor_cfg" in cfg:
+    if of_transformers(cfg):
         return cfg | {"optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 0.01}}}
     return cfg | {"optimizer": {"optimizer": "adam", "lr": 0.01, "use_distributed_optimizer": True}}
 
@@ -159,11 +160,14 @@ def _refits(policy: MegatronPolicy, mail: Mailbox, box: Path, ports: Ports) -> d
 
 def _padding(policy: MegatronPolicy) -> int:
     """Bytes beside those of tensors, at most: FSDP2 splits a parameter of several HF tensors, and
-    one of these can be whole on one rank, but the streams of all ranks have the same length.
+    one of these can be whole on one rank, but the streams of all ranks have the same length. FSDP1
+    can leave any tensor whole on one rank.
     """
-    if not policy.config.dtensor_cfg.enabled:
+    if policy.config.megatron_cfg.enabled:
         return 0
-    joined = {name for entry, _ in policy._engine.held if len(entry.hf) > 1 for name in entry.hf}
+    least = 0 if policy.config.fsdp_cfg.enabled else 1
+    held = policy._engine.held
+    joined = {name for entry, _ in held if len(entry.hf) > least for name in entry.hf}
     sizes = (each.nbytes for each in policy.exporter.plan().tensors if each.name in joined)
     return sum(sizes) * (policy._engine.place.topology.tp - 1)
 
@@ -317,6 +321,7 @@ CELLS = [
     ("deepseek_v3", "ep2 tp2"),
     ("gpt_oss", "ep2 pp2"),
     *((model, "fsdp2") for model in ("qwen2", "qwen3_moe", "gpt_oss")),
+    *((model, "fsdp1") for model in ("gpt_oss", "qwen2")),
 ]
 
 

@@ -23,6 +23,7 @@ from tests.dist.cases import GLOBAL_BATCH, open_policy
 from tests.dist.layouts import (
     EXPERT_LAYOUTS,
     FAMILIES,
+    FSDP1_LAYOUTS,
     FSDP2_LAYOUTS,
     LAYOUTS,
     LENGTH,
@@ -31,6 +32,7 @@ from tests.dist.layouts import (
     VOCAB,
     Layout,
     layout,
+    of_transformers,
 )
 from tests.dist.resuming import (
     CONSTANT,
@@ -65,7 +67,7 @@ DOUBLING = {"optimizer": {"loss_scale_window": 3, "initial_loss_scale": 256.0}}
 """The factor on losses doubles after the third step, the first of those after the save."""
 ALL = {"weights", "optimizer", "schedule", "random numbers"}
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 64}}
-FSDP2 = FSDP2_LAYOUTS["FSDP2 x 2"]
+FSDP1, FSDP2 = FSDP1_LAYOUTS["FSDP1 x 2"], FSDP2_LAYOUTS["FSDP2 x 2"]
 SGD = {"optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.01, "momentum": 0.9}}}
 RADAM = {"optimizer": {"name": "torch.optim.RAdam", "kwargs": {"lr": 0.01}}}
 ASYNC = {"checkpoint": {"async_save": True, "ckpt_assume_constant_structure": True}}
@@ -114,6 +116,7 @@ SAME = {
     "FSDP2 2x2 copies": Case(FSDP2_LAYOUTS["FSDP2 2x2 copies"], top=PACKED),
     "FSDP2 x 2, SGD": Case(FSDP2, top=SGD),
     "FSDP2 x 2, RAdam": Case(FSDP2, top=RADAM, family="qwen3_moe", tied=False),
+    "FSDP1 x 2, bf16": Case(FSDP1, top=BF16, family="gpt_oss", tied=False),
 }
 
 
@@ -284,6 +287,14 @@ CHANGES = {
     "experts, FSDP2 x 2 -> EP2": change(
         FSDP2, EXPERT_LAYOUTS["EP2"], megatron=CONSTANT, family="qwen3_moe", tied=False
     ),
+    "FSDP1 x 4 -> PP2": change(FSDP1_LAYOUTS["FSDP1 x 4"], LAYOUTS["PP2"], megatron=CONSTANT),
+    "experts, FSDP2 x 2 -> FSDP1 x 2": change(FSDP2, FSDP1, family="qwen3_moe", tied=False),
+    "TP2 -> FSDP1 2 copies": change(
+        LAYOUTS["TP2+SP"], FSDP1_LAYOUTS["FSDP1 2 copies"], megatron=CONSTANT
+    ),
+    "gpt_oss, FSDP1 x 2 -> FSDP2 x 4": change(
+        FSDP1, FSDP2_LAYOUTS["FSDP2 x 4"], family="gpt_oss", tied=False
+    ),
 }
 
 
@@ -356,7 +367,7 @@ def test_weights_moments_and_schedule_go_on_under_another_layout(
             check(f"resumed {key}, {'precise' if precise else 'rounded'}", apart, allowed)
         report = seen["report"]
         missing = set(report.not_restored)
-        if "dtensor_cfg" in saver.layout.megatron and "dtensor_cfg" not in loader.layout.megatron:
+        if of_transformers(saver.layout.megatron) and not of_transformers(loader.layout.megatron):
             # Schedules of torch have no such settings as Megatron-Core's.
             missing = {name for name in missing if not name.startswith("schedule.")}
         assert {*report.restored} | missing == ALL

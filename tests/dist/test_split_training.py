@@ -22,7 +22,17 @@ from megatron_policy.memory.states import IDLE, LOGPROB, Kind
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, open_policy, policy_config
-from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, LENGTH, OVERLAPPED, SIZES, VOCAB, layout
+from tests.dist.layouts import (
+    FSDP1_LAYOUTS,
+    FSDP2_LAYOUTS,
+    LAYOUTS,
+    LENGTH,
+    OVERLAPPED,
+    SIZES,
+    VOCAB,
+    layout,
+    of_transformers,
+)
 from tests.exact import furthest
 from tests.losses import Result, SequenceNLL, TokenNLL, loss_mask, token_nll
 from tests.margins import check
@@ -114,6 +124,10 @@ CASES = {
     "FSDP2, 2 copies, dynamic": Case(2, {"dtensor_cfg": {"dp_replicate_size": 2}}, top=DYNAMIC),
     "FSDP2 CP2, packed": Case(2, FSDP2_LAYOUTS["FSDP2 CP2"].megatron, top=PACKED),
     "FSDP2 x 2, bf16": Case(2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron, top={"precision": "bfloat16"}),
+    "FSDP1 x 2, packed": Case(2, FSDP1_LAYOUTS["FSDP1 x 2"].megatron, top=PACKED),
+    "FSDP1 2 copies, bf16": Case(
+        2, FSDP1_LAYOUTS["FSDP1 2 copies"].megatron, top={"precision": "bfloat16"}
+    ),
 }
 WARMING_UP = {"scheduler": {"lr_warmup_iters": 8, "lr_warmup_init": 0.0}}
 WARMING_UP_FSDP2 = {
@@ -234,7 +248,7 @@ def both_ways(config: dict[str, Any], loss: Callable[[], Any]) -> Any:
 
 
 def config_of(case: Case, path: Path) -> dict[str, Any]:
-    schedule = WARMING_UP_FSDP2 if "dtensor_cfg" in case.megatron else {}
+    schedule = WARMING_UP_FSDP2 if of_transformers(case.megatron) else {}
     return policy_config(path, dict(case.megatron) | WARMING_UP, **schedule, **case.top)
 
 

@@ -20,6 +20,7 @@ from tests.dist.cases import policy_config
 from tests.dist.layouts import (
     EXPERT_LAYOUTS,
     FAMILIES,
+    FSDP1_LAYOUTS,
     FSDP2_LAYOUTS,
     LENGTH,
     OVERLAPPED,
@@ -159,19 +160,20 @@ class Cell:
 
     @property
     def of(self) -> Layout:
-        return (LAYOUTS | EXPERT_LAYOUTS | FSDP2_LAYOUTS)[self.layout]
+        return (LAYOUTS | EXPERT_LAYOUTS | FSDP2_LAYOUTS | FSDP1_LAYOUTS)[self.layout]
 
     @property
     def fsdp(self) -> bool:
         """Whether the engine is the one over transformers' own modules."""
-        return self.layout in FSDP2_LAYOUTS
+        return self.layout in FSDP2_LAYOUTS | FSDP1_LAYOUTS
 
     @property
     def replicas(self) -> int:
         """Data-parallel ranks."""
         sizes = self.of.megatron
         if self.fsdp:
-            split: int = sizes["dtensor_cfg"].get("context_parallel_size", 1)
+            (section,) = sizes.values()
+            split: int = section.get("context_parallel_size", 1)
             return self.of.world // split
         stages, cp = sizes["pipeline_model_parallel_size"], sizes.get("context_parallel_size", 1)
         return self.of.world // (self.of.tp * stages * cp)
@@ -270,6 +272,20 @@ def _tempered(cell: Cell) -> Cell:
 CELLS = _cells()
 FURTHER_FSDP2_CELLS = tuple(_fsdp_cells(further=True))
 """Beside the page's table: they differ from its cells in nothing but which choices meet."""
+FSDP1_CELLS = (
+    Cell("FSDP1 x 2", "packed", "sequence", "gemma2"),
+    Cell("FSDP1 2 copies", "dynamic", "policy gradient", "qwen3"),
+    Cell("FSDP1 x 4", "padded", "token", "gpt_oss"),
+    Cell("FSDP1 x 2, gradients", "packed", "policy gradient", "qwen2"),
+)
+"""Those of FSDP1, which is not on the page, that every run has."""
+FURTHER_FSDP1_CELLS = tuple(
+    cell
+    for name in FSDP1_LAYOUTS
+    for column, batching in enumerate(BATCHINGS)
+    for family, losses in FSDP2_LOSSES.items()
+    if (cell := Cell(name, batching, losses[column], family)) not in FSDP1_CELLS
+)
 
 
 def rows(start_logprobs_BS: torch.Tensor) -> BatchedDataDict:

@@ -130,7 +130,7 @@ def reduced(name: str, values: Sequence[float]) -> float:
 
 def _weights(cell: Cell, path: Path, truth: Truth, results: Results) -> Iterator[float]:
     """Of every rank's shards; AssertionError unless all ranks together have every expert, each rank
-    just its own. Under FSDP2 every rank has seen all of them whole.
+    just its own. Under FSDP every rank has seen all of them whole.
     """
     if cell.fsdp:
         for seen in results:

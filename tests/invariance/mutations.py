@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -15,6 +16,7 @@ from megatron_policy.attention import context_parallel
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.rows.blocks import of_expert
 from megatron_policy.engines.hugging_face import engine as hugging_face
+from megatron_policy.engines.hugging_face.fsdp1 import Fsdp1
 from megatron_policy.engines.megatron import assemble, trainable
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing import tokens
@@ -205,6 +207,10 @@ def _fsdp2_averages_gradients(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda module, _: divided(module, 2.0))
 
 
+def _fsdp1_reduces_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Fsdp1, "adding_gradients", lambda sharding, wanted: nullcontext())
+
+
 READ = ("logprobs before", "logprobs after", "reference", "entropy", "top-k")
 TRAINED = ("loss", "metrics", "grad norm", "weights")
 UNTRAINED = ("logprobs before", "reference", "entropy", "top-k")
@@ -308,6 +314,12 @@ MUTATIONS = {
     "FSDP2 averages gradients over ranks": Mutation(
         Cell("FSDP2 x 2", "dynamic", "sequence", "qwen2"),
         _fsdp2_averages_gradients,
+        ("grad norm",),
+        UNTRAINED,
+    ),
+    "FSDP1 reduces gradients again with those of the next microbatch": Mutation(
+        Cell("FSDP1 2 copies", "padded", "token", "qwen2"),
+        _fsdp1_reduces_again,
         ("grad norm",),
         UNTRAINED,
     ),

@@ -12,7 +12,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 from megatron_policy.packing.bins import ALGORITHMS, BALANCED
-from tests.dist.layouts import EXPERT_LAYOUTS, FAMILIES, FSDP2_LAYOUTS, LENGTH, SIZES, VOCAB
+from tests.dist.layouts import (
+    EXPERT_LAYOUTS,
+    FAMILIES,
+    FSDP1_LAYOUTS,
+    FSDP2_LAYOUTS,
+    LENGTH,
+    SIZES,
+    VOCAB,
+)
 from tests.exact import ROOM
 from tests.invariance.cases import (
     BATCHINGS,
@@ -22,7 +30,9 @@ from tests.invariance.cases import (
     EMPTY,
     EXPERT_LOSSES,
     FEW_OF_EXPERTS,
+    FSDP1_CELLS,
     FSDP2_LOSSES,
+    FURTHER_FSDP1_CELLS,
     FURTHER_FSDP2_CELLS,
     LAYOUTS,
     LEFT_OUT,
@@ -127,6 +137,9 @@ def render(measured: Measured) -> str:
         fsdp_families=len(FSDP2_LOSSES),
         fsdp_latin=sum(cell.fsdp for cell in CELLS),
         fsdp_further=len(FURTHER_FSDP2_CELLS),
+        fsdp1_layouts=len(FSDP1_LAYOUTS),
+        fsdp1_run=len(FSDP1_CELLS),
+        fsdp1_further=len(FURTHER_FSDP1_CELLS),
         logits=len(WITH_LOGITS),
         algorithms=len(ALGORITHMS),
         default=BALANCED,

@@ -1,5 +1,5 @@
-"""The driver's policy over workers of the FSDP2 engine: what it trains, reads, hands over and saves
-is what workers of Megatron-Core make of the same.
+"""The driver's policy over workers of the engine over transformers' modules: what it trains, reads,
+hands over and saves is what workers of Megatron-Core make of the same.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megatron_policy.workers import RayVirtualCluster
 from tests.dist.cases import fsdp_config
 from tests.losses import TokenNLL
 from tests.ray.policies import DP2, GBS, TOKENIZER, VOCAB, batch, config_of
+from tests.turns import in_turns
 
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 32}}
 
@@ -40,22 +41,25 @@ def run(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         cluster.shutdown()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=in_turns(["dtensor_cfg", "fsdp_cfg"]))
 def both(
-    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    checkpoint: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any], Path, Path]]:
     path = checkpoint("qwen2", vocab=VOCAB)
     common = {
         "train_global_batch_size": GBS,
         "generation": {"max_new_tokens": 6, "stop_token_ids": []},
     }
-    fsdp = fsdp_config(path, {"env_vars": {"OF_FSDP2": "1"}}, **common, **PACKED)
+    keys = {"env_vars": {"OF_FSDP": "1"}}
+    fsdp = fsdp_config(path, keys, section=request.param, **common, **PACKED)
     fsdp["optimizer"]["kwargs"]["weight_decay"] = 0.0
     none = {"start_weight_decay": 0.0, "end_weight_decay": 0.0}
     megatron = config_of(checkpoint, DP2, path) | PACKED
     megatron["megatron_cfg"]["optimizer"]["weight_decay"] = 0.0
     megatron["megatron_cfg"]["scheduler"] |= none
-    own, other = tmp_path_factory.mktemp("fsdp2"), tmp_path_factory.mktemp("megatron")
+    own, other = tmp_path_factory.mktemp("fsdp"), tmp_path_factory.mktemp("megatron")
     yield run(fsdp, own), run(megatron, other), own, other
 
 

@@ -67,6 +67,14 @@ def test_keys_that_are_not_given_follow_from_those_that_are() -> None:
     assert megatron.scheduler.lr_decay_iters == 70
 
 
+def test_settings_of_fsdp1_at_the_top_count_where_its_section_has_none() -> None:
+    top = {"fsdp_offload_enabled": True, "activation_checkpointing_enabled": True}
+    own = PolicyConfig.parse(minimal(**top, **{"fsdp_cfg.fsdp_offload_enabled": False})).fsdp_cfg
+    assert own.activation_checkpointing_enabled and not own.fsdp_offload_enabled
+    none = PolicyConfig.parse(minimal()).fsdp_cfg
+    assert not (none.activation_checkpointing_enabled or none.fsdp_offload_enabled)
+
+
 def test_keys_that_are_given_are_kept() -> None:
     config = PolicyConfig.parse(
         minimal(
@@ -293,7 +301,32 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
             "set policy.megatron_cfg.mtp_num_layers to 0",
         ),
         ({"dtensor_cfg.enabled": True}, "are both true: exactly one"),
-        ({MEGATRON + "enabled": False}, "are both false: exactly one"),
+        ({MEGATRON + "enabled": False}, "fsdp_cfg.enabled are all false: exactly one"),
+        ({"fsdp_cfg.enabled": True}, "fsdp_cfg.enabled are both true: exactly one"),
+        (
+            {"fsdp_cfg.enabled": True, "dtensor_cfg.enabled": True},
+            "are all true: exactly one chooses .* set one to true and the others to false",
+        ),
+        (
+            {MEGATRON + "enabled": False, "fsdp_cfg": FSDP | {"sharding_strategy": "hybrid"}},
+            "sharding_strategy: .*'full_shard', 'shard_grad_op' or 'no_shard'",
+        ),
+        (
+            {MEGATRON + "enabled": False, "fsdp_cfg": FSDP, "precision": "float16"},
+            "precision=float16 needs a factor on losses, which FSDP1 lacks: use bfloat16",
+        ),
+        (
+            {
+                MEGATRON + "enabled": False,
+                "fsdp_cfg": FSDP | {"attn_implementation": "sdpa"},
+                "sequence_packing": {"enabled": True, "train_mb_tokens": 32},
+            },
+            "policy.fsdp_cfg.attn_implementation='sdpa' computes padded rows only: use 'auto'",
+        ),
+        (
+            {MEGATRON + "enabled": False, "fsdp_cfg": FSDP | {"tensor_parallel_size": 2}},
+            "fsdp_cfg.tensor_parallel_size",
+        ),
         (
             {MEGATRON + "enabled": False, "dtensor_cfg": FSDP | {"expert_parallel_size": 2}},
             r"dtensor_cfg.expert_parallel_size=2 is not supported: set it to 1",

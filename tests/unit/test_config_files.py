@@ -18,6 +18,7 @@ SHAPES = {
     "grpo_qwen2_cpu.yaml": (2, (24, 14, 2, 4864)),
     "grpo_qwen2_1b_1gpu.yaml": (1, (28, 12, 2, 8960)),
     "sft_llama_8b_tp4_pp2.yaml": (16, (32, 32, 8, 14336)),
+    "sft_qwen2_fsdp2.yaml": (4, (24, 14, 2, 4864)),
     "dpo_mistral_7b_tp2_pp2_vpp2.yaml": (8, (32, 32, 8, 14336)),
     "grpo_qwen3_30b_a3b_tp2_ep8.yaml": (16, (48, 32, 4, 6144)),
     "grpo_qwen2_7b_8h100.yaml": (8, (28, 28, 4, 18944)),

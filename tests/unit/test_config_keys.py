@@ -22,7 +22,7 @@ PACKAGE = Path(__file__).parents[2] / "megatron_policy"
 PUBLIC = {
     "": """model_name tokenizer train_global_batch_size train_micro_batch_size learning_rate
         logprob_batch_size logprob_chunk_size generation generation_batch_size precision
-        dtensor_cfg megatron_cfg
+        dtensor_cfg fsdp_cfg megatron_cfg
         dynamic_batching sequence_packing make_sequence_length_divisible_by
         max_total_sequence_length max_grad_norm fsdp_offload_enabled
         activation_checkpointing_enabled refit_buffer_size_gb refit_bucket_bytes
@@ -49,6 +49,8 @@ PUBLIC = {
     "megatron_cfg.checkpoint.": "async_save fresh_optimizer",
     "dtensor_cfg.": """enabled cpu_offload sequence_parallel activation_checkpointing
         tensor_parallel_size context_parallel_size custom_parallel_plan""",
+    "fsdp_cfg.": """enabled sharding_strategy fsdp_offload_enabled
+        activation_checkpointing_enabled""",
     "dynamic_batching.": "enabled train_mb_tokens logprob_mb_tokens sequence_length_round",
     "sequence_packing.": "enabled train_mb_tokens logprob_mb_tokens algorithm",
 }

@@ -402,7 +402,10 @@ def test_printed_parts_add_up_to_the_peak(tmp_path: Path) -> None:
             ("--model", "{}", "--gpus", "8", "--seq-len", "40000"),
             "rows of 40000 tokens are longer than the model's 32768 positions",
         ),
-        (("--model", "{}", "--tp", "2", "--recompute", "most"), "recompute"),
+        (
+            ("--model", "{}", "--tp", "2", "--recompute", "most"),
+            "give none, full, or modules of core_attn",
+        ),
         (("--model", "{}", "--gpus", "8", "--gpu-memory", "80"), "write 80GiB"),
     ],
 )

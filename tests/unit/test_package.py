@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,26 @@ def test_help_imports_neither_torch_nor_ray_nor_megatron(tmp_path: Path) -> None
         "try:\n    app(['--help'])\nexcept SystemExit as done:\n    assert not done.code\n"
     )
     assert loaded_by(code, tmp_path) <= {"rich"}
+
+
+@pytest.mark.skipif(
+    not find_spec("transformers.utils.type_validators"),
+    reason="this transformers checks configs without its models",
+)
+def test_a_plan_imports_no_model_of_transformers(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = str(checkpoint("qwen2", tied=True))
+    code = (
+        "import sys; from megatron_policy.cli import app\n"
+        f"try:\n    app(['plan', '--model', {model!r}, '--gpus', '1'])\n"
+        "except SystemExit as done:\n    assert done.code in (0, None), done.code\n"
+        "from transformers.utils import is_torch_available, import_utils\n"
+        "assert is_torch_available() and import_utils.is_torch_available()\n"
+        "models = {'transformers.activations', 'transformers.modeling_utils', 'torch._dynamo'}\n"
+        "print(*sorted(models & set(sys.modules)), 'and no more')"
+    )
+    assert python(code, cwd=tmp_path, path=ROOT).splitlines()[-1] == "and no more"
 
 
 @pytest.mark.parametrize("name", megatron_policy.__all__)

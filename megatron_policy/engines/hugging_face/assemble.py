@@ -1,4 +1,4 @@
-"""Builds a rank's FSDP2 engine: groups, sharded model, weights, optimizer, head. This module is an
+"""Builds a rank's FSDP engine: groups, sharded model, weights, optimizer, head. This module is an
 `interfaces.engine.EngineBuilder`.
 """
 
@@ -11,20 +11,28 @@ import torch
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import layer_split
-from megatron_policy.config.parallel_sizes import parallel_sizes
+from megatron_policy.config.parallel_sizes import (
+    Engine,
+    engine_of,
+    model_copies,
+    parallel_sizes,
+)
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.table import Table
 from megatron_policy.device import is_accelerated
-from megatron_policy.engines.hugging_face.decoder import Decoder, shard
+from megatron_policy.engines.hugging_face.decoder import Decoder
 from megatron_policy.engines.hugging_face.engine import FsdpEngine
+from megatron_policy.engines.hugging_face.fsdp1 import Fsdp1
 from megatron_policy.engines.hugging_face.head import OwnHead, WholeHead
 from megatron_policy.engines.hugging_face.module import (
+    SourceTensors,
     build_module,
     refuse_unmatched,
     sources_of,
 )
 from megatron_policy.engines.hugging_face.optimizer import FsdpTrainable
 from megatron_policy.engines.hugging_face.process_groups import FsdpGroups, make_groups
+from megatron_policy.engines.hugging_face.sharding import Fsdp2, Sharding
 from megatron_policy.engines.hugging_face.table import sharded_table
 from megatron_policy.errors import CheckpointError, ConfigError
 from megatron_policy.lm_head.filters import Filters
@@ -52,7 +60,7 @@ def build(
     source_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> FsdpEngine:
     """Build and load this rank's part of the model; see `EngineBuilder`."""
-    copies = parallel_sizes(config).replicas
+    copies = model_copies(config, topology.world_size)
     module = build_module(config)
     _refuse_mixing(config, module)
     names = tuple(table.hf_shapes()) or _names(config, source_dtypes)
@@ -88,25 +96,16 @@ def _build(
     init_optimizer: bool,
     source_dtypes: Mapping[str, torch.dtype] | None,
 ) -> FsdpEngine:
-    decoder, settings = Decoder(module), config.dtensor_cfg
-    if settings.activation_checkpointing:
-        module.gradient_checkpointing_enable({"use_reentrant": False})
-    ranks = groups.shards.size()
-    if settings.cpu_offload and is_accelerated():
-        raise ConfigError(
-            "policy.dtensor_cfg.cpu_offload is not supported on GPUs: use "
-            "activation_checkpointing, more ranks, or the memory states between steps"
-        )
-    stacked = [name for name, source in sources.items() if source.stacked]
-    shard(decoder, groups.mesh, DTYPES[config.precision], settings.cpu_offload, stacked)
-    own = sharded_table(decoder, table, sources, ranks)
+    decoder, ranks = Decoder(module), groups.shards.size()
+    sharding = _shared_out(config, decoder, groups, sources)
+    own = sharded_table(decoder, table, sources, sharding)
     weights = Topology(tp=ranks, dp=groups.copies.size())
     coords = Coords(pp=0, dp=groups.copies.rank(), cp=0, tp=groups.shards.rank())
     place = Placement(weights, coords, layer_split(config, table.architecture, topology))
     dtypes = _fill(config, own.held, own.table, place, source_dtypes)
     trainable = None
     if init_optimizer:
-        trainable = FsdpTrainable(config, own.holdings, own.held, groups.shards)
+        trainable = FsdpTrainable(config, own.holdings, own.held, groups.shards, sharding)
     return FsdpEngine(
         place,
         groups,
@@ -115,10 +114,36 @@ def _build(
         dtypes,
         torch.float32,
         decoder,
+        sharding,
         _head(config, table, groups, decoder),
         trainable,
         PendingReads(),
     )
+
+
+def _shared_out(
+    config: PolicyConfig, decoder: Decoder, groups: FsdpGroups, sources: Mapping[str, SourceTensors]
+) -> Sharding:
+    """The decoder, shared out as the configuration says; its layers are recomputed if asked."""
+    way, compute = engine_of(config), DTYPES[config.precision]
+    fsdp1, fsdp2 = config.fsdp_cfg, config.dtensor_cfg
+    key, offload = "dtensor_cfg.cpu_offload", fsdp2.cpu_offload
+    recompute = fsdp2.activation_checkpointing
+    if way is Engine.FSDP1:
+        key, offload = "fsdp_cfg.fsdp_offload_enabled", fsdp1.fsdp_offload_enabled
+        recompute = fsdp1.activation_checkpointing_enabled
+    if offload and is_accelerated():
+        raise ConfigError(
+            f"policy.{key} is not supported on GPUs: use activation checkpointing, more ranks, or "
+            "the memory states between steps"
+        )
+    if recompute:
+        decoder.model.gradient_checkpointing_enable({"use_reentrant": False})
+    if way is Engine.FSDP1:
+        group = groups.shards if groups.shards.size() > 1 else groups.copies
+        return Fsdp1.of(decoder, group, compute, fsdp1.sharding_strategy)
+    stacked = [name for name, source in sources.items() if source.stacked]
+    return Fsdp2.of(decoder, groups.mesh, compute, offload, stacked)
 
 
 def _fill(
@@ -173,7 +198,7 @@ def _refuse_mixing(config: PolicyConfig, module: Any) -> None:
     they need: other layers than attention, and frequencies that depend on the length of the text.
     """
     keys = {
-        "dtensor_cfg.context_parallel_size": config.dtensor_cfg.context_parallel_size > 1,
+        "dtensor_cfg.context_parallel_size": parallel_sizes(config).cp > 1,
         "sequence_packing": config.sequence_packing.enabled,
         "dynamic_batching": config.dynamic_batching.enabled,
     }

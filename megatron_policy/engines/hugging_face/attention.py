@@ -76,7 +76,7 @@ def _attention(
         what = ", ".join(unknown) or "attention that is not causal"
         raise ConfigError(
             f"{type(module).__name__} asks for {what}, which this package's attention does not "
-            "have: set policy.dtensor_cfg.attn_implementation to 'sdpa' or 'eager'"
+            "have: set attn_implementation (policy.dtensor_cfg or fsdp_cfg) to 'sdpa' or 'eager'"
         )
     window = int(attention_mask) or sliding_window
     query, key, value = (x.permute(2, 0, 1, 3) for x in (query_BNSH, key_BGKH, value_BGKH))
@@ -110,6 +110,6 @@ def _mask(
     if not torch.equal(seen_K.cpu().bool(), expected_K):
         raise ConfigError(
             "the model has an attention that is neither causal nor a sliding window: set "
-            "policy.dtensor_cfg.attn_implementation to 'sdpa' or 'eager'"
+            "attn_implementation (policy.dtensor_cfg or fsdp_cfg) to 'sdpa' or 'eager'"
         )
     return torch.full((1, 1, 1, 1), window)

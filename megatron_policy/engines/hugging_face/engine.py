@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from megatron_policy.engines.hugging_face.generate import generate
 from megatron_policy.engines.hugging_face.head import OwnHead, WholeHead
 from megatron_policy.engines.hugging_face.optimizer import FsdpTrainable
 from megatron_policy.engines.hugging_face.process_groups import FsdpGroups
+from megatron_policy.engines.hugging_face.sharding import Sharding
 from megatron_policy.engines.hugging_face.table import local_part
 from megatron_policy.interfaces.engine import Loss
 from megatron_policy.lm_head.output import Output
@@ -48,6 +49,7 @@ class FsdpEngine:
     source_dtypes: Mapping[str, torch.dtype]
     precision: torch.dtype
     decoder: Decoder
+    sharding: Sharding
     head: WholeHead | OwnHead
     trainable: FsdpTrainable | None
     pending_reads: PendingReads
@@ -73,7 +75,7 @@ class FsdpEngine:
         self, microbatches: Sequence[Microbatch], loss: Loss[T], forward_only: bool = False
     ) -> list[T]:
         """See `TrainingEngine`."""
-        self.decoder.train(not forward_only)
+        self.sharding.root.train(not forward_only)
         kept: list[T] = []
         for microbatch in microbatches:
 
@@ -85,7 +87,8 @@ class FsdpEngine:
                 return value
 
             # Layers that are recomputed attend again, during the backward pass.
-            with attending(sequences_in(microbatch.layout, self.groups.cp)):
+            sequences = sequences_in(microbatch.layout, self.groups.cp)
+            with attending(sequences), self.sharding.adding_gradients(not forward_only):
                 value = self._run(microbatch, finish, gradients=not forward_only)
                 if not forward_only:
                     value.backward()
@@ -93,7 +96,7 @@ class FsdpEngine:
 
     def forward(self, microbatches: Sequence[Microbatch], read: Callable[[Output], T]) -> list[T]:
         """See `TrainingEngine`."""
-        self.decoder.eval()
+        self.sharding.root.eval()
         kept: list[T] = []
         for microbatch in microbatches:
 
@@ -119,18 +122,15 @@ class FsdpEngine:
         def made(hidden_TRD: torch.Tensor) -> torch.Tensor:
             return finish(Output(hidden_TRD, microbatch, self.head, self.groups.cp))
 
-        with nullcontext() if gradients else torch.no_grad():
-            value: torch.Tensor = self.decoder(tokens_RT, positions_RT, made)
+        try:
+            with nullcontext() if gradients else torch.no_grad():
+                value: torch.Tensor = self.sharding.root(tokens_RT, positions_RT, made)
+        except BaseException:
+            self.sharding.reshard()
+            raise
         if not gradients:
-            self.reshard()
+            self.sharding.reshard()
         return value
-
-    def reshard(self) -> None:
-        """Drop the unsharded weights that a forward pass without a backward pass leaves: the next
-        one must not find them, the shards can change before.
-        """
-        sharded: Any = self.decoder
-        sharded.reshard()
 
     def forward_with_experts(
         self, microbatches: Sequence[Microbatch], read: Callable[[Output], T]
@@ -157,10 +157,10 @@ class FsdpEngine:
         generator: torch.Generator,
     ) -> Continuations:
         """See `TrainingEngine`."""
-        self.decoder.eval()
+        self.sharding.root.eval()
         try:
             return generate(
-                self.decoder,
+                self.sharding.root,
                 self.head,
                 self.fsdp,
                 prompts_BS,
@@ -171,7 +171,7 @@ class FsdpEngine:
                 generator,
             )
         finally:
-            self.reshard()
+            self.sharding.reshard()
 
     def decoder_layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
         """See `TrainingEngine`; their outputs are transformers'."""
@@ -220,7 +220,8 @@ class FsdpEngine:
 
     def manages(self, model: object) -> bool:
         """See `TrainingEngine`."""
-        return model is self.decoder or model is self.decoder.model
+        own = (self.sharding.root, self.decoder, self.decoder.model)
+        return any(model is each for each in own)
 
     def close(self) -> None:
         """Leave the process groups."""

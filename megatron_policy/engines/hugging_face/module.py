@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron_policy.config import PolicyConfig
+from megatron_policy.config.parallel_sizes import parallel_sizes, transformers_settings
 from megatron_policy.converters.formats.hf_config import transformers_config
 from megatron_policy.engines.hugging_face.attention import register_attention
 from megatron_policy.errors import ConfigError, ConversionError
@@ -29,8 +30,9 @@ def build_module(config: PolicyConfig) -> Any:
     from transformers import AutoModelForCausalLM
 
     settings = transformers_config(config.model_name, config.hf_config_overrides)
-    asked = config.dtensor_cfg.attn_implementation
+    asked = transformers_settings(config).attn_implementation
     name = register_attention(asked) if asked != "auto" or _takes_others(settings) else None
+    section = parallel_sizes(config).section
     try:
         with _parameters_on_meta():
             module = AutoModelForCausalLM.from_config(
@@ -39,7 +41,7 @@ def build_module(config: PolicyConfig) -> Any:
     except (ValueError, ImportError) as error:
         raise ConfigError(
             f"transformers cannot build the model of {config.model_name}: {error}. If it says that "
-            "an attention is not supported, set policy.dtensor_cfg.attn_implementation to 'eager'"
+            f"an attention is not supported, set {section}.attn_implementation to 'eager'"
         ) from error
     module.tie_weights()
     return module
@@ -147,7 +149,7 @@ def _refuse_other_operations(converter: Any, name: str) -> None:
         shown = ", ".join(kind for kind, _ in kinds)
         raise ConversionError(
             f"transformers changes {name} by {shown} when it loads this model, which is not "
-            "supported under FSDP2: use megatron_cfg if its family has a table"
+            "supported under FSDP: use megatron_cfg if its family has a table"
         )
 
 

@@ -15,10 +15,12 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, S
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.fsdp import PytorchOptimizerConfig, SinglePytorchSchedulerConfig
+from megatron_policy.config.parallel_sizes import transformers_settings
 from megatron_policy.converters.rows import Role
 from megatron_policy.device import current_device
 from megatron_policy.device.caches import return_unused
 from megatron_policy.device.timing import Stopwatch
+from megatron_policy.engines.hugging_face.sharding import Sharding
 from megatron_policy.engines.hugging_face.table import Holding, local_part
 from megatron_policy.errors import CheckpointError, ConfigError
 from megatron_policy.interfaces.engine import NotFiniteError, StateTensor
@@ -62,7 +64,7 @@ def make_optimizer(config: PolicyConfig, holdings: Sequence[Holding]) -> torch.o
         kwargs["betas"] = tuple(kwargs["betas"])
     decaying: list[torch.Tensor] = []
     others: list[torch.Tensor] = []
-    everywhere = config.dtensor_cfg.weight_decay_of == "all"
+    everywhere = transformers_settings(config).weight_decay_of == "all"
     for each in holdings:
         if isinstance(each.tensor, torch.nn.Parameter):
             decays = everywhere or each.entries[0].row.role is Role.MATRIX
@@ -231,7 +233,9 @@ class FsdpOptimizerState:
                 state["step"] = step
 
     def _trained(self) -> list[Holding]:
-        return [each for each in self.holdings if each.entries[0].row.learnt]
+        """What this rank trains: FSDP1 gives it nothing of some parameters, and no gradients."""
+        learnt = (each for each in self.holdings if each.entries[0].row.learnt)
+        return [each for each in learnt if each.tensor.numel()]
 
     def _states(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the optimizer keeps in the shape of the parameter."""
@@ -255,8 +259,10 @@ class FsdpTrainable:
         holdings: Sequence[Holding],
         held: Held,
         shards: dist.ProcessGroup,
+        sharding: Sharding,
     ) -> None:
         self._holdings, self._held, self._shards = holdings, held, shards
+        self._sharding = sharding
         self._parameters = [
             each.tensor for each in holdings if isinstance(each.tensor, torch.nn.Parameter)
         ]
@@ -285,6 +291,7 @@ class FsdpTrainable:
         """See `Trainable`."""
         for parameter in self._parameters:
             parameter.grad = None
+        self._sharding.forget_gradients()
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Nothing: what FSDP adds up of each microbatch is reduced already, and sums of sums are
@@ -306,7 +313,7 @@ class FsdpTrainable:
             torch._foreach_mul_(self._gradients(), most / (norm + 1e-6))
         self.optimizer.step()
         self._steps += 1
-        every = self._config.dtensor_cfg.clear_cache_every_n_steps
+        every = transformers_settings(self._config).clear_cache_every_n_steps
         if every and self._steps % every == 0:
             return_unused()
         return norm

@@ -6,21 +6,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.rows import Ignore, Role
-from megatron_policy.converters.rows.blocks import Block, Shape, Within
+from megatron_policy.converters.rows.blocks import Block, Ranges, Shape, Within
 from megatron_policy.converters.rows.expert_rows import Stacked
 from megatron_policy.converters.rows.kinds import RowBase
 from megatron_policy.converters.table import EMBEDDING, HEAD, LAYER, Entry, Table
-from megatron_policy.engines.hugging_face.decoder import Decoder, split_dimension
+from megatron_policy.engines.hugging_face.decoder import Decoder
 from megatron_policy.engines.hugging_face.module import SourceTensors
+from megatron_policy.engines.hugging_face.sharding import Sharding
 from megatron_policy.weights.load import Held
 
 
@@ -82,16 +82,52 @@ class ShardRow(RowBase):
 
 
 @dataclass(frozen=True)
+class RangeRow(ShardRow):
+    """As `ShardRow`, but each rank holds consecutive elements of the flat parameter: rank r those
+    of `flat[r]`, first to last (exclusive).
+    """
+
+    flat: Ranges = field(kw_only=True)
+
+    @property
+    def ranges(self) -> Ranges:
+        return self.flat
+
+    def local_shape(self, arch: Architecture, size: int) -> Shape:
+        """Of the first rank: others can have more, less, or nothing."""
+        if size == 1:
+            return self.whole
+        first, last = self.flat[0]
+        return (last - first,)
+
+    def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
+        if size == 1:
+            return super().blocks(arch, 0, 1)
+        (first, last), found, start = self.flat[rank], [], 0
+        for part, elements in enumerate(map(math.prod, self.parts)):
+            low, high = max(first, start), min(last, start + elements)
+            if low < high:
+                theirs, own = slice(low - start, high - start), slice(low - first, high - first)
+                found.append(Block(part, (elements,), (theirs,), (last - first,), (own,)))
+            start += elements
+        return tuple(found)
+
+
+@dataclass(frozen=True)
 class Holding:
     """A parameter or buffer, and the entries of what this rank has of it."""
 
     tensor: torch.Tensor
     entries: tuple[Entry, ...]
     stacked: bool
+    lengths: tuple[int, ...] | None = None
+    """Of a range of a flat parameter, how many elements each entry has."""
 
     def views(self, of: torch.Tensor) -> list[torch.Tensor]:
         """For each entry its part of `of`, which is the tensor or has its shape."""
         local = local_part(of)
+        if self.lengths is not None:
+            return list(local.split(self.lengths))
         return list(local) if self.stacked else [local]
 
 
@@ -112,9 +148,9 @@ class ShardedTable:
 
 
 def sharded_table(
-    decoder: Decoder, family: Table, sources: Mapping[str, SourceTensors], ranks: int
+    decoder: Decoder, family: Table, sources: Mapping[str, SourceTensors], sharding: Sharding
 ) -> ShardedTable:
-    """The table of `decoder`, which `ranks` hold between them, in the order of the family's table;
+    """The table of `decoder`, as ranks hold it between them, in the order of the family's table;
     `sources` are by the names of the model itself.
     """
     saved = _saved_entries(family)
@@ -123,7 +159,7 @@ def sharded_table(
     embedding = local_id(decoder.model.get_input_embeddings().weight)
     seen: set[int] = set()
     holdings = []
-    for name, tensor in _tensors(decoder.model):
+    for name, tensor in sharding.tensors():
         if name not in sources or id(tensor) in seen:
             continue
         seen.add(id(tensor))
@@ -131,8 +167,9 @@ def sharded_table(
         where = LAYER if at else EMBEDDING if local_id(tensor) == embedding else HEAD
         layer = int(at.group(1)) if at else None
         source = sources[name]
-        entries = tuple(_entries(name, tensor, source, saved, roles, layer, where, ranks))
-        holdings.append(Holding(tensor, entries, source.stacked))
+        entries = tuple(_entries(name, tensor, source, saved, roles, layer, where, sharding))
+        lengths = _lengths(entries, sharding.rank)
+        holdings.append(Holding(tensor, entries, source.stacked, lengths))
     order = {name: number for number, name in enumerate(family.hf_shapes())}
     if order:
         holdings.sort(key=lambda each: order[each.entries[0].hf[0]])
@@ -141,15 +178,15 @@ def sharded_table(
         held += zip(each.entries, each.views(each.tensor), strict=True)
     table = replace(family, entries=tuple(entry for entry, _ in held))
     if not order:
-        table = replace(table, ignored=_tied_copies(decoder.model, sources))
+        table = replace(table, ignored=_tied_copies(sharding, sources))
     return ShardedTable(table, tuple(holdings), held)
 
 
-def _tied_copies(model: Any, sources: Mapping[str, SourceTensors]) -> dict[str, Ignore]:
+def _tied_copies(sharding: Sharding, sources: Mapping[str, SourceTensors]) -> dict[str, Ignore]:
     """HF tensors that repeat another, because the model has one parameter in both places."""
     first: dict[int, str] = {}
     found = {}
-    for name, tensor in _tensors(model):
+    for name, tensor in sharding.tensors():
         if name not in sources:
             continue
         ((own,),) = sources[name].names if not sources[name].stacked else (("",),)
@@ -162,12 +199,6 @@ def _tied_copies(model: Any, sources: Mapping[str, SourceTensors]) -> dict[str, 
 def local_id(tensor: torch.Tensor) -> int:
     """What two names of one tensor have in common."""
     return id(tensor)
-
-
-def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    persistent = model.state_dict().keys()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
 def _layer_prefix(decoder: Decoder) -> str:
@@ -185,11 +216,9 @@ def _entries(
     roles: Mapping[str, Role],
     layer: int | None,
     where: str,
-    ranks: int,
+    sharding: Sharding,
 ) -> Iterator[Entry]:
-    shape, dim = tuple(tensor.shape), None
-    if isinstance(tensor, DTensor):
-        dim = split_dimension(shape, source.stacked, ranks)
+    shape, dim, ranges = sharding.split_of(tensor, source.stacked)
     if source.stacked:
         shape, dim = shape[1:], None if dim is None else dim - 1
     for index, names in enumerate(source.names):
@@ -206,9 +235,24 @@ def _entries(
             "", ("",) * len(names), role=role, keeps_dtype=keeps, learnt=learnt,
             parts=parts, dim=dim, of=of,
         )  # fmt: skip
+        if ranges is not None:
+            row = RangeRow(**vars(row), flat=_nth(ranges, index, math.prod(shape)))
         expert = index if source.stacked else None
         own = f"{name}.{index}" if source.stacked else name
         yield Entry(own, names, row, layer, where, expert, within=within)
+
+
+def _nth(ranges: Ranges, index: int, elements: int) -> Ranges:
+    """What these ranges are of element number `index` of a stack, or of its only one."""
+    start, end = index * elements, (index + 1) * elements
+    clipped = ((min(max(a, start), end), min(max(b, start), end)) for a, b in ranges)
+    return tuple((a - start, b - start) for a, b in clipped)
+
+
+def _lengths(entries: Sequence[Entry], rank: int) -> tuple[int, ...] | None:
+    """How many elements this rank has of each entry's flat parameter; None without ranges."""
+    found = [entry.row.ranges for entry in entries]
+    return tuple(b - a for a, b in (each[rank] for each in found if each is not None)) or None
 
 
 def _saved_entries(family: Table) -> dict[str, tuple[Entry, int]]:

@@ -1,0 +1,121 @@
+"""How ranks share out a decoder: what the engine needs of it, and FSDP2's way. `fsdp1.py` has the
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from megatron_policy.converters.rows.blocks import Ranges, Shape
+from megatron_policy.engines.hugging_face.decoder import Decoder, shard, split_dimension
+
+
+class Split(NamedTuple):
+    """A tensor of the model as ranks hold it between them: equal parts along `dim`, or consecutive
+    elements of the flat one, or all of it each.
+    """
+
+    shape: Shape
+    dim: int | None = None
+    ranges: Ranges | None = None
+
+
+class Sharding(Protocol):
+    """A decoder whose parameters are shared out. This rank has its parts of them in the parameters
+    themselves whenever no forward or backward pass runs.
+    """
+
+    @property
+    def root(self) -> Any:
+        """The module to call in place of the decoder."""
+
+    @property
+    def rank(self) -> int:
+        """This rank among those that hold the model between them."""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters, at every place of each, and persistent buffers by their names in the model.
+        The parameters stay the same objects.
+        """
+
+    def split_of(self, tensor: torch.Tensor, stacked: bool) -> Split:
+        """How ranks hold one of `tensors`, which is a stack of HF tensors or not."""
+
+    def adding_gradients(self, wanted: bool) -> AbstractContextManager[None]:
+        """In this context, run one forward and backward pass: what it makes is reduced and added to
+        the gradients that there are. Not `wanted`: there is no backward pass.
+        """
+
+    def reshard(self) -> None:
+        """Drop the unsharded weights that a forward pass without a backward pass leaves: the next
+        one must not find them, the shards can change before.
+        """
+
+    def forget_gradients(self) -> None:
+        """Give back the memory of gradients, which parameters no longer have."""
+
+
+def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those that are in the state dict, by name."""
+    for path, each in module.named_modules():
+        for name, buffer in each._buffers.items():
+            if buffer is not None and name not in each._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+@dataclass(frozen=True)
+class Fsdp2:
+    """See `Sharding`: by torch's `fully_shard`, each parameter along one of its dimensions."""
+
+    root: Decoder
+    mesh: DeviceMesh
+
+    @classmethod
+    def of(
+        cls,
+        decoder: Decoder,
+        mesh: DeviceMesh,
+        compute: torch.dtype,
+        offload: bool,
+        stacked: Collection[str],
+    ) -> Fsdp2:
+        """Share out `decoder`; see `shard`."""
+        shard(decoder, mesh, compute, offload, stacked)
+        return cls(decoder, mesh)
+
+    @property
+    def rank(self) -> int:
+        """See `Sharding`."""
+        return self.mesh.get_local_rank(self.mesh.ndim - 1)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Sharding`."""
+        yield from self.root.model.named_parameters(remove_duplicate=False)
+        yield from persistent_buffers(self.root.model)
+
+    def split_of(self, tensor: torch.Tensor, stacked: bool) -> Split:
+        """See `Sharding`."""
+        shape = tuple(tensor.shape)
+        if not isinstance(tensor, DTensor):
+            return Split(shape)
+        ranks = self.mesh.size(self.mesh.ndim - 1)
+        return Split(shape, split_dimension(shape, stacked, ranks))
+
+    def adding_gradients(self, wanted: bool) -> AbstractContextManager[None]:
+        """See `Sharding`: FSDP2 does so itself."""
+        return nullcontext()
+
+    def reshard(self) -> None:
+        """See `Sharding`."""
+        sharded: Any = self.root
+        sharded.reshard()
+
+    def forget_gradients(self) -> None:
+        """See `Sharding`: nothing else has them."""
