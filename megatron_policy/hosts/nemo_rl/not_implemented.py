@@ -17,10 +17,7 @@ _CROSS_TOKENIZER = (
 _MEGATRON_GENERATION = (
     "generation by Megatron's inference engine beside training is not supported; use vLLM"
 )
-_RESHARD = (
-    "this transport moves shards by a map of both models' layouts, which is not made here; leave "
-    "policy.generation.refit_cfg at its default transport"
-)
+_RESHARD = "this transport needs a map of both models' layouts; use the default transport"
 _ENGINES = "checkpoint engines as a refit transport are not supported; use the default transport"
 _SPARSE = "refits of only the differences are not supported; use the default transport"
 
