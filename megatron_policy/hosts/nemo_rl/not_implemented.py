@@ -10,10 +10,7 @@ Class = TypeVar("Class", bound=type)
 
 _FP8 = "an fp8 key-value cache is not supported"
 _HTTP = "refits to SGLang over HTTP are not supported; use vLLM"
-_CROSS_TOKENIZER = (
-    "teachers with another tokenizer are not supported; one with the same tokenizer is, by "
-    "get_topk_logits"
-)
+_CROSS_TOKENIZER = "the teacher needs the same tokenizer, and is then read by get_topk_logits"
 _MEGATRON_GENERATION = (
     "generation by Megatron's inference engine beside training is not supported; use vLLM"
 )
