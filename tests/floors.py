@@ -93,6 +93,7 @@ IMPORT_ONLY_IN: dict[str, tuple[str, ...]] = {
 NAMES_MEGATRON = {
     ("cli.failures", "megatron"): "the logger that a command silences",
     ("config.classify", "megatron"): "a value of the host's key for its backend",
+    ("hosts.nemo_rl.redirect", "megatron"): "a value of MEGATRON_POLICY_WORKERS",
     ("converters.formats.dist_metadata", "megatron"): "a package that older files pickled",
     ("device.random_states", "megatron."): "a prefix fixed by existing files",
 }
@@ -114,14 +115,12 @@ SAME_CLASS_NAME = {
 # A file of fewer than 80 lines with one importer belongs into that importer. Families, Protocols,
 # packages and programs stand alone, and so does what is named here, each with its reason.
 FRAGMENT_LINES = 80
-_COMMAND = "a command is a file"
 _LAYER = "a module of the model is a file"
 _LONG = "one subject, and its importer has at least the 150 to 250 lines that a file aims at"
 _METHODS = "the host's methods of one subject are a file"
 _TRANSPORT = "one side of one transport is a file"
 FRAGMENTS = {
     "attention.context_parallel": _LONG,
-    "cli.run": _COMMAND,
     "coordination.rank_messages": _LONG,
     "engines.megatron.layers.parallel_layer": _LAYER,
     "engines.megatron.layers.residual": _LAYER,
@@ -132,7 +131,6 @@ FRAGMENTS = {
     "hosts.nemo_rl.not_implemented": _LONG,
     "hosts.own_driver": "loaded by its entry point",
     "lm_head.fused_topk": _LONG,
-    "memory.move_model": "its importer is in a room above, and imports it only when asked to move",
     "packing.dynamic": _LONG,
     "policy.handover": _LONG,
     "refit.receive.staging": _LONG,
@@ -143,6 +141,7 @@ FRAGMENTS = {
     "workers.driver.memory": _METHODS,
     "workers.worker.accumulation": _METHODS,
     "workers.worker.checkpoint": _METHODS,
+    "workers.worker.model": _METHODS,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,13 @@ def run(
     host: Annotated[
         str, typer.Option(help="The framework that starts this package's workers.")
     ] = "nemo_rl",
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            help="Which workers of NeMo RL are replaced: megatron, or all, with which "
+            "policy.dtensor_cfg gets this package's worker too."
+        ),
+    ] = None,
 ) -> None:
     """Run a framework's program, such as NeMo RL's run_grpo.py, with this package's workers.
 
@@ -37,6 +45,8 @@ def run(
     from megatron_policy.interfaces.host import find_host
 
     wanted = launch.Program(program, tuple(arguments or ()), module)
+    if workers is not None:
+        _ask_for(workers, host)
     try:
         found = find_host(host)
         launch.find(wanted)
@@ -48,6 +58,20 @@ def run(
         fail(str(error))
     with _ended_by_python():
         launch.run(wanted)
+
+
+def _ask_for(workers: str, host: str) -> None:
+    """Set the variable that says which workers are replaced; it lasts for the whole process."""
+    from megatron_policy.errors import ConfigError
+    from megatron_policy.hosts.nemo_rl import redirect
+
+    if host != "nemo_rl":
+        raise typer.BadParameter(f"--workers is for --host nemo_rl; leave it out with {host!r}")
+    try:
+        redirect.asked_for(workers)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+    os.environ[redirect.WORKERS_VARIABLE] = workers
 
 
 @contextmanager

@@ -61,6 +61,12 @@ class _Whole:
         given = self.raw.get("ignore_unknown_keys")
         return tuple(map(str, given)) if isinstance(given, list | tuple) else ()
 
+    def is_off(self, path: str) -> bool:
+        """Whether `path` is below `dtensor_cfg`, whose engine is not the one that is enabled."""
+        own = self.raw.get("dtensor_cfg")
+        enabled = isinstance(own, Mapping) and own.get("enabled")
+        return path.startswith("dtensor_cfg.") and not enabled
+
     def means(self, path: str, value: Any) -> bool:
         """Whether `value` equals the value of the key `path`, given or default."""
         *sections, name = path.split(".")
@@ -100,6 +106,8 @@ def _walk(
         if rule is None:
             if path in whole.unknown:
                 result.ignored[path] = "unknown, and named in ignore_unknown_keys"
+            elif whole.is_off(path):
+                result.ignored[path] = "affects the engine of dtensor_cfg only"
             else:
                 yield _unknown(prefix, str(name))
         elif value is None and path not in _NULL_IS_A_VALUE:
@@ -135,6 +143,8 @@ def _harmless(rule: Rejected, path: str, value: Any, whole: _Whole) -> bool:
         and whole.raw["generation"].get("backend") not in _OWN_ENGINES
     ):
         return True  # is meant for another engine
+    if whole.is_off(path):
+        return True
     if rule.only:
         return value in rule.only
     if not rule.same_as:

@@ -20,12 +20,6 @@ def as_text(value: Any) -> Any:
     return {k: str(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
 
-class LoraSwitch(Section):
-    """The host's adapters for its own DTensor worker, of which only the switch is read."""
-
-    enabled: bool = False
-
-
 class TransformersConfig(Section):
     """What the engine over transformers' own modules reads, whatever shards them."""
 
@@ -55,7 +49,6 @@ class DTensorConfig(TransformersConfig):
     dp_replicate_size: Count = 1
     """Groups of ranks that have the whole model between them, beside one another (HSDP)."""
     custom_parallel_plan: str | None = None
-    lora_cfg: LoraSwitch = LoraSwitch()
 
 
 class Fsdp1Config(TransformersConfig):

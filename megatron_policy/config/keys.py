@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_policy.config.fsdp import DTensorConfig, Fsdp1Config, LoraSwitch
+from megatron_policy.config.fsdp import DTensorConfig, Fsdp1Config
 from megatron_policy.config.megatron_keys import MEGATRON_SECTIONS, TEXT
 from megatron_policy.config.rules import (
     Applied,
@@ -26,7 +26,7 @@ from megatron_policy.config.sections import (
 
 _ENGINE = "belongs to the host's inference engines, not to the policy's own generate"
 _HOST = "read by the host's driver, not by the worker"
-_AUTOMODEL = "affects the host's own DTensor worker only"
+_AUTOMODEL = "affects modules and sharding of the host's own DTensor worker only"
 _QUANT = "affects quantised training only, and quant_cfg is rejected"
 
 _POLICY: Rules = {
@@ -137,17 +137,25 @@ _DTENSOR: Rules = {
     "custom_parallel_plan": Applied("styles or torch's objects by names of modules; see fsdp.md"),
     "expert_parallel_size": Applied("refused beside `enabled`: see fsdp.md"),
     "defer_fsdp_grad_sync": Ignored("gradients are reduced in each microbatch"),
-    **each(Ignored(_AUTOMODEL), "_v2 moe_parallelizer automodel_kwargs *"),
-    "lora_cfg": Nested(LoraSwitch),
+    "_v2": Ignored("both of the host's DTensor workers are replaced by the same engine"),
+    **each(Nested(), "moe_parallelizer lora_cfg automodel_kwargs"),
 }
 
-_LORA: Rules = {
-    "enabled": Applied("refused beside `dtensor_cfg.enabled`: adapters are megatron_cfg.peft's"),
-    **each(
-        Ignored(_AUTOMODEL),
+_AUTOMODEL_SECTIONS: dict[str, Rules] = {
+    "dtensor_cfg.moe_parallelizer.": {
+        **each(Ignored(_AUTOMODEL), "ignore_router_for_ac reshard_after_forward wrap_outer_model"),
+        "lm_head_precision": Rejected("the head computes in the policy's precision, then in fp32"),
+    },
+    "dtensor_cfg.lora_cfg.": switched_off(
+        "this engine has no adapters, use megatron_cfg with peft",
+        "adapters",
         """target_modules exclude_modules match_all_linear dim alpha dropout dropout_position
-        lora_A_init use_triton *""",
+        lora_A_init use_triton""",
     ),
+    "dtensor_cfg.automodel_kwargs.": {
+        **each(Ignored(_AUTOMODEL), "use_liger_kernel force_hf backend"),
+        "freeze_config": Rejected("all parameters are trained"),
+    },
 }
 
 _FSDP1: Rules = {
@@ -189,8 +197,8 @@ SECTIONS: dict[str, Rules] = {
     },
     "tokenizer.": _TOKENIZER,
     "dtensor_cfg.": _DTENSOR,
+    **_AUTOMODEL_SECTIONS,
     "fsdp_cfg.": _FSDP1,
-    "dtensor_cfg.lora_cfg.": _LORA,
     "draft.": switched_off(
         "training a draft model with the policy is not supported",
         "a draft model",

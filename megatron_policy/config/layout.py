@@ -334,6 +334,7 @@ def _expert_bias(megatron: MegatronConfig, moe: Moe) -> Iterator[str]:
     trained = asked.moe_router_enable_expert_bias and asked.moe_router_bias_update_rate
     if trained and not moe.correction_bias:
         yield (
-            f"{at}=true trains correction biases, which the model does not have: leave it out, or "
-            "set moe_router_bias_update_rate to 0"
+            f"{at}=true trains correction biases, which the model does not have: its checkpoints "
+            "and inference engines have no place for them and would route without them; leave it "
+            "out, or set moe_router_bias_update_rate to 0"
         )

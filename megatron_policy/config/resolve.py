@@ -168,11 +168,6 @@ def _fsdp2(config: PolicySection) -> Iterator[str]:
             f"{at}.attn_implementation={own.attn_implementation!r} makes masks of whole sequences: "
             f"use 'auto', or leave {at}.sequence_parallel out"
         )
-    if own.lora_cfg.enabled:
-        yield (
-            f"{at}.lora_cfg asks for adapters, which FSDP2 does not train here: set its enabled to "
-            "false, or use megatron_cfg.enabled with megatron_cfg.peft"
-        )
 
 
 def _transformers(config: PolicySection) -> Iterator[str]:

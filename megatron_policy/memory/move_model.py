@@ -1,12 +1,16 @@
-"""Moves a model to a device given by name, as the host's workers do."""
+"""Moves a model to a device given by name, and makes a sharded one whole, as hosts' workers do."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from megatron_policy.device import current_device
+from megatron_policy.device import current_device, is_accelerated, synchronize
 from megatron_policy.device.caches import release_cached
 from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.memory.states import Kind
@@ -53,3 +57,39 @@ def move_buffers(memory: DeviceMemory, model: Model, device: str | torch.device)
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(device)
     return model
+
+
+@contextmanager
+def unshard_fsdp2_model(model: torch.nn.Module) -> Iterator[None]:
+    """Within this context every parameter of `model`, which FSDP2 has sharded, is whole.
+
+    Collective over the ranks that share it; `model` is the module that was sharded first, or one
+    around it. For reading: what is written to a whole parameter is lost.
+    """
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    try:
+        for module in sharded:
+            module.unshard()
+        yield
+    finally:
+        for module in sharded:
+            module.reshard()
+
+
+@torch.no_grad()
+def get_cpu_state_dict(
+    state_generator: Iterable[tuple[str, torch.Tensor]], pin_memory: bool = False
+) -> dict[str, torch.Tensor]:
+    """Copies in host memory of the named tensors, of a sharded one this rank's part; pinned where
+    there is a GPU to copy them to.
+    """
+    copies = {}
+    for name, tensor in state_generator:
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        copies[name] = torch.empty(
+            own.shape, dtype=own.dtype, device="cpu", pin_memory=pin_memory and is_accelerated()
+        )
+        copies[name].copy_(own, non_blocking=True)
+    if is_accelerated():
+        synchronize()
+    return copies

@@ -98,6 +98,10 @@ HOST_KEYS: dict[str, str] = {
         alpha dim dropout dropout_position enabled exclude_modules lora_A_init match_all_linear
         target_modules use_triton
     """,
+    "dtensor_cfg.moe_parallelizer.": """
+        ignore_router_for_ac lm_head_precision reshard_after_forward wrap_outer_model
+    """,
+    "dtensor_cfg.automodel_kwargs.": "backend force_hf freeze_config use_liger_kernel",
     "draft.": "aux_layer_indices enabled loss_weight model_name num_layers",
     "router_replay.": "enabled transport",
     "reward_model_cfg.": "enabled reward_model_type",

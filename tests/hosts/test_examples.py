@@ -30,7 +30,7 @@ BASES = {
 }
 OF_MEGATRON = ("ppo_math_1B_megatron.yaml",)
 """The host's files that choose its Megatron worker."""
-PARTS = ("lora.yaml", "tiny.yaml")
+PARTS = ("dtensor.yaml", "lora.yaml", "tiny.yaml")
 """Files that others inherit, without a policy of their own."""
 
 
@@ -87,11 +87,11 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_policy_of_an_example_is_accepted(file: Path, environment: None) -> None:
     document = composed(file)
     if file.name in PARTS:
-        assert "dtensor_cfg" not in document["policy"]
+        assert ("dtensor_cfg" in document["policy"]) == (file.name == "dtensor.yaml")
         return
     policy = _resolved(document["policy"], document["policy"])
     config = PolicyConfig.parse(policy)
-    assert config.megatron_cfg.enabled and not config.dtensor_cfg.enabled
+    assert config.dtensor_cfg.enabled == file.stem.endswith("_dtensor")
     workers = document["cluster"]["gpus_per_node"] * document["cluster"]["num_nodes"]
     assert topology_of(config, workers).world_size == workers
     if file.parent.name == "laptop":

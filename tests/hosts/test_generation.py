@@ -78,14 +78,16 @@ def test_a_worker_that_holds_the_whole_model_generates_while_the_others_wait(
     ],
 )
 def test_a_worker_that_holds_a_part_of_the_model_is_not_asked_to_generate_alone(
-    sizes: dict[str, int], world: int, refused: bool
+    sizes: dict[str, int], world: int, refused: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     topology = topology_of(PolicyConfig.parse(policy_config("/nowhere", sizes)), world)
     with host_with({}):
         refuse_lone_generation(topology)  # that host calls all workers
     with host_with(LONE_GENERATION):
         if not refused:
+            assert not caplog.records
             refuse_lone_generation(topology)
+            assert "gives all prompts to the first of 2 workers" in caplog.text
             return
         with pytest.raises(NotImplementedError, match=r"Set all parallel sizes .* to 1"):
             refuse_lone_generation(topology)

@@ -61,6 +61,43 @@ def test_the_value_models_worker_becomes_ours(groups: ModuleType) -> None:
     assert hasattr(getattr(importlib.import_module(module), name), "remote")
 
 
+@pytest.mark.parametrize("theirs", redirect.THEIR_DTENSOR_WORKERS)
+def test_a_dtensor_worker_becomes_ours_where_it_is_asked_for(
+    groups: ModuleType, monkeypatch: pytest.MonkeyPatch, theirs: str
+) -> None:
+    host.install()
+    assert groups.RayWorkerBuilder(theirs).ray_actor_class_fqn == theirs
+    monkeypatch.setenv("MEGATRON_POLICY_WORKERS", "all")
+    host.install()
+    assert groups.RayWorkerBuilder(theirs, "config").ray_actor_class_fqn == redirect.OUR_WORKER
+    monkeypatch.delenv("MEGATRON_POLICY_WORKERS")
+    host.install()
+    for name in (theirs, SINCE_05):
+        assert groups.RayWorkerBuilder(name).ray_actor_class_fqn == redirect.OUR_WORKER
+
+
+def test_workers_that_are_not_known_are_refused(
+    groups: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"MEGATRON_POLICY_WORKERS='dtensor'.*or 'all'"):
+        host.install("dtensor")
+    monkeypatch.setenv("MEGATRON_POLICY_WORKERS", "none")
+    with pytest.raises(ConfigError, match="MEGATRON_POLICY_WORKERS='none'"):
+        host.install()
+    assert not hasattr(groups.RayWorkerBuilder.__init__, "_megatron_policy")
+
+
+def test_a_dtensor_worker_that_stays_the_hosts_is_named_where_all_are_asked_for(
+    groups: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    host.install("all")
+    value = "nemo_rl.models.value.workers.dtensor_value_worker_v2.DTensorValueWorkerV2"
+    assert groups.RayWorkerBuilder(value).ray_actor_class_fqn == value
+    assert [value in record.message for record in caplog.records] == [True]
+    with pytest.raises(ConfigError, match=r"it starts nemo_rl\.new\.DTensorPolicyWorker, which"):
+        groups.RayWorkerBuilder("nemo_rl.new.DTensorPolicyWorker")
+
+
 @pytest.mark.parametrize("name", [*OTHERS, redirect.OUR_WORKER])
 def test_every_other_worker_stays_what_it_is(groups: ModuleType, name: str) -> None:
     host.install()

@@ -152,6 +152,22 @@ def test_a_program_of_nemo_rl_starts_our_worker(tmp_path: Path, path: str, launc
     assert THEIRS in told.stderr
 
 
+def test_the_command_asks_for_our_worker_in_place_of_the_dtensor_one(
+    tmp_path: Path, path: str
+) -> None:
+    script, theirs = tmp_path / "driver.py", redirect.THEIR_DTENSOR_WORKERS[0]
+    script.write_text(
+        "from nemo_rl.distributed.worker_groups import RayWorkerBuilder\n"
+        f"print(RayWorkerBuilder({theirs!r}).ray_actor_class_fqn)\n"
+    )
+    asked, not_asked = (
+        python(*LAUNCHERS["command"], *words, script, PYTHONPATH=path)
+        for words in (("--workers", "all"), ())
+    )
+    assert asked.stdout == f"{redirect.OUR_WORKER}\n", asked.stderr
+    assert not_asked.stdout == f"{theirs}\n", not_asked.stderr
+
+
 def test_another_host_can_be_named(programs: Path) -> None:
     told = python(*LAUNCHERS["command"], "--host", "ray", programs / "exits.py")
     assert told.returncode == 7, told.stderr
@@ -165,6 +181,8 @@ def test_another_host_can_be_named(programs: Path) -> None:
         (("module", "-m", "no.where"), {}, 2, "there is no module 'no.where'"),
         (("module",), {}, 2, "name a script, or a module after -m"),
         (("command", "--host", "verl", __file__), {}, 2, "there is no host 'verl'; known hosts:"),
+        (("command", "--workers", "none", __file__), {}, 2, "'megatron', those of policy.megatron"),
+        (("command", "--host", "ray", "--workers", "all", __file__), {}, 2, "leave it out with"),
         (("module", __file__), {}, 1, "NeMo RL is not installed in"),
         (("command", __file__), {}, 1, "NeMo RL is not installed in"),
         (

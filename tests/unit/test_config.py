@@ -370,7 +370,7 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
         ),
         (
             {MEGATRON + "enabled": False, "dtensor_cfg": FSDP | {"lora_cfg": LORA}},
-            "lora_cfg asks for adapters, which FSDP2 does not .* with megatron_cfg.peft",
+            "lora_cfg.enabled=True .* no adapters, use megatron_cfg with peft",
         ),
         (
             {

@@ -137,8 +137,8 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 @pytest.mark.parametrize("name", host_policies.ALL)
 def test_one_letter_more_in_any_key_of_the_host_is_found(name: str) -> None:
     for path, value in _leaves(host_policies.ALL[name]):
-        if f"{path.rpartition('.')[0]}.*" in KEYS:
-            continue  # the section is another worker's, or off, as a whole
+        if f"{path.rpartition('.')[0]}.*" in KEYS or path.startswith("dtensor_cfg."):
+            continue  # the section is another engine's, or off, as a whole
         raw = copy.deepcopy(host_policies.ALL[name])
         *sections, key = path.split(".")
         at = raw
@@ -154,10 +154,18 @@ REJECTED = sorted(
 )
 
 
+def _where_it_counts(path: str) -> dict[str, Any]:
+    """A policy of the host whose engine reads this key."""
+    raw = copy.deepcopy(host_policies.EARLY)
+    if path.startswith("dtensor_cfg."):
+        raw["dtensor_cfg"], raw["megatron_cfg"]["enabled"] = {"enabled": True}, False
+    return raw
+
+
 @pytest.mark.parametrize("path", REJECTED)
 def test_a_rejected_key_passes_only_when_it_asks_for_nothing(path: str) -> None:
     *sections, key = path.split(".")
-    raw = copy.deepcopy(host_policies.EARLY)
+    raw = _where_it_counts(path)
     at = raw
     for section in sections:
         at = at.setdefault(section, {})
@@ -184,8 +192,8 @@ def test_a_section_that_is_off_may_say_what_it_likes(path: str) -> None:
     *outer, section, _ = path.split(".")
     others = dict.fromkeys(SECTIONS[path.removesuffix("enabled")], 1)
     for keys in (others | {"enabled": False, "of_a_newer_host": 1}, {}, None, False):
-        raw = copy.deepcopy(host_policies.EARLY)
-        at = raw["megatron_cfg"] if outer else raw
+        raw = _where_it_counts(path)
+        at = raw[outer[0]] if outer else raw
         at[section] = keys
         PolicyConfig.parse(raw)
     at[section] = others | {"enabled": True}
@@ -198,8 +206,23 @@ def test_a_section_that_is_off_may_say_what_it_likes(path: str) -> None:
 
 def test_switches_are_those_of_what_is_not_supported() -> None:
     expected = {"draft"}
-    expected |= {"megatron_cfg.fp8_cfg"}
+    expected |= {"megatron_cfg.fp8_cfg", "dtensor_cfg.lora_cfg"}
     assert {path.removesuffix(".enabled") for path in SWITCHES} == expected
+
+
+def test_a_key_of_the_engine_that_is_off_passes_and_counts_where_it_is_on() -> None:
+    keys = {"lora_cfg": {"enabled": True, "dim": 8}, "moe_parallelizer": {"mp_policy": 1}, "new": 1}
+    raw = copy.deepcopy(host_policies.EARLY)
+    raw["dtensor_cfg"] |= keys
+    listed = ignored_keys(raw)
+    assert {"dtensor_cfg.new", "dtensor_cfg.moe_parallelizer.mp_policy"} <= listed.keys()
+    raw["dtensor_cfg"]["enabled"], raw["megatron_cfg"]["enabled"] = True, False
+    with pytest.raises(ConfigError) as raised:
+        PolicyConfig.parse(raw)
+    lines = str(raised.value).splitlines()
+    assert len(lines) == 3
+    for said in ("lora_cfg.enabled=True", "parallelizer.mp_policy is unknown", "new is unknown"):
+        assert any(said in line for line in lines), lines
 
 
 def test_freezing_towers_that_a_text_model_lacks_passes_and_freezing_the_model_does_not() -> None:

@@ -1,6 +1,7 @@
 """`megatron-policy run` for a laptop: with an engine on the CPU in the place of vLLM.
 
 `python run.py SCRIPT [ARGS...]`, for NeMo RL's scripts with `policy.generation.backend=vllm`.
+MEGATRON_POLICY_WORKERS=all is `--workers all`.
 """
 
 from __future__ import annotations

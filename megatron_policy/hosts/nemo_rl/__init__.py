@@ -22,12 +22,15 @@ def backend() -> Host:
     return Host("nemo_rl", redirect.OUR_WORKER, install)
 
 
-def install() -> None:
-    """Make the NeMo RL of this process start our worker where it is configured to use Megatron.
+def install(workers: str | None = None) -> None:
+    """Make the NeMo RL of this process start our worker where it is configured to use Megatron and,
+    with `workers="all"`, where it is configured to use DTensor (`policy.dtensor_cfg`). Without
+    `workers` the variable MEGATRON_POLICY_WORKERS says which.
 
-    Call it in the driver before it makes a policy; repeated calls are harmless. ConfigError if
-    NeMo RL cannot be imported, or has a structure that this package does not know.
+    Call it in the driver before it makes a policy; repeated calls are harmless, and leave out
+    nothing that an earlier one has asked for. ConfigError if NeMo RL cannot be imported, or has a
+    structure that this package does not know.
     """
     from megatron_policy.hosts.nemo_rl import redirect
 
-    redirect.install()
+    redirect.install(workers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,11 +16,15 @@ from megatron_policy.memory.states import Kind
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
 
+_log = logging.getLogger(__name__)
+
 
 class HostGeneration(MegatronPolicyWorkerImpl):
     """Generation by the policy itself, as drivers ask for it with the backend `megatron`: of every
     worker up to 0.6, later of the first one alone.
     """
+
+    _checked = False
 
     def generate(self, data: Mapping[str, Any], greedy: bool = False) -> Any:
         """Continue each prompt; see `GenerationOutputSpec` for the result.
@@ -43,7 +48,9 @@ class HostGeneration(MegatronPolicyWorkerImpl):
 
         NotImplementedError if the host would call only one worker of those that share the model.
         """
-        refuse_lone_generation(self.policy.topology)
+        if not self._checked:
+            refuse_lone_generation(self.policy.topology)
+            self._checked = True
         super().prepare_for_generation()
 
     def finish_generation(self, release_gpu: bool = True) -> None:
@@ -78,12 +85,20 @@ def refuse_lone_generation(topology: Topology) -> None:
     for the others.
     """
     module = "nemo_rl.models.generation.megatron.megatron_generation"
-    alone = topology.world_size == topology.dp and not topology.joins_replicas
-    if not alone and part_or_none(module, "MegatronGeneration") is not None:
+    if part_or_none(module, "MegatronGeneration") is None:
+        return
+    if topology.world_size != topology.dp or topology.joins_replicas:
         raise NotImplementedError(
             "policy.generation.backend 'megatron': this NeMo RL gives all prompts to the first "
             "worker, which holds only a part of the model. Set all parallel sizes of "
             "policy.megatron_cfg to 1, and the first worker generates alone, or use vLLM"
+        )
+    if topology.world_size > 1:
+        _log.warning(
+            "policy.generation.backend 'megatron': this NeMo RL gives all prompts to the first of "
+            "%d workers, and here one call's prompts after another's: for small experiments. Use "
+            "vLLM for others",
+            topology.world_size,
         )
 
 

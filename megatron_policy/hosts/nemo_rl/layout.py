@@ -22,6 +22,7 @@ def check_layout_of_host(annotations: Any, config: PolicyConfig) -> None:
     configuration. None, or an object without `names` and `layout`, is not compared.
     """
     from megatron_policy.config.layout import topology_of
+    from megatron_policy.config.parallel_sizes import parallel_sizes
 
     if not (hasattr(annotations, "names") and hasattr(annotations, "layout")):
         return
@@ -36,5 +37,6 @@ def check_layout_of_host(annotations: Any, config: PolicyConfig) -> None:
         raise ConfigError(
             f"the driver laid out its ranks as {found} with ranks {ranks.flatten().tolist()}, but "
             f"the configuration asks for {ours} with ranks in that order, the last axis fastest: "
-            "make the cluster's size and the parallel sizes in policy.megatron_cfg agree"
+            "make the cluster's size and the parallel sizes in "
+            f"{parallel_sizes(config).section} agree"
         )

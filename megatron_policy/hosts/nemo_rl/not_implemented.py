@@ -10,19 +10,11 @@ Class = TypeVar("Class", bound=type)
 
 _FP8 = "an fp8 key-value cache is not supported"
 _HTTP = "refits to SGLang over HTTP are not supported; use vLLM"
-_CROSS_TOKENIZER = (
-    "teachers with another tokenizer are not supported; one with the same tokenizer is, by "
-    "get_topk_logits"
-)
-_MEGATRON_GENERATION = (
-    "generation by Megatron's inference engine beside training is not supported; use vLLM"
-)
-_RESHARD = (
-    "this transport moves shards by a map of both models' layouts, which is not made here; leave "
-    "policy.generation.refit_cfg at its default transport"
-)
+_CROSS_TOKENIZER = "the teacher needs the same tokenizer, and is then read by get_topk_logits"
+_MEGATRON_GENERATION = "generation by Megatron's inference engine is not supported; use vLLM"
+_RESHARD = "this transport needs a map of both models' layouts; use the default transport"
 _ENGINES = "checkpoint engines as a refit transport are not supported; use the default transport"
-_SPARSE = "refits of only the differences are not supported; use the default transport"
+_SPARSE = "refits of differences are not supported; use the default transport"
 
 NOT_IMPLEMENTED: dict[str, str] = {
     "calibrate_qkv_fp8_scales": _FP8,

@@ -12,7 +12,7 @@ import os
 import shutil
 import site
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -29,9 +29,24 @@ THEIR_WORKERS = (
 
 OUR_VALUE_WORKER = "megatron_policy.hosts.nemo_rl.value_worker.MegatronValueWorker"
 THEIR_VALUE_WORKER = "nemo_rl.models.value.workers.megatron_value_worker.MegatronValueWorker"
-_OURS = dict.fromkeys(THEIR_WORKERS, OUR_WORKER) | {THEIR_VALUE_WORKER: OUR_VALUE_WORKER}
+_OF_MEGATRON = dict.fromkeys(THEIR_WORKERS, OUR_WORKER) | {THEIR_VALUE_WORKER: OUR_VALUE_WORKER}
 
-_SAME_CLASS = ".MegatronPolicyWorker"
+THEIR_DTENSOR_WORKERS = (
+    "nemo_rl.models.policy.workers.dtensor_policy_worker.DTensorPolicyWorker",  # since 0.5
+    "nemo_rl.models.policy.workers.dtensor_policy_worker_v2.DTensorPolicyWorkerV2",
+    "nemo_rl.models.policy.dtensor_policy_worker.DTensorPolicyWorker",  # until 0.4
+    "nemo_rl.models.policy.dtensor_policy_worker_v2.DTensorPolicyWorkerV2",
+)
+"""Ours replaces them where it is asked for: it chooses its engine by the configuration."""
+
+WORKERS_VARIABLE = "MEGATRON_POLICY_WORKERS"
+WORKERS = {
+    "megatron": _OF_MEGATRON,
+    "all": _OF_MEGATRON | dict.fromkeys(THEIR_DTENSOR_WORKERS, OUR_WORKER),
+}
+"""What is replaced, by the values of the variable."""
+
+_SAME_CLASS = (".MegatronPolicyWorker", ".DTensorPolicyWorker", ".DTensorPolicyWorkerV2")
 
 GROUPS = "nemo_rl.distributed.worker_groups"
 CLASS_NAME = "ray_actor_class_fqn"
@@ -42,8 +57,9 @@ PYTHON_VARIABLE = "MEGATRON_POLICY_PY"
 log = logging.getLogger("megatron_policy.hosts.nemo_rl")
 
 
-def install() -> None:
+def install(workers: str | None = None) -> None:
     """See `megatron_policy.hosts.nemo_rl.install`."""
+    replaced = asked_for(workers)
     groups, registry = _imported(GROUPS), _imported(ENVIRONMENTS)
     builder = _builder(groups)
     environments = _environments(registry)
@@ -51,8 +67,10 @@ def install() -> None:
     if os.environ.get(PYTHON_VARIABLE, "").strip():
         # Processes in other folders inherit it, and may run this code too.
         os.environ[PYTHON_VARIABLE] = environments[OUR_WORKER]
-    if not hasattr(builder.__init__, "_megatron_policy"):
-        builder.__init__ = _redirecting(builder.__init__, environments)
+    if hasattr(builder.__init__, "_megatron_policy"):
+        builder.__init__._megatron_policy.update(replaced)
+    else:
+        builder.__init__ = _redirecting(builder.__init__, dict(replaced), environments)
         # NeMo RL's policies call Ray when they are collected. Those in reference cycles would be
         # collected after Ray has left the process, which can crash at the end of a complete run.
         atexit.register(gc.collect)
@@ -60,6 +78,19 @@ def install() -> None:
     # NeMo RL refuses to use Megatron unless this is set to something. Builds for a GPU treat an
     # empty value like none, and target the GPU that they find.
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "")
+
+
+def asked_for(workers: str | None = None) -> dict[str, str]:
+    """Our worker by the name of each of theirs that it replaces: those that `workers` names, by
+    default MEGATRON_POLICY_WORKERS, or else those of Megatron. ConfigError for another value.
+    """
+    wanted = workers or os.environ.get(WORKERS_VARIABLE, "").strip() or "megatron"
+    if wanted not in WORKERS:
+        raise ConfigError(
+            f"{WORKERS_VARIABLE}={wanted!r}: NeMo RL's workers that are replaced are 'megatron', "
+            "those of policy.megatron_cfg, or 'all', those of policy.dtensor_cfg too"
+        )
+    return WORKERS[wanted]
 
 
 def worker_python() -> str:
@@ -128,30 +159,41 @@ def _refuse(what: str) -> NoReturn:
 
 
 def _redirecting(
-    original: Callable[..., None], environments: MutableMapping[str, str]
+    original: Callable[..., None],
+    replaced: dict[str, str],
+    environments: MutableMapping[str, str],
 ) -> Callable[..., None]:
-    """`original`, the constructor of RayWorkerBuilder, with our worker in place of theirs."""
+    """`original`, the constructor of RayWorkerBuilder, with our worker in place of those that
+    `replaced` names.
+    """
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         if args:
-            args = (_worker_for(args[0], environments), *args[1:])
+            args = (_worker_for(args[0], replaced, environments), *args[1:])
         elif CLASS_NAME in kwargs:
-            kwargs[CLASS_NAME] = _worker_for(kwargs[CLASS_NAME], environments)
+            kwargs[CLASS_NAME] = _worker_for(kwargs[CLASS_NAME], replaced, environments)
         original(self, *args, **kwargs)
 
-    cast(Any, __init__)._megatron_policy = True
+    cast(Any, __init__)._megatron_policy = replaced
     return __init__
 
 
-def _worker_for(name: Any, environments: MutableMapping[str, str]) -> Any:
-    if name in _OURS:
-        ours = _OURS[name]
+def _worker_for(
+    name: Any, replaced: Mapping[str, str], environments: MutableMapping[str, str]
+) -> Any:
+    if name in replaced:
+        ours = replaced[name]
         _tell(f"{ours} is started instead of {name}, by {environments[ours]}")
         return ours
-    if isinstance(name, str) and name.startswith("nemo_rl.") and name.endswith(_SAME_CLASS):
-        _refuse(f"it starts {name}, which is not one of {', '.join(THEIR_WORKERS)}")
-    if isinstance(name, str) and name.rpartition(".")[2].startswith("Megatron"):
+    if not isinstance(name, str):
+        return name
+    kind = name.rpartition(".")[2]
+    known = [other for other in replaced if other.rpartition(".")[2] == kind]
+    if known and name.startswith("nemo_rl.") and name.endswith(_SAME_CLASS):
+        _refuse(f"it starts {name}, which is not one of {', '.join(known)}")
+    dtensor = THEIR_DTENSOR_WORKERS[0] in replaced
+    if kind.startswith(("Megatron", "DTensor") if dtensor else "Megatron"):
         _tell(f"{name} is NeMo RL's own: megatron-policy has no replacement for it")
     return name
 

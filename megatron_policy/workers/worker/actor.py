@@ -26,6 +26,7 @@ from megatron_policy.workers.profiling import WorkerProfiling
 from megatron_policy.workers.worker.accumulation import WorkerAccumulation
 from megatron_policy.workers.worker.checkpoint import WorkerCheckpoint
 from megatron_policy.workers.worker.memory import WorkerMemory
+from megatron_policy.workers.worker.model import WorkerModel
 from megatron_policy.workers.worker.refit import WorkerRefit
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ NOISE_STD = 0.01
 
 
 class MegatronPolicyWorkerImpl(
-    WorkerProfiling, WorkerCheckpoint, WorkerRefit, WorkerMemory, WorkerAccumulation
+    WorkerProfiling, WorkerCheckpoint, WorkerRefit, WorkerMemory, WorkerModel, WorkerAccumulation
 ):
     """One rank's policy under the host's names.
 

@@ -75,13 +75,8 @@ class WorkerMemory:
 
         return move_to_own_device(self.policy.memory, model)
 
-    def manual_offload_to_cpu(self, model: torch.nn.Module) -> torch.nn.Module:
-        """`move_to_cpu` under the name that it has on the host's FSDP1 worker."""
-        return self.move_to_cpu(model)
-
-    def manual_load_to_gpu(self, model: torch.nn.Module) -> torch.nn.Module:
-        """`move_to_cuda` under the name that it has on the host's FSDP1 worker."""
-        return self.move_to_cuda(model)
+    # As on the host's FSDP1 worker. Not methods of their own: Ray pickles each by value.
+    manual_offload_to_cpu, manual_load_to_gpu = move_to_cpu, move_to_cuda
 
     def move_to_device(self, model: torch.nn.Module, device: Any) -> torch.nn.Module:
         """`model` with its parameters and buffers on `device`."""

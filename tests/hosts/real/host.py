@@ -92,7 +92,7 @@ def batch(values: dict[str, Any]) -> Any:
 
 def make_policy(config: dict[str, Any], world_size: int, **keywords: Any) -> tuple[Any, Any]:
     """The host's Policy, started as a driver script starts it, and its cluster."""
-    ours.install()
+    ours.install("all")
     cluster_module = importlib.import_module("nemo_rl.distributed.virtual_cluster")
     policy_module = importlib.import_module("nemo_rl.models.policy.lm_policy")
     cluster = cluster_module.RayVirtualCluster([world_size], use_gpus=False, name="real-host")
@@ -189,4 +189,31 @@ def config_of(path: Path, batching: str, layout: dict[str, int], **megatron: Any
             "fp8_cfg": {"enabled": False, "fp8": "hybrid", "fp8_recipe": "tensorwise"},
             **megatron,
         },
+    }
+
+
+def dtensor_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The same policy by the host's DTensor configuration, with the same optimizer."""
+    keys = {
+        "enabled": True,
+        "cpu_offload": False,
+        "sequence_parallel": False,
+        "activation_checkpointing": False,
+        "tensor_parallel_size": 1,
+        "context_parallel_size": config["megatron_cfg"]["context_parallel_size"],
+        "custom_parallel_plan": None,
+    }
+    own = config["megatron_cfg"]["optimizer"]
+    kwargs = {
+        "lr": own["lr"],
+        "weight_decay": own["weight_decay"],
+        "betas": [own["adam_beta1"], own["adam_beta2"]],
+        "eps": own["adam_eps"],
+        "foreach": False,
+        "fused": False,
+    }
+    return config | {
+        "megatron_cfg": {"enabled": False},
+        "dtensor_cfg": keys,
+        "optimizer": {"name": "torch.optim.AdamW", "kwargs": kwargs},
     }

@@ -1,7 +1,9 @@
 """Which recipes of the host the configuration takes, each at the size of its own cluster.
 
-`python -m tests.hosts.real.recipes` prints the refused ones by reason. It needs `nemo_rl`, if only
-its `utils/config.py`, on the path; models are known by the shapes that their makers published.
+A recipe counts as taken if no model of it is refused, and no method that its driver calls for its
+engines. `python -m tests.hosts.real.recipes` prints the refused ones by reason. It needs `nemo_rl`,
+if only its `utils/config.py`, on the path; models are known by the shapes that their makers
+published.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +22,7 @@ from megatron_policy.config.layout import check_layout, topology_of
 from megatron_policy.config.model_table import model_table
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.errors import ConfigError
+from megatron_policy.hosts.nemo_rl.not_implemented import NOT_IMPLEMENTED
 from tests.unit.published import COMMON, PUBLISHED
 from tests.unit.published_experts import PUBLISHED_EXPERTS
 
@@ -64,6 +67,11 @@ WITH_EXPERTS = {
         "DeepSeek-V3 in bf16"
     ),
 }
+MODELS = ("policy", "teacher", "value")
+SPLIT_MODEL = [
+    f"{axis}_parallel_size"
+    for axis in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+]
 NOT_KNOWN = "a model that is not in the tables of tests/hosts/real/recipes.py"
 
 
@@ -100,12 +108,17 @@ def for_our_worker(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def recipes() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name, policy and cluster of every recipe for Megatron."""
+    """Name, models and cluster of every recipe that trains a policy with Megatron."""
     root = checkout() / "examples" / "configs" / "recipes"
     for file in sorted(root.glob("**/*.yaml")):
-        document = sections(file, "policy", "cluster")
-        if (document.get("policy", {}).get("megatron_cfg") or {}).get("enabled"):
+        document = sections(file, "cluster", *MODELS)
+        if with_megatron(document, "policy"):
             yield str(file.relative_to(root)), document
+
+
+def with_megatron(document: Mapping[str, Any], model: str) -> bool:
+    """Whether the recipe has such a model, and a Megatron worker for it."""
+    return bool((document.get(model, {}).get("megatron_cfg") or {}).get("enabled"))
 
 
 def ranks_of(document: Mapping[str, Any]) -> int:
@@ -142,9 +155,15 @@ def architecture_of(config: PolicyConfig) -> Architecture | None:
 
 
 def refusal(document: Mapping[str, Any]) -> str:
-    """What the configuration of a recipe is refused for; empty if it is taken."""
+    """What a recipe is refused for; empty if it is taken."""
+    found = (refusal_of(document[m], document) for m in MODELS if with_megatron(document, m))
+    return next(filter(None, found), "") or refused_generation(document["policy"])
+
+
+def refusal_of(raw: dict[str, Any], document: Mapping[str, Any]) -> str:
+    """What the configuration of one of its models is refused for."""
     try:
-        config = PolicyConfig.parse(for_our_worker(document["policy"]))
+        config = PolicyConfig.parse(for_our_worker(raw))
         architecture = architecture_of(config)
         if architecture is None:
             return f"{NOT_KNOWN}: {config.model_name}"
@@ -154,13 +173,39 @@ def refusal(document: Mapping[str, Any]) -> str:
     return ""
 
 
+def refused_generation(policy: Mapping[str, Any]) -> str:
+    """The method of the worker that the driver calls for the recipe's engines, and why it refuses;
+    empty if there is none.
+    """
+    engines: Mapping[str, Any] = policy.get("generation") or {}
+    backend, transport = engines.get("backend"), engines.get("refit_transport")
+    megatron = policy["megatron_cfg"]
+    called = ""
+    if backend == "megatron" and not engines["colocated"]["enabled"]:
+        called = "swap_weights_via_reshard"
+    elif backend == "megatron" and any(megatron.get(size, 1) > 1 for size in SPLIT_MODEL):
+        return "prepare_for_generation: a worker that holds a part of the model does not generate"
+    elif backend == "sglang":
+        called = "stream_weights_via_http"
+    elif transport is not None:
+        special = {"nccl_reshard": "nccl_reshard_refit"}
+        other = "stream_remote_sparse_weights" if "sparse" in transport else "checkpoint_engine_rpc"
+        called = special.get(transport, other)
+    elif str((engines.get("vllm_cfg") or {}).get("kv_cache_dtype")).startswith("fp8"):
+        called = "calibrate_qkv_fp8_scales"
+    return f"{called}: {NOT_IMPLEMENTED[called]}" if called else ""
+
+
 def main() -> None:
     """Print how many recipes are taken, and the reasons of the others."""
-    refused = {name: said for name, document in recipes() if (said := refusal(document))}
-    total = sum(1 for _ in recipes())
-    print(f"{total - len(refused)} of {total} are taken")
-    for said, count in Counter(refused.values()).most_common():
-        print(f"{count:4d}  {said}")
+    said = {name: refusal(document) for name, document in recipes()}
+    refused: dict[str, list[str]] = defaultdict(list)
+    for name, reason in said.items():
+        if reason:
+            refused[reason].append(name)
+    print(f"{len(said) - sum(map(len, refused.values()))} of {len(said)} are taken")
+    for reason, names in sorted(refused.items(), key=lambda each: -len(each[1])):
+        print(f"{len(names):4d}  {reason}", *names, sep="\n        ")
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class Laptop:
 
     def run(self, name: str, file: str, out: Path, *arguments: str, engine: bool = False) -> str:
         """Run a script of the host's to its end, with checkpoints and logs in `out`; with `engine`,
-        one on the CPU stands in for vLLM. What it printed.
+        one on the CPU stands in for vLLM. Our worker replaces all of the host's. What it printed.
         """
         launcher = [str(LAPTOP / "run.py")] if engine else ["-m", "megatron_policy", "run"]
         where = [f"checkpointing.checkpoint_dir={out}", f"logger.log_dir={out}/logs"]
@@ -57,7 +57,7 @@ class Laptop:
         done = subprocess.run(
             [sys.executable, *launcher, f"examples/{name}", *config, *where, *arguments],
             cwd=self.host,
-            env=self.env,
+            env=self.env | {"MEGATRON_POLICY_WORKERS": "all"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -147,6 +147,21 @@ def test_sft_trains_adapters_saves_them_alone_and_goes_on(laptop: Laptop, tmp_pa
     assert saved(tmp_path)[-1] == "step_5"
 
 
+def test_sft_of_the_dtensor_configuration_has_the_losses_of_megatron_and_goes_on(
+    laptop: Laptop, tmp_path: Path
+) -> None:
+    megatron, dtensor = tmp_path / "megatron", tmp_path / "dtensor"
+    expected = printed(laptop.run("run_sft.py", "sft.yaml", megatron), "Loss")
+    said = laptop.run("run_sft.py", "sft_dtensor.yaml", dtensor)
+    assert "DTensorPolicyWorker" in said
+    losses = printed(said, "Loss")
+    # Printed with four digits.
+    assert len(losses) == 3 and losses == pytest.approx(expected, abs=1.01e-4)
+    assert saved(dtensor) == ["step_3"]
+    said = laptop.run("run_sft.py", "sft_dtensor.yaml", dtensor, "sft.max_num_steps=4")
+    assert "Step 4/4" in said and "Step 3/4" not in said
+
+
 def test_dpo_runs_three_steps_and_saves(laptop: Laptop, tmp_path: Path) -> None:
     laptop.run("run_dpo.py", "dpo.yaml", tmp_path)
     assert saved(tmp_path) == ["step_3"]
@@ -181,6 +196,15 @@ def test_grpo_trains_adapters_and_gives_the_engine_merged_weights(
     laptop.run(script_for_grpo(), "grpo_lora.yaml", tmp_path, engine=True)
     assert saved(tmp_path) == ["step_3"]
     check_adapters_alone(tmp_path / "step_3")
+    check_rollouts(tmp_path, laptop.tiny / "model", steps=3)
+
+
+def test_grpo_of_the_dtensor_configuration_gives_the_engine_its_weights(
+    laptop: Laptop, tmp_path: Path
+) -> None:
+    said = laptop.run(script_for_grpo(), "grpo_dtensor.yaml", tmp_path, engine=True)
+    assert "DTensorPolicyWorker" in said
+    assert saved(tmp_path) == ["step_3"]
     check_rollouts(tmp_path, laptop.tiny / "model", steps=3)
 
 

@@ -1,4 +1,6 @@
-"""One loss, the mean negative log-likelihood of tokens, under both of the host's loss contracts."""
+"""Losses under both of the host's contracts: the mean negative log-likelihood of tokens and, for
+data with advantages, the clipped policy gradient.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ class LogitLoss:
         own = logits.gather(-1, torch.where(inside, targets, 0).unsqueeze(-1)).squeeze(-1)
         total = Sum.apply(logits.exp().sum(-1), vocab_parallel_group)
         chosen = Sum.apply(torch.where(inside, own, 0), vocab_parallel_group)
-        return _nll(chosen - total.log(), data, global_valid_toks)
+        return _mean(chosen - total.log(), data, global_valid_toks)
 
 
 class LogprobLoss:
@@ -79,13 +81,18 @@ class LogprobLoss:
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        return _nll(next_token_logprobs, data, global_valid_toks)
+        return _mean(next_token_logprobs, data, global_valid_toks)
 
 
-def _nll(
+def _mean(
     logprobs: torch.Tensor, data: BatchedDataDict, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     assert isinstance(data, BatchedDataDict), type(data)
     mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
-    loss = -(logprobs * mask).sum() / tokens
+    gained = logprobs
+    if "advantages" in data:
+        ratio = (logprobs - data["prev_logprobs"][:, 1:]).exp()
+        advantages = data["advantages"][:, 1:]
+        gained = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    loss = -(gained * mask).sum() / tokens
     return loss, {"loss": loss.item(), "num_valid_samples": data["sample_mask"].sum().item()}

@@ -23,12 +23,34 @@ class Contract:
 
     name: str
     worker: str
+    dtensor_worker: str
     one_initializer: bool
     kills: bool
 
 
-OLDER = Contract("older", f"{PATH}.megatron_policy_worker.MegatronPolicyWorker", False, False)
-NEWER = Contract("newer", f"{PATH}.workers.megatron_policy_worker.MegatronPolicyWorker", True, True)
+OLDER = Contract(
+    "older",
+    f"{PATH}.megatron_policy_worker.MegatronPolicyWorker",
+    f"{PATH}.dtensor_policy_worker.DTensorPolicyWorker",
+    one_initializer=False,
+    kills=False,
+)
+NEWER = Contract(
+    "newer",
+    f"{PATH}.workers.megatron_policy_worker.MegatronPolicyWorker",
+    f"{PATH}.workers.dtensor_policy_worker.DTensorPolicyWorker",
+    one_initializer=True,
+    kills=True,
+)
+
+
+def _sizes(config: dict[str, Any]) -> tuple[int, int, int]:
+    """Tensor-parallel, pipeline-parallel and context-parallel ranks."""
+    megatron, dtensor = config["megatron_cfg"], config.get("dtensor_cfg", {})
+    if megatron["enabled"]:
+        kinds = ("tensor_model", "pipeline_model", "context")
+        return tuple(megatron[f"{kind}_parallel_size"] for kind in kinds)
+    return dtensor["tensor_parallel_size"], 1, dtensor["context_parallel_size"]
 
 
 class Policy:
@@ -44,27 +66,28 @@ class Policy:
         optimizer_path: str | None = None,
     ) -> None:
         self.contract, self.config = contract, config
-        megatron = config["megatron_cfg"]
-        tp, pp, cp = (
-            megatron[f"{kind}_parallel_size"]
-            for kind in ("tensor_model", "pipeline_model", "context")
-        )
+        tp, pp, cp = _sizes(config)
+        worker, given = contract.worker, {"tokenizer": tokenizer}
+        if not config["megatron_cfg"]["enabled"]:
+            worker = contract.dtensor_worker
+            if config["dtensor_cfg"].get("_v2"):
+                worker, given = worker.replace("_worker.", "_worker_v2.") + "V2", {}
         if contract is NEWER and "TORCH_CUDA_ARCH_LIST" not in os.environ:
             raise RuntimeError("TORCH_CUDA_ARCH_LIST is not set")
         world = cluster.world_size()
         self.dp = world // (tp * pp * cp)
         self.sharding = NamedSharding(np.arange(world).reshape(pp, self.dp, cp, tp), AXES)
         builder = RayWorkerBuilder(
-            contract.worker,
+            worker,
             config,
-            tokenizer=tokenizer,
+            **given,
             init_optimizer=True,
             weights_path=weights_path,
             optimizer_path=optimizer_path,
             init_reference_model=True,
             worker_sharding_annotations=self.sharding,
             pre_init_communication_queue="a queue, of which nobody takes",
-            **({"processor": None} if contract is NEWER else {}),
+            **({"processor": None} if contract is NEWER and given else {}),
         )
         env_vars = {"STANDIN_CONTRACT": contract.name}
         self.group = RayWorkerGroup(
