@@ -32,6 +32,7 @@ CASES = [
     ("gemma2", {}, "cp 2 x dp 2", "padded", "logit"),
     ("gpt_oss", {}, "2 shards", "packed", "token"),
     ("qwen3_moe", {}, "4 shards", "packed", "token"),
+    ("qwen2_moe", {}, "one rank", "packed", "token"),
     ("qwen2", {"tied": True}, "tp 4", "dynamic", "token"),
     ("qwen3_moe", {}, "tp 2 + sp x cp 2", "packed", "token"),
 ]

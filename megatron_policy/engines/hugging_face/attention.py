@@ -16,6 +16,7 @@ from megatron_policy.attention.causal import Scores, Sequences, attend
 from megatron_policy.errors import ConfigError
 
 NAME = "megatron_policy"
+_NOTHING = -1
 
 # What layers pass on that has no effect on the scores, because masks and caches are made elsewhere.
 _WITHOUT_EFFECT = """
@@ -78,7 +79,9 @@ def _attention(
             f"{type(module).__name__} asks for {what}, which this package's attention does not "
             "have: set attn_implementation (policy.dtensor_cfg or fsdp_cfg) to 'sdpa' or 'eager'"
         )
-    window = int(attention_mask) or sliding_window
+    if (given := int(attention_mask)) == _NOTHING:
+        raise ConfigError(f"{type(module).__name__} has a sliding window of 0 tokens: set one of 1")
+    window = given or sliding_window
     query, key, value = (x.permute(2, 0, 1, 3) for x in (query_BNSH, key_BGKH, value_BGKH))
     scores = Scores(
         query_BNSH.size(-1) ** -0.5 if scaling is None else scaling,
@@ -98,6 +101,7 @@ def _mask(
     **others: Any,
 ) -> torch.Tensor:
     """In place of a mask, the window of its layers `[1, 1, 1, 1]`, 0 without one, in host memory.
+    One that sees nothing is `_NOTHING`: some models make it for layers that they do not have.
 
     ConfigError unless `mask_function` sees what a causal attention with that window sees.
     """
@@ -106,6 +110,8 @@ def _mask(
     keys = [0, last, last + 1, *((last - window, last - window + 1) if window else ())]
     zero, query, key_K = torch.tensor(0), torch.tensor(last), torch.tensor(keys)
     seen_K = torch.stack([torch.as_tensor(mask_function(zero, zero, query, k)) for k in key_K])
+    if local_size == 0 and not seen_K.any():
+        return torch.full((1, 1, 1, 1), _NOTHING)
     expected_K = (key_K <= query) & ((key_K > query - window) | (window == 0))
     if not torch.equal(seen_K.cpu().bool(), expected_K):
         raise ConfigError(
