@@ -28,6 +28,10 @@ class TransformersConfig(Section):
     """`auto` is this package's attention, which computes packed and split sequences too; the others
     are those of transformers, for padded rows.
     """
+    model_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the model's config, as hosts give them to `from_pretrained`. They are
+    `hf_config_overrides`, which count where both have a field.
+    """
     weight_decay_of: Literal["all", "matrices"] = "all"
     """The parameters that the optimizer's weight decay applies to: all, as in torch, or those of
     linear layers, embeddings and experts, as in Megatron-Core.

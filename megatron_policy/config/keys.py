@@ -132,6 +132,7 @@ _DTENSOR: Rules = {
         Applied(),
         """activation_checkpointing context_parallel_size dp_replicate_size attn_implementation
         clear_cache_every_n_steps cpu_offload env_vars weight_decay_of sequence_parallel
+        model_kwargs
         tensor_parallel_size""",
     ),
     "custom_parallel_plan": Applied("styles or torch's objects by names of modules; see fsdp.md"),
@@ -165,7 +166,7 @@ _FSDP1: Rules = {
     **each(
         Applied(),
         """activation_checkpointing_enabled attn_implementation clear_cache_every_n_steps env_vars
-        weight_decay_of""",
+        model_kwargs weight_decay_of""",
     ),
 }
 

@@ -64,8 +64,10 @@ def complete(config: P) -> P:
     tokenizer = _set(config.tokenizer, name=config.tokenizer.name or config.model_name)
     dynamic = _mb_tokens(config.dynamic_batching)
     rounded = dynamic.sequence_length_round or config.make_sequence_length_divisible_by
+    kwargs = transformers_settings(config).model_kwargs if _transforms(config) else {}
     config = _set(
         config,
+        hf_config_overrides=kwargs | (overrides or {}) if kwargs else overrides,
         tokenizer=tokenizer,
         megatron_cfg=megatron,
         fsdp_cfg=fsdp,
@@ -79,7 +81,7 @@ def complete(config: P) -> P:
 def check(config: PolicySection) -> None:
     """Raise ConfigError listing every pair of contradictory keys, with the legal values."""
     problems = [*_backend(config), *_batching(config), *_replay(config)]
-    if _engines(config) not in (["dtensor_cfg"], ["fsdp_cfg"]):
+    if not _transforms(config):
         problems += [*_dtypes(config), *_schedule(config.megatron_cfg)]
         problems += [*_recompute_keys(config.megatron_cfg), *_adapters(config)]
         problems += _optimizer(config.megatron_cfg.optimizer)
@@ -149,6 +151,11 @@ def _engines(config: PolicySection) -> list[str]:
     return [name for name in _ENGINES if getattr(config, name).enabled]
 
 
+def _transforms(config: PolicySection) -> bool:
+    """Whether transformers' own modules are trained."""
+    return _engines(config) in (["dtensor_cfg"], ["fsdp_cfg"])
+
+
 def _fsdp2(config: PolicySection) -> Iterator[str]:
     """Report what sharding by `dtensor_cfg` does not have."""
     own, at = config.dtensor_cfg, "policy.dtensor_cfg"
@@ -176,6 +183,11 @@ def _transformers(config: PolicySection) -> Iterator[str]:
     if config.precision == "float16":
         way = "FSDP1" if config.fsdp_cfg.enabled else "FSDP2"
         yield f"policy.precision=float16 needs a factor on losses, which {way} lacks: use bfloat16"
+    elsewhere = {"attn_implementation": f"{sizes.section}.attn_implementation"}
+    elsewhere |= dict.fromkeys(("dtype", "torch_dtype"), "policy.precision")
+    for name, key in elsewhere.items():
+        if name in own.model_kwargs:
+            yield f"{sizes.section}.model_kwargs.{name} is not a field of a model: set {key}"
     if config.megatron_cfg.peft.enabled:
         yield "policy.megatron_cfg.peft adapts Megatron-Core's modules: use megatron_cfg.enabled"
     if config.megatron_cfg.optimizer.param_groups:

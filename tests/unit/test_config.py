@@ -76,6 +76,20 @@ def test_settings_of_fsdp1_at_the_top_count_where_its_section_has_none() -> None
     assert not (none.activation_checkpointing_enabled or none.fsdp_offload_enabled)
 
 
+@pytest.mark.parametrize("section", ["dtensor_cfg", "fsdp_cfg"])
+def test_keyword_arguments_of_a_model_are_overrides_of_its_config(section: str) -> None:
+    kwargs = {"rope_theta": 50.0, "rms_norm_eps": 0.1}
+    changes = {
+        MEGATRON + "enabled": False,
+        section: {"enabled": True, "model_kwargs": kwargs},
+        "hf_config_overrides": {"rms_norm_eps": 0.2},
+    }
+    config = PolicyConfig.parse(minimal(**changes))
+    assert config.hf_config_overrides == {"rope_theta": 50.0, "rms_norm_eps": 0.2}
+    unused = {"dtensor_cfg": {"enabled": False, "model_kwargs": kwargs}}
+    assert PolicyConfig.parse(minimal(**unused)).hf_config_overrides is None
+
+
 def test_keys_that_are_given_are_kept() -> None:
     config = PolicyConfig.parse(
         minimal(
@@ -367,6 +381,13 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
         (
             {MEGATRON + "enabled": False, "dtensor_cfg": FSDP, "precision": "float16"},
             "precision=float16 needs a factor on losses, which FSDP2 lacks: use bfloat16",
+        ),
+        (
+            {
+                MEGATRON + "enabled": False,
+                "dtensor_cfg": FSDP | {"model_kwargs": {"torch_dtype": "float16"}},
+            },
+            "model_kwargs.torch_dtype is not a field of a model: set policy.precision",
         ),
         (
             {MEGATRON + "enabled": False, "dtensor_cfg": FSDP | {"lora_cfg": LORA}},
