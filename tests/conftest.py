@@ -23,6 +23,7 @@ from hypothesis import settings
 from tests import margins
 from tests.fork_server import ForkServer
 from tests.ranks import RankPool
+from tests.turns import share_out
 
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
@@ -57,6 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # What needs Ray comes first: it is one process's work for minutes, and mostly waits.
     items.sort(key=lambda item: share_of(item.nodeid) != "ray")
     skip_without_gpus(items)
+    share_out(items)
 
 
 def share_of(nodeid: str) -> str:

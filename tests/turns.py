@@ -1,5 +1,8 @@
 """Cases that `make test` and `make test-latest` share out: every second one each. The cases that an
 environment leaves to the other are sweeps there.
+
+In `SHARED`, where ranks make each case dear, the cases of every test are shared out that has not
+done so itself.
 """
 
 from __future__ import annotations
@@ -7,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from typing import Any, TypeVar
+from zlib import crc32
 
 import pytest
 from packaging.version import Version
@@ -34,6 +38,25 @@ def in_turns(cases: Iterable[Any], name: Callable[[Any], str] | None = None) -> 
         )
         for number, case in enumerate(cases)
     ]
+
+
+SHARED = ("tests/dist/", "tests/ray/")
+
+
+def share_out(items: Iterable[pytest.Item]) -> None:
+    """Mark what the other environment runs of the tests in `SHARED` as sweeps."""
+    of_tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.nodeid.startswith(SHARED):
+            of_tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in of_tests.values():
+        if any(case.get_closest_marker("sweep") for case in cases):
+            continue
+        # In an order of their own: every second one in the order of a table with two columns is one
+        # column.
+        for number, case in enumerate(sorted(cases, key=lambda each: crc32(each.nodeid.encode()))):
+            if len(cases) > 1 and number % 2 != _LATEST:
+                case.add_marker(pytest.mark.sweep)
 
 
 def _values(case: Any) -> tuple[Any, ...]:

@@ -1,0 +1,48 @@
+"""Cases of dear tests are shared out between the environments, so that each is run by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests import turns
+
+
+class Item:
+    """What `share_out` needs of a test."""
+
+    def __init__(self, nodeid: str, swept: bool = False) -> None:
+        self.nodeid, self.swept = nodeid, swept
+
+    def get_closest_marker(self, name: str) -> object:
+        assert name == "sweep"
+        return self.swept or None
+
+    def add_marker(self, marker: Any) -> None:
+        assert marker.name == "sweep"
+        self.swept = True
+
+
+def kept(monkeypatch: pytest.MonkeyPatch, latest: int, items: list[Item]) -> list[str]:
+    monkeypatch.setattr(turns, "_LATEST", latest)
+    turns.share_out(items)  # type: ignore[arg-type]
+    return [item.nodeid for item in items if not item.swept]
+
+
+def test_each_case_is_run_by_one_environment_and_each_test_by_both(monkeypatch) -> None:
+    table = [f"tests/dist/test_a.py::test_b[{i}-{k}]" for i in range(6) for k in "xy"]
+    first = kept(monkeypatch, 0, [Item(name) for name in table])
+    second = kept(monkeypatch, 1, [Item(name) for name in table])
+    assert sorted(first + second) == sorted(table)
+    assert len(first) == len(second) == 6
+    assert {name[-2] for name in first} == {name[-2] for name in second} == {"x", "y"}
+
+
+@pytest.mark.parametrize("latest", [0, 1])
+def test_what_stands_alone_or_elsewhere_or_is_shared_out_already_stays(monkeypatch, latest) -> None:
+    alone = [Item("tests/dist/test_a.py::test_alone"), Item("tests/ray/test_a.py::test_b[1]")]
+    elsewhere = [Item(f"tests/unit/test_a.py::test_b[{i}]") for i in range(4)]
+    already = [Item(f"tests/dist/test_a.py::test_c[{i}]", swept=i % 2 == 0) for i in range(4)]
+    left = kept(monkeypatch, latest, [*alone, *elsewhere, *already])
+    assert left == [item.nodeid for item in [*alone, *elsewhere, *already[1::2]]]
