@@ -20,6 +20,20 @@ def as_text(value: Any) -> Any:
     return {k: str(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
 
+def checked_schedules(value: Any) -> Any:
+    """A schedule or several; ValueError for milestones that are not steps."""
+    for each in value if isinstance(value, list | tuple) else [value]:
+        if not isinstance(each, Mapping) or "milestones" not in each:
+            continue
+        found = each["milestones"]
+        steps = isinstance(found, list | tuple) and all(
+            isinstance(step, int) and not isinstance(step, bool) and step >= 0 for step in found
+        )
+        if not steps:
+            raise ValueError(f"milestones are a list of whole numbers from 0 on, not {found!r:.60}")
+    return value
+
+
 class TransformersConfig(Section):
     """What the engine over transformers' own modules reads, whatever shards them."""
 

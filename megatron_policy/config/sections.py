@@ -13,6 +13,7 @@ from megatron_policy.config.fsdp import (
     SchedulerMilestones,
     SinglePytorchSchedulerConfig,
     as_text,
+    checked_schedules,
 )
 from megatron_policy.config.numbers import (
     DEFAULT_BUCKET_BYTES,
@@ -328,9 +329,10 @@ class PolicySection(Section):
     fsdp_offload_enabled: bool = False
     activation_checkpointing_enabled: bool = False
     optimizer: PytorchOptimizerConfig | None = None
-    scheduler: (
+    scheduler: Annotated[
         tuple[SinglePytorchSchedulerConfig | SchedulerMilestones, ...]
         | SinglePytorchSchedulerConfig
         | SchedulerMilestones
-        | None
-    ) = None
+        | None,
+        BeforeValidator(checked_schedules),
+    ] = None

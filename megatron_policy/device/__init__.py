@@ -204,6 +204,10 @@ def to_device(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+_joined = 0
+"""Groups that this process has made by its environment."""
+
+
 def join_process_group(timeout_s: float = 600.0) -> bool:
     """Join the default process group, NCCL on GPUs and gloo elsewhere; return whether this call
     created it.
@@ -217,7 +221,14 @@ def join_process_group(timeout_s: float = 600.0) -> bool:
     timeout = timedelta(seconds=timeout_s)
     backend = "nccl" if is_accelerated() else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        global _joined
+        _joined += 1
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        # torchrun keeps one store for all groups of its processes: a second one must not find the
+        # addresses of the first.
+        own = dist.PrefixStore(f"megatron_policy/{_joined}", store)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
     else:
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout

@@ -259,7 +259,7 @@ def test_the_actor_class_travels_light() -> None:
     # Releases differ in how many values it must return.
     assert not hasattr(MegatronPolicyWorker, "configure_worker")
     carried = cloudpickle.dumps(MegatronPolicyWorker)
-    assert len(carried) < 64 * 2**10
+    assert len(carried) < 96 * 2**10  # half a KiB for each method, and no module
     assert pickle.loads(carried) is not None
 
 

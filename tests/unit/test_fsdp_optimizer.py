@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from megatron_policy.config import PolicyConfig
+from megatron_policy.engines.hugging_face.import_paths import make_schedule, refuse_schedule
 from megatron_policy.engines.hugging_face.optimizer import (
     FsdpOptimizerState,
+    FsdpTrainable,
     make_optimizer,
-    make_schedule,
 )
 from megatron_policy.engines.hugging_face.table import Holding
 from megatron_policy.errors import ConfigError
@@ -45,6 +46,67 @@ def test_a_schedule_that_needs_a_metric_is_refused() -> None:
     config = config_of("AdamW", {}, scheduler=asked)
     with pytest.raises(ConfigError, match="ReduceLROnPlateau needs a metric at each step"):
         make_schedule(config, make_optimizer(config, []))
+
+
+KWARGS = {
+    "betas": ("AdamW", {"betas": 3}, r"optimizer.kwargs: torch.optim.AdamW does not take"),
+    "text": ("AdamW", {"lr": "1e-3"}, r"lr is text: write 0.001 \(YAML wants 1.0e-3, not 1e-3\)"),
+    "abstract": ("Optimizer", {}, r"optimizer.kwargs: torch.optim.Optimizer does not take"),
+}
+
+
+@pytest.mark.parametrize(("name", "kwargs", "message"), KWARGS.values(), ids=KWARGS)
+def test_arguments_that_an_optimizer_does_not_take_are_refused(name, kwargs, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_optimizer(config_of(name, kwargs), [])
+
+
+SCHEDULES: dict[str, tuple[Any, str]] = {
+    "no steps": (
+        [{"name": "StepLR", "kwargs": {"step_size": 0}}],
+        r"cannot take a step: .*zero\. Look at the kwargs",
+    ),
+    "abstract": ([{"name": "LRScheduler"}], r"LRScheduler does not take \{\}: it is abstract"),
+    "unknown": ([{"name": "Linear"}], "give a path such as torch.optim.lr_scheduler.LinearLR"),
+    "order": (
+        [*[{"name": "ConstantLR"}] * 3, {"milestones": [4, 2]}],
+        r"milestones \[4, 2\]: give each a later step",
+    ),
+}
+
+
+@pytest.mark.parametrize(("listed", "message"), SCHEDULES.values(), ids=SCHEDULES)
+def test_schedules_that_cannot_be_are_refused(listed: list[dict[str, Any]], message: str) -> None:
+    path = "torch.optim.lr_scheduler."
+    asked = [each | {"name": path + each["name"]} if "name" in each else each for each in listed]
+    config = config_of("AdamW", {}, scheduler=asked)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    before = dict(optimizer.param_groups[0])
+    with pytest.raises(ConfigError, match=message):
+        refuse_schedule(config, optimizer)
+    assert {name: optimizer.param_groups[0][name] for name in before} == before
+
+
+@pytest.mark.parametrize("milestones", [[-2], "2", [True], 3])
+def test_milestones_that_are_not_steps_are_refused(milestones: Any) -> None:
+    with pytest.raises(ConfigError, match=r"scheduler: .*milestones are a list of whole numbers"):
+        config_of("AdamW", {}, scheduler=[{"milestones": milestones}])
+
+
+def test_a_schedule_that_ends_leaves_its_last_rates(caplog: pytest.LogCaptureFixture) -> None:
+    trainable = FsdpTrainable.__new__(FsdpTrainable)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    trainable.optimizer, trainable._samples, trainable._ended = optimizer, 0, False
+    trainable._schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3)
+    for _ in range(3):
+        optimizer.step()
+        trainable.advance_schedule(8)
+    last = trainable.lr
+    for _ in range(3):
+        trainable.advance_schedule(8)
+    assert trainable.lr == last and trainable.schedule_state()["num_steps"] == 48
+    (warned,) = [record.message for record in caplog.records if "has ended" in record.message]
+    assert "Give it as many steps as there are calls of train" in warned
 
 
 KEPT: dict[str, dict[str, Any]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,15 +11,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.fsdp import PytorchOptimizerConfig, SinglePytorchSchedulerConfig
+from megatron_policy.config.fsdp import PytorchOptimizerConfig
 from megatron_policy.config.parallel_sizes import transformers_settings
 from megatron_policy.converters.rows import Role
 from megatron_policy.device import current_device
 from megatron_policy.device.caches import return_unused
 from megatron_policy.device.timing import Stopwatch
+from megatron_policy.engines.hugging_face.import_paths import (
+    DEFAULT,
+    make,
+    make_schedule,
+    put_back,
+    refuse_schedule,
+)
 from megatron_policy.engines.hugging_face.process_groups import FsdpGroups
 from megatron_policy.engines.hugging_face.sharding import Sharding
 from megatron_policy.engines.hugging_face.table import Holding, local_part
@@ -28,41 +34,18 @@ from megatron_policy.errors import CheckpointError, ConfigError
 from megatron_policy.interfaces.engine import NotFiniteError, StateTensor
 from megatron_policy.weights.load import Held
 
-_DEFAULT = "torch.optim.AdamW"
-
-
-def imported(path: str, kind: type, key: str) -> Any:
-    """The class at an import path; ConfigError unless it is a subclass of `kind`."""
-    module, _, name = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"policy.{key}={path!r} cannot be imported: {error}. Give a path such as "
-            "torch.optim.AdamW"
-        ) from error
-    if not (isinstance(found, type) and issubclass(found, kind)):
-        raise ConfigError(f"policy.{key}={path!r} is not a {kind.__name__} of torch")
-    return found
-
-
-def _made(path: str, kind: type, key: str, *args: Any, **kwargs: Any) -> Any:
-    cls = imported(path, kind, key)
-    try:
-        return cls(*args, **kwargs)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"policy.{key}: {path} does not take its kwargs: {error}") from error
+_log = logging.getLogger(__name__)
 
 
 def make_optimizer(config: PolicyConfig, holdings: Sequence[Holding]) -> torch.optim.Optimizer:
     """The optimizer of `policy.optimizer` over all parameters, AdamW by default; `learning_rate` is
     used where its kwargs have no `lr`. ConfigError if it cannot be made.
     """
-    asked = config.optimizer or PytorchOptimizerConfig(name=_DEFAULT)
+    asked = config.optimizer or PytorchOptimizerConfig(name=DEFAULT)
     kwargs = dict(asked.kwargs)
     if config.learning_rate is not None:
         kwargs.setdefault("lr", config.learning_rate)
-    if "betas" in kwargs:
+    if isinstance(kwargs.get("betas"), list):
         kwargs["betas"] = tuple(kwargs["betas"])
     decaying: list[torch.Tensor] = []
     others: list[torch.Tensor] = []
@@ -74,8 +57,8 @@ def make_optimizer(config: PolicyConfig, holdings: Sequence[Holding]) -> torch.o
     groups: list[dict[str, Any]] = [{"params": decaying}]
     if others:
         groups.append({"params": others, "weight_decay": 0.0})
-    made: torch.optim.Optimizer = _made(
-        asked.name, torch.optim.Optimizer, "optimizer.name", groups, **kwargs
+    made: torch.optim.Optimizer = make(
+        asked.name, torch.optim.Optimizer, "optimizer", groups, **kwargs
     )
     _refuse_unsaved(asked.name, kwargs)
     return made
@@ -87,7 +70,7 @@ def _refuse_unsaved(path: str, kwargs: Mapping[str, Any]) -> None:
     """
     parameter = torch.nn.Parameter(torch.ones(2, 3, device=current_device()))
     parameter.grad = torch.zeros_like(parameter)
-    optimizer = _made(path, torch.optim.Optimizer, "optimizer.name", [parameter], **kwargs)
+    optimizer = make(path, torch.optim.Optimizer, "optimizer", [parameter], **kwargs)
     if optimizer.state:
         raise ConfigError(
             f"policy.optimizer.name={path!r} keeps state before its first step, which a policy "
@@ -112,31 +95,6 @@ def _refuse_unsaved(path: str, kwargs: Mapping[str, Any]) -> None:
             "checkpoints cannot have: they have the count of steps and what has the parameter's "
             "shape. Use another optimizer, such as torch.optim.AdamW"
         )
-
-
-def make_schedule(config: PolicyConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The schedule of `policy.scheduler`, constant by default; several follow one another at the
-    `milestones`. ConfigError if it cannot be made.
-    """
-    asked = config.scheduler
-    if asked is None:
-        return LambdaLR(optimizer, lambda step: 1.0)
-    listed = asked if isinstance(asked, tuple) else (asked,)
-    single = [each for each in listed if isinstance(each, SinglePytorchSchedulerConfig)]
-    ends = [at for each in listed if isinstance(each, Mapping) for at in each.get("milestones", [])]
-    for each in single:
-        if issubclass(imported(each.name, LRScheduler, "scheduler"), ReduceLROnPlateau):
-            raise ConfigError(
-                f"policy.scheduler: {each.name} needs a metric at each step, which training does "
-                "not pass: use a schedule of the number of steps"
-            )
-    made = [_made(each.name, LRScheduler, "scheduler", optimizer, **each.kwargs) for each in single]
-    if len(ends) != max(len(made) - 1, 0) or not made:
-        raise ConfigError(
-            f"policy.scheduler has {len(made)} schedules and {len(ends)} milestones: give a "
-            "milestone, in training steps, for each schedule after the first"
-        )
-    return made[0] if len(made) == 1 else SequentialLR(optimizer, made, milestones=ends)
 
 
 @dataclass(frozen=True)
@@ -268,9 +226,11 @@ class FsdpTrainable:
         self._trained = [each for each in holdings if isinstance(each.tensor, torch.nn.Parameter)]
         self._parameters = [each.tensor for each in self._trained]
         self._config, self._samples, self._steps = config, 0, 0
+        self._ended = False
         self.stopwatch = Stopwatch()
         self.optimizer = make_optimizer(config, holdings)
         self._start = [dict(group) for group in self.optimizer.param_groups]
+        refuse_schedule(config, self.optimizer)
         self._schedule = make_schedule(config, self.optimizer)
 
     @property
@@ -348,7 +308,22 @@ class FsdpTrainable:
     def advance_schedule(self, samples: int) -> None:
         """See `Trainable`; torch's schedules count calls."""
         self._samples += samples
-        self._schedule.step()
+        self._next_rates()
+
+    def _next_rates(self) -> None:
+        """Rates for the next call. A schedule that ends, as OneCycleLR does, leaves its last ones:
+        weights have moved, so nothing is to be refused any more.
+        """
+        try:
+            self._schedule.step()
+        except ValueError as error:
+            if not self._ended:
+                _log.warning(
+                    "policy.scheduler has ended, its last learning rate stays: %s. Give it as many "
+                    "steps as there are calls of train",
+                    error,
+                )
+            self._ended = True
 
     def settle(self) -> None:
         """See `Trainable`: nothing is under way after a step."""
@@ -368,11 +343,10 @@ class FsdpTrainable:
                 f"{samples!r}. Load another checkpoint, or load this one with fresh_optimizer"
             )
         calls = state.get("scheduler_steps", samples // self._config.train_global_batch_size)
-        for group, start in zip(self.optimizer.param_groups, self._start, strict=True):
-            group.update({name: value for name, value in start.items() if name != "params"})
-            group.pop("initial_lr", None)
+        put_back(self.optimizer, self._start)
         self._schedule = make_schedule(self._config, self.optimizer)
+        self._ended = False
         for _ in range(calls):
-            self._schedule.step()
+            self._next_rates()
         self._samples = samples
         return {}

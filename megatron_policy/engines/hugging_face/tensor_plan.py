@@ -83,6 +83,11 @@ def plan_of(settings: DTensorConfig, model: Any) -> Plan:
     ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
     modules = dict(model.named_modules())
     found = {name: style for name, style in found.items() if id(modules[name]) not in ends}
+    if not found and custom:
+        raise ConfigError(
+            f"{KEY}={custom!r} names the embedding and the head alone, which are split "
+            "anyway: name linear layers, such as model.layers.*.mlp.gate_proj"
+        )
     if not found:
         raise ConfigError(
             f"transformers has no plan of how tensor-parallel ranks share {type(model).__name__}: "
