@@ -1,4 +1,4 @@
-"""Optimizers and schedules of torch by their import paths, and schedules that follow one another."""
+"""Optimizers and schedules of torch by import path, and schedules that follow one another."""
 
 from __future__ import annotations
 
