@@ -205,7 +205,7 @@ def to_device(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _joined = 0
-"""Groups that this process has made by its environment."""
+"""Groups that this process has made in the store of torchrun."""
 
 
 def join_process_group(timeout_s: float = 600.0) -> bool:
@@ -220,15 +220,17 @@ def join_process_group(timeout_s: float = 600.0) -> bool:
         return False
     timeout = timedelta(seconds=timeout_s)
     backend = "nccl" if is_accelerated() else "gloo"
-    if "RANK" in os.environ:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun keeps one store for all groups of its processes: a second one must not find the
+        # addresses of the first.
         global _joined
         _joined += 1
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
-        # torchrun keeps one store for all groups of its processes: a second one must not find the
-        # addresses of the first.
         own = dist.PrefixStore(f"megatron_policy/{_joined}", store)
         dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
+    elif "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
