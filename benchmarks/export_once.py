@@ -30,7 +30,11 @@ Placed = list[tuple[RefitTensor, BufferSlice]]
 
 def over_memcpy(path: Path, turns: int) -> dict[str, Any]:
     """Alternate exports with copies of as many bytes in one piece."""
-    exporter = policy_on(path, {}).exporter
+    return beside_memcpy(policy_on(path, {}).exporter, path, turns)
+
+
+def beside_memcpy(exporter: Exporter, path: Path, turns: int) -> dict[str, Any]:
+    """CPU seconds of exports of the checkpoint `path`, and of copies by turns."""
     target = flat_buffer(path)
     seconds: dict[str, list[float]] = {"copy_": [], "memmove": [], "first": [], "ours": []}
     placed = timed(seconds["first"], lambda: export(exporter, target))

@@ -18,7 +18,7 @@ import torch
 import transformers.modeling_utils  # noqa: F401 - is not part of an import
 from safetensors import safe_open
 
-from benchmarks.export_once import export, flat_buffer, timed, verify
+from benchmarks.export_once import beside_memcpy
 from megatron_policy import device
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import topology_of
@@ -70,19 +70,7 @@ def exports(path: Path, turns: int) -> dict[str, Any]:
     """Alternate exports with copies of as many bytes in one piece."""
     config = {"model_name": str(path)} | CONFIG
     policy = MegatronPolicy(config, init_optimizer=False, init_reference_model=False)
-    target = flat_buffer(path)
-    seconds: dict[str, list[float]] = {"copy_": [], "first": [], "ours": []}
-    placed = timed(seconds["first"], lambda: export(policy.exporter, target))
-    verify(path, placed)
-    total = sum(tensor.nbytes for tensor, _ in placed)
-    source = torch.empty(total, dtype=torch.uint8).fill_(1)
-    same = target.memory[:total]
-    for _ in range(turns):
-        timed(seconds["copy_"], lambda: same.copy_(source))
-        target.memory[total:].fill_(1)
-        placed = timed(seconds["ours"], lambda: export(policy.exporter, target))
-    verify(path, placed)
-    return {"tensors": len(placed), "cpu_s": seconds}
+    return beside_memcpy(policy.exporter, path, turns)
 
 
 def _verify(path: Path, weights: Mapping[str, torch.Tensor]) -> None:

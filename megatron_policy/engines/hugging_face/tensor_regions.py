@@ -19,7 +19,7 @@ from megatron_policy.engines.hugging_face.table import Holding, local_part
 TOKENS, FEATURES = 1, -1
 """Dimensions of an activation."""
 
-_Apply = Callable[..., torch.Tensor]
+_Pass = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass
@@ -53,18 +53,14 @@ class TensorRegion:
         ranks' gradients. Positions are along the dimension `tokens`.
         """
         if self.splits_tokens:
-            gathered: _Apply = _GatherSummed.apply
-            return gathered(x, self.group, tokens)
-        copied: _Apply = _Copy.apply
-        return copied(x, self.group)
+            return _exchanged(x, self._with(_gathered, tokens), self._with(_sum_scattered, tokens))
+        return _exchanged(x, _unchanged, self._with(_summed))
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, of all positions or of this rank's."""
         if self.splits_tokens:
-            scattered: _Apply = _SumScattered.apply
-            return scattered(x, self.group, TOKENS)
-        reduced: _Apply = _Sum.apply
-        return reduced(x, self.group)
+            return _exchanged(x, self._with(_sum_scattered, TOKENS), self._with(_gathered, TOKENS))
+        return _exchanged(x, self._with(_summed), _unchanged)
 
     def enter_alike(self, x: torch.Tensor) -> torch.Tensor:
         """All positions, for what every rank computes alike."""
@@ -83,12 +79,14 @@ class TensorRegion:
         return self._own(x, FEATURES)
 
     def _gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        apply: _Apply = _GatherAlike.apply
-        return apply(x, self.group, dim)
+        # Each rank has the whole gradient, so its own part is enough.
+        return _exchanged(x, self._with(_gathered, dim), self._with(_part, dim))
 
     def _own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        apply: _Apply = _Own.apply
-        return apply(x, self.group, dim)
+        return _exchanged(x, self._with(_part, dim), self._with(_gathered, dim))
+
+    def _with(self, collective: Callable[..., torch.Tensor], *dim: int) -> _Pass:
+        return lambda x: collective(x, self.group, *dim)
 
 
 def _gathered(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
@@ -116,70 +114,26 @@ def _part(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
     return x.narrow(dim, group.rank() * length, length).contiguous()
 
 
-class _Copy(torch.autograd.Function):
+def _unchanged(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _exchanged(x: torch.Tensor, there: _Pass, back: _Pass) -> torch.Tensor:
+    """`there` of an activation, and `back` of its gradient."""
+    made: torch.Tensor = _Exchange.apply(x, there, back)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _summed(grad, ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-class _GatherSummed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _gathered(x, group, dim)
+    def forward(ctx: Any, x: torch.Tensor, there: _Pass, back: _Pass) -> torch.Tensor:
+        ctx.back = back
+        made = there(x)
+        return x.view_as(x) if made is x else made
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _sum_scattered(grad, ctx.group, ctx.dim), None, None
-
-
-class _SumScattered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _sum_scattered(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _gathered(grad, ctx.group, ctx.dim), None, None
-
-
-class _GatherAlike(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _gathered(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        # Each rank has the whole gradient, so its own part is enough.
-        return _part(grad, ctx.group, ctx.dim), None, None
-
-
-class _Own(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _part(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _gathered(grad, ctx.group, ctx.dim), None, None
+        return ctx.back(grad), None, None
 
 
 def sum_partial(trained: Sequence[Holding], group: dist.ProcessGroup) -> None:
