@@ -166,6 +166,9 @@ class Head:
     temperature: float
     scalar: None = None
 
+    def at(self, temperature: float) -> Head:
+        return replace(self, temperature=temperature)
+
     @property
     def plain(self) -> Head:
         return replace(self, temperature=1.0)

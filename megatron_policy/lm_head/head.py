@@ -17,8 +17,8 @@ class LanguageModelHead(Protocol):
 
     Shapes: S positions that this rank holds after the last layer (a share of them under sequence
     parallelism), R parallel rows, N chosen positions, D model, V this rank's slice of the
-    vocabulary, K candidates. Logits are divided by the policy's temperature. Scores are of the
-    entries that the policy's filters keep (top-k, top-p, min-p), or of all if it has none.
+    vocabulary, K candidates. Logits are divided by a temperature, at first the policy's. Scores are
+    of the entries that the policy's filters keep (top-k, top-p, min-p), or of all if it has none.
     """
 
     @property
@@ -31,6 +31,9 @@ class LanguageModelHead(Protocol):
         """fp32 `[S, R]`: the numbers of all positions of this context-parallel rank,
         differentiable, the same on every tensor-parallel rank.
         """
+
+    def at(self, temperature: float) -> LanguageModelHead:
+        """The same head at another temperature."""
 
     @property
     def plain(self) -> LanguageModelHead:

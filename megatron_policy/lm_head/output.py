@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.device import to_device
 from megatron_policy.lm_head.head import LanguageModelHead, MtpLayers
-from megatron_policy.packing.microbatch import Microbatch, cut, inside
+from megatron_policy.packing.microbatch import TEMPERATURE, Microbatch, cut, inside
 from megatron_policy.packing.multiples import NARROWEST
 from megatron_policy.packing.tokens import FILLER
 
@@ -110,6 +111,14 @@ class Output:
         all rows, or `at_once` of them at a time if they are packed, padded to the longest of these.
         `at_once` divides B.
         """
+        temperatures = self.microbatch.temperatures
+        if temperatures:
+            one = replace(
+                self, head=self.head.at(1.0), microbatch=self.microbatch.at_policy_temperature
+            )
+            for data, logits_BSV in one.logits(at_once):
+                yield data, logits_BSV / data[TEMPERATURE].float().view(-1, 1, 1)
+            return
         mine_TRV = self.head.logits(self.hidden_TRD)
         layout, data = self.microbatch.layout, self.microbatch.data
         if layout.plain and layout.width <= mine_TRV.size(0):
@@ -144,7 +153,11 @@ class Output:
         if self.mtp is None:
             return []
         states = self.mtp.hidden_states(self.hidden_TRD, self.microbatch)
-        return [replace(self, hidden_TRD=each, head=self.mtp.head, mtp=None) for each in states]
+        own = self.microbatch.at_policy_temperature  # these layers always have 1
+        return [
+            replace(self, hidden_TRD=each, head=self.mtp.head, mtp=None, microbatch=own)
+            for each in states
+        ]
 
     def _next_tokens(self) -> torch.Tensor:
         """The token each position predicts, `[B, S, 1]`: that of the next position."""
@@ -154,11 +167,32 @@ class Output:
         self, targets_BSK: torch.Tensor, wanted_BS: torch.Tensor, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities `[B, S - 1, K]` of `targets_BSK[:, t]` and entropies `[B, S - 1]` after
-        the tokens up to t, where token t + 1 is wanted.
+        the tokens up to t, where token t + 1 is wanted, each row at its temperature.
         """
+        hidden_ND = self.head.whole(self.hidden_TRD).flatten(0, 1)
+        score = partial(self._scores_at, hidden_ND, targets_BSK, entropy)
+        parts = [
+            score(self.head.at(value), wanted_BS.cpu() & rows_B.unsqueeze(1))
+            for value, rows_B in self.microbatch.temperatures
+        ]
+        if not parts:
+            return score(self.head, wanted_BS)
+        # A row is in one of them and 0 in the others.
+        logprobs, entropies = zip(*parts, strict=True)
+        return sum(logprobs[1:], logprobs[0]), sum(entropies[1:], entropies[0]) if entropy else None
+
+    def _scores_at(
+        self,
+        hidden_ND: torch.Tensor,
+        targets_BSK: torch.Tensor,
+        entropy: bool,
+        head: LanguageModelHead,
+        wanted_BS: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `_scores`: by this head, whatever temperature rows have."""
         chosen_N = self._chosen(shifted(wanted_BS, 1))
         targets_NK = self._take(targets_BSK).flatten(0, 1)[chosen_N]
-        logprobs_NK, entropy_N = self.head.scores(self._hidden(chosen_N), targets_NK, entropy)
+        logprobs_NK, entropy_N = head.scores(hidden_ND[chosen_N], targets_NK, entropy)
         logprobs_BSK = self._put(logprobs_NK, chosen_N)[:, :-1]
         return logprobs_BSK, None if entropy_N is None else self._put(entropy_N, chosen_N)[:, :-1]
 

@@ -11,7 +11,8 @@ from megatron_policy.errors import CheckpointError, ConfigError
 from megatron_policy.memory.states import TRAIN, Kind, MemoryState, Requirement, check_permits
 
 STEP_OPEN = (
-    "a training step is open: call finish_train_step(), or abort_train_step() to drop its gradients"
+    "a training step is open: call finish_train_step(), or abort_train_step() to drop its "
+    "gradients; if it is taken in pieces, step() or zero_gradients()"
 )
 
 

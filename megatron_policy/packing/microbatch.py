@@ -19,6 +19,8 @@ from megatron_policy.packing.tokens import TokenLayout, packed_layout, padded_la
 
 ROUTED_EXPERTS = "routed_experts"
 """The key of the experts that each token takes, in data whose routers are to take them again."""
+TEMPERATURE = "temperature"
+"""The key of each row's temperature `[B]`, in data that do not take the policy's."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,22 @@ class Microbatch:
         """
         experts: torch.Tensor | None = self.data.get(ROUTED_EXPERTS)
         return experts
+
+    @property
+    def temperatures(self) -> list[tuple[float, torch.Tensor]]:
+        """The temperatures that rows have, each with those rows, bool `[B]` on the host; empty if
+        all have the policy's.
+        """
+        given_B = self.host.data.get(TEMPERATURE)
+        if given_B is None:
+            return []
+        return [(value, given_B == value) for value in given_B.unique().tolist()]
+
+    @property
+    def at_policy_temperature(self) -> Microbatch:
+        """The same, whose rows have the policy's temperature."""
+        kept = {key: value for key, value in self.host.data.items() if key != TEMPERATURE}
+        return replace(self, host=replace(self.host, data=BatchedDataDict(kept)))
 
     @property
     def packed(self) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from megatron_policy.memory.states import (
     FORWARD,
     TRAIN_STEP,
 )
+from megatron_policy.parallel.groups import Groups
 from megatron_policy.policy.checkpointing import AnyPath, Checkpoints, source_dtypes
 from megatron_policy.policy.generation import TextGenerator
 from megatron_policy.policy.handover import HandsOverWeights
@@ -35,7 +35,9 @@ from megatron_policy.training import step
 from megatron_policy.training.accumulate import GradientAccumulator
 from megatron_policy.training.batching import batcher_of
 from megatron_policy.training.checks import check_head
+from megatron_policy.training.pieces import StepPieces
 from megatron_policy.training.scoring import Scorer
+from megatron_policy.training.temperature import with_temperature
 
 
 class MegatronPolicy(PolicyScoring, HandsOverWeights):
@@ -44,7 +46,7 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights):
     Every rank of the layout makes one, under torchrun, in Ray workers, or alone in one process.
     Every method is collective: all ranks call it in the same order. Each data-parallel replica
     passes its own rows, and all ranks of a replica pass the same rows. `accumulator` takes a
-    step in parts.
+    step in parts, `pieces` are what a step consists of.
     """
 
     def __init__(
@@ -85,14 +87,9 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights):
         rows, filtered = self.config.logprob_batch_size, lambda: not self._session.uses_reference
         self._scorer = Scorer(self._engine, self._batcher, rows, filtered)
         self.exporter, self.memory = self._session.exporter, self._session.memory
-        self.accumulator = GradientAccumulator(
-            self.config,
-            self._engine,
-            self._batcher,
-            self.memory,
-            self._session.state,
-            self._step_taken,
-        )
+        parts = (self._engine, self._batcher, self.memory, self._session.state, self._step_taken)
+        self.pieces = StepPieces(*parts)
+        self.accumulator = GradientAccumulator(self.config, *parts)
         self._continue = TextGenerator(
             self.config, tokenizer, self._engine, self.coords.dp, self._batcher.longest.tokens
         )
@@ -100,6 +97,11 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights):
         self._checkpoints = Checkpoints(self._session, self.config, tokenizer, draws)
         self.loaded = self._checkpoints.start_from(weights_path, optimizer_path)
         self.steps = 0 if self.loaded is None else self.loaded.step
+
+    @property
+    def groups(self) -> Groups:
+        """The process groups that this rank belongs to."""
+        return self._engine.groups
 
     @property
     def split(self) -> GradientAccumulator:
@@ -115,32 +117,39 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights):
         eval_mode: bool = False,
         gbs: int | None = None,
         mbs: int | None = None,
+        temperature: float | torch.Tensor | None = None,
     ) -> dict[str, Any]:
         """Take one optimizer step per `gbs` samples (of all replicas), in microbatches of `mbs`.
 
         `data` is this replica's share: `input_ids` int64 `[B, S]` right padded, `sample_mask`
         `[B]`, `token_mask` `[B, S]` and whatever else the loss reads. Returns a `TrainResult`.
-        `eval_mode` only computes the loss. BatchError for invalid data, LossError for a loss that
-        cannot be trained on, on every rank; the policy stays usable.
+        `eval_mode` only computes the loss. Log-probabilities and logits are at `temperature`, a
+        number or one for each row `[B]`, by default that of `generation`. BatchError for invalid
+        data, LossError for a loss that cannot be trained on, on every rank; the policy stays
+        usable.
         """
         trainable = None if eval_mode else self._session.trainable
-        self.memory.check("train()", FORWARD if eval_mode else TRAIN_STEP)
-        if not eval_mode:
+        self.memory.check("train()", TRAIN_STEP if trainable else FORWARD)
+        if trainable:
             self._session.state.take_step()
         sizes = step.sizes_of(self.config, gbs, mbs)
-        run = partial(step.train, self._engine, trainable, self._batcher, data, loss_fn)
-        return run(*sizes, stepped=self._step_taken)
+        given = with_temperature(data, temperature)
+        return step.train(self.pieces, given, loss_fn, *sizes, eval_mode=eval_mode)
 
     def _step_taken(self) -> None:
         self._session.state.take_step()
         self.steps += 1
 
     def reference_logprobs(
-        self, data: BatchedDataDict, *, micro_batch_size: int | None = None
+        self,
+        data: BatchedDataDict,
+        *,
+        micro_batch_size: int | None = None,
+        temperature: float | torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`logprobs` under the reference's weights, of whole distributions."""
         with self.reference():
-            return self.logprobs(data, micro_batch_size=micro_batch_size)
+            return self.logprobs(data, micro_batch_size=micro_batch_size, temperature=temperature)
 
     @contextmanager
     def reference(self) -> Iterator[None]:

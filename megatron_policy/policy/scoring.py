@@ -15,6 +15,7 @@ from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.policy.session import Session
 from megatron_policy.training.replay import Replay
 from megatron_policy.training.scoring import Scorer
+from megatron_policy.training.temperature import with_temperature
 
 
 class PolicyScoring:
@@ -30,6 +31,7 @@ class PolicyScoring:
         data: BatchedDataDict,
         *,
         micro_batch_size: int | None = None,
+        temperature: float | torch.Tensor | None = None,
         return_routed_experts: Literal[False] = False,
     ) -> torch.Tensor: ...
 
@@ -39,6 +41,7 @@ class PolicyScoring:
         data: BatchedDataDict,
         *,
         micro_batch_size: int | None = None,
+        temperature: float | torch.Tensor | None = None,
         return_routed_experts: Literal[True],
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -47,24 +50,34 @@ class PolicyScoring:
         data: BatchedDataDict,
         *,
         micro_batch_size: int | None = None,
+        temperature: float | torch.Tensor | None = None,
         return_routed_experts: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """fp32 `[B, S]`: `log p(token t | tokens before t)`; 0 at t = 0, of padding, if filtered.
 
         With `return_routed_experts` also the experts `[B, S, L, K]` that each token took in each
         of the L layers with experts, as `train` replays them; -1 beyond `input_lengths`.
+        `temperature` is a number or one for each row `[B]`, by default that of `generation`.
         """
         self.memory.ready("logprobs()")
+        data = with_temperature(data, temperature)
         if return_routed_experts:
             replay = self._replay(Replay.IF_GIVEN)
             return self._scorer.logprobs_and_experts(data, micro_batch_size, replay)
         return self._scorer.logprobs(data, micro_batch_size, self._replay(Replay.REQUIRED))
 
     def entropy(
-        self, data: BatchedDataDict, *, micro_batch_size: int | None = None
+        self,
+        data: BatchedDataDict,
+        *,
+        micro_batch_size: int | None = None,
+        temperature: float | torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """fp32 `[B, S]`, in nats: of the distribution token t is drawn from; 0 at t = 0."""
+        """fp32 `[B, S]`, in nats: of the distribution token t is drawn from, at the `temperature`
+        of `logprobs`; 0 at t = 0.
+        """
         self.memory.ready("entropy()")
+        data = with_temperature(data, temperature)
         return self._scorer.entropy(data, micro_batch_size, self._replay(Replay.IF_GIVEN))
 
     def topk_logits(

@@ -27,7 +27,7 @@ from megatron_policy.packing.microbatch import (
 from megatron_policy.packing.multiples import Multiples, round_up
 from megatron_policy.packing.plan import MicrobatchSpan, Plan, plan_rows
 from megatron_policy.parallel.topology import Topology
-from megatron_policy.training.checks import check_size, checked_lengths, for_loss
+from megatron_policy.training.checks import PADDED, check_size, checked_lengths, for_loss
 from megatron_policy.training.longest import Longest
 from megatron_policy.training.replay import RouterReplay
 from megatron_policy.training.speed import Estimator
@@ -117,6 +117,34 @@ class Batcher:
             return _as_the_caller_counts(batch, data)
         batches = self._by_own_plan(data) if plan is None else self._planned(data, plan)
         return _as_the_caller_counts(self._only(batches, "a part of a global batch"), data)
+
+    def of_rows(self, data: BatchedDataDict, rows: Sequence[Sequence[int]]) -> list[Microbatch]:
+        """The caller's own microbatches: the i-th has rows `rows[i]` of `data`, in that order.
+        BatchError unless they are rows of it, and alike where all microbatches must be.
+        """
+        width, lengths = data["input_ids"].size(1), checked_lengths(data, PADDED)
+        kind = self.training.kind
+        if kind == "padded" and len({len(each) for each in rows}) > 1:
+            raise BatchError(
+                f"the microbatches have {sorted({len(each) for each in rows})} rows, but without "
+                "dynamic_batching and sequence_packing all have the same shape: cut equal ones, or "
+                "turn one of both on"
+            )
+        found = []
+        for number, own in enumerate(rows):
+            if not own or not all(0 <= row < data.size for row in own):
+                raise BatchError(
+                    f"microbatch {number} has the rows {list(own)}: each needs one or more of the "
+                    f"data's {data.size} rows, which are numbered from 0"
+                )
+            part, longest = data.select_indices(own), max(lengths[row] for row in own)
+            if kind == "packed":
+                cut = packed_microbatch(part, width, [lengths[row] for row in own], self.multiples)
+            else:
+                shape = longest if kind == "dynamic" else width
+                cut = padded_microbatch(part, width, shape, self.multiples)
+            found.append(replace(cut, rows=tuple(own)))
+        return found
 
     def for_scoring(self, data: BatchedDataDict, at_once: int) -> ScoringBatches:
         """All rows of `data`, `at_once` rows or one microbatch's token budget at a time."""

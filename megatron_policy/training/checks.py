@@ -18,6 +18,7 @@ from megatron_policy.errors import BatchError, ConfigError, LossError
 from megatron_policy.interfaces import LossFunction, LossInputType
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.microbatch import inside
+from megatron_policy.training.temperature import check_temperature
 from megatron_policy.training.value_checks import check_kind, check_mask, holds_integers, shape_of
 
 PADDED = Batching("padded")
@@ -46,6 +47,7 @@ def checked_batch(data: Any, vocab_size: int) -> BatchedDataDict:
                 f"{key!r} has shape {shape}, but input_ids have {rows} rows, so that row "
                 f"{min(shape[0], rows)} is in one of them only: dimension 0 must be the batch"
             )
+    check_temperature(batch)
     return batch
 
 

@@ -18,14 +18,15 @@ from torch.autograd.graph import get_gradient_edge as gradient_edge
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import LossError
-from megatron_policy.interfaces import LossFunction
 from megatron_policy.packing.microbatch import counted
 from megatron_policy.training.checks import wrong_metric
 
 _CONTRACT = "a loss returns (scalar tensor, dict of metrics)"
 _FRAMES = 20
 _TORCH = str(Path(torch.__file__).parent)
-_CALLERS = {str(Path(__file__)), str(Path(__file__).with_name("losses.py"))}
+_CALLERS = {
+    str(Path(__file__).with_name(name)) for name in ("loss_calls.py", "losses.py", "pieces.py")
+}
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,18 @@ class Wrong:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `loss_fn` on the rows `data`; `given` are the tensors it can differentiate."""
+    """A call of `loss_fn` on the rows `data`; `given` are the tensors it can differentiate. What it
+    returns besides its scalar are metrics, unless it `keeps` anything.
+    """
 
-    loss_fn: LossFunction
+    loss_fn: Callable[..., Any]
     data: BatchedDataDict
     given: Sequence[torch.Tensor]
     call: Callable[[], Any]
+    keeps: bool = False
 
-    def result(self, faults: list[Wrong] | None) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The 0-d scalar and the metrics, both checked.
+    def result(self, faults: list[Wrong] | None) -> tuple[torch.Tensor, Any]:
+        """The 0-d scalar and the metrics, or what is kept; both checked.
 
         LossError for what cannot be trained on. With `faults` the error is appended there instead,
         and the scalar is NaN and has a gradient for all of `given`.
@@ -63,7 +67,7 @@ class Call:
             found = self.call()
         except Exception as error:
             cause: Exception | None = error
-            wrong = _raised(name, error)
+            wrong = raised(name, error)
         else:
             cause, what = None, self._broken(found, before | _nodes(self.given))
             if not what:
@@ -75,13 +79,11 @@ class Call:
         nothing = torch.full((), math.nan, device=self.given[0].device)
         return carried(nothing, self.given), {}
 
-    def _usable(
-        self, value: torch.Tensor, metrics: Mapping[str, Any]
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _usable(self, value: torch.Tensor, metrics: Any) -> tuple[torch.Tensor, Any]:
         value = value.to(self.given[0].device).reshape(())
         if not value.requires_grad:
             value = carried(value, self.given)
-        return value, dict(metrics)
+        return value, metrics if self.keeps else dict(metrics)
 
     def _broken(self, found: Any, given: set[Any]) -> str:
         """Say what is wrong with the loss's return value; empty if it can be trained on, which
@@ -101,6 +103,8 @@ class Call:
                 "compute it from what the loss is given, without detach(), item() or no_grad(); "
                 "where it is 0, as a sum of that times 0"
             )
+        if self.keeps:
+            return ""
         if not isinstance(metrics, Mapping):
             return f"returned as its metrics a {type(metrics).__name__}: {_CONTRACT}"
         return wrong_metric(metrics)
@@ -130,7 +134,7 @@ def _leads_to(value: torch.Tensor, ends: set[Any]) -> bool:
     return False
 
 
-def name_of(loss_fn: LossFunction) -> str:
+def name_of(loss_fn: Callable[..., Any]) -> str:
     """The name of a loss in messages."""
     return str(getattr(loss_fn, "__name__", None) or type(loss_fn).__name__)
 
@@ -161,7 +165,8 @@ class _Carried(torch.autograd.Function):
         return grad, *(ctx.nothing.to(dtype).expand(shape) for shape, dtype in ctx.shapes)
 
 
-def _raised(name: str, error: Exception) -> Wrong:
+def raised(name: str, error: Exception) -> Wrong:
+    """What went wrong in a function of the caller's, by the frames below those that call it."""
     frames = list(_frames_of_loss(error.__traceback__))
     text = str(error).strip() or "without a message"
     at = f" ({_place(frames)})" if frames else ""

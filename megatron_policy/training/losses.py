@@ -285,7 +285,9 @@ class LossNormalization:
         return lambda name: numbers[self.metrics.get(name, self.loss)]
 
 
-def row_shares(loss_fn: LossFunction, batch: BatchedDataDict, counts: ValidCounts) -> torch.Tensor:
+def row_shares(
+    loss_fn: Callable[..., object], batch: BatchedDataDict, counts: ValidCounts
+) -> torch.Tensor:
     """What each row of `batch` weighs in a mean over the global batch, fp32 `[B]`: as much as in
     the loss. That is a sequence in a loss that says it is at sequence level, otherwise its tokens.
     """

@@ -5,15 +5,16 @@ every rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.device.timing import Stopwatch
-from megatron_policy.interfaces.engine import Trainable, TrainingEngine
+from megatron_policy.interfaces.engine import TrainingEngine
 from megatron_policy.interfaces.loss import LossFunction
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing.microbatch import Microbatch
@@ -29,9 +30,9 @@ from megatron_policy.training.losses import (
     evaluate_loss,
     further_losses,
     plain_metrics,
-    row_shares,
 )
-from megatron_policy.training.optimizer_step import UNCHANGED, left_by, take_step
+from megatron_policy.training.optimizer_step import UNCHANGED, left_by
+from megatron_policy.training.pieces import StepPieces, run_weighted
 from megatron_policy.training.results import OptimStats, TrainResult, completed, result_of
 from megatron_policy.training.rollback import Rollback
 from megatron_policy.training.speed import FORWARD_BACKWARD, STEP, SpeedMeter
@@ -59,22 +60,21 @@ def forward_backward(
     engine: TrainingEngine,
     batch: GlobalBatch,
     loss_fn: LossFunction,
-    trainable: Trainable | None,
     number: int,
     stopwatch: Stopwatch,
+    *,
+    forward_only: bool,
 ) -> BatchLosses:
     """Run one global batch (this data-parallel rank's share), the `number`-th of a call, through
     the engine, timed as `forward_backward`.
 
-    Gradients are summed over microbatches and data-parallel ranks into `trainable`; without one
-    only the loss is computed. The loss divides by global counts, so the sum is the gradient of the
-    global batch's loss.
+    Gradients are summed over microbatches and data-parallel ranks; if `forward_only` only the loss
+    is computed. The loss divides by global counts, so the sum is the gradient of the global batch's
+    loss.
     """
     counts = count_valid(batch.data, engine.groups.dp)
-    if trainable is not None:
-        trainable.zero_gradients()
     with stopwatch.timing(FORWARD_BACKWARD):
-        kept = run(engine, batch.microbatches, loss_fn, counts, forward_only=trainable is None)
+        kept = run(engine, batch.microbatches, loss_fn, counts, forward_only=forward_only)
     loss, metrics, faults = shared(engine, batch, kept, loss_fn, number)
     return BatchLosses(loss, metrics, faults, counts)
 
@@ -91,8 +91,6 @@ def run(
 
     A loss that fails does not stop any rank: see `evaluate_loss`.
     """
-    if not forward_only and engine.table.architecture.moe is not None:
-        microbatches = [_with_shares(each, loss_fn, counts) for each in microbatches]
 
     def loss(output: Output) -> tuple[torch.Tensor, tuple[torch.Tensor, Metrics, list[Wrong]]]:
         wrong: list[Wrong] = []
@@ -104,14 +102,7 @@ def run(
         further, metrics_of_further = further_losses(output, counts)
         return value + further, (kept, metrics | metrics_of_further, wrong)
 
-    return engine.forward_backward(microbatches, loss, forward_only=forward_only)
-
-
-def _with_shares(microbatch: Microbatch, loss_fn: LossFunction, counts: ValidCounts) -> Microbatch:
-    if microbatch.filler:
-        return microbatch
-    shares_B = row_shares(loss_fn, microbatch.data, counts)
-    return replace(microbatch, shares=shares_B)
+    return run_weighted(engine, microbatches, loss, loss_fn, counts, forward_only=forward_only)
 
 
 def shared(
@@ -139,28 +130,27 @@ def sizes_of(config: PolicyConfig, gbs: int | None, mbs: int | None) -> tuple[in
 
 
 def train(
-    engine: TrainingEngine,
-    trainable: Trainable | None,
-    batcher: Batcher,
+    pieces: StepPieces,
     data: BatchedDataDict,
     loss_fn: LossFunction,
     global_batch_size: int,
     micro_batch_size: int,
-    stepped: Callable[[], object] = lambda: None,
+    *,
+    eval_mode: bool = False,
 ) -> TrainResult:
     """Train on every global batch in `data` (this data-parallel rank's shard of them, in order).
 
-    With `trainable` each global batch is one optimizer step, and the schedule advances by
-    `global_batch_size` samples once, at the end, as the host's does. Without it, losses and
-    metrics are computed and nothing changes. `stepped` is called after each step that is taken;
-    the schedule stays where it is if none is.
+    Each global batch is one optimizer step, and the schedule advances by `global_batch_size`
+    samples once, at the end, as the host's does; it stays where it is if no step is taken. In
+    `eval_mode` losses and metrics are computed and nothing changes.
 
     Returns a `TrainResult`. BatchError, before anything is computed, for data that
     cannot be cut, on all data-parallel ranks if it is so on one. LossError, on all ranks, for a
     global batch whose loss or gradient cannot be trained on: neither it nor those after it change
     anything.
     """
-    meter = SpeedMeter(batcher.estimator, trainable)
+    engine, batcher = pieces.engine, pieces.batcher
+    meter = SpeedMeter(batcher.estimator, None if eval_mode else engine.trainable)
     batches, meter.workload = cut_synchronized(
         lambda: _cut(engine, batcher, data, loss_fn, global_batch_size, micro_batch_size),
         batcher,
@@ -173,15 +163,15 @@ def train(
     stats, skipped = OptimStats(grad_norm=0.0, lr=0.0, wd=0.0), 0
     undo = Rollback.here(engine)
     for number, batch in enumerate(batches):
-        result = forward_backward(engine, batch, loss_fn, trainable, number, meter.stopwatch)
-        if trainable is not None:
-            left = left_by(number)
+        run_batch = partial(forward_backward, engine, batch, loss_fn, number, meter.stopwatch)
+        if eval_mode:
+            result = run_batch(forward_only=True)
+        else:
+            with pieces.whole_step():
+                result = run_batch(forward_only=False)
             with meter.stopwatch.timing(STEP):
-                stats = take_step(trainable, engine.groups, undo, result.faults, left)
+                stats = pieces.step(result.faults, left_by(number))
             skipped += stats.skipped
-            if not stats.skipped:
-                stepped()
-            undo = Rollback.here(engine)
         faults += result.faults
         losses.append(result.loss)
         counts.append(result.counts)
@@ -189,12 +179,12 @@ def train(
         mb_metrics += [
             completed(each, lambda _: len(batches), result.counts, stats) for each in result.metrics
         ]
-    if trainable is not None:
-        if skipped < len(batches):
-            trainable.advance_schedule(global_batch_size)
-    elif any_fault(faults, engine.groups):
-        undo()
-        raise_everywhere(faults, engine.groups, UNCHANGED)
+    if eval_mode:
+        if any_fault(faults, engine.groups):
+            undo()
+            raise_everywhere(faults, engine.groups, UNCHANGED)
+    elif skipped < len(batches):
+        pieces.advance_schedule(global_batch_size)
     stats = replace(stats, skipped=skipped)
     return meter.added_to(result_of(losses, stats, counts, mb_metrics, engine.groups.dp))
 

@@ -127,7 +127,7 @@ def test_a_planted_fault_is_found(results: Results, case: Case, said: str) -> No
     zip(
         WAITING,
         (
-            "megatron_policy/lm_head/output.py _scores",
+            "megatron_policy/lm_head/output.py _scores_at",
             "megatron_policy/training/losses.py count_valid",
             "megatron_policy/training/step.py loss",
         ),

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_policy import MegatronPolicy, Policy
 from megatron_policy.training.accumulate import GradientAccumulator
+from megatron_policy.training.pieces import StepPieces
 from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "interface.md"
@@ -48,6 +49,7 @@ def public(owner: type) -> set[str]:
 def test_every_method_of_a_rank_is_in_the_table() -> None:
     named = {name for ours, _ in cells() for name in ours}
     steps = {f"accumulator.{name}" for name in public(GradientAccumulator)}
+    steps |= {f"pieces.{name}" for name in public(StepPieces)}
     assert (public(MegatronPolicy) - RENAMED) | steps <= named
     plain = {name for name in named if "(" not in name and "." not in name}
     assert plain - {"loaded"} == public(MegatronPolicy) - RENAMED

@@ -39,6 +39,10 @@ class FusedHead:
     chunk: int
     scalar: None = None
 
+    def at(self, temperature: float) -> FusedHead:
+        """See `LanguageModelHead`."""
+        return replace(self, shape=replace(self.shape, temperature=temperature))
+
     @property
     def plain(self) -> FusedHead:
         """See `LanguageModelHead`."""
@@ -136,6 +140,10 @@ class OwnHead:
     region: TensorRegion
     chunk: int
     scalar: None = None
+
+    def at(self, temperature: float) -> OwnHead:
+        """See `LanguageModelHead`."""
+        return replace(self, temperature=temperature)
 
     @property
     def plain(self) -> OwnHead:

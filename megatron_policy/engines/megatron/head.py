@@ -82,6 +82,10 @@ class Head:
             )
         return values_SR
 
+    def at(self, temperature: float) -> Head:
+        """The same head at another temperature."""
+        return replace(self, shape=replace(self.shape, temperature=temperature))
+
     @property
     def plain(self) -> Head:
         """The same head at temperature 1, without filters."""

@@ -1,0 +1,259 @@
+"""The pieces of a step put together are the step that `train` takes, to the last bit; temperatures
+of calls and of rows are those of Hugging Face's logits divided by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.errors import BatchError, ConfigError, LossError
+from megatron_policy.interfaces import LossInputType, LossType
+from megatron_policy.packing.microbatch import Microbatch
+from megatron_policy.policy import MegatronPolicy
+from megatron_policy.training.pieces import TokenScores
+from tests import oracle
+from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config
+from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, LENGTH, SIZES, VOCAB, layout
+from tests.exact import load_hf
+from tests.losses import Result, loss_mask, token_nll
+from tests.margins import check
+
+PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 40}}
+DYNAMIC = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 40}}
+DATA = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB, seed=7)
+TOKENS = loss_mask(DATA).sum()
+TEMPERATURES = torch.tensor([1.0, 0.7, 1.3, 0.7, 1.0, 2.0, 1.3, 0.7])
+
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
+    "one process": (1, {}, {}, "qwen2"),
+    "one process, packed": (1, {}, PACKED, "qwen2"),
+    "TP2+SP": (2, LAYOUTS["TP2+SP"].megatron, {}, "qwen2"),
+    "PP2, dynamic": (2, LAYOUTS["PP2"].megatron, DYNAMIC, "qwen2"),
+    "PP2xVPP2, packed": (2, LAYOUTS["PP2xVPP2"].megatron, PACKED, "qwen2"),
+    "CP2, packed": (2, layout(2, context_parallel_size=2).megatron, PACKED, "qwen3"),
+    "DP2": (2, LAYOUTS["DP2 distributed optimizer, both overlaps"].megatron, {}, "qwen2"),
+    "EP2, packed": (2, {"expert_model_parallel_size": 2}, PACKED, "qwen3_moe"),
+    "FSDP2 x 2, packed": (2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron, PACKED, "qwen2"),
+}
+
+
+class NLL:
+    """What `train` is given."""
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInputType.LOGPROB
+
+    def __call__(
+        self,
+        data: BatchedDataDict,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+        next_token_logprobs: torch.Tensor,
+    ) -> Result:
+        return token_nll(next_token_logprobs, data, global_valid_toks), {}
+
+
+def nll(scores: TokenScores) -> tuple[torch.Tensor, tuple[tuple[int, ...], float]]:
+    """What the pieces are given: the same loss, and the rows it was called for."""
+    assert scores.logprobs is not None
+    loss = token_nll(scores.logprobs, scores.data, TOKENS)
+    return loss, (scores.rows, loss.item())
+
+
+def in_one_go(policy: MegatronPolicy, data: BatchedDataDict) -> float:
+    return float(policy.train(data, NLL(), mbs=1)["grad_norm"])
+
+
+def in_pieces(policy: MegatronPolicy, data: BatchedDataDict) -> float:
+    """Microbatches as the policy cuts them, one call."""
+    return step(policy, [policy.pieces.cut(data, 1)], data.size)
+
+
+def with_own_rows(policy: MegatronPolicy, data: BatchedDataDict) -> float:
+    """The same microbatches, named by the rows that the policy would put into them."""
+    rows = [each.rows for each in policy.pieces.cut(data, 1) if not each.filler]
+    return step(policy, [policy.pieces.take(data, rows)], data.size)
+
+
+def in_calls(policy: MegatronPolicy, data: BatchedDataDict) -> float:
+    """The first half of the rows and the other in a call each."""
+    half = data.size // 2
+    parts = [[[row] for row in range(half)], [[row] for row in range(half, data.size)]]
+    return step(policy, [policy.pieces.take(data, each) for each in parts], data.size)
+
+
+def step(policy: MegatronPolicy, calls: Sequence[list[Microbatch]], rows: int) -> float:
+    pieces, steps = policy.pieces, policy.steps
+    pieces.zero_gradients()
+    seen: list[int] = []
+    for microbatches in calls:
+        kept = pieces.forward_backward(microbatches, nll, reduce=len(calls) == 1)
+        seen += [row for own, _ in kept for row in own]
+    assert sorted(seen) == (list(range(rows)) if pieces.last_stage else [])
+    stats = pieces.step()
+    pieces.advance_schedule(GLOBAL_BATCH)
+    assert policy.steps == steps + 1 and stats.skipped == 0
+    return torch.tensor(stats.grad_norm).item()  # in fp32, as `train` reports it
+
+
+def all_ways(config: dict[str, Any]) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """Two steps in each way: norms, and the weights afterwards."""
+    found = []
+    for way in (in_one_go, in_pieces, with_own_rows, in_calls):
+        with open_policy(config, init_reference_model=False) as policy:
+            share = own_share(policy, DATA)
+            norms = [way(policy, share) for _ in range(2)]
+            weights = {key: p.detach().clone() for key, p in policy.named_parameters()}
+        found.append((norms, weights))
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pieces_put_together_are_the_step_that_train_takes(
+    ranks, checkpoint: Callable[..., Path], name: str
+) -> None:
+    world, megatron, top, family = CASES[name]
+    config = policy_config(checkpoint(family, **SIZES), megatron, **top)
+    for found in ranks.run(world, all_ways, config):
+        (norms, weights), *others, (call_norms, call_weights) = found
+        assert norms[0] > 0
+        for other_norms, other_weights in others:
+            assert other_norms == norms
+            assert all(torch.equal(other_weights[key], each) for key, each in weights.items())
+        # Other microbatches and another order of sums.
+        check("pieces: grad_norm", abs(call_norms[0] / norms[0] - 1), 1e-5)
+        for key, each in weights.items():
+            check("pieces: weights", (call_weights[key] - each).abs().max().item(), 1e-5)
+
+
+def read_at_temperatures(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Log-probabilities and entropies of all rows, of this replica in its rows' places."""
+    with open_policy(config) as policy:
+        tokens = {key: DATA[key] for key in ("input_ids", "input_lengths")}
+        own = BatchedDataDict(tokens)
+        found = {
+            "one": policy.logprobs(own, temperature=0.7),
+            "of the reference": policy.reference_logprobs(own, temperature=0.7),
+            "of rows": policy.logprobs(own, temperature=TEMPERATURES),
+            "carried": policy.logprobs(BatchedDataDict(own, temperature=TEMPERATURES)),
+            "entropy": policy.entropy(own, temperature=TEMPERATURES),
+            "plain": policy.logprobs(own),
+        }
+        with pytest.raises(BatchError, match=r"'temperature' has -1 in row 1"):
+            policy.logprobs(own, temperature=torch.tensor([1.0, -1.0] * 4))
+        with pytest.raises(BatchError, match=r"'temperature' has shape \(3,\)"):
+            policy.logprobs(own, temperature=torch.ones(3))
+        share = own_share(policy, BatchedDataDict(DATA, temperature=TEMPERATURES))
+        trained = policy.train(share, NLL(), mbs=1)
+        return found | {"norm": trained["grad_norm"], "loss": trained["loss"]}
+
+
+def hf_scores(
+    model: Any, temperatures_B: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies `[B, S - 1]`, and which of them are of text."""
+    logits = model(DATA["input_ids"]).logits[:, :-1].float() / temperatures_B.view(-1, 1, 1)
+    logprobs = logits.log_softmax(-1)
+    found = logprobs.gather(-1, DATA["input_ids"][:, 1:].unsqueeze(-1)).squeeze(-1)
+    positions = torch.arange(1, LENGTH) < DATA["input_lengths"].unsqueeze(1)
+    return found, -(logprobs.exp() * logprobs).sum(-1), positions
+
+
+@pytest.mark.parametrize("name", [each for each in CASES if "EP2" not in each])
+def test_temperatures_divide_the_logits_of_their_rows(
+    ranks, checkpoint: Callable[..., Path], name: str
+) -> None:
+    world, megatron, top, family = CASES[name]
+    path = checkpoint(family, **SIZES)
+    model = load_hf(path)
+    rows = hf_scores(model, TEMPERATURES)
+    one = hf_scores(model, torch.full((GLOBAL_BATCH,), 0.7))
+    plain = hf_scores(model, torch.ones(GLOBAL_BATCH))
+    loss = token_nll(rows[0], DATA, TOKENS)
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    wanted = {
+        "one": one[0],
+        "of the reference": one[0],
+        "of rows": rows[0],
+        "carried": rows[0],
+        "entropy": rows[1],
+        "plain": plain[0],
+    }
+    for found in ranks.run(world, read_at_temperatures, policy_config(path, megatron, **top)):
+        for key, scores in wanted.items():
+            difference = ((found[key][:, 1:] - scores) * rows[2]).abs().max().item()
+            check(f"temperature: {key}", difference, 1e-5)
+        check("temperature: loss", abs(found["loss"].item() / loss.item() - 1), 1e-5)
+        check("temperature: norm", abs(found["norm"].item() / norm.item() - 1), 1e-5)
+
+
+def refusals(config: dict[str, Any]) -> tuple[float, float]:
+    """What is refused, on every rank alike; norms of the same step before and after."""
+    with open_policy(config, init_reference_model=False) as policy:
+        pieces, share = policy.pieces, own_share(policy, DATA)
+        replica = policy.coords.dp
+        with pytest.raises(ConfigError, match=r"step\(\) has no gradients"):
+            pieces.step()
+        with pytest.raises(BatchError, match=r"microbatch 1 has the rows \[99\]"):
+            pieces.take(share, [[0], [99]])
+        with pytest.raises(BatchError, match="refused" if replica else "'temperature' has"):
+            pieces.cut(share, 1, temperature=1.0 if replica else -1.0)
+        microbatches = pieces.cut(share, 1)
+        before = norm_of(policy, microbatches)
+
+        def fails(scores: TokenScores) -> tuple[torch.Tensor, None]:
+            if 2 in scores.rows and replica == 0:
+                raise ArithmeticError("row 2")
+            return nll(scores)[0], None
+
+        def not_finite(scores: TokenScores) -> tuple[torch.Tensor, None]:
+            return nll(scores)[0] / 0.0, None
+
+        for wrong, said in ((fails, "ArithmeticError: row 2"), (not_finite, "not finite")):
+            with pytest.raises(LossError, match=said):
+                pieces.forward_backward(microbatches, wrong)
+            with pytest.raises(ConfigError, match="incomplete gradients"):
+                pieces.step()
+            with pytest.raises(ConfigError, match="reduced or incomplete"):
+                pieces.forward_backward(microbatches, nll)
+            pieces.zero_gradients()
+        with pytest.raises(LossError, match="ArithmeticError: row 2"):
+            pieces.read(microbatches, fails)
+        pieces.forward_backward(microbatches, nll)
+        for other in (
+            lambda: pieces.forward_backward(microbatches, nll),
+            lambda: policy.train(share, NLL(), mbs=1),
+            lambda: policy.accumulator.begin(NLL()),
+        ):
+            with pytest.raises(ConfigError):
+                other()
+        pieces.zero_gradients()
+        return before, norm_of(policy, microbatches)
+
+
+def norm_of(policy: MegatronPolicy, microbatches: list[Microbatch]) -> float:
+    """The norm of a step, whose parameters are put back."""
+    kept = [(p, p.detach().clone()) for _, p in policy.named_parameters()]
+    policy.pieces.forward_backward(microbatches, nll)
+    norm = policy.pieces.step().grad_norm
+    with torch.no_grad():
+        for parameter, before in kept:
+            parameter.copy_(before)
+    return norm
+
+
+@pytest.mark.parametrize("name", ["TP2+SP", "PP2, dynamic", "DP2", "FSDP2 x 2, packed"])
+def test_what_cannot_be_put_together_is_refused_on_every_rank(
+    ranks, checkpoint: Callable[..., Path], name: str
+) -> None:
+    world, megatron, top, family = CASES[name]
+    config = policy_config(checkpoint(family, **SIZES), megatron, **top)
+    for before, after in ranks.run(world, refusals, config):
+        assert before == after > 0
