@@ -88,7 +88,7 @@ def adapters_moved(folder: Path, repetitions: int) -> Measurement:
     """Bytes that collectives deliver to a rank when adapters are handed over, relative to the
     adapters' own, for the layout with more.
     """
-    path = write_checkpoint(folder / "of-99", OF_99_TENSORS)
+    path = write_checkpoint(folder / "adapted-of-99", OF_99_TENSORS)
     ratios: dict[str, float] = {}
     beside: dict[str, float] = {}
     for name, (tp, pp) in LAYOUTS.items():
