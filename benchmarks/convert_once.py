@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint.filesystem  # what Megatron-Core's format is written with
 
 from megatron_policy.convert import convert, verify
 from megatron_policy.converters.formats.hf_config import read_config

@@ -14,7 +14,13 @@ import pytest
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.packing.bins import ALGORITHMS, BALANCED
 from tests import margins
-from tests.dist.layouts import EXPERT_LAYOUTS, FAMILIES, FSDP1_LAYOUTS, FSDP2_LAYOUTS
+from tests.dist.layouts import (
+    EXPERT_LAYOUTS,
+    FAMILIES,
+    FSDP1_LAYOUTS,
+    FSDP2_LAYOUTS,
+    FSDP2_TENSOR_LAYOUTS,
+)
 from tests.exact import ROOM
 from tests.invariance import cases, page
 from tests.invariance.cases import (
@@ -22,6 +28,8 @@ from tests.invariance.cases import (
     FSDP1_CELLS,
     FURTHER_FSDP1_CELLS,
     FURTHER_FSDP2_CELLS,
+    FURTHER_TENSOR_PARALLEL_CELLS,
+    TENSOR_PARALLEL_CELLS,
     Cell,
     config_of,
 )
@@ -48,14 +56,8 @@ def measured() -> Iterator[dict[Cell, dict[str, page.Found]]]:
         *in_turns(CELLS, lambda cell: cell.name),
         *(
             pytest.param(cell, id=cell.name, marks=pytest.mark.sweep)
-            for cell in (*FURTHER_FSDP2_CELLS, *FURTHER_FSDP1_CELLS)
+            for cell in (*FURTHER_FSDP2_CELLS, *FURTHER_FSDP1_CELLS, *FURTHER_TENSOR_PARALLEL_CELLS)
         ),
-        *(
-            pytest.param(cell, id=cell.name, marks=() if always else pytest.mark.sweep)
-            for cell in cases.TENSOR_PARALLEL_CELLS
-            for always in [(cell.layout, cell.batching, cell.family) in cases.ALWAYS]
-        ),
-        *in_turns(FSDP1_CELLS, lambda cell: cell.name),
     ],
 )
 def test_cell_equals_hf_computing_each_sequence_alone(
@@ -187,7 +189,7 @@ def test_the_table_has_every_layout_and_every_family_of_experts_with_every_batch
 
 
 def test_the_table_has_every_layout_of_fsdp2_and_the_rest_of_their_product_is_swept() -> None:
-    own = [cell for cell in CELLS if cell.fsdp]
+    own = [cell for cell in CELLS if cell.layout in FSDP2_LAYOUTS]
     for name in FSDP2_LAYOUTS:
         assert {cell.batching for cell in own if cell.layout == name} == set(cases.BATCHINGS)
     for family in cases.FSDP2_LOSSES:
@@ -197,20 +199,23 @@ def test_the_table_has_every_layout_of_fsdp2_and_the_rest_of_their_product_is_sw
     assert len(product) == len(own) + len(FURTHER_FSDP2_CELLS) == 4 * len(own)
 
 
-def test_cells_with_tensor_parallel_ranks_under_fsdp2_are_run_with_every_batching() -> None:
-    chosen = {(cell.layout, cell.batching, cell.family) for cell in cases.TENSOR_PARALLEL_CELLS}
-    assert chosen >= set(cases.ALWAYS)
-    assert {batching for _, batching, _ in cases.ALWAYS} == set(cases.BATCHINGS)
-
-
-def test_every_layout_of_fsdp1_is_run_and_the_rest_of_their_product_is_swept() -> None:
-    assert {cell.layout for cell in FSDP1_CELLS} == set(FSDP1_LAYOUTS)
-    assert {cell.batching for cell in FSDP1_CELLS} == set(cases.BATCHINGS)
-    assert {cell.family for cell in FSDP1_CELLS} == set(cases.FSDP2_LOSSES)
-    product = {
-        (cell.layout, cell.batching, cell.family) for cell in (*FSDP1_CELLS, *FURTHER_FSDP1_CELLS)
-    }
-    assert len(product) == len(FSDP1_CELLS) + len(FURTHER_FSDP1_CELLS) == 48
+@pytest.mark.parametrize(
+    ("layouts", "own", "further"),
+    [
+        (FSDP2_TENSOR_LAYOUTS, TENSOR_PARALLEL_CELLS, FURTHER_TENSOR_PARALLEL_CELLS),
+        (FSDP1_LAYOUTS, FSDP1_CELLS, FURTHER_FSDP1_CELLS),
+    ],
+)
+def test_the_table_has_every_layout_and_the_rest_of_the_product_is_swept(
+    layouts: dict[str, Any], own: tuple[Cell, ...], further: tuple[Cell, ...]
+) -> None:
+    assert set(own) <= set(CELLS)
+    assert {cell.layout for cell in own} == set(layouts)
+    assert {cell.batching for cell in own} == set(cases.BATCHINGS)
+    assert len({cell.family for cell in own}) == len(own)
+    product = {(cell.layout, cell.batching, cell.family) for cell in (*own, *further)}
+    everything = len(layouts) * len(cases.BATCHINGS) * len(cases.FSDP2_LOSSES)
+    assert len(product) == len(own) + len(further) == everything
 
 
 def test_the_table_has_every_packing_algorithm_and_every_loss_at_another_temperature() -> None:

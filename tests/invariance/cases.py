@@ -5,7 +5,7 @@ Shapes: B rows, S positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, cycle
 from pathlib import Path
@@ -256,13 +256,14 @@ def _fsdp_cells(further: bool) -> list[Cell]:
     ]
 
 
-def _tensor_parallel_cells() -> tuple[Cell, ...]:
-    """Every layout of FSDP2 with tensor-parallel ranks with every batching and family."""
+def _every_cell(layouts: Iterable[str], but: Collection[Cell]) -> tuple[Cell, ...]:
+    """Every one of these layouts with every batching and family, `but` these cells."""
     return tuple(
-        Cell(name, batching, losses[column], family)
-        for name in FSDP2_TENSOR_LAYOUTS
+        cell
+        for name in layouts
         for column, batching in enumerate(BATCHINGS)
         for family, losses in FSDP2_LOSSES.items()
+        if (cell := Cell(name, batching, losses[column], family)) not in but
     )
 
 
@@ -281,31 +282,25 @@ def _tempered(cell: Cell) -> Cell:
     return replace(cell, temperature=TEMPERATURE) if chosen else cell
 
 
-CELLS = _cells()
-FURTHER_FSDP2_CELLS = tuple(_fsdp_cells(further=True))
-"""Beside the page's table: they differ from its cells in nothing but which choices meet."""
-TENSOR_PARALLEL_CELLS = _tensor_parallel_cells()
-"""Beside the page's table as well."""
-ALWAYS = (
-    ("FSDP2 TP2 x 2", "packed", "qwen3"),
-    ("FSDP2 TP2+SP x 2", "padded", "gemma2"),
-    ("FSDP2 TP2+SP x 2", "dynamic", "gpt_oss"),
+TENSOR_PARALLEL_CELLS = (
+    Cell("FSDP2 TP2+SP x 2", "padded", "policy gradient", "gemma2"),
+    Cell("FSDP2 TP2+SP x 2", "dynamic", "token", "gpt_oss"),
+    Cell("FSDP2 TP2 x 2", "packed", "entropy of logits", "qwen3"),
 )
-"""Those of them that are not left to the sweep."""
 FSDP1_CELLS = (
     Cell("FSDP1 x 2", "packed", "sequence", "gemma2"),
     Cell("FSDP1 2 copies", "dynamic", "policy gradient", "qwen3"),
     Cell("FSDP1 x 4", "padded", "token", "gpt_oss"),
     Cell("FSDP1 x 2, gradients", "packed", "policy gradient", "qwen2"),
 )
-"""Those of FSDP1, which is not on the page, that every run has."""
-FURTHER_FSDP1_CELLS = tuple(
-    cell
-    for name in FSDP1_LAYOUTS
-    for column, batching in enumerate(BATCHINGS)
-    for family, losses in FSDP2_LOSSES.items()
-    if (cell := Cell(name, batching, losses[column], family)) not in FSDP1_CELLS
-)
+CELLS = (*_cells(), *TENSOR_PARALLEL_CELLS, *FSDP1_CELLS)
+"""The page's table."""
+FURTHER_FSDP2_CELLS = tuple(_fsdp_cells(further=True))
+"""Beside the page's table: they differ from its cells in nothing but which choices meet."""
+FURTHER_TENSOR_PARALLEL_CELLS = _every_cell(FSDP2_TENSOR_LAYOUTS, TENSOR_PARALLEL_CELLS)
+"""Beside the page's table as well."""
+FURTHER_FSDP1_CELLS = _every_cell(FSDP1_LAYOUTS, FSDP1_CELLS)
+"""And these."""
 
 
 def rows(start_logprobs_BS: torch.Tensor) -> BatchedDataDict:
