@@ -1,8 +1,8 @@
 """Cases that `make test` and `make test-latest` share out: every second one each. The cases that an
 environment leaves to the other are sweeps there.
 
-In `SHARED`, where ranks make each case dear, the cases of every test are shared out that has not
-done so itself.
+In `SHARED` the cases of every test are shared out that has not done so itself; in `ALONE`, where
+Megatron-Core is in the background, so are tests with one case.
 """
 
 from __future__ import annotations
@@ -40,22 +40,32 @@ def in_turns(cases: Iterable[Any], name: Callable[[Any], str] | None = None) -> 
     ]
 
 
-SHARED = ("tests/dist/", "tests/ray/")
+SHARED = ("tests/dist/", "tests/ray/", "tests/unit/")
+ALONE = "tests/ray/"
+WHOLE = tuple(
+    f"tests/unit/test_{name}.py"
+    for name in ("fake_device", "triton_tiles", "varlen_attention", "norm", "english", "turns")
+)
+"""Of these files some tests run in one environment alone, or all cases belong together."""
 
 
 def share_out(items: Iterable[pytest.Item]) -> None:
     """Mark what the other environment runs of the tests in `SHARED` as sweeps."""
     of_tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.nodeid.startswith(SHARED):
+        if item.nodeid.startswith(SHARED) and not item.nodeid.startswith(WHOLE):
             of_tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in of_tests.values():
+    for nodeid, cases in of_tests.items():
         if any(case.get_closest_marker("sweep") for case in cases):
             continue
         # In an order of their own: every second one in the order of a table with two columns is one
         # column.
         for number, case in enumerate(sorted(cases, key=lambda each: crc32(each.nodeid.encode()))):
-            if len(cases) > 1 and number % 2 != _LATEST:
+            if nodeid.startswith(ALONE) and len(cases) == 1:
+                number = crc32(nodeid.encode())
+            elif len(cases) == 1:
+                continue
+            if number % 2 != _LATEST:
                 case.add_marker(pytest.mark.sweep)
 
 
