@@ -6,7 +6,6 @@ Shapes: B rows of a microbatch, S positions of its widest.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -24,13 +23,21 @@ from megatron_policy.lm_head.output import Output
 from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.memory.policy_state import PolicyState
 from megatron_policy.memory.states import CONTINUE_STEP, FORWARD, TRAIN_STEP
-from megatron_policy.packing.microbatch import Microbatch, counted, inside
+from megatron_policy.packing.microbatch import Microbatch
 from megatron_policy.training.batching import Batcher
+from megatron_policy.training.callbacks import (
+    TokenScores,
+    Wanted,
+    not_finite,
+    raise_callbacks_errors,
+    reader,
+)
 from megatron_policy.training.checks import check_size, check_training_data
-from megatron_policy.training.faults import Fault, any_fault, raise_everywhere
-from megatron_policy.training.loss_calls import Call, Wrong, carried, name_of, raised
+from megatron_policy.training.faults import Fault
+from megatron_policy.training.loss_calls import Call, Wrong, carried
 from megatron_policy.training.losses import ValidCounts, further_losses, own_counts, row_shares
 from megatron_policy.training.optimizer_step import UNCHANGED, take_step
+from megatron_policy.training.replay import Replay
 from megatron_policy.training.results import OptimStats
 from megatron_policy.training.rollback import Rollback
 from megatron_policy.training.sync_microbatches import prepared_together
@@ -47,43 +54,6 @@ FORWARD_BACKWARD, STEP, ZERO, READ = (
 
 
 _INCOMPLETE = f"The gradients are incomplete: call {ZERO}, after which the policy is usable again."
-
-
-@dataclass(frozen=True)
-class TokenScores:
-    """What a callback gets of one microbatch on the last stage: its rows on the device, and their
-    numbers in the data they were cut from.
-
-    A language model has `logprobs`, fp32 `[B, S - 1]`, whose position t is the log-probability of
-    token t + 1 at the row's temperature, and `entropy` in nats likewise, if asked for; both are 0
-    where token t + 1 does not count. A scalar head has `values`, fp32 `[B, S]`; 0 beyond the text.
-    All are differentiable, and the same on every tensor- and context-parallel rank.
-    """
-
-    data: BatchedDataDict
-    rows: tuple[int, ...]
-    logprobs: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, output: Output, entropy: bool, everywhere: bool) -> TokenScores:
-        """Those of tokens that count by `token_mask` and `sample_mask`, or `everywhere` in the
-        text.
-        """
-        microbatch = output.microbatch
-        whole_BS = inside(microbatch.host.data)
-        found = cls(microbatch.data, microbatch.rows)
-        if output.head.scalar is not None:
-            return replace(found, values=output.values(whole_BS))
-        wanted_BS = whole_BS if everywhere else counted(microbatch.host.data)
-        logprobs, entropies = output.next_token_scores(wanted_BS, entropy)
-        return replace(found, logprobs=logprobs, entropy=entropies)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The scores that there are."""
-        return [each for each in (self.logprobs, self.entropy, self.values) if each is not None]
 
 
 @dataclass
@@ -150,26 +120,30 @@ class StepPieces:
         rows: Sequence[Sequence[int]],
         *,
         temperature: float | torch.Tensor | None = None,
+        replay: Replay = Replay.REQUIRED,
     ) -> list[Microbatch]:
         """The caller's own microbatches: the i-th has rows `rows[i]` of `data`, in that order.
 
         They are packed if the configuration has `sequence_packing`, with `dynamic_batching` padded
         to their own longest row, otherwise padded to S and of equal size. `temperature` is a number
-        or one for each row, `[B]`; None is the policy's. Otherwise as `cut`.
+        or one for each row, `[B]`; None is the policy's. `replay` is what becomes of
+        `routed_experts` where the policy replays them. Otherwise as `cut`.
         """
-        return self._cut(data, temperature, lambda checked: self.batcher.of_rows(checked, rows))
+        of_rows = partial(self.batcher.of_rows, rows=rows)
+        return self._cut(data, temperature, of_rows, replay)
 
     def _cut(
         self,
         data: BatchedDataDict,
         temperature: float | torch.Tensor | None,
         cut: Callable[[BatchedDataDict], list[Microbatch]],
+        replay: Replay = Replay.REQUIRED,
     ) -> list[Microbatch]:
         def checked() -> tuple[BatchedDataDict, list[Microbatch]]:
             given = with_temperature(data, temperature)
             own = check_training_data(given, self.engine.vocab_size)
             self.batcher.longest.check(own)
-            own = self.batcher.replay.prepared(own)
+            own = self.batcher.replay.prepared(own, replay)
             return own, cut(own)
 
         (own, parts), most = prepared_together(
@@ -197,6 +171,7 @@ class StepPieces:
         *,
         entropy: bool = False,
         everywhere: bool = False,
+        candidates: str = "",
         reduce: bool = True,
     ) -> list[T]:
         """Add the gradients of each microbatch's loss, the scalar that `loss` returns, summed over
@@ -213,13 +188,13 @@ class StepPieces:
         `reduce`.
         """
         trainable = self._trainable(FORWARD_BACKWARD)
-        step = self._begin(reduce)
+        step, wanted = self._begin(reduce), Wanted(entropy, everywhere, candidates)
 
         def finish(
             output: Output,
         ) -> tuple[torch.Tensor, tuple[T | None, torch.Tensor, list[Wrong]]]:
             wrong: list[Wrong] = []
-            scores = TokenScores.of(output, entropy, everywhere)
+            scores = TokenScores.of(output, wanted)
             call = Call(loss, scores.data, scores.tensors, partial(loss, scores), keeps=True)
             value, kept = call.result(wrong)
             further, _ = further_losses(output, counts)
@@ -230,8 +205,8 @@ class StepPieces:
             counts = _counts(self.engine, microbatches)
             with nullcontext() if reduce else trainable.accumulating():
                 kept = run_weighted(self.engine, microbatches, finish, loss, counts)
-            wrong = [found or _not_finite(loss, float(value)) for _, value, found in kept]
-            _raise_everywhere(self.engine, microbatches, wrong, _INCOMPLETE)
+            wrong = [found or not_finite(loss, float(value)) for _, value, found in kept]
+            raise_callbacks_errors(self.engine, microbatches, wrong, _INCOMPLETE)
         except BaseException as error:
             step.failed = type(error).__name__
             raise
@@ -244,21 +219,32 @@ class StepPieces:
         *,
         entropy: bool = False,
         everywhere: bool = False,
+        candidates: str = "",
     ) -> list[T]:
         """What `read` returns of each microbatch, in evaluation mode and without gradients, as
         `forward_backward` returns it. LossError, on every rank, if it raises on any.
         """
         self._memory.ready(READ, FORWARD)
+        finish = reader(read, Wanted(entropy, everywhere, candidates))
+        return _read(self.engine, microbatches, self.engine.forward(microbatches, finish))
 
-        def finish(output: Output) -> tuple[T | None, list[Wrong]]:
-            try:
-                return read(TokenScores.of(output, entropy, everywhere)), []
-            except Exception as error:
-                return None, [raised(name_of(read), error)]
-
-        kept = self.engine.forward(microbatches, finish)
-        _raise_everywhere(self.engine, microbatches, [wrong for _, wrong in kept], UNCHANGED)
-        return [each for each, _ in kept]  # type: ignore[misc]
+    def read_with_experts(
+        self,
+        microbatches: Sequence[Microbatch],
+        read: Callable[[TokenScores], T],
+        *,
+        entropy: bool = False,
+        everywhere: bool = False,
+    ) -> tuple[list[T], list[torch.Tensor]]:
+        """As `read`; also, on every rank, the experts that tokens take in each microbatch but
+        fillers, int32 `[B, S, L, K]` in the L layers with experts; -1 beyond the text. BatchError
+        for a model without experts.
+        """
+        self._memory.ready(READ, FORWARD)
+        self.batcher.replay.check_has_experts()
+        finish = reader(read, Wanted(entropy, everywhere))
+        kept, experts = self.engine.forward_with_experts(microbatches, finish)
+        return _read(self.engine, microbatches, kept), experts
 
     def step(self, faults: Sequence[Fault] = (), consequence: str = UNCHANGED) -> OptimStats:
         """Clip the gradients and update the parameters. Returns the gradient's norm before
@@ -332,6 +318,15 @@ class StepPieces:
         return self.engine.trainable
 
 
+def _read(
+    engine: TrainingEngine,
+    microbatches: Sequence[Microbatch],
+    kept: Sequence[tuple[T | None, list[Wrong]]],
+) -> list[T]:
+    raise_callbacks_errors(engine, microbatches, [wrong for _, wrong in kept], UNCHANGED)
+    return [each for each, _ in kept]  # type: ignore[misc]
+
+
 def run_weighted(
     engine: TrainingEngine,
     microbatches: Sequence[Microbatch],
@@ -363,28 +358,3 @@ def _counts(engine: TrainingEngine, microbatches: Sequence[Microbatch]) -> Valid
     counts = to_device(sum(real, torch.zeros(2)))
     dist.all_reduce(counts, group=engine.groups.dp)
     return ValidCounts(sequences=counts[0], tokens=counts[1])
-
-
-def _raise_everywhere(
-    engine: TrainingEngine,
-    microbatches: Sequence[Microbatch],
-    wrong: Sequence[Sequence[Wrong]],
-    consequence: str,
-) -> None:
-    """LossError on every rank if a microbatch of any of them has something wrong."""
-    rows = [each.rows for each in microbatches if not each.filler]
-    replica = engine.groups.dp.rank()
-    faults = [
-        Fault(0, replica, place, rows[place], each.what, each.trace)
-        for place, several in enumerate(wrong)
-        for each in several
-    ]
-    faults = engine.share_object(faults if engine.is_last_stage else None)
-    if any_fault(faults, engine.groups):
-        raise_everywhere(faults, engine.groups, consequence)
-
-
-def _not_finite(loss: Callable[..., object], value: float) -> list[Wrong]:
-    if math.isfinite(value):
-        return []
-    return [Wrong(f"{name_of(loss)} returned {value}, which is not finite,")]

@@ -23,7 +23,7 @@ def test_the_readmes_examples_train_with_the_loss_of_the_loss_document(
     # One policy at a time in a process: the first is closed before workers take over.
     example = alone + "policy.shutdown()\n" + under_ray
     assert example.count("path/or/hub-id") == 1
-    loss, _distillation, _pairs = python_blocks("docs/losses.md")
+    loss, *_ = python_blocks("docs/losses.md")
     (tmp_path / "my_losses.py").write_text(loss)
     (tmp_path / "example.py").write_text(example.replace("path/or/hub-id", str(checkpoints[True])))
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}

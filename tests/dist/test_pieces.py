@@ -16,10 +16,11 @@ from megatron_policy.errors import BatchError, ConfigError, LossError
 from megatron_policy.interfaces import LossInputType, LossType
 from megatron_policy.packing.microbatch import Microbatch
 from megatron_policy.policy import MegatronPolicy
-from megatron_policy.training.pieces import TokenScores
+from megatron_policy.training.callbacks import TokenScores
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config
 from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, LENGTH, SIZES, VOCAB, layout
+from tests.dist.test_docs import python_blocks
 from tests.exact import load_hf
 from tests.losses import Result, loss_mask, token_nll
 from tests.margins import check
@@ -130,6 +131,29 @@ def test_pieces_put_together_are_the_step_that_train_takes(
         check("pieces: grad_norm", abs(call_norms[0] / norms[0] - 1), 1e-5)
         for key, each in weights.items():
             check("pieces: weights", (call_weights[key] - each).abs().max().item(), 1e-5)
+
+
+def as_documented(config: dict[str, Any]) -> tuple[float, float]:
+    """The norm of the loop in docs/losses.md, and that of the step it stands for."""
+    rows = DATA.select_indices(range(4))
+    with open_policy(config, init_reference_model=False) as policy:
+        made = {"policy": policy, "data": rows, "count": loss_mask(rows).sum(), "samples": 4}
+        exec(python_blocks("docs/losses.md")[3], made)
+        assert [own for own, _ in made["kept"]] == [(0, 3), (1, 2)] and made["lr"] > 0
+    with open_policy(config, init_reference_model=False) as policy:
+        whole = BatchedDataDict(rows, sample_mask=torch.ones(4))
+        found = policy.train(whole, NLL(), gbs=4, mbs=1, temperature=0.7)
+        return made["stats"].grad_norm, float(found["grad_norm"])
+
+
+def test_the_documents_loop_is_the_step_that_train_takes(
+    ranks, checkpoint: Callable[..., Path]
+) -> None:
+    top = DYNAMIC | {"train_global_batch_size": 4}
+    config = policy_config(checkpoint("qwen2", **SIZES), {}, **top)
+    ((found, wanted),) = ranks.run(1, as_documented, config)
+    assert found > 0
+    check("pieces: grad_norm", abs(found / wanted - 1), 1e-5)
 
 
 def read_at_temperatures(config: dict[str, Any]) -> dict[str, torch.Tensor]:
