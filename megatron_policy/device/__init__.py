@@ -204,26 +204,33 @@ def to_device(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+DEVICE_TYPES = ("cuda", "cpu")
+"""torch's names of the devices that policies run on."""
+
 _joined = 0
 """Groups that this process has made in the store of torchrun."""
+_holders = 0
+"""Callers of `join_process_group` that use a group made there."""
 
 
 def join_process_group(timeout_s: float = 600.0) -> bool:
-    """Join the default process group, NCCL on GPUs and gloo elsewhere; return whether this call
-    created it.
+    """Join the default process group, NCCL on GPUs and gloo elsewhere; return whether it was made
+    by this function: then `leave_process_group` is to follow.
 
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read as torchrun and our Ray workers set them;
     without RANK the process becomes a world of one. An existing group is used as it is; in one made
     here, a collective fails after `timeout_s` seconds instead of hanging.
     """
+    global _joined, _holders
     if dist.is_initialized():
-        return False
+        _holders += 1 if _holders else 0
+        return _holders > 0
+    _holders = 0
     timeout = timedelta(seconds=timeout_s)
     backend = "nccl" if is_accelerated() else "gloo"
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun keeps one store for all groups of its processes: a second one must not find the
         # addresses of the first.
-        global _joined
         _joined += 1
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
@@ -235,6 +242,7 @@ def join_process_group(timeout_s: float = 600.0) -> bool:
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
         )
+    _holders = 1
     return True
 
 
@@ -268,8 +276,10 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 
 def leave_process_group() -> None:
-    """Destroy the default process group if there is one."""
-    if dist.is_initialized():
+    """Destroy the default process group, if there is one, once all who joined it have left."""
+    global _holders
+    _holders = max(_holders - 1, 0)
+    if dist.is_initialized() and not _holders:
         dist.destroy_process_group()
 
 

@@ -191,7 +191,8 @@ class Adapters(Protocol):
 
     def merged(self, entry: Entry, weight: torch.Tensor) -> torch.Tensor | None:
         """A new tensor: the weight of `entry` on this rank with its adapter's product added; None
-        if no adapter adapts it. The weight is unchanged.
+        if no adapter adapts it. The weight is unchanged. While adapters are `off` it is itself
+        returned.
         """
 
     def off(self) -> AbstractContextManager[None]:
@@ -327,9 +328,7 @@ class EngineBuilder(Protocol):
     """Builds an engine."""
 
     def prepare(self) -> None:
-        """Prepare this process before it joins any process group. ConfigError if it cannot hold
-        another policy.
-        """
+        """Prepare this process before it joins any process group."""
 
     def build(
         self,
@@ -342,7 +341,8 @@ class EngineBuilder(Protocol):
         source_dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> TrainingEngine:
         """Build and load this rank's part of the model; the default process group exists and fits
-        `topology`. No collective waits longer than `timeout_s` seconds.
+        `topology`. No collective waits longer than `timeout_s` seconds. ConfigError if this process
+        holds a policy that this one cannot be beside.
 
         With `source_dtypes`, which gives the export dtype of each HF tensor, no weights are read:
         parameters and persistent buffers are as `mark_unfilled` leaves them. CheckpointError if a

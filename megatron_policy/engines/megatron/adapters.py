@@ -179,7 +179,9 @@ class MegatronAdapters:
     def merged(self, entry: Entry, weight: torch.Tensor) -> torch.Tensor | None:
         """See `Adapters`."""
         adapter = self.modules.get(entry.megatron)
-        return None if adapter is None else adapter.merged(weight)
+        if adapter is None or not self.switch.on:
+            return None if adapter is None else weight
+        return adapter.merged(weight)
 
     @contextmanager
     def off(self) -> Iterator[None]:

@@ -36,11 +36,7 @@ from megatron_policy.engines.megatron.model_config import transformer_config
 from megatron_policy.engines.megatron.mtp import MegatronMtp
 from megatron_policy.engines.megatron.pipeline import Pipeline
 from megatron_policy.engines.megatron.platform import prepare_platform
-from megatron_policy.engines.megatron.process_groups import (
-    drop_groups,
-    make_groups,
-    refuse_second_policy,
-)
+from megatron_policy.engines.megatron.process_groups import drop_groups, make_groups
 from megatron_policy.engines.megatron.routers import Routers
 from megatron_policy.engines.megatron.trainable import freeze, make_trainable
 from megatron_policy.errors import CheckpointError
@@ -55,11 +51,8 @@ _SHOWN = 5
 
 
 def prepare() -> None:
-    """Prepare this process for Megatron-Core; see `EngineBuilder`. ConfigError if it already holds
-    a policy.
-    """
+    """Prepare this process for Megatron-Core; see `EngineBuilder`."""
     prepare_platform()
-    refuse_second_policy()
 
 
 @contextmanager
@@ -87,8 +80,9 @@ def build(
     source_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> MegatronEngine:
     """Build and load this rank's part of the model; see `EngineBuilder`."""
+    groups = make_groups(topology, timeout_s)
     try:
-        return _build(config, table, topology, init_optimizer, timeout_s, source_dtypes)
+        return _build(config, table, topology, groups, init_optimizer, source_dtypes)
     except BaseException:
         drop_groups()
         raise
@@ -98,8 +92,8 @@ def _build(
     config: PolicyConfig,
     table: Table,
     topology: Topology,
+    groups: Groups,
     init_optimizer: bool,
-    timeout_s: float,
     source_dtypes: Mapping[str, torch.dtype] | None,
 ) -> MegatronEngine:
     settings, arch, precision = config.megatron_cfg, table.architecture, DTYPES[config.precision]
@@ -107,7 +101,6 @@ def _build(
     place = Placement(
         topology, topology.coords(dist.get_rank()), layer_split(config, arch, topology)
     )
-    groups = make_groups(topology, timeout_s)
     model_config = transformer_config(
         arch,
         settings,

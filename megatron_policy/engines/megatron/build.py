@@ -23,6 +23,7 @@ from megatron_policy.engines.megatron.layers.activations import install_activati
 from megatron_policy.engines.megatron.layers.rope import Rotary, ropes_of
 from megatron_policy.engines.megatron.layers.router import tell_routers
 from megatron_policy.engines.megatron.mtp import add_mtp_layers
+from megatron_policy.engines.megatron.process_groups import are_shared
 from megatron_policy.parallel.topology import Placement
 
 
@@ -36,7 +37,8 @@ def build_chunks(
     """The model chunks of this rank (one, or the topology's `vpp`), on the current device, with
     uninitialised weights.
     """
-    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    if not are_shared():  # the random streams are those of all policies of the process
+        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     with _without_random_streams():
         chunks = [

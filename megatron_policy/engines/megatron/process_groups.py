@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -15,11 +16,34 @@ from megatron_policy.parallel.topology import Topology
 MEGATRON_ORDER = "tp-cp-ep-dp-pp"
 
 
+@dataclass
+class _Open:
+    """Megatron-Core's groups, which are global, and how many policies of this process use them."""
+
+    topology: Topology
+    groups: Groups
+    policies: int = 1
+
+
+_open: _Open | None = None
+
+
 def make_groups(topology: Topology, timeout_s: float) -> Groups:
     """Create Megatron-Core's process groups for `topology`, every collective bounded by `timeout_s`
-    seconds.
+    seconds. A further policy of the process gets those of the first, with their bound, if it has
+    the same layout; ConfigError otherwise. `drop_groups` is to follow for each.
     """
+    global _open
     assert dist.get_world_size() == topology.world_size, (dist.get_world_size(), topology)
+    if _open is not None:
+        _check_same(_open.topology, topology)
+        _open.policies += 1
+        return _open.groups
+    if parallel_state.model_parallel_is_initialized():
+        raise ConfigError(
+            "this process has process groups of Megatron-Core that are not of a policy, and there "
+            "can be one set of them: make the policy in another process, or destroy them first"
+        )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=topology.tp,
         pipeline_model_parallel_size=topology.pp,
@@ -31,13 +55,39 @@ def make_groups(topology: Topology, timeout_s: float) -> Groups:
         order=MEGATRON_ORDER,
         create_gloo_process_groups=False,
     )
-    return Groups(
+    groups = Groups(
         tp=parallel_state.get_tensor_model_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
         dp=parallel_state.get_data_parallel_group(),
         cp=parallel_state.get_context_parallel_group(),
         dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
+    _open = _Open(topology, groups)
+    return groups
+
+
+def _check_same(here: Topology, topology: Topology) -> None:
+    """ConfigError naming the sizes in which a second layout of the process differs."""
+    pairs = [
+        (each.name, getattr(here, each.name), getattr(topology, each.name))
+        for each in fields(Topology)
+    ]
+    different = [
+        f"{name} {wanted} (not {open_})" for name, open_, wanted in pairs if open_ != wanted
+    ]
+    if different:
+        raise ConfigError(
+            f"another policy is open in this process, in another layout: {', '.join(different)}. "
+            "Policies of one process have one layout: give both the same sizes, or call the "
+            "other's shutdown() first"
+        )
+
+
+def are_shared() -> bool:
+    """Whether several policies of this process use the groups, and all else that Megatron-Core has
+    once in a process.
+    """
+    return _open is not None and _open.policies > 1
 
 
 def schedule_groups() -> ProcessGroupCollection:
@@ -56,23 +106,17 @@ def embedding_group() -> dist.ProcessGroup:
     return group
 
 
-def refuse_second_policy() -> None:
-    """ConfigError if this process already has Megatron-Core's groups: they are global, so it can
-    hold one policy at a time.
-    """
-    if parallel_state.model_parallel_is_initialized():
-        raise ConfigError(
-            "another policy is already open in this process: call its shutdown() before making a "
-            "new one"
-        )
-
-
 def drop_groups() -> None:
-    """Destroy Megatron-Core's process groups, so that another topology can be made in the same
-    process.
+    """Leave the groups of `make_groups`. The last policy of the process destroys them, so that
+    another topology can be made in it.
     """
-    if not parallel_state.model_parallel_is_initialized():
+    global _open
+    if _open is None:
         return
+    _open.policies -= 1
+    if _open.policies:
+        return
+    _open = None
     # Megatron-Core only forgets them; each would keep its threads and sockets for good. (`None`
     # stands for the default group, which is not ours to destroy.)
     made = [group for group in parallel_state._global_process_group_list or () if group is not None]
