@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_policy.config.keys import KEYS
-from megatron_policy.config.rules import Ignored, Nested, Rejected, Rule
+from megatron_policy.config.rules import Ignored, Nested, Rejected, Rule, asks_for_nothing
 from megatron_policy.config.section import Section
 from megatron_policy.errors import ConfigError
 
@@ -122,7 +122,7 @@ def _walk(
         else:
             if isinstance(rule, Ignored):
                 result.ignored[path] = rule.why
-                if rule.warned and not _asks_for_nothing(value):
+                if rule.warned and not asks_for_nothing(value):
                     result.warned[path] = rule.why
             elif isinstance(rule, Rejected) and not _harmless(rule, path, value, whole):
                 yield _rejection(rule, path, value)
@@ -148,14 +148,8 @@ def _harmless(rule: Rejected, path: str, value: Any, whole: _Whole) -> bool:
     if rule.only:
         return value in rule.only
     if not rule.same_as:
-        return _asks_for_nothing(value)
+        return asks_for_nothing(value)
     return whole.means(rule.same_as, value)
-
-
-def _asks_for_nothing(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return not value or ("enabled" in value and not value["enabled"])
-    return not value
 
 
 def _rejection(rule: Rejected, path: str, value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,3 +65,12 @@ def switched_off(why: str, what: str, names: str) -> Rules:
         "enabled": Rejected(why),
         **each(Ignored(f"affects {what} only"), f"{names} *"),
     }
+
+
+def asks_for_nothing(value: Any) -> bool:
+    """Whether a value has no effect wherever it is: null, false, 0, an empty section, or one that
+    is not `enabled`.
+    """
+    if isinstance(value, Mapping):
+        return not value or ("enabled" in value and not value["enabled"])
+    return not value
