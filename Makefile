@@ -1,6 +1,9 @@
-# Every target makes the environment it needs: .venv (python3, pinned) or .venv-latest (Python 3.13 or 3.12, newest releases).
+# Every target makes the environment it needs: .venv (python3, pinned), .venv-latest (Python 3.13 or 3.12, newest releases)
+# or .venv-verl (python3 below 3.13, with verl).
 PYTHON ?= python3
 PYTHON_LATEST ?=
+# A checkout of verl that is tested in the place of its release.
+VERL_SOURCE ?=
 PYTEST_ARGS ?=
 # Processes that share the tests out, one of them the tests that need Ray, which wait for much; 0 runs
 # them in one, as a debugger needs it.
@@ -11,6 +14,7 @@ SWEEP_ARGS ?=
 
 VENV := .venv
 LATEST := .venv-latest
+VERL := .venv-verl
 BIN := $(VENV)/bin
 
 PARALLEL = -n $(TEST_PROCESSES) --no-loadscope-reorder
@@ -24,7 +28,7 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-latest test-gpu sweep sweep-cpus soak invariance compatibility lint format bench bench-gpu clean
+.PHONY: help demo test test-latest test-verl test-gpu sweep sweep-cpus soak invariance compatibility lint format bench bench-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -37,6 +41,10 @@ test: $(VENV)/.installed ## run the tests; those that need GPUs skip where there
 
 test-latest: $(LATEST)/.installed ## run the tests on Python 3.13 (or 3.12) with the newest megatron-core
 	$(INTERPRETED) $(LATEST)/bin/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+
+# Its wheel and its checkout have packages `tests` and `scripts` too: ours come first in every process.
+test-verl: $(VERL)/.installed ## run verl's own drivers on our engine; VERL_SOURCE=/its/checkout tests that in place of 0.9.1
+	PYTHONPATH=$(CURDIR)$(if $(VERL_SOURCE),:$(abspath $(VERL_SOURCE))) $(VERL)/bin/python -m pytest $(PYTEST_ARGS) tests/hosts/real/verl
 
 test-gpu: $(VENV)/.installed ## run the tests that need GPUs, as far as those visible go
 	FOR_GPUS=1 $(BIN)/python -m pytest -m "gpu or multi_gpu" $(PYTEST_ARGS)
@@ -56,8 +64,9 @@ soak: $(VENV)/.installed ## 2,000 refits of each protocol, 200 exports at once, 
 invariance: $(VENV)/.installed ## measure every layout against Hugging Face and write docs/invariance.md
 	INVARIANCE_PAGE=1 $(BIN)/python -m pytest -m "sweep or not sweep" $(PYTEST_ARGS) tests/dist/test_invariance.py tests/dist/test_adapters.py tests/dist/test_scalar_training.py
 
-compatibility: $(VENV)/.installed ## write docs/compatibility.md from the tables of keys and methods
+compatibility: $(VENV)/.installed ## write docs/compatibility.md and docs/verl-keys.md from the tables of keys and methods
 	$(BIN)/python -m tests.compatibility.page
+	$(BIN)/python -m tests.compatibility.verl_page
 
 lint: $(VENV)/.installed ## ruff, formatting, and mypy
 	$(BIN)/ruff check .
@@ -75,7 +84,7 @@ bench-gpu: $(VENV)/.installed ## measure the head, training steps, their plan an
 	$(BIN)/python benchmarks/run.py --gpu $(BENCH_ARGS)
 
 clean: ## remove environments, builds and caches
-	rm -rf $(VENV) $(LATEST) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(LATEST) $(VERL) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml .ci/constraints.txt .ci/venv
@@ -83,3 +92,6 @@ $(VENV)/.installed: pyproject.toml .ci/constraints.txt .ci/venv
 
 $(LATEST)/.installed: pyproject.toml .ci/constraints-latest.txt .ci/venv
 	python=$$(PYTHON_LATEST="$(PYTHON_LATEST)" .ci/python-latest) && .ci/venv $(LATEST) "$$python" .ci/constraints-latest.txt
+
+$(VERL)/.installed: pyproject.toml .ci/constraints-verl.txt .ci/venv
+	.ci/venv $(VERL) $(PYTHON) .ci/constraints-verl.txt verl msgspec TransferQueue

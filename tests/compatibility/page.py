@@ -22,7 +22,7 @@ COMMAND = "make compatibility"
 def render() -> str:
     """The page's text."""
     tables = (
-        f"### {_title(prefix)}\n\n{_table(dict(rules))}" for prefix, rules in SECTIONS.items()
+        f"### {_title(prefix)}\n\n{table_of(dict(rules))}" for prefix, rules in SECTIONS.items()
     )
     text = TEMPLATE.read_text(encoding="utf-8").format(
         command=COMMAND,
@@ -31,14 +31,14 @@ def render() -> str:
         keys="\n\n".join(tables),
         count=sum(name != "*" for rules in SECTIONS.values() for name in rules),
     )
-    return "\n\n".join(_wrapped(part) for part in text.split("\n\n")).rstrip() + "\n"
+    return "\n\n".join(wrapped(part) for part in text.split("\n\n")).rstrip() + "\n"
 
 
 def _title(prefix: str) -> str:
     return f"`policy.{prefix}`".removesuffix(".`").rstrip("`") + "`"
 
 
-def _table(rules: dict[str, Rule]) -> str:
+def table_of(rules: dict[str, Rule]) -> str:
     """One row for all keys of a section that share a rule, in the order of the first of them."""
     shared: dict[tuple[str, str], list[str]] = {}
     for name, rule in rules.items():
@@ -77,7 +77,7 @@ def _rows(rows: list[tuple[str, ...]]) -> str:
     return "\n".join("| " + " | ".join(row).replace("  ", " ") + " |" for row in rows)
 
 
-def _wrapped(paragraph: str) -> str:
+def wrapped(paragraph: str) -> str:
     """A paragraph in lines of 120 characters; tables, lists and headings as they are."""
     if paragraph.startswith(("|", "#", "-", "```")):
         return paragraph

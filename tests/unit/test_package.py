@@ -132,6 +132,9 @@ def test_the_wheel_holds_one_package_with_every_module_and_the_converters(distri
     assert {name for name in names if name.endswith(".py")} == sources()
     assert "megatron_policy/converters/rows/kinds.py" in names
     assert "megatron_policy/py.typed" in names
+    groups = (ROOT / "megatron_policy/hosts/verl/conf").rglob("*.yaml")
+    files = {path.relative_to(ROOT).as_posix() for path in groups}
+    assert len(files) == 5 and files < set(names)
 
 
 def test_the_wheel_works_outside_the_repository(distributions, tmp_path: Path) -> None:
@@ -157,6 +160,7 @@ def test_the_wheel_works_outside_the_repository(distributions, tmp_path: Path) -
         "megatron_policy.hosts nemo_rl megatron_policy.hosts.nemo_rl:backend True",
         "megatron_policy.hosts ray megatron_policy.hosts.own_driver:backend True",
         "nemo_rl.policy_backends megatron megatron_policy.hosts.nemo_rl:backend True",
+        "verl.plugins megatron_policy megatron_policy.hosts.verl.plugin True",
     ]
 
 

@@ -1,0 +1,178 @@
+"""Roles of one process, trained policy and reference, on one model.
+
+Hosts that make an engine for each role in the same process share one policy between them: the
+reference answers with the policy's own reference weights. Host frameworks are not imported here.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_policy.config import PolicyConfig
+from megatron_policy.errors import ConfigError
+from megatron_policy.memory.states import Kind
+from megatron_policy.policy import MegatronPolicy
+
+Builder = Callable[..., MegatronPolicy]
+
+_SAME = (
+    "precision",
+    "hf_config_overrides",
+    "reward_model_cfg",
+    "sequence_packing",
+    "dynamic_batching",
+    "max_total_sequence_length",
+    "megatron_cfg.tensor_model_parallel_size",
+    "megatron_cfg.pipeline_model_parallel_size",
+    "megatron_cfg.virtual_pipeline_model_parallel_size",
+    "megatron_cfg.context_parallel_size",
+    "megatron_cfg.expert_model_parallel_size",
+    "megatron_cfg.expert_tensor_parallel_size",
+    "megatron_cfg.sequence_parallel",
+    "megatron_cfg.num_layers_in_first_pipeline_stage",
+    "megatron_cfg.num_layers_in_last_pipeline_stage",
+)
+"""Keys in which the roles of one policy agree."""
+
+
+class Stage:
+    """The roles of a process that share one policy: one that trains, and a reference. A role enters
+    when its engine is made ready, and again when that is repeated.
+
+    The policy is built when the trained role enters, with a reference if one has entered. A
+    reference that computes before there is a trained role gets a policy of its own, which gives way
+    to the trained one. Roles with models of their own, such as a critic, have a stage of their own:
+    policies of one process share their process groups.
+    """
+
+    def __init__(self, build: Builder = MegatronPolicy) -> None:
+        self._build = build
+        self._policy: MegatronPolicy | None = None
+        self._trained: PolicyConfig | None = None
+        self._reference: PolicyConfig | None = None
+        self._trains: weakref.ref[object] = weakref.ref(self)
+        self._keeps: dict[str, bool] = {}
+
+    def enter_reference(self, config: PolicyConfig, *, offloads: bool) -> None:
+        """The role that never trains; it leaves the device between calls if it `offloads`.
+        ConfigError if a trained role is here whose policy it cannot share.
+        """
+        if self._trained is not None:
+            check_alike(self._trained, config)
+            if self._reference is None or self._reference.model_name != config.model_name:
+                raise ConfigError(
+                    f"the reference {config.model_name!r} comes after the policy "
+                    f"{self._trained.model_name!r} was built, which does not have its weights: "
+                    "make the reference first"
+                )
+        elif self._reference is not None and self._reference != config:
+            self._drop()
+        self._reference = config
+        self._keeps["reference"] = not offloads
+
+    def enter_trained(
+        self, engine: object, config: PolicyConfig, tokenizer: Any = None, *, offloads: bool
+    ) -> MegatronPolicy:
+        """The role that trains, of this `engine`: a new policy, in place of its last one or of the
+        reference's own. ConfigError if another engine trains here, or if the reference's
+        configuration is another one; what was there then stays.
+        """
+        if self._trained is not None and self._other_than(engine):
+            raise ConfigError(
+                f"{self._trained.model_name!r} is trained in this process already: one engine of a "
+                f"kind trains in each process, so give {config.model_name!r} processes of its own"
+            )
+        if self._reference is not None:
+            check_alike(config, self._reference)
+            if config.model_name != self._reference.model_name:
+                name = self._reference.model_name
+                config = config.model_copy(update={"reference_model_name": name})
+        self._drop()
+        adapters = config.megatron_cfg.peft.enabled
+        self._policy = self._build(
+            config, tokenizer, init_reference_model=self._reference is not None or adapters
+        )
+        self._trained, self._trains = config, weakref.ref(engine)
+        self._keeps["trained"] = not offloads
+        return self._policy
+
+    def policy_of_reference(self) -> MegatronPolicy:
+        """The policy with which the reference computes, within `as_reference`. RuntimeError before
+        it has entered.
+        """
+        if self._reference is None:
+            raise RuntimeError("the reference is not initialized")
+        if self._policy is None:
+            self._policy = self._build(
+                self._reference, None, init_optimizer=False, init_reference_model=False
+            )
+        return self._policy
+
+    @contextmanager
+    def as_reference(self) -> Iterator[MegatronPolicy]:
+        """In this context the policy has the reference's weights."""
+        policy = self.policy_of_reference()
+        if self._trained is None:
+            yield policy
+        else:
+            with policy.reference():
+                yield policy
+
+    def offload(self, kinds: frozenset[Kind]) -> None:
+        """Move these kinds off the device. Parameters stay while a role here keeps them there."""
+        if self._policy is None:
+            return
+        if any(self._keeps.values()):
+            kinds -= {Kind.PARAMETERS}
+        if kinds:
+            self._policy.memory.offload(kinds)
+
+    def onload(self, kinds: frozenset[Kind]) -> None:
+        """Move these kinds onto the device."""
+        if self._policy is not None and kinds:
+            self._policy.memory.onload(kinds)
+
+    def leave(self) -> None:
+        """Drop the policy and all roles."""
+        self._drop()
+        self._reference = None
+        self._keeps.clear()
+
+    def _other_than(self, engine: object) -> bool:
+        """Whether another engine still trains here."""
+        if self._trains() not in (None, engine):
+            gc.collect()  # it can be one that nobody uses, in a cycle
+        return self._trains() not in (None, engine)
+
+    def _drop(self) -> None:
+        policy, self._policy, self._trained = self._policy, None, None
+        self._keeps.pop("trained", None)
+        if policy is not None:
+            policy.shutdown()
+
+
+def check_alike(trained: PolicyConfig, reference: PolicyConfig) -> None:
+    """ConfigError naming the keys, with both values, in which roles of one process differ that have
+    to agree to share a policy.
+    """
+    different = [
+        f"{key}: {_at(trained, key)!r} and {_at(reference, key)!r}"
+        for key in _SAME
+        if _at(trained, key) != _at(reference, key)
+    ]
+    if different:
+        raise ConfigError(
+            "the policy and its reference are in one process and share one model, so they have to "
+            f"agree in {'; '.join(different)}: give both the same values"
+        )
+
+
+def _at(config: PolicyConfig, key: str) -> Any:
+    found: Any = config
+    for name in key.split("."):
+        found = getattr(found, name)
+    return found

@@ -1,0 +1,291 @@
+"""verl's rows as a policy's batch, and a policy's scores as verl's losses and callers read them.
+
+Shapes: B rows, S positions of the longest; a jagged tensor `[B, j]` has each row's own length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.device import to_device
+from megatron_policy.errors import BatchError
+from megatron_policy.packing.microbatch import ROUTED_EXPERTS
+from megatron_policy.training.callbacks import TokenScores
+from megatron_policy.training.replay import NOT_RECORDED
+
+_REFUSED = {
+    "multi_modal_inputs": "the built-in model families are text only",
+    "calculate_sum_pi_squared": "the sum of squared probabilities is not computed",
+}
+"""Keys of data that ask for what no engine here computes."""
+
+
+def check_supported(data: TensorDict) -> None:
+    """BatchError for rows that are not text, and for what is not computed, by verl's names."""
+    for key, why in _REFUSED.items():
+        asked = tu.get_non_tensor_data(data, key, None) if key in _keys(data) else None
+        # An empty stack of rows without pictures asks for nothing.
+        if asked is not None and not _empty(asked):
+            raise BatchError(f"verl's data ask for {key}, which is not supported: {why}")
+    tokens = data["input_ids"]
+    if not tokens.is_nested:
+        raise BatchError(
+            f"verl's input_ids are a dense tensor {tuple(tokens.shape)}: pass rows without padding "
+            "(jagged), as verl's workers make them"
+        )
+    positions = data.get("position_ids", None)
+    if positions is not None and positions.dim() == 3:
+        raise BatchError("verl's position_ids have 3 dimensions, as vision models have them")
+
+
+def _keys(data: TensorDict) -> set[str]:
+    return set(data.keys())  # `in` asks a TensorDict something else
+
+
+def _empty(value: Any) -> bool:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return all(_empty(each) for each in value)
+    return not value
+
+
+def policy_batch(data: TensorDict) -> BatchedDataDict:
+    """`input_ids` `[B, S]` right padded with 0, `input_lengths`, `sample_mask`, and as
+    `token_mask` the tokens that are read: of a response, or those that `loss_mask` counts.
+    """
+    tokens = data["input_ids"].cpu()
+    lengths_B = tokens.offsets().diff()
+    tokens_BS = _padded(tokens)
+    return BatchedDataDict(
+        {
+            "input_ids": tokens_BS.long(),
+            "input_lengths": lengths_B,
+            "token_mask": _read(data, lengths_B, tokens_BS.size(1)),
+            "sample_mask": torch.ones(len(lengths_B)),
+        }
+    )
+
+
+def _read(data: TensorDict, lengths_B: torch.Tensor, width: int) -> torch.Tensor:
+    """Int64 `[B, S]`: the tokens whose scores losses and callers read. A response is the end of its
+    row; rows of supervised training have a mask of their whole length.
+    """
+    positions_S = torch.arange(width)
+    inside_BS = positions_S < lengths_B.unsqueeze(1)
+    responses = data.get("responses", None)
+    if responses is not None:
+        starts_B = lengths_B - _response_lengths(data, responses)
+        read_BS: torch.Tensor = inside_BS & (positions_S >= starts_B.unsqueeze(1))
+        return read_BS.long()
+    mask: Any = data.get("loss_mask", None)
+    if mask is None or not mask.is_nested:
+        return inside_BS.long()
+    mask = mask.cpu()
+    if not torch.equal(_offsets(mask).diff(), lengths_B):
+        return inside_BS.long()
+    counted_BS: torch.Tensor = _padded(mask) != 0
+    return counted_BS.long()
+
+
+def _response_lengths(data: TensorDict, responses: torch.Tensor) -> torch.Tensor:
+    """Int64 `[B]`: those of jagged responses, or by the attention mask of dense ones."""
+    if responses.is_nested:
+        return _offsets(responses).diff()
+    mask: torch.Tensor = data["attention_mask"].cpu()
+    return mask[:, -responses.size(1) :].sum(1)
+
+
+def _padded(jagged: Any) -> torch.Tensor:
+    """The rows of a jagged tensor in host memory, right padded with 0 to the longest. torch's own
+    method pads to the sum of all lengths where it does not know the longest.
+    """
+    lengths_B = _offsets(jagged).diff()
+    inside_BS = torch.arange(int(lengths_B.max())) < lengths_B.unsqueeze(1)
+    values: torch.Tensor = jagged.values().cpu()
+    return values.new_zeros(inside_BS.shape).masked_scatter(inside_BS, values)
+
+
+def _offsets(jagged: Any) -> torch.Tensor:
+    """Where the rows of a jagged tensor begin and end, on the host."""
+    offsets: torch.Tensor = jagged.offsets()
+    return offsets.cpu()
+
+
+def replays(data: TensorDict) -> bool:
+    """Whether experts are replayed for these rows, as far as verl says: not for a reference."""
+    return bool(tu.get_non_tensor_data(data, "enable_routing_replay", True))
+
+
+def add_experts(batch: BatchedDataDict, data: TensorDict, *, of_rollouts: bool) -> bool:
+    """Add the experts that tokens took before, `[B, S, L, K]`, if the data have them, jagged; -1
+    where there are none. Returns whether they have.
+
+    A rollout records none for the last token of a row, which it has not computed, nor for what
+    follows its last generation: verl fills these with zeros.
+    """
+    taken: Any = data.get(ROUTED_EXPERTS, None)
+    if taken is None:
+        return False
+    width = batch["input_ids"].size(1)
+    lengths = batch["input_lengths"].tolist()
+    rows = [row.cpu().int() for row in taken.unbind()]
+    if of_rollouts:
+        rows = [_recorded(row, length) for row, length in zip(rows, lengths, strict=True)]
+    batch[ROUTED_EXPERTS] = torch.stack(
+        [F.pad(row, (0, 0, 0, 0, 0, width - len(row)), value=NOT_RECORDED) for row in rows]
+    )
+    return True
+
+
+def _recorded(row_JLK: torch.Tensor, length: int) -> torch.Tensor:
+    """The experts of a row as its rollout recorded them; NOT_RECORDED elsewhere."""
+    row_JLK = row_JLK.clone()
+    row_JLK[length - 1 :] = NOT_RECORDED
+    if row_JLK.size(-1) > 1:  # else 0 is an expert that a token can have taken alone
+        row_JLK[(row_JLK == 0).all(-1)] = NOT_RECORDED
+    return row_JLK
+
+
+def jagged_experts(taken_BSLK: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The experts of a microbatch's tokens as jagged rows `[B, j, L, K]`."""
+    lengths = _offsets(like).diff().tolist()
+    rows = [row[:length].long() for row, length in zip(taken_BSLK.cpu(), lengths, strict=True)]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def temperature_of(data: TensorDict) -> float | torch.Tensor | None:
+    """The temperature of these rows, a number or one for each; None if verl names none."""
+    given = data.get("temperature", None) if "temperature" in _keys(data) else None
+    if isinstance(given, torch.Tensor):
+        return given.detach().cpu().double().flatten() if given.dim() else float(given)
+    value = tu.get_non_tensor_data(data, "temperature", None)
+    return None if value is None else float(value)
+
+
+def has_losses(data: TensorDict) -> bool:
+    """Whether the data say which tokens a loss is divided by."""
+    return "loss_mask" in _keys(data)
+
+
+def count_tokens(data: TensorDict) -> torch.Tensor:
+    """How many tokens `loss_mask` counts here, a 0-d fp32 tensor."""
+    mask: Any = data["loss_mask"]
+    counted: torch.Tensor = mask.values() if mask.is_nested else mask
+    return counted.sum().float()
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """verl's own microbatches of some rows, each found by the numbers of its rows."""
+
+    parts: Sequence[TensorDict]
+    rows: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(
+        cls, parts: Sequence[TensorDict], indices: Sequence[Sequence[int]] | None
+    ) -> MicroBatches:
+        """`indices` are the rows of each part; None if they are in order."""
+        if indices is not None:
+            return cls(parts, [list(map(int, own)) for own in indices])
+        rows, first = [], 0
+        for part in parts:
+            rows.append(list(range(first, first + part.batch_size[0])))
+            first += part.batch_size[0]
+        return cls(parts, rows)
+
+    def part(self, rows: Sequence[int]) -> TensorDict:
+        """The microbatch that has these rows."""
+        return self.parts[self._places[tuple(rows)]]
+
+    @property
+    def _places(self) -> Mapping[tuple[int, ...], int]:
+        return {tuple(own): place for place, own in enumerate(self.rows)}
+
+
+TEACHER = "teacher_ids"
+"""verl's key of the vocabulary entries that a teacher finds likeliest after each token."""
+
+
+def add_candidates(batch: BatchedDataDict, data: TensorDict) -> None:
+    """Add a teacher's entries, `[B, S, K]`, where verl distils with them."""
+    if not tu.get_non_tensor_data(data, "distillation_use_topk", False) or TEACHER not in _keys(
+        data
+    ):
+        return
+    entries: Any = data[TEACHER]
+    width = batch["input_ids"].size(1)
+    rows = [row.cpu().long() for row in entries.unbind()]
+    batch[TEACHER] = torch.stack([F.pad(row, (0, 0, 0, width - len(row))) for row in rows])
+
+
+def distilled(
+    scores: TokenScores, part: TensorDict, loss: Callable[..., Any] | None
+) -> dict[str, torch.Tensor]:
+    """What verl's forward KL over a teacher's K entries reads, jagged `[B, j]`: the divergence of
+    these entries at each position, and their mass in both models. `loss` carries verl's
+    `distillation_config`.
+    """
+    if scores.candidates is None:
+        return {}
+    config = getattr(loss, "keywords", {}).get("distillation_config")
+    least = getattr(getattr(config, "distillation_loss", None), "log_prob_min_clamp", None)
+    tokens, given = part["input_ids"], part["teacher_logprobs"]
+    width = scores.data["input_ids"].size(1)
+    rows = [F.pad(row.float(), (0, 0, 0, width - len(row))) for row in given.unbind()]
+    teacher = torch.stack(rows)[:, :-1].to(scores.candidates.device)
+    student, clamped = scores.candidates, teacher
+    found = {"student_mass": student.exp().sum(-1), "teacher_mass": teacher.exp().sum(-1)}
+    if least is not None:
+        student, clamped = student.clamp_min(least), teacher.clamp_min(least)
+    found["distillation_losses"] = (clamped.exp() * (clamped - student)).sum(-1)
+    return {name: _jagged(F.pad(each, (0, 1)), tokens) for name, each in found.items()}
+
+
+def model_output(scores: TokenScores, part: TensorDict) -> dict[str, torch.Tensor]:
+    """What verl calls a model's output, jagged `[B, j]`: `log_probs`, and `entropy` if there are
+    any, of which position t has token t + 1 and the last one 0; or `values` of each position.
+    """
+    tokens = part["input_ids"]
+    if scores.values is not None:
+        return {"values": _jagged(scores.values, tokens)}
+    found = {"log_probs": scores.logprobs, "entropy": scores.entropy}
+    return {
+        name: _jagged(F.pad(each, (0, 1)), tokens)
+        for name, each in found.items()
+        if each is not None
+    }
+
+
+def _jagged(values_BS: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The rows of `values_BS`, each as long as that of `like`; differentiable."""
+    offsets = _offsets(like)
+    lengths_B, width = offsets.diff(), values_BS.size(1)
+    # Indices are made on the host: a mask would have it wait for the device.
+    rows_N = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B)
+    places_N = torch.arange(int(offsets[-1])) - offsets[rows_N] + rows_N * width
+    chosen = values_BS.flatten()[to_device(places_N)]
+    return torch.nested.nested_tensor_from_jagged(chosen, offsets=to_device(offsets))
+
+
+LossOfVerl = Callable[..., tuple[torch.Tensor, Mapping[str, Any]]]
+
+
+def outcome(
+    output: Mapping[str, torch.Tensor], loss: torch.Tensor | None, metrics: Any, keep_output: bool
+) -> dict[str, Any]:
+    """What verl joins over microbatches. Metrics are verl's own objects, untouched."""
+    found: dict[str, Any] = {
+        "loss": 1.0 if loss is None else loss.detach().item(),
+        "metrics": metrics,
+    }
+    if keep_output:
+        found["model_output"] = {name: each.detach() for name, each in output.items()}
+    return found

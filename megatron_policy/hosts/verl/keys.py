@@ -1,0 +1,281 @@
+"""What becomes of every key of verl's sections of a Megatron engine: applied, ignored or rejected.
+Only data.
+
+Overrides of Megatron-Core's own configurations have the names that `megatron_cfg` has for them, and
+so its rules; here are those that NeMo RL does not know. verl 0.9.1 and its main branch of August
+2026 were read.
+"""
+
+from __future__ import annotations
+
+from megatron_policy.config.keys import KEYS
+from megatron_policy.config.rules import Applied, Ignored, Rejected, Rule, Rules, each
+
+_DCP = "affects dynamic_context_parallel only, which is rejected"
+_FP8 = "affects fp8 training only, which is not supported"
+_FSDP = "read by verl's FSDP engines only"
+_KERNEL = "chooses a kernel only; the implementation picks its own"
+_MODEL = "the model's config.json decides; model.override_config can replace its fields"
+_MUON = "affects optimizer 'muon' only, which is rejected"
+_REPLAY = "affects router_replay.mode only"
+_ROLLOUT = "read by verl's rollout only"
+_VERL = "read by verl itself"
+_TABLES = "weights are converted by the tables of this package"
+_VISION = "affects vision towers only; the built-in model families are text only"
+_WHOLE = "log-probabilities and entropies never need whole logits here"
+
+_ENGINE: Rules = {
+    **each(
+        Applied(),
+        """tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
+        expert_model_parallel_size expert_tensor_parallel_size use_distributed_optimizer seed
+        forward_only override_ddp_config override_transformer_config override_optimizer_config""",
+    ),
+    "virtual_pipeline_model_parallel_size": Applied("model chunks of each pipeline stage"),
+    "sequence_parallel": Applied("with tensor_model_parallel_size above 1"),
+    "strategy": Applied("chooses this engine"),
+    "dtype": Applied("bfloat16, float16 with a factor on losses, or float32 by this engine's name"),
+    "param_offload": Applied(
+        "parameters and gradients leave the device between calls; where actor and reference share "
+        "a policy, if both ask for it"
+    ),
+    "optimizer_offload": Applied("the optimizer's state leaves the device between calls"),
+    "grad_offload": Applied("gradients are never kept between calls, so they need no copy"),
+    "use_remove_padding": Applied("microbatches are packed; false: padded to their longest row"),
+    **each(
+        Applied("verl cuts microbatches by them"),
+        """use_dynamic_bsz max_token_len_per_gpu micro_batch_size_per_gpu
+        infer_max_token_len_per_gpu infer_micro_batch_size_per_gpu""",
+    ),
+    **each(
+        Ignored(_WHOLE),
+        "use_fused_kernels entropy_from_logits_with_chunking entropy_from_logits_chunk_size",
+    ),
+    **each(Ignored(_TABLES), "use_mbridge vanilla_mbridge"),
+    **each(
+        Ignored("microbatches have the fewest positions that the layout can split"),
+        "pad_bshd_to_minibatch_max pad_to_length pad_to_length_bucket",
+    ),
+    "use_dist_checkpointing": Rejected(
+        "weights come from the Hugging Face files of model.path: convert others with "
+        "`megatron-policy convert`"
+    ),
+    **each(
+        Ignored("affects use_dist_checkpointing only, which is rejected"),
+        "dist_checkpointing_path dist_checkpointing_prefix",
+    ),
+    **each(
+        Ignored("every checkpoint can be loaded in another layout"),
+        "dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient",
+    ),
+    "dynamic_context_parallel": Rejected("all microbatches have context_parallel_size ranks"),
+    "max_seqlen_per_dp_cp_rank": Ignored(_DCP),
+    "use_megatron_fsdp": Ignored(
+        "parameters are whole on each data-parallel rank, which takes more memory; "
+        "use_distributed_optimizer spreads main parameters and moments",
+        warned=True,
+    ),
+    "full_determinism": Ignored("verl's own Megatron engine does not read it either"),
+    "override_mcore_model_config": Applied("each of its keys has to be in no effect: see below"),
+    "policy": Applied("of this engine: keys of a policy's configuration, which come last"),
+    "router_replay": Applied("see below"),
+    "qat": Applied("see below"),
+}
+
+_REPLAYS: Rules = {
+    "mode": Applied(
+        "'R2': experts that log-probabilities were computed with are taken again in training; "
+        "'R3': those that the rollout has taken"
+    ),
+    **each(Ignored(_REPLAY), "record_file replay_file"),
+}
+
+_QAT: Rules = {
+    "enable": Rejected("quantisation-aware training is not supported"),
+    **each(
+        Ignored("affects enable only, which is rejected"),
+        "mode group_size ignore_patterns activation_observer quantization_config_path",
+    ),
+}
+
+_OPTIMIZER: Rules = {
+    **each(Applied(), "lr min_lr weight_decay clip_grad lr_warmup_init"),
+    "betas": Applied("verl's own Megatron engine keeps 0.9 and 0.999, whatever they are"),
+    "optimizer": Rejected("'adam' and 'sgd' are built", only=("adam", "sgd")),
+    "grad_clip": Applied("the older name of clip_grad"),
+    "total_training_steps": Applied("the length of the schedule where lr_decay_steps is not given"),
+    "lr_warmup_steps": Applied(),
+    "lr_warmup_steps_ratio": Applied("where lr_warmup_steps is not positive"),
+    "lr_decay_steps": Applied(),
+    "lr_decay_style": Rejected(
+        "'constant', 'linear', 'cosine' and 'inverse_square_root' are built",
+        only=("constant", "linear", "cosine", "inverse_square_root", "inverse-square-root"),
+    ),
+    "weight_decay_incr_style": Applied("without effect: the weight decay is constant"),
+    "override_optimizer_config": Applied("see below"),
+    **each(
+        Ignored("affects lr_decay_style 'WSD' only, which is not among its values"),
+        "lr_wsd_decay_style lr_wsd_decay_steps",
+    ),
+    "use_checkpoint_opt_param_scheduler": Rejected("the schedule of the configuration is used"),
+    "use_precision_aware_optimizer": KEYS["megatron_cfg.optimizer.use_precision_aware_optimizer"],
+    **each(
+        Rejected("kept in fp32", only=("fp32", "float32", "32")),
+        "main_grads_dtype exp_avg_dtype exp_avg_sq_dtype",
+    ),
+    **each(
+        Ignored(_MUON),
+        """use_layer_wise_distributed_optimizer use_layer_wise_param_layout muon_momentum
+        muon_nesterov muon_split_qkv muon_scale_mode muon_coefficient_type muon_num_ns_steps
+        muon_tp_mode muon_fp32_matmul_prec muon_extra_scale_factor muon_scalar_optimizer
+        muon_match_adamw_update_rms""",
+    ),
+}
+
+_MODELS: Rules = {
+    "path": Applied("a Hugging Face checkpoint"),
+    "local_path": Applied("where verl has copied path to"),
+    "model_type": Applied("language_model, or value_model: a head of one number for each token"),
+    "override_config": Applied("fields of config.json; those that change weights are refused"),
+    "lora": Applied("see below"),
+    "mtp": Applied("see below"),
+    **each(
+        Ignored(_VERL),
+        """hf_config_path local_hf_config_path tokenizer_path local_tokenizer_path load_tokenizer
+        hf_config generation_config tokenizer processor use_shm external_lib architectures
+        custom_chat_template share_embeddings_and_output_weights""",
+    ),
+    "trust_remote_code": Ignored("no code of a checkpoint is run; verl itself reads it"),
+    "enable_gradient_checkpointing": Ignored(
+        "read by verl's FSDP engines only: recompute_granularity of override_transformer_config "
+        "says what is recomputed"
+    ),
+    "enable_activation_offload": Rejected(
+        "activations stay on the device; use recompute_granularity", changes="memory"
+    ),
+    "use_remove_padding": Applied("verl hands it to the engine"),
+    "use_fused_kernels": Ignored(_WHOLE),
+    "fused_kernel_options": Ignored(_WHOLE),
+    "use_liger": Ignored(_FSDP),
+    "tiled_mlp": Ignored(_FSDP),
+    "lora_rank": Rejected("set model.lora.rank, as for verl's own Megatron engine"),
+    **each(
+        Ignored("affects lora_rank only: the keys of model.lora count"),
+        "lora_alpha target_modules target_parameters exclude_modules",
+    ),
+    "lora_adapter_path": Rejected("set model.lora.adapter_path"),
+}
+
+_LORA: Rules = {
+    **each(
+        Applied(),
+        """alpha dropout target_modules exclude_modules dropout_position lora_A_init_method
+        lora_B_init_method""",
+    ),
+    "type": Rejected("adapters are LoRA", only=("lora",)),
+    "rank": Applied("0: no adapters"),
+    "merge": Applied("rollouts get merged weights; false: adapters, by PEFT's names"),
+    "adapter_path": Applied("a PEFT directory whose adapters are gone on with"),
+    "dtype": Applied("has to agree with the engine's"),
+    "a2a_experimental": Ignored("ranks exchange vectors of the adapters' rank alone"),
+    **each(Ignored(_VISION), "freeze_vision_model freeze_vision_projection"),
+    "freeze_language_model": Ignored("with adapters nothing else is trained"),
+    "fully_sharded_loras": Ignored(_ROLLOUT),
+}
+
+_MTP: Rules = {
+    "enable": Applied("with enable_train"),
+    "enable_train": Applied("layers for multi-token prediction are trained along"),
+    "mtp_loss_scaling_factor": Applied(),
+    "detach_encoder": Applied("their losses train nothing else"),
+    **each(
+        Ignored(_ROLLOUT),
+        """enable_rollout speculative_algorithm speculative_num_steps speculative_eagle_topk
+        speculative_num_draft_tokens method num_speculative_tokens""",
+    ),
+}
+
+_CHECKPOINT: Rules = {
+    "save_contents": Applied("model, optimizer, extra and hf_model"),
+    "load_contents": Applied(),
+    "async_save": Applied(
+        "a save is whole when it returns; the engine then names it the latest, which verl leaves "
+        "to it"
+    ),
+    "strict": Ignored("a missing or unexpected weight is always refused"),
+    "save_lora_only": Ignored("checkpoints of adapters never have the base's weights"),
+    **each(Ignored(_TABLES), "mbridge_config"),
+}
+
+_TRANSFORMER: Rules = {
+    **each(
+        Ignored(_KERNEL),
+        """use_flash_attn attention_backend persist_layer_norm bias_dropout_fusion
+        masked_softmax_fusion deallocate_pipeline_outputs use_fused_swiglu use_fused_rmsnorm
+        use_naive_l2norm moe_grouped_gemm fused_single_qkv_rope cross_entropy_loss_fusion
+        cross_entropy_fusion_impl batch_p2p_comm moe_router_fusion""",
+    ),
+    **each(
+        Rejected(_MODEL),
+        """swiglu normalization multi_latent_attention hidden_size num_layers
+        num_attention_heads num_query_groups layernorm_epsilon rotary_base qk_layernorm""",
+    ),
+    **{
+        name: Rejected("set the engine's own key of this name", same_as=f"engine.{name}")
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "sequence_parallel",
+            "use_distributed_optimizer",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+        )
+    },
+    **each(
+        Rejected("the model's config.json decides", only=(0, 0.0)),
+        "attention_dropout hidden_dropout",
+    ),
+    **each(Rejected("fp8 training is not supported"), "fp8 fp4"),
+    "fp8_recipe": Ignored(_FP8),
+    "moe_enable_deepep": Applied("with moe_token_dispatcher_type 'flex', which it asks for"),
+    "max_seqlen_per_dp_cp_rank": Ignored(_DCP),
+}
+
+SECTIONS: dict[str, Rules] = {
+    "engine.": _ENGINE,
+    "engine.router_replay.": _REPLAYS,
+    "engine.qat.": _QAT,
+    "engine.override_transformer_config.": _TRANSFORMER,
+    "engine.override_ddp_config.": {},
+    "engine.override_mcore_model_config.": {"*": Rejected(_MODEL)},
+    "optim.": _OPTIMIZER,
+    "optim.override_optimizer_config.": {
+        "optimizer_cpu_offload": Ignored(
+            "the state is on the device within a step, which takes more memory, and leaves it "
+            "between steps with engine.optimizer_offload; use_distributed_optimizer spreads it "
+            "over data-parallel ranks",
+            warned=True,
+        ),
+        "offload_fraction": Ignored("affects optimizer_cpu_offload only, which is ignored"),
+    },
+    "model.": _MODELS,
+    "model.lora.": _LORA,
+    "model.mtp.": _MTP,
+    "checkpoint.": _CHECKPOINT,
+}
+"""Rules by the path of a section, with its trailing dot; `*` stands for any other key of it."""
+
+SAME_AS = {
+    "engine.override_transformer_config.": "megatron_cfg.",
+    "engine.override_ddp_config.": "megatron_cfg.distributed_data_parallel_config.",
+    "optim.override_optimizer_config.": "megatron_cfg.optimizer.",
+}
+"""Sections whose other keys have the rules of one of a policy's."""
+
+
+def rule_of(prefix: str, name: str) -> Rule | None:
+    """The rule for a key of a section; None if it is unknown."""
+    own = SECTIONS[prefix]
+    shared = KEYS.get(SAME_AS[prefix] + name) if prefix in SAME_AS else None
+    return own.get(name) or shared or own.get("*")

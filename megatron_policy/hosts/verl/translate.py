@@ -1,0 +1,363 @@
+"""From verl's sections of an engine to a policy's configuration.
+
+Sections are verl's dataclasses, OmegaConf's nodes or plain mappings; verl is not imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.keys import KEYS
+from megatron_policy.config.rules import Applied, Ignored, Rejected, asks_for_nothing
+from megatron_policy.errors import ConfigError
+from megatron_policy.hosts.verl.keys import SAME_AS, SECTIONS, rule_of
+
+_DTYPES = {
+    **dict.fromkeys(("bfloat16", "bf16", "torch.bfloat16"), "bfloat16"),
+    **dict.fromkeys(("float16", "fp16", "half", "torch.float16"), "float16"),
+    **dict.fromkeys(("float32", "fp32", "torch.float32"), "float32"),
+}
+_LEAST_SCALE_OF_VERL = 32768.0
+_CONTENTS = frozenset({"model", "optimizer", "extra", "hf_model"})
+_NO_LIMIT = 2**20
+"""Positions, where the model does not say how many it has: its own limit is checked later."""
+
+
+@dataclass(frozen=True)
+class Translated:
+    """A policy's configuration, and what the engine itself does."""
+
+    policy: dict[str, Any]
+    """For `PolicyConfig.parse`."""
+    param_offload: bool
+    optimizer_offload: bool
+    forward_only: bool
+    merge_adapters: bool
+    replay: str
+    """'R2' or 'R3' where chosen experts are taken again, otherwise 'disabled'."""
+    save_contents: frozenset[str]
+    load_contents: frozenset[str]
+    names_latest: bool
+    """Whether verl leaves it to the engine to say which step is the latest (`async_save`)."""
+    warnings: tuple[str, ...]
+    """Keys that ask for what is not done, and what happens instead."""
+
+    def parsed(self) -> PolicyConfig:
+        """The configuration, checked."""
+        return PolicyConfig.parse(self.policy)
+
+
+def translated(
+    model_config: Any,
+    engine_config: Any,
+    optimizer_config: Any = None,
+    checkpoint_config: Any = None,
+    *,
+    replicas: int = 1,
+) -> Translated:
+    """What verl's sections ask for; `replicas` is the number of data-parallel ranks.
+
+    ConfigError names every key of verl that would change results or memory and is not supported,
+    and what to set.
+    """
+    sections = {
+        "model.": plain(model_config),
+        "engine.": plain(engine_config),
+        "optim.": plain(optimizer_config),
+        "checkpoint.": plain(checkpoint_config),
+    }
+    problems, warnings = _checked(sections)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    model, engine, optim, checkpoint = sections.values()
+    lora = model.get("lora") or {}
+    saved = _contents(checkpoint, "save_contents")
+    return Translated(
+        policy=_policy(model, engine, optim, replicas),
+        param_offload=bool(engine.get("param_offload")),
+        optimizer_offload=bool(engine.get("optimizer_offload")),
+        forward_only=bool(engine.get("forward_only")),
+        merge_adapters=bool(lora.get("merge")),
+        replay=_replay(engine),
+        save_contents=saved,
+        load_contents=_contents(checkpoint, "load_contents", saved),
+        names_latest=bool(checkpoint.get("async_save")),
+        warnings=tuple(warnings),
+    )
+
+
+def plain(section: Any) -> dict[str, Any]:
+    """A section's keys and values, with nested sections as dicts; empty for None."""
+    if section is None:
+        return {}
+    if is_dataclass(section):
+        pairs = [(each.name, getattr(section, each.name)) for each in fields(section)]
+    elif isinstance(section, Mapping):
+        pairs = list(section.items())
+    else:
+        raise ConfigError(f"a section of verl's configuration is a {type(section).__name__}")
+    nested = ("lora", "mtp", "qat", "router_replay", "override_config", "policy")
+    return {
+        str(name): plain(value)
+        if isinstance(value, Mapping)
+        or (is_dataclass(value) and name in nested)
+        or (value is None and (name in nested or str(name).startswith("override_")))
+        else value
+        for name, value in pairs
+        if not str(name).startswith("_")
+    }
+
+
+def _checked(sections: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+    """What is refused, and what is not done but harmless."""
+    problems: list[str] = []
+    warnings: list[str] = []
+    for prefix, section in _walk(sections):
+        for name, value in section.items():
+            rule = rule_of(prefix, name)
+            if rule is None:
+                problems.append(_unknown(prefix, name))
+            elif isinstance(rule, Rejected) and not _harmless(rule, value, sections):
+                problems.append(
+                    f"{prefix}{name}={value!r:.60} would change {rule.changes} and is not "
+                    f"supported: {rule.why}"
+                )
+            elif isinstance(rule, Ignored) and rule.warned and not asks_for_nothing(value):
+                warnings.append(f"{prefix}{name} is ignored: {rule.why}")
+    return problems, warnings
+
+
+def _walk(
+    sections: Mapping[str, Mapping[str, Any]],
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for prefix, section in sections.items():
+        yield prefix, section
+        for path in SECTIONS:
+            name = path.removeprefix(prefix).rstrip(".")
+            if path != prefix and path.startswith(prefix) and section.get(name):
+                yield path, section[name]
+
+
+def _harmless(rule: Rejected, value: Any, sections: Mapping[str, Mapping[str, Any]]) -> bool:
+    if rule.same_as:
+        section, _, name = rule.same_as.rpartition(".")
+        return value is None or value == sections[f"{section}."].get(name)
+    return asks_for_nothing(value) or value in rule.only
+
+
+def _unknown(prefix: str, name: str) -> str:
+    """Suggest the nearest key of the section."""
+    shared = SAME_AS.get(prefix)
+    names = [*SECTIONS[prefix]]
+    if shared:
+        names += [k.removeprefix(shared) for k in KEYS if k.startswith(shared)]
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{prefix}{name} is unknown to this engine: {hint}leave it out"
+
+
+def _contents(
+    checkpoint: Mapping[str, Any], key: str, default: frozenset[str] = frozenset()
+) -> Any:
+    given = checkpoint.get(key)
+    found = frozenset(map(str, given)) if given else default or frozenset({"model", "optimizer"})
+    if found - _CONTENTS:
+        raise ConfigError(
+            f"checkpoint.{key} has {sorted(found - _CONTENTS)}; legal: {sorted(_CONTENTS)}"
+        )
+    return found
+
+
+def _policy(
+    model: Mapping[str, Any], engine: Mapping[str, Any], optim: Mapping[str, Any], replicas: int
+) -> dict[str, Any]:
+    name = str(engine.get("dtype") or "bfloat16")
+    if name not in _DTYPES:
+        raise ConfigError(f"engine.dtype is {name!r}; legal: {', '.join(sorted(_DTYPES))}")
+    precision = _DTYPES[name]
+    longest = _positions(model)
+    tokens = {"enabled": True, "train_mb_tokens": longest, "logprob_mb_tokens": longest}
+    batching = "sequence_packing" if engine.get("use_remove_padding", True) else "dynamic_batching"
+    found: dict[str, Any] = {
+        "model_name": model.get("local_path") or model.get("path"),
+        "precision": precision,
+        # The schedule counts samples, and one call to advance it is one of verl's steps.
+        "train_global_batch_size": replicas,
+        "train_micro_batch_size": 1,
+        "max_total_sequence_length": longest,
+        "megatron_cfg": _megatron(model, engine, optim, precision),
+        batching: tokens,
+    }
+    if _replay(engine) != "disabled":
+        found["router_replay"] = {"enabled": True}
+    if engine.get("seed") is not None:
+        found["seed"] = engine["seed"]
+    overrides = model.get("override_config") or {}
+    overrides = overrides.get("model_config", overrides)
+    kept = {key: value for key, value in overrides.items() if key != "attn_implementation"}
+    if kept:
+        found["hf_config_overrides"] = kept
+    if model.get("model_type") == "value_model":
+        found["reward_model_cfg"] = {"enabled": True, "reward_model_type": "regression"}
+    return _merged(found, engine.get("policy") or {})
+
+
+def _replay(engine: Mapping[str, Any]) -> str:
+    return str((engine.get("router_replay") or {}).get("mode") or "disabled")
+
+
+def _positions(model: Mapping[str, Any]) -> int:
+    """The most positions of a text, by the model's config."""
+    config = model.get("hf_config")
+    return int(getattr(config, "max_position_embeddings", 0) or _NO_LIMIT)
+
+
+def _megatron(
+    model: Mapping[str, Any], engine: Mapping[str, Any], optim: Mapping[str, Any], precision: str
+) -> dict[str, Any]:
+    transformer = _applied(engine, "engine.", "override_transformer_config")
+    if transformer.pop("moe_enable_deepep", False):
+        transformer["moe_token_dispatcher_type"] = "flex"
+    recomputed = {
+        key: transformer.pop(key) for key in list(transformer) if key.startswith("recompute_")
+    }
+    found: dict[str, Any] = {
+        "enabled": True,
+        **{
+            key: engine[key]
+            for key in (
+                "tensor_model_parallel_size",
+                "pipeline_model_parallel_size",
+                "context_parallel_size",
+                "expert_model_parallel_size",
+                "expert_tensor_parallel_size",
+            )
+            if engine.get(key) is not None
+        },
+        "virtual_pipeline_model_parallel_size": (
+            engine.get("virtual_pipeline_model_parallel_size") or 1
+        ),
+        "sequence_parallel": bool(engine.get("sequence_parallel", True))
+        and engine.get("tensor_model_parallel_size", 1) > 1,
+        "optimizer": _optimizer(engine, optim, precision),
+        "scheduler": _scheduler(optim),
+        "distributed_data_parallel_config": {
+            "grad_reduce_in_fp32": True,
+            "overlap_grad_reduce": False,
+        }
+        | _applied(engine, "engine.", "override_ddp_config"),
+        **transformer,
+    }
+    if recomputed.get("recompute_granularity"):
+        if recomputed["recompute_granularity"] == "full":
+            recomputed.pop("recompute_modules", None)
+        found |= {"activation_checkpointing": True} | recomputed
+    return found | _layers(model) | _adapters(model)
+
+
+def _applied(section: Mapping[str, Any], prefix: str, name: str) -> dict[str, Any]:
+    """The keys of overrides that have an effect."""
+    path = f"{prefix}{name}."
+    return {
+        key: value
+        for key, value in (section.get(name) or {}).items()
+        if isinstance(rule_of(path, key), Applied) and value is not None
+    }
+
+
+def _optimizer(
+    engine: Mapping[str, Any], optim: Mapping[str, Any], precision: str
+) -> dict[str, Any]:
+    betas = [*(optim.get("betas") or (0.9, 0.999))]
+    found = {
+        "optimizer": optim.get("optimizer") or "adam",
+        "lr": optim.get("lr", 1e-3),
+        "min_lr": optim.get("min_lr") or 0.0,
+        "weight_decay": optim.get("weight_decay", 0.01),
+        "adam_beta1": betas[0],
+        "adam_beta2": betas[1],
+        "clip_grad": optim.get("grad_clip") or optim.get("clip_grad", 1.0),
+    }
+    if found["optimizer"] == "adam":
+        found["use_distributed_optimizer"] = engine.get("use_distributed_optimizer", True)
+    if precision == "float16":
+        found["initial_loss_scale"] = _LEAST_SCALE_OF_VERL
+    return found | _applied(optim, "optim.", "override_optimizer_config")
+
+
+def _scheduler(optim: Mapping[str, Any]) -> dict[str, Any]:
+    """As verl's Megatron engine makes its schedule: one iteration is one of verl's steps."""
+    total = int(optim.get("total_training_steps") or -1)
+    decay = int(optim.get("lr_decay_steps") or total)
+    warmup = int(optim.get("lr_warmup_steps") or -1)
+    if warmup <= 0:
+        warmup = max(0, int((optim.get("lr_warmup_steps_ratio") or 0.0) * decay))
+    decays = optim.get("weight_decay", 0.01)
+    return {
+        # Before verl's trainer knows how many steps there are, any number above the warm-up does.
+        "lr_decay_iters": decay if decay > 0 else warmup + 1,
+        "lr_warmup_iters": warmup,
+        "lr_warmup_init": optim.get("lr_warmup_init") or 0.0,
+        "lr_decay_style": str(optim.get("lr_decay_style") or "constant").replace("_", "-"),
+        "start_weight_decay": decays,
+        "end_weight_decay": decays,
+        "weight_decay_incr_style": "constant",
+    }
+
+
+def _layers(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers for multi-token prediction, where they are trained."""
+    mtp = model.get("mtp") or {}
+    if not (mtp.get("enable") and mtp.get("enable_train")):
+        return {}
+    config = model.get("hf_config")
+    number = int(getattr(config, "num_nextn_predict_layers", 0) or 0)
+    if not number:
+        raise ConfigError(
+            "model.mtp.enable_train is true, but the model's config.json has no "
+            "num_nextn_predict_layers: set it to false"
+        )
+    return {
+        "mtp_num_layers": number,
+        "mtp_loss_scaling_factor": mtp.get("mtp_loss_scaling_factor", 0.1),
+        "mtp_detach_heads": bool(mtp.get("detach_encoder")),
+    }
+
+
+def _adapters(model: Mapping[str, Any]) -> dict[str, Any]:
+    lora = model.get("lora") or {}
+    if not (lora.get("rank") or lora.get("adapter_path")):
+        return {}
+    found = {"enabled": True, "dim": lora.get("rank") or None, "alpha": lora.get("alpha")}
+    for key in (
+        "dropout",
+        "target_modules",
+        "exclude_modules",
+        "dropout_position",
+        "lora_A_init_method",
+        "lora_B_init_method",
+    ):
+        if lora.get(key) is not None:
+            found[key] = lora[key]
+    modules = found.get("target_modules")
+    if modules in ("all-linear", ["all-linear"]):
+        found["target_modules"] = []
+    if lora.get("adapter_path"):
+        found["start_from"] = lora["adapter_path"]
+    if lora.get("dtype"):
+        found["lora_dtype"] = _DTYPES.get(str(lora["dtype"]), str(lora["dtype"]))
+    return {"peft": {key: value for key, value in found.items() if value is not None}}
+
+
+def _merged(found: dict[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
+    """`found` with `further` keys in place of its own, section by section."""
+    return found | {
+        key: _merged(found[key], value)
+        if isinstance(value, Mapping) and isinstance(found.get(key), dict)
+        else value
+        for key, value in further.items()
+    }

@@ -1,0 +1,304 @@
+"""A trained role and a reference of one process on one policy, in whatever order they enter, leave
+and fail; and two policies side by side that compute what each computes alone.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy import device
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.config import PolicyConfig
+from megatron_policy.errors import ConfigError
+from megatron_policy.hosts.roles import Stage
+from megatron_policy.memory.states import Kind
+from megatron_policy.policy import MegatronPolicy
+from tests import oracle
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, own_share, policy_config
+from tests.dist.layouts import LAYOUTS, SIZES
+
+PARAMETERS, OPTIMIZER = Kind.PARAMETERS, Kind.OPTIMIZER
+
+
+class Engine:
+    """What a host makes for a role."""
+
+
+class Memory:
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, frozenset[Kind]]] = []
+
+    def offload(self, kinds: frozenset[Kind]) -> None:
+        self.calls.append(("offload", kinds))
+
+    def onload(self, kinds: frozenset[Kind]) -> None:
+        self.calls.append(("onload", kinds))
+
+
+class Policy:
+    """Remembers how it was made and what it was asked for."""
+
+    made: list[Policy] = []  # noqa: RUF012
+
+    def __init__(self, config: PolicyConfig, tokenizer: Any, **options: Any) -> None:
+        if config.seed == 13:
+            raise ConfigError("no such seed")
+        self.config, self.options, self.open, self.in_reference = config, options, True, False
+        self.memory = Memory()
+        assert not any(each.open for each in self.made), "one at a time"
+        self.made.append(self)
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        assert not self.in_reference
+        self.in_reference = True
+        try:
+            yield
+        finally:
+            self.in_reference = False
+
+    def shutdown(self) -> None:
+        self.open = False
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    Policy.made.clear()
+    yield Stage(Policy)
+    Policy.made.clear()
+
+
+def config(name: str = "model", **top: Any) -> PolicyConfig:
+    return PolicyConfig.parse(policy_config(name, {}, **top))
+
+
+def test_a_reference_waits_for_the_trained_role_and_shares_its_policy(stage: Stage) -> None:
+    stage.enter_reference(config(), offloads=False)
+    assert not Policy.made
+    engine = Engine()
+    policy = stage.enter_trained(engine, config(), offloads=False)
+    assert policy.options["init_reference_model"] and len(Policy.made) == 1
+    with stage.as_reference() as found:
+        assert found is policy and policy.in_reference
+    assert not policy.in_reference
+
+
+def test_without_a_reference_there_are_no_further_weights(stage: Stage) -> None:
+    engine = Engine()
+    assert not stage.enter_trained(engine, config(), offloads=False).options["init_reference_model"]
+
+
+def test_a_reference_that_computes_first_has_a_policy_of_its_own_which_gives_way(
+    stage: Stage,
+) -> None:
+    stage.enter_reference(config(), offloads=False)
+    with stage.as_reference() as own:
+        assert not own.in_reference and own.options["init_optimizer"] is False
+    engine = Engine()
+    policy = stage.enter_trained(engine, config(), offloads=False)
+    assert (own.open, policy.open) == (False, True)
+    assert stage.policy_of_reference() is policy
+
+
+def test_a_reference_of_other_weights_is_read_into_the_same_policy(stage: Stage) -> None:
+    stage.enter_reference(config("older"), offloads=False)
+    engine = Engine()
+    policy = stage.enter_trained(engine, config("newer"), offloads=False)
+    assert policy.config.model_name == "newer"
+    assert policy.config.reference_model_name == "older"
+
+
+def test_a_repeated_reset_of_either_role_leaves_one_policy(stage: Stage) -> None:
+    engine = Engine()
+    stage.enter_reference(config(), offloads=False)
+    first = stage.enter_trained(engine, config(), offloads=False)
+    stage.enter_reference(config(), offloads=False)
+    assert stage.policy_of_reference() is first
+    second = stage.enter_trained(engine, config(), offloads=False)
+    assert [each.open for each in Policy.made] == [False, True]
+    assert second.options["init_reference_model"]
+
+
+def test_a_reset_reference_alone_takes_its_new_configuration(stage: Stage) -> None:
+    stage.enter_reference(config("older"), offloads=False)
+    first = stage.policy_of_reference()
+    stage.enter_reference(config("older"), offloads=True)
+    assert stage.policy_of_reference() is first
+    stage.enter_reference(config("newer"), offloads=False)
+    assert stage.policy_of_reference().config.model_name == "newer" and not first.open
+
+
+def test_roles_that_differ_are_refused_with_the_keys_and_both_values(stage: Stage) -> None:
+    engine = Engine()
+    stage.enter_reference(config(precision="bfloat16"), offloads=False)
+    own = stage.policy_of_reference()
+    with pytest.raises(ConfigError, match="precision: 'float32' and 'bfloat16'"):
+        stage.enter_trained(engine, config(), offloads=False)
+    assert own.open, "what was there stays"
+    policy = stage.enter_trained(engine, config(precision="bfloat16"), offloads=False)
+    other = PolicyConfig.parse(
+        policy_config("model", {"tensor_model_parallel_size": 2}, precision="bfloat16")
+    )
+    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size: 1 and 2: give both"):
+        stage.enter_reference(other, offloads=False)
+    assert policy.open and stage.policy_of_reference() is policy
+
+
+@pytest.mark.parametrize("name", ["model", "other"])
+def test_a_reference_after_a_policy_without_one_is_refused(stage: Stage, name: str) -> None:
+    engine = Engine()
+    stage.enter_trained(engine, config(), offloads=False)
+    with pytest.raises(ConfigError, match="make the reference first"):
+        stage.enter_reference(config(name), offloads=False)
+
+
+def test_a_second_trained_role_is_refused_until_the_first_is_gone(stage: Stage) -> None:
+    engine, other = Engine(), Engine()
+    policy = stage.enter_trained(engine, config(), offloads=False)
+    with pytest.raises(ConfigError, match="'model' is trained in this process already"):
+        stage.enter_trained(other, config("other"), offloads=False)
+    assert policy.open
+    del engine
+    gc.collect()
+    assert stage.enter_trained(other, config("other"), offloads=False).open
+    assert not policy.open
+
+
+def test_after_a_failed_build_the_reference_computes_and_the_role_can_enter(stage: Stage) -> None:
+    engine = Engine()
+    stage.enter_reference(config(), offloads=False)
+    with pytest.raises(ConfigError, match="no such seed"):
+        stage.enter_trained(engine, config(seed=13), offloads=False)
+    with stage.as_reference() as own:
+        assert own.open and not own.in_reference
+    assert stage.enter_trained(engine, config(), offloads=False).open and not own.open
+
+
+def test_an_exception_within_the_reference_restores_the_trained_weights(stage: Stage) -> None:
+    engine = Engine()
+    stage.enter_reference(config(), offloads=False)
+    policy = stage.enter_trained(engine, config(), offloads=False)
+    with pytest.raises(ValueError, match="of a loss"), stage.as_reference():
+        raise ValueError("of a loss")
+    assert not policy.in_reference
+    with stage.as_reference():
+        assert policy.in_reference
+
+
+def test_a_reference_that_has_not_entered_cannot_compute(stage: Stage) -> None:
+    with pytest.raises(RuntimeError, match="the reference is not initialized"):
+        stage.policy_of_reference()
+
+
+@pytest.mark.parametrize(
+    ("reference", "trained", "moved"),
+    [(True, True, {PARAMETERS, OPTIMIZER}), (True, False, {OPTIMIZER}), (False, True, {OPTIMIZER})],
+)
+def test_parameters_leave_the_device_if_both_roles_ask_for_it(
+    stage: Stage, reference: bool, trained: bool, moved: set[Kind]
+) -> None:
+    engine = Engine()
+    stage.enter_reference(config(), offloads=reference)
+    policy = stage.enter_trained(engine, config(), offloads=trained)
+    stage.offload(frozenset({PARAMETERS, OPTIMIZER}))
+    stage.onload(frozenset({PARAMETERS}))
+    stage.offload(frozenset())
+    assert policy.memory.calls == [("offload", moved), ("onload", {PARAMETERS})]
+
+
+def test_parameters_of_a_trained_role_alone_leave_the_device_if_it_asks(stage: Stage) -> None:
+    engine = Engine()
+    policy = stage.enter_trained(engine, config(), offloads=True)
+    stage.offload(frozenset({PARAMETERS}))
+    assert policy.memory.calls == [("offload", {PARAMETERS})]
+
+
+def test_a_stage_that_everyone_has_left_is_as_new(stage: Stage) -> None:
+    engine = Engine()
+    stage.enter_reference(config(precision="bfloat16"), offloads=False)
+    policy = stage.enter_trained(engine, config(precision="bfloat16"), offloads=False)
+    stage.leave()
+    assert not policy.open
+    other = stage.enter_trained(Engine(), config(), offloads=True)
+    assert not other.options["init_reference_model"]
+
+
+def batch() -> BatchedDataDict:
+    return oracle.make_batch(GLOBAL_BATCH, 13, SIZES["vocab"])
+
+
+def one_step(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
+    data = own_share(policy, batch())
+    found = {"norm": policy.train(data, LOSSES["token"](), mbs=1)["grad_norm"]}
+    found["after"] = policy.logprobs(data)
+    return found | {name: each.detach().clone() for name, each in policy.named_parameters()}
+
+
+def alone_and_together(
+    first: dict[str, Any], second: dict[str, Any], third: dict[str, Any], folder: str
+) -> list[dict[str, torch.Tensor]]:
+    """The second policy's numbers alone, and beside the first; the first's after both; what a
+    third layout is refused with; and a save and exports of both.
+    """
+    device.join_process_group(60.0)  # as hosts do
+    with_reference = {"init_reference_model": True}
+    policy = MegatronPolicy(second, **with_reference)
+    alone = one_step(policy)
+    policy.shutdown()
+    policy = MegatronPolicy(first, **with_reference)
+    expected = one_step(policy)
+    policy.shutdown()
+
+    one, two = MegatronPolicy(first, **with_reference), MegatronPolicy(second, **with_reference)
+    together = one_step(two)
+    other = one_step(one)
+    for name, each in (("one", one), ("two", two)):
+        each.save_checkpoint(f"{folder}/{name}", f"{folder}/{name}")
+    with one.reference():
+        read = two.logprobs(own_share(two, batch()))
+    assert torch.equal(read, together["after"])
+    exported = dict(two.export())
+    two.shutdown()
+    again = one.logprobs(own_share(one, batch()))
+    assert torch.equal(again, other["after"]), "the first goes on when the second has gone"
+    assert exported.keys() == dict(one.export()).keys()
+    with pytest.raises(ConfigError, match=r"in another layout: .*dp 2 \(not 1\)"):
+        MegatronPolicy(third)
+    one.shutdown()
+    return [alone, together, expected, other]
+
+
+@pytest.mark.parametrize("name", ["TP2+SP", "PP2"])
+def test_two_policies_of_one_process_compute_what_each_computes_alone(
+    ranks: Any, checkpoint: Any, tmp_path: Path, name: str
+) -> None:
+    path = checkpoint("qwen2", **SIZES)
+    first = policy_config(path, LAYOUTS[name].megatron)
+    second = policy_config(path, LAYOUTS[name].megatron, lr=3 * oracle.LR)
+    for found in ranks.run(
+        2, alone_and_together, first, second, policy_config(path, {}), str(tmp_path)
+    ):
+        alone, together, expected, other = found
+        assert all(torch.equal(together[key], each) for key, each in alone.items())
+        assert all(torch.equal(other[key], each) for key, each in expected.items())
+        assert any(not torch.equal(other[key], each) for key, each in together.items())
+
+
+def leave_in_order(config: dict[str, Any]) -> None:
+    one, two = MegatronPolicy(config), MegatronPolicy(config)
+    one.shutdown()
+    assert torch.distributed.is_initialized(), "the other one is in the group"
+    two.logprobs(own_share(two, batch()))
+    two.shutdown()
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_process_group_ends_with_the_last_policy_in_it(ranks: Any, checkpoint: Any) -> None:
+    ranks.run(1, leave_in_order, policy_config(checkpoint("qwen2", **SIZES), {}))

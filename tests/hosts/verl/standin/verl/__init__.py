@@ -1,0 +1,1 @@
+"""As much of verl as the tests need where it is not installed."""
