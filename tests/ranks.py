@@ -56,12 +56,13 @@ class RankPool:
 
     Without `on_gpus` the ranks see no GPU and fork from a server that has imported everything slow.
     With `on_gpus` they see every GPU and are spawned, since a GPU context does not survive a fork.
+    `preload` is what the server imports. A process has one server: that of its first pool.
     """
 
-    def __init__(self, *, on_gpus: bool = False) -> None:
+    def __init__(self, *, on_gpus: bool = False, preload: str = "tests.preload") -> None:
         self._environment = ENVIRONMENT if on_gpus else {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
         self._context = mp.get_context("spawn" if on_gpus else "forkserver")
-        self._context.set_forkserver_preload(["tests.preload"])
+        self._context.set_forkserver_preload([preload])
         self._logs = tempfile.TemporaryDirectory(prefix="ranks-")
         self._ranks: list[_Rank] = []
         atexit.register(self.end)

@@ -8,11 +8,9 @@ import importlib.util
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_policy.coordination.rendezvous import reserved_port
+from tests.hosts.real.processes import ray_head
 from tests.ranks import ROOT
 
 LAPTOP = ROOT / "examples/nemo_rl/laptop"
@@ -86,24 +84,8 @@ def laptop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laptop]:
     # The host has a package `examples` too.
     alone = env | {"PYTHONPATH": str(ROOT)}
     subprocess.run(prepare, cwd=ROOT, env=alone, check=True, timeout=LIMIT_S)
-    with reserved_port() as port:
-        pass
-    command = [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
-        *(f"--port={port}", "--node-ip-address=127.0.0.1", "--num-gpus=2", "--num-cpus=24"),
-        *("--include-dashboard=false", f"--temp-dir={tmp_path_factory.mktemp('r')}"),
-    ]
-    ray = subprocess.Popen(command, env=env, start_new_session=True)
-    try:
-        yield Laptop(tiny, host, env | {"RAY_ADDRESS": f"127.0.0.1:{port}"})
-    finally:
-        # Alone: it asks the others to drain first, and waits for them.
-        ray.terminate()
-        try:
-            ray.wait(60)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(ray.pid, signal.SIGKILL)
+    with ray_head(env, tmp_path_factory.mktemp("r"), gpus=2, cpus=24) as address:
+        yield Laptop(tiny, host, env | {"RAY_ADDRESS": address})
 
 
 def saved(out: Path, kind: str = "policy") -> list[str]:

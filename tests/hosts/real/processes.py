@@ -1,0 +1,76 @@
+"""Processes of hosts: Ray's head, and scripts that are run to their end, whatever that is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_policy.coordination.rendezvous import reserved_port
+
+STOP_S = 60.0
+
+
+@contextmanager
+def ray_head(env: Mapping[str, str], folder: Path, *, gpus: int, cpus: int) -> Iterator[str]:
+    """A Ray instance with these in its books; its address. Its processes end with this context."""
+    with reserved_port() as port:
+        pass
+    command = [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+        *(f"--port={port}", "--node-ip-address=127.0.0.1"),
+        *(f"--num-gpus={gpus}", f"--num-cpus={cpus}"),
+        *("--include-dashboard=false", f"--temp-dir={folder}"),
+    ]
+    ray = subprocess.Popen(command, env=dict(env), start_new_session=True)
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        # Alone: it asks the others to drain first, and waits for them.
+        ray.terminate()
+        try:
+            ray.wait(STOP_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(ray.pid, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a script ended, and what it and its processes printed."""
+
+    code: int
+    said: str
+
+
+def run_to_its_end(
+    command: Sequence[str], env: Mapping[str, str], folder: Path, limit_s: float
+) -> Ended:
+    """Run a command in `folder`. AssertionError, with what it has printed, if it takes longer; none
+    of its processes is left.
+    """
+    log = folder / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=dict(env),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            said = log.read_text(errors="replace")[-8000:]
+            raise AssertionError(f"not at its end after {limit_s:g} s:\n{said}") from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(STOP_S)
+    return Ended(code, log.read_text(errors="replace"))

@@ -1,0 +1,44 @@
+"""verl's SFT trainers with a loss that fails in its third call: `python -m ...faults TRAINER ...`.
+
+The loss raises, or kills its process, on the rank that TESTS_FAULT names (`raise:1`, `kill:0`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import signal
+import sys
+from typing import Any
+
+import torch.distributed as dist
+from verl.workers.utils import losses
+
+MESSAGE = "a fault of the tests"
+_sound = losses.sft_loss
+_calls = 0
+
+
+def faulty_loss(*arguments: Any, fault: str, **keywords: Any) -> Any:
+    """verl's own loss of SFT, up to the fault."""
+    global _calls
+    _calls += 1
+    kind, _, rank = fault.partition(":")
+    if _calls == 3 and dist.get_rank() == int(rank):
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError(MESSAGE)
+    return _sound(*arguments, **keywords)
+
+
+def main() -> None:
+    # Not those of this module's main copy: workers of Ray import it by name.
+    from tests.hosts.real.verl import faults
+
+    losses.sft_loss = functools.partial(faults.faulty_loss, fault=os.environ["TESTS_FAULT"])
+    importlib.import_module(sys.argv.pop(1)).main()
+
+
+if __name__ == "__main__":
+    main()

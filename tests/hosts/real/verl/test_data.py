@@ -1,0 +1,168 @@
+"""verl's rows as a policy's batch: which tokens are read, which experts are replayed, and what is
+refused by verl's names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from megatron_policy.errors import BatchError
+from megatron_policy.hosts.verl.data import (
+    MicroBatches,
+    add_experts,
+    check_supported,
+    count_tokens,
+    model_output,
+    policy_batch,
+    temperature_of,
+)
+from megatron_policy.training.callbacks import TokenScores
+from tests.hosts.real.verl.rollouts import LENGTHS, rollouts, sft_rows
+
+WIDTH = max(prompt + response for prompt, response in LENGTHS)
+
+
+def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+@pytest.mark.parametrize("layout", ["v0", "v1"])
+def test_rollouts_are_read_where_their_responses_are(layout: str) -> None:
+    rows = rollouts(0, layout)
+    check_supported(rows)
+    batch = policy_batch(rows)
+    assert batch["input_ids"].shape == (8, WIDTH) and batch["sample_mask"].tolist() == [1.0] * 8
+    for row, (prompt, response) in enumerate(LENGTHS):
+        length = prompt + response
+        assert batch["input_lengths"][row] == length
+        assert torch.equal(batch["input_ids"][row, :length], rows["input_ids"].unbind()[row])
+        assert not batch["input_ids"][row, length:].any()
+        # All of a response, also what a tool has answered in the middle of it.
+        wanted = [0] * prompt + [1] * response + [0] * (WIDTH - length)
+        assert batch["token_mask"][row].tolist() == wanted
+
+
+def test_rows_of_supervised_training_are_read_where_they_count() -> None:
+    rows = sft_rows(0)
+    mask = policy_batch(rows)["token_mask"]
+    assert torch.equal(mask, rows["loss_mask"].to_padded_tensor(0))
+    assert count_tokens(rows) == sum(response for _, response in LENGTHS) == mask.sum()
+    del rows["loss_mask"]
+    assert policy_batch(rows)["token_mask"].sum() == sum(map(sum, LENGTHS))
+
+
+@pytest.mark.parametrize("layout", ["v0", "v1"])
+def test_tokens_of_tools_do_not_count_in_losses(layout: str) -> None:
+    assert count_tokens(rollouts(0, layout)) == sum(response for _, response in LENGTHS) - 3
+
+
+def test_temperatures_are_a_number_or_one_for_each_row() -> None:
+    assert temperature_of(rollouts(0, "v1", temperature=0.7)) == 0.7
+    assert temperature_of(rollouts(0, "v1")) is None
+    rows, each = rollouts(0, "v1"), torch.linspace(0.5, 2.0, 8)
+    rows["temperature"] = each
+    found = temperature_of(rows)
+    assert isinstance(found, torch.Tensor) and torch.equal(found, each.double())
+    rows["temperature"] = each.unsqueeze(1)
+    assert temperature_of(rows).shape == (8,)
+
+
+def test_scores_become_jagged_rows_whose_last_place_is_zero_and_stay_differentiable() -> None:
+    rows = rollouts(0, "v1")
+    logprobs = torch.randn(8, WIDTH - 1, requires_grad=True)
+    lengths = torch.tensor([sum(each) for each in LENGTHS])
+    inside = torch.arange(1, WIDTH) < lengths.unsqueeze(1)  # scores are 0 beyond the text
+    scores = TokenScores(policy_batch(rows), tuple(range(8)), logprobs=logprobs * inside)
+    found = model_output(scores, rows)
+    assert set(found) == {"log_probs"}
+    for row, text in enumerate(found["log_probs"].unbind()):
+        assert len(text) == lengths[row] and text[-1] == 0
+        assert torch.equal(text[:-1], logprobs[row, : len(text) - 1])
+    found["log_probs"].values().sum().backward()
+    assert torch.equal(logprobs.grad, inside.float())
+
+
+def test_microbatches_are_found_by_their_rows() -> None:
+    parts = tu.chunk_tensordict(rollouts(0, "v1"), 4)
+    in_order = MicroBatches.of(parts, None)
+    assert [list(each) for each in in_order.rows] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    mixed = MicroBatches.of(parts[:2], [[3, 0], [1, 2]])
+    assert mixed.part((3, 0)) is parts[0] and mixed.part((1, 2)) is parts[1]
+
+
+def experts_of(lengths: list[int], short: int = 0) -> torch.Tensor:
+    """Two of eight experts in three layers, none of them 0 twice."""
+    draw = torch.Generator().manual_seed(1)
+    rows = [torch.rand(n - short, 3, 8, generator=draw).argsort(-1)[..., :2] for n in lengths]
+    return jagged([row.to(torch.int16) for row in rows])
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_experts_of_rollouts_are_replayed_where_they_were_recorded(short: int) -> None:
+    rows = rollouts(0, "v1")
+    lengths = [sum(each) for each in LENGTHS]
+    taken = experts_of(lengths, short)
+    taken.unbind()[0][10:] = 0  # after the last generation
+    rows["routed_experts"] = taken
+    batch = policy_batch(rows)
+    assert add_experts(batch, rows, of_rollouts=True)
+    found = batch["routed_experts"]
+    assert found.shape == (8, WIDTH, 3, 2)
+    for row, length in enumerate(lengths):
+        known = 10 if row == 0 else length - 1
+        assert torch.equal(found[row, :known], taken.unbind()[row][:known].int())
+        assert (found[row, known:] == -1).all()
+
+
+def test_experts_that_this_engine_has_recorded_are_replayed_for_all_tokens() -> None:
+    rows = rollouts(0, "v1")
+    batch = policy_batch(rows)
+    assert not add_experts(batch, rows, of_rollouts=False) and "routed_experts" not in batch
+    rows["routed_experts"] = experts_of([sum(each) for each in LENGTHS])
+    assert add_experts(batch, rows, of_rollouts=False)
+    for row, taken in enumerate(rows["routed_experts"].unbind()):
+        assert torch.equal(batch["routed_experts"][row, : len(taken)], taken.int())
+        assert (batch["routed_experts"][row, len(taken) :] == -1).all()
+
+
+def with_pictures(rows: TensorDict) -> None:
+    tu.assign_non_tensor(rows, multi_modal_inputs={"pixel_values": torch.zeros(1)})
+
+
+def dense(rows: TensorDict) -> None:
+    rows["input_ids"] = rows["input_ids"].to_padded_tensor(0)
+
+
+def with_axes(rows: TensorDict) -> None:
+    positions = [torch.arange(n).repeat(3, 1) for n in map(sum, LENGTHS)]
+    rows["position_ids"] = torch.nested.as_nested_tensor(positions, layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (with_pictures, "ask for multi_modal_inputs"),
+        (
+            lambda rows: tu.assign_non_tensor(rows, calculate_sum_pi_squared=True),
+            "ask for calculate_sum_pi_squared",
+        ),
+        (dense, r"input_ids are a dense tensor \(8, 23\)"),
+        (with_axes, "position_ids have 3 dimensions"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_verls_name(change: Any, words: str) -> None:
+    rows = rollouts(0, "v1")
+    change(rows)
+    with pytest.raises(BatchError, match=words):
+        check_supported(rows)
+
+
+def test_what_asks_for_nothing_is_taken() -> None:
+    rows = rollouts(0, "v1")
+    tu.assign_non_tensor(rows, calculate_sum_pi_squared=False, multi_modal_inputs={})
+    check_supported(rows)
