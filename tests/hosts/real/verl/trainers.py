@@ -24,9 +24,7 @@ LIMIT_S = 240.0
 SWITCH = {
     "MEGATRON_POLICY_VERL": "megatron",
     # An entry point where this package is installed, which it need not be here.
-    "VERL_USE_EXTERNAL_MODULES": (
-        "examples.verl.cpu_platform,megatron_policy.hosts.verl.plugin"
-    ),
+    "VERL_USE_EXTERNAL_MODULES": ("examples.verl.cpu_platform,megatron_policy.hosts.verl.plugin"),
     "VERL_ENGINE_VENDOR": "nvidia",
 }
 """The switch, as it takes effect on GPUs."""
