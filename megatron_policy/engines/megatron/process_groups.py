@@ -35,10 +35,10 @@ def make_groups(topology: Topology, timeout_s: float) -> Groups:
     """
     global _open
     assert dist.get_world_size() == topology.world_size, (dist.get_world_size(), topology)
-    if _open is not None:
-        _check_same(_open.topology, topology)
-        _open.policies += 1
-        return _open.groups
+    if (shared := _current()) is not None:
+        _check_same(shared.topology, topology)
+        shared.policies += 1
+        return shared.groups
     if parallel_state.model_parallel_is_initialized():
         raise ConfigError(
             "this process has process groups of Megatron-Core that are not of a policy, and there "
@@ -66,6 +66,17 @@ def make_groups(topology: Topology, timeout_s: float) -> Groups:
     return groups
 
 
+def _current() -> _Open | None:
+    """The groups that policies of this process use, unless somebody else has destroyed them."""
+    global _open
+    if _open is not None and not (
+        parallel_state.model_parallel_is_initialized()
+        and parallel_state.get_tensor_model_parallel_group() is _open.groups.tp
+    ):
+        _open = None
+    return _open
+
+
 def _check_same(here: Topology, topology: Topology) -> None:
     """ConfigError naming the sizes in which a second layout of the process differs."""
     pairs = [
@@ -87,7 +98,8 @@ def are_shared() -> bool:
     """Whether several policies of this process use the groups, and all else that Megatron-Core has
     once in a process.
     """
-    return _open is not None and _open.policies > 1
+    shared = _current()
+    return shared is not None and shared.policies > 1
 
 
 def schedule_groups() -> ProcessGroupCollection:
@@ -111,10 +123,11 @@ def drop_groups() -> None:
     another topology can be made in it.
     """
     global _open
-    if _open is None:
+    shared = _current()
+    if shared is None:
         return
-    _open.policies -= 1
-    if _open.policies:
+    shared.policies -= 1
+    if shared.policies:
         return
     _open = None
     # Megatron-Core only forgets them; each would keep its threads and sockets for good. (`None`
