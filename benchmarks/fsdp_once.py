@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers.modeling_utils  # noqa: F401 - is not part of an import
+import transformers.modeling_utils
+import transformers.models.qwen2.modeling_qwen2  # noqa: F401 - neither is part of an import
 from safetensors import safe_open
 
 from benchmarks.export_once import beside_memcpy
