@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -205,7 +206,7 @@ class MicroBatches:
         """The microbatch that has these rows."""
         return self.parts[self._places[tuple(rows)]]
 
-    @property
+    @cached_property
     def _places(self) -> Mapping[tuple[int, ...], int]:
         return {tuple(own): place for place, own in enumerate(self.rows)}
 
@@ -273,9 +274,6 @@ def _jagged(values_BS: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     places_N = torch.arange(int(offsets[-1])) - offsets[rows_N] + rows_N * width
     chosen = values_BS.flatten()[to_device(places_N)]
     return torch.nested.nested_tensor_from_jagged(chosen, offsets=to_device(offsets))
-
-
-LossOfVerl = Callable[..., tuple[torch.Tensor, Mapping[str, Any]]]
 
 
 def outcome(

@@ -21,7 +21,7 @@ _DTYPES = {
     **dict.fromkeys(("float16", "fp16", "half", "torch.float16"), "float16"),
     **dict.fromkeys(("float32", "fp32", "torch.float32"), "float32"),
 }
-_LEAST_SCALE_OF_VERL = 32768.0
+_INITIAL_LOSS_SCALE = 32768.0
 _CONTENTS = frozenset({"model", "optimizer", "extra", "hf_model"})
 _NO_LIMIT = 2**20
 """Positions, where the model does not say how many it has: its own limit is checked later."""
@@ -162,7 +162,7 @@ def _unknown(prefix: str, name: str) -> str:
 
 def _contents(
     checkpoint: Mapping[str, Any], key: str, default: frozenset[str] = frozenset()
-) -> Any:
+) -> frozenset[str]:
     given = checkpoint.get(key)
     found = frozenset(map(str, given)) if given else default or frozenset({"model", "optimizer"})
     if found - _CONTENTS:
@@ -285,7 +285,7 @@ def _optimizer(
     if found["optimizer"] == "adam":
         found["use_distributed_optimizer"] = engine.get("use_distributed_optimizer", True)
     if precision == "float16":
-        found["initial_loss_scale"] = _LEAST_SCALE_OF_VERL
+        found["initial_loss_scale"] = _INITIAL_LOSS_SCALE
     return found | _applied(optim, "optim.", "override_optimizer_config")
 
 
