@@ -214,9 +214,10 @@ def mtp_layers_in(table: Table, names: Collection[str]) -> int:
     """How many layers for multi-token prediction, from the first on, have tensors in `names`;
     `table` leaves them all out.
     """
-    first, last = table.architecture.num_layers, table.architecture.further_layers
-    found = {name.split(".")[2] for name in table.carried() if name in names}
-    present = [str(layer) in found for layer in range(first, first + last)]
+    arch = table.architecture
+    templates = {row.hf for row in table.ignored.values() if row.carried}
+    left_out = [found for hf in templates if (found := _predicting(hf, arch)) not in ([], [hf])]
+    present = [any(name in names for name in layer) for layer in zip(*left_out, strict=True)]
     return (*present, False).index(False)
 
 
@@ -266,22 +267,33 @@ def draft(
 
 
 def _ignored_names(row: Ignore, architecture: Architecture) -> list[str]:
-    layers, end = architecture.num_layers, architecture.num_layers + architecture.further_layers
-    held = layers + architecture.mtp_layers
+    layers = range(architecture.num_layers)
     names = [row.hf] if architecture.holds(row.when) else []
     if "{layer}" in row.hf:
-        ordinary = [layer for layer in range(layers) if architecture.holds(row.when, layer)]
+        ordinary = [layer for layer in layers if architecture.holds(row.when, layer)]
         names = [row.hf.replace("{layer}", str(layer)) for layer in ordinary]
-    for mark, numbers in (
-        ("{predicting}", range(layers, held)),
-        ("{mtp_layer}", range(held, end)),
-    ):
-        if mark in row.hf:
-            names = [name.replace(mark, str(layer)) for name in names for layer in numbers]
+    names = [each for name in names for each in _predicting(name, architecture)]
     if not of_expert(row.hf):
         return names
     experts = architecture.moe.experts if architecture.moe else 0
     return [name.replace(EXPERT, str(expert)) for name in names for expert in range(experts)]
+
+
+def _predicting(name: str, architecture: Architecture) -> list[str]:
+    """A name with the number of each layer for multi-token prediction that it is a name of, if any:
+    counted from 0 or after all other layers, of those that the model has or leaves out.
+    """
+    layers, held = architecture.num_layers, architecture.mtp_layers
+    end = architecture.further_layers
+    for mark, numbers in (
+        ("{mtp}", range(held)),
+        ("{left_out}", range(held, end)),
+        ("{predicting}", range(layers, layers + held)),
+        ("{mtp_layer}", range(layers + held, layers + end)),
+    ):
+        if mark in name:
+            return [name.replace(mark, str(number)) for number in numbers]
+    return [name]
 
 
 def _entries(rows: Sequence[Row], architecture: Architecture) -> tuple[Entry, ...]:

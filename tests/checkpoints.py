@@ -34,6 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "hunyuan_v1_dense": {},
     "llama": {},
+    "mimo": {},
     "ministral3": {},
     "mistral": {},
     "olmo2": {},
@@ -53,14 +54,30 @@ _EPSILON = {"cohere": "layer_norm_eps", "starcoder2": "norm_epsilon"}
 HEAD_DIM = ("ernie4_5", "gemma2", "gemma3_text", "glm4", "hunyuan_v1_dense", "llama")
 HEAD_DIM += ("ministral3", "mistral", "qwen3", "seed_oss")
 HEAD_DIM += ("ernie4_5_moe", "glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_moe")
-MAKERS_OWN = {
-    "kimi_k2": {
-        "AutoConfig": "configuration_deepseek.DeepseekV3Config",
-        "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
-    }
+MAKERS_OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "kimi_k2": (
+        "deepseek_v3",
+        {
+            "auto_map": {
+                "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+                "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+            }
+        },
+    ),
+    "mimo": (
+        "qwen2",
+        {
+            "architectures": ["MiMoForCausalLM"],
+            "attention_bias": True,
+            "auto_map": {
+                "AutoConfig": "configuration_mimo.MiMoConfig",
+                "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM",
+            },
+        },
+    ),
 }
-"""The `auto_map` of families that transformers only knows from their makers' code, which no
-checkpoint here has. All of them are of DeepSeek-V3's class.
+"""Families that transformers only knows from their makers' code, which no checkpoint here has: the
+model_type of its class with the same fields, and what their config.json has besides those.
 """
 _CONSTANTS = {"alpha_p": (-1, 1), "alpha_n": (-1, 1), "beta": (0.3, 0.7), "eps": (-0.5, -0.1)}
 """Ranges of the constants of Apertus's activation functions."""
@@ -136,7 +153,7 @@ def make_checkpoint(
     if family in MAKERS_OWN:
         file = Path(path) / "config.json"
         written = json.loads(file.read_text())
-        written |= {"model_type": family, "auto_map": MAKERS_OWN[family]}
+        written |= MAKERS_OWN[family][1] | {"model_type": family}
         file.write_text(json.dumps(written, indent=2))
     if tokenizer:
         make_tokenizer(vocab).save_pretrained(path)
@@ -147,8 +164,9 @@ def hf_config(path: Path | str) -> Any:
     """The checkpoint's config as transformers' own class of its model has it."""
     fields = json.loads((Path(path) / "config.json").read_text())
     if fields["model_type"] in MAKERS_OWN:
-        del fields["auto_map"]
-        return AutoConfig.for_model(**fields | {"model_type": "deepseek_v3"})
+        known_as, own = MAKERS_OWN[fields["model_type"]]
+        fields = {name: value for name, value in fields.items() if name not in own}
+        return AutoConfig.for_model(**fields | {"model_type": known_as})
     return AutoConfig.from_pretrained(path)
 
 
@@ -204,7 +222,7 @@ def _random_model(family: str, fields: dict[str, Any], seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model("deepseek_v3" if family in MAKERS_OWN else family, **fields),
+            AutoConfig.for_model(MAKERS_OWN.get(family, (family,))[0], **fields),
             dtype=torch.float32,
         )
         with torch.no_grad():

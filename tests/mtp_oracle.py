@@ -1,5 +1,6 @@
 """Multi-token prediction in plain torch, after DeepSeek-AI 2024, "DeepSeek-V3 Technical Report",
-section 2.2: what a policy's MTP layers must reproduce.
+section 2.2: what a policy's MTP layers must reproduce. MiMo's take the hidden states first, as they
+are before the model's final norm, then the embedding (vLLM's `mimo.py` and `mimo_mtp.py`).
 
 transformers has the decoder layers but no forward pass for prediction, so that is written here.
 
@@ -9,7 +10,6 @@ Shapes: B rows, S positions, D model.
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -26,6 +26,7 @@ from megatron_policy.batch import BatchedDataDict
 from tests import oracle
 from tests.exact import load_hf
 from tests.losses import token_nll
+from tests.mtp_checkpoints import layer_name, own_names
 
 
 class SharedHead(nn.Module):
@@ -42,36 +43,68 @@ def load_with_mtp(path: Path | str, dtype: torch.dtype = torch.float32) -> PreTr
     """
     config = json.loads((Path(path) / "config.json").read_text())
     ordinary, further = config["num_hidden_layers"], config["num_nextn_predict_layers"]
-    with _more_layers(Path(path), config, ordinary + further) as longer:
+    tensors, size = load_file(Path(path) / "model.safetensors"), config["hidden_size"]
+    with _more_layers(Path(path), config, tensors) as longer:
         model: Any = load_hf(longer, dtype)
     model.config.num_hidden_layers = ordinary
-    tensors, size = load_file(Path(path) / "model.safetensors"), config["hidden_size"]
-    for number in range(ordinary, ordinary + further):
-        layer, names = model.model.layers[number], f"model.layers.{number}."
+    for number in range(further):
+        layer, start = model.model.layers[ordinary + number], layer_name(config, number)
 
-        def norm(name: str, names: str = names) -> nn.Module:
+        def norm(name: str, start: str = start) -> nn.Module:
             made = type(model.model.norm)(size, eps=config["rms_norm_eps"]).to(dtype)
-            made.weight.data.copy_(tensors[names + name])
+            made.weight.data.copy_(tensors[start + name])
             return made
 
-        layer.enorm, layer.hnorm = norm("enorm.weight"), norm("hnorm.weight")
-        layer.eh_proj = nn.Linear(2 * size, size, bias=False, dtype=dtype)
-        layer.eh_proj.weight.data.copy_(tensors[names + "eh_proj.weight"])
-        layer.shared_head = SharedHead(norm("shared_head.norm.weight"))
+        embedding_norm, hidden_norm, projection, final_norm = own_names(config)
+        projected = nn.Linear(2 * size, size, bias=False, dtype=dtype)
+        projected.weight.data.copy_(tensors[start + projection])
+        if _is_mimo(config):
+            layer.token_layernorm, layer.hidden_layernorm = norm(embedding_norm), norm(hidden_norm)
+            layer.input_proj, layer.final_layernorm = projected, norm(final_norm)
+        else:
+            layer.enorm, layer.hnorm, layer.eh_proj = (
+                norm(embedding_norm),
+                norm(hidden_norm),
+                projected,
+            )
+            layer.shared_head = SharedHead(norm(final_norm))
+    if _is_mimo(config):
+        model.model.mtp_layers = model.model.layers[ordinary:]
+        model.model.layers = model.model.layers[:ordinary]
     return model.eval()
 
 
+def _is_mimo(config: dict[str, Any]) -> bool:
+    return bool(config["model_type"] == "mimo")
+
+
 @contextmanager
-def _more_layers(path: Path, config: dict[str, Any], layers: int) -> Iterator[Path]:
+def _more_layers(
+    path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> Iterator[Path]:
     """The same weights under a config that counts all these layers as ordinary ones."""
+    ordinary, further = config["num_hidden_layers"], config["num_nextn_predict_layers"]
+    layers = ordinary + further
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "model.safetensors").symlink_to(path / "model.safetensors")
-        shutil.copy(path / "config.json", folder)
+        for number in range(further):
+            start, own = layer_name(config, number), f"model.layers.{ordinary + number}."
+            tensors = {name.replace(start, own): tensor for name, tensor in tensors.items()}
+        save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
         longer = config | {"num_hidden_layers": layers}
-        if kinds := config.get("mlp_layer_types"):
-            longer["mlp_layer_types"] = [*kinds, *["sparse"] * (layers - len(kinds))]
+        for key, kind in (("mlp_layer_types", "sparse"), ("layer_types", "full_attention")):
+            if kinds := config.get(key):
+                longer[key] = [*kinds, *[kind] * (layers - len(kinds))]
         (Path(folder) / "config.json").write_text(json.dumps(longer))
         yield Path(folder)
+
+
+@contextmanager
+def _input_of(norm: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """What the norm takes in this context."""
+    taken: list[torch.Tensor] = []
+    handle = norm.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0]))
+    yield taken
+    handle.remove()
 
 
 def later(values_BS: torch.Tensor, places: int) -> torch.Tensor:
@@ -89,7 +122,9 @@ def further_logprobs(
     t + k + 1; what is beyond the row is the padding token 0.
     """
     inner, length = model.model, tokens_BS.size(1)
-    hidden = inner(tokens_BS).last_hidden_state
+    mimo = hasattr(inner, "mtp_layers")
+    with _input_of(inner.norm) as before:
+        hidden = inner(tokens_BS).last_hidden_state
     found = [_of_tokens(model.lm_head(hidden), later(tokens_BS, 1))]
     positions = torch.arange(length).unsqueeze(0)
     angles = inner.rotary_emb(hidden, positions)
@@ -97,24 +132,36 @@ def further_logprobs(
     mask = torch.zeros(length, length, dtype=hidden.dtype).masked_fill(
         unseen, torch.finfo(hidden.dtype).min
     )
+    if mimo:
+        (hidden,) = before
     if detached:
         hidden = hidden.detach()
+    further = inner.mtp_layers if mimo else inner.layers[model.config.num_hidden_layers :]
     for k in range(1, depths + 1):
-        layer = inner.layers[model.config.num_hidden_layers + (0 if repeated else k - 1)]
+        layer = further[0 if repeated else k - 1]
         embedded = inner.embed_tokens(later(tokens_BS, k))
         head = model.lm_head.weight
         if detached:
             embedded, head = embedded.detach(), head.detach()
-        both = torch.cat((layer.enorm(embedded), layer.hnorm(hidden)), dim=-1)
         hidden = layer(
-            layer.eh_proj(both),
+            _projected(layer, hidden, embedded, mimo),
             attention_mask=mask[None, None],
             position_ids=positions,
             position_embeddings=angles,
         )
-        hidden = layer.shared_head.norm(hidden)
+        hidden = (layer.final_layernorm if mimo else layer.shared_head.norm)(hidden)
         found.append(_of_tokens(hidden @ head.T, later(tokens_BS, k + 1)))
     return found[0], found[1:]
+
+
+def _projected(
+    layer: Any, hidden: torch.Tensor, embedded: torch.Tensor, mimo: bool
+) -> torch.Tensor:
+    """What the decoder layer of such a layer takes."""
+    if mimo:
+        both = (layer.hidden_layernorm(hidden), layer.token_layernorm(embedded))
+        return layer.input_proj(torch.cat(both, dim=-1))
+    return layer.eh_proj(torch.cat((layer.enorm(embedded), layer.hnorm(hidden)), dim=-1))
 
 
 def _of_tokens(logits: torch.Tensor, tokens_BS: torch.Tensor) -> torch.Tensor:
@@ -154,11 +201,11 @@ def learned(
 ) -> tuple[oracle.Learned, list[list[float]]]:
     """What training with such a loss gives, and the exact losses of each step."""
     losses = MtpLoss(**kind)
-    ordinary = json.loads((path / "config.json").read_text())["num_hidden_layers"]
+    config = json.loads((path / "config.json").read_text())
+    further = [layer_name(config, number) for number in range(config["num_nextn_predict_layers"])]
 
     def apart(name: str) -> bool:
-        further = name.startswith("model.layers.") and int(name.split(".")[2]) >= ordinary
-        return losses.detached and further
+        return losses.detached and name.startswith(tuple(further))
 
     found = oracle.Learned.of(path, data, global_batch, losses, load=load_with_mtp, apart=apart)
     return found, losses.seen[: data.size // global_batch]

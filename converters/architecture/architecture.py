@@ -113,6 +113,8 @@ class Architecture:
     """Multi-token-prediction layers that checkpoints can hold, numbered after all others."""
     mtp_layers: int = 0
     """How many of `further_layers`, from the first on, this model has; it leaves out the others."""
+    mtp_before_norm: bool = False
+    """The first of these layers takes the hidden states before the model's final norm."""
     in_full: bool = True
     """False of a model without a family: these are its sizes, not all that it computes."""
     head: ScalarHead | None = None

@@ -20,6 +20,7 @@ from .blocks import (
 from .kinds import (
     Columns,
     GateUp,
+    Halves,
     Ignore,
     Joined,
     OneTensor,
@@ -36,6 +37,7 @@ __all__ = [
     "Block",
     "Columns",
     "GateUp",
+    "Halves",
     "Ignore",
     "Joined",
     "OneTensor",

@@ -87,6 +87,18 @@ class Reshaped(Whole):
 
 
 @dataclass(frozen=True)
+class Halves(Whole):
+    """Replicated; the HF tensor has the halves of its second dimension in the other order."""
+
+    def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
+        out, inner = arch.shape(self.dims)
+        view = (out, 2, inner // 2)
+        return tuple(
+            Block(0, view, (*ALL, nth(half, 1)), view, (*ALL, nth(1 - half, 1))) for half in (0, 1)
+        )
+
+
+@dataclass(frozen=True)
 class Columns(OneTensor):
     """ColumnParallelLinear: the output dimension (first) is split over the ranks."""
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from megatron_policy.errors import ConfigError
 from tests.checkpoints import make_checkpoint
 from tests.dist.cases import open_policy, policy_config
-from tests.dist.layouts import LAYOUTS
+from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS
 from tests.dist.test_export import assert_same_tensors, export, tensors_of
-from tests.mtp_checkpoints import add_mtp_layers
+from tests.mtp_checkpoints import add_mtp_layers, layer_name, own_names
 
 SMALL = {"hidden": 48, "heads": 4, "layers": 4, "ffn": 40, "vocab": 200}
 
@@ -29,18 +29,21 @@ def made(path: Path, family: str, layers: int = 1, copies: bool = True) -> Path:
         ("deepseek_v3", "one process", {}),
         ("glm4_moe", "TP2+SP", {"max_shard_bytes": 100_000}),
         ("glm4_moe_lite", "PP2", {}),
+        ("mimo", "PP2", {}),
+        ("mimo", "FSDP2 x 2", {}),
     ],
 )
 def test_tensors_of_layers_that_are_left_out_are_exported_unchanged(
     ranks, tmp_path: Path, family: str, layout: str, options: dict[str, int]
 ) -> None:
-    source, case = made(tmp_path / "source", family, layers=2), LAYOUTS[layout]
-    config = policy_config(source, case.megatron | {"mtp_num_layers": 0})
+    source, case = made(tmp_path / "source", family, layers=2), (LAYOUTS | FSDP2_LAYOUTS)[layout]
+    config = policy_config(source, case.megatron)
     ranks.run(case.world, export, config, tmp_path / "exported", options)
     assert_same_tensors(tmp_path / "exported", source)
     written = json.loads((tmp_path / "exported/config.json").read_text())
     assert written["num_nextn_predict_layers"] == 2
-    assert "model.layers.5.eh_proj.weight" in tensors_of(tmp_path / "exported")
+    last = layer_name(written, 1) + own_names(written)[2]
+    assert last in tensors_of(tmp_path / "exported")
 
 
 def export_without_source(config: dict[str, Any], source: Path, path: Path) -> str:

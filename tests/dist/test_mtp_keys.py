@@ -55,7 +55,7 @@ def asked_by_megatron(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]
         return tensors, objects
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "mimo"])
 def test_keys_and_shapes_are_those_of_megatrons_own_layer(
     ranks, tmp_path: Path, family: str
 ) -> None:

@@ -46,6 +46,7 @@ def step(policy: MegatronPolicy) -> dict[str, Any]:
     [
         ("deepseek_v3", {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
         ("glm4_moe", {}),
+        ("mimo", {}),
     ],
 )
 def test_held_and_left_out_layers_come_back_bit_equal(

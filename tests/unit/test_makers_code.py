@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig
 
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
+from megatron_policy.errors import ConversionError
 from megatron_policy.parity.reference import read_reference
 from megatron_policy.parity.result import Job
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import MAKERS_OWN, make_checkpoint
 from tests.exact import load_hf
 from tests.expert_families import draw
-from tests.unit.published import COMMON
+from tests.mtp_checkpoints import add_mtp_layers
+from tests.unit.published import COMMON, PUBLISHED
 from tests.unit.published_experts import PUBLISHED_EXPERTS
 
 
@@ -37,6 +42,43 @@ def test_kimi_k2_is_read_as_a_deepseek_v3_and_no_code_beside_it_runs(tmp_path: P
     with torch.no_grad():
         assert torch.equal(reference.logits, load_hf(path)(job.draw()).logits)
     assert not ran.exists()
+
+
+def test_mimo_is_read_as_a_qwen2_and_further_layers_change_nothing(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "mimo", "mimo", tokenizer=False, layers=2)
+    job = Job(str(path), 256, 2, 1, 1, False, "float32", 2, 9, 0, False, 60.0)
+    with torch.no_grad():
+        logits = load_hf(path)(job.draw()).logits
+    add_mtp_layers(path)
+    ran = tmp_path / "ran"
+    for module in ("configuration_mimo", "modeling_mimo"):
+        (path / f"{module}.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    ours = bind(read_config(path))
+    of_its_own = (*MAKERS_OWN["mimo"][1], "num_nextn_predict_layers")
+    fields = {n: v for n, v in read_config(path).items() if n not in of_its_own}
+    twin = bind(fields | {"model_type": "qwen2"})
+    added = {"further_layers": 1, "mtp_before_norm": True}
+    assert ours.architecture == replace(twin.architecture, **added)
+    assert ours.entries == twin.entries
+    assert {name.split(".")[1] for name in ours.carried()} == {"mtp_layers"}
+    reference = read_reference(str(path), job, "float32", per_layer=False)
+    assert torch.equal(reference.logits, logits)
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"attention_bias": False}, "attention_bias = False: queries, keys and values have biases"),
+        ({"use_sliding_window": True}, "use_sliding_window = True: the layers that predict"),
+    ],
+)
+def test_a_mimo_that_its_makers_have_not_published_is_refused(
+    tmp_path: Path, fields: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(COMMON | PUBLISHED["MiMo-7B-RL"][1] | fields))
+    with pytest.raises(ConversionError, match=said):
+        bind(read_config(tmp_path))
 
 
 def test_fields_that_a_kimi_k2_leaves_out_have_the_defaults_of_its_class(tmp_path: Path) -> None:

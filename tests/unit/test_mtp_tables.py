@@ -20,14 +20,19 @@ from megatron_policy.converters.rows import fill_parts, fill_shard
 from megatron_policy.converters.table import Table, bind, bind_to
 from megatron_policy.errors import ConversionError
 from tests.checkpoints import make_checkpoint
-from tests.mtp_checkpoints import COPIES, OWN, add_mtp_layers
+from tests.mtp_checkpoints import COPIES, OWN, add_mtp_layers, layer_name
 
 SMALL = {"hidden": 16, "heads": 4, "layers": 2, "ffn": 24, "vocab": 150, "tokenizer": False}
-FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mimo")
 
 
 def made(path: Path, family: str, layers: int = 1, copies: bool = True) -> Path:
     return add_mtp_layers(make_checkpoint(path, family, **SMALL), layers, copies)
+
+
+def tensors_of(path: Path, reader: HfReader, number: int) -> list[str]:
+    start = layer_name(json.loads((path / "config.json").read_text()), number)
+    return [name for name in reader.shapes if name.startswith(start)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -39,7 +44,7 @@ def test_held_layers_use_every_tensor_of_theirs_and_left_out_ones_are_carried(
         for held in (0, 1, 2):
             table = bind(read_config(path), mtp_layers=held)
             table.check_hf(reader.shapes, reader.dtypes)
-            mtp = {n: int(n.split(".")[2]) - 2 for n in reader.shapes if n.startswith("model.lay")}
+            mtp = {n: number for number in (0, 1) for n in tensors_of(path, reader, number)}
             copies = {n for n in mtp if n.endswith(tuple(COPIES))}
             fed = set(table.hf_shapes())
             assert fed == reader.shapes.keys() - {

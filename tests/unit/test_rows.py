@@ -14,6 +14,7 @@ from megatron_policy.converters.registry import FAMILIES
 from megatron_policy.converters.rows import (
     Columns,
     GateUp,
+    Halves,
     Ignore,
     Joined,
     Qkv,
@@ -105,6 +106,9 @@ def megatron_shard(
     match row:
         case Reshaped():
             return parts[0].reshape(row.local_shape(arch, size))
+        case Halves():
+            first, second = parts[0].chunk(2, 1)
+            return torch.cat([second, first], 1)
         case Whole():
             return parts[0]
         case Joined():

@@ -56,6 +56,7 @@ FULL: dict[str, dict[str, Any]] = {
     },
     "starcoder2": {"norm_epsilon": 1e-5, "rms_norm_eps": None},
     "llama": {"attention_bias": True, "mlp_bias": True},
+    "mimo": {"attention_bias": True, "num_nextn_predict_layers": 1},
     "ministral3": {},
     "mistral": {"sliding_window": 16},
     "qwen2": {},
@@ -69,7 +70,7 @@ FULL: dict[str, dict[str, Any]] = {
 """Settings under which every row of a family's table applies, but for the one choice of tying."""
 
 BY_LAYER = ("exaone4", "gemma2", "gemma3_text", "gpt_oss", "olmo3", "qwen2", "qwen2_moe", "qwen3")
-BY_LAYER += ("smollm3",)
+BY_LAYER += ("smollm3", "mimo")
 
 
 def raw(family: str, layers: int = 3, **changes: Any) -> dict[str, Any]:
@@ -90,12 +91,7 @@ def raw(family: str, layers: int = 3, **changes: Any) -> dict[str, Any]:
         "hidden_act": "silu",
         "rope_theta": 1e4,
         "tie_word_embeddings": False,
-        **(
-            {"layer_types": ["full_attention"] * layers}
-            if family.startswith(("exaone", "gemma", "gpt", "olmo3", "qwen", "smollm"))
-            and family != "qwen3_moe"
-            else {}
-        ),
+        **({"layer_types": ["full_attention"] * layers} if family in BY_LAYER else {}),
         **FULL[family],
         **changes,
     }

@@ -1,81 +1,124 @@
 """Multi-token prediction (MTP): the rows of its layers, and the field that counts them.
 
-Published checkpoints keep these layers after the last one, for speculative decoding. Such a layer
-is an ordinary one with a projection before it, which takes the normalised embedding of the next
-token and the normalised hidden states, in this order, and with a final norm of its own. It shares
-embedding and head with the model; checkpoints hold copies of both.
+Published checkpoints keep these layers for speculative decoding. Such a layer is an ordinary one
+with a projection before it, which takes the normalised embedding of the next token and normalised
+hidden states, and with a final norm of its own. It shares embedding and head with the model.
+Megatron-Core's projection has the embedding as the first half of its input.
 Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 from megatron_policy.converters.config_fields import Fields
-from megatron_policy.converters.rows import Ignore, Role, Row, Tied, Whole
+from megatron_policy.converters.rows import Halves, Ignore, Role, Row, Tied, Whole
 from megatron_policy.converters.rows.kinds import RowBase
 
 from .dense import EMBEDDING, H, M
 
 _MTP = "mtp.layers.{mtp}."
-_HELD = H.replace("{layer}", "{predicting}")
-_LEFT_OUT = H.replace("{layer}", "{mtp_layer}")
 _PREDICTS = "a layer that predicts a further token, which the model's logits do not need"
 _COPY = "a copy that a layer for multi-token prediction has of the model's own"
+_PROJECTED = ("hidden_size", "mtp_projection_size")
 
-_OWN: tuple[Row, ...] = (
-    Whole(_MTP + "enorm.weight", (_HELD + "enorm.weight",), ("hidden_size",), role=Role.NORM),
-    Whole(_MTP + "hnorm.weight", (_HELD + "hnorm.weight",), ("hidden_size",), role=Role.NORM),
-    Whole(
-        _MTP + "eh_proj.weight", (_HELD + "eh_proj.weight",), ("hidden_size", "mtp_projection_size")
-    ),
+
+@dataclass(frozen=True)
+class Names:
+    """What a family's checkpoints call such a layer and what it has besides those of an ordinary
+    one.
+    """
+
+    held: str
+    """The start of the names of a layer that the model has; `left_out` of one it leaves out."""
+    left_out: str
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    final_norm: str
+    hidden_first: bool = False
+    """The hidden states are the first half of the projection's input."""
+    embedding: str = ""
+    """Copies of the model's embedding and head; "" if there are none."""
+    head: str = ""
+
+    @property
+    def own(self) -> tuple[Row, ...]:
+        """The rows of what is before the decoder layer."""
+        projection = Halves if self.hidden_first else Whole
+        return (
+            self._norm("enorm", self.embedding_norm),
+            self._norm("hnorm", self.hidden_norm),
+            projection(_MTP + "eh_proj.weight", (self.held + self.projection,), _PROJECTED),
+        )
+
+    @property
+    def last(self) -> Row:
+        """The row of what is after it."""
+        return self._norm("final_layernorm", self.final_norm)
+
+    @property
+    def copies(self) -> tuple[Ignore, ...]:
+        """What repeats the model's own weights."""
+        found = []
+        for copy, when, original in (
+            (self.embedding, "", EMBEDDING.hf[0]),
+            (self.head, "!tied", "lm_head.weight"),
+            (self.head, "tied", EMBEDDING.hf[0]),
+        ):
+            if copy:
+                found.append(Ignore(self.held + copy, _COPY, when, equals=original, carried=True))
+        return tuple(found)
+
+    def _norm(self, megatron: str, name: str) -> Whole:
+        size = ("hidden_size",)
+        return Whole(f"{_MTP}{megatron}.weight", (self.held + name,), size, role=Role.NORM)
+
+
+NUMBERED_ON = Names(
+    held=H.replace("{layer}", "{predicting}"),
+    left_out=H.replace("{layer}", "{mtp_layer}"),
+    embedding_norm="enorm.weight",
+    hidden_norm="hnorm.weight",
+    projection="eh_proj.weight",
+    final_norm="shared_head.norm.weight",
+    embedding="embed_tokens.weight",
+    head="shared_head.head.weight",
 )
-_FINAL_NORM = Whole(
-    _MTP + "final_layernorm.weight",
-    (_HELD + "shared_head.norm.weight",),
-    ("hidden_size",),
-    role=Role.NORM,
-)
+"""DeepSeek-V3's: these layers are numbered after all others."""
+
 _COPIED_EMBEDDING = Tied(
     "mtp.embedding.word_embeddings.weight", of=EMBEDDING, when="mtp_layers !tied"
 )
 """On the last pipeline stage; where the embedding is tied, the head there is one already."""
-_HEAD_COPY = "shared_head.head.weight"
-_COPIES = (
-    Ignore(_HELD + "embed_tokens.weight", _COPY, equals="model.embed_tokens.weight", carried=True),
-    Ignore(_HELD + _HEAD_COPY, _COPY, when="!tied", equals="lm_head.weight", carried=True),
-    Ignore(
-        _HELD + _HEAD_COPY, _COPY, when="tied", equals="model.embed_tokens.weight", carried=True
-    ),
-)
 
 
-def layers(rows: Iterable[Row | Ignore]) -> tuple[Row | Ignore, ...]:
+def layers(rows: Iterable[Row | Ignore], names: Names = NUMBERED_ON) -> tuple[Row | Ignore, ...]:
     """The rows of MTP layers whose decoder layer has `rows`, and for layers that the model leaves
     out the same tensors, ignored.
     """
     ordinary = [row for row in rows if not isinstance(row, Ignore)]
-    held = (*_OWN, *map(_predicting, ordinary), _FINAL_NORM)
-    names = [name for row in held for name in row.hf] + [copy.hf for copy in _COPIES]
-    left_out = dict.fromkeys(name.replace(_HELD, _LEFT_OUT) for name in names)
+    held = (*names.own, *(_predicting(row, names) for row in ordinary), names.last)
+    tensors = [name for row in held for name in row.hf] + [copy.hf for copy in names.copies]
+    left_out = dict.fromkeys(name.replace(names.held, names.left_out) for name in tensors)
     return (
         _COPIED_EMBEDDING,
         *held,
-        *_COPIES,
+        *names.copies,
         *(Ignore(name, _PREDICTS, carried=True) for name in left_out),
     )
 
 
-def _predicting(row: Row) -> Row:
+def _predicting(row: Row, names: Names) -> Row:
     """The row of the same parameter in an MTP layer."""
     return cast(
         Row,
         replace(
             cast(RowBase, row),
             megatron=row.megatron.replace(M, _MTP + "transformer_layer."),
-            hf=tuple(name.replace(H, _HELD) for name in row.hf),
+            hf=tuple(name.replace(H, names.held) for name in row.hf),
         ),
     )
 

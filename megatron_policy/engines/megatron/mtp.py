@@ -2,10 +2,10 @@
 from the embedding of a token that is already known.
 
 Layer k = 1, 2, ... takes hidden states that stand for the tokens up to t + k - 1 (layer 1: those of
-the model itself, after the final norm) and the embedding of token t + k, and gives hidden states
-from which the head predicts token t + k + 1. Rotary positions stay those of token t.
-Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2. In published weights the
-embedding is the first half of the projection's input, and the hidden states are the second.
+the model itself, after its final norm or before it) and the embedding of token t + k, and gives
+hidden states from which the head predicts token t + k + 1. Rotary positions stay those of token t.
+Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2. As Megatron-Core's,
+the projection here has the embedding as the first half of its input, then the hidden states.
 
 Shapes: R rows, T positions of them that this context-parallel rank computes, S of these on this
 rank (its share under sequence parallelism), D model.
@@ -13,8 +13,9 @@ rank (its share under sequence parallelism), D model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -138,6 +139,7 @@ class MtpBlock(torch.nn.Module):
             MtpLayer(model, architecture, config, implementation, number)
             for number in range(architecture.mtp_layers)
         )
+        self.before_norm = architecture.mtp_before_norm
         self.embedding = None
         if not model.pre_process:
             self.embedding = LanguageModelEmbedding(
@@ -195,6 +197,24 @@ def sum_embedding_gradients(chunks: Iterable[Any]) -> None:
                 dist.all_reduce(weight.main_grad, group=embedding_group())
 
 
+@contextmanager
+def before_final_norm(model: Any) -> Iterator[list[torch.Tensor]]:
+    """In this context the list gets what a chunk's final norm takes, `[S, R, D]`, if its MTP layers
+    want that.
+    """
+    taken: list[torch.Tensor] = []
+    block = getattr(model, "mtp_block", None)
+    if block is None or not block.before_norm:
+        yield taken
+        return
+    norm = model.decoder.final_layernorm
+    handle = norm.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0]))
+    try:
+        yield taken
+    finally:
+        handle.remove()
+
+
 @dataclass(frozen=True)
 class MegatronMtp:
     """The MTP layers of the chunk that ends the pipeline, as `lm_head.head.MtpLayers`.
@@ -208,6 +228,9 @@ class MegatronMtp:
     loss_factor: float
     detached: bool
     context_group: dist.ProcessGroup
+    unnormed_SRD: torch.Tensor | None = None
+    """One microbatch's hidden states before the final norm; None: the layers want those after it.
+    """
 
     @classmethod
     def of(
@@ -226,6 +249,10 @@ class MegatronMtp:
             group,
         )
 
+    def after(self, taken: list[torch.Tensor]) -> MegatronMtp:
+        """The same for the microbatch with which `before_final_norm` gave this list."""
+        return replace(self, unnormed_SRD=taken[0]) if taken else self
+
     def hidden_states(self, hidden_SRD: torch.Tensor, microbatch: Microbatch) -> list[torch.Tensor]:
         """See `MtpLayers`."""
         layout, rank = microbatch.layout, self.context_group.rank()
@@ -237,6 +264,8 @@ class MegatronMtp:
         if not self.model.config.multi_latent_attention:
             wanted = positions_RT.size(1) if params is None else params
             angles = self.model.rotary_pos_emb(wanted)
+        if self.unnormed_SRD is not None:
+            hidden_SRD = self.unnormed_SRD
         if self.detached:
             hidden_SRD = hidden_SRD.detach()
         states = []

@@ -27,7 +27,7 @@ from megatron_policy.engines.megatron.layers.sequences import (
     SequenceParams,
     sequence_params,
 )
-from megatron_policy.engines.megatron.mtp import MegatronMtp
+from megatron_policy.engines.megatron.mtp import MegatronMtp, before_final_norm
 from megatron_policy.engines.megatron.process_groups import schedule_groups
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing.microbatch import Microbatch
@@ -173,11 +173,12 @@ class Pipeline:
         tokens_RT = layout.take(microbatch.tokens_BS, rank).T.contiguous()
         positions_RT = layout.positions_CT[rank].expand_as(tokens_RT)
         params = self._params(microbatch, held, recorded)
-        with hidden_states_of(_model(chunk)):
+        model = _model(chunk)
+        with hidden_states_of(model), before_final_norm(model) as taken:
             output = chunk(
                 tokens_RT, positions_RT, None, packed_seq_params=params, padding_mask=numbers_RT
             )
-        return output, partial(finish, microbatch)
+        return output, partial(finish, microbatch, taken)
 
     def _params(
         self, microbatch: Microbatch, held: range, recorded: Recorded | None
@@ -195,9 +196,10 @@ class Pipeline:
         self,
         loss: Consume[tuple[torch.Tensor, Any]],
         microbatch: Microbatch,
+        taken: list[torch.Tensor],
         hidden_TRD: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        output = self._output(microbatch, hidden_TRD)
+        output = self._output(microbatch, taken, hidden_TRD)
         value, kept = (output.nothing(), None) if microbatch.filler else loss(output)
         # This count would divide gradients when they are reduced; ours are sums, so it has no
         # effect.
@@ -207,15 +209,20 @@ class Pipeline:
         self,
         read: Consume[Any],
         microbatch: Microbatch,
+        taken: list[torch.Tensor],
         hidden_TRD: torch.Tensor,
         non_loss_data: bool,
     ) -> Any:
         assert non_loss_data
-        return None if microbatch.filler else read(self._output(microbatch, hidden_TRD))
+        return None if microbatch.filler else read(self._output(microbatch, taken, hidden_TRD))
 
-    def _output(self, microbatch: Microbatch, hidden_TRD: torch.Tensor) -> Output:
+    def _output(
+        self, microbatch: Microbatch, taken: list[torch.Tensor], hidden_TRD: torch.Tensor
+    ) -> Output:
+        """`taken` is what `before_final_norm` gave with these hidden states."""
         assert self.head is not None
-        return Output(hidden_TRD, microbatch, self.head, self.groups.cp, self.mtp)
+        mtp = None if self.mtp is None else self.mtp.after(taken)
+        return Output(hidden_TRD, microbatch, self.head, self.groups.cp, mtp)
 
     def share_tensor(self, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """The last stage's tensor, on every stage; `like` gives shape and dtype on the others."""

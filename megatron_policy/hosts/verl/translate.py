@@ -5,8 +5,10 @@ Sections are verl's dataclasses, OmegaConf's nodes or plain mappings; verl is no
 
 from __future__ import annotations
 
+import ast
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -272,14 +274,14 @@ def _applied(section: Mapping[str, Any], prefix: str, name: str) -> dict[str, An
 def _optimizer(
     engine: Mapping[str, Any], optim: Mapping[str, Any], precision: str
 ) -> dict[str, Any]:
-    betas = [*(optim.get("betas") or (0.9, 0.999))]
+    beta1, beta2 = _betas(optim.get("betas") or (0.9, 0.999))
     found = {
         "optimizer": optim.get("optimizer") or "adam",
         "lr": optim.get("lr", 1e-3),
         "min_lr": optim.get("min_lr") or 0.0,
         "weight_decay": optim.get("weight_decay", 0.01),
-        "adam_beta1": betas[0],
-        "adam_beta2": betas[1],
+        "adam_beta1": beta1,
+        "adam_beta2": beta2,
         "clip_grad": optim.get("grad_clip") or optim.get("clip_grad", 1.0),
     }
     if found["optimizer"] == "adam":
@@ -287,6 +289,17 @@ def _optimizer(
     if precision == "float16":
         found["initial_loss_scale"] = _INITIAL_LOSS_SCALE
     return found | _applied(optim, "optim.", "override_optimizer_config")
+
+
+def _betas(given: Any) -> list[Any]:
+    """Adam's two coefficients, which some of verl's scripts quote twice, so that they are text."""
+    found = given
+    if isinstance(given, str):
+        with suppress(ValueError, SyntaxError):
+            found = ast.literal_eval(given)
+    if isinstance(found, str) or not isinstance(found, Sequence) or len(found) != 2:
+        raise ConfigError(f"optim.betas must be two numbers, as in [0.9, 0.95], not {given!r:.100}")
+    return list(found)
 
 
 def _scheduler(optim: Mapping[str, Any]) -> dict[str, Any]:

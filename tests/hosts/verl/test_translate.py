@@ -155,6 +155,18 @@ def test_further_layers_are_trained_where_the_model_has_them() -> None:
         told(m=model(mtp=mtp))
 
 
+@pytest.mark.parametrize("betas", [(0.8, 0.9), [0.8, 0.9], "[0.8,0.9]", "(0.8, 0.9)"])
+def test_coefficients_of_adam_are_numbers_or_the_text_of_them(betas: Any) -> None:
+    found = parsed(o=optim(betas=betas)).megatron_cfg.optimizer
+    assert (found.adam_beta1, found.adam_beta2) == (0.8, 0.9)
+
+
+@pytest.mark.parametrize("betas", ["0.8", "0.8, 0.9, 0.9", "0.8 and 0.9", [0.8], 0.8])
+def test_other_coefficients_are_refused_by_verls_name(betas: Any) -> None:
+    with pytest.raises(ConfigError, match="optim\\.betas must be two numbers"):
+        parsed(o=optim(betas=betas))
+
+
 @pytest.mark.parametrize("mode", ["R2", "R3"])
 def test_experts_are_replayed(mode: str) -> None:
     found = told(e=engine(router_replay={"mode": mode}))

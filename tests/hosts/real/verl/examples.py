@@ -79,11 +79,6 @@ WITH_EXPERTS = {
     "DeepSeek-V3": "DeepSeek-V3 in bf16",
 }
 OTHERS = {
-    "MiMo-7B-RL": {
-        "model_type": "mimo",
-        "architectures": ["MiMoForCausalLM"],
-        "num_nextn_predict_layers": 1,
-    },
     "Hy3": {"model_type": "hy_v3", "architectures": ["HYV3ForCausalLM"]},
     "DeepSeek-V4-Flash": {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"]},
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": {
@@ -282,6 +277,8 @@ def fields_of(model: str) -> dict[str, Any] | None:
         own = dict(zip(SIZES, map(int, sizes.split("/")), strict=True))
         fields = COMMON | PUBLISHED[like][1] | own
         return fields if like == LLAMA else fields | {"max_window_layers": own[SIZES[-1]]}
+    if model in PUBLISHED:
+        return COMMON | PUBLISHED[model][1]
     if model in WITH_EXPERTS:
         return COMMON | PUBLISHED_EXPERTS[WITH_EXPERTS[model]][1]
     return OTHERS.get(model)
