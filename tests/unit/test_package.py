@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
 import megatron_policy
 
@@ -191,6 +193,13 @@ def test_what_the_dockerfile_copies_is_there_and_not_ignored() -> None:
     copied = [name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]]
     assert ignored == "*" and [f"!{name}" for name in copied] == kept
     assert all((ROOT / name).exists() for name in copied)
+
+
+def test_the_version_is_the_one_that_the_changelog_and_the_citation_end_with() -> None:
+    changes = re.findall(r"^## \[(.+?)\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert changes[0] == (citation["version"], citation["date-released"])
+    assert citation["version"] == megatron_policy.__version__
 
 
 def test_the_source_distribution_builds_the_same_package(distributions) -> None:
