@@ -2,6 +2,11 @@
 # or .venv-verl (python3 below 3.13, with verl).
 PYTHON ?= python3
 PYTHON_LATEST ?=
+# Where torch documents its CPU builds: .ci/venv uses it where there is no GPU; empty: pip's own index.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# The same of .venv-latest, which has a CUDA build on every machine: its tests compile kernels, and build models on GPUs
+# that are not there.
+TORCH_INDEX_LATEST ?=
 # A checkout of verl that is tested in the place of its release.
 VERL_SOURCE ?=
 PYTEST_ARGS ?=
@@ -88,10 +93,11 @@ clean: ## remove environments, builds and caches
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml .ci/constraints.txt .ci/venv
-	.ci/venv $(VENV) $(PYTHON) .ci/constraints.txt
+	@TORCH_INDEX="$(TORCH_INDEX)" .ci/venv $(VENV) $(PYTHON) .ci/constraints.txt
 
 $(LATEST)/.installed: pyproject.toml .ci/constraints-latest.txt .ci/venv
-	python=$$(PYTHON_LATEST="$(PYTHON_LATEST)" .ci/python-latest) && .ci/venv $(LATEST) "$$python" .ci/constraints-latest.txt
+	@python=$$(PYTHON_LATEST="$(PYTHON_LATEST)" .ci/python-latest) && \
+	TORCH_INDEX="$(TORCH_INDEX_LATEST)" .ci/venv $(LATEST) "$$python" .ci/constraints-latest.txt
 
 $(VERL)/.installed: pyproject.toml .ci/constraints-verl.txt .ci/venv
-	.ci/venv $(VERL) $(PYTHON) .ci/constraints-verl.txt verl msgspec TransferQueue
+	@TORCH_INDEX="$(TORCH_INDEX)" .ci/venv $(VERL) $(PYTHON) .ci/constraints-verl.txt verl msgspec TransferQueue

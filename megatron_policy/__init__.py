@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron_policy.errors import ConversionError as ConversionError
     from megatron_policy.errors import ExportError as ExportError
     from megatron_policy.errors import LossError as LossError
+    from megatron_policy.errors import MissingPackageError as MissingPackageError
     from megatron_policy.errors import RefitError as RefitError
     from megatron_policy.errors import TransitionError as TransitionError
     from megatron_policy.errors import WorkerError as WorkerError
@@ -64,6 +65,7 @@ _HOME = {
     "MegatronPolicy": "policy",
     "MegatronPolicyWorker": "workers.worker.actor",
     "MetricNormalizer": "interfaces",
+    "MissingPackageError": "errors",
     "Policy": "workers.driver.policy",
     "PolicyConfig": "config",
     "PolicyInterface": "interfaces",

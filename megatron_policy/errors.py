@@ -7,6 +7,10 @@ class ConfigError(ValueError):
     """The configuration cannot be run; the message names key, value and legal values."""
 
 
+class MissingPackageError(ImportError):
+    """An optional package that the call needs is not installed; the message has the pip command."""
+
+
 class BatchError(ValueError):
     """A call's data, arguments or metrics do not fit; the step they belong to is not taken."""
 

@@ -18,7 +18,7 @@ Key = TypeVar("Key", str, tuple[str, str])
 # Floor by the name of a top-level module or folder ("" is the package's __init__). Imports go down
 # or stay on their floor, and there is no circle, neither of files nor of folders.
 FLOORS: tuple[tuple[int, tuple[str, ...]], ...] = (
-    (0, ("batch", "errors", "renamed", "version")),
+    (0, ("batch", "errors", "extras", "renamed", "version")),
     (1, ("converters", "device", "parallel")),
     (2, ("coordination", "formats", "memory", "packing", "weights")),
     (3, ("attention", "config", "lm_head")),
@@ -85,7 +85,7 @@ IMPORT_ONLY_IN: dict[str, tuple[str, ...]] = {
     "megatron": MEGATRON,
     "transformer_engine": MEGATRON,
     "triton": ("lm_head.triton_tiles",),
-    "zmq": ("refit.transports.ipc.*",),
+    "zmq": ("refit.transports.ipc.sockets.*",),
     "converters": (),  # it is imported as megatron_policy.converters, or a wheel has two of it
 }
 
@@ -138,7 +138,7 @@ FRAGMENTS = {
     "policy.handover": _LONG,
     "refit.receive.staging": _LONG,
     "refit.transports.carried": _TRANSPORT,
-    "refit.transports.ipc.replies": _TRANSPORT,
+    "refit.transports.ipc.sockets.replies": _TRANSPORT,
     "workers.cluster.process_activity": _LONG,
     "workers.driver.memory": _METHODS,
     "workers.worker.accumulation": _METHODS,

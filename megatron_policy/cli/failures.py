@@ -34,6 +34,7 @@ def one_line_errors(code: int = FAILED) -> Iterator[None]:
         errors.ConfigError,
         errors.ConversionError,
         errors.ExportError,
+        errors.MissingPackageError,
         errors.WorkerError,
     )
     _quiet_libraries()

@@ -2,8 +2,12 @@
 `driver/policy.py` first, then `worker/actor.py` and `cluster/group.py`.
 """
 
-from megatron_policy.workers.cluster.environment import init_ray
-from megatron_policy.workers.cluster.group import WorkerGroup
-from megatron_policy.workers.cluster.virtual_cluster import RayVirtualCluster
+from megatron_policy.extras import require
+
+require("ray")
+
+from megatron_policy.workers.cluster.environment import init_ray  # noqa: E402
+from megatron_policy.workers.cluster.group import WorkerGroup  # noqa: E402
+from megatron_policy.workers.cluster.virtual_cluster import RayVirtualCluster  # noqa: E402
 
 __all__ = ["RayVirtualCluster", "WorkerGroup", "init_ray"]

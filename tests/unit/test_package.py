@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
 import megatron_policy
 
@@ -99,17 +101,21 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignore)
     built = tmp_path_factory.mktemp("dist")
     (built / "editable").mkdir()
+    (built / "bare").mkdir()
     code = (
-        "from setuptools import build_meta as build\n"
+        "import os\nfrom setuptools import build_meta as build\n"
         f"build.build_wheel({str(built)!r}); build.build_sdist({str(built)!r})\n"
-        f"build.build_editable({str(built / 'editable')!r})"
+        f"build.build_editable({str(built / 'editable')!r})\n"
+        "os.environ['MEGATRON_POLICY_NO_START_LINE'] = '1'\n"
+        f"build.build_editable({str(built / 'bare')!r})"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (wheel,) = built.glob("*.whl")
     (sdist,) = built.glob("*.tar.gz")
     (editable,) = (built / "editable").glob("*.whl")
-    return {"wheel": wheel, "sdist": sdist, "editable": editable}
+    (bare,) = (built / "bare").glob("*.whl")
+    return {"wheel": wheel, "sdist": sdist, "editable": editable, "bare": bare}
 
 
 def sources() -> set[str]:
@@ -171,6 +177,29 @@ def test_the_line_that_a_python_runs_at_its_start_is_installed(distributions, ki
     assert line.startswith("import ") and line.count("\n") == 1
     (record,) = (name for name in archive.namelist() if name.endswith("/RECORD"))
     assert START_LINE in archive.read(record).decode(), "or it would outlive the package"
+
+
+def test_the_line_is_left_out_where_the_variable_says_so(distributions) -> None:
+    assert START_LINE not in zipfile.ZipFile(distributions["bare"]).namelist()
+
+
+def test_what_the_dockerfile_copies_is_there_and_not_ignored() -> None:
+    ignored, *kept = [
+        line
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line and not line.startswith(("#", "**"))
+    ]
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = [name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]]
+    assert ignored == "*" and [f"!{name}" for name in copied] == kept
+    assert all((ROOT / name).exists() for name in copied)
+
+
+def test_the_version_is_the_one_that_the_changelog_and_the_citation_end_with() -> None:
+    changes = re.findall(r"^## \[(.+?)\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert changes[0] == (citation["version"], citation["date-released"])
+    assert citation["version"] == megatron_policy.__version__
 
 
 def test_the_source_distribution_builds_the_same_package(distributions) -> None:

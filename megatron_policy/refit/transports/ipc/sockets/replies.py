@@ -8,8 +8,8 @@ import time
 import zmq
 
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.transports.ipc.address import RETRY_S, is_own_socket, path_of
-from megatron_policy.refit.transports.ipc.link import Link, gone, nobody, silent
+from megatron_policy.refit.transports.ipc.sockets.address import RETRY_S, is_own_socket, path_of
+from megatron_policy.refit.transports.ipc.sockets.link import Link, gone, nobody, silent
 
 LONGEST = 2**28  # bytes of a request: a peer that sends more is disconnected
 

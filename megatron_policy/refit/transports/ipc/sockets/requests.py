@@ -13,8 +13,8 @@ from collections.abc import Callable
 import zmq
 
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.transports.ipc.address import SCHEME, path_of
-from megatron_policy.refit.transports.ipc.link import Link, gone, nobody, silent
+from megatron_policy.refit.transports.ipc.sockets.address import SCHEME, path_of
+from megatron_policy.refit.transports.ipc.sockets.link import Link, gone, nobody, silent
 
 _MOMENT_S = 0.001
 _LEAVING_S = 0.5

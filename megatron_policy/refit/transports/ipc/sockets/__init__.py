@@ -1,0 +1,5 @@
+"""Sockets between a trainer and an engine on one machine, on ZeroMQ. Read `requests.py` first."""
+
+from megatron_policy.extras import require
+
+require("zmq")
