@@ -19,6 +19,12 @@ class Extra:
 
 EXTRAS = {
     "ray": Extra("ray", "ray>=2.40", "Policy, RayVirtualCluster, init_ray and workers run on Ray"),
+    "tensorboard": Extra(
+        "tensorboard",
+        "tensorboard>=2.16",
+        "TensorBoardWriter and metrics.tensorboard use TensorBoard",
+    ),
+    "wandb": Extra("wandb", "wandb>=0.18", "WandbWriter and metrics.wandb use wandb"),
     "zmq": Extra("refit", "pyzmq>=26", "refits through shared memory use ZeroMQ"),
 }
 """By the name under which the package is imported."""

@@ -23,7 +23,7 @@ FLOORS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (2, ("coordination", "formats", "memory", "packing", "weights")),
     (3, ("attention", "config", "lm_head")),
     (4, ("estimate", "interfaces")),
-    (5, ("checkpoint", "engines", "refit", "training")),
+    (5, ("checkpoint", "engines", "monitoring", "refit", "training")),
     (6, ("convert", "policy")),
     (7, ("parity", "workers")),
     (8, ("hosts",)),
@@ -85,6 +85,8 @@ IMPORT_ONLY_IN: dict[str, tuple[str, ...]] = {
     "megatron": MEGATRON,
     "transformer_engine": MEGATRON,
     "triton": ("lm_head.triton_tiles",),
+    "wandb": ("monitoring.writers",),
+    "tensorboard": (),
     "zmq": ("refit.transports.ipc.sockets.*",),
     "converters": (),  # it is imported as megatron_policy.converters, or a wheel has two of it
 }
@@ -93,6 +95,7 @@ IMPORT_ONLY_IN: dict[str, tuple[str, ...]] = {
 NAMES_MEGATRON = {
     ("cli.failures", "megatron"): "the logger that a command silences",
     ("config.classify", "megatron"): "a value of the host's key for its backend",
+    ("monitoring.library_warnings", "megatron"): "a package whose warnings are collected",
     ("hosts.nemo_rl.redirect", "megatron"): "a value of MEGATRON_POLICY_WORKERS",
     ("hosts.verl.plugin", "megatron"): "a value of MEGATRON_POLICY_VERL, and verl's name",
     ("converters.formats.dist_metadata", "megatron"): "a package that older files pickled",
@@ -144,6 +147,7 @@ FRAGMENTS = {
     "workers.worker.accumulation": _METHODS,
     "workers.worker.checkpoint": _METHODS,
     "workers.worker.model": _METHODS,
+    "workers.worker.monitoring": _METHODS,
 }
 
 

@@ -36,6 +36,7 @@ MODULES = {
     "megatron_policy.interfaces.engine": ("EngineBuilder", "Trainable", "TrainingEngine"),
     "megatron_policy.interfaces.host": ("Host", "find_host"),
     "megatron_policy.lm_head.logprobs": ("vocab_parallel_logprobs",),
+    "megatron_policy.monitoring": None,
     "megatron_policy.refit.delivery": ("Transport", "TransportSession"),
     "megatron_policy.refit.receive.collective": ("CollectiveGroup", "join_collective"),
     "megatron_policy.refit.manifest": ("RefitInfo", "ServedModel"),

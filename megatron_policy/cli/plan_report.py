@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 from megatron_policy.cli.sizes import show_gib
+from megatron_policy.estimate.sizes import show_count
 
 if TYPE_CHECKING:
     from megatron_policy.config import PolicyConfig
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
 
 SHOWN = 5
 """Plans of a search that are shown."""
-
-_UNITS = ("", "k", "M", "G", "T", "P", "E")
 
 
 def as_data(plan: StepPlan) -> dict[str, Any]:
@@ -117,10 +116,11 @@ def _time_lines(plan: StepPlan) -> Iterator[str]:
         f"nothing does: compute {time.compute:.3g}, optimizer {time.optimizer:.3g}"
         + "".join(f", {axis} {seconds:.3g}" for axis, seconds in time.wire.items() if seconds)
     )
-    sent = ", ".join(f"{axis} {_count(n)}B" for axis, n in time.wire_bytes.items() if n)
+    sent = ", ".join(f"{axis} {show_count(n)}B" for axis, n in time.wire_bytes.items() if n)
     yield f"sent by the busiest rank: {sent or 'nothing'}"
+    mfu = time.mfu(ranks, plan.device)
     yield (
-        f"model FLOPs {_count(time.model_flops)}, MFU at most {time.mfu(ranks, plan.device):.0%} "
+        f"model FLOPs {show_count(time.model_flops)}, MFU at most {mfu:.0%} "
         f"if nothing overlaps; bubble {time.bubble:.1%}, balance of stages {time.balance:.0%}"
     )
 
@@ -268,10 +268,3 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     for row in rows:
         cells = zip(row, widths, strict=True)
         yield "  " + "  ".join(cell.rjust(width) for cell, width in cells).rstrip()
-
-
-def _count(number: float) -> str:
-    power = 0
-    while number >= 999.5 and power < len(_UNITS) - 1:
-        number, power = number / 1000, power + 1
-    return f"{number:.3g} {_UNITS[power]}"

@@ -1,10 +1,13 @@
-"""Parses and formats numbers of bytes as people write them."""
+"""Parses numbers of bytes as people write them; `estimate/sizes.py` formats them."""
 
 from __future__ import annotations
 
 import re
 
 import typer
+
+from megatron_policy.estimate.sizes import show_gib as show_gib
+from megatron_policy.estimate.sizes import show_size as show_size
 
 _DECIMAL, _BINARY = ("", "k", "m", "g", "t"), ("", "ki", "mi", "gi", "ti")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", re.IGNORECASE)
@@ -29,17 +32,3 @@ def parse_gpu_memory(text: str) -> int:
     if size < 2**30:
         raise typer.BadParameter(f"{text} is {size} bytes, no GPU's memory; write {text}GiB")
     return size
-
-
-def show_size(size: float) -> str:
-    """Bytes with a decimal unit and three digits: "988 MB", "3.09 GB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 999.5:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
-
-
-def show_gib(size: float) -> str:
-    """Bytes in GiB, in which devices have their memory: "71.5 GiB"."""
-    return f"{size / 2**30:.3g} GiB"

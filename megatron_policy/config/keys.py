@@ -18,10 +18,12 @@ from megatron_policy.config.sections import (
     DynamicBatchingConfig,
     GenerationConfig,
     MegatronConfig,
+    MetricsConfig,
     RewardModelConfig,
     RouterReplayConfig,
     SequencePackingConfig,
     TokenizerConfig,
+    WandbConfig,
 )
 
 _ENGINE = "belongs to the host's inference engines, not to the policy's own generate"
@@ -66,6 +68,7 @@ _POLICY: Rules = {
     "draft": Nested(),
     "router_replay": Nested(RouterReplayConfig),
     "reward_model_cfg": Nested(RewardModelConfig),
+    "metrics": Nested(MetricsConfig),
     "pretrained_checkpoint": Nested(),
     "optimizer": Applied(
         "with dtensor_cfg or fsdp_cfg: an import path and its kwargs; AdamW if not given"
@@ -213,6 +216,15 @@ SECTIONS: dict[str, Rules] = {
         "enabled": Applied("a head that gives one number for each token: see values.md"),
         "reward_model_type": Applied("bradley_terry: scores of sequences; regression: values"),
     },
+    "metrics.": {
+        "jsonl": Applied("of this project: a file to which rank 0 adds lines; see monitoring.md"),
+        "tensorboard": Applied("of this project: a directory for rank 0's event files"),
+        "wandb": Nested(WandbConfig),
+    },
+    "metrics.wandb.": each(
+        Applied("of this project: rank 0's run of Weights & Biases"),
+        "project name id mode directory",
+    ),
     "pretrained_checkpoint.": {
         "path": Rejected("weights come from the Hugging Face files of model_name"),
         **each(Ignored("affects path only"), "format *"),

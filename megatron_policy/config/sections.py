@@ -106,6 +106,27 @@ class RouterReplayConfig(Section):
     """How they arrive: "inline" is in the data themselves."""
 
 
+class WandbConfig(Section):
+    """A run of Weights & Biases; what is not given is W&B's own default."""
+
+    project: str | None = None
+    name: str | None = None
+    id: str | None = None
+    """Continues the run of this id."""
+    mode: Literal["online", "offline", "disabled"] | None = None
+    directory: str | None = None
+
+
+class MetricsConfig(Section):
+    """Where a policy writes its metrics; relative paths are those of the process that writes."""
+
+    jsonl: str | None = None
+    """A file, to which lines are added."""
+    tensorboard: str | None = None
+    """A directory."""
+    wandb: WandbConfig | None = None
+
+
 class RewardModelConfig(Section):
     """A head that gives one number for each token, in place of the language model's."""
 
@@ -304,6 +325,7 @@ class PolicySection(Section):
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     router_replay: RouterReplayConfig = RouterReplayConfig()
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
+    metrics: MetricsConfig = MetricsConfig()
     hf_config_overrides: dict[str, Any] | None = None
     """Values in place of those in the model's config.json, also in what is exported."""
     refit_buffer_size_gb: Gib | None = None

@@ -26,6 +26,11 @@ class HostCopies:
         self._copies = tuple(pool.take(p.data.nbytes) for p in self._parameters)
         copy_out(self._pairs())
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(piece.nbytes for pieces in self._copies for piece in pieces)
+
     @contextmanager
     def exchanged(self) -> Iterator[None]:
         """In this context the parameters have the other values. Their own, as they are changed

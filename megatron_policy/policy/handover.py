@@ -11,6 +11,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.interfaces.engine import TrainingEngine
 from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.memory.states import SEND_WEIGHTS
+from megatron_policy.monitoring.metrics_log import MetricsLog
 from megatron_policy.refit.delivery import Transport, deliver
 from megatron_policy.refit.exporter import Exporter, tensors
 from megatron_policy.refit.manifest import RefitManifest
@@ -27,6 +28,7 @@ class HandsOverWeights:
     memory: DeviceMemory
     steps: int
     _engine: TrainingEngine
+    _metrics: MetricsLog
 
     def export_hf(
         self,
@@ -71,4 +73,6 @@ class HandsOverWeights:
         answer in time; the policy stays usable.
         """
         self.memory.ready("refit()", SEND_WEIGHTS)
-        return deliver(self.exporter, transport, self.steps, adapters=adapters)
+        sent = deliver(self.exporter, transport, self.steps, adapters=adapters)
+        self._metrics.sent(sent)
+        return sent

@@ -5,7 +5,7 @@ Shapes: B rows of this data-parallel rank, S positions, K candidates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.config.parallel_sizes import Engine, engine_of
 from megatron_policy.interfaces.engine import EngineBuilder
 from megatron_policy.interfaces.loss import LossFunction
+from megatron_policy.interfaces.metrics import MetricsWriter
 from megatron_policy.lm_head.sampling import Continuations
 from megatron_policy.memory.states import (
     CHANGE_WEIGHTS,
@@ -24,10 +25,13 @@ from megatron_policy.memory.states import (
     FORWARD,
     TRAIN_STEP,
 )
+from megatron_policy.monitoring.library_warnings import collected_warnings
+from megatron_policy.monitoring.writers import configured_writers
 from megatron_policy.parallel.groups import Groups
 from megatron_policy.policy.checkpointing import AnyPath, Checkpoints, source_dtypes
 from megatron_policy.policy.generation import TextGenerator
 from megatron_policy.policy.handover import HandsOverWeights
+from megatron_policy.policy.monitoring import PolicyMonitoring
 from megatron_policy.policy.scoring import PolicyScoring
 from megatron_policy.policy.session import Session
 from megatron_policy.renamed import warn_renamed
@@ -40,13 +44,13 @@ from megatron_policy.training.scoring import Scorer
 from megatron_policy.training.temperature import with_temperature
 
 
-class MegatronPolicy(PolicyScoring, HandsOverWeights):
+class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring):
     """A Hugging Face checkpoint as a Megatron-Core model: train it, score with it, export it.
 
     Every rank of the layout makes one, under torchrun, in Ray workers, or alone in one process.
-    Every method is collective: all ranks call it in the same order. Each data-parallel replica
-    passes its own rows, and all ranks of a replica pass the same rows. `accumulator` takes a
-    step in parts, `pieces` are what a step consists of.
+    Every method is collective, all ranks call it in the same order, but those of
+    `PolicyMonitoring`. Each data-parallel replica passes its own rows, and all ranks of a replica
+    pass the same rows. `accumulator` takes a step in parts, `pieces` are what a step consists of.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights):
         init_reference_model: bool = True,
         timeout_s: float | None = None,
         engine: EngineBuilder | None = None,
+        writers: Sequence[MetricsWriter] = (),
     ) -> None:
         """Join the process group, build this rank's part of the model and load its weights.
 
@@ -69,18 +74,22 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights):
         `config.reference_model_name`.
         No collective waits longer than `timeout_s` seconds, by default the config's
         `collective_timeout_s`. `engine` builds this rank's part of the model, by default of
-        Megatron-Core. ConfigError for a layout, ConversionError or CheckpointError for unfit files.
+        Megatron-Core. `writers`, and those of `config.metrics`, get the policy's metrics: only
+        those of rank 0 are used, and `shutdown` closes them.
+        ConfigError for a layout, ConversionError or CheckpointError for unfit files.
         """
         self.config = PolicyConfig.parse(config)
         self.tokenizer = tokenizer
-        self._session = Session(
-            self.config,
-            init_optimizer=init_optimizer,
-            init_reference_model=init_reference_model,
-            timeout_s=self.config.collective_timeout_s if timeout_s is None else timeout_s,
-            source_dtypes=source_dtypes(self.config, weights_path, init_reference_model),
-            builder=engine or _default_engine(self.config),
-        )
+        all_writers = [*writers, *configured_writers(self.config.metrics)]
+        with collected_warnings():
+            self._session = Session(
+                self.config,
+                init_optimizer=init_optimizer,
+                init_reference_model=init_reference_model,
+                timeout_s=self.config.collective_timeout_s if timeout_s is None else timeout_s,
+                source_dtypes=source_dtypes(self.config, weights_path, init_reference_model),
+                builder=engine or _default_engine(self.config),
+            )
         self.rank, self.topology = self._session.rank, self._session.topology
         self.coords, self._engine = self._session.coords, self._session.engine
         self._batcher = batcher_of(self.config, self.topology, self._engine.table)
@@ -89,7 +98,7 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights):
         self.exporter, self.memory = self._session.exporter, self._session.memory
         parts = (self._engine, self._batcher, self.memory, self._session.state, self._step_taken)
         self.pieces = StepPieces(*parts)
-        self.accumulator = GradientAccumulator(self.config, *parts)
+        self.accumulator = GradientAccumulator(self.config, *parts, self._trained)
         self._continue = TextGenerator(
             self.config, tokenizer, self._engine, self.coords.dp, self._batcher.longest.tokens
         )
@@ -97,6 +106,7 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights):
         self._checkpoints = Checkpoints(self._session, self.config, tokenizer, draws)
         self.loaded = self._checkpoints.start_from(weights_path, optimizer_path)
         self.steps = 0 if self.loaded is None else self.loaded.step
+        self._start_monitoring(all_writers)
 
     @property
     def groups(self) -> Groups:
@@ -134,7 +144,8 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights):
             self._session.state.take_step()
         sizes = step.sizes_of(self.config, gbs, mbs)
         given = with_temperature(data, temperature)
-        return step.train(self.pieces, given, loss_fn, *sizes, eval_mode=eval_mode)
+        result = step.train(self.pieces, given, loss_fn, *sizes, eval_mode=eval_mode)
+        return self._trained(result, eval_mode)
 
     def _step_taken(self) -> None:
         self._session.state.take_step()
@@ -196,6 +207,7 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights):
         report = self._checkpoints.save(
             self.steps, weights_path, optimizer_path, tokenizer_path, host_data, hf_export, onload
         )
+        self._metrics.saved(report)
         if hf_export is not None:
             self.export_hf(hf_export, overwrite=True)
         return report
@@ -214,11 +226,16 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights):
 
     def finalize_async_save(self) -> SaveReport | None:
         """Wait for a running save, if any; returns its report. CheckpointError if it failed."""
-        return self._checkpoints.finish()
+        report = self._checkpoints.finish()
+        self._metrics.saved(report)
+        return report
 
     def shutdown(self) -> None:
-        """Wait for a running save and leave the process groups; can be called again."""
-        with closing(self._session):
+        """Wait for a running save, close the writers, and leave the process groups; can be called
+        again.
+        """
+        with closing(self._session), closing(self._metrics):
+            self.finalize_async_save()
             self._checkpoints.leave()
 
 

@@ -106,6 +106,11 @@ class Session:
         return self._reference is not None and self._reference.in_use
 
     @property
+    def reference_bytes(self) -> int:
+        """Host memory of the reference's weights; 0 without a reference."""
+        return 0 if self._reference is None else self._reference.host_bytes
+
+    @property
     def trainable(self) -> Trainable:
         """What a training step works on; RuntimeError if there is no optimizer."""
         if self.engine.trainable is None:

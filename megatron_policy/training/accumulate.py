@@ -32,7 +32,7 @@ from megatron_policy.training.losses import (
     own_counts,
 )
 from megatron_policy.training.optimizer_step import UNCHANGED, take_step
-from megatron_policy.training.results import completed, result_of
+from megatron_policy.training.results import TrainResult, completed, result_of
 from megatron_policy.training.rollback import Rollback
 from megatron_policy.training.speed import FORWARD_BACKWARD, STEP, SpeedMeter, Workload
 from megatron_policy.training.step import run, shared, sizes_of
@@ -88,12 +88,13 @@ class GradientAccumulator:
         memory: DeviceMemory,
         state: PolicyState,
         stepped: Callable[[], object],
+        recorded: Callable[[TrainResult], TrainResult] = lambda result: result,
     ) -> None:
-        """`stepped` is called after each optimizer step."""
+        """`stepped` is called after each optimizer step, `recorded` with what it reports."""
         self._config, self._batcher = config, batcher
         self._memory, self._state = memory, state
         self._engine, self._trainable = engine, engine.trainable
-        self._stepped = stepped
+        self._stepped, self._recorded = stepped, recorded
         self._step: OpenStep | None = None
 
     def begin(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
@@ -186,7 +187,7 @@ class GradientAccumulator:
         divisors = step.normalization.divisors(counts)
         metrics = [completed(each, divisors, counts, stats) for each in step.metrics]
         result = result_of([step.loss / divisor], stats, [counts], metrics, self._engine.groups.dp)
-        return step.meter.added_to(result)
+        return self._recorded(step.meter.added_to(result))
 
     def abort(self) -> None:
         """Drop the step and its gradients; weights, optimizer and schedule are as before the step.

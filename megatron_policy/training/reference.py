@@ -40,6 +40,11 @@ class Reference:
         """Whether the model computes with the reference's weights now."""
         return self._active
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of its weights in host memory."""
+        return 0 if self._copies is None else self._copies.nbytes
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Within this context the model computes with the reference's weights; its own are always

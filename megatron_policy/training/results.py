@@ -63,6 +63,7 @@ class TrainResult(dict[str, Any]):
     - `loss_scale`, `skipped_steps`: with precision float16 only, and not in `eval_mode`: the factor
       on the losses of the next step, and how many steps of this call changed nothing, since their
       gradients overflowed,
+    - `step`: how many optimizer steps the policy has taken, also before it was resumed,
     - `speed`: how fast the call was and where time was lost, by name (docs/interface.md).
 
     `global_loss` and `all_mb_metrics`, the names of the last release, still work and warn.

@@ -4,6 +4,7 @@ calls.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -66,10 +67,25 @@ def refuse_and_go_on(policy: Policy, tmp_path: Path, without_optimizer: Path) ->
     assert not (tmp_path / "unused").exists()
 
 
+def check_told(policy: Policy, lines: Path) -> None:
+    """What the driver has recorded of both policies, and says of the second, whose step is 3."""
+    policy.write_metrics({"reward": 0.5})
+    records = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [each["step"] for each in records if "loss/loss" in each] == [1, 2, 3, 2, 3, 4]
+    assert [each["step"] for each in records if "checkpoint/seconds" in each] == [1, 3]
+    assert (records[-1]["step"], records[-1]["reward"]) == (3, 0.5)
+    report = policy.report()
+    assert (report.step, report.ranks) == (3, 2)
+    assert report.speed is not None and report.speed.calls == 3
+    assert report.memory.parameters >= report.memory_least.parameters > 0
+    assert "2 ranks = tp 2 x cp 1 x dp 1 x pp 1" in policy.summary()
+
+
 def test_a_policy_goes_on_in_other_workers_from_what_it_saved(
     checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     config, data = config_of(checkpoint, TP2 | ASYNC), batch(rows=2)
+    config["metrics"] = {"jsonl": str(tmp_path / "metrics.jsonl")}
     policy = policy_of(config)
     reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
     assert policy.get_load_report() is None
@@ -103,6 +119,7 @@ def test_a_policy_goes_on_in_other_workers_from_what_it_saved(
     train(policy, 3)
     assert policy.load_checkpoint(str(weights), optimizer).step == 3
     assert torch.equal(policy.get_logprobs(data)["logprobs"], last)
+    check_told(policy, tmp_path / "metrics.jsonl")
     policy.save_checkpoint(tmp_path / "file" / "weights")
     with pytest.raises(CheckpointError, match="Not a directory"):
         policy.shutdown()

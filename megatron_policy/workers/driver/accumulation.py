@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import ConfigError
 from megatron_policy.training.loss_checks import check_loss
+from megatron_policy.workers.driver.monitoring import DriverMonitoring
 from megatron_policy.workers.driver.sharding import merged_training
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class _Begun:
     mbs: int
 
 
-class DriverAccumulation:
+class DriverAccumulation(DriverMonitoring):
     """Trains one step at a time in parts, from the driver of the workers.
 
     Between the parts, log-probabilities can be computed. Anything that needs the step to be over
@@ -74,7 +75,7 @@ class DriverAccumulation:
         reporters = self._workers.topology.reporters()
         result = merged_training(self._workers.collect("finish_train_step", refs, reporters))
         self._begun_step = None
-        return result
+        return self._trained(result)
 
     def abort_train_step(self) -> None:
         """Drop the open step, if any, and its gradients: the policy is as it was before."""

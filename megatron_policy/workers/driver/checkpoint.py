@@ -12,6 +12,7 @@ from megatron_policy.workers.checks import refuse_unknown
 if TYPE_CHECKING:
     from megatron_policy.checkpoint.report import LoadReport, SaveReport
     from megatron_policy.config import PolicyConfig
+    from megatron_policy.monitoring.metrics_log import MetricsLog
     from megatron_policy.workers.cluster.group import WorkerGroup
 
 PathLike = str | os.PathLike[str]
@@ -26,6 +27,8 @@ class DriverCheckpoint:
 
     config: PolicyConfig
     _workers: WorkerGroup
+    _metrics: MetricsLog
+    _steps: int
     _save_under_way = False
 
     def save_checkpoint(
@@ -58,7 +61,9 @@ class DriverCheckpoint:
             host_data=host_data,
             hf_export=absolute(hf_export),
         )
-        return slowest(reports)
+        report = slowest(reports)
+        self._metrics.saved(report)
+        return report
 
     def load_checkpoint(
         self,
@@ -82,6 +87,7 @@ class DriverCheckpoint:
         )
         report = merged(reports)
         assert report is not None, "there are workers"
+        self._steps = report.step
         return report
 
     def get_load_report(self) -> LoadReport | None:
@@ -96,7 +102,9 @@ class DriverCheckpoint:
         Not needed before the next save and `shutdown`, which wait by themselves.
         """
         self._save_under_way = False
-        return slowest(self._workers.run_all("finalize_async_save"))
+        report = slowest(self._workers.run_all("finalize_async_save"))
+        self._metrics.saved(report)
+        return report
 
     def _drain_saves(self) -> None:
         """Call `finalize_async_save` if a save may be running and the workers are usable."""

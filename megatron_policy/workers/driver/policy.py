@@ -19,6 +19,7 @@ from megatron_policy.coordination.authenticated_connection import new_secret
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces import ColocatablePolicyInterface, GenerationInterface
 from megatron_policy.interfaces.host import find_host
+from megatron_policy.interfaces.metrics import MetricsWriter
 from megatron_policy.packing.microbatch import ROUTED_EXPERTS
 from megatron_policy.training.replay import NOT_RECORDED, Replay
 from megatron_policy.workers.checks import check_device
@@ -27,6 +28,7 @@ from megatron_policy.workers.cluster.virtual_cluster import RayVirtualCluster
 from megatron_policy.workers.driver.accumulation import DriverAccumulation
 from megatron_policy.workers.driver.checkpoint import DriverCheckpoint, absolute
 from megatron_policy.workers.driver.memory import DriverMemory
+from megatron_policy.workers.driver.monitoring import DriverMonitoring, of_workers
 from megatron_policy.workers.driver.refit import DriverRefit
 from megatron_policy.workers.driver.sharding import BatchDispatcher, merged_training
 from megatron_policy.workers.profiling import DriverProfiling
@@ -43,6 +45,7 @@ class Policy(
     DriverRefit,
     DriverMemory,
     DriverAccumulation,
+    DriverMonitoring,
     ColocatablePolicyInterface,
     GenerationInterface,
 ):
@@ -64,6 +67,8 @@ class Policy(
         weights_path, optimizer_path: a checkpoint to resume from, as `load_checkpoint` takes them;
             the reference is still the one that the config names.
         init_reference_model: whether `get_reference_policy_logprobs` will be called.
+        writers: get the policy's metrics, as those of `config.metrics` do, in this process;
+            `shutdown` closes them.
 
     Batches are split over data-parallel ranks in the caller's order or, with dynamic batching and
     sequence packing, by the cost of their rows; results are in the caller's order and shape.
@@ -81,8 +86,11 @@ class Policy(
         weights_path: PathLike | None = None,
         optimizer_path: PathLike | None = None,
         init_reference_model: bool = True,
+        *,
+        writers: Sequence[MetricsWriter] = (),
     ) -> None:
         self.config = PolicyConfig.parse(config)
+        self._open_metrics(writers)
         self._tokenizer = tokenizer
         self._can_train, self._has_reference = init_optimizer, init_reference_model
         table = model_table(self.config)
@@ -97,7 +105,7 @@ class Policy(
             find_host("ray").actor_class(),
             self.topology,
             kwargs={
-                "config": self.config,
+                "config": of_workers(self.config),
                 "tokenizer": tokenizer,
                 "init_optimizer": init_optimizer,
                 "init_reference_model": init_reference_model,
@@ -111,6 +119,7 @@ class Policy(
             timeout_s=self.config.worker_timeout_s,
         )
         self._refit_secret = new_secret()
+        self._start_monitoring(None if weights_path is None else self.get_load_report())
 
     @property
     def worker_group(self) -> WorkerGroup:
@@ -138,7 +147,8 @@ class Policy(
         mbs = mbs or self.config.train_micro_batch_size
         shards = self._dispatcher.to_train(_batch(data), loss_fn, gbs, mbs)
         options = {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs}
-        return merged_training(self._workers.run_sharded("train", data=shards, **options))
+        result = merged_training(self._workers.run_sharded("train", data=shards, **options))
+        return self._trained(result, eval_mode)
 
     def get_logprobs(
         self, data: Mapping[str, Any], return_routed_experts: bool = False
@@ -227,6 +237,7 @@ class Policy(
         try:
             self._drain_saves()
         finally:
+            self._metrics.close()
             gone = self._workers.shutdown()
         return gone
 

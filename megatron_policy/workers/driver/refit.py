@@ -10,6 +10,7 @@ from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.refit.transports.collective.transport import CollectiveTransport
 
 if TYPE_CHECKING:
+    from megatron_policy.monitoring.metrics_log import MetricsLog
     from megatron_policy.refit.delivery import Transport
     from megatron_policy.refit.manifest import RefitInfo, RefitManifest
     from megatron_policy.workers.cluster.group import WorkerGroup
@@ -20,6 +21,7 @@ class DriverRefit:
 
     _workers: WorkerGroup
     _refit_secret: str
+    _metrics: MetricsLog
 
     def refit(self, transport: Transport, *, adapters: bool = False) -> RefitManifest:
         """Send the weights, or the `adapters` alone, as `MegatronPolicy.refit` does on each worker;
@@ -35,7 +37,9 @@ class DriverRefit:
         sent: list[RefitManifest] = self._workers.run_all("refit", **options)
         tensors = {name: each for manifest in sent for name, each in manifest.tensors.items()}
         slowest = max(manifest.seconds for manifest in sent)
-        return replace(sent[0], tensors=tensors, seconds=slowest)
+        whole = replace(sent[0], tensors=tensors, seconds=slowest)
+        self._metrics.sent(whole)
+        return whole
 
     def prepare_refit_info(self, with_numel: bool = False, *, adapters: bool = False) -> RefitInfo:
         """{HF name: (shape, dtype)} of all that is sent, or with the number of elements too, and

@@ -27,6 +27,7 @@ from megatron_policy.workers.worker.accumulation import WorkerAccumulation
 from megatron_policy.workers.worker.checkpoint import WorkerCheckpoint
 from megatron_policy.workers.worker.memory import WorkerMemory
 from megatron_policy.workers.worker.model import WorkerModel
+from megatron_policy.workers.worker.monitoring import WorkerMonitoring
 from megatron_policy.workers.worker.refit import WorkerRefit
 
 if TYPE_CHECKING:
@@ -36,7 +37,13 @@ NOISE_STD = 0.01
 
 
 class MegatronPolicyWorkerImpl(
-    WorkerProfiling, WorkerCheckpoint, WorkerRefit, WorkerMemory, WorkerModel, WorkerAccumulation
+    WorkerProfiling,
+    WorkerCheckpoint,
+    WorkerRefit,
+    WorkerMemory,
+    WorkerModel,
+    WorkerAccumulation,
+    WorkerMonitoring,
 ):
     """One rank's policy under the host's names.
 

@@ -1,0 +1,84 @@
+"""Warnings of libraries, collected into one line while a model is imported and built."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+_log = logging.getLogger(__name__)
+
+VARIABLE = "MEGATRON_POLICY_WARNINGS"
+"""With the value "all" every warning is shown where and when it is raised."""
+
+LIBRARIES: tuple[str, ...] = ("megatron", "transformer_engine", "apex", "absl", "modelopt")
+LIBRARIES += ("torch", "transformers", "triton", "flash_attn")
+_SHOWN, _LENGTH = 3, 100
+"""Kinds in the line, and characters of each."""
+
+# Steps of Megatron-Core call functions of torch by names that newer releases deprecate.
+_OF_STEPS = r"`torch\.distributed\.\w+` is deprecated"
+
+
+@contextmanager
+def collected_warnings() -> Iterator[None]:
+    """In this context warnings that libraries raise are kept, and logged as one line at its end,
+    also after an error: a warning on rank 0, an information elsewhere. Others are shown as ever.
+
+    The caller's filters decide as before: what they turn into errors is raised, and what they
+    ignore is not counted. The variable `VARIABLE` switches all of this off.
+    """
+    if os.environ.get(VARIABLE, "").strip().lower() == "all":
+        yield
+        return
+    kept: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            try:
+                yield
+            finally:
+                kept = list(caught)
+    finally:
+        roots = _roots()
+        of_libraries = []
+        for each in kept:
+            if each.filename.startswith(roots):
+                of_libraries.append(each)
+            else:
+                warnings.showwarning(
+                    each.message, each.category, each.filename, each.lineno, each.file, each.line
+                )
+        if of_libraries:
+            level = logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.INFO
+            _log.log(level, "%s", one_line(of_libraries))
+        # Last: filters of the caller's own come first.
+        warnings.filterwarnings("ignore", _OF_STEPS, FutureWarning, append=True)
+
+
+def one_line(found: Sequence[warnings.WarningMessage]) -> str:
+    """How many warnings there were, and the first of each kind, the most frequent first."""
+    kinds = Counter(f"{each.category.__name__}: {_short(str(each.message))}" for each in found)
+    shown = [kind for kind, _ in kinds.most_common(_SHOWN)]
+    more = f"; and others ({len(kinds) - _SHOWN})" if len(kinds) > _SHOWN else ""
+    number = f"{len(found)} warning{'s' * (len(found) > 1)} of libraries"
+    return f"{number} (set {VARIABLE}=all to see them): {'; '.join(shown)}{more}"
+
+
+def _short(text: str) -> str:
+    """The text on one line, of bounded length."""
+    text = re.sub(r"\s+", " ", text).strip()
+    return text if len(text) <= _LENGTH else f"{text[:_LENGTH]}..."
+
+
+def _roots() -> tuple[str, ...]:
+    """The directories of the libraries that are imported."""
+    found: list[str] = []
+    for name in LIBRARIES:
+        module = sys.modules.get(name)
+        found += [os.path.join(path, "") for path in getattr(module, "__path__", ())]
+    return tuple(found)

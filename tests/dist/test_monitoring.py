@@ -1,0 +1,142 @@
+"""What a policy tells whoever watches it, on ranks that each have a part of the numbers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from megatron_policy.config import PolicyConfig
+from megatron_policy.monitoring import JsonlWriter
+from tests import oracle
+from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config
+from tests.dist.layouts import LENGTH, VOCAB
+from tests.dist.test_docs import python_blocks
+from tests.losses import TokenNLL
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Failing:
+    """A writer that fails at its second record."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.steps.append(step)
+        if len(self.steps) == 2:
+            raise OSError("the disk is full")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def watched(config: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Two steps, a save, and a further step of a policy that is resumed."""
+    data = oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
+    failing, results = Failing(), []
+    with ExitStack() as held:
+        policy = held.enter_context(
+            open_policy(config, writers=[failing, JsonlWriter(f"{folder}/own.jsonl")])
+        )
+        for step in range(2):
+            part = data.get_batch(step, GLOBAL_BATCH)
+            results.append(policy.train(own_share(policy, part), TokenNLL()))
+        policy.write_metrics({"reward": torch.tensor(0.5)})
+        policy.save_checkpoint(f"{folder}/saved", f"{folder}/saved")
+        summary, report = policy.summary(), policy.report()
+    resumed = {"weights_path": f"{folder}/saved", "optimizer_path": f"{folder}/saved"}
+    with open_policy(config, **resumed) as policy:
+        part = own_share(policy, data.get_batch(0, GLOBAL_BATCH))
+        results.append(policy.train(part, TokenNLL()))
+    return {
+        "results": results,
+        "steps of the failing writer": failing.steps,
+        "summary": summary,
+        "report": report,
+    }
+
+
+@pytest.mark.parametrize(
+    "megatron",
+    [
+        {},
+        pytest.param({"tensor_model_parallel_size": 2}, marks=pytest.mark.sweep),
+        pytest.param({"dtensor_cfg": {}}, marks=pytest.mark.sweep),
+    ],
+    ids=["dp2", "tp2", "fsdp2"],
+)
+def test_rank_0_records_what_all_ranks_have_and_goes_on_without_a_writer_that_fails(
+    ranks, checkpoints, tmp_path: Path, megatron: dict[str, Any]
+) -> None:
+    lines = tmp_path / "configured.jsonl"
+    config = policy_config(checkpoints[True], megatron, metrics={"jsonl": str(lines)})
+    first, second = ranks.run(2, watched, config, str(tmp_path))
+    assert first["steps of the failing writer"] == [1, 2]
+    assert second["steps of the failing writer"] == []
+    records = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [each["step"] for each in records] == [1, 2, 2, 2, 3]
+    own = [json.loads(line) for line in (tmp_path / "own.jsonl").read_text().splitlines()]
+    times = [each.pop("time") for each in [*records, *own]]
+    assert own == records[:4] and all(times)
+    assert records[2] == {"step": 2, "reward": 0.5} and records[3]["checkpoint/total_bytes"] > 0
+    for record, result in zip([*records[:2], records[4]], first["results"], strict=True):
+        assert record["step"] == result["step"]
+        assert record["train/loss"] == result["loss"].item()
+        assert record["loss/loss"] == pytest.approx(result["loss"].item(), rel=1e-5)
+        assert record["speed/tokens"] == result["speed"]["tokens"]
+    assert max(map(len, first["summary"].splitlines())) <= 80
+    assert "2 ranks" in first["summary"] and str(checkpoints[True])[-20:] in first["summary"]
+    report = first["report"]
+    assert (report.step, report.speed.calls, report.ranks) == (2, 2, 1)
+    assert report.memory.parameters > 0 and report.memory.reference_on_host > 0
+
+
+def run_blocks(blocks: list[str], loss: str, folder: str) -> None:
+    """The page's blocks, one after another, as a script in `folder`."""
+    module: Any = ModuleType("my_losses")
+    exec(loss, vars(module))
+    before, sys.modules["my_losses"] = os.getcwd(), module
+    level, handlers = logging.getLogger("megatron_policy").level, [*logging.root.handlers]
+    os.chdir(folder)
+    try:
+        names: dict[str, Any] = {}
+        for block in blocks:
+            exec(block, names)
+    finally:
+        os.chdir(before)
+        logging.getLogger("megatron_policy").setLevel(level)
+        logging.root.handlers[:] = handlers
+        del sys.modules["my_losses"]
+
+
+def test_the_blocks_of_the_page_run_and_its_configuration_is_legal(
+    ranks, checkpoints, tmp_path: Path
+) -> None:
+    blocks = python_blocks("docs/monitoring.md")
+    assert sum(block.count("path/or/hub-id") for block in blocks) == 1
+    blocks = [block.replace("path/or/hub-id", str(checkpoints[True])) for block in blocks]
+    loss, *_ = python_blocks("docs/losses.md")
+    ranks.run(1, run_blocks, blocks, loss, str(tmp_path))
+    written = (tmp_path / "run" / "metrics.jsonl").read_text()
+    records = [json.loads(line) for line in written.splitlines()]
+    assert [("reward" in each, each["step"]) for each in records] == [
+        (own, step) for step in (1, 2, 3) for own in (False, True)
+    ]
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    (written,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    metrics = yaml.safe_load(written)["policy"]["metrics"]
+    config = PolicyConfig.parse(policy_config("x", {}, metrics=metrics))
+    assert config.metrics.wandb is not None and config.metrics.wandb.mode == "offline"

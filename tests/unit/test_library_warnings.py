@@ -1,0 +1,88 @@
+"""Warnings of libraries become one line; nobody else's do, and errors stay errors."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_policy.monitoring.library_warnings import VARIABLE, collected_warnings
+
+LIBRARY = torch.__file__
+
+
+@pytest.fixture(autouse=True)
+def plain_filters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        yield
+
+
+def warn(text: str, file: str = LIBRARY, line: int = 1) -> None:
+    warnings.warn_explicit(text, UserWarning, file, line)
+
+
+def test_warnings_of_libraries_are_one_line_with_the_first_of_each_kind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with warnings.catch_warnings(record=True) as shown, collected_warnings():
+        for line in range(3):
+            warn("no  fused\nkernels", line=line)
+        warn("b" * 500)
+    (record,) = caplog.records
+    line = record.getMessage()
+    assert line.startswith(
+        f"4 warnings of libraries (set {VARIABLE}=all to see them): UserWarning:"
+    )
+    assert "no fused kernels" in line and "b" * 90 in line and "b" * 200 not in line
+    assert shown == []
+
+
+def test_others_warnings_are_shown_as_ever_also_after_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with (
+        warnings.catch_warnings(record=True) as shown,
+        pytest.raises(ZeroDivisionError),
+        collected_warnings(),
+    ):
+        warn("mine", __file__)
+        warn("of torch")
+        raise ZeroDivisionError
+    assert [str(each.message) for each in shown] == ["mine"]
+    assert "1 warning of libraries" in caplog.text
+
+
+def test_a_filter_that_makes_errors_of_warnings_still_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warnings.simplefilter("error")
+    with pytest.raises(UserWarning, match="stop here"), collected_warnings():
+        warn("stop here")
+    with pytest.raises(FutureWarning):  # nor does what is ignored later come before it
+        warnings.warn("`torch.distributed.a_name` is deprecated", FutureWarning, stacklevel=1)
+    assert caplog.text == ""
+
+
+def test_a_variable_shows_all_and_collects_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "all")
+    with warnings.catch_warnings(record=True) as shown, collected_warnings():
+        warn("of torch")
+    assert [str(each.message) for each in shown] == ["of torch"]
+    assert caplog.text == ""
+
+
+def test_only_rank_0_warns(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    with caplog.at_level(logging.INFO), collected_warnings():
+        warn("of torch")
+    assert [record.levelname for record in caplog.records] == ["INFO"]
