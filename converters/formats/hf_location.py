@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from pathlib import Path
 
 from megatron_policy.converters.files.contained import expanded
+from megatron_policy.converters.files.nearby import names_in, nearest
 from megatron_policy.errors import ConfigError
 
 _REPOSITORY = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)?", re.ASCII)
@@ -31,7 +31,7 @@ def locate(model: str | Path, files: list[str] | None = None) -> Path:
     is_name = _REPOSITORY.fullmatch(str(model)) is not None
     if not is_name:
         raise ConfigError(_not_here(model, path, is_name))
-    slip = path.parent == Path() or path.parent.is_dir() or _near(path).is_dir()
+    slip = path.parent == Path() or path.parent.is_dir() or nearest(path, directory=True).is_dir()
     unreachable = None if slip else _unreachable(str(model))
     from huggingface_hub import snapshot_download
 
@@ -82,7 +82,7 @@ def _unreachable(model: str) -> Exception | None:
 
 def _not_here(model: str | Path, path: Path, is_name: bool) -> str:
     """What is wrong with a path that does not exist, with what is near."""
-    parent, near = path.parent, _near(path)
+    parent, near = path.parent, nearest(path, directory=True)
     said = f"model {str(model)!r} is not a directory"
     if near != path:
         said += f": did you mean {str(near)!r}?"
@@ -98,30 +98,7 @@ def _not_here(model: str | Path, path: Path, is_name: bool) -> str:
     return said
 
 
-def _near(path: Path) -> Path:
-    """The path with its first missing part replaced by the nearest directory there; the path itself
-    if none is near.
-    """
-    missing = next(each for each in (*reversed(path.parents), path) if not each.exists())
-    beside = _folders(missing.parent)
-    found = difflib.get_close_matches(missing.name, beside, n=1, cutoff=0.7)
-    if not found:
-        return path
-    near = missing.parent / found[0]
-    whole = near / path.relative_to(missing)
-    return whole if whole.is_dir() else near
-
-
 def _names(directory: Path) -> str:
-    names = _folders(directory)
+    names = names_in(directory, directories=True)
     shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
     return shown or "no directories"
-
-
-def _folders(directory: Path) -> list[str]:
-    try:
-        return sorted(
-            each.name for each in directory.iterdir() if each.name[0] != "." and each.is_dir()
-        )
-    except OSError:  # it cannot be listed
-        return []
