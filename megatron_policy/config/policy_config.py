@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from megatron_policy.config.classify import classify
 from megatron_policy.config.composed import compose
 from megatron_policy.config.resolve import check, complete
+from megatron_policy.config.section import differing
 from megatron_policy.config.sections import PolicySection
 from megatron_policy.errors import ConfigError
 
@@ -34,6 +35,12 @@ class PolicyConfig(PolicySection):
     Create it with `parse` or `from_yaml`. It can be pickled, and
     `PolicyConfig.parse(config.model_dump())` restores it.
     """
+
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        """What differs from the defaults, and from what follows from the other keys."""
+        required = [name for name, info in type(self).model_fields.items() if info.is_required()]
+        bare = type(self)(**{name: getattr(self, name) for name in required})
+        return differing(self, complete(bare))
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any] | PolicyConfig) -> PolicyConfig:
