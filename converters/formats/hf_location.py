@@ -27,7 +27,7 @@ def locate(model: str | Path, files: list[str] | None = None) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise ConfigError(f"model {str(model)!r} is not a directory, but a file")
+        raise ConfigError(f"model {str(model)!r} is not a directory, but a file{_of(path)}")
     is_name = _REPOSITORY.fullmatch(str(model)) is not None
     if not is_name:
         raise ConfigError(_not_here(model, path, is_name))
@@ -69,6 +69,14 @@ def _no_such_model(model: str | Path, error: Exception) -> ConfigError:
     return ConfigError(said)
 
 
+def _of(file: Path) -> str:
+    """What to give in place of a file."""
+    if file.suffix in (".yaml", ".yml"):
+        return ": `megatron-policy inspect-config` reads configurations"
+    beside = names_in(file.parent, directories=False)
+    return f": give its directory, {file.parent}" if "config.json" in beside else ""
+
+
 def _unreachable(model: str) -> Exception | None:
     """Why the hub does not have the repository; None if it does. Asked once, without retries."""
     from huggingface_hub import HfApi, constants
@@ -83,6 +91,7 @@ def _unreachable(model: str) -> Exception | None:
 def _not_here(model: str | Path, path: Path, is_name: bool) -> str:
     """What is wrong with a path that does not exist, with what is near."""
     parent, near = path.parent, nearest(path, directory=True)
+    near = nearest(path, directory=False) if near == path else near
     said = f"model {str(model)!r} is not a directory"
     if near != path:
         said += f": did you mean {str(near)!r}?"
@@ -99,6 +108,6 @@ def _not_here(model: str | Path, path: Path, is_name: bool) -> str:
 
 
 def _names(directory: Path) -> str:
-    names = names_in(directory, directories=True)
+    names = names_in(directory, directories=True) or names_in(directory, directories=False)
     shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-    return shown or "no directories"
+    return shown or "nothing"

@@ -62,7 +62,7 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> Composed:
 
 def _without_policy(path: Path, document: Mapping[str, Any]) -> str:
     names = [f"{name!s:.40}" for name in document]
-    has = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN) if names else "nothing"
+    has = ", ".join(names[:_SHOWN]) + " and others" * (len(names) > _SHOWN) if names else "nothing"
     return (
         f"{path} has no section `policy`, as files of NeMo RL have, nor a `model_name` at its top, "
         f"as the section alone has: it has {has}. See configs/ for examples"

@@ -56,7 +56,13 @@ def _content(path: Path) -> bytes:
 
 def _missing(path: Path) -> str:
     if path.is_dir():
-        found = [each for each in names_in(path, directories=False) if each.endswith(_ENDINGS)]
+        names = names_in(path, directories=False)
+        if "config.json" in names:
+            return (
+                f"{path} is a model's directory, not a configuration file: a configuration has it "
+                "as `model_name`, and `megatron-policy plan` takes it after --model"
+            )
+        found = [each for each in names if each.endswith(_ENDINGS)]
         has = f"it has {', '.join(found[:_SHOWN])}" if found else "it has no YAML files"
         return f"{path} is a directory, not a configuration file: {has}"
     near = nearest(path, directory=False)

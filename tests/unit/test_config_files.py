@@ -79,6 +79,9 @@ def test_a_missing_file_is_named_with_the_nearest(tmp_path: Path) -> None:
         PolicyConfig.from_yaml(tmp_path / "grop.yaml")
     with pytest.raises(ConfigError, match=r"is a directory, .*: it has grpo\.yaml"):
         PolicyConfig.from_yaml(tmp_path)
+    (tmp_path / "config.json").write_text("")
+    with pytest.raises(ConfigError, match=r"is a model's directory, .* `model_name`"):
+        PolicyConfig.from_yaml(tmp_path)
 
 
 BASE = """
