@@ -201,6 +201,23 @@ def test_one_row_is_taken_twice_and_rows_without_tokens_are_named(
     assert "nothing is learnt" in str(nothing)
 
 
+def between_parts(config: dict[str, Any]) -> bool:
+    """Whether a dry run between the parts of a step leaves no trace, its gradients included."""
+    with open_policy(config, init_reference_model=False) as policy:
+        policy.accumulator.begin(SequenceNLL())
+        policy.accumulator.microbatch(DATA.slice(0, 2))
+        before = state(policy)
+        policy.dry_run(DATA, SequenceNLL())
+        unchanged = same(before, state(policy))
+        policy.accumulator.finish()
+        return unchanged
+
+
+def test_a_step_that_is_open_keeps_its_gradients(ranks, checkpoint: Callable[..., Path]) -> None:
+    config = policy_config(checkpoint("qwen2", **SIZES), {})
+    assert ranks.run(1, between_parts, config) == [True]
+
+
 def documented(config: dict[str, Any]) -> str:
     """What the example of docs/losses.md prints."""
     blocks, said = python_blocks("docs/losses.md"), io.StringIO()
