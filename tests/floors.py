@@ -60,9 +60,11 @@ FILE_NAMES |= {"read_text", "read_bytes", "write_text", "write_bytes", "is_file"
 FILE_NAMES |= {"iterdir", "listdir", "scandir", "glob", "rglob", "system", "popen"}
 FILE_CALLS = ("torch.load", "torch.save", "np.load", "np.save", "numpy.load", "numpy.save")
 READS_FILES = {
+    "config.composed": "the files that a configuration inherits from, and OmegaConf",
     "config.yaml_file": "the file of a configuration, with its limits",
     "converters.files.contained": "files inside one directory",
     "converters.files.locking": "locks are files",
+    "converters.files.nearby": "names next to a path that does not exist",
     "converters.files.publishing": "directories written next to their final name",
     "converters.files.raw_files": "bytes to the disk",
     "converters.files.renaming": "exchanges files and directories",
@@ -125,6 +127,7 @@ _METHODS = "the host's methods of one subject are a file"
 _TRANSPORT = "one side of one transport is a file"
 FRAGMENTS = {
     "attention.context_parallel": _LONG,
+    "cli.inspect_config": "a command is a file",
     "coordination.rank_messages": _LONG,
     "engines.megatron.layers.parallel_layer": _LAYER,
     "engines.megatron.layers.residual": _LAYER,

@@ -26,6 +26,7 @@ MODULES = {
     "megatron_policy.converters.config_fields": ("Fields",),
     "megatron_policy.converters.config_fields.rope_fields": ("take_rope",),
     "megatron_policy.converters.families.shared.dense": ("BLOCK", "ENDS", "architecture"),
+    "megatron_policy.converters.formats.hf_location": ("locate",),
     "megatron_policy.converters.registry": ("Family",),
     "megatron_policy.converters.rows": ("GateUp", "Qkv", "Role", "Rows", "Vocab", "Whole"),
     "megatron_policy.coordination.rendezvous": ("reserved_port",),
@@ -46,6 +47,7 @@ MODULES = {
     "megatron_policy.refit.transports.ipc.handles": ("IpcHandles",),
     "megatron_policy.refit.transports.ipc.transport": ("IpcStream",),
     "megatron_policy.refit.transports.peft": ("PeftDirectory",),
+    "megatron_policy.training.dry_run": ("DryRun",),
     "megatron_policy.workers": ("init_ray",),
 }
 """What the documents and examples import, by module; None is all that a module exports."""

@@ -18,12 +18,14 @@ from megatron_policy.converters.architecture import MOST_LAYERS
 from megatron_policy.converters.config_fields.quantisation import SECTION, Scheme, scheme_of
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.contained import expanded, inside, read
+from megatron_policy.converters.files.nearby import names_in
 from megatron_policy.converters.registry import FAMILIES, family_of
 from megatron_policy.errors import ConfigError, ConversionError
 
 from .hf_location import locate
 
 CONFIG = "config.json"
+_SHOWN = 10
 _FIXED = {"model_type", "architectures", "dtype", "torch_dtype", SECTION, "transformers_version"}
 _ROPE = (frozenset({"rope_parameters"}), frozenset({"rope_scaling", "rope_theta"}))
 """What releases of transformers call the settings of rotary embeddings: 5, and before."""
@@ -105,7 +107,10 @@ def written_config(model: str | Path) -> dict[str, Any]:
     """The fields as written in config.json; ConfigError if it is missing or unreadable."""
     path = _file_of(model)
     if not path.exists():
-        raise ConfigError(f"{path.parent} has no {CONFIG}: it is not a Hugging Face checkpoint")
+        has = ", ".join(names_in(path.parent, directories=False)[:_SHOWN]) or "nothing"
+        raise ConfigError(
+            f"{path.parent} has no {CONFIG}: it is not a Hugging Face checkpoint, but has {has}"
+        )
     try:
         config = strict_json.parse(read(path, MAX_BYTES), finite=False)
         if not isinstance(config, dict):

@@ -6,35 +6,33 @@ import re
 from pathlib import Path
 
 from megatron_policy.converters.files.contained import expanded
+from megatron_policy.converters.files.nearby import names_in, nearest
 from megatron_policy.errors import ConfigError
 
 _REPOSITORY = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)?", re.ASCII)
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+_SHOWN = 10
 
 
 def locate(model: str | Path, files: list[str] | None = None) -> Path:
     """The checkpoint's directory: `model` itself, or that hub repository, fetched if needed.
 
     `files` are patterns of the file names to fetch from a repository; by default all that are read.
-    A name whose first part is a local directory is more likely a typo in a path: the hub is not
-    asked, but a cached repository is used. ConfigError when there is neither: immediately for what
-    can only be a path, and where the hub cannot be reached.
+    The hub is asked for `owner/name` only, and once, within HF_HUB_ETAG_TIMEOUT seconds. A name
+    without an owner, whose owner is a local directory, or that nearly is a local path, is more
+    likely a typo in one: the hub is not asked, but a cached repository is used. ConfigError when
+    there is neither, with what is near: immediately for what can only be a path.
     """
     path = expanded(model)
     if path.is_dir():
         return path
     if path.exists():
-        raise ConfigError(f"model {str(model)!r} is not a directory, but a file")
+        raise ConfigError(f"model {str(model)!r} is not a directory, but a file{_of(path)}")
     is_name = _REPOSITORY.fullmatch(str(model)) is not None
-    slip = path.parent != Path() and path.parent.is_dir()
-    if slip and not is_name:
-        raise ConfigError(
-            f"model {str(model)!r} is not a directory: {path.parent} has {_names(path)}"
-        )
     if not is_name:
-        raise ConfigError(
-            f"model {str(model)!r} is not a directory, nor the name of a hub repository"
-        )
+        raise ConfigError(_not_here(model, path, is_name))
+    slip = path.parent == Path() or path.parent.is_dir() or nearest(path, directory=True).is_dir()
+    unreachable = None if slip else _unreachable(str(model))
     from huggingface_hub import snapshot_download
 
     try:
@@ -42,23 +40,74 @@ def locate(model: str | Path, files: list[str] | None = None) -> Path:
             str(model),
             allow_patterns=files or _HUB_FILES,
             ignore_patterns=["*/*"],
-            local_files_only=slip,
+            local_files_only=slip or unreachable is not None,
         )
     except (OSError, ValueError) as error:
         if slip:
-            raise ConfigError(
-                f"model {str(model)!r} is not a directory: {path.parent} has {_names(path)}. If a "
-                f"hub repository is meant, fetch it first: hf download {model}"
-            ) from error
-        raise no_such_model(model, error) from error
+            raise ConfigError(_not_here(model, path, is_name)) from error
+        raise _no_such_model(model, unreachable or error) from error
     return Path(fetched)
 
 
-def no_such_model(model: str | Path, error: Exception) -> ConfigError:
+def _no_such_model(model: str | Path, error: Exception) -> ConfigError:
     """The error for a name that is neither a directory nor an available repository."""
-    return ConfigError(f"model {str(model)!r} is not a directory here, nor on the hub: {error}")
+    from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    said = f"model {str(model)!r} is not a directory here, "
+    if isinstance(error, GatedRepoError):
+        said += "and on the hub it is gated: ask for access there, then run hf auth login"
+    elif isinstance(error, RepositoryNotFoundError):
+        said += "and the hub has no such repository, or not for this login (hf auth login)"
+    elif isinstance(error, OfflineModeIsEnabled):
+        said += "nor in the hub's cache, and HF_HUB_OFFLINE forbids to ask the hub: unset it"
+    else:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        said += (
+            f"nor in the hub's cache, and the hub cannot be asked ({why}): give the path of a "
+            "directory, or repair the connection"
+        )
+    return ConfigError(said)
 
 
-def _names(beside: Path) -> str:
-    names = sorted(path.name for path in beside.parent.iterdir() if path.name[0] != ".")
-    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "") if names else "nothing"
+def _of(file: Path) -> str:
+    """What to give in place of a file."""
+    if file.suffix in (".yaml", ".yml"):
+        return ": `megatron-policy inspect-config` reads configurations"
+    beside = names_in(file.parent, directories=False)
+    return f": give its directory, {file.parent}" if "config.json" in beside else ""
+
+
+def _unreachable(model: str) -> Exception | None:
+    """Why the hub does not have the repository; None if it does. Asked once, without retries."""
+    from huggingface_hub import HfApi, constants
+
+    try:
+        HfApi().model_info(model, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception as error:  # the HTTP client's own, which differ between versions of the hub's
+        return error
+    return None
+
+
+def _not_here(model: str | Path, path: Path, is_name: bool) -> str:
+    """What is wrong with a path that does not exist, with what is near."""
+    parent, near = path.parent, nearest(path, directory=True)
+    near = nearest(path, directory=False) if near == path else near
+    said = f"model {str(model)!r} is not a directory"
+    if near != path:
+        said += f": did you mean {str(near)!r}?"
+    elif not parent.is_dir():
+        said += f", nor the name of a hub repository (owner/name): there is no {parent}"
+    else:
+        where = "this directory" if parent == Path() else str(parent)
+        said += f": {where} has {_names(parent)}."
+    if is_name and path.parent != Path():
+        said += f" If a hub repository is meant, fetch it first: hf download {model}"
+    elif is_name:
+        said += " A hub repository is named owner/name"
+    return said
+
+
+def _names(directory: Path) -> str:
+    names = names_in(directory, directories=True) or names_in(directory, directories=False)
+    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    return shown or "nothing"

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from megatron_policy import ConfigError, Policy, RayVirtualCluster
+from megatron_policy.converters.formats.hf_location import locate
 from megatron_policy.workers import init_ray
 
 from .checkpoint import make_checkpoint
@@ -68,7 +69,8 @@ class Stage:
 def run(options: Options, problems: Problems, display: Display, journal: Journal) -> Outcome:
     """Make a model, imitate, improve, export, check; leaves checkpoints in `options.output`."""
     transformers_logging.disable_progress_bar()
-    model = options.model or new_model(options, problems, display)
+    given = options.model
+    model = new_model(options, problems, display) if given is None else str(locate(given))
     codec = Codec(tokenizer_of(model))
     with cluster_of(options.layout, display) as cluster:
         stage = Stage(options, problems, codec, cluster, display, journal)
@@ -168,10 +170,26 @@ def new_model(options: Options, problems: Problems, display: Display) -> str:
 
 
 def tokenizer_of(model: str) -> PreTrainedTokenizerBase:
-    """The model's own tokenizer; ConfigError if it has no end-of-sequence token."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    """The model's own tokenizer; ConfigError if it has none, or none with an end of sequence."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        # Without files of one, transformers makes some families' tokenizers with an empty
+        # vocabulary.
+        known = tokenizer.decode(tokenizer("sort")["input_ids"], skip_special_tokens=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(_without_tokenizer(model)) from error
+    if known.strip() != "sort":
+        raise ConfigError(_without_tokenizer(model))
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {model} has no eos_token: set one in its files")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _without_tokenizer(model: str) -> str:
+    return (
+        f"{model} has no tokenizer, or one that does not give back the word 'sort': copy "
+        "tokenizer.json and tokenizer_config.json there from the model it was made from, or leave "
+        "out --model to start from a new model with a tokenizer of its own"
+    )

@@ -63,7 +63,7 @@ def main(
     try:
         with Journal(output / "metrics.jsonl") as journal:
             outcome = demo.run(options, problems, display, journal)
-    except (ConfigError, ConversionError) as error:
+    except (ConfigError, ConversionError, PermissionError) as error:
         console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(2) from error
     report.conclude(options, problems, outcome, display, journal)

@@ -21,7 +21,6 @@ __all__ = ["app"]
 app = typer.Typer(
     name="megatron-policy",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     # Plain text: an error stays one searchable line, and help needs no extra import.
     rich_markup_mode=None,

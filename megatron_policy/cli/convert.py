@@ -6,18 +6,25 @@ import os
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 
 from megatron_policy.cli.failures import one_line_errors
-from megatron_policy.cli.options import MAX_MEMORY, Config, Dtype, MaxMemory, arguments_as_options
-from megatron_policy.cli.output import say
+from megatron_policy.cli.options import (
+    MAX_MEMORY,
+    AsJson,
+    Config,
+    Dtype,
+    MaxMemory,
+    arguments_as_options,
+)
+from megatron_policy.cli.output import say, say_json
 from megatron_policy.cli.progress import transfer
 from megatron_policy.cli.sizes import parse_size, show_size
 
 if TYPE_CHECKING:
-    from megatron_policy.convert import Report
+    from megatron_policy.convert import ConversionPlan, Report
 
 
 class Format(StrEnum):
@@ -77,6 +84,7 @@ def convert(
     config: Config = None,
     base: Base = None,
     merge: Merge = False,
+    as_json: AsJson = False,
 ) -> None:
     """Convert a checkpoint, block by block; needs no GPU and holds no model in memory.
 
@@ -84,7 +92,7 @@ def convert(
     is complete. An interrupted run can simply be repeated.
     """
     _refuse_itself(source, destination)
-    with one_line_errors(), arguments_as_options():
+    with one_line_errors(as_json=as_json), arguments_as_options():
         from megatron_policy.convert import convert, plan_conversion
 
         settings: _Settings = {
@@ -97,12 +105,17 @@ def convert(
             "merge": merge,
         }
         if dry_run:
-            for line in plan_conversion(source, destination, **settings).describe():
+            plan = plan_conversion(source, destination, **settings)
+            if as_json:
+                say_json(_plan_as_data(plan) | {"dry_run": True})
+            for line in () if as_json else plan.describe():
                 say(line)
             return
         with transfer("converted") as tell:
             report = convert(source, destination, overwrite=overwrite, progress=tell, **settings)
-        for line in _lines(report):
+        if as_json:
+            say_json(_plan_as_data(report.plan) | {"dry_run": False, "digest": report.digest})
+        for line in () if as_json else _lines(report):
             say(line)
 
 
@@ -124,6 +137,25 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"{len(plan.dropped)} tensors are kept once: modules of fused layers share an A"
     elif plan.dropped:
         yield f"skipped (no parameter uses them): {', '.join(plan.dropped)}"
+
+
+def _plan_as_data(plan: ConversionPlan) -> dict[str, Any]:
+    return {
+        "source": plan.source,
+        "destination": plan.destination,
+        "to": plan.to,
+        "family": plan.family,
+        "tensors": len(plan.tensors),
+        "cast": sum(each.dtype != each.source_dtype for each in plan.tensors),
+        "bytes": plan.bytes_written,
+        "files": dict(plan.files),
+        "side_files": plan.side_files,
+        "skipped": plan.dropped,
+        "source_has_digests": plan.has_digests,
+        "adapters": plan.adapters or None,
+        "resume_with": plan.resumed_with or None,
+        "dequantised": plan.dequantised or None,
+    }
 
 
 def _refuse_itself(source: str, destination: Path) -> None:

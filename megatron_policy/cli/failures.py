@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import typer
 
-from megatron_policy.cli.output import say
+from megatron_policy.cli.output import say, say_json
 
 FAILED, MISUNDERSTOOD, INTERRUPTED = 1, 2, 130
 SHOWN_ITEMS = 5
@@ -21,8 +21,9 @@ SHOWN_CHARACTERS = 4000
 
 
 @contextmanager
-def one_line_errors(code: int = FAILED) -> Iterator[None]:
-    """End the command with `error: ...` on stderr, and `code`, for every error a user can cause.
+def one_line_errors(code: int = FAILED, as_json: bool = False) -> Iterator[None]:
+    """End the command with `error: ...` on stderr, and `code`, for every error a user can cause;
+    `as_json` also with a document on stdout.
 
     Other errors are bugs in this package and keep their traceback.
     """
@@ -41,14 +42,13 @@ def one_line_errors(code: int = FAILED) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo("error: interrupted", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+        fail("interrupted", INTERRUPTED, as_json)
     except BrokenPipeError:
         raise  # the reader of our output closed it
     except MemoryError as error:
-        fail(f"out of memory {error}".strip(), code)
+        fail(f"out of memory {error}".strip(), code, as_json)
     except (*ours, OSError) as error:
-        fail(str(error), code)
+        fail(str(error), code, as_json)
 
 
 def _quiet_libraries() -> None:
@@ -60,9 +60,14 @@ def _quiet_libraries() -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
-def fail(message: str, code: int = FAILED) -> NoReturn:
-    """Print the error and exit."""
-    say(f"error: {one_line(message)}", err=True)
+def fail(message: str, code: int = FAILED, as_json: bool = False) -> NoReturn:
+    """Print the error and exit; `as_json` also prints it as a document on stdout, which has to be
+    the only one.
+    """
+    said = one_line(message)
+    if as_json:
+        say_json({"error": said, "exit_code": code})
+    say(f"error: {said}", err=True)
     raise typer.Exit(code)
 
 

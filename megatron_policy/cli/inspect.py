@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_policy.cli.failures import fail, one_line, one_line_errors
-from megatron_policy.cli.options import Config
-from megatron_policy.cli.output import CONFIG_ONLY, say
+from megatron_policy.cli.options import AsJson, Config
+from megatron_policy.cli.output import CONFIG_ONLY, say, say_json
 
 if TYPE_CHECKING:
     from megatron_policy.converters.config_fields import FieldUse
@@ -25,7 +25,7 @@ def inspect(
     every: Annotated[
         bool, typer.Option("--all", help="Show every layer and expert separately.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: AsJson = False,
     config: Config = None,
 ) -> None:
     """Show how each weight and config field of a checkpoint, or of adapters, is understood.
@@ -33,15 +33,17 @@ def inspect(
     Reads the config and the headers of files, no weights. From a config.json alone, it shows the
     tensors that the model has. Exits with 1 if anything is left over on either side.
     """
-    with one_line_errors():
+    with one_line_errors(as_json=as_json):
         inspection = _inspect(source, config)
-        if as_json:
-            _print_json(inspection)
-        else:
-            for line in _lines(inspection, every):
-                say(line)
-        if inspection.problems:
-            fail("; also: ".join(map(one_line, inspection.problems)))
+    error = "; also: ".join(map(one_line, inspection.problems)) or None
+    if as_json:
+        from dataclasses import asdict
+
+        say_json(asdict(inspection) | {"error": error})
+    for line in () if as_json else _lines(inspection, every):
+        say(line)
+    if error is not None:
+        fail(error)
 
 
 def _inspect(source: str, config: Path | None) -> Inspection:
@@ -60,13 +62,6 @@ def _inspect(source: str, config: Path | None) -> Inspection:
     inspection = inspect(seen.config, seen.written, seen.shapes, seen.dtypes)
     problems = (*seen.problems, *inspection.problems)
     return replace(inspection, problems=problems, config_only=seen.config_only)
-
-
-def _print_json(inspection: Inspection) -> None:
-    import json
-    from dataclasses import asdict
-
-    typer.echo(json.dumps(asdict(inspection), indent=1, default=str))
 
 
 def _lines(inspection: Inspection, every: bool) -> Iterator[str]:

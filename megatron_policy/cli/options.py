@@ -53,6 +53,19 @@ Config = Annotated[
     ),
 ]
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, for machines.")]
+_POLICY_FILE = typer.Argument(
+    metavar="CONFIG", help="A YAML file with a `policy` section, or with its keys alone."
+)
+PolicyFile = Annotated[Path, _POLICY_FILE]
+PolicyFileOrNone = Annotated[Path | None, _POLICY_FILE]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE", help="Keys to change, as in megatron_cfg.optimizer.lr=1e-6."
+    ),
+]
+
 _OPTION_OF_KEY = (
     ("tensor_model_parallel_size", "--tp"),
     ("virtual_pipeline_model_parallel_size", "--vpp"),

@@ -1,6 +1,13 @@
-"""Prints lines on the terminal; names in them can be untrusted, and always print as text."""
+"""Prints lines on the terminal, where names in them can be untrusted and always print as text, and
+JSON documents.
+"""
 
 from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import typer
 
@@ -19,3 +26,20 @@ def printable(text: str) -> str:
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
     )
+
+
+def say_json(document: Any) -> None:
+    """Print a document of JSON. A number that is not finite is null: JSON has none; what JSON has
+    no form for, such as a path, is a string.
+    """
+    typer.echo(json.dumps(_finite(document), indent=1, default=str, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_finite(item) for item in value]
+    return value

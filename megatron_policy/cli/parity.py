@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from megatron_policy.cli.failures import fail, one_line_errors
-from megatron_policy.cli.options import Precision, keys_as_options
-from megatron_policy.cli.output import say
+from megatron_policy.cli.options import AsJson, Precision, keys_as_options
+from megatron_policy.cli.output import say, say_json
 
 if TYPE_CHECKING:
     from megatron_policy.parity import Deviation, Parity
@@ -47,13 +47,14 @@ def parity(
         str | None,
         typer.Option(help="Hugging Face directory to compare with; HF_DIR itself if not given."),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compare logits and logprobs of Hugging Face and Megatron-Core on random tokens.
 
     Holds the model in memory, one side after the other; with --tp and --pp the ranks are processes
     on this machine, on its GPUs if there are any. Exits with 1 beyond the tolerance.
     """
-    with one_line_errors():
+    with one_line_errors(as_json=as_json):
         _be_quiet()
         from megatron_policy.parity import compare
 
@@ -72,7 +73,7 @@ def parity(
                 tolerance=tolerance,
                 reference=reference,
             )
-        _tell(result)
+        _tell(result, as_json)
 
 
 def _be_quiet() -> None:
@@ -87,8 +88,10 @@ def _be_quiet() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def _tell(result: Parity) -> None:
-    for line in _lines(result):
+def _tell(result: Parity, as_json: bool) -> None:
+    if as_json:
+        say_json(_as_data(result))
+    for line in () if as_json else _lines(result):
         say(line)
     if not result.holds:
         fail(_complaint(result))
@@ -108,6 +111,31 @@ def _lines(result: Parity) -> Iterator[str]:
     yield _row("logprobs", result.logprobs, result.logprobs_limit)
     for number, difference in result.layers.items():
         yield _row(f"layer {number}", difference)
+
+
+def _as_data(result: Parity) -> dict[str, Any]:
+    job = result.job
+    etp = job.tp if job.etp is None else job.etp
+    return {
+        "family": result.family,
+        "num_layers": job.num_layers,
+        "layout": {"tp": job.tp, "pp": job.pp, "ep": job.ep, "etp": etp},
+        "sequence_parallel": job.sequence_parallel,
+        "dtype": job.dtype,
+        "rows": job.rows,
+        "tokens": job.tokens,
+        "seed": job.seed,
+        "holds": result.holds,
+        "logits": _numbers(result.logits) | {"limit": result.logits_limit},
+        "logprobs": _numbers(result.logprobs) | {"limit": result.logprobs_limit},
+        "layers": {number: _numbers(found) for number, found in result.layers.items()},
+        "first_layer_apart": result.first_layer_apart,
+        "error": None if result.holds else _complaint(result),
+    }
+
+
+def _numbers(difference: Deviation) -> dict[str, float]:
+    return {"max": difference.max, "mean": difference.mean, "relative": difference.relative}
 
 
 def _row(name: str, difference: Deviation, limit: float | None = None) -> str:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from megatron_policy.cli.failures import MISUNDERSTOOD, one_line_errors
-from megatron_policy.cli.options import Dtype, Precision, keys_as_options
-from megatron_policy.cli.output import say
+from megatron_policy.cli.options import (
+    AsJson,
+    Dtype,
+    Overrides,
+    PolicyFileOrNone,
+    Precision,
+    keys_as_options,
+)
+from megatron_policy.cli.output import say, say_json
 from megatron_policy.cli.plan_refit import show_refit, with_config
 from megatron_policy.cli.plan_report import SHOWN, as_data, found_lines, lines, recomputation_keys
 from megatron_policy.cli.sizes import parse_gpu_memory, parse_size, show_gib
@@ -80,9 +87,8 @@ Tensors = Annotated[
 
 
 def plan(
-    config: Annotated[
-        Path | None, typer.Argument(help="A YAML file with a `policy` section.")
-    ] = None,
+    config: PolicyFileOrNone = None,
+    overrides: Overrides = None,
     model: Annotated[
         str | None,
         typer.Option(metavar="DIR", help="A model, or its config.json, in place of a CONFIG."),
@@ -110,7 +116,7 @@ def plan(
     first_layers: FirstLayers = None,
     last_layers: LastLayers = None,
     recompute: Recompute = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     bucket_size: BucketSize = None,
     dtype: SentDtype = None,
     precision: TrainedDtype = None,
@@ -121,19 +127,19 @@ def plan(
     Give a CONFIG, or a --model and --gpus; without a layout (--tp and so on) the legal ones are
     searched, and the best that fit are listed. Reads configs and headers, no weights.
     """
-    given = {name.replace("_", "-"): value for name, value in locals().items() if value is not None}
+    given = _given(locals())
     layout = {"tp": tp, "pp": pp, "vpp": vpp, "dp": dp, "cp": cp, "ep": ep, "etp": etp}
     uneven = {"first": first_layers, "last": last_layers}
     trained = precision or Precision.bfloat16
-    with one_line_errors(MISUNDERSTOOD):
+    with one_line_errors(MISUNDERSTOOD, as_json):
         _refuse_unread(given)
     if refit is not None:
         _of_refit(refit, layout | uneven, gpus, bucket_size, dtype, trained, tensors, as_json)
         return
-    with one_line_errors(MISUNDERSTOOD):
+    with one_line_errors(MISUNDERSTOOD, as_json):
         device = _device(gpu or "H100", gpu_memory)
         if config is not None:
-            found: StepPlan | Found = _of_file(config, gpus, device, seq_len, as_json)
+            found: StepPlan | Found = _of_file(config, overrides, gpus, device, seq_len, as_json)
         else:
             base = _section(model, rows or 512, seq_len, mb_tokens, trained)
             found = _of_model(base, layout, uneven, gpus, device, seq_len, recompute)
@@ -144,8 +150,14 @@ _OF_REFIT = (
     *("refit", "gpus", "bucket-size", "dtype", "precision", "tensors", "json"),
     *("tp", "pp", "vpp", "dp", "cp", "ep", "etp", "first-layers", "last-layers"),
 )
-_OF_CONFIG = ("config", "gpus", "gpu", "gpu-memory", "seq-len", "json")
+_OF_CONFIG = ("config", "overrides", "gpus", "gpu", "gpu-memory", "seq-len", "json")
 _NOT_OF_MODEL = ("bucket-size", "dtype", "tensors")
+
+
+def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that somebody gave, by the names of options."""
+    there = {name: value for name, value in arguments.items() if value not in (None, [])}
+    return {name.replace("_", "-"): value for name, value in there.items()}
 
 
 def _refuse_unread(given: dict[str, Any]) -> None:
@@ -179,10 +191,13 @@ def _of_refit(
 ) -> None:
     sizes: dict[str, Any] = {axis: layout[axis] or 1 for axis in ("tp", "pp", "vpp", "cp", "ep")}
     sizes |= {"etp": layout["etp"] or sizes["tp"], "first": layout["first"], "last": layout["last"]}
-    with one_line_errors(MISUNDERSTOOD):
+    with one_line_errors(MISUNDERSTOOD, as_json):
         model_ranks = sizes["tp"] * sizes["pp"] * sizes["cp"]
         sizes["dp"] = _ranks(model_ranks, layout["dp"], gpus, model_ranks) // model_ranks
-    with one_line_errors(), keys_as_options(uneven=("--first-layers", "--last-layers")):
+    with (
+        one_line_errors(as_json=as_json),
+        keys_as_options(uneven=("--first-layers", "--last-layers")),
+    ):
         bucket = parse_size("512MiB") if bucket_bytes is None else bucket_bytes
         show_refit(source, sizes, bucket, dtype, precision, tensors, as_json)
 
@@ -228,15 +243,20 @@ def _rows(model: str) -> ModelRows:
 
 
 def _of_file(
-    path: Path, gpus: int | None, device: DeviceFigures, length: int | None, as_json: bool
+    path: Path,
+    overrides: list[str] | None,
+    gpus: int | None,
+    device: DeviceFigures,
+    length: int | None,
+    as_json: bool,
 ) -> StepPlan:
-    from megatron_policy.cli.inspect_config import fewest_ranks
+    from megatron_policy.cli.config_report import fewest_ranks
     from megatron_policy.config import PolicyConfig
     from megatron_policy.config.adapters import trained_table
     from megatron_policy.estimate.plan import plan_of
     from megatron_policy.estimate.states import ModelRows
 
-    config = PolicyConfig.from_yaml(path)
+    config = PolicyConfig.from_yaml(path, overrides or ())
     rows = ModelRows.of(trained_table(config))
     found = plan_of(config, rows, gpus or fewest_ranks(config), device, length)
     if gpus is None:
@@ -293,7 +313,7 @@ def _of_model(
     length: int | None,
     recompute: str | None,
 ) -> StepPlan | Found:
-    from megatron_policy.cli.inspect_config import fewest_ranks
+    from megatron_policy.cli.config_report import fewest_ranks
     from megatron_policy.config import PolicyConfig
     from megatron_policy.errors import ConfigError
     from megatron_policy.estimate.plan import plan_of, search
@@ -332,7 +352,7 @@ def _print(found: StepPlan | Found, gpu: str, device: DeviceFigures, as_json: bo
     plans = [*found.fitting, *found.too_large] if isinstance(found, Found) else [found]
     if as_json:
         shown = plans[:SHOWN] if isinstance(found, Found) else plans
-        typer.echo(json.dumps([as_data(each) for each in shown], indent=2))
+        say_json([as_data(each) for each in shown])
     else:
         for line in found_lines(found, name) if isinstance(found, Found) else lines(found, name):
             say(line)

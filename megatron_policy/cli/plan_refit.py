@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from megatron_policy.cli.options import Dtype, Precision
-from megatron_policy.cli.output import CONFIG_ONLY, say
+from megatron_policy.cli.output import CONFIG_ONLY, say, say_json
 from megatron_policy.cli.sizes import show_size
 
 if TYPE_CHECKING:
@@ -163,7 +160,7 @@ def show_refit(
     """Print what a refit of `source` under a layout of these `sizes` would move."""
     planned = _planned(with_config(source), sizes, bucket_bytes, dtype, precision)
     if as_json:
-        typer.echo(json.dumps(_as_data(planned, tensors), indent=2))
+        say_json(_as_data(planned, tensors))
         return
     for line in lines(planned):
         say(line)

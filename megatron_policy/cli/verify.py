@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_policy.cli.failures import fail, one_line_errors
-from megatron_policy.cli.options import MAX_MEMORY, Config, MaxMemory, arguments_as_options
-from megatron_policy.cli.output import say
+from megatron_policy.cli.failures import fail, one_line, one_line_errors
+from megatron_policy.cli.options import MAX_MEMORY, AsJson, Config, MaxMemory, arguments_as_options
+from megatron_policy.cli.output import say, say_json
 from megatron_policy.cli.progress import transfer
 from megatron_policy.cli.sizes import show_size
+from megatron_policy.errors import CheckpointError
 
 if TYPE_CHECKING:
     from megatron_policy.checkpoint.manifest import CheckpointManifest
+    from megatron_policy.convert.compare import Comparison
 
 COMPLETE = "complete: every digest matches"
 
@@ -30,45 +33,76 @@ def verify(
     b: Annotated[str | None, typer.Argument(metavar="B", help="Another one.")] = None,
     max_memory: MaxMemory = MAX_MEMORY,  # type: ignore[assignment]
     config: Config = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compare a checkpoint with its own digests, or two checkpoints with each other.
 
     Two are compared tensor by tensor, in the Hugging Face names and shapes. Exits with 1 if a bit
     differs, and shows the first differences.
     """
-    with one_line_errors(), arguments_as_options():
+    with one_line_errors(as_json=as_json), arguments_as_options():
         if b is not None:
-            _compare(a, b, max_memory, config)
-            return
-        saved = _saved_at(a)
-        for line in _saved(saved) if saved else _converted(a, max_memory, config):
-            say(line)
-        say(COMPLETE)
+            found = _compared(a, b, max_memory, config)
+        else:
+            saved = _saved_at(a)
+            found = _saved(saved) if saved else _converted(a, max_memory, config)
+    if as_json:
+        say_json(found.data | {"error": found.error and one_line(found.error)})
+    for line in () if as_json else found.lines:
+        say(line)
+    if found.error is not None:
+        fail(found.error)
 
 
-def _compare(a: str, b: str, max_memory: int, config: Path | None) -> None:
+@dataclass(frozen=True)
+class Verified:
+    """What was found, in lines and as JSON, and what is wrong."""
+
+    lines: tuple[str, ...]
+    data: dict[str, Any]
+    error: str | None = None
+
+
+def _compared(a: str, b: str, max_memory: int, config: Path | None) -> Verified:
     from megatron_policy.convert import verify
 
     saved = [_saved_at(path) for path in (a, b)]
     for directory in filter(None, saved):
         contains = _verify_saved(directory).contains
         if "weights" not in contains:
-            fail(f"{directory} has no weights to compare, only {' + '.join(contains)}")
+            raise CheckpointError(
+                f"{directory} has no weights to compare, only {' + '.join(contains)}"
+            )
     left, right = (root or path for root, path in zip(saved, (a, b), strict=True))
     with transfer("compared") as tell:
         found = verify(left, right, max_memory=max_memory, progress=tell, config=config)
-    for difference in found.differences:
-        say(f"{difference.kind}: {difference.message}")
+    digests = [bool(root or has) for root, has in zip(saved, found.has_digests, strict=True)]
+    data = {
+        "a": a,
+        "b": b,
+        "equal": found.equal,
+        "tensors": found.tensors,
+        "bytes": found.nbytes,
+        "differences": [asdict(each) for each in found.differences],
+        "summary": found.summary,
+        "skipped": found.skipped,
+        "match_digests": digests,
+    }
     if not found.equal:
         kinds = ", ".join(f"{kind} {count}" for kind, count in found.summary.items())
-        fail(f"{a} and {b} differ: tensors by kind: {kinds}")
-    say(f"equal: {found.tensors} tensors, {show_size(found.nbytes)}")
+        lines = tuple(f"{each.kind}: {each.message}" for each in found.differences)
+        return Verified(lines, data, f"{a} and {b} differ: tensors by kind: {kinds}")
+    return Verified(tuple(_equal_lines(found, (a, b), digests)), data)
+
+
+def _equal_lines(found: Comparison, paths: Sequence[str], digests: Sequence[bool]) -> Iterator[str]:
+    yield f"equal: {found.tensors} tensors, {show_size(found.nbytes)}"
     if found.skipped:
         first, *more = found.skipped
         others = f" and {len(more)} more" if more else ""
-        say(f"in only one of them, and unused: {first}{others}")
-    for path, root, has in zip((a, b), saved, found.has_digests, strict=True):
-        say(f"{path} {'matches its digests' if root or has else 'has no digests'}")
+        yield f"in only one of them, and unused: {first}{others}"
+    for path, has in zip(paths, digests, strict=True):
+        yield f"{path} {'matches its digests' if has else 'has no digests'}"
 
 
 def _saved_at(path: str) -> Path | None:
@@ -85,30 +119,65 @@ def _verify_saved(root: Path) -> CheckpointManifest:
         return verifying.verify(root, tell)
 
 
-def _saved(root: Path) -> Iterator[str]:
+def _saved(root: Path) -> Verified:
     found = _verify_saved(root)
-    yield f"{root}: {found.family}, step {found.step}, {' + '.join(found.contains)}"
     versions = ", ".join(f"{name} {number}" for name, number in found.versions.items())
-    yield f"written by {versions.replace('_', '-')}"
-    sizes = (f"{name} {size}" for name, size in found.layout.items() if size is not None)
-    yield f"layout: {', '.join(sizes)}"
+    sizes = {name: size for name, size in found.layout.items() if size is not None}
     files = f"{len(found.records)} file{'s' * (len(found.records) != 1)}"
-    yield f"{len(found.tensors)} tensors, {show_size(found.nbytes)} in {files}"
+    lines = [
+        f"{root}: {found.family}, step {found.step}, {' + '.join(found.contains)}",
+        f"written by {versions.replace('_', '-')}",
+        f"layout: {', '.join(f'{name} {size}' for name, size in sizes.items())}",
+        f"{len(found.tensors)} tensors, {show_size(found.nbytes)} in {files}",
+    ]
     if found.optimizer_elsewhere:
         elsewhere = f"the optimizer state of save {found.id} is in another directory"
-        yield f"{elsewhere}: verify it separately"
+        lines.append(f"{elsewhere}: verify it separately")
+    data = {
+        "path": root,
+        "kind": "training",
+        "family": found.family,
+        "step": found.step,
+        "tensors": len(found.tensors),
+        "bytes": found.nbytes,
+        "complete": True,
+        "problems": [],
+        "contains": found.contains,
+        "layout": sizes,
+        "versions": found.versions,
+        "optimizer_elsewhere": found.optimizer_elsewhere,
+    }
+    return Verified((*lines, COMPLETE), data)
 
 
-def _converted(path: str, max_memory: int, config: Path | None) -> Iterator[str]:
+def _converted(path: str, max_memory: int, config: Path | None) -> Verified:
     from megatron_policy.convert import check
 
     with transfer("checked") as tell:
         found = check(path, max_memory=max_memory, progress=tell, config=config)
+    origin, step = found.manifest.origin, found.manifest.step
+    data = {
+        "path": found.root,
+        "kind": found.kind,
+        "family": origin["family"],
+        "step": step,
+        "tensors": found.tensors,
+        "bytes": found.nbytes,
+        "complete": not found.problems,
+        "problems": found.problems,
+        "origin": {key: origin[key] for key in ("package", "direction", "source")},
+    }
     if found.problems:
         listed = "".join(f"\n  {words}" for words in found.problems)
-        fail(f"{found.root} does not match its digests:{listed}")
-    origin, step = found.manifest.origin, found.manifest.step
+        return Verified((), data, f"{found.root} does not match its digests:{listed}")
     behind = "" if step is None else f"step {step}, "
     size = f"{found.tensors} tensors, {show_size(found.nbytes)}"
-    yield f"{found.root}: {origin['family']}, {found.kind}, {behind}{size}"
-    yield f"written by {origin['package']}, {origin['direction']}, from {origin['source']['path']}"
+    source = origin["source"]["path"]
+    return Verified(
+        (
+            f"{found.root}: {origin['family']}, {found.kind}, {behind}{size}",
+            f"written by {origin['package']}, {origin['direction']}, from {source}",
+            COMPLETE,
+        ),
+        data,
+    )

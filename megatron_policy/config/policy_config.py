@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_policy.config import yaml_file
 from megatron_policy.config.classify import classify
+from megatron_policy.config.composed import compose
 from megatron_policy.config.resolve import check, complete
+from megatron_policy.config.section import differing
 from megatron_policy.config.sections import PolicySection
 from megatron_policy.errors import ConfigError
 
@@ -34,6 +35,12 @@ class PolicyConfig(PolicySection):
     Create it with `parse` or `from_yaml`. It can be pickled, and
     `PolicyConfig.parse(config.model_dump())` restores it.
     """
+
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        """What differs from the defaults, and from what follows from the other keys."""
+        required = [name for name, info in type(self).model_fields.items() if info.is_required()]
+        bare = type(self)(**{name: getattr(self, name) for name in required})
+        return differing(self, complete(bare))
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any] | PolicyConfig) -> PolicyConfig:
@@ -63,20 +70,17 @@ class PolicyConfig(PolicySection):
         return config
 
     @classmethod
-    def from_yaml(cls, path: str | PathLike[str]) -> PolicyConfig:
-        """Parse the `policy` section of a YAML file, as in configs/; other sections are not read.
+    def from_yaml(cls, path: str | PathLike[str], overrides: Sequence[str] = ()) -> PolicyConfig:
+        """Parse a YAML file: its section `policy`, as in configs/ and in files of NeMo RL, whose
+        other sections are not read, or the section's keys alone.
 
-        Raises ConfigError, also for what only the host resolves (`defaults`, `${...}`).
+        `overrides` are like "megatron_cfg.tensor_model_parallel_size=2". `defaults` and `${...}`
+        need OmegaConf. ConfigError for what `parse` refuses, and for a file that is neither.
         """
-        file = Path(path)
-        document = yaml_file.load(file)
-        if not isinstance(document, Mapping) or not isinstance(document.get("policy"), Mapping):
-            raise ConfigError(f"{file} has no section `policy`; see configs/ for examples")
-        unresolved = list(_interpolations(document["policy"], "policy"))
-        if "defaults" in document or unresolved:
-            what = f"{unresolved[0]} is an interpolation" if unresolved else "it has `defaults`"
-            raise ConfigError(f"{file}: {what}, which only the host resolves; write the values out")
-        return cls.parse(document["policy"])
+        composed = compose(Path(path), overrides)
+        if composed.others:
+            _log.info("%s: sections that are not read: %s", path, ", ".join(composed.others))
+        return cls.parse(composed.policy)
 
 
 def ignored_keys(raw: Mapping[str, Any]) -> dict[str, str]:
@@ -103,15 +107,3 @@ def _shown(value: Any) -> str:
         return _SHORT.repr(value)
     except ValueError:  # an integer with more digits than Python converts
         return f"a {type(value).__name__} too long to write"
-
-
-def _interpolations(value: Any, path: str) -> Iterator[str]:
-    """Paths of strings with an unresolved `${...}`."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _interpolations(item, f"{path}.{key}")
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _interpolations(item, f"{path}[{index}]")
-    elif isinstance(value, str) and "${" in value:
-        yield path

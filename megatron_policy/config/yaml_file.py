@@ -10,23 +10,26 @@ from typing import Any
 
 import yaml
 
+from megatron_policy.converters.files.nearby import names_in, nearest
 from megatron_policy.errors import ConfigError
 
 MAX_BYTES = 2**18
 """Limit for a file; a configuration has a few thousand."""
 MAX_DEPTH = 50
+_ENDINGS = (".yaml", ".yml")
+_SHOWN = 10
 MAX_VALUES = 100_000
 """Limit for a document, with all aliases expanded."""
 
 
 def load(path: Path) -> Any:
     """The document in the file; ConfigError saying what is wrong with it."""
-    if not path.is_file():
-        raise ConfigError(f"there is no configuration file {path}")
-    if path.stat().st_size > MAX_BYTES:
-        raise ConfigError(f"{path} has more than {MAX_BYTES} bytes: it is not a configuration")
     try:
-        loader = yaml.SafeLoader(path.read_bytes())
+        content = _content(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        loader = yaml.SafeLoader(content)
         try:
             node = loader.get_single_node()
             if node is None:
@@ -37,12 +40,34 @@ def load(path: Path) -> Any:
             loader.dispose()
     except RecursionError as error:
         raise ConfigError(f"{path}: its values are nested too deeply") from error
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, ArithmeticError, LookupError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     except (AttributeError, TypeError) as error:  # from PyYAML: values that do not fit their tags
         raise ConfigError(f"{path} is not valid YAML: a value is not what its tag says") from error
+
+
+def _content(path: Path) -> bytes:
+    if not path.is_file():
+        raise ConfigError(_missing(path))
+    if path.stat().st_size > MAX_BYTES:
+        raise ConfigError(f"{path} has more than {MAX_BYTES} bytes: it is not a configuration")
+    return path.read_bytes()
+
+
+def _missing(path: Path) -> str:
+    if path.is_dir():
+        names = names_in(path, directories=False)
+        if "config.json" in names:
+            return (
+                f"{path} is a model's directory, not a configuration file: a configuration has it "
+                "as `model_name`, and `megatron-policy plan` takes it after --model"
+            )
+        found = [each for each in names if each.endswith(_ENDINGS)]
+        has = f"it has {', '.join(found[:_SHOWN])}" if found else "it has no YAML files"
+        return f"{path} is a directory, not a configuration file: {has}"
+    near = nearest(path, directory=False)
+    hint = "" if near == path else f": did you mean {near}?"
+    return f"there is no configuration file {path}{hint}"
 
 
 def _check(root: yaml.Node) -> None:

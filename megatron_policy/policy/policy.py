@@ -14,6 +14,7 @@ import torch
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.checkpoint.report import LoadReport, SaveReport
 from megatron_policy.config import PolicyConfig
+from megatron_policy.config.described import described
 from megatron_policy.config.parallel_sizes import Engine, engine_of
 from megatron_policy.interfaces.engine import EngineBuilder
 from megatron_policy.interfaces.loss import LossFunction
@@ -39,6 +40,7 @@ from megatron_policy.training import step
 from megatron_policy.training.accumulate import GradientAccumulator
 from megatron_policy.training.batching import batcher_of
 from megatron_policy.training.checks import check_head
+from megatron_policy.training.dry_run import DryRun, dry_run
 from megatron_policy.training.pieces import StepPieces
 from megatron_policy.training.scoring import Scorer
 from megatron_policy.training.temperature import with_temperature
@@ -108,6 +110,13 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring):
         self.steps = 0 if self.loaded is None else self.loaded.step
         self._start_monitoring(all_writers)
 
+    def __repr__(self) -> str:
+        if not hasattr(self, "steps"):
+            return f"{type(self).__name__}(not started)"
+        what = described(self.config, self._engine.table, self.topology)
+        where = f"rank {self.rank} of {self.topology.world_size}"
+        return f"{type(self).__name__}({what}, {where}, step {self.steps})"
+
     @property
     def groups(self) -> Groups:
         """The process groups that this rank belongs to."""
@@ -146,6 +155,23 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring):
         given = with_temperature(data, temperature)
         result = step.train(self.pieces, given, loss_fn, *sizes, eval_mode=eval_mode)
         return self._trained(result, eval_mode)
+
+    def dry_run(
+        self,
+        data: BatchedDataDict,
+        loss_fn: LossFunction,
+        *,
+        temperature: float | torch.Tensor | None = None,
+    ) -> DryRun:
+        """Try a loss on the first rows of `data`, in the form `train` takes, before training.
+
+        Returns what the loss was given and what it returned, its gradient, and warnings about what
+        training relies on. Nothing of the policy changes: weights, gradients, random numbers and
+        steps are those before. Errors are those of `train`.
+        """
+        self.memory.ready("dry_run()")
+        given = with_temperature(data, temperature)
+        return dry_run(self._engine, self._batcher, given, loss_fn)
 
     def _step_taken(self) -> None:
         self._session.state.take_step()

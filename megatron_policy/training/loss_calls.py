@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,9 +24,8 @@ from megatron_policy.training.checks import wrong_metric
 _CONTRACT = "a loss returns (scalar tensor, dict of metrics)"
 _FRAMES = 20
 _TORCH = str(Path(torch.__file__).parent)
-_CALLERS = {
-    str(Path(__file__).with_name(name)) for name in ("loss_calls.py", "losses.py", "pieces.py")
-}
+_OURS = ("dry_run.py", "loss_calls.py", "losses.py", "pieces.py")
+_CALLERS = {str(Path(__file__).with_name(name)) for name in _OURS}
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,9 @@ class Call:
         except Exception as error:
             cause: Exception | None = error
             wrong = raised(name, error)
+            if isinstance(error, KeyError):
+                has = ", ".join(sorted(map(str, self.data)))
+                wrong = replace(wrong, what=f"{wrong.what}; the data have {has},")
         else:
             cause, what = None, self._broken(found, before | _nodes(self.given))
             if not what:

@@ -97,11 +97,13 @@ def evaluate_loss(
     sequences, tokens = counts.sequences.clamp(min=1), counts.tokens.clamp(min=1)
     kind = loss_kind(loss_fn)
     calls = []
-    for data, given, arguments in _inputs(loss_fn, kind, output, vocab_size, groups):
+    for data, given, arguments in loss_inputs(loss_fn, kind, output, vocab_size, groups):
         common = {"global_valid_seqs": sequences, "global_valid_toks": tokens}
-        call = Call(loss_fn, data, given, partial(_call, loss_fn, kind, data, arguments, common))
+        call = Call(
+            loss_fn, data, given, partial(call_loss, loss_fn, kind, data, arguments, common)
+        )
         calls.append(call.result(faults))
-    value, metrics = _added(calls)
+    value, metrics = added(calls)
     return carried(value, [output.hidden_TRD]), metrics
 
 
@@ -130,7 +132,7 @@ def further_losses(
     return output.mtp.loss_factor * torch.stack(losses).mean(), names
 
 
-def _inputs(
+def loss_inputs(
     loss_fn: LossFunction, kind: str | None, output: Output, vocab_size: int, groups: Groups
 ) -> Iterator[tuple[BatchedDataDict, list[torch.Tensor], dict[str, Any]]]:
     """For each call: the rows, the tensors the loss differentiates, and its other arguments."""
@@ -173,13 +175,14 @@ def _numbers(kind: str | None, output: Output, head: ScalarHead) -> tuple[str, t
     return "values", values_BS
 
 
-def _call(
+def call_loss(
     loss_fn: LossFunction,
     kind: str | None,
     data: BatchedDataDict,
     arguments: Mapping[str, Any],
     counts: Mapping[str, torch.Tensor],
 ) -> Any:
+    """Call a loss in the form of its kind with one of its `loss_inputs`."""
     if kind is not None:
         return loss_fn(data=data, **counts, **arguments)
     named = dict(arguments)
@@ -208,7 +211,7 @@ def _scores(loss_fn: LossFunction, output: Output) -> dict[str, torch.Tensor | N
     return found | {"next_token_entropy": entropy} if with_entropy else found
 
 
-def _added(calls: Sequence[tuple[torch.Tensor, Metrics]]) -> tuple[torch.Tensor, Metrics]:
+def added(calls: Sequence[tuple[torch.Tensor, Metrics]]) -> tuple[torch.Tensor, Metrics]:
     """Combine the results for a microbatch's sequences into one."""
     if len(calls) == 1:
         return calls[0]

@@ -138,7 +138,7 @@ def as_documented(config: dict[str, Any]) -> tuple[float, float]:
     rows = DATA.select_indices(range(4))
     with open_policy(config, init_reference_model=False) as policy:
         made = {"policy": policy, "data": rows, "count": loss_mask(rows).sum(), "samples": 4}
-        exec(python_blocks("docs/losses.md")[3], made)
+        exec(python_blocks("docs/losses.md")[4], made)
         assert [own for own, _ in made["kept"]] == [(0, 3), (1, 2)] and made["lr"] > 0
     with open_policy(config, init_reference_model=False) as policy:
         whole = BatchedDataDict(rows, sample_mask=torch.ones(4))

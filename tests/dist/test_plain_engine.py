@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.config.described import count
 from megatron_policy.refit.transports.disk import HfDirectory
 from tests import oracle, plain_engine
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, policy_config
@@ -45,7 +46,7 @@ def trained(config: dict[str, Any], loss: str, folder: str) -> dict[str, Any]:
             policy.train(data().get_batch(step, GLOBAL_BATCH), LOSSES[loss](), mbs=2)
             for step in range(2)
         ]
-        seen["logprobs"] = policy.logprobs(texts)
+        seen["logprobs"], seen["shown"] = policy.logprobs(texts), repr(policy)
         seen["reference"] = policy.reference_logprobs(texts)
         policy.export_hf(f"{folder}/exported")
         policy.refit(HfDirectory(f"{folder}/refit", config["model_name"]))
@@ -76,6 +77,10 @@ def test_training_reading_and_export_equal_hf(
     (seen,) = ranks.run(1, trained, config, loss, str(tmp_path))
     learned = oracle.Learned.of(path, data(), GLOBAL_BATCH, LOSS_OF[loss])
     learned.assert_same_steps(seen["steps"])
+    size = sum(parameter.numel() for parameter in load_hf(path, torch.float32).parameters())
+    layout = "tp 1 x cp 1 x pp 1 x dp 1, float32, rank 0 of 1, step 2"
+    family = json.loads((path / "config.json").read_text())["model_type"]
+    assert seen["shown"] == f"MegatronPolicy({family} {count(size)}, {layout})"
     tokens = data()["input_ids"]
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert exported.keys() == load_file(tmp_path / "refit" / "model.safetensors").keys()

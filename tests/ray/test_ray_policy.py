@@ -13,7 +13,7 @@ import torch
 
 from megatron_policy import MegatronPolicyWorker, Policy
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.errors import BatchError, ConfigError, ExportError
+from megatron_policy.errors import BatchError, ConfigError, ExportError, LossError
 from megatron_policy.workers import RayVirtualCluster
 from tests.fork_server import PLAIN
 from tests.losses import TokenNLL
@@ -53,6 +53,16 @@ def test_batches_that_do_not_divide_are_refused_and_the_policy_goes_on(untrained
     with pytest.raises(ConfigError, match="make gbs a multiple of 8"):
         evaluate(8, mbs=4)
     assert evaluate(8, gbs=8).shape == (1,)
+
+
+def test_a_dry_run_names_the_callers_rows_and_a_key_that_is_missing(untrained: Policy) -> None:
+    data = batch(rows=8)
+    data["sample_mask"][:3] = 0
+    found = untrained.dry_run(data, TokenNLL())
+    assert found.rows == (4, 6) and not found.warnings and found.loss > 0
+    del data["token_mask"]
+    with pytest.raises(LossError, match=r"KeyError: 'token_mask' .* the data have input_ids"):
+        untrained.dry_run(data, TokenNLL())
 
 
 def test_data_that_do_not_fit_are_refused_by_the_callers_row_and_the_policy_goes_on(
@@ -102,6 +112,8 @@ def test_a_policy_without_optimizer_refuses_to_train(untrained: Policy) -> None:
 
 
 def test_workers_tell_about_themselves(untrained: Policy) -> None:
+    said = repr(untrained)
+    assert said.startswith("Policy(qwen2 ") and said.endswith("pp 1 x dp 2, float32, driver)")
     group = untrained.worker_group
     assert group.run_all("is_alive") == [True, True]
     assert len(set(group.run_all("report_device_id"))) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 import megatron_policy
 from megatron_policy.cli import app
-from megatron_policy.cli.inspect_config import _legal_world_sizes, _listed
+from megatron_policy.cli.config_report import legal_world_sizes, listed
 from megatron_policy.config import PolicyConfig
 
 
@@ -117,9 +118,45 @@ def test_of_many_ranks_that_fit_only_the_first_are_looked_for() -> None:
         "train_micro_batch_size": 1,
         "megatron_cfg": {"enabled": True},
     }
-    asked = _legal_world_sizes(PolicyConfig.parse(policy))
-    assert _listed(asked) == "1, 2, 4, 5, 8, 10, 16, 20, ..."
+    asked = legal_world_sizes(PolicyConfig.parse(policy))
+    assert listed(asked) == "1, 2, 4, 5, 8, 10, 16, 20, ..."
     assert next(asked) == 32
+
+
+def test_overrides_change_what_is_inspected_and_planned(checkpoint, tmp_path) -> None:
+    file = write(tmp_path, checkpoint("qwen2"))
+    code, said = run("inspect-config", file, "megatron_cfg.tensor_model_parallel_size=2")
+    assert code == 0 and "2 = pp=1 x dp=1 x cp=1 x tp=2" in said, said
+    code, said = run("plan", file, "megatron_cfg.tensor_model_parallel_size=2", "--gpus", "2")
+    assert code == 0 and "tp 2 x cp 1 x dp 1 x pp 1" in said, said
+    code, said = run("plan", "--model", str(checkpoint("qwen2")), "--gpus", "2", file)
+    assert code == 2 and "--model cannot be given with a CONFIG" in said
+
+
+def test_other_sections_of_a_whole_file_are_named_as_not_read(checkpoint, tmp_path) -> None:
+    file = Path(write(tmp_path, checkpoint("qwen2")))
+    file.write_text(f"grpo: {{}}\ndata: {{}}\n{file.read_text()}")
+    code, said = run("inspect-config", str(file))
+    assert code == 0 and "not read the file's other sections: grpo, data" in said, said
+
+
+def completions(*words: str) -> list[str]:
+    """What the shell's script gets to complete the last of these words with."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from megatron_policy.cli import app; app(prog_name='m')"],
+        cwd=Path(megatron_policy.__file__).parents[1],
+        env=os.environ
+        | {"_M_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(("m", *words))}
+        | {"COMP_CWORD": str(len(words))},
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.split()
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    assert completions("ins") == ["inspect", "inspect-config"]
+    assert completions("plan", "--re") == ["--refit", "--recompute"]
 
 
 def test_the_package_is_a_command_of_its_own() -> None:

@@ -532,3 +532,22 @@ def test_a_schedule_is_refused_exactly_where_megatron_core_refuses_it(
     except AssertionError:
         theirs = None
     assert (parsed is None) == (theirs is None)
+
+
+def test_a_configuration_shows_what_differs_from_the_defaults_and_no_secrets() -> None:
+    raw = {
+        "model_name": "m",
+        "train_global_batch_size": 8,
+        "train_micro_batch_size": 2,
+        "max_grad_norm": 2.0,
+        "megatron_cfg": {"enabled": True, "env_vars": {"HF_TOKEN": "secret"}},
+    }
+    config = PolicyConfig.parse(raw)
+    shown = (
+        "model_name='m', train_global_batch_size=8, train_micro_batch_size=2, max_grad_norm=2.0, "
+        "megatron_cfg=MegatronConfig(enabled=True, env_vars={'HF_TOKEN': '...'}, "
+        "optimizer=MegatronOptimizerConfig(clip_grad=2.0))"
+    )
+    assert repr(config) == f"PolicyConfig({shown})"
+    assert "secret" not in f"{config} {config.megatron_cfg!r} {config.megatron_cfg}"
+    assert config.megatron_cfg.env_vars == {"HF_TOKEN": "secret"}

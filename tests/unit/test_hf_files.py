@@ -196,6 +196,23 @@ def test_a_model_that_is_nowhere_is_refused_by_name(tmp_path: Path) -> None:
             ask(nowhere)
 
 
+def test_what_is_no_model_is_answered_with_what_was_meant(tmp_path: Path) -> None:
+    (tmp_path / "run" / "policy").mkdir(parents=True)
+    (tmp_path / "run" / "grpo.yaml").write_text("")
+    with pytest.raises(
+        ConfigError, match=r"run has no config\.json: .* but has grpo\.yaml, policy"
+    ):
+        read_config(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"but a file: `megatron-policy inspect-config` reads"):
+        locate(tmp_path / "run" / "grpo.yaml")
+    (tmp_path / "run" / "config.json").write_text("{}")
+    (tmp_path / "run" / "model.safetensors").write_text("")
+    with pytest.raises(ConfigError, match=r"but a file: give its directory, .*run$"):
+        locate(tmp_path / "run" / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"did you mean '.*run/config\.json'"):
+        locate(tmp_path / "run" / "config.jsn")
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import OfflineModeIsEnabled
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -419,6 +420,7 @@ def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(monkeypatch: Any) 
 
     for name in ("snapshot_download", "hf_hub_download"):
         monkeypatch.setattr(huggingface_hub, name, asked)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", asked)
     for path in (
         "/no/such/dir",
         "./no/such",
@@ -432,6 +434,53 @@ def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(monkeypatch: Any) 
             read_config(path)
     with pytest.raises(AssertionError, match="asked"):
         read_config("org/name")
+
+
+def test_a_typo_in_a_path_is_answered_with_the_nearest_directory_and_without_the_hub(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    import huggingface_hub
+
+    def asked(*arguments: Any, **settings: Any) -> Any:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", asked)
+    (tmp_path / "outputs" / "run1").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for typo, said in (
+        ("output", "did you mean 'outputs'"),
+        ("output/run1", "did you mean 'outputs/run1'"),
+        ("outputs/run2", "did you mean 'outputs/run1'"),
+        ("./output/run1/x", "did you mean 'outputs'"),
+        ("other", "this directory has outputs. A hub repository is named owner/name"),
+        ("a/b/c", "there is no a/b"),
+    ):
+        with pytest.raises(ConfigError, match=f"{typo}' is not a directory.*{said}"):
+            locate(typo)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ConnectionError("no route"), r"the hub cannot be asked \(no route\)"),
+        (OfflineModeIsEnabled("off"), "HF_HUB_OFFLINE forbids"),
+    ],
+)
+def test_a_hub_that_does_not_answer_is_asked_once(
+    monkeypatch: Any, error: Exception, said: str
+) -> None:
+    import huggingface_hub
+
+    times: list[float] = []
+
+    def asked(self: object, name: str, *, timeout: float) -> Any:
+        times.append(timeout)
+        raise error
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", asked)
+    with pytest.raises(ConfigError, match=f"'an-owner/a-name'.*{said}"):
+        locate("an-owner/a-name")
+    assert len(times) == 1 and 0 < times[0] <= 30
 
 
 def test_a_repository_in_the_cache_is_found_beside_a_directory_of_its_owners_name(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, Qwen2Config
 
 from examples.quickstart.checkpoint import train_tokenizer
 from examples.quickstart.codec import Codec, with_masks
+from examples.quickstart.demo import tokenizer_of
 from examples.quickstart.display import sparkline
 from examples.quickstart.grpo import group_advantages
 from examples.quickstart.plot import smoothed
@@ -21,6 +23,7 @@ from examples.quickstart.verify import Comparison
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import topology_of
+from megatron_policy.errors import ConfigError
 
 PROBLEM = Problem(("d", "b", "e", "a", "c"))
 
@@ -74,6 +77,16 @@ def test_a_seed_decides_the_problems_and_their_demonstrations() -> None:
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
     return train_tokenizer(p.prompt + p.answer for p in Problems(seed=0).held_out)
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused_with_what_to_copy(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(Qwen2Config().to_json_string())
+    with pytest.raises(ConfigError, match=r"has no tokenizer.*copy tokenizer\.json.*--model"):
+        tokenizer_of(str(tmp_path))
+    tokenizer.save_pretrained(tmp_path)
+    assert tokenizer_of(str(tmp_path)).eos_token == tokenizer.eos_token
 
 
 def test_the_tokenizer_has_one_token_for_each_letter(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
+from megatron_policy.config.described import described
 from megatron_policy.config.layout import check_layout, topology_of
 from megatron_policy.config.model_table import check_reference, model_table
 from megatron_policy.config.parallel_sizes import env_vars_of
@@ -35,6 +37,7 @@ from megatron_policy.workers.profiling import DriverProfiling
 
 if TYPE_CHECKING:
     from megatron_policy.interfaces import LossFunction
+    from megatron_policy.training.dry_run import DryRun
 
 PathLike = str | os.PathLike[str]
 
@@ -99,6 +102,7 @@ class Policy(
         self.topology = topology_of(self.config, cluster.size_of(workers_per_node))
         check_layout(self.config, architecture, self.topology)
         self._dispatcher = BatchDispatcher.of(self.config, self.topology, architecture)
+        self._described = described(self.config, table, self.topology)
         check_device(self.config, cluster.use_gpus)
         self._workers = WorkerGroup(
             cluster,
@@ -120,6 +124,10 @@ class Policy(
         )
         self._refit_secret = new_secret()
         self._start_monitoring(None if weights_path is None else self.get_load_report())
+
+    def __repr__(self) -> str:
+        what = getattr(self, "_described", "not started")
+        return f"{type(self).__name__}({what}, driver)"
 
     @property
     def worker_group(self) -> WorkerGroup:
@@ -149,6 +157,12 @@ class Policy(
         options = {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs}
         result = merged_training(self._workers.run_sharded("train", data=shards, **options))
         return self._trained(result, eval_mode)
+
+    def dry_run(self, data: Mapping[str, Any], loss_fn: LossFunction) -> DryRun:
+        """Try a loss on the first rows of `data` before training; see `MegatronPolicy.dry_run`."""
+        few, rows = self._dispatcher.to_dry_run(_batch(data), loss_fn)
+        found: DryRun = self._workers.run_all("dry_run", data=few, loss_fn=loss_fn)[0]
+        return replace(found, rows=tuple(rows))
 
     def get_logprobs(
         self, data: Mapping[str, Any], return_routed_experts: bool = False

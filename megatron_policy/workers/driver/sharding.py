@@ -29,6 +29,7 @@ from megatron_policy.training.checks import (
     checked_prompts,
     for_loss,
 )
+from megatron_policy.training.dry_run import first_groups
 from megatron_policy.training.longest import Longest
 from megatron_policy.training.loss_checks import check_loss
 from megatron_policy.training.replay import Replay, RouterReplay
@@ -97,16 +98,34 @@ class BatchDispatcher:
         _refuse_plan(data)
         check_sizes(gbs, mbs)
         training = for_loss(self.training, loss_fn)
-        data = check_training_data(data, self.vocab_size, training)
-        self.longest.check(data)
-        data = self.replay.prepared(data)
-        check_loss_inputs(loss_fn, data, self.vocab_size)
+        data = self._checked(data, loss_fn, training)
         check_loss(loss_fn, self.head)
         if training.kind == "padded":
             training.check_whole_groups(mbs, f"mbs={mbs}")
             return training_shards(data, self.topology.dp, gbs, mbs)
         lengths = checked_lengths(data, training)
         return planned_shards(data, lengths, training, self.topology, self.cost, gbs).shards
+
+    def _checked(
+        self, data: BatchedDataDict, loss_fn: LossFunction, training: Batching
+    ) -> BatchedDataDict:
+        data = check_training_data(data, self.vocab_size, training)
+        self.longest.check(data)
+        data = self.replay.prepared(data)
+        check_loss_inputs(loss_fn, data, self.vocab_size)
+        return data
+
+    def to_dry_run(
+        self, data: BatchedDataDict, loss_fn: LossFunction
+    ) -> tuple[BatchedDataDict, list[int]]:
+        """The rows on which every rank tries a loss, and their numbers; BatchError naming invalid
+        data.
+        """
+        _refuse_plan(data)
+        checked = self._checked(data, loss_fn, for_loss(self.training, loss_fn))
+        check_loss(loss_fn, self.head)
+        rows = first_groups(checked, loss_fn)
+        return checked.select_indices(rows), rows
 
     def to_train_part(
         self, data: BatchedDataDict, loss_fn: LossFunction, mbs: int
@@ -116,10 +135,7 @@ class BatchDispatcher:
         """
         _refuse_plan(data)
         training = for_loss(self.training, loss_fn)
-        data = check_training_data(data, self.vocab_size, training)
-        self.longest.check(data)
-        data = self.replay.prepared(data)
-        check_loss_inputs(loss_fn, data, self.vocab_size)
+        data = self._checked(data, loss_fn, training)
         if training.kind == "padded":
             training.check_whole_groups(mbs, f"mbs={mbs}")
             return part_shards(data, self.topology.dp, mbs)

@@ -32,6 +32,7 @@ from megatron_policy.workers.worker.refit import WorkerRefit
 
 if TYPE_CHECKING:
     from megatron_policy.interfaces import LossFunction
+    from megatron_policy.training.dry_run import DryRun
 
 NOISE_STD = 0.01
 
@@ -132,6 +133,10 @@ class MegatronPolicyWorkerImpl(
     ) -> dict[str, Any]:
         """Train (or evaluate) on this rank's shard; see `MegatronPolicy.train` for the result."""
         return self.policy.train(_batch(data), loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
+
+    def dry_run(self, data: Mapping[str, Any], loss_fn: LossFunction) -> DryRun:
+        """Try a loss on the first rows; see `MegatronPolicy.dry_run`."""
+        return self.policy.dry_run(_batch(data), loss_fn)
 
     def get_logprobs(
         self,

@@ -1,0 +1,206 @@
+"""Composes the policy's section of a YAML file: the files that it inherits from, overrides, and
+interpolations, as NeMo RL does. OmegaConf, where installed, merges and resolves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_policy.config import yaml_file
+from megatron_policy.config.keys import KEYS
+from megatron_policy.errors import ConfigError
+
+MAX_FILES = 50
+"""Limit for the files that one configuration inherits from."""
+_SHOWN = 10
+POLICY, DEFAULTS, REPLACES = "policy", "defaults", "_override_"
+_RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "max": lambda a, b: max(a, b),
+}
+"""NeMo RL's own, which its configurations call as `${mul:2,3}`."""
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A policy's section with all values, and the names of the file's other sections."""
+
+    policy: Mapping[str, Any]
+    others: tuple[str, ...] = ()
+
+
+def compose(path: Path, overrides: Sequence[str] = ()) -> Composed:
+    """The section `policy` of the file, or all of a file that has the policy's keys at its top,
+    with `overrides` such as "megatron_cfg.tensor_model_parallel_size=2".
+
+    ConfigError for a file that has neither, or that needs OmegaConf where it is not installed.
+    """
+    document = _inherited(path)
+    if POLICY not in document and "model_name" in document:
+        document = {POLICY: document}
+    if POLICY not in document:
+        raise ConfigError(_without_policy(path, document))
+    if not isinstance(document[POLICY], dict):
+        given = type(document[POLICY]).__name__
+        raise ConfigError(f"{path} has no section `policy`: its `policy` is a {given}, not keys")
+    for override in overrides:
+        _override(document, override)
+    policy = document[POLICY]
+    if (found := next(_interpolations(policy, POLICY), None)) is not None:
+        policy = _resolved(path, document, POLICY, found)
+    return Composed(policy, tuple(name for name in document if name != POLICY))
+
+
+def _without_policy(path: Path, document: Mapping[str, Any]) -> str:
+    names = [f"{name!s:.40}" for name in document]
+    has = ", ".join(names[:_SHOWN]) + " and others" * (len(names) > _SHOWN) if names else "nothing"
+    return (
+        f"{path} has no section `policy`, as files of NeMo RL have, nor a `model_name` at its top, "
+        f"as the section alone has: it has {has}. See configs/ for examples"
+    )
+
+
+def _inherited(path: Path) -> dict[str, Any]:
+    """The document in the file, merged over those that its `defaults` name."""
+    count = 0
+
+    def read(file: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+        nonlocal count
+        count += 1
+        if count > MAX_FILES:
+            raise ConfigError(f"{path} inherits from more than {MAX_FILES} files")
+        document = yaml_file.load(file)
+        document = {} if document is None else document
+        if not isinstance(document, dict):
+            kind = type(document).__name__
+            raise ConfigError(f"{file} has no section `policy`: it is a {kind}, not sections")
+        if DEFAULTS not in document:
+            return document
+        parents = []
+        for parent in _parents(file, document):
+            if parent.resolve() in above:
+                raise ConfigError(f"{file}: its `defaults` lead back to {parent}")
+            parents.append(read(parent, (*above, parent.resolve())))
+        own = {name: value for name, value in document.items() if name != DEFAULTS}
+        return _merged(file, [*parents, own])
+
+    return read(path, (path.resolve(),))
+
+
+def _parents(file: Path, document: Mapping[str, Any]) -> list[Path]:
+    """The files in `defaults`, which are relative to the file."""
+    names = document[DEFAULTS]
+    if (found := next(_interpolations(names, DEFAULTS), None)) is not None:
+        names = _resolved(file, document, DEFAULTS, found)
+    parents = [file.parent / str(name) for name in ([names] if isinstance(names, str) else names)]
+    for parent in parents:
+        if not parent.is_file():
+            raise ConfigError(f"{file}: its `defaults` name {parent}, which is not there")
+    return parents
+
+
+def _override(document: dict[str, Any], text: str) -> None:
+    """Set what `KEY=VALUE` says, in the section `policy` unless KEY begins with another's name."""
+    key, equals, value = text.partition("=")
+    parts = key.strip().lstrip("+").split(".")
+    if not equals or not all(parts):
+        raise ConfigError(
+            f"the override {text!r} is not KEY=VALUE, as in "
+            "megatron_cfg.tensor_model_parallel_size=2"
+        )
+    if parts[0] in KEYS or parts[0] not in document:
+        parts.insert(0, POLICY)
+    section = document
+    for depth, part in enumerate(parts[:-1], 1):
+        below = section.get(part)
+        if below is not None and not isinstance(below, dict):
+            where = ".".join(parts[:depth])
+            raise ConfigError(
+                f"the override {text!r}: {where} is {below!r:.40}, not a section of keys"
+            )
+        section[part] = dict(below or {})  # an alias in YAML is one object in two places
+        section = section[part]
+    try:
+        section[parts[-1]] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the override {text!r}: its value is not valid YAML: {error}") from error
+
+
+def _interpolations(value: Any, path: str) -> Iterator[str]:
+    """Paths of strings with a `${...}`."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _interpolations(item, f"{path}.{key}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _interpolations(item, f"{path}[{index}]")
+    elif isinstance(value, str) and "${" in value:
+        yield path
+
+
+def _merged(file: Path, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Each document over those before it; a section with `_override_` in place of theirs."""
+    config = _omegaconf(file, "it has `defaults`")
+    with _naming(file):
+        whole = config.create({})
+        for document in documents:
+            own = dict(document)
+            for name, section in document.items():
+                if isinstance(section, Mapping) and section.get(REPLACES):
+                    own[name] = {key: each for key, each in section.items() if key != REPLACES}
+                    whole.pop(name, None)
+            whole = config.merge(whole, config.create(own))
+        found: dict[str, Any] = config.to_container(whole, resolve=False)
+    return found
+
+
+def _resolved(file: Path, document: Mapping[str, Any], section: str, path: str) -> Any:
+    """A section of the document, of which `path` is an interpolation, with the values of all."""
+    config = _omegaconf(file, f"{path} is an interpolation")
+    with _naming(file):
+        found = config.create(dict(document))[section]
+        return config.to_container(found, resolve=True) if config.is_config(found) else found
+
+
+def _omegaconf(file: Path, why: str) -> Any:
+    """OmegaConf, with the resolvers of NeMo RL; ConfigError if it is not installed."""
+    try:
+        from omegaconf import OmegaConf
+    except ImportError as error:
+        raise ConfigError(
+            f"{file}: {why}, which OmegaConf resolves: pip install omegaconf, or write the "
+            "values out"
+        ) from error
+    # Newer releases have renamed it.
+    register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
+    for name, function in _RESOLVERS.items():
+        if not OmegaConf.has_resolver(name):
+            register(name, function)
+    return OmegaConf
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Turn what OmegaConf raises into a ConfigError that names the file and the key."""
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        yield
+    except OmegaConfBaseException as error:
+        what, *more = str(error).splitlines() or [""]
+        keys = [line.partition(":")[2] for line in more if line.strip().startswith("full_key:")]
+        if "Environment variable" in what:
+            what += ": set it before"
+        where = "".join(f"{key}:" for key in keys if key.strip())
+        raise ConfigError(f"{file}:{where} {what}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{file}: an interpolation leads back to itself") from error

@@ -1,0 +1,306 @@
+"""A loss tried on a few rows before training: what it is given and returns, and whether it keeps to
+what training relies on.
+
+Everything is computed from one forward pass over a few rows, in evaluation mode, and from what a
+loss is given backwards: no gradient of the model is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.device import to_device
+from megatron_policy.interfaces.engine import TrainingEngine
+from megatron_policy.interfaces.loss import LossFunction, LossType
+from megatron_policy.lm_head.output import Output
+from megatron_policy.packing.microbatch import counted
+from megatron_policy.training.batching import Batcher
+from megatron_policy.training.callbacks import raise_callbacks_errors
+from megatron_policy.training.checks import (
+    check_loss_inputs,
+    check_training_data,
+    loss_kind,
+    rows_per_group,
+)
+from megatron_policy.training.loss_calls import Call, Wrong, name_of
+from megatron_policy.training.loss_checks import check_loss
+from megatron_policy.training.losses import (
+    ValidCounts,
+    added,
+    call_loss,
+    loss_inputs,
+    own_counts,
+    plain_metrics,
+)
+from megatron_policy.training.optimizer_step import UNCHANGED
+from megatron_policy.training.rollback import Rollback
+from megatron_policy.training.sync_microbatches import prepared_together
+
+CLOSE = 1e-3
+"""Gradients of the same rows that differ by more, relative to the largest, differ on purpose: they
+are fp32 and made from the same numbers.
+"""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a loss made of a few rows of this replica's data; `print` shows it as text.
+
+    `inputs` has dtype and shape of all that the loss was given, `gradients` the norm of the loss's
+    gradient with respect to each input that has one. `warnings` say what training relies on and
+    this loss does not keep; none is expected.
+    """
+
+    rows: tuple[int, ...]
+    tokens: int
+    """Next tokens that count in these rows."""
+    loss: float
+    metrics: Mapping[str, Any]
+    inputs: Mapping[str, str]
+    gradients: Mapping[str, float]
+    warnings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rows = ", ".join(map(str, self.rows))
+        lines = [f"dry run on rows {rows}: loss {self.loss:.6g}, {self.tokens} tokens count"]
+        lines += [f"  given {name}: {shape}" for name, shape in self.inputs.items()]
+        lines += [f"  metric {name}: {value}" for name, value in self.metrics.items()]
+        lines += [f"  gradient of {name}: norm {n:.3g}" for name, n in self.gradients.items()]
+        lines += [f"  warning: {warning}" for warning in self.warnings]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Evaluated:
+    """A call of the loss: its value, its metrics, its gradient with respect to each input, and what
+    is wrong. `failed` is whether it raised or broke its contract.
+    """
+
+    value: torch.Tensor
+    metrics: Mapping[str, Any]
+    gradients: Mapping[str, torch.Tensor]
+    wrong: tuple[Wrong, ...]
+    failed: bool
+
+    def is_multiple(self, factor: float, other: Mapping[str, torch.Tensor]) -> bool:
+        """Whether its gradients are `factor` times these."""
+        pairs = [(own, other[name] * factor) for name, own in self.gradients.items()]
+        largest = max(float(own.abs().max()) for own, _ in pairs)
+        return all(float((own - each).abs().max()) <= CLOSE * largest for own, each in pairs)
+
+
+@dataclass(frozen=True)
+class _LossCall:
+    """One call of a loss: its rows, the numbers it differentiates, and its other arguments."""
+
+    loss_fn: LossFunction
+    data: BatchedDataDict
+    numbers: Mapping[str, torch.Tensor]
+    others: Mapping[str, Any]
+    draw_again: Callable[[], None]
+
+    def part(self, first: int, last: int) -> _LossCall:
+        """The same for a range of the rows."""
+        numbers = {name: each[first:last] for name, each in self.numbers.items()}
+        return replace(self, data=self.data.slice(first, last), numbers=numbers)
+
+    def evaluate(self, counts: ValidCounts, factors: tuple[int, int] = (1, 1)) -> _Evaluated:
+        """Call the loss, with `factors` times the counts, and differentiate it."""
+        self.draw_again()
+        leaves = {name: each.detach().requires_grad_() for name, each in self.numbers.items()}
+        shared = {
+            "global_valid_seqs": counts.sequences * factors[0],
+            "global_valid_toks": counts.tokens * factors[1],
+        }
+        arguments = {**leaves, **self.others}
+        kind, given = loss_kind(self.loss_fn), list(leaves.values())
+        call = partial(call_loss, self.loss_fn, kind, self.data, arguments, shared)
+        wrong: list[Wrong] = []
+        with torch.enable_grad():
+            value, metrics = Call(self.loss_fn, self.data, given, call).result(wrong)
+            found = torch.autograd.grad(value, given, allow_unused=True)
+        gradients = {
+            name: torch.zeros_like(leaf) if each is None else each
+            for (name, leaf), each in zip(leaves.items(), found, strict=True)
+        }
+        failed = bool(wrong)
+        if not failed:
+            wrong += _not_finite(name_of(self.loss_fn), value, gradients)
+        return _Evaluated(value.detach(), metrics, gradients, tuple(wrong), failed)
+
+
+def _not_finite(
+    name: str, value: torch.Tensor, gradients: Mapping[str, torch.Tensor]
+) -> Iterator[Wrong]:
+    odd = [of for of, each in gradients.items() if not bool(each.isfinite().all())]
+    if not bool(value.isfinite()):
+        yield Wrong(f"{name} returned {float(value)}, which is not finite,")
+    elif odd:
+        yield Wrong(
+            f"{name} returned {float(value):g}, with a gradient of {odd[0]} that is not finite: "
+            "look for the derivative of a root or a logarithm at 0, or of an exponential that "
+            "overflows, also where a mask multiplies it by 0 afterwards,"
+        )
+
+
+def dry_run(
+    engine: TrainingEngine, batcher: Batcher, data: BatchedDataDict, loss_fn: LossFunction
+) -> DryRun:
+    """Try the loss on the first two rows, or groups of rows, of `data` in which a token counts;
+    collective. The same row twice, if there is one. Nothing of the policy changes.
+
+    BatchError for data and LossError for a loss that could not be trained on, as in `train`.
+    """
+
+    def chosen() -> tuple[BatchedDataDict, list[int]]:
+        checked = checked_rows(engine, batcher, data, loss_fn)
+        return checked, first_groups(checked, loss_fn)
+
+    (own, rows), _ = prepared_together(chosen, lambda _: 1, engine.groups.dp)
+    microbatches = batcher.filled_up(batcher.of_rows(own, [rows]), 1, own)
+    undo = Rollback.here(engine)
+
+    def read(output: Output) -> tuple[DryRun | None, list[Wrong]]:
+        return _tried(engine, loss_fn, output, undo.draw_again)
+
+    try:
+        kept = engine.forward(microbatches, read)
+        raise_callbacks_errors(engine, microbatches, [wrong for _, wrong in kept], UNCHANGED)
+    finally:
+        undo()
+    found = engine.share_object(kept[0][0] if kept else None)
+    assert found is not None, "a loss that failed was raised"
+    return found
+
+
+def checked_rows(
+    engine: TrainingEngine, batcher: Batcher, data: BatchedDataDict, loss_fn: LossFunction
+) -> BatchedDataDict:
+    """The data without a plan of microbatches, checked as `train` checks them, and the loss."""
+    plain = BatchedDataDict(dict(data)) if isinstance(data, Mapping) else data
+    own = check_training_data(plain, engine.vocab_size, batcher.for_loss(loss_fn).training)
+    batcher.longest.check(own)
+    own = batcher.replay.prepared(own)
+    check_loss_inputs(loss_fn, own, engine.vocab_size)
+    check_loss(loss_fn, engine.table.architecture.head)
+    return own
+
+
+def first_groups(data: BatchedDataDict, loss_fn: LossFunction) -> list[int]:
+    """The first two groups of rows that the loss reads together in which a token counts, twice the
+    same if there is one; the first ones if no token counts.
+    """
+    size = rows_per_group(loss_fn)
+    counts = counted(data)[:, 1:].any(1).tolist()
+    groups = [range(first, first + size) for first in range(0, max(data.size - size + 1, 1), size)]
+    groups = [group for group in groups if any(counts[row] for row in group if row < data.size)]
+    groups = (groups or [range(min(size, data.size))])[:2]
+    return [*groups[0], *groups[-1]]
+
+
+def _tried(
+    engine: TrainingEngine,
+    loss_fn: LossFunction,
+    output: Output,
+    draw_again: Callable[[], None],
+) -> tuple[DryRun | None, list[Wrong]]:
+    own_2 = own_counts(output.microbatch.host.data)
+    counts, tokens = ValidCounts(*to_device(own_2.clamp(min=1))), int(own_2[1])
+    several = loss_inputs(loss_fn, loss_kind(loss_fn), output, engine.vocab_size, engine.groups)
+    calls = []
+    for data, _, arguments in several:
+        numbers = {name: each for name, each in arguments.items() if _differentiable(each)}
+        others = {name: each for name, each in arguments.items() if name not in numbers}
+        calls.append(_LossCall(loss_fn, data, numbers, others, draw_again))
+    found = [call.evaluate(counts) for call in calls]
+    first, whole = calls[0], found[0]
+    warnings = () if whole.failed else tuple(_warnings(first, whole, counts, len(calls) == 1))
+    wrong = [each for one in found for each in one.wrong]
+    if wrong:
+        return None, wrong
+    value, metrics = added([(each.value, dict(each.metrics)) for each in found])
+    norms = {
+        name: math.sqrt(sum(float(each.gradients[name].square().sum()) for each in found))
+        for name in whole.gradients
+    }
+    shapes = {f"data[{key!r}]": _shape(each) for key, each in first.data.items()}
+    shapes |= {name: _shape(each) for name, each in first.numbers.items()}
+    rows = output.microbatch.rows
+    return DryRun(rows, tokens, float(value), plain_metrics(metrics), shapes, norms, warnings), []
+
+
+def _warnings(
+    call: _LossCall, whole: _Evaluated, counts: ValidCounts, alone: bool
+) -> Iterator[str]:
+    """What training relies on and the loss does not keep. `alone` is whether all rows are in this
+    call, so that they can be cut.
+    """
+    # All calls come first: a loss may communicate, and ranks see different slices of logits.
+    size = call.data.size
+    halves = ((0, size // 2), (size // 2, size)) if alone else ()
+    parts = [call.part(*ends).evaluate(counts) for ends in halves]
+    both, by_sequences, by_tokens = (
+        whole.is_multiple(2.0, call.evaluate(counts, factors).gradients) for factors in _DOUBLED
+    )
+    if not any(bool(each.any()) for each in whole.gradients.values()):
+        yield (
+            "nothing is learnt from these rows: the loss's gradient is 0. Look at the masks, and "
+            "at what weighs the tokens"
+        )
+        return
+    if parts:
+        yield from _of_parts(whole, parts)
+    if not both:
+        yield (
+            "the loss is not divided by global_valid_seqs or global_valid_toks: its step depends "
+            "on how many rows a global batch has"
+        )
+    level = getattr(call.loss_fn, "loss_type", None)
+    level = getattr(level, "value", level)
+    for said, other, divisor in (
+        (LossType.TOKEN_LEVEL.value, by_sequences, "global_valid_seqs"),
+        (LossType.SEQUENCE_LEVEL.value, by_tokens, "global_valid_toks"),
+    ):
+        if level == said and other:
+            yield (
+                f"loss_type is {said!r}, but the loss is divided by {divisor} alone: a step "
+                "that is trained in parts would be divided by the other"
+            )
+
+
+_DOUBLED = ((2, 2), (2, 1), (1, 2))
+"""Factors on the counts of sequences and of tokens, by which a loss is divided."""
+
+
+def _of_parts(whole: _Evaluated, parts: Sequence[_Evaluated]) -> Iterator[str]:
+    """What is wrong with the loss of both groups of rows in a microbatch each."""
+    if wrong := [each for part in parts for each in part.wrong]:
+        yield f"with these rows in two microbatches, {wrong[0].what} in one of them"
+        return
+    joined = {name: torch.cat([part.gradients[name] for part in parts]) for name in whole.gradients}
+    if not whole.is_multiple(1.0, joined):
+        yield (
+            "the loss depends on how rows are cut into microbatches: in one it is "
+            f"{float(whole.value):.6g}, in two they add up to "
+            f"{sum(float(part.value) for part in parts):.6g}. Divide by global_valid_toks or "
+            "global_valid_seqs, not by what a microbatch has, and compare rows with each other "
+            "only within a group (rows_per_group)"
+        )
+
+
+def _differentiable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    size = f" of {len(value)}" if isinstance(value, Sequence) else ""
+    return f"{type(value).__name__}{size}"

@@ -1,0 +1,235 @@
+"""A loss tried before training: what is said of good and of bad ones, and that no trace is left."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.device.random_states import capture
+from megatron_policy.errors import BatchError, LossError
+from megatron_policy.interfaces import LossInputType, LossType
+from megatron_policy.policy import MegatronPolicy
+from tests import oracle
+from tests.dist.cases import GLOBAL_BATCH, fsdp_config, open_policy, own_share, policy_config
+from tests.dist.layouts import LENGTH, VOCAB
+from tests.dist.test_docs import python_blocks
+from tests.losses import LogitEntropy, Result, SequenceNLL, TokenNLL, loss_mask
+
+SIZES = {"layers": 4, "vocab": VOCAB, "hidden": 32, "heads": 4, "groups": 2, "ffn": 48}
+DATA = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
+PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 64}}
+TP_PP = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+
+
+class OfLogprobs:
+    """A loss made of the mask, the log-probabilities `[B, S - 1]` and both counts."""
+
+    input_type = LossInputType.LOGPROB
+
+    def __init__(self, function: Callable[..., Any], loss_type: LossType = LossType.TOKEN_LEVEL):
+        self.function, self.loss_type = function, loss_type
+
+    def __call__(
+        self,
+        data: BatchedDataDict,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+        next_token_logprobs: torch.Tensor,
+    ) -> Result:
+        torch.rand(1)
+        masked = next_token_logprobs * loss_mask(data)
+        loss = self.function(data, masked, global_valid_seqs, global_valid_toks)
+        return loss, {"loss": loss.sum().item()}
+
+
+class Margin(OfLogprobs):
+    """A loss of pairs of rows."""
+
+    rows_per_group = 2
+
+    def __init__(self) -> None:
+        super().__init__(self.margin, LossType.SEQUENCE_LEVEL)
+
+    @staticmethod
+    def margin(data: BatchedDataDict, x: torch.Tensor, seqs: torch.Tensor, _: Any) -> torch.Tensor:
+        rewards = x.sum(-1)
+        return -(rewards[::2] - rewards[1::2]).sigmoid().log().sum() / (seqs / 2)
+
+
+GOOD = (SequenceNLL, LogitEntropy, TokenNLL, Margin)
+
+
+def advantages(data: BatchedDataDict, *rest: Any) -> torch.Tensor:
+    return data["advantages"].sum()
+
+
+SEQUENCES = LossType.SEQUENCE_LEVEL
+WARNED = {
+    "mean of a microbatch": (
+        OfLogprobs(lambda data, x, seqs, toks: -x.sum() / loss_mask(data).sum()),
+        "depends on how rows are cut into microbatches",
+    ),
+    "baseline of a microbatch": (
+        OfLogprobs(
+            lambda data, x, seqs, toks: (x.sum(-1) - x.sum(-1).mean()).square().sum() / seqs
+        ),
+        "compare rows with each other only within a group",
+    ),
+    "sum": (
+        OfLogprobs(lambda data, x, seqs, toks: -x.sum()),
+        "is not divided by global_valid_seqs",
+    ),
+    "other count": (
+        OfLogprobs(lambda data, x, seqs, toks: -x.sum() / toks, SEQUENCES),
+        "loss_type is 'sequence_level', but the loss is divided by global_valid_toks alone",
+    ),
+    "nothing": (OfLogprobs(lambda data, x, seqs, toks: (x * 0).sum()), "nothing is learnt"),
+}
+REFUSED = {
+    "missing key": (OfLogprobs(advantages), "KeyError: 'advantages' .* the data have input_ids"),
+    "infinite slope": (
+        OfLogprobs(lambda data, x, seqs, toks: (x - x.detach()).sum().abs().sqrt() / toks),
+        "gradient of next_token_logprobs that is not finite",
+    ),
+    "NaN": (OfLogprobs(lambda data, x, seqs, toks: x.sum() * float("nan")), "which is not finite"),
+    "wrong shape": (OfLogprobs(lambda data, x, seqs, toks: x @ x), "raised RuntimeError"),
+    "vector": (OfLogprobs(lambda data, x, seqs, toks: -x.sum(-1) / toks), "not a scalar"),
+}
+
+
+def state(policy: MegatronPolicy) -> list[Any]:
+    """Weights, gradients, optimizer state as bytes; random states and counts."""
+    engine = policy._engine
+    held = [
+        torch.empty(0, dtype=torch.uint8).set_(storage).clone()
+        for storages in engine.storages().values()
+        for storage in storages
+    ]
+    buffers = [each.clone() for each in engine.volatile_buffers()]
+    assert engine.trainable is not None
+    generators = {"sampling": policy._continue.generator}
+    counts = (capture(engine, generators), policy.steps, engine.trainable.schedule_state())
+    return [*held, *buffers, counts]
+
+
+def same(before: list[Any], after: list[Any]) -> bool:
+    pairs = list(zip(before, after, strict=True))
+    return all(
+        torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        for one, other in pairs
+    )
+
+
+def tried(config: dict[str, Any], good: bool) -> list[tuple[Any, bool]]:
+    """What a policy in the middle of training says of each loss, and whether it left no trace."""
+    bad = [loss for loss, _ in (WARNED | REFUSED).values()]
+    with open_policy(config, init_reference_model=False) as policy:
+        share = own_share(policy, DATA)
+        policy.train(share, SequenceNLL())
+        found: list[tuple[Any, bool]] = []
+        for loss in [each() for each in GOOD] if good else bad:
+            before = state(policy)
+            try:
+                seen: Any = policy.dry_run(share, loss)
+            except (LossError, BatchError) as error:
+                seen = f"{type(error).__name__}: {error}"
+            found.append((seen, same(before, state(policy))))
+        return found
+
+
+CASES: dict[str, tuple[int, Any]] = {
+    "tp2 pp2": (4, lambda path: policy_config(path, TP_PP)),
+    "dp2 packed": (2, lambda path: policy_config(path, {}, **PACKED)),
+    "experts": (
+        2,
+        lambda path: policy_config(path, {"expert_model_parallel_size": 2}, **PACKED),
+    ),
+    "fsdp2": (2, lambda path: fsdp_config(path, {})),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_good_losses_pass_without_warnings_and_without_a_trace(
+    ranks, checkpoint: Callable[..., Path], name: str
+) -> None:
+    world, config = CASES[name]
+    path = checkpoint("mixtral" if name == "experts" else "qwen2", **SIZES)
+    for found in ranks.run(world, tried, config(path), True):
+        for loss, (seen, unchanged) in zip(GOOD, found, strict=True):
+            assert unchanged
+            assert seen.warnings == (), str(seen)
+            assert seen.metrics["loss"] == pytest.approx(seen.loss)
+            assert seen.tokens > 0 and all(norm > 0 for norm in seen.gradients.values())
+            assert "data['input_ids']" in seen.inputs
+            assert len(seen.rows) == 2 * getattr(loss, "rows_per_group", 1)
+
+
+def test_bad_losses_are_refused_or_warned_of_and_leave_no_trace(
+    ranks, checkpoint: Callable[..., Path]
+) -> None:
+    config = policy_config(checkpoint("qwen2", **SIZES), {})
+    (found,) = ranks.run(1, tried, config, False)
+    for (name, (_, said)), (seen, unchanged) in zip((WARNED | REFUSED).items(), found, strict=True):
+        assert unchanged, name
+        text = "\n".join(seen.warnings) if name in WARNED else str(seen)
+        assert re.search(said, text), (name, text)
+
+
+def alone(config: dict[str, Any]) -> list[Any]:
+    """Dry runs of one row, and of rows without tokens, by a policy without an optimizer."""
+    with open_policy(config, init_reference_model=False, init_optimizer=False) as policy:
+        nothing = DATA.slice(0, 2)
+        nothing["token_mask"] = torch.zeros_like(nothing["token_mask"])
+        return [policy.dry_run(each, SequenceNLL()) for each in (DATA.slice(0, 1), nothing)]
+
+
+def test_one_row_is_taken_twice_and_rows_without_tokens_are_named(
+    ranks, checkpoint: Callable[..., Path]
+) -> None:
+    config = policy_config(checkpoint("qwen2", **SIZES), {})
+    ((one, nothing),) = ranks.run(1, alone, config)
+    assert one.rows == (0, 0) and one.warnings == ()
+    assert "nothing is learnt" in nothing.warnings[0] and nothing.tokens == 0
+    assert "nothing is learnt" in str(nothing)
+
+
+def between_parts(config: dict[str, Any]) -> bool:
+    """Whether a dry run between the parts of a step leaves no trace, its gradients included."""
+    with open_policy(config, init_reference_model=False) as policy:
+        policy.accumulator.begin(SequenceNLL())
+        policy.accumulator.microbatch(DATA.slice(0, 2))
+        before = state(policy)
+        policy.dry_run(DATA, SequenceNLL())
+        unchanged = same(before, state(policy))
+        policy.accumulator.finish()
+        return unchanged
+
+
+def test_a_step_that_is_open_keeps_its_gradients(ranks, checkpoint: Callable[..., Path]) -> None:
+    config = policy_config(checkpoint("qwen2", **SIZES), {})
+    assert ranks.run(1, between_parts, config) == [True]
+
+
+def documented(config: dict[str, Any]) -> str:
+    """What the example of docs/losses.md prints."""
+    blocks, said = python_blocks("docs/losses.md"), io.StringIO()
+    with open_policy(config, init_reference_model=False) as policy, redirect_stdout(said):
+        made: dict[str, Any] = {"policy": policy, "data": DATA}
+        exec(blocks[0] + blocks[3], made)
+    return said.getvalue()
+
+
+def test_the_documents_example_prints_what_the_loss_got(
+    ranks, checkpoint: Callable[..., Path]
+) -> None:
+    (said,) = ranks.run(1, documented, policy_config(checkpoint("qwen2", **SIZES), {}))
+    assert said.startswith("dry run on rows 0, 1: loss ") and "warning" not in said
+    assert "\n  given next_token_logprobs: float32 [2, " in said and "\n  metric loss: " in said
