@@ -12,7 +12,8 @@ DOCS = "docs"
 FOLDER = "repository"
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
-LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".toml": "toml"}
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".toml": "toml", ".ipynb": "json"}
+IMAGES = (".png", ".svg", ".jpg", ".gif")
 
 
 def rewritten(text: str, place: str) -> str:
@@ -47,7 +48,7 @@ def page_of(file: str) -> str:
     if (ROOT / file).is_dir():
         readme = f"{file}/README.md"
         return page_of(readme) if (ROOT / readme).is_file() else f"{FOLDER}/{file}/index.md"
-    return f"{FOLDER}/{file}" if file.endswith(".md") else f"{FOLDER}/{file}.md"
+    return f"{FOLDER}/{file}" if file.endswith((".md", *IMAGES)) else f"{FOLDER}/{file}.md"
 
 
 def linked(text: str, place: str) -> Iterator[str]:
@@ -61,14 +62,18 @@ def linked(text: str, place: str) -> Iterator[str]:
             yield readme if (ROOT / readme).is_file() else file
 
 
-def pages(texts: Mapping[str, str]) -> dict[str, str]:
+def pages(texts: Mapping[str, str]) -> dict[str, str | bytes]:
     """The pages of all files that those of `texts` (by file) lead to, by their path in the site."""
     waiting = dict(texts)
-    found: dict[str, str] = {}
+    found: dict[str, str | bytes] = {}
     while waiting:
         place, text = waiting.popitem()
         for file in linked(text, place):
-            if page_of(file) not in found:
+            if page_of(file) in found:
+                continue
+            if file.endswith(IMAGES):
+                found[page_of(file)] = (ROOT / file).read_bytes()
+            else:
                 shown = content(file)
                 found[page_of(file)] = rewritten(shown, file)
                 if file.endswith(".md"):

@@ -165,6 +165,15 @@ def test_links_that_leave_the_pages_lead_to_pages_of_those_files() -> None:
     } <= set(made)
 
 
+def test_a_picture_outside_the_pages_is_copied(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(links, "ROOT", tmp_path)
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "curve.png").write_bytes(b"\x89PNG")
+    text = "![a curve](../examples/curve.png)\n"
+    assert links.rewritten(text, "docs/plan.md") == "![a curve](repository/examples/curve.png)\n"
+    assert links.pages({"docs/plan.md": text}) == {"repository/examples/curve.png": b"\x89PNG"}
+
+
 def test_links_in_code_stay_as_they_are() -> None:
     text = "```python\nx[0](../configs/grpo_qwen2_cpu.yaml)\n```\n"
     assert links.rewritten(text, "docs/plan.md") == text
