@@ -33,7 +33,7 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-latest test-verl test-gpu sweep sweep-cpus soak invariance compatibility lint format bench bench-gpu clean
+.PHONY: help demo docs test test-latest test-verl test-gpu sweep sweep-cpus soak invariance compatibility lint format bench bench-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -77,6 +77,10 @@ lint: $(VENV)/.installed ## ruff, formatting, and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Material's notice about the next major version of MkDocs is no warning about these pages.
+docs: $(VENV)/.installed ## build the documentation site into build/site; any warning is an error
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(CURDIR) $(BIN)/python -m mkdocs build --quiet --strict
 
 format: $(VENV)/.installed ## fix what ruff can fix
 	$(BIN)/ruff check --fix .

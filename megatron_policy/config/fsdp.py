@@ -53,16 +53,22 @@ class TransformersConfig(Section):
     clear_cache_every_n_steps: Count | None = None
     """Training steps after which unused device memory is given back; never if not given."""
     env_vars: Annotated[dict[str, str], BeforeValidator(as_text)] = Field(default_factory=dict)
+    """Environment variables of the workers."""
 
 
 class DTensorConfig(TransformersConfig):
     """Transformers' own modules, sharded by torch's `fully_shard` (FSDP2)."""
 
     cpu_offload: bool = False
+    """Without effect where parameters are in host memory anyway; refused on GPUs."""
     sequence_parallel: bool = False
+    """Tensor-parallel ranks share out positions between layers."""
     activation_checkpointing: bool = False
+    """The backward pass computes activations again instead of keeping them."""
     tensor_parallel_size: Count = 1
+    """Ranks that share out each layer (TP)."""
     context_parallel_size: Count = 1
+    """Ranks that share out the positions of each row (CP)."""
     expert_parallel_size: Count = 1
     dp_replicate_size: Count = 1
     """Groups of ranks that have the whole model between them, beside one another (HSDP)."""

@@ -75,6 +75,7 @@ class DynamicBatchingConfig(Section):
     """Microbatches by number of tokens instead of rows, with rows of similar length."""
 
     enabled: bool = False
+    """Chooses this way to make microbatches; `sequence_packing` is another. Neither: padded."""
     train_mb_tokens: Count | None = None
     """Tokens of a microbatch, including padding; `logprob_mb_tokens` if not given."""
     logprob_mb_tokens: Count | None = None
@@ -89,6 +90,7 @@ class SequencePackingConfig(Section):
     """Several sequences in one row, without padding between them."""
 
     enabled: bool = False
+    """Chooses this way to make microbatches; `dynamic_batching` is another."""
     train_mb_tokens: Count | None = None
     """Tokens of a microbatch; `logprob_mb_tokens` if not given."""
     logprob_mb_tokens: Count | None = None
@@ -146,7 +148,9 @@ class MegatronOptimizerConfig(Section):
     optimizer: Literal["adam", "sgd"] = "adam"
     lr: Rate = 1e-6
     min_lr: Rate = 0.0
+    """The learning rate at the end of a schedule that decays."""
     weight_decay: Rate = 0.01
+    """Of matrices; norms, biases and sinks have none."""
     decoupled_weight_decay: bool | None = None
     """Follows from `optimizer`."""
     bf16: bool | None = None
@@ -164,9 +168,13 @@ class MegatronOptimizerConfig(Section):
     """The factor halves at this overflow of those since it last grew, and at each further one."""
     params_dtype: str | None = None
     adam_beta1: Momentum = 0.9
+    """Decay of the mean of gradients."""
     adam_beta2: Momentum = 0.999
+    """Decay of the mean of their squares."""
     adam_eps: Epsilon = 1e-8
+    """Added to the square root of that mean."""
     sgd_momentum: Momentum = 0.9
+    """With `optimizer` "sgd"."""
     use_distributed_optimizer: bool = True
     """Main parameters and moments are spread over data-parallel ranks; Adam only, so false for SGD
     if not given.
@@ -193,14 +201,18 @@ class MegatronSchedulerConfig(Section):
     lr_decay_iters: Count | None = None
     """0 until `PolicyConfig.parse` has filled it in."""
     lr_warmup_iters: CountOrZero = 0
+    """Iterations in which the learning rate rises to `lr`."""
     lr_warmup_init: Rate = 0.0
+    """Where it starts."""
 
 
 class MegatronDDPConfig(Section):
     """How gradients, which are always summed, and parameters travel between data-parallel ranks."""
 
     grad_reduce_in_fp32: bool = False
+    """Gradients are kept and summed in fp32: twice the memory of bfloat16."""
     overlap_grad_reduce: bool = False
+    """They are summed while the backward pass goes on."""
     overlap_param_gather: bool = False
     average_in_collective: bool = False
     use_custom_fsdp: bool = False
@@ -223,18 +235,26 @@ class MegatronConfig(Section):
     """Layout, kernels, optimizer and schedule of the Megatron worker."""
 
     enabled: bool = False
+    """Chooses Megatron-Core as the engine; `dtensor_cfg` and `fsdp_cfg` are the others."""
     tensor_model_parallel_size: Count = 1
+    """Ranks that share out each layer (TP)."""
     pipeline_model_parallel_size: Count = 1
+    """Stages that share out the layers (PP)."""
     virtual_pipeline_model_parallel_size: Count = 1
     """Model chunks per pipeline stage."""
     num_layers_in_first_pipeline_stage: Count | None = None
+    """If it has another number of layers than the stages between."""
     num_layers_in_last_pipeline_stage: Count | None = None
+    """The same for the last stage."""
     context_parallel_size: Count = 1
+    """Ranks that share out the positions of each row (CP)."""
     expert_model_parallel_size: Count = 1
     expert_tensor_parallel_size: Count | None = None
     sequence_parallel: bool = False
+    """Tensor-parallel ranks share out positions between layers, which saves memory."""
     pipeline_dtype: Dtype | None = None
     activation_checkpointing: bool = False
+    """The backward pass computes activations again instead of keeping them."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """None after parsing unless `activation_checkpointing` is on."""
     recompute_method: Literal["uniform", "block"] | None = None
@@ -248,6 +268,7 @@ class MegatronConfig(Section):
     empty_unused_memory_level: Literal[0, 1, 2] = 0
     converter_type: str | None = None
     freeze_moe_router: bool = False
+    """The weights of routers are not trained."""
     moe_router_dtype: str | None = None
     moe_router_load_balancing_type: str | None = None
     moe_router_bias_update_rate: Rate | None = None
@@ -289,6 +310,7 @@ class PolicySection(Section):
     """The keys of a policy."""
 
     model_name: str
+    """A Hugging Face checkpoint: a directory, or the name of a repository on the hub."""
     reference_model_name: str | None = None
     """The reference policy: a Hugging Face checkpoint of the same architecture or, with
     `megatron_cfg.peft`, a directory of such adapters. By default the weights that training starts
@@ -297,7 +319,9 @@ class PolicySection(Section):
     tokenizer: TokenizerConfig = TokenizerConfig()
     precision: Dtype = "bfloat16"
     train_global_batch_size: Count
+    """Rows of an optimizer step, over all ranks."""
     train_micro_batch_size: Count
+    """Rows of one forward and backward pass on a rank."""
     logprob_batch_size: Count = 1
     """Rows of one forward pass; `train_micro_batch_size` if not given."""
     logprob_chunk_size: Count = 1024
@@ -312,6 +336,7 @@ class PolicySection(Section):
     `generate` stops here at the latest. The model's positions are a limit as well.
     """
     make_sequence_length_divisible_by: Count = 1
+    """The width of a padded batch is rounded up to a multiple of this."""
     max_grad_norm: Norm = 1.0
     """Used if `megatron_cfg.optimizer.clip_grad` is not given."""
     learning_rate: Rate | None = None

@@ -90,13 +90,16 @@ class PeftConfig(Section):
     """
 
     enabled: bool = False
+    """Trains adapters instead of the model."""
     target_modules: Annotated[Names, BeforeValidator(_modules)] = ()
     """All linear layers of the decoder's layers if empty."""
     exclude_modules: Names = ()
     dim: Count | None = None
     """Rows of A, the rank."""
     alpha: Factor | None = None
+    """`alpha / dim` is the factor on what an adapter adds."""
     dropout: Momentum = 0.0
+    """Share of values that are zeroed in training."""
     dropout_position: Literal["pre", "post"] = "pre"
     """Of the adapter's inputs, or of its outputs."""
     lora_A_init_method: InitMethod = "xavier"

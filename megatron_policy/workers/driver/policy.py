@@ -67,8 +67,9 @@ class Policy(
         name_prefix: prefix of the workers' names in Ray.
         workers_per_node: fewer workers than the cluster has bundles, per node.
         init_optimizer: whether `train` will be called without `eval_mode`.
-        weights_path, optimizer_path: a checkpoint to resume from, as `load_checkpoint` takes them;
-            the reference is still the one that the config names.
+        weights_path: a checkpoint to resume from, as `load_checkpoint` takes it; the reference is
+            still the one that the config names.
+        optimizer_path: its optimizer's state.
         init_reference_model: whether `get_reference_policy_logprobs` will be called.
         writers: get the policy's metrics, as those of `config.metrics` do, in this process;
             `shutdown` closes them.
