@@ -93,5 +93,6 @@ $(VENV)/.installed: pyproject.toml .ci/constraints.txt .ci/venv
 $(LATEST)/.installed: pyproject.toml .ci/constraints-latest.txt .ci/venv
 	python=$$(PYTHON_LATEST="$(PYTHON_LATEST)" .ci/python-latest) && .ci/venv $(LATEST) "$$python" .ci/constraints-latest.txt
 
+# The last three verl imports without saying so: they come with vLLM.
 $(VERL)/.installed: pyproject.toml .ci/constraints-verl.txt .ci/venv
-	.ci/venv $(VERL) $(PYTHON) .ci/constraints-verl.txt verl msgspec TransferQueue
+	.ci/venv $(VERL) $(PYTHON) .ci/constraints-verl.txt verl msgspec TransferQueue uvicorn fastapi cachetools
