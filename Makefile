@@ -103,5 +103,7 @@ $(LATEST)/.installed: pyproject.toml .ci/constraints-latest.txt .ci/venv
 	@python=$$(PYTHON_LATEST="$(PYTHON_LATEST)" .ci/python-latest) && \
 	TORCH_INDEX="$(TORCH_INDEX_LATEST)" .ci/venv $(LATEST) "$$python" .ci/constraints-latest.txt
 
+# The last three verl imports without saying so: they come with vLLM.
 $(VERL)/.installed: pyproject.toml .ci/constraints-verl.txt .ci/venv
-	@TORCH_INDEX="$(TORCH_INDEX)" .ci/venv $(VERL) $(PYTHON) .ci/constraints-verl.txt verl msgspec TransferQueue
+	@TORCH_INDEX="$(TORCH_INDEX)" .ci/venv $(VERL) $(PYTHON) .ci/constraints-verl.txt verl msgspec TransferQueue \
+		uvicorn fastapi cachetools

@@ -19,9 +19,9 @@ PAD, END = "<pad>", "<end>"
 HIDDEN, LAYERS, HEADS, GROUPS, FFN = 128, 2, 4, 2, 256
 
 
-def make_checkpoint(path: Path, texts: Iterable[str], seed: int) -> Path:
+def make_checkpoint(path: Path, texts: Iterable[str], seed: int, end: str = END) -> Path:
     """Write a Qwen2 with random weights and a tokenizer for `texts`; return `path`."""
-    tokenizer = train_tokenizer(texts)
+    tokenizer = train_tokenizer(texts, end)
     torch.manual_seed(seed)
     config = Qwen2Config(
         hidden_size=HIDDEN,
@@ -40,11 +40,11 @@ def make_checkpoint(path: Path, texts: Iterable[str], seed: int) -> Path:
     return path
 
 
-def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerBase:
+def train_tokenizer(texts: Iterable[str], end: str = END) -> PreTrainedTokenizerBase:
     """A byte-pair tokenizer for the words of `texts`, with tokens for padding and the end."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=[PAD, END], show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=[PAD, end], show_progress=False)
     inner.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=PAD, eos_token=END)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=PAD, eos_token=end)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tensordict import TensorDict
+from tensordict import TensorDict, is_tensor_collection
 from verl.utils import tensordict_utils as tu
 
 from megatron_policy.batch import BatchedDataDict
@@ -52,6 +52,8 @@ def _keys(data: TensorDict) -> set[str]:
 
 
 def _empty(value: Any) -> bool:
+    if is_tensor_collection(value):
+        return not _keys(value)
     if isinstance(value, Sequence) and not isinstance(value, str):
         return all(_empty(each) for each in value)
     return not value

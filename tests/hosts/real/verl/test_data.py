@@ -162,7 +162,13 @@ def test_what_is_not_computed_is_refused_by_verls_name(change: Any, words: str) 
         check_supported(rows)
 
 
-def test_what_asks_for_nothing_is_taken() -> None:
+@pytest.mark.parametrize("nothing", [{}, [{} for _ in LENGTHS]], ids=["one", "of-each-row"])
+def test_what_asks_for_nothing_is_taken(nothing: Any) -> None:
     rows = rollouts(0, "v1")
-    tu.assign_non_tensor(rows, calculate_sum_pi_squared=False, multi_modal_inputs={})
+    tu.assign_non_tensor(rows, calculate_sum_pi_squared=False)
+    if isinstance(nothing, list):
+        # As verl's agent loops leave it: a stack of what each row has.
+        rows["multi_modal_inputs"] = torch.stack([TensorDict({}) for _ in nothing])
+    else:
+        tu.assign_non_tensor(rows, multi_modal_inputs=nothing)
     check_supported(rows)
