@@ -11,6 +11,13 @@ import typer
 from megatron_policy.cli.failures import MISUNDERSTOOD, one_line_errors
 from megatron_policy.cli.options import Dtype, Precision, keys_as_options
 from megatron_policy.cli.output import say
+from megatron_policy.cli.plan_pictures import (
+    PictureFile,
+    TimelineFile,
+    check_files,
+    draw_refit,
+    draw_step,
+)
 from megatron_policy.cli.plan_refit import show_refit, with_config
 from megatron_policy.cli.plan_report import SHOWN, as_data, found_lines, lines, recomputation_keys
 from megatron_policy.cli.sizes import parse_gpu_memory, parse_size, show_gib
@@ -78,22 +85,24 @@ Tensors = Annotated[
     bool, typer.Option("--tensors", help="With --refit: print a line for every tensor.")
 ]
 
+Config = Annotated[Path | None, typer.Argument(help="A YAML file with a `policy` section.")]
+Model = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="A model, or its config.json, in place of a CONFIG."),
+]
+Refit = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CHECKPOINT",
+        help="Show what a refit of this checkpoint, or of its config.json, moves.",
+    ),
+]
+
 
 def plan(
-    config: Annotated[
-        Path | None, typer.Argument(help="A YAML file with a `policy` section.")
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="A model, or its config.json, in place of a CONFIG."),
-    ] = None,
-    refit: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CHECKPOINT",
-            help="Show what a refit of this checkpoint, or of its config.json, moves.",
-        ),
-    ] = None,
+    config: Config = None,
+    model: Model = None,
+    refit: Refit = None,
     gpus: Gpus = None,
     gpu: Gpu = None,
     gpu_memory: GpuMemory = None,
@@ -115,11 +124,14 @@ def plan(
     dtype: SentDtype = None,
     precision: TrainedDtype = None,
     tensors: Tensors = False,
+    picture: PictureFile = None,
+    timeline: TimelineFile = None,
 ) -> None:
     """Show what a training step needs on each rank, and the least time it can take.
 
     Give a CONFIG, or a --model and --gpus; without a layout (--tp and so on) the legal ones are
-    searched, and the best that fit are listed. Reads configs and headers, no weights.
+    searched, and the best that fit are listed. Reads configs and headers, no weights. Pictures are
+    of the layout that is given, or of the best.
     """
     given = {name.replace("_", "-"): value for name, value in locals().items() if value is not None}
     layout = {"tp": tp, "pp": pp, "vpp": vpp, "dp": dp, "cp": cp, "ep": ep, "etp": etp}
@@ -127,8 +139,10 @@ def plan(
     trained = precision or Precision.bfloat16
     with one_line_errors(MISUNDERSTOOD):
         _refuse_unread(given)
+        check_files(picture, timeline)
     if refit is not None:
-        _of_refit(refit, layout | uneven, gpus, bucket_size, dtype, trained, tensors, as_json)
+        said = (bucket_size, dtype, trained, tensors, as_json)
+        _of_refit(refit, layout | uneven, gpus, *said, picture)
         return
     with one_line_errors(MISUNDERSTOOD):
         device = _device(gpu or "H100", gpu_memory)
@@ -137,14 +151,14 @@ def plan(
         else:
             base = _section(model, rows or 512, seq_len, mb_tokens, trained)
             found = _of_model(base, layout, uneven, gpus, device, seq_len, recompute)
-    _print(found, gpu or "H100", device, as_json)
+    _print(found, gpu or "H100", device, as_json, picture, timeline)
 
 
 _OF_REFIT = (
-    *("refit", "gpus", "bucket-size", "dtype", "precision", "tensors", "json"),
+    *("refit", "gpus", "bucket-size", "dtype", "precision", "tensors", "json", "picture"),
     *("tp", "pp", "vpp", "dp", "cp", "ep", "etp", "first-layers", "last-layers"),
 )
-_OF_CONFIG = ("config", "gpus", "gpu", "gpu-memory", "seq-len", "json")
+_OF_CONFIG = ("config", "gpus", "gpu", "gpu-memory", "seq-len", "json", "picture", "timeline")
 _NOT_OF_MODEL = ("bucket-size", "dtype", "tensors")
 
 
@@ -176,6 +190,7 @@ def _of_refit(
     precision: Precision,
     tensors: bool,
     as_json: bool,
+    picture: Path | None,
 ) -> None:
     sizes: dict[str, Any] = {axis: layout[axis] or 1 for axis in ("tp", "pp", "vpp", "cp", "ep")}
     sizes |= {"etp": layout["etp"] or sizes["tp"], "first": layout["first"], "last": layout["last"]}
@@ -184,7 +199,8 @@ def _of_refit(
         sizes["dp"] = _ranks(model_ranks, layout["dp"], gpus, model_ranks) // model_ranks
     with one_line_errors(), keys_as_options(uneven=("--first-layers", "--last-layers")):
         bucket = parse_size("512MiB") if bucket_bytes is None else bucket_bytes
-        show_refit(source, sizes, bucket, dtype, precision, tensors, as_json)
+        planned = show_refit(source, sizes, bucket, dtype, precision, tensors, as_json)
+        draw_refit(planned, picture, as_json)
 
 
 def _ranks(model_ranks: int, dp: int | None, gpus: int | None, fewest: int) -> int:
@@ -325,7 +341,14 @@ def _of_model(
         return plan_of(config, rows, ranks, device, length)
 
 
-def _print(found: StepPlan | Found, gpu: str, device: DeviceFigures, as_json: bool) -> None:
+def _print(
+    found: StepPlan | Found,
+    gpu: str,
+    device: DeviceFigures,
+    as_json: bool,
+    picture: Path | None,
+    timeline: Path | None,
+) -> None:
     from megatron_policy.estimate.plan import Found
 
     name = f"{gpu.upper()} of {show_gib(device.memory_bytes)}"
@@ -336,5 +359,8 @@ def _print(found: StepPlan | Found, gpu: str, device: DeviceFigures, as_json: bo
     else:
         for line in found_lines(found, name) if isinstance(found, Found) else lines(found, name):
             say(line)
+    if plans:
+        with one_line_errors():
+            draw_step(plans[0], name, picture, timeline, as_json)
     if not plans or not plans[0].fits:
         raise typer.Exit(1)
