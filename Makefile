@@ -33,7 +33,7 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-latest test-verl test-gpu sweep sweep-cpus soak invariance compatibility lint format bench bench-gpu clean
+.PHONY: help demo docs test test-latest test-verl test-gpu sweep sweep-cpus soak invariance compatibility pictures lint format bench bench-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -72,6 +72,9 @@ invariance: $(VENV)/.installed ## measure every layout against Hugging Face and 
 compatibility: $(VENV)/.installed ## write docs/compatibility.md and docs/verl-keys.md from the tables of keys and methods
 	$(BIN)/python -m tests.compatibility.page
 	$(BIN)/python -m tests.compatibility.verl_page
+
+pictures: $(VENV)/.installed ## draw docs/pictures again; the curves are those of the last `make demo`
+	$(BIN)/python -m examples.pictures.draw
 
 lint: $(VENV)/.installed ## ruff, formatting, and mypy
 	$(BIN)/ruff check .

@@ -23,7 +23,7 @@ from megatron_policy.converters.architecture.traits import QkNorm
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.rows import Role
 from megatron_policy.converters.table import Table
-from megatron_policy.device.timing import Stopwatch
+from megatron_policy.device.timing import Recorder, Stopwatch
 from megatron_policy.errors import CheckpointError
 from megatron_policy.interfaces.engine import NotFiniteError, StateTensor
 from megatron_policy.lm_head.output import Output
@@ -334,6 +334,10 @@ class PlainEngine:
     is_last_stage: bool = True
     joins_replicas: bool = False
     adapters: None = None
+
+    @property
+    def recorder(self) -> Recorder:
+        return Recorder() if self.trainable is None else self.trainable.stopwatch.recorder
 
     @property
     def vocab_size(self) -> int:

@@ -165,7 +165,7 @@ def new_model(options: Options, problems: Problems, display: Display) -> str:
     """A checkpoint with random weights and a tokenizer made for the task."""
     texts = [problem.prompt + problem.answer for problem in problems.held_out]
     path = make_checkpoint(options.output / "start", texts, options.seed)
-    display.say(f"made a Qwen2 with random weights and a tokenizer in {path}")
+    display.say(f"made a Qwen2 with random weights in {path}")
     return str(path)
 
 

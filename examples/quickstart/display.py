@@ -26,6 +26,8 @@ from .task import Problem, reward
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 48
 LINES_PER_PHASE = 12
+SHOWN = {"reward": "reward", "loss": "loss", "kl": "kl", "held_out_reward": "held out"}
+"""The metrics that fit a line of 80 columns; all are in the file of the run."""
 
 Metrics = dict[str, float]
 
@@ -140,8 +142,8 @@ class _Board:
 
 
 def _listed(metrics: Metrics) -> str:
-    shown = {name: value for name, value in metrics.items() if name != "step"}
-    return "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in shown.items())
+    shown = [(text, metrics[name]) for name, text in SHOWN.items() if name in metrics]
+    return "  ".join(f"{text} {value:.3f}" for text, value in shown)
 
 
 def _marked(problem: Problem, text: str) -> Text:

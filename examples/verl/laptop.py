@@ -1,4 +1,4 @@
-"""`python examples/verl/laptop.py`: verl's SFT trainer, then its GRPO trainer, on two CPU processes.
+"""`python examples/verl/laptop.py`: verl's SFT, then its GRPO trainer, on two CPU processes.
 
 Run it with the Python that has verl. `sft` or `grpo` as the first argument runs that one alone;
 GRPO starts from what SFT has exported. Further arguments go to verl.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -107,19 +107,10 @@ def _name(template: str, weight: Weight, every: bool) -> str:
 
 
 def _where(weight: Weight) -> str:
+    from megatron_policy.parallel.topology import ranges
+
     layers = f"  layers {ranges(weight.layers)}" if weight.layers else ""
     return layers + (f", experts {ranges(weight.experts)}" if weight.experts else "")
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in short form: "0-3, 7"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _loose(tensor: Loose) -> str:

@@ -18,6 +18,13 @@ from megatron_policy.cli.options import (
     keys_as_options,
 )
 from megatron_policy.cli.output import say, say_json
+from megatron_policy.cli.plan_pictures import (
+    PictureFile,
+    TimelineFile,
+    check_files,
+    draw_refit,
+    draw_step,
+)
 from megatron_policy.cli.plan_refit import show_refit, with_config
 from megatron_policy.cli.plan_report import SHOWN, as_data, found_lines, lines, recomputation_keys
 from megatron_policy.cli.sizes import parse_gpu_memory, parse_size, show_gib
@@ -85,21 +92,24 @@ Tensors = Annotated[
     bool, typer.Option("--tensors", help="With --refit: print a line for every tensor.")
 ]
 
+Model = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="A model, or its config.json, in place of a CONFIG."),
+]
+Refit = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CHECKPOINT",
+        help="Show what a refit of this checkpoint, or of its config.json, moves.",
+    ),
+]
+
 
 def plan(
     config: PolicyFileOrNone = None,
     overrides: Overrides = None,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="A model, or its config.json, in place of a CONFIG."),
-    ] = None,
-    refit: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CHECKPOINT",
-            help="Show what a refit of this checkpoint, or of its config.json, moves.",
-        ),
-    ] = None,
+    model: Model = None,
+    refit: Refit = None,
     gpus: Gpus = None,
     gpu: Gpu = None,
     gpu_memory: GpuMemory = None,
@@ -121,11 +131,14 @@ def plan(
     dtype: SentDtype = None,
     precision: TrainedDtype = None,
     tensors: Tensors = False,
+    picture: PictureFile = None,
+    timeline: TimelineFile = None,
 ) -> None:
     """Show what a training step needs on each rank, and the least time it can take.
 
     Give a CONFIG, or a --model and --gpus; without a layout (--tp and so on) the legal ones are
-    searched, and the best that fit are listed. Reads configs and headers, no weights.
+    searched, and the best that fit are listed. Reads configs and headers, no weights. Pictures are
+    of the layout that is given, or of the best.
     """
     given = _given(locals())
     layout = {"tp": tp, "pp": pp, "vpp": vpp, "dp": dp, "cp": cp, "ep": ep, "etp": etp}
@@ -133,8 +146,10 @@ def plan(
     trained = precision or Precision.bfloat16
     with one_line_errors(MISUNDERSTOOD, as_json):
         _refuse_unread(given)
+        check_files(picture, timeline)
     if refit is not None:
-        _of_refit(refit, layout | uneven, gpus, bucket_size, dtype, trained, tensors, as_json)
+        said = (bucket_size, dtype, trained, tensors, as_json)
+        _of_refit(refit, layout | uneven, gpus, *said, picture)
         return
     with one_line_errors(MISUNDERSTOOD, as_json):
         device = _device(gpu or "H100", gpu_memory)
@@ -143,14 +158,17 @@ def plan(
         else:
             base = _section(model, rows or 512, seq_len, mb_tokens, trained)
             found = _of_model(base, layout, uneven, gpus, device, seq_len, recompute)
-    _print(found, gpu or "H100", device, as_json)
+    _print(found, gpu or "H100", device, as_json, picture, timeline)
 
 
 _OF_REFIT = (
-    *("refit", "gpus", "bucket-size", "dtype", "precision", "tensors", "json"),
+    *("refit", "gpus", "bucket-size", "dtype", "precision", "tensors", "json", "picture"),
     *("tp", "pp", "vpp", "dp", "cp", "ep", "etp", "first-layers", "last-layers"),
 )
-_OF_CONFIG = ("config", "overrides", "gpus", "gpu", "gpu-memory", "seq-len", "json")
+_OF_CONFIG = (
+    *("config", "overrides", "gpus", "gpu", "gpu-memory", "seq-len"),
+    *("json", "picture", "timeline"),
+)
 _NOT_OF_MODEL = ("bucket-size", "dtype", "tensors")
 
 
@@ -188,6 +206,7 @@ def _of_refit(
     precision: Precision,
     tensors: bool,
     as_json: bool,
+    picture: Path | None,
 ) -> None:
     sizes: dict[str, Any] = {axis: layout[axis] or 1 for axis in ("tp", "pp", "vpp", "cp", "ep")}
     sizes |= {"etp": layout["etp"] or sizes["tp"], "first": layout["first"], "last": layout["last"]}
@@ -199,7 +218,8 @@ def _of_refit(
         keys_as_options(uneven=("--first-layers", "--last-layers")),
     ):
         bucket = parse_size("512MiB") if bucket_bytes is None else bucket_bytes
-        show_refit(source, sizes, bucket, dtype, precision, tensors, as_json)
+        planned = show_refit(source, sizes, bucket, dtype, precision, tensors, as_json)
+        draw_refit(planned, picture, as_json)
 
 
 def _ranks(model_ranks: int, dp: int | None, gpus: int | None, fewest: int) -> int:
@@ -345,7 +365,14 @@ def _of_model(
         return plan_of(config, rows, ranks, device, length)
 
 
-def _print(found: StepPlan | Found, gpu: str, device: DeviceFigures, as_json: bool) -> None:
+def _print(
+    found: StepPlan | Found,
+    gpu: str,
+    device: DeviceFigures,
+    as_json: bool,
+    picture: Path | None,
+    timeline: Path | None,
+) -> None:
     from megatron_policy.estimate.plan import Found
 
     name = f"{gpu.upper()} of {show_gib(device.memory_bytes)}"
@@ -356,5 +383,8 @@ def _print(found: StepPlan | Found, gpu: str, device: DeviceFigures, as_json: bo
     else:
         for line in found_lines(found, name) if isinstance(found, Found) else lines(found, name):
             say(line)
+    if plans:
+        with one_line_errors():
+            draw_step(plans[0], name, picture, timeline, as_json)
     if not plans or not plans[0].fits:
         raise typer.Exit(1)

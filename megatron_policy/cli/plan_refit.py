@@ -63,7 +63,7 @@ def _split(entry: Entry, arch: Architecture) -> str:
 
 
 def _stages(planned: Planned) -> Iterator[str]:
-    from megatron_policy.cli.inspect import ranges
+    from megatron_policy.parallel.topology import ranges
 
     topology = planned.topology
     per_stage = topology.world_size // topology.pp
@@ -156,16 +156,17 @@ def show_refit(
     precision: Precision,
     tensors: bool,
     as_json: bool,
-) -> None:
-    """Print what a refit of `source` under a layout of these `sizes` would move."""
+) -> Planned:
+    """Print what a refit of `source` under a layout of these `sizes` would move; return it."""
     planned = _planned(with_config(source), sizes, bucket_bytes, dtype, precision)
     if as_json:
         say_json(_as_data(planned, tensors))
-        return
+        return planned
     for line in lines(planned):
         say(line)
     for line in tensor_lines(planned) if tensors else ():
         say(line)
+    return planned
 
 
 def _as_data(planned: Planned, tensors: bool) -> dict[str, Any]:

@@ -10,8 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 from megatron_policy.parallel.topology import Topology
+
+
+class Pass(NamedTuple):
+    """A forward or a `backward` pass of one microbatch through one model chunk of a stage."""
+
+    backward: bool
+    microbatch: int
+    chunk: int
 
 
 @dataclass(frozen=True)
@@ -31,11 +40,9 @@ class Schedule:
         model chunk i between its passes and holds `most[i]` during its backward pass.
         """
         passes, steps = self.microbatches * self.vpp, self.pp * self.vpp
-        warmup = self.pp - stage - 1
         if self.vpp == 1:
             steps = 1  # all are alike
-        else:
-            warmup = warmup * 2 + (self.vpp - 1) * self.pp
+        warmup = self._warmup(stage)
         highest = held = 0
         for number in range(min(passes, warmup)):
             held += kept[self._chunk(number)]
@@ -51,6 +58,28 @@ class Schedule:
     def _chunk(self, number: int) -> int:
         """The chunk of forward pass `number`: they take turns, `pp` microbatches each."""
         return number % (self.pp * self.vpp) // self.pp
+
+    def _warmup(self, stage: int) -> int:
+        """Forward passes of `stage` before its first backward pass follows a forward pass."""
+        if self.vpp == 1:
+            return self.pp - stage - 1
+        return (self.pp - stage - 1) * 2 + (self.vpp - 1) * self.pp
+
+    def order(self, stage: int) -> list[Pass]:
+        """The passes of `stage` in Megatron-Core's order: warm-up, then a forward and a backward
+        pass in turn, then the backward passes that are left.
+        """
+        forward, backward = [], []
+        # As Megatron-Core's `get_schedule_table`: groups of `pp` microbatches, each through all
+        # chunks; the last group can be smaller.
+        for first in range(0, self.microbatches, self.pp):
+            group = range(first, min(first + self.pp, self.microbatches))
+            for chunk in range(self.vpp):
+                forward += [Pass(False, number, chunk) for number in group]
+                backward += [Pass(True, number, self.vpp - 1 - chunk) for number in group]
+        warmup = min(self._warmup(stage), len(forward))
+        turns = [each for pair in zip(forward[warmup:], backward, strict=False) for each in pair]
+        return [*forward[:warmup], *turns, *backward[len(forward) - warmup :]]
 
     @property
     def bubble(self) -> float:

@@ -73,7 +73,8 @@ def step_time(
     arch, adapters = rows.architecture, ModelAdapters.of(rows, config.megatron_cfg.peft)
     microbatches = batch_shape.microbatches(topology)
     schedule = Schedule.of(topology, microbatches)
-    stages = _stage_seconds(config, arch, adapters, topology, batch_shape, device)
+    passes = pass_seconds(config, arch, adapters, topology, batch_shape, device)
+    stages = [sum(map(sum, chunks)) for chunks in passes]
     wire_bytes = _traffic(config, arch, topology, batch_shape, states)
     spans = {
         "tp": topology.tp,
@@ -96,39 +97,45 @@ def step_time(
     )
 
 
-def _stage_seconds(
+def pass_seconds(
     config: PolicyConfig,
     arch: Architecture,
     adapters: ModelAdapters | None,
     topology: Topology,
     batch_shape: BatchShape,
     device: DeviceFigures,
-) -> list[float]:
-    """Of each stage, both passes over one microbatch."""
+) -> list[list[tuple[float, float]]]:
+    """Of each stage and chunk, a forward pass over one microbatch, and a backward pass, which
+    computes activations again that are not kept.
+    """
     sequences = max(1, batch_shape.tokens // batch_shape.length)
     flops = forward_flops(arch, [batch_shape.length] * sequences, adapters=adapters)
     rate = device.bf16_flops * topology.tp * topology.cp
     settings = config.megatron_cfg
     number = settings.recompute_num_layers or 1
-    seconds = []
+    passes: list[list[tuple[int, int]]] = []
     for chunks in layer_split(config, arch, topology).stages:
-        total = 0
+        passes.append([])
         for layers in chunks:
+            forward = backward = 0
             for at, layer in enumerate(layers):
                 again = 0
                 if settings.recompute_granularity == "full":
                     again = int(settings.recompute_method != "block" or at < number)
                 of = flops.layers[layer]
-                total += (1 + again) * of.total + of.backward
+                forward += of.total
+                backward += again * of.total + of.backward
                 if settings.recompute_granularity == "selective":
                     modules = settings.recompute_modules or ()
-                    total += of.attention * ("core_attn" in modules)
+                    backward += of.attention * ("core_attn" in modules)
                     # Megatron-Core computes no mixture of experts again.
-                    total += of.mlp * ("mlp" in modules and not arch.has_experts(layer))
-        seconds.append(total / rate)
-    head = (1 + HEAD_AGAIN) * flops.head + flops.head_backward
-    seconds[-1] += (head + (1 + BACKWARD + HEAD_AGAIN) * flops.mtp) / rate
-    return seconds
+                    backward += of.mlp * ("mlp" in modules and not arch.has_experts(layer))
+            passes[-1].append((forward, backward))
+    forward, backward = passes[-1][-1]
+    forward += flops.head + flops.mtp
+    backward += HEAD_AGAIN * flops.head + flops.head_backward + (BACKWARD + HEAD_AGAIN) * flops.mtp
+    passes[-1][-1] = forward, backward
+    return [[(ahead / rate, back / rate) for ahead, back in stage] for stage in passes]
 
 
 def _traffic(

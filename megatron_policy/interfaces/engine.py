@@ -18,7 +18,7 @@ import torch
 from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.adapters import AdapterSpec
 from megatron_policy.converters.table import Entry, Table
-from megatron_policy.device.timing import Stopwatch
+from megatron_policy.device.timing import Recorder, Stopwatch
 from megatron_policy.lm_head.output import Output
 from megatron_policy.lm_head.sampling import Continuations, Sampling
 from megatron_policy.memory.pending_reads import PendingReads
@@ -120,7 +120,9 @@ class Trainable(Protocol):
 
     @property
     def stopwatch(self) -> Stopwatch:
-        """Where training has its parts timed; the engine itself times `REDUCE`."""
+        """Where training has its parts timed; the engine itself times `REDUCE`. Its recorder is
+        the engine's.
+        """
 
     def zero_gradients(self) -> None:
         """Drop all gradients."""
@@ -249,6 +251,12 @@ class TrainingEngine(Protocol):
     @property
     def adapters(self) -> Adapters | None:
         """Adapters of `held`, which then keeps its values; None without any."""
+
+    @property
+    def recorder(self) -> Recorder:
+        """Where the engine records, while it is on, each run over microbatches and each pass, and
+        `REDUCE`.
+        """
 
     @property
     def pending_reads(self) -> PendingReads:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -213,6 +214,17 @@ class LayerSplit:
                 if layer in layers:
                     return pp, chunk
         raise AssertionError(f"layer {layer} is in no stage of {self.stages}")
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short form: "0-3, 7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 _FIRST = "num_layers_in_first_pipeline_stage"

@@ -1,9 +1,10 @@
-"""What a policy says of itself: its metrics to writers, a summary, a report."""
+"""What a policy says of itself: its metrics to writers, a summary, a report, profiles."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +25,8 @@ from megatron_policy.monitoring.metrics_log import (
 from megatron_policy.monitoring.report import MemoryUse, PolicyReport
 from megatron_policy.monitoring.summary import expected_memory, summary_of
 from megatron_policy.parallel.topology import Topology
+from megatron_policy.policy.checkpointing import AnyPath
+from megatron_policy.policy.profiling import Profile, profiling
 from megatron_policy.policy.session import Session
 from megatron_policy.training.results import TrainResult
 
@@ -31,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class PolicyMonitoring:
-    """The methods of `MegatronPolicy` for whoever watches it. They are not collective."""
+    """The methods of `MegatronPolicy` for whoever watches it. Only `profile` is collective."""
 
     config: PolicyConfig
     memory: DeviceMemory
@@ -70,6 +73,17 @@ class PolicyMonitoring:
         optimizer step. Only rank 0 writes. ConfigError for what is not a number.
         """
         self._metrics.write(self.steps if step is None else step, checked_metrics(metrics))
+
+    def profile(
+        self, folder: AnyPath, *, operations: bool = True
+    ) -> AbstractContextManager[Profile]:
+        """In this context, record what the policy does; collective. At its end write to `folder`: a
+        Chrome trace of each rank with its `operations`, unless they are not wanted, a trace and a
+        picture of the passes of all ranks, and a summary.
+
+        After an error in the context nothing is written. ConfigError if a profile is open.
+        """
+        return profiling(self._engine, self.topology, folder, operations)
 
     @cached_property
     def _activations(self) -> int | None:

@@ -177,7 +177,7 @@ class GradientAccumulator:
             undo = Rollback.here(self._engine)
             with step.meter.stopwatch.timing(FORWARD_BACKWARD):  # where `train` reduces
                 trainable.reduce_gradients(1.0 / divisor)
-            with step.meter.stopwatch.timing(STEP):
+            with step.meter.stopwatch.timing(STEP), self._engine.recorder.span(STEP):
                 stats = take_step(trainable, self._engine.groups, undo, ())
             if not stats.skipped:
                 trainable.advance_schedule(step.gbs)

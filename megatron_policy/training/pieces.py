@@ -24,6 +24,7 @@ from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.memory.policy_state import PolicyState
 from megatron_policy.memory.states import CONTINUE_STEP, FORWARD, TRAIN_STEP
 from megatron_policy.packing.microbatch import Microbatch
+from megatron_policy.training import speed
 from megatron_policy.training.batching import Batcher
 from megatron_policy.training.callbacks import (
     TokenScores,
@@ -267,7 +268,8 @@ class StepPieces:
         if step.own:
             trainable.reduce_gradients(1.0)
         try:
-            stats = take_step(trainable, self.engine.groups, step.undo, faults, consequence)
+            with self.engine.recorder.span(speed.STEP):
+                stats = take_step(trainable, self.engine.groups, step.undo, faults, consequence)
         finally:
             self._close()
         if not stats.skipped:

@@ -129,6 +129,19 @@ def test_a_range_for_a_profiler_does_nothing_without_a_gpu(untrained: Policy) ->
     assert untrained.worker_group.run_all("is_alive") == [True, True]
 
 
+def test_a_profile_is_of_all_workers_and_none_is_written_after_an_error(
+    untrained: Policy, tmp_path: Path
+) -> None:
+    with pytest.raises(KeyError), untrained.profile(tmp_path / "failed"):
+        raise KeyError
+    assert list((tmp_path / "failed").iterdir()) == []
+    with untrained.profile(tmp_path, operations=False) as profile:
+        assert str(tmp_path) in str(profile)
+        untrained.get_logprobs(batch(rows=4))
+    assert profile.summary["ranks"] == 2 and profile.summary["seconds"]["forward"] > 0
+    assert all(path.is_file() for path in profile.files)
+
+
 def test_noise_reaches_every_weight_alike_and_not_the_reference(untrained: Policy) -> None:
     group = untrained.worker_group
     data = batch(rows=2)

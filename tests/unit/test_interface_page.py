@@ -15,7 +15,10 @@ from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "interface.md"
 RENAMED = {"split"}  # names of the last release
-SAME_AS = {"offload_to_cpu": "offload_after_refit"}  # one method of the worker serves both
+SAME_AS = {
+    "offload_to_cpu": "offload_after_refit",  # one method of the worker serves both
+    "profile": "begin_profile",  # a context of the driver is two methods of the worker
+}
 SEEN_AS = {
     "broadcast_weights_for_collective": "self.policy.refit(self._collective.transport(",
     "get_refit_manifest": "self._handles.manifest(",

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import PreTrainedTokenizerBase, Qwen2Config
 
 from examples.quickstart.checkpoint import train_tokenizer
 from examples.quickstart.codec import Codec, with_masks
 from examples.quickstart.demo import tokenizer_of
-from examples.quickstart.display import sparkline
+from examples.quickstart.display import Display, sparkline
 from examples.quickstart.grpo import group_advantages
 from examples.quickstart.plot import smoothed
 from examples.quickstart.settings import GRPO, Imitation, Layout, Lengths, policy_section
@@ -201,3 +203,12 @@ def test_a_sparkline_rises_with_its_values_and_keeps_its_width() -> None:
 def test_smoothing_keeps_a_constant_and_lags_behind_a_step() -> None:
     assert smoothed([2.0, 2.0, 2.0]) == pytest.approx([2.0, 2.0, 2.0])
     assert 0.0 < smoothed([0.0, 1.0])[1] < 1.0
+
+
+def test_a_line_of_progress_fits_80_columns() -> None:
+    written = StringIO()
+    names = ("reward", "loss", "kl", "clipped", "grad_norm", "held_out_reward")
+    with Display(Console(file=written)).phase("GRPO", 120, "reward") as show:
+        show({"step": 120} | dict.fromkeys(names, -0.25))
+    line = written.getvalue().rstrip("\n")
+    assert len(line) <= 80 and line.endswith("held out -0.250")

@@ -20,6 +20,7 @@ from megatron_policy.config.parallel_sizes import (
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.table import Table
 from megatron_policy.device import is_accelerated
+from megatron_policy.device.timing import Recorder
 from megatron_policy.engines.hugging_face.decoder import Decoder
 from megatron_policy.engines.hugging_face.engine import FsdpEngine
 from megatron_policy.engines.hugging_face.fsdp1 import Fsdp1
@@ -122,6 +123,7 @@ def _build(
         _head(config, table, groups, decoder, region),
         trainable,
         PendingReads(),
+        Recorder() if trainable is None else trainable.stopwatch.recorder,
     )
 
 

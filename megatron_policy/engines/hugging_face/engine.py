@@ -12,6 +12,7 @@ import torch
 from megatron_policy.attention.causal import sequences_in
 from megatron_policy.converters.table import Table
 from megatron_policy.device import current_device
+from megatron_policy.device.timing import BACKWARD, FORWARD, SCORING, TRAINING, Recorder
 from megatron_policy.engines.hugging_face.attention import attending
 from megatron_policy.engines.hugging_face.decoder import Decoder
 from megatron_policy.engines.hugging_face.generate import generate
@@ -53,6 +54,7 @@ class FsdpEngine:
     head: FusedHead | OwnHead
     trainable: FsdpTrainable | None
     pending_reads: PendingReads
+    recorder: Recorder
     adapters: None = None
     is_last_stage: bool = True
 
@@ -77,36 +79,41 @@ class FsdpEngine:
         """See `TrainingEngine`."""
         self.sharding.root.train(not forward_only)
         kept: list[T] = []
-        for microbatch in microbatches:
+        with self.recorder.span(SCORING if forward_only else TRAINING):
+            for number, microbatch in enumerate(microbatches):
 
-            def finish(output: Output, filler: bool = microbatch.filler) -> torch.Tensor:
-                if filler:
-                    return output.nothing()
-                value, found = loss(output)
-                kept.append(found)
-                return value
+                def finish(output: Output, filler: bool = microbatch.filler) -> torch.Tensor:
+                    if filler:
+                        return output.nothing()
+                    value, found = loss(output)
+                    kept.append(found)
+                    return value
 
-            # Layers that are recomputed attend again, during the backward pass.
-            sequences = sequences_in(microbatch.layout, self.groups.cp)
-            with attending(sequences), self.sharding.adding_gradients(not forward_only):
-                value = self._run(microbatch, finish, gradients=not forward_only)
-                if not forward_only:
-                    value.backward()
+                # Layers that are recomputed attend again, during the backward pass.
+                sequences = sequences_in(microbatch.layout, self.groups.cp)
+                with attending(sequences), self.sharding.adding_gradients(not forward_only):
+                    with self.recorder.span(FORWARD, number):
+                        value = self._run(microbatch, finish, gradients=not forward_only)
+                    if not forward_only:
+                        with self.recorder.span(BACKWARD, number):
+                            value.backward()
         return kept
 
     def forward(self, microbatches: Sequence[Microbatch], read: Callable[[Output], T]) -> list[T]:
         """See `TrainingEngine`."""
         self.sharding.root.eval()
         kept: list[T] = []
-        for microbatch in microbatches:
+        with self.recorder.span(SCORING):
+            for number, microbatch in enumerate(microbatches):
 
-            def finish(output: Output, filler: bool = microbatch.filler) -> torch.Tensor:
-                if not filler:
-                    kept.append(read(output))
-                return output.hidden_TRD.new_zeros(())
+                def finish(output: Output, filler: bool = microbatch.filler) -> torch.Tensor:
+                    if not filler:
+                        kept.append(read(output))
+                    return output.hidden_TRD.new_zeros(())
 
-            with attending(sequences_in(microbatch.layout, self.groups.cp)):
-                self._run(microbatch, finish, gradients=False)
+                sequences = sequences_in(microbatch.layout, self.groups.cp)
+                with attending(sequences), self.recorder.span(FORWARD, number):
+                    self._run(microbatch, finish, gradients=False)
         return kept
 
     def _run(

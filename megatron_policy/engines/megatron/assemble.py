@@ -21,6 +21,7 @@ from megatron_policy.converters.architecture import Architecture, vocab_shard
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.formats.peft_base import base_digest
 from megatron_policy.converters.table import Table
+from megatron_policy.device.timing import Recorder
 from megatron_policy.engines.megatron.adapter_values import first_adapters
 from megatron_policy.engines.megatron.adapters import (
     MegatronAdapters,
@@ -144,6 +145,7 @@ def _build(
         head,
         _channel(arch, settings, groups),
         mtp,
+        Recorder() if trainable is None else trainable.stopwatch.recorder,
     )
     parts = (pipeline, trainable, pending_reads, adapters)
     return MegatronEngine(place, groups, table, held, source_dtypes, precision, *parts)

@@ -10,6 +10,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_policy.converters.table import Table
+from megatron_policy.device.timing import Recorder
 from megatron_policy.engines.megatron import storages
 from megatron_policy.engines.megatron.adapters import MegatronAdapters
 from megatron_policy.engines.megatron.build import held_layers
@@ -63,6 +64,11 @@ class MegatronEngine:
     def is_last_stage(self) -> bool:
         """See `TrainingEngine`."""
         return self.pipeline.is_last_stage
+
+    @property
+    def recorder(self) -> Recorder:
+        """See `TrainingEngine`."""
+        return self.pipeline.recorder
 
     def forward_backward(
         self, microbatches: Sequence[Microbatch], loss: Loss[T], forward_only: bool = False

@@ -268,7 +268,7 @@ def finalize_gradients(
     is already normalized. Afterwards a step changes what `pending_reads` read.
     """
     pending_reads.wait()
-    with stopwatch.timing(REDUCE):
+    with stopwatch.timing(REDUCE), stopwatch.recorder.span(REDUCE):
         finalize_model_grads(model, None, **kwargs)
         sum_embedding_gradients(model)
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import repeat
+from itertools import count, repeat
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_policy.device import current_device
+from megatron_policy.device.timing import BACKWARD, FORWARD, SCORING, TRAINING, Recorder
 from megatron_policy.engines.megatron.head import Head
 from megatron_policy.engines.megatron.hidden_shapes import DerivedShapes, hidden_shape
 from megatron_policy.engines.megatron.layers.balancing import RoutedRows, routing
@@ -36,6 +37,10 @@ from megatron_policy.parallel.topology import Topology
 
 T = TypeVar("T")
 Consume = Callable[[Output], T]
+_Input = tuple[Microbatch, torch.Tensor | None, Recorded | None, range, tuple[int, int]]
+"""A microbatch for one chunk: what its experts' layers get and leave, the layers, and the numbers
+of microbatch and chunk.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ class Pipeline:
     head: Head | None
     channel: RouterChannel | None
     mtp: MegatronMtp | None = None
+    recorder: Recorder = field(default_factory=Recorder)
 
     @property
     def models(self) -> tuple[torch.nn.Module, ...]:
@@ -129,22 +135,26 @@ class Pipeline:
         several = len(self.chunks) > 1
         records = repeat(None) if recorded is None else recorded
         numbers = repeat(None) if rows is None else rows.numbers
-        data = [zip(microbatches, numbers, records, repeat(held)) for held in self.layers]
+        data = [
+            zip(microbatches, numbers, records, repeat(held), zip(count(), repeat(chunk)))
+            for chunk, held in enumerate(self.layers)
+        ]
         schedule = get_forward_backward_func()
         communicator = self._communicator(microbatches, forward_only)
-        kept: list[Any] = schedule(
-            forward_step_func=partial(self._forward, finish),
-            data_iterator=data if several else data[0],
-            model=list(self.chunks) if several else self.chunks[0],
-            num_microbatches=len(microbatches),
-            # These two apply to all microbatches, unless the communicator has the shape of each.
-            seq_length=first.layout.full_length,
-            micro_batch_size=first.layout.sources_CTR.size(2),
-            forward_only=forward_only,
-            collect_non_loss_data=collect,
-            p2p_communicator=communicator,
-            pg_collection=None if communicator is None else schedule_groups(),
-        )
+        with _recording(self.recorder, self.models[0], SCORING if forward_only else TRAINING):
+            kept: list[Any] = schedule(
+                forward_step_func=partial(self._forward, finish),
+                data_iterator=data if several else data[0],
+                model=list(self.chunks) if several else self.chunks[0],
+                num_microbatches=len(microbatches),
+                # These two are of all microbatches, unless the communicator has the shape of each.
+                seq_length=first.layout.full_length,
+                micro_batch_size=first.layout.sources_CTR.size(2),
+                forward_only=forward_only,
+                collect_non_loss_data=collect,
+                p2p_communicator=communicator,
+                pg_collection=None if communicator is None else schedule_groups(),
+            )
         if communicator is not None:
             communicator.finish()
         pairs = zip(kept, microbatches, strict=bool(kept))
@@ -165,10 +175,10 @@ class Pipeline:
     def _forward(
         self,
         finish: Callable[..., Any],
-        microbatches: Iterator[tuple[Microbatch, torch.Tensor | None, Recorded | None, range]],
+        microbatches: Iterator[_Input],
         chunk: torch.nn.Module,
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        microbatch, numbers_RT, recorded, held = next(microbatches)
+        microbatch, numbers_RT, recorded, held, place = next(microbatches)
         layout, rank = microbatch.layout, self.groups.cp.rank()
         tokens_RT = layout.take(microbatch.tokens_BS, rank).T.contiguous()
         positions_RT = layout.positions_CT[rank].expand_as(tokens_RT)
@@ -178,6 +188,11 @@ class Pipeline:
             output = chunk(
                 tokens_RT, positions_RT, None, packed_seq_params=params, padding_mask=numbers_RT
             )
+        if self.recorder.on:
+            self.recorder.label(*place)
+            if output.requires_grad:
+                # In a backward pass, its output's gradient says which one it is.
+                output.register_hook(lambda _: self.recorder.label(*place))
         return output, partial(finish, microbatch, taken)
 
     def _params(
@@ -242,6 +257,47 @@ class Pipeline:
             )
         result: T = box[0]
         return result
+
+
+@dataclass(frozen=True)
+class _PassTimer:
+    """The timer that Megatron-Core starts and stops around each pass of one kind."""
+
+    recorder: Recorder
+    name: str
+
+    def start(self, barrier: bool = False) -> None:
+        self.recorder.begin(self.name)
+
+    def stop(self, barrier: bool = False) -> None:
+        self.recorder.end(self.name)
+
+
+class _NoTimer:
+    """A timer of Megatron-Core that is not wanted."""
+
+    def start(self, barrier: bool = False) -> None: ...
+
+    def stop(self, barrier: bool = False) -> None: ...
+
+
+@contextmanager
+def _recording(recorder: Recorder, model: Any, name: str) -> Iterator[None]:
+    """Record the body, a run of the schedule, as `name`, and each of its passes."""
+    if not recorder.on:
+        yield
+        return
+    timers = {
+        "forward-compute": _PassTimer(recorder, FORWARD),
+        "backward-compute": _PassTimer(recorder, BACKWARD),
+    }
+    nothing = _NoTimer()
+    model.config.timers = lambda timer, log_level=None: timers.get(timer, nothing)
+    try:
+        with recorder.span(name):
+            yield
+    finally:
+        model.config.timers = None
 
 
 def _model(chunk: torch.nn.Module) -> torch.nn.Module:
