@@ -19,6 +19,7 @@ class Extra:
 
 EXTRAS = {
     "ray": Extra("ray", "ray>=2.40", "Policy, RayVirtualCluster, init_ray and workers run on Ray"),
+    "matplotlib": Extra("pictures", "matplotlib>=3.8", "pictures are drawn by matplotlib"),
     "tensorboard": Extra(
         "tensorboard",
         "tensorboard>=2.16",

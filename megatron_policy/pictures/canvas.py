@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_policy.errors import ConfigError
+from megatron_policy.extras import require
 
 WIDTH, MARGIN = 800, 12
 SMALL, NORMAL, LARGE = 10.0, 11.5, 15.0
@@ -24,18 +25,14 @@ _DIGIT = 0.64
 
 def check_picture(path: str | os.PathLike[str], option: str) -> Path:
     """The path, if a picture can be drawn there. ConfigError, which names `option`, for a suffix
-    that is not known, or without matplotlib.
+    that is not known; MissingPackageError without matplotlib.
     """
     found = Path(path).expanduser()
     if found.suffix.lower() not in SUFFIXES:
         raise ConfigError(
             f"{option} {path} does not end in {' or '.join(SUFFIXES)}: give a file that does"
         )
-    if not can_draw():
-        raise ConfigError(
-            f"{option} {path} needs matplotlib, which is not installed: "
-            "pip install 'megatron-policy[pictures]', or pip install matplotlib"
-        )
+    require("matplotlib")
     return found
 
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from megatron_policy import errors
 from megatron_policy.cli import app
 from megatron_policy.cli.failures import SHOWN_ITEMS, one_line, one_line_errors
-from megatron_policy.cli.inspect import ranges
 from megatron_policy.cli.sizes import parse_size, show_size
+from megatron_policy.parallel.topology import ranges
 from tests.unit.test_package import ROOT, loaded_by
 
 COMMANDS = ("convert", "inspect", "verify", "parity", "inspect-config")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from functools import cache
@@ -25,7 +26,6 @@ from megatron_policy.estimate.plan import StepPlan, plan_of
 from megatron_policy.estimate.schedule import Schedule
 from megatron_policy.estimate.states import ModelRows
 from megatron_policy.estimate.timeline import _simulated, expected_timeline, read_trace
-from megatron_policy.pictures import canvas
 from megatron_policy.pictures.canvas import MARGIN, WIDTH
 from megatron_policy.pictures.layout import LayoutView, draw_layout
 from megatron_policy.pictures.timeline import draw_plan
@@ -214,7 +214,7 @@ def test_a_file_that_cannot_be_drawn_is_refused_before_anything_is_planned(
 def test_a_picture_without_matplotlib_says_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(canvas, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run("--model", tmp_path, "--gpus", 8, "--picture", tmp_path / "l.svg")
     assert result.exit_code == 2
-    assert "pip install 'megatron-policy[pictures]'" in result.stderr
+    assert 'pip install "matplotlib>=3.8"' in result.stderr
