@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from megatron_policy.coordination.rendezvous import reserved_port
 from tests.dist.test_launch import ROOT
 
 
@@ -16,19 +19,20 @@ def python_blocks(document: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
 
 
-def test_the_readmes_examples_train_with_the_loss_of_the_loss_document(
-    checkpoints, tmp_path: Path
-) -> None:
-    alone, under_ray = python_blocks("README.md")
-    # One policy at a time in a process: the first is closed before workers take over.
-    example = alone + "policy.shutdown()\n" + under_ray
-    assert example.count("path/or/hub-id") == 1
-    loss, *_ = python_blocks("docs/losses.md")
-    (tmp_path / "my_losses.py").write_text(loss)
-    (tmp_path / "example.py").write_text(example.replace("path/or/hub-id", str(checkpoints[True])))
+@pytest.fixture
+def train(checkpoints, tmp_path: Path) -> str:
+    """The README's program, in a directory with the checkpoint that it names."""
+    program, _ = python_blocks("README.md")
+    (tmp_path / "Qwen2.5-0.5B").symlink_to(checkpoints[True])
+    (tmp_path / "train.py").write_text(program)
+    return program
+
+
+def run(tmp_path: Path, *command: str) -> str:
+    """What a program of Python prints; it has to end well."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
-        [sys.executable, "example.py"],
+        [sys.executable, *command],
         cwd=tmp_path,
         env=environment | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -36,5 +40,26 @@ def test_the_readmes_examples_train_with_the_loss_of_the_loss_document(
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("tensor([") >= 2
+    return done.stdout
+
+
+def test_the_readmes_program_trains_on_the_ranks_of_torchrun(train: str, tmp_path: Path) -> None:
+    with reserved_port() as port:
+        pass
+    where = ("--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}")
+    printed = run(tmp_path, "-m", "torch.distributed.run", *where, "train.py")
+    assert printed.count("tensor([") == 2 == printed.count("tensor(0")
     assert (tmp_path / "trained" / "model.safetensors").is_file()
+
+
+def test_the_readmes_programs_train_alone_and_under_ray_with_the_loss_of_the_loss_document(
+    train: str, tmp_path: Path
+) -> None:
+    _, under_ray = python_blocks("README.md")
+    loss, *_ = python_blocks("docs/losses.md")
+    (tmp_path / "my_losses.py").write_text(loss)
+    # One policy at a time in a process: the first is closed before workers take over.
+    program = train + "policy.shutdown()\nfrom my_losses import NLL\n" + under_ray
+    (tmp_path / "ray_train.py").write_text(program)
+    printed = run(tmp_path, "ray_train.py")
+    assert printed.count("tensor([") == 2 and "torch.Size([2, 32])" in printed

@@ -62,8 +62,9 @@ class Block:
 
 
 def pages() -> list[str]:
-    """All pages, by their paths in the repository."""
-    return sorted(each.relative_to(ROOT).as_posix() for each in (ROOT / "docs").rglob("*.md"))
+    """The README and all pages, by their paths in the repository."""
+    below = sorted(each.relative_to(ROOT).as_posix() for each in (ROOT / "docs").rglob("*.md"))
+    return ["README.md", *below]
 
 
 def blocks_of(page: str, text: str) -> Iterator[Block]:
