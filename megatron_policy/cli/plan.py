@@ -384,7 +384,7 @@ def _print(
         for line in found_lines(found, name) if isinstance(found, Found) else lines(found, name):
             say(line)
     if plans:
-        with one_line_errors():
+        with one_line_errors(as_json=as_json):
             draw_step(plans[0], name, picture, timeline, as_json)
     if not plans or not plans[0].fits:
         raise typer.Exit(1)

@@ -128,7 +128,7 @@ def _write(found: Profile) -> None:
         note = f"{found.timeline.last_step().microbatches} microbatches, the first rank of a stage"
         draw_timeline(found.timeline, folder / PICTURE, "Recorded: the last step", note)
     else:
-        _log.info("%s needs matplotlib: pip install matplotlib", PICTURE)
+        _log.info("no %s: the extra `pictures`, which has matplotlib, is not installed", PICTURE)
 
 
 def _summary(
