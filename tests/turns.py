@@ -25,7 +25,7 @@ def in_turn(number: int) -> Callable[[Test], Test]:
     """A mark for slow tests that stand alone, numbered by their authors: even numbers are run by
     `make test`, odd ones by `make test-latest`.
     """
-    return (lambda test: test) if number % 2 == _LATEST else pytest.mark.sweep
+    return pytest.mark.in_turn if number % 2 == _LATEST else pytest.mark.sweep
 
 
 def in_turns(cases: Iterable[Any], name: Callable[[Any], str] | None = None) -> list[Any]:
@@ -56,7 +56,7 @@ def share_out(items: Iterable[pytest.Item]) -> None:
         if item.nodeid.startswith(SHARED) and not item.nodeid.startswith(WHOLE):
             of_tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for nodeid, cases in of_tests.items():
-        if any(case.get_closest_marker("sweep") for case in cases):
+        if any(case.get_closest_marker(mark) for case in cases for mark in ("sweep", "in_turn")):
             continue
         # In an order of their own: every second one in the order of a table with two columns is one
         # column.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -12,12 +13,11 @@ from tests import turns
 class Item:
     """What `share_out` needs of a test."""
 
-    def __init__(self, nodeid: str, swept: bool = False) -> None:
-        self.nodeid, self.swept = nodeid, swept
+    def __init__(self, nodeid: str, swept: bool = False, marks: Collection[str] = ()) -> None:
+        self.nodeid, self.swept, self.marks = nodeid, swept, marks
 
     def get_closest_marker(self, name: str) -> object:
-        assert name == "sweep"
-        return self.swept or None
+        return (name == "sweep" and self.swept) or name in self.marks or None
 
     def add_marker(self, marker: Any) -> None:
         assert marker.name == "sweep"
@@ -55,3 +55,17 @@ def test_tests_of_one_case_that_wait_for_ray_are_run_by_one_environment(monkeypa
     second = kept(monkeypatch, 1, [Item(name) for name in names])
     assert sorted(first + second) == sorted(names)
     assert first and second
+
+
+@pytest.mark.parametrize("latest", [0, 1])
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_its_author_gave_to_one_environment_is_run_there_whatever_its_name(
+    monkeypatch, latest: int, number: int
+) -> None:
+    monkeypatch.setattr(turns, "_LATEST", latest)
+    mark = turns.in_turn(number).mark
+    items = [
+        Item(f"tests/ray/test_a.py::test_{i}", swept=mark.name == "sweep", marks=[mark.name])
+        for i in range(20)
+    ]
+    assert len(kept(monkeypatch, latest, items)) == (20 if number == latest else 0)
