@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -151,9 +152,14 @@ def test_a_driver_that_was_stopped_itself_blames_nobody_for_that_time(
 
 
 @in_turn(0)
-def test_a_worker_on_a_node_that_stops_or_does_not_answer_ends_the_call() -> None:
+def test_a_step_over_two_nodes_is_that_of_one_process_and_a_node_that_dies_or_stops_ends_the_call(
+    checkpoint: Callable[..., Path],
+) -> None:
+    # Here, because it brings Megatron-Core, which the other tests do without.
+    from tests.ray.policies import VOCAB
+
     done = subprocess.run(
-        [sys.executable, "-m", "tests.ray.two_nodes"],
+        [sys.executable, "-m", "tests.ray.two_nodes", str(checkpoint("qwen2", vocab=VOCAB))],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
