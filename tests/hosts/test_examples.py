@@ -1,5 +1,5 @@
-"""The configurations of examples/nemo_rl are what this package runs, whatever the host's own say;
-composed here as the host composes them.
+"""The configurations of examples/nemo_rl and examples/recipes are what this package runs, whatever
+the host's own say; composed here as the host composes them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import topology_of
 from tests.unit import host_policies
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "nemo_rl"
-FILES = sorted(EXAMPLES.glob("**/*.yaml"))
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RECIPES = sorted(EXAMPLES.glob("recipes/*/nemo_rl.yaml"))
+FILES = sorted([*EXAMPLES.glob("nemo_rl/**/*.yaml"), *RECIPES])
 REWARDS = {"enabled": True, "reward_model_type": "bradley_terry"}
 BASES = {
     "sft.yaml": host_policies.SFT,
@@ -65,15 +66,15 @@ def _with_environment(text: str) -> str:
     return re.sub(r"\$\{oc\.env:(\w+)\}", lambda found: os.environ[found[1]], text)
 
 
-def _resolved(value: Any, policy: Mapping[str, Any]) -> Any:
+def resolved(value: Any, policy: Mapping[str, Any]) -> Any:
     """Interpolations of the environment and of keys of `policy` replaced by what they stand for."""
     if isinstance(value, dict):
-        return {key: _resolved(item, policy) for key, item in value.items()}
+        return {key: resolved(item, policy) for key, item in value.items()}
     if isinstance(value, str) and (path := re.fullmatch(r"\$\{policy\.([\w.]+)\}", value)):
         found: Any = policy
         for name in path[1].split("."):
             found = found[name]
-        return _resolved(found, policy)
+        return resolved(found, policy)
     return _with_environment(value) if isinstance(value, str) else value
 
 
@@ -89,7 +90,7 @@ def test_the_policy_of_an_example_is_accepted(file: Path, environment: None) -> 
     if file.name in PARTS:
         assert ("dtensor_cfg" in document["policy"]) == (file.name == "dtensor.yaml")
         return
-    policy = _resolved(document["policy"], document["policy"])
+    policy = resolved(document["policy"], document["policy"])
     config = PolicyConfig.parse(policy)
     assert config.dtensor_cfg.enabled == file.stem.endswith("_dtensor")
     workers = document["cluster"]["gpus_per_node"] * document["cluster"]["num_nodes"]

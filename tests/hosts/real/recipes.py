@@ -37,6 +37,7 @@ DENSE = {
     "Qwen/Qwen2.5-1.5B": (QWEN2, _OF_1_5B),
     "Qwen/Qwen2.5-1.5B-Instruct": (QWEN2, _OF_1_5B),
     "Qwen/Qwen2.5-Math-1.5B-Instruct": (QWEN2, _OF_1_5B),
+    "Qwen/Qwen2.5-7B": (QWEN2, _OF_7B),
     "Qwen/Qwen2.5-7B-Instruct": (QWEN2, _OF_7B),
     "Qwen/Qwen2.5-Math-7B": (QWEN2, _OF_7B),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": (QWEN2, _OF_7B),
@@ -62,6 +63,7 @@ WITH_EXPERTS = {
     "Qwen/Qwen3-235B-A22B": "Qwen3-235B-A22B",
     "moonshotai/Moonlight-16B-A3B-Instruct": "Moonlight-16B-A3B",
     "openai/gpt-oss-20b": "gpt-oss-20b in bf16",
+    "deepseek-ai/DeepSeek-V3": "DeepSeek-V3 in bf16",
     # The recipes tell the reader where to put the weights.
     "Follow instructions in https://github.com/NVIDIA-NeMo/RL/blob/main/docs/guides/deepseek.md": (
         "DeepSeek-V3 in bf16"

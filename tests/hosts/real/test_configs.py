@@ -4,8 +4,11 @@ is not supported.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.keys import KEYS
@@ -23,6 +26,10 @@ NOT_SUPPORTED = {
     "is_vlm",
 }
 """What configurations of the host ask for in vain."""
+
+OURS = Path(__file__).parents[3] / "examples" / "recipes"
+FREE = "policy.generation.vllm_kwargs."
+"""What the host hands to its engine unread."""
 
 EXPERT_BIAS = "megatron_cfg.moe_router_enable_expert_bias"
 """Refused for models without correction biases."""
@@ -66,3 +73,30 @@ def test_most_recipes_fit_their_models_and_engines_at_the_size_of_their_clusters
         method, _, _ = line.partition(":")
         known = known or {method} & {*NOT_IMPLEMENTED, "prepare_for_generation"}
         assert known or line.startswith(recipes.NOT_KNOWN), line
+
+
+@pytest.mark.parametrize("folder", sorted(path.parent.name for path in OURS.glob("*/nemo_rl.yaml")))
+def test_a_recipe_of_ours_is_taken_and_sets_only_what_its_base_has(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from omegaconf import OmegaConf
+
+    monkeypatch.setenv("NEMO_RL", str(checkout()))
+    file = OURS / folder / "nemo_rl.yaml"
+    assert recipes.refusal(sections(file, "cluster", "policy")) == ""
+
+    def set_by(path: Path) -> set[str]:
+        return set(paths_of(OmegaConf.to_container(OmegaConf.load(path))))
+
+    base = set_by(Path(OmegaConf.load(file)["defaults"][0]))
+    own = set_by(file) | set_by(file.with_name("policy.yaml"))
+    assert {path for path in own - base if not path.startswith(FREE)} == {"defaults"}
+
+
+def paths_of(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted names of all values of a configuration."""
+    for key, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from paths_of(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"

@@ -1,0 +1,77 @@
+"""The recipes are what their plans and pages say: checked from configurations alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_policy.config import PolicyConfig
+from tests.hosts.test_examples import RECIPES, composed, resolved
+from tests.unit.test_estimate_plan import MODELS, model, run
+
+ROOT = Path(__file__).parents[2]
+INDEX = ROOT / "docs" / "recipes.md"
+PAGES = [INDEX, *(file.with_name("README.md") for file in RECIPES)]
+PUBLISHED_AS = {"Qwen2.5": "Qwen2.5-7B", "Qwen3": "Qwen3-30B-A3B", "DeepSeek": "DeepSeek-V3"}
+
+
+def planned(policy: dict[str, Any], gpus: int, folder: Path) -> str:
+    """What the command prints of a policy whose model is a config.json and nothing else."""
+    name = policy["model_name"].rpartition("/")[2]
+    fields, _ = MODELS[next(PUBLISHED_AS[maker] for maker in PUBLISHED_AS if maker in name)]
+    local = folder / "policy.yaml"
+    local.write_text(
+        yaml.safe_dump({"policy": policy | {"model_name": str(model(folder, fields))}})
+    )
+    shown = run(local, "--gpus", gpus)
+    assert shown.exit_code == 0, shown.output
+    return shown.stdout
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.parent.name)
+def test_the_plan_of_a_recipe_is_what_the_command_prints_also_of_all_that_the_host_adds(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEMO_RL", "/checkout")
+    document = composed(file)
+    policy = resolved(document["policy"], document["policy"])
+    gpus = document["cluster"]["gpus_per_node"] * document["cluster"]["num_nodes"]
+    own = yaml.safe_load(file.with_name("policy.yaml").read_text())["policy"]
+    plan = file.with_name("plan.txt").read_text()
+    assert planned(own, gpus, tmp_path) == plan
+    assert planned(policy, gpus, tmp_path) == plan
+    # Under a host that uses the GPUs too, more has to be free than the reserve of a plan.
+    free = min(float(row.split()[-1]) for row in re.findall(r"^ +\d+ .*$", plan, re.MULTILINE))
+    assert free > 20
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.parent.name)
+def test_the_page_of_a_recipe_says_first_that_it_has_not_run_then_its_plan_and_commands(
+    file: Path,
+) -> None:
+    page = file.with_name("README.md").read_text()
+    title, first, *_ = page.split("\n\n")
+    assert title.startswith("# ") and first.startswith("**No GPU has run this.**")
+    plan = file.with_name("plan.txt").read_text().splitlines()
+    assert all(line in page for line in plan if line.startswith(("fits:", "a step takes")))
+    cluster = yaml.safe_load(file.read_text())["cluster"]
+    gpus, folder = cluster["gpus_per_node"] * cluster["num_nodes"], file.parent.name
+    policy = f"examples/recipes/{folder}/policy.yaml"
+    assert f"$ megatron-policy plan {policy} --gpus {gpus}\n" in page
+    assert f"$ megatron-policy inspect-config {policy} --world-size {gpus}\n" in page
+    assert f"--config $MEGATRON_POLICY/examples/recipes/{folder}/nemo_rl.yaml" in page
+    assert PolicyConfig.from_yaml(file.with_name("policy.yaml")).model_name in page
+    assert "\n## What to watch\n" in page
+    (row,) = (line for line in INDEX.read_text().splitlines() if f"/{folder}/README.md" in line)
+    peak = next(line for line in plan if line.startswith("fits:")).split()[1]
+    assert row.endswith(f"| {float(peak):.1f} |")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_the_pages_of_recipes_lead_to_exists(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), target
