@@ -1,7 +1,7 @@
 """`python examples/verl/laptop.py`: verl's SFT, then its GRPO trainer, on two CPU processes.
 
 Run it with the Python that has verl. `sft` or `grpo` as the first argument runs that one alone;
-GRPO starts from what SFT has exported. Further arguments go to verl.
+GRPO starts from what SFT has exported. Arguments after it go to verl.
 """
 
 from __future__ import annotations
@@ -135,8 +135,11 @@ def environment() -> dict[str, str]:
 
 def run(arguments: Sequence[str], output: Path) -> int:
     """Train by verl; the exit code of the first command that fails, or 0."""
-    alone = arguments[0] if arguments and arguments[0] in ("sft", "grpo") else ""
-    overrides = arguments[bool(alone) :]
+    alone, *overrides = arguments or [""]
+    if alone not in ("", "sft", "grpo"):
+        raise SystemExit(
+            f"unknown argument {alone!r}: pass sft or grpo first, then verl's overrides"
+        )
     output.mkdir(parents=True, exist_ok=True)
     if alone != "grpo":
         shutil.rmtree(output / "sft", ignore_errors=True)
@@ -144,7 +147,7 @@ def run(arguments: Sequence[str], output: Path) -> int:
         code = subprocess.run([*sft(output), *overrides], env=environment(), check=False).returncode
         if code or alone:
             return code
-    command = [*grpo(output), *(overrides if alone else ())]
+    command = [*grpo(output), *overrides]
     return subprocess.run(command, env=environment(), check=False).returncode
 
 

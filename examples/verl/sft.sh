@@ -4,6 +4,9 @@ set -euo pipefail
 : "${MODEL:?the model to start from}" "${DATA:?a folder with train.parquet, whose rows have messages}"
 gpus=${GPUS:-$(nvidia-smi -L | wc -l)}
 
+# Megatron-Core relies on it with tensor parallelism; it has to be set before CUDA is.
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+
 exec torchrun --nproc-per-node="$gpus" -m verl.trainer.sft_trainer \
     'hydra.searchpath=[pkg://megatron_policy.hosts.verl.conf]' engine=megatron_policy optim=megatron \
     model.path="$MODEL" model.use_remove_padding=True \

@@ -102,7 +102,9 @@ class MegatronPolicyEngine(KeepsState):
             return
         tokenizer = getattr(self.model_config, "tokenizer", None)
         self._policy = self.stage.enter_trained(self, config, tokenizer, offloads=offloads)
-        self.to("cpu", self.is_param_offload_enabled, self.is_optimizer_offload_enabled, False)
+        parameters, optimizer = self.is_param_offload_enabled, self.is_optimizer_offload_enabled
+        # Gradients go with the parameters: a rollout may start before the first step ends.
+        self.to("cpu", parameters, optimizer, parameters)
 
     @property
     def policy(self) -> MegatronPolicy:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from megatron_policy.config.keys import KEYS
 from megatron_policy.config.rules import Applied, Ignored, Rejected, Rule, Rules, each
 
+_CONFIG = "the model is built from the config.json of model.path; model.override_config changes it"
 _DCP = "affects dynamic_context_parallel only, which is rejected"
 _FP8 = "affects fp8 training only, which is not supported"
 _FSDP = "read by verl's FSDP engines only"
@@ -29,7 +30,7 @@ _ENGINE: Rules = {
         Applied(),
         """tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
         expert_model_parallel_size expert_tensor_parallel_size use_distributed_optimizer seed
-        forward_only override_ddp_config override_transformer_config override_optimizer_config""",
+        forward_only override_ddp_config override_transformer_config""",
     ),
     "virtual_pipeline_model_parallel_size": Applied("model chunks of each pipeline stage"),
     "sequence_parallel": Applied("with tensor_model_parallel_size above 1"),
@@ -40,7 +41,7 @@ _ENGINE: Rules = {
         "a policy, if both ask for it"
     ),
     "optimizer_offload": Applied("the optimizer's state leaves the device between calls"),
-    "grad_offload": Applied("gradients are never kept between calls, so they need no copy"),
+    "grad_offload": Ignored("gradients leave the device with the parameters: see param_offload"),
     "use_remove_padding": Applied("microbatches are packed; false: padded to their longest row"),
     **each(
         Applied("verl cuts microbatches by them"),
@@ -136,12 +137,14 @@ _MODELS: Rules = {
     "path": Applied("a Hugging Face checkpoint"),
     "local_path": Applied("where verl has copied path to"),
     "model_type": Applied("language_model, or value_model: a head of one number for each token"),
+    "hf_config_path": Rejected(_CONFIG, same_as="model.path"),
+    "local_hf_config_path": Rejected(_CONFIG, same_as="model.local_path"),
     "override_config": Applied("fields of config.json; those that change weights are refused"),
     "lora": Applied("see below"),
     "mtp": Applied("see below"),
     **each(
         Ignored(_VERL),
-        """hf_config_path local_hf_config_path tokenizer_path local_tokenizer_path load_tokenizer
+        """tokenizer_path local_tokenizer_path load_tokenizer
         hf_config generation_config tokenizer processor use_shm external_lib architectures
         custom_chat_template share_embeddings_and_output_weights""",
     ),
@@ -196,7 +199,9 @@ _MTP: Rules = {
 }
 
 _CHECKPOINT: Rules = {
-    "save_contents": Applied("model, optimizer, extra and hf_model"),
+    "save_contents": Applied(
+        "model, optimizer (with schedule and random states, also without extra) and hf_model"
+    ),
     "load_contents": Applied(),
     "async_save": Applied(
         "a save is whole when it returns; the engine then names it the latest, which verl leaves "

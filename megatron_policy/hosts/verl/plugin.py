@@ -32,10 +32,13 @@ def take_over() -> None:
     )
 
 
-if os.environ.get(SWITCH) == _TAKEN:
+_asked = os.environ.get(SWITCH, "")
+# verl drops the exceptions of a plugin, and would go on with its own engine: only an exit ends it.
+if _asked not in ("", _TAKEN):
+    raise SystemExit(f"{SWITCH} is {_asked!r}; legal: {_TAKEN!r}, or leave it unset")
+if _asked:
     try:
         take_over()
-    except Exception:
-        # verl itself drops what a plugin raises, and says nothing.
+    except Exception as error:
         logging.getLogger(__name__).exception("megatron_policy could not take over in verl")
-        raise
+        raise SystemExit(f"{SWITCH}={_TAKEN}: {error!r}") from error

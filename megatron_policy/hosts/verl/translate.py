@@ -198,14 +198,27 @@ def _policy(
         found["router_replay"] = {"enabled": True}
     if engine.get("seed") is not None:
         found["seed"] = engine["seed"]
-    overrides = model.get("override_config") or {}
-    overrides = overrides.get("model_config", overrides)
+    overrides = _overrides(model)
     kept = {key: value for key, value in overrides.items() if key != "attn_implementation"}
     if kept:
         found["hf_config_overrides"] = kept
     if model.get("model_type") == "value_model":
         found["reward_model_cfg"] = {"enabled": True, "reward_model_type": "regression"}
     return _merged(found, engine.get("policy") or {})
+
+
+def _overrides(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fields of config.json; ConfigError for what verl has beside them for its own engine."""
+    given: Mapping[str, Any] = model.get("override_config") or {}
+    if "model_config" not in given:
+        return given
+    others = {key: value for key, value in given.items() if key != "model_config"}
+    asked = [key for key, value in others.items() if not asks_for_nothing(value)]
+    if asked:
+        raise ConfigError(
+            f"model.override_config.{asked[0]} is not supported: only model_config is read"
+        )
+    return given["model_config"] or {}
 
 
 def _replay(engine: Mapping[str, Any]) -> str:

@@ -45,10 +45,12 @@ def test_one_override_chooses_the_engine_for_every_role() -> None:
         ("seed", 7),
     ],
 )
-def test_the_reference_follows_the_actor(key: str, value: Any) -> None:
+def test_the_reference_and_the_critic_follow_the_actor(key: str, value: Any) -> None:
     given = f"actor_rollout_ref.actor.engine.{key}={value}"
-    workers = composed("ppo_trainer", "model_engine=megatron_policy", given)["actor_rollout_ref"]
-    assert workers["actor"]["engine"][key] == workers["ref"]["engine"][key] == value
+    document = composed("ppo_trainer", "model_engine=megatron_policy", given)
+    workers = document["actor_rollout_ref"]
+    engines = [workers["actor"], workers["ref"], document["critic"]]
+    assert [role["engine"][key] for role in engines] == [value] * 3
 
 
 def test_supervised_training_takes_the_engine_and_a_policys_own_keys() -> None:
