@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from dataclasses import make_dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -269,3 +270,26 @@ def test_an_override_may_repeat_the_engines_own_key_but_not_change_it(
     told(e=same)
     with pytest.raises(ConfigError, match="set the engine's own key of this name"):
         told(e=engine(**{key: own}, override_transformer_config={key: other}))
+
+
+def test_a_switch_that_is_misspelt_ends_the_process_that_would_train_with_another_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MEGATRON_POLICY_VERL", "Megatron")
+    with pytest.raises(SystemExit, match="MEGATRON_POLICY_VERL is 'Megatron'; legal: 'megatron'"):
+        runpy.run_module("megatron_policy.hosts.verl.plugin")
+
+
+def test_what_verl_has_beside_fields_of_the_config_is_refused() -> None:
+    beside = {"model_config": {}, "moe_config": {"freeze_moe_router": True}}
+    with pytest.raises(ConfigError, match=r"override_config\.moe_config is not supported"):
+        told(m=model() | {"override_config": beside})
+    told(m=model() | {"override_config": {"model_config": {}, "moe_config": {}}})
+
+
+@pytest.mark.parametrize("key", ["hf_config_path", "local_hf_config_path"])
+def test_a_config_from_elsewhere_is_refused_and_that_of_the_model_is_taken(key: str) -> None:
+    given = model() | {"path": "/models/a", "local_path": "/models/a"}
+    told(m=given | {key: "/models/a"})
+    with pytest.raises(ConfigError, match=f"model.{key}.*config.json of model.path"):
+        told(m=given | {key: "/models/b"})

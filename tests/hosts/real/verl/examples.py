@@ -89,6 +89,12 @@ OTHERS = {
 """Models of families that the table of models lacks: what their config.json calls them."""
 
 
+KEEPS_OLD_WEIGHTS = (
+    "verl's trainer with separate rollouts keeps old weights by a handler of its own engines: set "
+    "algorithm.rollout_correction.bypass_mode"
+)
+
+
 @dataclass(frozen=True, eq=False)
 class Example:
     """A script's configuration as verl composes it."""
@@ -220,9 +226,17 @@ def _ranks(arguments: list[str], document: Mapping[str, Any]) -> int:
     return int(trainer["nnodes"]) * int(trainer["n_gpus_per_node"])
 
 
+def _keeps_old_weights(document: Mapping[str, Any]) -> bool:
+    mode = (document["trainer"].get("v1") or {}).get("trainer_mode")
+    correction = document["algorithm"].get("rollout_correction") or {}
+    return mode == "separate_async" and not correction.get("bypass_mode")
+
+
 def refusal(example: Example) -> str:
     """What an example is refused for; empty if it is taken."""
     document = example.document
+    if not example.sft and _keeps_old_weights(document):
+        return KEEPS_OLD_WEIGHTS
     if example.sft:
         roles = [(document, document["engine"], document["optim"], document.get("checkpoint"))]
     else:
