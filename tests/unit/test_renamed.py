@@ -108,6 +108,7 @@ def test_the_old_name_of_the_argument_of_refit_works_and_warns(monkeypatch) -> N
     policy: Any = object.__new__(MegatronPolicy)
     policy.memory = SimpleNamespace(ready=lambda *_: None)
     policy.exporter, policy.steps = "exporter", 7
+    policy._metrics = SimpleNamespace(sent=lambda _: None)
     monkeypatch.setattr("megatron_policy.policy.handover.deliver", lambda *given, **_: given)
     with pytest.warns(
         DeprecationWarning, match=r"`sink` of HandsOverWeights\.refit is `transport`"

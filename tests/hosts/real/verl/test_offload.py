@@ -1,4 +1,4 @@
-"""What stays on the device between verl's calls, by the offload flags of an actor and its reference.
+"""What verl's offload flags of an actor and its reference leave on the device between calls.
 
 On a CPU nothing moves, but a policy's memory keeps the same states and refuses the same calls.
 """
