@@ -50,9 +50,9 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring):
     """A Hugging Face checkpoint as a Megatron-Core model: train it, score with it, export it.
 
     Every rank of the layout makes one, under torchrun, in Ray workers, or alone in one process.
-    Every method is collective, all ranks call it in the same order, but those of
-    `PolicyMonitoring`. Each data-parallel replica passes its own rows, and all ranks of a replica
-    pass the same rows. `accumulator` takes a step in parts, `pieces` are what a step consists of.
+    Every method is collective: all ranks call it in the same order. Of `PolicyMonitoring` only
+    `profile` is. Each data-parallel replica passes its own rows, and all ranks of a replica pass
+    the same rows. `accumulator` takes a step in parts, `pieces` are what a step consists of.
     """
 
     def __init__(

@@ -53,6 +53,12 @@ def test_the_reference_and_the_critic_follow_the_actor(key: str, value: Any) -> 
     assert [role["engine"][key] for role in engines] == [value] * 3
 
 
+def test_a_critic_beside_an_actor_of_another_engine_has_verls_defaults() -> None:
+    document = composed("ppo_trainer", "critic=megatron_policy_critic")
+    plain = composed("sft_trainer_engine", "engine=megatron_policy", "optim=megatron")["engine"]
+    assert document["critic"]["engine"] == plain
+
+
 def test_supervised_training_takes_the_engine_and_a_policys_own_keys() -> None:
     own = "+engine.policy.megatron_cfg.moe_per_layer_logging=true"
     document = composed("sft_trainer_engine", "engine=megatron_policy", "optim=megatron", own)
