@@ -122,7 +122,7 @@ def a_hundred_steps(config: dict[str, Any], data: BatchedDataDict) -> list[str]:
         return [entry.megatron for (entry, now), was in pairs if not torch.equal(now, was)]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", in_turns([1, 2]))
 def test_the_bits_of_the_base_outlast_a_hundred_steps_and_merged_exports(
     ranks, checkpoint, world: int
 ) -> None:

@@ -81,11 +81,15 @@ def train_on_malformed(config: dict[str, Any]) -> dict[str, str]:
     # Dynamic microbatches, of which the next test reads all, are computed as padded ones are.
     ("kind", "megatron"),
     [
-        pytest.param("padded", {}, id="padded"),
-        pytest.param("packed", {}, id="packed"),
         pytest.param("dynamic", {}, id="dynamic", marks=pytest.mark.sweep),
         # A batch is refused before any engine sees it.
-        *in_turns([pytest.param("packed", FSDP2, id="FSDP2 x 2, packed")]),
+        *in_turns(
+            [
+                pytest.param("packed", FSDP2, id="FSDP2 x 2, packed"),
+                pytest.param("padded", {}, id="padded"),
+            ]
+        ),
+        pytest.param("packed", {}, id="packed", marks=pytest.mark.sweep),
     ],
 )
 def test_every_malformed_batch_of_one_rank_is_refused_on_all_or_computed(
