@@ -156,7 +156,12 @@ def _tracked(root: Path) -> Path:
     if not found.is_dir():
         raise CheckpointError(f"{tracker} names step {text}, but there is no {found}; {fix}")
     if not _is_complete(found):
-        raise CheckpointError(f"{tracker} names step {text}, but {found} has no {NAME}; {fix}")
+        raise CheckpointError(
+            f"{tracker} names step {text}, but {found} has no {NAME}: another program wrote it, or "
+            "files of it are lost. What other programs write is not resumed: give a directory of "
+            f"its own for checkpoints, and `megatron-policy convert {found} OUT --to hf --config "
+            "MODEL` makes a model to start from. Otherwise " + fix
+        )
     try:
         return contained.inside(root, found.name)
     except ConversionError as error:

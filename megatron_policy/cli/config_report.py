@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,8 @@ class CheckedConfig:
     model: ModelTable
     topology: Topology
     sections_not_read: tuple[str, ...]
+    ignored: Mapping[str, str]
+    """Keys below `policy` without effect, and why."""
     fewest: bool
     """Whether nobody has said how many ranks there are: these are the fewest."""
 
@@ -39,8 +41,8 @@ class CheckedConfig:
         return self.config.megatron_cfg.enabled
 
 
-def tables(checked: CheckedConfig) -> Iterator[Table]:
-    """The summary, and with Megatron-Core the stages."""
+def tables(checked: CheckedConfig, ignored: bool = False) -> Iterator[Table]:
+    """The summary, with Megatron-Core the stages, and if they are asked for the ignored keys."""
     summary = _summary(checked)
     if checked.fewest:
         summary.add_row("", "the fewest that hold the layout; give --world-size for another number")
@@ -52,9 +54,13 @@ def tables(checked: CheckedConfig) -> Iterator[Table]:
     if checked.sections_not_read:
         names = ", ".join(checked.sections_not_read)
         summary.add_row("not read", printable(f"the file's other sections: {names}"))
+    if checked.ignored and not ignored:
+        summary.add_row("without effect", f"{len(checked.ignored)} keys; --ignored lists them")
     yield summary
     if checked.on_megatron:
         yield _stages(checked)
+    if ignored:
+        yield _ignored(checked.ignored)
 
 
 def as_data(checked: CheckedConfig) -> dict[str, Any]:
@@ -78,6 +84,7 @@ def as_data(checked: CheckedConfig) -> dict[str, Any]:
         "train_step": _train_step(checked),
         "ranks_that_fit": list(islice(legal_world_sizes(config), SHOWN_SIZES)),
         "sections_not_read": checked.sections_not_read,
+        "ignored": dict(checked.ignored),
         "trained": None,
         "memory": None,
         "stages": None,
@@ -99,6 +106,15 @@ def as_data(checked: CheckedConfig) -> dict[str, Any]:
             for ranks, chunks in _stage_ranks(checked)
         ]
     return data
+
+
+def _ignored(keys: Mapping[str, str]) -> Table:
+    from rich.table import Table
+
+    table = Table("key without effect", "why")
+    for path, why in sorted(keys.items()):
+        table.add_row(printable(path), printable(why))
+    return table
 
 
 def fewest_ranks(config: PolicyConfig) -> int:

@@ -23,6 +23,9 @@ def inspect_config(
     world_size: Annotated[
         int | None, typer.Option(min=1, help="Number of ranks; the fewest possible if not given.")
     ] = None,
+    ignored: Annotated[
+        bool, typer.Option("--ignored", help="List the keys without effect, and why.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check a configuration against its model, and show which rank holds what and what fits.
@@ -33,7 +36,7 @@ def inspect_config(
 
     with one_line_errors(MISUNDERSTOOD, as_json):
         checked = _checked(path, overrides or [], world_size)
-        found = as_data(checked) if as_json else list(tables(checked))
+        found = as_data(checked) if as_json else list(tables(checked, ignored))
     if as_json:
         say_json(found)
         return
@@ -46,7 +49,7 @@ def inspect_config(
 
 def _checked(path: Path, overrides: list[str], world_size: int | None) -> CheckedConfig:
     from megatron_policy.cli.config_report import CheckedConfig, fewest_ranks
-    from megatron_policy.config import PolicyConfig
+    from megatron_policy.config import PolicyConfig, ignored_keys
     from megatron_policy.config.adapters import trained_table
     from megatron_policy.config.composed import compose
     from megatron_policy.config.layout import check_layout, topology_of
@@ -56,4 +59,5 @@ def _checked(path: Path, overrides: list[str], world_size: int | None) -> Checke
     topology = topology_of(config, world_size or fewest_ranks(config))
     model = trained_table(config)
     check_layout(config, model.architecture, topology)
-    return CheckedConfig(config, model, topology, composed.others, world_size is None)
+    unused = ignored_keys(composed.policy)
+    return CheckedConfig(config, model, topology, composed.others, unused, world_size is None)

@@ -45,7 +45,30 @@ def classify(raw: Mapping[str, Any], root: type[Section]) -> Classified:
     problems = [*_walk(whole, raw, root, "", result), *_misnamed(whole.unknown)]
     if problems:
         raise ConfigError("\n".join(problems))
+    result.ignored |= _of_other_engines(raw)
     return result
+
+
+def _of_other_engines(raw: Mapping[str, Any]) -> dict[str, str]:
+    """What Megatron-Core, if it is the engine, does not read, and why."""
+    chosen, *others = ("megatron_cfg", "dtensor_cfg", "fsdp_cfg")
+    if not _section_of(raw, chosen).get("enabled"):
+        return {}
+    found = {
+        name: "affects the engine of this section only, and that of megatron_cfg is enabled"
+        for name in others
+        if _section_of(raw, name).keys() - {"enabled"}
+    }
+    return found | {
+        name: f"affects the engines of dtensor_cfg and fsdp_cfg only: set megatron_cfg.{name}"
+        for name in ("optimizer", "scheduler")
+        if raw.get(name)
+    }
+
+
+def _section_of(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = raw.get(name)
+    return found if isinstance(found, Mapping) else {}
 
 
 @dataclass(frozen=True)
@@ -63,8 +86,7 @@ class _Whole:
 
     def is_off(self, path: str) -> bool:
         """Whether `path` is below `dtensor_cfg`, whose engine is not the one that is enabled."""
-        own = self.raw.get("dtensor_cfg")
-        enabled = isinstance(own, Mapping) and own.get("enabled")
+        enabled = _section_of(self.raw, "dtensor_cfg").get("enabled")
         return path.startswith("dtensor_cfg.") and not enabled
 
     def means(self, path: str, value: Any) -> bool:

@@ -19,10 +19,20 @@ TEMPLATE = Path(__file__).with_suffix(".md")
 COMMAND = "make compatibility"
 
 
+NOTES = {
+    "generation.": (
+        "What is rejected is so where the policy itself generates (`backend` is absent or "
+        "`megatron`): with another\nengine, these keys are that engine's and pass.\n\n"
+    )
+}
+"""What stands above the table of a section."""
+
+
 def render() -> str:
     """The page's text."""
     tables = (
-        f"### {_title(prefix)}\n\n{table_of(dict(rules))}" for prefix, rules in SECTIONS.items()
+        f"### {_title(prefix)}\n\n{NOTES.get(prefix, '')}{table_of(dict(rules))}"
+        for prefix, rules in SECTIONS.items()
     )
     text = TEMPLATE.read_text(encoding="utf-8").format(
         command=COMMAND,

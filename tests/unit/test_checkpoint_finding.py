@@ -77,7 +77,8 @@ def test_a_tracker_that_names_half_a_checkpoint_or_cannot_be_read_is_refused(run
     commit(run, 30)
     (run / "iter_0000030" / NAME).unlink()
     said = refused(run)
-    assert f"{run / 'iter_0000030'} has no {NAME}" in said
+    assert f"{run / 'iter_0000030'} has no {NAME}: another program wrote it" in said
+    assert f"megatron-policy convert {run / 'iter_0000030'} OUT --to hf" in said
     assert "it has iter_0000002, iter_0000004)" in said
     (run / TRACKER).unlink()
     assert find(run) == run / "iter_0000004"

@@ -140,6 +140,21 @@ def test_other_sections_of_a_whole_file_are_named_as_not_read(checkpoint, tmp_pa
     assert code == 0 and "not read the file's other sections: grpo, data" in said, said
 
 
+def test_keys_without_effect_are_counted_and_listed_with_why(checkpoint, tmp_path) -> None:
+    file = Path(write(tmp_path, checkpoint("qwen2")))
+    text = file.read_text().replace(
+        "policy:\n",
+        "policy:\n  optimizer: {name: torch.optim.AdamW}\n"
+        "  dtensor_cfg: {enabled: false, tensor_parallel_size: 4}\n",
+    )
+    file.write_text(text)
+    code, said = run("inspect-config", str(file))
+    assert code == 0 and "2 keys; --ignored lists them" in said, said
+    code, said = run("inspect-config", str(file), "--ignored")
+    assert code == 0 and "dtensor_cfg │ affects the engine of this section only" in said, said
+    assert "set megatron_cfg.optimizer" in said
+
+
 def completions(*words: str) -> list[str]:
     """What the shell's script gets to complete the last of these words with."""
     done = subprocess.run(

@@ -82,6 +82,7 @@ def test_inspect_config_and_plan_have_the_documented_keys(
     assert code == 0 and found.keys() == documented("inspect-config")
     assert [stage["ranks"] for stage in found["stages"]] == [[0], [1]]
     assert found["sections_not_read"] == ["data"]
+    assert found["ignored"] == {}
     code, plans, _ = run("plan", file, "--gpus", "2", "--json")
     assert code == 0 and keys(plans) == documented("plan")
     code, moved, _ = run("plan", "--refit", checkpoint("qwen2"), "--tensors", "--json")

@@ -210,6 +210,18 @@ def test_switches_are_those_of_what_is_not_supported() -> None:
     assert {path.removesuffix(".enabled") for path in SWITCHES} == expected
 
 
+def test_what_other_engines_read_is_listed_with_megatron_core_and_not_with_them() -> None:
+    raw = copy.deepcopy(host_policies.EARLY)
+    raw |= {"optimizer": {"name": "torch.optim.AdamW"}, "scheduler": None}
+    raw["dtensor_cfg"] = {"enabled": False, "tensor_parallel_size": 4}
+    listed = ignored_keys(raw)
+    assert {"optimizer", "dtensor_cfg"} <= listed.keys() and "scheduler" not in listed
+    assert listed["optimizer"].endswith("set megatron_cfg.optimizer")
+    raw["dtensor_cfg"]["enabled"], raw["megatron_cfg"]["enabled"] = True, False
+    assert {"optimizer", "dtensor_cfg"}.isdisjoint(ignored_keys(raw))
+    assert "dtensor_cfg" not in ignored_keys(host_policies.EARLY | {"dtensor_cfg": {"enabled": 0}})
+
+
 def test_a_key_of_the_engine_that_is_off_passes_and_counts_where_it_is_on() -> None:
     keys = {"lora_cfg": {"enabled": True, "dim": 8}, "moe_parallelizer": {"mp_policy": 1}, "new": 1}
     raw = copy.deepcopy(host_policies.EARLY)
