@@ -86,6 +86,7 @@ class Server:
         self._running: asyncio.Task[None] | None = None
         self._open = asyncio.Event()
         self._open.set()
+        self._rejects = False
         self._step: int | None = None
         torch.manual_seed(seed)
 
@@ -121,8 +122,13 @@ class Server:
     async def generate(
         self, prompt_ids: Sequence[int], sampling_params: dict[str, Any], request_id: str, **_: Any
     ) -> TokenOutput:
-        """Continue one prompt."""
-        await self._open.wait()
+        """Continue one prompt; the answer to one that is sent back has no tokens and the reason
+        "aborted", with which verl's client asks again.
+        """
+        while not self._open.is_set():
+            if self._rejects:
+                return self._aborted()
+            await self._open.wait()
         answer = asyncio.get_running_loop().create_future()
         sampling = Sampling.of(sampling_params, self._longest)
         self._waiting.append(Request(list(prompt_ids), sampling, answer))
@@ -136,6 +142,8 @@ class Server:
             await asyncio.sleep(SETTLE_S)
             alike = [each for each in self._waiting if each.sampling == self._waiting[0].sampling]
             batch = alike[:REQUESTS_AT_ONCE]
+            if not batch:  # they have been sent back meanwhile
+                return
             self._waiting = [each for each in self._waiting if each not in batch]
             try:
                 outputs = await asyncio.to_thread(self._continued, batch)
@@ -173,12 +181,19 @@ class Server:
             extra_fields={"global_steps": self._step},
         )
 
-    async def abort_all_requests(self) -> None:
-        """Send back what waits; what is being generated ends by itself, the rest waits outside."""
+    def _aborted(self) -> TokenOutput:
+        fields = {"global_steps": self._step}
+        return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields=fields)
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        """Send back what waits, and return when what is being generated has ended by itself. New
+        requests wait until `resume_generation`, or are sent back as well with `reject_request`.
+        """
+        self._rejects = reject_request
         self._open.clear()
         waiting, self._waiting = self._waiting, []
         for request in waiting:
-            request.answer.set_result(TokenOutput(token_ids=[], stop_reason="aborted"))
+            request.answer.set_result(self._aborted())
         if self._running is not None:
             await self._running
 
