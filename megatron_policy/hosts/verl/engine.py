@@ -40,6 +40,7 @@ from megatron_policy.hosts.verl.data import (
 )
 from megatron_policy.hosts.verl.state import KeepsState
 from megatron_policy.hosts.verl.translate import Translated, translated
+from megatron_policy.memory.states import Kind
 from megatron_policy.packing.microbatch import ROUTED_EXPERTS
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.training.callbacks import TokenScores
@@ -102,9 +103,8 @@ class MegatronPolicyEngine(KeepsState):
             return
         tokenizer = getattr(self.model_config, "tokenizer", None)
         self._policy = self.stage.enter_trained(self, config, tokenizer, offloads=offloads)
-        parameters, optimizer = self.is_param_offload_enabled, self.is_optimizer_offload_enabled
-        # Gradients go with the parameters: a rollout may start before the first step ends.
-        self.to("cpu", parameters, optimizer, parameters)
+        # Gradients too: a rollout may start before the first step ends.
+        self._offload()
 
     @property
     def policy(self) -> MegatronPolicy:
@@ -258,12 +258,25 @@ class MegatronPolicyValueEngine(MegatronPolicyEngine):
 
 
 class _TrainMode(BaseEngineCtx):  # type: ignore[misc]
-    """verl's own context, at whose end gradients are dropped."""
+    """verl's own context, at whose end gradients are dropped; verl moves them with the parameters,
+    this also alone.
+    """
 
     def __init__(self, engine: MegatronPolicyEngine, **kwargs: Any) -> None:
         super().__init__(engine=engine, mode="train", **kwargs)
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        if self._moves_gradients:
+            self.engine.stage.onload(frozenset({Kind.GRADIENTS}))
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if getattr(self, "zero_grad_on_exit", True) or kind is not None:
             self.engine.optimizer_zero_grad()
         super().__exit__(kind, error, trace)
+        if self._moves_gradients:
+            self.engine.to("cpu", model=False, optimizer=False, grad=True)
+
+    @property
+    def _moves_gradients(self) -> bool:
+        return self.engine.is_grad_offload_enabled and not self.disable_auto_offload

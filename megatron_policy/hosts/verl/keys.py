@@ -41,7 +41,10 @@ _ENGINE: Rules = {
         "a policy, if both ask for it"
     ),
     "optimizer_offload": Applied("the optimizer's state leaves the device between calls"),
-    "grad_offload": Ignored("gradients leave the device with the parameters: see param_offload"),
+    "grad_offload": Applied(
+        "gradients leave the device between calls, as with param_offload; verl's own Megatron "
+        "engine does not use it"
+    ),
     "use_remove_padding": Applied("microbatches are packed; false: padded to their longest row"),
     **each(
         Applied("verl cuts microbatches by them"),

@@ -41,11 +41,21 @@ class KeepsState(BaseEngine):  # type: ignore[misc]
         """Whether the optimizer's state leaves the device between calls."""
         return self._told.optimizer_offload and not self._told.forward_only
 
+    @property
+    def is_grad_offload_enabled(self) -> bool:
+        """Whether gradients leave the device between calls."""
+        return self._told.grad_offload and not self._told.forward_only
+
     def to(
         self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
         """Move these kinds of memory to "cpu" or the device; a reference moves parameters only."""
-        kinds = {Kind.PARAMETERS: model, Kind.OPTIMIZER: optimizer, Kind.GRADIENTS: grad and model}
+        kinds = {
+            Kind.PARAMETERS: model,
+            Kind.OPTIMIZER: optimizer,
+            # verl moves them with the parameters only.
+            Kind.GRADIENTS: grad and (model or self.is_grad_offload_enabled),
+        }
         if self._told.forward_only:
             kinds = {Kind.PARAMETERS: model}
         chosen = frozenset(kind for kind, moves in kinds.items() if moves)

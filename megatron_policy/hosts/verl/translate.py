@@ -37,6 +37,8 @@ class Translated:
     """For `PolicyConfig.parse`."""
     param_offload: bool
     optimizer_offload: bool
+    grad_offload: bool
+    """Whether gradients leave the device between calls: with the parameters, or alone."""
     forward_only: bool
     merge_adapters: bool
     replay: str
@@ -82,6 +84,7 @@ def translated(
         policy=_policy(model, engine, optim, replicas),
         param_offload=bool(engine.get("param_offload")),
         optimizer_offload=bool(engine.get("optimizer_offload")),
+        grad_offload=bool(engine.get("param_offload") or engine.get("grad_offload")),
         forward_only=bool(engine.get("forward_only")),
         merge_adapters=bool(lora.get("merge")),
         replay=_replay(engine),

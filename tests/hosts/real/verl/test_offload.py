@@ -63,8 +63,11 @@ def offloading(case: Case, model: Path) -> dict[str, Any]:
     return found
 
 
-def flags(parameters: bool, optimizer: bool, reference: bool) -> dict[str, bool]:
+def flags(
+    parameters: bool, optimizer: bool, reference: bool, gradients: bool = False
+) -> dict[str, bool]:
     return {
+        f"{ROLES}.actor.engine.grad_offload": gradients,
         f"{ROLES}.actor.engine.param_offload": parameters,
         f"{ROLES}.actor.engine.optimizer_offload": optimizer,
         f"{ROLES}.ref.engine.param_offload": reference,
@@ -79,10 +82,12 @@ def flags(parameters: bool, optimizer: bool, reference: bool) -> dict[str, bool]
         ((False, True, False), {Kind.OPTIMIZER}),
         # Parameters stay where a role of the process wants them.
         ((True, True, False), {Kind.GRADIENTS, Kind.OPTIMIZER}),
+        # Gradients alone, which verl's own engine leaves where they are.
+        ((False, False, False, True), {Kind.GRADIENTS}),
     ],
 )
 def test_what_both_roles_offload_is_not_on_the_device_between_calls(
-    verl_ranks: Any, qwen2: Path, asked: tuple[bool, bool, bool], leaves: set[Kind]
+    verl_ranks: Any, qwen2: Path, asked: tuple[bool, ...], leaves: set[Kind]
 ) -> None:
     (plain,) = verl_ranks.run(1, offloading, Case(), qwen2)
     assert all(held == {kind.name for kind in Kind} for held in plain["held"].values())
