@@ -18,9 +18,7 @@ from verl.utils import tensordict_utils as tu
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.device import to_device
 from megatron_policy.errors import BatchError
-from megatron_policy.packing.microbatch import ROUTED_EXPERTS
 from megatron_policy.training.callbacks import TokenScores
-from megatron_policy.training.replay import NOT_RECORDED
 
 _REFUSED = {
     "multi_modal_inputs": "the built-in model families are text only",
@@ -91,7 +89,7 @@ def _read(data: TensorDict, lengths_B: torch.Tensor, width: int) -> torch.Tensor
     if mask is None or not mask.is_nested:
         return inside_BS.long()
     mask = mask.cpu()
-    if not torch.equal(_offsets(mask).diff(), lengths_B):
+    if not torch.equal(offsets_of(mask).diff(), lengths_B):
         return inside_BS.long()
     counted_BS: torch.Tensor = _padded(mask) != 0
     return counted_BS.long()
@@ -100,7 +98,7 @@ def _read(data: TensorDict, lengths_B: torch.Tensor, width: int) -> torch.Tensor
 def _response_lengths(data: TensorDict, responses: torch.Tensor) -> torch.Tensor:
     """Int64 `[B]`: those of jagged responses, or by the attention mask of dense ones."""
     if responses.is_nested:
-        return _offsets(responses).diff()
+        return offsets_of(responses).diff()
     mask: torch.Tensor = data["attention_mask"].cpu()
     return mask[:, -responses.size(1) :].sum(1)
 
@@ -109,58 +107,16 @@ def _padded(jagged: Any) -> torch.Tensor:
     """The rows of a jagged tensor in host memory, right padded with 0 to the longest. torch's own
     method pads to the sum of all lengths where it does not know the longest.
     """
-    lengths_B = _offsets(jagged).diff()
+    lengths_B = offsets_of(jagged).diff()
     inside_BS = torch.arange(int(lengths_B.max())) < lengths_B.unsqueeze(1)
     values: torch.Tensor = jagged.values().cpu()
     return values.new_zeros(inside_BS.shape).masked_scatter(inside_BS, values)
 
 
-def _offsets(jagged: Any) -> torch.Tensor:
+def offsets_of(jagged: Any) -> torch.Tensor:
     """Where the rows of a jagged tensor begin and end, on the host."""
     offsets: torch.Tensor = jagged.offsets()
     return offsets.cpu()
-
-
-def replays(data: TensorDict) -> bool:
-    """Whether experts are replayed for these rows, as far as verl says: not for a reference."""
-    return bool(tu.get_non_tensor_data(data, "enable_routing_replay", True))
-
-
-def add_experts(batch: BatchedDataDict, data: TensorDict, *, of_rollouts: bool) -> bool:
-    """Add the experts that tokens took before, `[B, S, L, K]`, if the data have them, jagged; -1
-    where there are none. Returns whether they have.
-
-    A rollout records none for the last token of a row, which it has not computed, nor for what
-    follows its last generation: verl fills these with zeros.
-    """
-    taken: Any = data.get(ROUTED_EXPERTS, None)
-    if taken is None:
-        return False
-    width = batch["input_ids"].size(1)
-    lengths = batch["input_lengths"].tolist()
-    rows = [row.cpu().int() for row in taken.unbind()]
-    if of_rollouts:
-        rows = [_recorded(row, length) for row, length in zip(rows, lengths, strict=True)]
-    batch[ROUTED_EXPERTS] = torch.stack(
-        [F.pad(row, (0, 0, 0, 0, 0, width - len(row)), value=NOT_RECORDED) for row in rows]
-    )
-    return True
-
-
-def _recorded(row_JLK: torch.Tensor, length: int) -> torch.Tensor:
-    """The experts of a row as its rollout recorded them; NOT_RECORDED elsewhere."""
-    row_JLK = row_JLK.clone()
-    row_JLK[length - 1 :] = NOT_RECORDED
-    if row_JLK.size(-1) > 1:  # else 0 is an expert that a token can have taken alone
-        row_JLK[(row_JLK == 0).all(-1)] = NOT_RECORDED
-    return row_JLK
-
-
-def jagged_experts(taken_BSLK: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The experts of a microbatch's tokens as jagged rows `[B, j, L, K]`."""
-    lengths = _offsets(like).diff().tolist()
-    rows = [row[:length].long() for row, length in zip(taken_BSLK.cpu(), lengths, strict=True)]
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def temperature_of(data: TensorDict) -> float | torch.Tensor | None:
@@ -269,7 +225,7 @@ def model_output(scores: TokenScores, part: TensorDict) -> dict[str, torch.Tenso
 
 def _jagged(values_BS: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The rows of `values_BS`, each as long as that of `like`; differentiable."""
-    offsets = _offsets(like)
+    offsets = offsets_of(like)
     lengths_B, width = offsets.diff(), values_BS.size(1)
     # Indices are made on the host: a mask would have it wait for the device.
     rows_N = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B)

@@ -18,6 +18,7 @@ from verl.utils.device import get_device_id
 from verl.workers.engine.base import BaseEngineCtx
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
+from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config.layout import topology_of
 from megatron_policy.device import to_device
 from megatron_policy.hosts.roles import Stage
@@ -26,17 +27,22 @@ from megatron_policy.hosts.verl.data import (
     TEACHER,
     MicroBatches,
     add_candidates,
-    add_experts,
     check_supported,
     count_tokens,
     distilled,
     has_losses,
-    jagged_experts,
     model_output,
     outcome,
     policy_batch,
-    replays,
     temperature_of,
+)
+from megatron_policy.hosts.verl.experts import (
+    DISABLED,
+    R2,
+    R3,
+    add_experts,
+    jagged_experts,
+    mode_of,
 )
 from megatron_policy.hosts.verl.state import KeepsState
 from megatron_policy.hosts.verl.translate import Translated, translated
@@ -45,6 +51,7 @@ from megatron_policy.packing.microbatch import ROUTED_EXPERTS
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.training.callbacks import TokenScores
 from megatron_policy.training.replay import Replay
+from megatron_policy.training.sync_microbatches import prepared_together
 
 _log = logging.getLogger(__name__)
 
@@ -200,12 +207,10 @@ class MegatronPolicyEngine(KeepsState):
                     batch, batches.rows, temperature=temperature, replay=Replay.NEVER
                 )
                 return pieces.read(microbatches, read, entropy=entropy)
-        pieces, replay = self.policy.pieces, Replay.NEVER
-        if self._told.replay == "R3" and replays(data):
-            given = add_experts(batch, data, of_rollouts=True)
-            replay = Replay.REQUIRED if given else replay
+        pieces, mode = self.policy.pieces, self._replay_of(data)
+        replay = self._add_experts(batch, data, mode) if mode == R3 else Replay.NEVER
         microbatches = pieces.take(batch, batches.rows, temperature=temperature, replay=replay)
-        if self._told.replay != "R2" or not replays(data):
+        if mode != R2:
             return pieces.read(microbatches, read, entropy=entropy)
         found, experts = pieces.read_with_experts(microbatches, read, entropy=entropy)
         # Only the last stage has outcomes, but all ranks have the experts.
@@ -228,15 +233,22 @@ class MegatronPolicyEngine(KeepsState):
             # verl averages over replicas, a policy adds them up.
             return value / replicas, kept
 
-        batch, replay = policy_batch(data), Replay.NEVER
+        batch, mode = policy_batch(data), self._replay_of(data)
         add_candidates(batch, data)
-        if self._told.replay != "disabled" and replays(data):
-            given = add_experts(batch, data, of_rollouts=self._told.replay == "R3")
-            replay = Replay.REQUIRED if given else replay
+        replay = Replay.NEVER if mode == DISABLED else self._add_experts(batch, data, mode)
         microbatches = pieces.take(
             batch, batches.rows, temperature=temperature_of(data), replay=replay
         )
         return pieces.forward_backward(microbatches, loss, entropy=entropy, candidates=TEACHER)
+
+    def _replay_of(self, data: TensorDict) -> str:
+        return mode_of(data, self._told.replay)
+
+    def _add_experts(self, batch: BatchedDataDict, data: TensorDict, mode: str) -> Replay:
+        """Add experts to be replayed; BatchError, on every rank, if rows of one lack them."""
+        group = self.policy.groups.dp
+        prepared_together(lambda: add_experts(batch, data, mode), lambda _: 0, group)
+        return Replay.REQUIRED
 
     def optimizer_step(self) -> float:
         """Clip and update; returns the gradient's norm before clipping. LossError, on every rank,

@@ -1,6 +1,4 @@
-"""verl's rows as a policy's batch: which tokens are read, which experts are replayed, and what is
-refused by verl's names.
-"""
+"""verl's rows as a policy's batch: which tokens are read, and what is refused by verl's names."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ from verl.utils import tensordict_utils as tu
 from megatron_policy.errors import BatchError
 from megatron_policy.hosts.verl.data import (
     MicroBatches,
-    add_experts,
     check_supported,
     count_tokens,
     model_output,
@@ -25,10 +22,6 @@ from megatron_policy.training.callbacks import TokenScores
 from tests.hosts.real.verl.rollouts import LENGTHS, rollouts, sft_rows
 
 WIDTH = max(prompt + response for prompt, response in LENGTHS)
-
-
-def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 @pytest.mark.parametrize("layout", ["v0", "v1"])
@@ -93,41 +86,6 @@ def test_microbatches_are_found_by_their_rows() -> None:
     assert [list(each) for each in in_order.rows] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     mixed = MicroBatches.of(parts[:2], [[3, 0], [1, 2]])
     assert mixed.part((3, 0)) is parts[0] and mixed.part((1, 2)) is parts[1]
-
-
-def experts_of(lengths: list[int], short: int = 0) -> torch.Tensor:
-    """Two of eight experts in three layers, none of them 0 twice."""
-    draw = torch.Generator().manual_seed(1)
-    rows = [torch.rand(n - short, 3, 8, generator=draw).argsort(-1)[..., :2] for n in lengths]
-    return jagged([row.to(torch.int16) for row in rows])
-
-
-@pytest.mark.parametrize("short", [0, 1])
-def test_experts_of_rollouts_are_replayed_where_they_were_recorded(short: int) -> None:
-    rows = rollouts(0, "v1")
-    lengths = [sum(each) for each in LENGTHS]
-    taken = experts_of(lengths, short)
-    taken.unbind()[0][10:] = 0  # after the last generation
-    rows["routed_experts"] = taken
-    batch = policy_batch(rows)
-    assert add_experts(batch, rows, of_rollouts=True)
-    found = batch["routed_experts"]
-    assert found.shape == (8, WIDTH, 3, 2)
-    for row, length in enumerate(lengths):
-        known = 10 if row == 0 else length - 1
-        assert torch.equal(found[row, :known], taken.unbind()[row][:known].int())
-        assert (found[row, known:] == -1).all()
-
-
-def test_experts_that_this_engine_has_recorded_are_replayed_for_all_tokens() -> None:
-    rows = rollouts(0, "v1")
-    batch = policy_batch(rows)
-    assert not add_experts(batch, rows, of_rollouts=False) and "routed_experts" not in batch
-    rows["routed_experts"] = experts_of([sum(each) for each in LENGTHS])
-    assert add_experts(batch, rows, of_rollouts=False)
-    for row, taken in enumerate(rows["routed_experts"].unbind()):
-        assert torch.equal(batch["routed_experts"][row, : len(taken)], taken.int())
-        assert (batch["routed_experts"][row, len(taken) :] == -1).all()
 
 
 def with_pictures(rows: TensorDict) -> None:
