@@ -242,7 +242,10 @@ class MegatronPolicyEngine(KeepsState):
         return pieces.forward_backward(microbatches, loss, entropy=entropy, candidates=TEACHER)
 
     def _replay_of(self, data: TensorDict) -> str:
-        return mode_of(data, self._told.replay)
+        """The mode for these rows. Without its adapters the model is the reference, which chooses
+        its own experts.
+        """
+        return DISABLED if self.adapters_are_off else mode_of(data, self._told.replay)
 
     def _add_experts(self, batch: BatchedDataDict, data: TensorDict, mode: str) -> Replay:
         """Add experts to be replayed; BatchError, on every rank, if rows of one lack them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ class KeepsState(BaseEngine):  # type: ignore[misc]
     """The methods of an engine that move, hand over, save and load what its policy has."""
 
     stage: Stage
+    adapters_are_off = False
+    """Whether the model computes without its adapters now."""
     _folders: VerlFolders
     _told: Translated
 
@@ -128,8 +130,15 @@ class KeepsState(BaseEngine):  # type: ignore[misc]
     def _offload(self) -> None:
         self.to("cpu", self.is_param_offload_enabled, self.is_optimizer_offload_enabled, True)
 
-    def disable_adapter(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
         """In this context the model computes without its adapters, if it has any."""
         if not self.policy.config.megatron_cfg.peft.enabled:
-            return nullcontext()
-        return self.policy.reference()
+            yield
+            return
+        with self.policy.reference():
+            self.adapters_are_off = True
+            try:
+                yield
+            finally:
+                self.adapters_are_off = False

@@ -174,3 +174,28 @@ def test_experts_that_are_wrong_on_one_rank_are_refused_on_all(
     assert "has 12 tokens in row 3, whose text has 14" in last[1]
     assert "has expert 4 in row 3, layer 1, at position 3" in last[2]
     assert all("another data-parallel rank" in said for said in first[1:])
+
+
+@in_its_own_job
+def read_with_adapters(case: Case, model: Path) -> list[set[str]]:
+    """What a worker returns of rows without experts, with its adapters if they record, and without
+    them.
+    """
+    worker = made_worker(case, model)
+    found = []
+    for without in (False, True) if worker.engine._told.replay == "R2" else (True,):
+        rows = mine(worker, rollouts(0, "v1", temperature=1.0))
+        tu.assign_non_tensor(rows, compute_loss=False, no_lora_adapter=without)
+        found.append(set(worker.infer_batch(rows).keys()) & {"log_probs", "routed_experts"})
+    return found
+
+
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_a_model_without_its_adapters_chooses_its_own_experts(
+    verl_ranks: Any, checkpoint: Callable[..., Path], mode: str
+) -> None:
+    adapters = {"rank": 2, "alpha": 4, "target_modules": ["linear_qkv"]}
+    case = replaying(mode, **{"model.lora": adapters})
+    (found,) = verl_ranks.run(1, read_with_adapters, case, checkpoint("qwen3_moe"))
+    assert found[-1] == {"log_probs"}
+    assert found[:-1] == ([{"log_probs", "routed_experts"}] if mode == "R2" else [])
