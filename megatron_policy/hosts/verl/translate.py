@@ -87,7 +87,7 @@ def translated(
         grad_offload=bool(engine.get("param_offload") or engine.get("grad_offload")),
         forward_only=bool(engine.get("forward_only")),
         merge_adapters=bool(lora.get("merge")),
-        replay=_replay(engine),
+        replay=_replay(model, engine),
         save_contents=saved,
         load_contents=_contents(checkpoint, "load_contents", saved),
         names_latest=bool(checkpoint.get("async_save")),
@@ -197,7 +197,7 @@ def _policy(
         "megatron_cfg": _megatron(model, engine, optim, precision),
         batching: tokens,
     }
-    if _replay(engine) != "disabled":
+    if _replay(model, engine) != "disabled":
         found["router_replay"] = {"enabled": True}
     if engine.get("seed") is not None:
         found["seed"] = engine["seed"]
@@ -224,7 +224,10 @@ def _overrides(model: Mapping[str, Any]) -> Mapping[str, Any]:
     return given["model_config"] or {}
 
 
-def _replay(engine: Mapping[str, Any]) -> str:
+def _replay(model: Mapping[str, Any], engine: Mapping[str, Any]) -> str:
+    """The mode; verl replays nothing in a critic, whose experts are others."""
+    if model.get("model_type") == "value_model":
+        return "disabled"
     return str((engine.get("router_replay") or {}).get("mode") or "disabled")
 
 

@@ -173,6 +173,9 @@ def test_experts_are_replayed(mode: str) -> None:
     found = told(e=engine(router_replay={"mode": mode}))
     assert found.replay == mode and found.parsed().router_replay.enabled
     assert told().replay == "disabled" and not parsed().router_replay.enabled
+    # A critic's experts are others.
+    critic = told(m=model(model_type="value_model"), e=engine(router_replay={"mode": mode}))
+    assert critic.replay == "disabled" and not critic.parsed().router_replay.enabled
 
 
 def test_a_policys_own_keys_come_last() -> None:
