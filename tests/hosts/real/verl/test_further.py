@@ -1,5 +1,5 @@
-"""What verl asks of an engine besides losses of sampled tokens: a teacher's candidates, experts
-that are replayed, checkpoints, and that errors end a call.
+"""What verl asks of an engine besides losses of sampled tokens: a teacher's candidates,
+checkpoints, and that errors end a call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from megatron_policy.errors import CheckpointError, ConfigError, LossError
 from tests.exact import load_hf
 from tests.hosts.real.verl.configs import Case
 from tests.hosts.real.verl.rollouts import rollouts, sft_rows
-from tests.hosts.real.verl.worker import exported, made_worker, metrics_of, mine, trained_steps
+from tests.hosts.real.verl.worker import (
+    exported,
+    in_its_own_job,
+    made_worker,
+    metrics_of,
+    mine,
+    trained_steps,
+)
 from tests.margins import check
 
 CANDIDATES = 5
@@ -39,6 +46,7 @@ def outputs_of_a_loss(worker: Any, rows: Any, keywords: dict[str, Any]) -> dict[
     return seen
 
 
+@in_its_own_job
 def distil(case: Case, model: Path, teacher: Any, entries: Any) -> dict[str, torch.Tensor]:
     worker = made_worker(case, model)
     rows = mine(worker, rollouts(3, "v1", temperature=0.7))
@@ -96,46 +104,7 @@ def test_a_teachers_candidates_give_the_divergence_of_verls_own_loss(
     assert wanted["distillation_losses"].abs().max() > 0.1
 
 
-def replay(case: Case, model: Path) -> dict[str, Any]:
-    """Experts recorded in reading; training with them, and with others."""
-    worker = made_worker(case, model)
-    engine = worker.engine
-    rows = mine(worker, rollouts(3, "v1", temperature=1.0))
-    tu.assign_non_tensor(rows, calculate_entropy=False, compute_loss=False)
-    read = worker.infer_batch(rows)
-    taken = read["routed_experts"]
-
-    def log_probs(experts: Any) -> torch.Tensor:
-        again = mine(worker, rollouts(3, "v1", temperature=1.0))
-        again["routed_experts"] = experts
-        tu.assign_non_tensor(
-            again, use_dynamic_bsz=False, micro_batch_size_per_gpu=8, global_batch_size=8
-        )
-        return outputs_of_a_loss(worker, again, {})["log_probs"].values()
-
-    own, count = log_probs(taken), engine.policy.pieces.batcher.replay.experts
-    other = torch.nested.as_nested_tensor(
-        [(row + 1) % count for row in taken.unbind()], layout=torch.jagged
-    )
-    return {
-        "read": read["log_probs"].values(),
-        "own": own,
-        "other": log_probs(other),
-        "shape": tuple(taken.unbind()[0].shape),
-    }
-
-
-def test_experts_of_reading_are_taken_again_in_training(
-    verl_ranks: Any, checkpoint: Callable[..., Path]
-) -> None:
-    model = checkpoint("qwen3_moe")
-    replays = {"engine.router_replay.mode": "R2"}
-    found = verl_ranks.run(1, replay, Case(packed=True, overrides=replays), model)[0]
-    assert found["shape"][0] == sum(rollouts(3, "v1")["input_ids"].offsets().diff().tolist()[:1])
-    check("verl: log_probs", (found["read"] - found["own"]).abs().max().item(), 1e-5)
-    assert (found["read"] - found["other"]).abs().max() > 1e-3
-
-
+@in_its_own_job
 def save_and_go_on(case: Case, model: Path, folder: str) -> dict[str, Any]:
     """Save after a step, go on, and go on again from what was saved."""
     worker = made_worker(case, model)
@@ -167,6 +136,7 @@ def test_what_is_saved_goes_on_to_the_last_bit_and_the_oldest_goes(
     load_hf(tmp_path / "global_step_3" / "actor" / "huggingface")
 
 
+@in_its_own_job
 def failing(case: Case, model: Path) -> tuple[float, float]:
     """A loss that raises on one rank is a LossError on all, and the engine goes on."""
     worker = made_worker(case, model)

@@ -161,6 +161,7 @@ def test_a_critic_and_an_actor_of_one_process_do_not_touch_each_other(
         assert critic - actor == {"weights/score.weight", "weights/score.bias"}
 
 
+@in_its_own_job
 def sent(case: Case, model: Path) -> bool:
     """verl's other transports iterate over what the engine returns, once."""
     engine = made_worker(case, model).engine
