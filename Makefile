@@ -69,9 +69,10 @@ soak: $(VENV)/.installed ## 2,000 refits of each protocol, 200 exports at once, 
 invariance: $(VENV)/.installed ## measure every layout against Hugging Face and write docs/invariance.md
 	INVARIANCE_PAGE=1 $(BIN)/python -m pytest -m "sweep or not sweep" $(PYTEST_ARGS) tests/dist/test_invariance.py tests/dist/test_adapters.py tests/dist/test_scalar_training.py
 
-compatibility: $(VENV)/.installed ## write docs/compatibility.md and docs/verl-keys.md from the tables of keys and methods
+compatibility: $(VENV)/.installed ## write the pages of keys, methods and commands from the code's tables
 	$(BIN)/python -m tests.compatibility.page
 	$(BIN)/python -m tests.compatibility.verl_page
+	$(BIN)/python -m tests.site.made
 
 pictures: $(VENV)/.installed ## draw docs/pictures again; the curves are those of the last `make demo`
 	$(BIN)/python -m examples.pictures.draw

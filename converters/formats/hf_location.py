@@ -44,8 +44,8 @@ def locate(model: str | Path, files: list[str] | None = None) -> Path:
         )
     except (OSError, ValueError) as error:
         if slip:
-            raise ConfigError(_not_here(model, path, is_name)) from error
-        raise _no_such_model(model, unreachable or error) from error
+            raise ConfigError(_not_here(model, path, is_name)) from None
+        raise _no_such_model(model, unreachable or error) from None
     return Path(fetched)
 
 

@@ -49,9 +49,9 @@ class Outcome:
     check: Comparison
 
     @property
-    def factor(self) -> float:
-        """The factor by which GRPO has multiplied the reward."""
-        return self.after.reward / max(self.before.reward, 1e-9)
+    def factor(self) -> float | None:
+        """The factor by which GRPO has multiplied the reward; None if there was none before."""
+        return self.after.reward / self.before.reward if self.before.reward else None
 
 
 @dataclass(frozen=True)

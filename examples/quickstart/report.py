@@ -34,10 +34,11 @@ def conclude(
         "seconds": round(display.seconds, 1),
     }
     (options.output / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n")
+    gained = "" if outcome.factor is None else f"  ({outcome.factor:.1f} times as much)"
     agrees = "agrees" if check.passed else "DOES NOT AGREE"
     rows = [
         ("reward after SFT", f"{before.reward:.3f}"),
-        ("reward after GRPO", f"{after.reward:.3f}  ({outcome.factor:.1f} times as much)"),
+        ("reward after GRPO", f"{after.reward:.3f}{gained}"),
         (
             "export in transformers",
             f"{agrees}: log-probabilities differ by {check.difference:.1e} at most "

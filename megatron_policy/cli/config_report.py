@@ -175,12 +175,18 @@ def _param_groups(checked: CheckedConfig) -> list[tuple[str, int, float]]:
 
 def _fullest(checked: CheckedConfig) -> StageMemory:
     """What a training step over rows of full length needs on a rank of the fullest stage."""
-    from megatron_policy.estimate.memory import BatchShape, kernels_of, stage_memory
+    from megatron_policy.estimate.memory import (
+        BatchShape,
+        kernels_of,
+        longest_row,
+        stage_memory,
+    )
     from megatron_policy.estimate.states import ModelRows
 
-    config, topology = checked.config, checked.topology
-    kernels = kernels_of(config, checked.model.architecture, accelerated=True)
-    shape, rows = BatchShape.of(config), ModelRows.of(checked.model)
+    config, topology, arch = checked.config, checked.topology, checked.model.architecture
+    kernels = kernels_of(config, arch, accelerated=True)
+    shape = BatchShape.of(config, longest_row(config, arch))
+    rows = ModelRows.of(checked.model)
     stages = [
         stage_memory(config, rows, topology, shape, stage, kernels) for stage in range(topology.pp)
     ]

@@ -95,9 +95,11 @@ def _validate(cls: type[PolicyConfig], kept: dict[str, Any]) -> PolicyConfig:
         lines = []
         for item in error.errors():
             path = ".".join(str(part) for part in item["loc"])
-            got = "" if item["type"] == "missing" else f", not {_shown(item['input'])}"
+            if item["type"] == "missing":
+                lines.append(f"policy.{path} is missing and has no default: give it a value")
+                continue
             said = item["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
-            lines.append(f"policy.{path}: {said}{got}")
+            lines.append(f"policy.{path}: {said}, not {_shown(item['input'])}")
         raise ConfigError("\n".join(lines)) from None
 
 

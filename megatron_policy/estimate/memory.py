@@ -34,6 +34,12 @@ _SEARCHED_STRIPS = 4
 """Matrices of a strip's logits, fp32, that exist while the bounds of what is kept are searched."""
 
 
+def longest_row(config: PolicyConfig, architecture: Architecture) -> int:
+    """The most tokens that a row can have: of the configuration and of the model's positions."""
+    positions = architecture.rope.positions(architecture.max_position_embeddings)
+    return min(config.max_total_sequence_length, positions)
+
+
 @dataclass(frozen=True)
 class BatchShape:
     """A step over `rows` rows of `length` tokens each, in microbatches of `tokens`."""
@@ -44,11 +50,8 @@ class BatchShape:
     packed: bool
 
     @classmethod
-    def of(cls, config: PolicyConfig, length: int | None = None) -> BatchShape:
-        """Of a global batch whose rows all have `length` tokens, by default as many as a row can
-        have.
-        """
-        length = length or config.max_total_sequence_length
+    def of(cls, config: PolicyConfig, length: int) -> BatchShape:
+        """Of a global batch whose rows all have `length` tokens."""
         batching = batching_of(config, training=True)
         if batching.kind == "padded":
             tokens = config.train_micro_batch_size * length

@@ -20,6 +20,7 @@ from megatron_policy.estimate.memory import (
     BatchShape,
     StageMemory,
     kernels_of,
+    longest_row,
     stage_memory,
 )
 from megatron_policy.estimate.schedule import Schedule
@@ -151,21 +152,21 @@ def plan_of(
         )
     topology, arch = topology_of(config, world_size), rows.architecture
     check_layout(config, arch, topology)
-    positions = _checked_positions(arch, length)
-    length = min(length or config.max_total_sequence_length, positions)
+    if length is None:
+        length = longest_row(config, arch)
+    _check_positions(arch, length)
     return StepPlan(config, rows, topology, BatchShape.of(config, length), device)
 
 
-def _checked_positions(arch: Architecture, length: int | None) -> int:
-    """How many positions the model has; ConfigError if rows of `length` tokens need more."""
+def _check_positions(arch: Architecture, length: int) -> None:
+    """ConfigError if rows of `length` tokens need more positions than the model has."""
     positions = arch.rope.positions(arch.max_position_embeddings)
-    if length is not None and length > positions:
+    if length > positions:
         raise ConfigError(
             f"rows of {length} tokens are longer than the model's {positions} positions: use "
             "shorter ones, or raise max_position_embeddings in its config.json if it was trained "
             "for more"
         )
-    return positions
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,8 @@ def search(
     Ordered by the time of a step in which nothing overlaps. Of those as fast as the fastest within
     `EQUAL`, the simplest come first: with fewer pipeline stages and chunks, then with less memory.
     """
-    _checked_positions(rows.architecture, length)
+    if length is not None:
+        _check_positions(rows.architecture, length)
     plans = []
     for keys in _layouts(rows.architecture, world_size, length or _length(base)):
         megatron = {**base.get("megatron_cfg", {}), **keys}

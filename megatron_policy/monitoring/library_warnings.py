@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from megatron_policy.device import is_accelerated
+
 _log = logging.getLogger(__name__)
 
 VARIABLE = "MEGATRON_POLICY_WARNINGS"
@@ -18,11 +20,17 @@ VARIABLE = "MEGATRON_POLICY_WARNINGS"
 
 LIBRARIES: tuple[str, ...] = ("megatron", "transformer_engine", "apex", "absl", "modelopt")
 LIBRARIES += ("torch", "transformers", "triton", "flash_attn")
-_SHOWN, _LENGTH = 3, 100
+_SHOWN, _LENGTH = 3, 60
 """Kinds in the line, and characters of each."""
 
-# Steps of Megatron-Core call functions of torch by names that newer releases deprecate.
-_OF_STEPS = r"`torch\.distributed\.\w+` is deprecated"
+_OF_STEPS = (
+    # Steps of Megatron-Core call functions of torch by names that newer releases deprecate.
+    (r"`torch\.distributed\.\w+` is deprecated", FutureWarning),
+    # fp32 parameters of its optimizer are views of the model's, whose `grad` it looks at.
+    (r"The \.grad attribute of a Tensor that is not a leaf", UserWarning),
+)
+# Without a GPU this advice about CUDA's queues is for nobody.
+_OF_GPUS = (r"(?s).*CUDA_DEVICE_MAX_CONNECTIONS", UserWarning)
 
 
 @contextmanager
@@ -56,8 +64,11 @@ def collected_warnings() -> Iterator[None]:
         if of_libraries:
             level = logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.INFO
             _log.log(level, "%s", one_line(of_libraries))
-        # Last: filters of the caller's own come first.
-        warnings.filterwarnings("ignore", _OF_STEPS, FutureWarning, append=True)
+        for message, category in (*_OF_STEPS, *(() if is_accelerated() else (_OF_GPUS,))):
+            # Last: filters of the caller's own come first.
+            warnings.filterwarnings(
+                "ignore", message, category, module=r"megatron(_policy)?\.", append=True
+            )
 
 
 def one_line(found: Sequence[warnings.WarningMessage]) -> str:

@@ -17,9 +17,16 @@ from megatron_policy.config.batching import batching_of
 from megatron_policy.config.layout import layer_split
 from megatron_policy.config.parallel_sizes import Engine, engine_of
 from megatron_policy.converters.adapters import joined
+from megatron_policy.converters.architecture import Architecture
 from megatron_policy.device import is_accelerated, memory_info
 from megatron_policy.device.profiling import device_name
-from megatron_policy.estimate.memory import BatchShape, StageMemory, kernels_of, stage_memory
+from megatron_policy.estimate.memory import (
+    BatchShape,
+    StageMemory,
+    kernels_of,
+    longest_row,
+    stage_memory,
+)
 from megatron_policy.estimate.sizes import show_count, show_size
 from megatron_policy.estimate.states import ModelRows
 from megatron_policy.interfaces.engine import TrainingEngine
@@ -44,9 +51,7 @@ def expected_memory(
         return None
     arch = engine.table.architecture
     rows = ModelRows.of(joined(engine.table, adapters_of(config, engine.table)))
-    shape = BatchShape.of(
-        config, min(config.max_total_sequence_length, arch.max_position_embeddings)
-    )
+    shape = BatchShape.of(config, longest_row(config, arch))
     kernels = kernels_of(config, arch, is_accelerated())
     stage, trained = engine.place.coords.pp, engine.trainable is not None
     return stage_memory(config, rows, topology, shape, stage, kernels, trained)
@@ -67,7 +72,7 @@ def summary_of(
         ("engine", _engine(config)),
         ("precision", _precision(config)),
         ("optimizer", _optimizer(config, engine)),
-        ("batches", _batches(config, topology)),
+        ("batches", _batches(config, engine.table.architecture, topology)),
         ("memory", _memory(config, engine, topology, memory, reference_bytes)),
         ("device", _device()),
         ("versions", _versions()),
@@ -169,7 +174,7 @@ def _optimizer(config: PolicyConfig, engine: TrainingEngine) -> Iterator[str]:
     yield f"learning rate {rate:g} now, {course}{start}"
 
 
-def _batches(config: PolicyConfig, topology: Topology) -> Iterator[str]:
+def _batches(config: PolicyConfig, arch: Architecture, topology: Topology) -> Iterator[str]:
     rows = config.train_global_batch_size
     ranks = f" over {topology.dp} data-parallel ranks" if topology.dp > 1 else ""
     wanted = batching_of(config, training=True)
@@ -178,7 +183,7 @@ def _batches(config: PolicyConfig, topology: Topology) -> Iterator[str]:
     else:
         size = f"{wanted.tokens} tokens, {wanted.kind}"
     yield f"{rows} rows a step{ranks}, in microbatches of {size}"
-    yield f"a row has at most {config.max_total_sequence_length} tokens"
+    yield f"a row has at most {longest_row(config, arch)} tokens"
 
 
 def _memory(

@@ -11,11 +11,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
-from tests.site import commands, links, names, settings
-
-MADE = re.compile(r"<!-- made: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
-TABLES = {"configuration": settings.tables, "commands": commands.sections}
-"""What takes the place of a region between `<!-- made: NAME -->` and `<!-- end -->`."""
+from tests.site import links, names
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -53,11 +49,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Fill in the tables, and lead links to the site's pages."""
+    """Lead links to the site's pages."""
     if page.file.generated_by:
         return markdown
-    filled = MADE.sub(lambda found: TABLES[found[1]](), markdown)
-    return links.rewritten(filled, f"{links.DOCS}/{page.file.src_uri}")
+    return links.rewritten(markdown, f"{links.DOCS}/{page.file.src_uri}")
 
 
 def on_post_build(config: MkDocsConfig) -> None:

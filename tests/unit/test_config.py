@@ -256,7 +256,10 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
         ),
         ({MEGATRON + "transformer_impl": "apex"}, "'auto', 'local' or 'transformer_engine'"),
         ({MEGATRON + "tensor_model_parallel_size": 0}, "greater than 0, not 0"),
-        ({"train_global_batch_size": None}, "policy.train_global_batch_size: Field required"),
+        (
+            {"train_global_batch_size": None},
+            "policy.train_global_batch_size is missing and has no default",
+        ),
         ({"train_micro_batch_size": "two"}, "valid integer"),
         ({"megatron_cfg": 3}, "policy.megatron_cfg must be a section of keys, not 3"),
         ({OPTIMIZER + "optimizer": "lion"}, "'adam' or 'sgd'"),
@@ -417,7 +420,10 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
             {OPTIMIZER + "decoupled_weight_decay": True, OPTIMIZER + "optimizer": "sgd"},
             "does not fit optimizer 'sgd', which adds weight decay to the gradient.* to false",
         ),
-        ({"generation": {"temperature": 1.0}}, "policy.generation.max_new_tokens: Field required"),
+        (
+            {"generation": {"temperature": 1.0}},
+            "policy.generation.max_new_tokens is missing and has no default",
+        ),
         ({"generation": {"max_new_tokens": 4, "top_p": 0}}, "top_p: .*greater than 0, not 0"),
         (
             {"generation": {"max_new_tokens": 4, "stop_strings": ["</s>"]}},

@@ -15,7 +15,7 @@ from megatron_policy.config.keys import KEYS
 from megatron_policy.config.rules import Applied, Ignored, Nested, Rejected
 from megatron_policy.errors import ConfigError
 from tests.public_api import FILE
-from tests.site import commands, links, messages, names, settings
+from tests.site import commands, links, made, messages, names, settings
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -177,3 +177,9 @@ def test_a_picture_outside_the_pages_is_copied(tmp_path: Path, monkeypatch) -> N
 def test_links_in_code_stay_as_they_are() -> None:
     text = "```python\nx[0](../configs/grpo_qwen2_cpu.yaml)\n```\n"
     assert links.rewritten(text, "docs/plan.md") == text
+
+
+@pytest.mark.parametrize("page", made.pages(), ids=lambda page: page.stem)
+def test_pages_made_from_the_code_are_what_it_makes(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert made.filled(text) == text, "make compatibility"
