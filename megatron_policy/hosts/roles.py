@@ -8,35 +8,78 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from megatron_policy.config import PolicyConfig
+from megatron_policy.config.section import Section
 from megatron_policy.errors import ConfigError
 from megatron_policy.memory.states import Kind
 from megatron_policy.policy import MegatronPolicy
 
 Builder = Callable[..., MegatronPolicy]
 
-_SAME = (
-    "precision",
-    "hf_config_overrides",
-    "reward_model_cfg",
-    "sequence_packing",
-    "dynamic_batching",
-    "max_total_sequence_length",
-    "megatron_cfg.tensor_model_parallel_size",
-    "megatron_cfg.pipeline_model_parallel_size",
-    "megatron_cfg.virtual_pipeline_model_parallel_size",
-    "megatron_cfg.context_parallel_size",
-    "megatron_cfg.expert_model_parallel_size",
-    "megatron_cfg.expert_tensor_parallel_size",
-    "megatron_cfg.sequence_parallel",
-    "megatron_cfg.num_layers_in_first_pipeline_stage",
-    "megatron_cfg.num_layers_in_last_pipeline_stage",
-)
-"""Keys in which the roles of one policy agree."""
+MAY_DIFFER: Mapping[str, tuple[str, ...]] = {
+    "the reference has weights of its own, and no adapters": (
+        "model_name",
+        "tokenizer",
+        "megatron_cfg.peft",
+    ),
+    "the reference is never updated": (
+        "train_global_batch_size",
+        "train_micro_batch_size",
+        "max_grad_norm",
+        "learning_rate",
+        "optimizer",
+        "scheduler",
+        "megatron_cfg.optimizer",
+        "megatron_cfg.scheduler",
+        "megatron_cfg.train_iters",
+        "megatron_cfg.empty_unused_memory_level",
+        "megatron_cfg.freeze_moe_router",
+        "megatron_cfg.moe_router_bias_update_rate",
+        "dtensor_cfg.weight_decay_of",
+        "dtensor_cfg.clear_cache_every_n_steps",
+        "fsdp_cfg.weight_decay_of",
+        "fsdp_cfg.clear_cache_every_n_steps",
+    ),
+    "the reference has no backward pass": (
+        "activation_checkpointing_enabled",
+        "megatron_cfg.activation_checkpointing",
+        "megatron_cfg.recompute_granularity",
+        "megatron_cfg.recompute_method",
+        "megatron_cfg.recompute_num_layers",
+        "megatron_cfg.recompute_modules",
+        "megatron_cfg.distributed_data_parallel_config",
+        "dtensor_cfg.activation_checkpointing",
+        "fsdp_cfg.activation_checkpointing_enabled",
+    ),
+    "the reference has no losses": (
+        "megatron_cfg.moe_router_load_balancing_type",
+        "megatron_cfg.moe_aux_loss_coeff",
+        "megatron_cfg.moe_z_loss_coeff",
+        "megatron_cfg.mtp_num_layers",
+        "megatron_cfg.mtp_loss_scaling_factor",
+        "megatron_cfg.mtp_use_repeated_layer",
+        "megatron_cfg.mtp_detach_heads",
+    ),
+    "the reference draws nothing": ("seed",),
+    "the reference chooses its experts itself": ("router_replay",),
+    "the reference is not saved": ("megatron_cfg.checkpoint", "checkpoint_timeout_s"),
+    "the reference is not handed to engines": (
+        "refit_buffer_size_gb",
+        "refit_bucket_bytes",
+        "refit_dtype",
+        "refit_timeout_s",
+    ),
+    "the reference reports nothing": ("metrics", "megatron_cfg.moe_per_layer_logging"),
+}
+"""Keys, or sections of them, in which the roles of one policy may differ, by the reason. In all
+others they agree.
+"""
+
+_FREE = frozenset(key for keys in MAY_DIFFER.values() for key in keys)
 
 
 class Stage:
@@ -86,15 +129,16 @@ class Stage:
                 f"{self._trained.model_name!r} is trained in this process already: one engine of a "
                 f"kind trains in each process, so give {config.model_name!r} processes of its own"
             )
+        built = config
         if self._reference is not None:
             check_alike(config, self._reference)
-            if config.model_name != self._reference.model_name:
-                name = self._reference.model_name
-                config = config.model_copy(update={"reference_model_name": name})
+            name = self._reference.model_name
+            if config.model_name != name and config.reference_model_name is None:
+                built = config.model_copy(update={"reference_model_name": name})
         self._drop()
         adapters = config.megatron_cfg.peft.enabled
         self._policy = self._build(
-            config, tokenizer, init_reference_model=self._reference is not None or adapters
+            built, tokenizer, init_reference_model=self._reference is not None or adapters
         )
         self._trained, self._trains = config, weakref.ref(engine)
         self._keeps["trained"] = not offloads
@@ -157,13 +201,10 @@ class Stage:
 
 def check_alike(trained: PolicyConfig, reference: PolicyConfig) -> None:
     """ConfigError naming the keys, with both values, in which roles of one process differ that have
-    to agree to share a policy.
+    to agree to share a policy: all but those of `MAY_DIFFER`, and the adapters of a reference.
     """
-    different = [
-        f"{key}: {_at(trained, key)!r} and {_at(reference, key)!r}"
-        for key in _SAME
-        if _at(trained, key) != _at(reference, key)
-    ]
+    free = _FREE - {"megatron_cfg.peft"} if reference.megatron_cfg.peft.enabled else _FREE
+    different = [*_differing(trained, reference, free)]
     if different:
         raise ConfigError(
             "the policy and its reference are in one process and share one model, so they have to "
@@ -171,8 +212,16 @@ def check_alike(trained: PolicyConfig, reference: PolicyConfig) -> None:
         )
 
 
-def _at(config: PolicyConfig, key: str) -> Any:
-    found: Any = config
-    for name in key.split("."):
-        found = getattr(found, name)
-    return found
+def _differing(
+    trained: Section, reference: Section, free: frozenset[str], at: str = ""
+) -> Iterator[str]:
+    for name in type(trained).model_fields:
+        key, one, other = at + name, getattr(trained, name), getattr(reference, name)
+        if one == other or key in free:
+            continue
+        if isinstance(one, Section) and isinstance(other, type(one)):
+            yield from _differing(one, other, free, f"{key}.")
+        elif name == "env_vars":  # values can be secrets
+            yield key
+        else:
+            yield f"{key}: {one!r} and {other!r}"

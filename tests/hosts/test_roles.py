@@ -5,6 +5,7 @@ and fail; and two policies side by side that compute what each computes alone.
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +17,9 @@ import torch
 from megatron_policy import device
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
+from megatron_policy.config.section import Section
 from megatron_policy.errors import ConfigError
-from megatron_policy.hosts.roles import Stage
+from megatron_policy.hosts.roles import MAY_DIFFER, Stage, check_alike
 from megatron_policy.memory.states import Kind
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
@@ -113,6 +115,7 @@ def test_a_reference_of_other_weights_is_read_into_the_same_policy(stage: Stage)
     policy = stage.enter_trained(engine, config("newer"), offloads=False)
     assert policy.config.model_name == "newer"
     assert policy.config.reference_model_name == "older"
+    stage.enter_reference(config("older"), offloads=False)
 
 
 def test_a_repeated_reset_of_either_role_leaves_one_policy(stage: Stage) -> None:
@@ -149,6 +152,67 @@ def test_roles_that_differ_are_refused_with_the_keys_and_both_values(stage: Stag
     with pytest.raises(ConfigError, match=r"tensor_model_parallel_size: 1 and 2: give both"):
         stage.enter_reference(other, offloads=False)
     assert policy.open and stage.policy_of_reference() is policy
+
+
+def paths(section: type[Section], at: str = "") -> Iterator[str]:
+    """The sections of a configuration and the keys in them."""
+    for name, field in section.model_fields.items():
+        yield at + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from paths(field.annotation, f"{at}{name}.")
+
+
+def changed(section: Section, path: str, value: object) -> Any:
+    name, _, rest = path.partition(".")
+    return section.model_copy(
+        update={name: changed(getattr(section, name), rest, value) if rest else value}
+    )
+
+
+FREE = {key: why for why, keys in MAY_DIFFER.items() for key in keys}
+
+
+def test_keys_in_which_roles_may_differ_exist_once_and_all_others_have_to_agree() -> None:
+    every = [*paths(PolicyConfig)]
+    assert set(FREE) <= set(every) and len(FREE) == sum(map(len, MAY_DIFFER.values()))
+    keys = {path for path in every if not any(each.startswith(f"{path}.") for each in every)}
+    assert len(keys) > 150
+    for key in keys:
+        parts = key.split(".")
+        other = changed(config(), key, object())
+        if any(".".join(parts[:count]) in FREE for count in range(1, len(parts) + 1)):
+            check_alike(other, config())
+        else:
+            with pytest.raises(ConfigError, match=rf"agree in {re.escape(key)}\b"):
+                check_alike(other, config())
+
+
+def test_a_reference_may_lack_the_actors_adapters_but_not_have_its_own() -> None:
+    plain, adapted, other = (
+        PolicyConfig.parse(policy_config("model", megatron))
+        for megatron in ({}, *({"peft": {"enabled": True, "dim": 4, "alpha": a}} for a in (4, 8)))
+    )
+    for reference in (plain, adapted):
+        check_alike(adapted, reference)
+    for trained, key in ((plain, "enabled: False and True"), (other, r"alpha: 8\.0 and 4\.0")):
+        with pytest.raises(ConfigError, match=rf"megatron_cfg\.peft\.{key}"):
+            check_alike(trained, adapted)
+
+
+def test_a_refusal_does_not_show_environment_variables() -> None:
+    secret = changed(config(), "megatron_cfg.env_vars", {"TOKEN": "secret"})
+    with pytest.raises(ConfigError, match=r"agree in megatron_cfg\.env_vars: give both") as found:
+        check_alike(config(), secret)
+    assert "secret" not in str(found.value)
+
+
+def test_a_reference_that_the_trained_role_names_is_kept(stage: Stage) -> None:
+    named = {"reference_model_name": "oldest"}
+    stage.enter_reference(config("older", **named), offloads=False)
+    engine = Engine()
+    policy = stage.enter_trained(engine, config("newer", **named), offloads=False)
+    assert policy.config.reference_model_name == "oldest"
+    stage.enter_reference(config("older", **named), offloads=False)
 
 
 @pytest.mark.parametrize("name", ["model", "other"])

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from megatron_policy.config import PolicyConfig
+from megatron_policy.hosts.roles import check_alike
+from megatron_policy.hosts.verl.translate import translated
 
 SEARCHED = "hydra.searchpath=[pkg://megatron_policy.hosts.verl.conf]"
 VERLS = "verl.trainer.config"
@@ -51,6 +56,40 @@ def test_the_reference_and_the_critic_follow_the_actor(key: str, value: Any) -> 
     workers = document["actor_rollout_ref"]
     engines = [workers["actor"], workers["ref"], document["critic"]]
     assert [role["engine"][key] for role in engines] == [value] * 3
+
+
+TRAINED = (
+    "override_ddp_config={overlap_grad_reduce: true}",
+    "override_transformer_config.recompute_granularity=full",
+    "router_replay.mode=R2",
+    "optimizer_offload=true",
+    "use_distributed_optimizer=false",
+)
+SHARED = ("tensor_model_parallel_size=2", "seed=7", "param_offload=true")
+FURTHER = {"mtp": {"enable": True, "enable_train": True}, "lora": {"rank": 4}}
+
+
+@pytest.mark.parametrize("engine", ["megatron_policy", "megatron"])
+def test_a_reference_that_verl_composes_shares_the_model_of_an_actor_that_trains(
+    engine: str,
+) -> None:
+    section = "engine" if engine == "megatron_policy" else "megatron"
+    overrides = [f"++actor_rollout_ref.actor.{section}.{each}" for each in (*TRAINED, *SHARED)]
+    workers = composed("ppo_trainer", f"model_engine={engine}", *overrides)["actor_rollout_ref"]
+    reference = policy(workers["model"], workers["ref"][section])
+    # verl drops both from a reference.
+    for key, further in FURTHER.items():
+        config = SimpleNamespace(num_nextn_predict_layers=1)
+        model = workers["model"] | {"hf_config": config}
+        model[key] = model[key] | further
+        actor = policy(model, workers["actor"][section], workers["actor"]["optim"])
+        assert actor.megatron_cfg.peft.enabled or actor.megatron_cfg.mtp_num_layers
+        assert actor.router_replay.enabled and actor.megatron_cfg.activation_checkpointing
+        check_alike(actor, reference)
+
+
+def policy(*sections: Any) -> PolicyConfig:
+    return translated(*sections).parsed()
 
 
 def test_a_critic_beside_an_actor_of_another_engine_has_verls_defaults() -> None:
