@@ -36,7 +36,7 @@ def make_groups(topology: Topology, timeout_s: float) -> Groups:
     global _open
     assert dist.get_world_size() == topology.world_size, (dist.get_world_size(), topology)
     if (shared := _current()) is not None:
-        _check_same(shared.topology, topology)
+        check_same_layout(shared.topology, topology)
         shared.policies += 1
         return shared.groups
     if parallel_state.model_parallel_is_initialized():
@@ -77,8 +77,8 @@ def _current() -> _Open | None:
     return _open
 
 
-def _check_same(here: Topology, topology: Topology) -> None:
-    """ConfigError naming the sizes in which a second layout of the process differs."""
+def check_same_layout(here: Topology, topology: Topology) -> None:
+    """ConfigError naming the sizes in which a second layout of a process differs from the first."""
     pairs = [
         (each.name, getattr(here, each.name), getattr(topology, each.name))
         for each in fields(Topology)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import verl
 
 from megatron_policy.converters.registry import FAMILIES
 from tests.hosts.real.verl.examples import (
+    KEEPS_OLD_WEIGHTS,
     VISION,
-    Example,
-    checkout,
-    examples,
+    enlarged,
     fields_of,
     refusal,
+    refused_upstream,
 )
+from tests.hosts.real.verl.shipped import TRAINERS, Example, checkout, document_of, examples
 
-NOT_SUPPORTED = ("engine.use_dist_checkpointing=",)
+NOT_SUPPORTED = ("engine.use_dist_checkpointing=", KEEPS_OLD_WEIGHTS)
 """What examples of supported model families ask for in vain."""
+TENSOR = "megatron.tensor_model_parallel_size"
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +42,15 @@ def family(example: Example) -> str:
 def test_examples_of_supported_families_are_taken_or_ask_for_what_is_not_supported(
     text_models: dict[Example, str],
 ) -> None:
-    supported = {each: why for each, why in text_models.items() if family(each) in FAMILIES}
+    supported = {
+        each: why
+        for each, why in text_models.items()
+        if family(each) in FAMILIES and not refused_upstream(each)
+    }
     assert len(supported) >= 15
     for example, why in supported.items():
         for line in why.splitlines():
-            assert line.startswith(NOT_SUPPORTED), f"{example.script}: {line}"
+            assert line.startswith(NOT_SUPPORTED), f"{example.source}: {line}"
     assert sum(not why for why in supported.values()) >= 0.9 * len(supported)
 
 
@@ -50,6 +59,44 @@ def test_examples_of_other_families_are_refused(text_models: dict[Example, str])
     assert others and all(others)
 
 
+def test_what_megatron_core_refuses_is_taken_on_more_ranks(
+    text_models: dict[Example, str],
+) -> None:
+    for example, why in text_models.items():
+        if refused_upstream(example):
+            assert why and not refusal(enlarged(example)), example.source
+
+
 def test_most_of_all_text_models_examples_are_taken(text_models: dict[Example, str]) -> None:
     taken = sum(not why for why in text_models.values())
     assert taken >= 0.7 * len(text_models)
+
+
+def example(*overrides: str) -> Example:
+    """verl's own configuration of a Megatron engine with a critic, with these changes."""
+    root, path = Path(verl.__file__).parents[1], "model.path=/models/Qwen3-8B"
+    start = ["--config-name=ppo_trainer", "model_engine=megatron", f"critic.{path}"]
+    overrides = (f"actor_rollout_ref.{path}", *overrides)
+    return Example("", document_of(root, root / TRAINERS, [*start, *overrides]), 8)
+
+
+def test_a_configuration_counts_as_taken_only_if_its_engines_fit_in_one_process() -> None:
+    both = (f"actor_rollout_ref.actor.{TENSOR}=2", f"critic.{TENSOR}=2")
+    assert not refusal(example(*both))
+    assert "in another layout: tp 1 (not 2)" in refusal(example(*both[:1]))
+    assert not refusal(example(*both[:1], "critic.enable=false"))
+    other = example(
+        *both,
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.ref.megatron.sequence_parallel=false",
+    )
+    assert "agree in megatron_cfg.sequence_parallel: True and False" in refusal(other)
+
+
+def test_a_layout_is_tried_on_as_many_ranks_as_the_configuration_has() -> None:
+    experts = "actor_rollout_ref.actor.megatron.expert_model_parallel_size"
+    large = example(f"{experts}=16", "critic.enable=false")
+    assert "does not divide the 8 ranks" in refusal(large)
+    assert "(8) is not divisible by" in refused_upstream(large)
+    assert enlarged(large).ranks == 16 and not refused_upstream(enlarged(large))
+    assert not refused_upstream(example())
