@@ -25,6 +25,7 @@ from tests.hosts.real.verl.worker import (
     metrics_of,
     mine,
     of_responses,
+    rollouts_at,
     text_of,
 )
 
@@ -93,16 +94,16 @@ def read_alone(case: Case, model: Path, role: str) -> Record:
 
 
 @in_its_own_job
-def train_ppo(case: Case, model: Path, layout: str) -> Record:
+def train_ppo(case: Case, model: Path, layout: str, temperature: float | None = 0.7) -> Record:
     """Three updates of a GRPO run with a KL term and an entropy bonus, actor and reference in one
-    process.
+    process. Without a `temperature`, each row has its own.
     """
     worker = made_worker(case, model, "actor_rollout_ref")
     engine = worker.actor.engine
     record: Record = {}
     columns: dict[str, list[float]] = {name: [] for name in TRAINED}
     for number in range(UPDATES):
-        rows = rollouts(number, layout, temperature=0.7)
+        rows = rollouts_at(temperature, number, layout)
         old = old_log_probs(worker, mine(worker.actor, rows))
         read = {key: text_of(engine, old, key) for key in ("log_probs", "entropy")}
         ref = reference_log_probs(worker, mine(worker.ref, rows))
@@ -113,7 +114,7 @@ def train_ppo(case: Case, model: Path, layout: str) -> Record:
         metrics = metrics_of(engine, update(worker, mine(worker.actor, rows)))
         for name, column in columns.items():
             column += _of_steps(metrics[name])
-    ref = reference_log_probs(worker, mine(worker.ref, rollouts(0, layout, temperature=0.7)))
+    ref = reference_log_probs(worker, mine(worker.ref, rollouts_at(temperature, 0, layout)))
     record["end/ref_log_prob"] = of_responses(text_of(worker.ref.engine, ref, "log_probs"))
     record |= {name: np.array(column) for name, column in columns.items()}
     record |= exported(engine)

@@ -52,6 +52,25 @@ def qwen2(checkpoint: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def critic(qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with a head of one number for each token, of the size of the returns: rounding
+    errors grow with it.
+    """
+    from safetensors.torch import load_file, save_file
+
+    from tests import scalar_oracle
+    from tests.checkpoints import make_tokenizer
+
+    path = scalar_oracle.make("regression", qwen2, tmp_path_factory.mktemp("critic"))
+    weights = load_file(path / "model.safetensors")
+    for name in ("score.weight", "score.bias"):
+        weights[name] *= 0.1
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    make_tokenizer(256).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
 def run(verl_ranks: RankPool, qwen2: Path) -> Callable[..., Any]:
     """`run(driver, case, *arguments, model=None)`: what rank 0 of the case returns; what verl's own
     engine returned is kept.

@@ -10,12 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
 
-from tests import scalar_oracle
-from tests.checkpoints import make_tokenizer
 from tests.hosts.real.verl.actor import read_alone, train_ppo
-from tests.hosts.real.verl.comparison import check_same
+from tests.hosts.real.verl.comparison import TOLERANCE, check_same
 from tests.hosts.real.verl.configs import LAYOUTS, Case
 from tests.hosts.real.verl.critic import train_beside_an_actor, train_critic
 from tests.hosts.real.verl.worker import train_plain, train_sft
@@ -26,6 +23,7 @@ CASES = [
     for packed in ((True,) if layout == "cp2" else (False, True))
 ]
 """Each layout padded with a fixed number of rows and packed by tokens."""
+HEATED = [Case(layout="pp2"), Case(layout="tp2_sp", packed=True, dynamic=True)]
 CRITICS = [case for case in CASES if case.packed or case.layout != "dp2"]
 MIXED = [Case(packed=True), Case(dynamic=True), Case(layout="dp2", dynamic=True)]
 
@@ -46,6 +44,19 @@ def test_ppo_is_that_of_verls_own_engine(case: Case, run: Callable[..., Any]) ->
     assert np.array_equal(found["end/ref_log_prob"], found["0/ref_log_prob"])
 
 
+@pytest.mark.parametrize("temperature", [1.3, None])
+@pytest.mark.parametrize("case", HEATED, ids=lambda case: case.id)
+def test_ppo_at_another_temperature_or_at_one_for_each_row_is_that_of_verls_own_engine(
+    case: Case, temperature: float | None, run: Callable[..., Any]
+) -> None:
+    layout = "v1" if case.packed else "v0"
+    found, expected = (run(train_ppo, each, layout, temperature) for each in (case, case.oracle))
+    check_same(found, expected)
+    other = run(train_ppo, case.oracle, layout)
+    for name in ("0/log_probs", "0/ref_log_prob", "loss", "grad_norm"):
+        assert np.abs(expected[name] - other[name]).max() > 100 * TOLERANCE, name
+
+
 @pytest.mark.parametrize("role", ["actor", "ref"])
 @pytest.mark.parametrize("layout", ["one", "pp2"])
 def test_a_role_that_is_alone_reads_what_verls_own_engine_reads(
@@ -53,20 +64,6 @@ def test_a_role_that_is_alone_reads_what_verls_own_engine_reads(
 ) -> None:
     case = Case(layout=layout)
     check_same(run(read_alone, case, role), run(read_alone, case.oracle, role))
-
-
-@pytest.fixture(scope="module")
-def critic(qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model with a head of one number for each token, of the size of the returns: rounding
-    errors grow with it.
-    """
-    path = scalar_oracle.make("regression", qwen2, tmp_path_factory.mktemp("critic"))
-    weights = load_file(path / "model.safetensors")
-    for name in ("score.weight", "score.bias"):
-        weights[name] *= 0.1
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
-    make_tokenizer(256).save_pretrained(path)
-    return path
 
 
 @pytest.mark.parametrize("case", CRITICS, ids=lambda case: case.id)

@@ -133,16 +133,18 @@ def trained_steps(worker: TrainingWorker, steps: range) -> Record:
     return {name: np.array(column) for name, column in columns.items()}
 
 
-def read_rows(
-    worker: TrainingWorker, name: str, temperature: float | torch.Tensor, layout: str
-) -> Record:
+def rollouts_at(temperature: float | None, seed: int, layout: str) -> TensorDict:
+    """Rollouts to be read at a temperature, or each row at its own."""
+    if temperature is not None:
+        return rollouts(seed, layout, temperature=temperature)
+    rows = rollouts(seed, layout)
+    rows["temperature"] = TEMPERATURES.clone()
+    return rows
+
+
+def read_rows(worker: TrainingWorker, name: str, temperature: float | None, layout: str) -> Record:
     """Log-probabilities and entropies of rollouts at a temperature, or each row at its own."""
-    rows = rollouts(7, layout)
-    if isinstance(temperature, torch.Tensor):
-        rows["temperature"] = temperature
-    else:
-        tu.assign_non_tensor(rows, temperature=temperature)
-    data = mine(worker, rows)
+    data = mine(worker, rollouts_at(temperature, 7, layout))
     tu.assign_non_tensor(data, calculate_entropy=True, compute_loss=False)
     output = worker.infer_batch(data)
     keys = ("log_probs", "entropy")
@@ -156,7 +158,7 @@ def train_sft(case: Case, model: Path, steps: int = 3) -> Record:
     """
     worker = made_worker(case, model)
     record: Record = {}
-    for layout, temperature in (("v0", 1.0), ("v1", 0.7), ("v1", TEMPERATURES)):
+    for layout, temperature in (("v0", 1.0), ("v1", 0.7), ("v1", None)):
         name = f"{len(record)}/{layout}"
         record |= read_rows(worker, name, temperature, layout)
     record |= trained_steps(worker, range(steps))
