@@ -12,17 +12,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_policy.coordination.rendezvous import reserved_port
+from tests.fork_server import ADDRESS, START, ForkServer
 
 STOP_S = 60.0
+FORKING = """
+import sys
+from ray._private import ray_constants
+from ray.scripts.scripts import main
+ray_constants.SETUP_WORKER_FILENAME = sys.argv.pop(1)
+main()
+"""
+"""Ray's own command, after the script that starts a worker."""
 
 
 @contextmanager
-def ray_head(env: Mapping[str, str], folder: Path, *, gpus: int, cpus: int) -> Iterator[str]:
-    """A Ray instance with these in its books; its address. Its processes end with this context."""
+def ray_head(
+    env: Mapping[str, str], folder: Path, *, gpus: int, cpus: int, forks: ForkServer | None = None
+) -> Iterator[str]:
+    """A Ray instance with these in its books; its address. Its processes end with this context. Its
+    workers are `forks` of that server, where there is one.
+    """
     with reserved_port() as port:
         pass
+    start = ["-c", FORKING, str(START)] if forks else ["-m", "ray.scripts.scripts"]
+    env = {**env, ADDRESS: forks.address} if forks else env
     command = [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+        *(sys.executable, *start, "start", "--head", "--block"),
         *(f"--port={port}", "--node-ip-address=127.0.0.1"),
         *(f"--num-gpus={gpus}", f"--num-cpus={cpus}"),
         *("--include-dashboard=false", f"--temp-dir={folder}"),

@@ -43,6 +43,7 @@ class Case:
     dynamic: bool = False
     rows: int = 2
     tokens: int = 48
+    dtype: str = "float32"
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -83,10 +84,8 @@ def _model(case: Case, model: Path) -> dict[str, Any]:
 
 
 def _engine(case: Case) -> dict[str, Any]:
-    if case.engine == BUILT_IN:
-        return {"dtype": "bfloat16", **LAYOUTS[case.layout]}
-    if case.engine == OURS:
-        return {"dtype": "float32", **LAYOUTS[case.layout]}
+    if case.engine != ORACLE:
+        return {"dtype": case.dtype, **LAYOUTS[case.layout]}
     fp32 = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
     return {
         "strategy": ORACLE,
@@ -136,12 +135,24 @@ def sft_config(case: Case, model: Path) -> Any:
     return _composed("sft_trainer_engine", sft_overrides(case, model))
 
 
+SECTIONS = {ORACLE: "fsdp_config", BUILT_IN: "megatron", OURS: "engine"}
+"""Where verl's actor has the keys of its engine."""
+
+
 def ppo_config(case: Case, model: Path) -> Any:
     """The configuration of verl's PPO trainer."""
-    fsdp = case.engine == ORACLE
-    groups = [] if fsdp else [SEARCH, f"model_engine={OURS}"]
+    return _composed("ppo_trainer", ppo_overrides(case, model))
+
+
+def ppo_overrides(case: Case, model: Path) -> list[str]:
+    """What follows `python -m verl.trainer.main_ppo`, all but data, critic, rollout and trainer."""
+    groups = {
+        ORACLE: [],
+        BUILT_IN: [f"model_engine={BUILT_IN}"],
+        OURS: [SEARCH, f"model_engine={OURS}"],
+    }
     actor, ref = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
-    engine = "fsdp_config" if fsdp else "engine"
+    engine = SECTIONS[case.engine]
     read = {
         "log_prob_use_dynamic_bsz": case.dynamic,
         "log_prob_micro_batch_size_per_gpu": case.rows,
@@ -170,10 +181,25 @@ def ppo_config(case: Case, model: Path) -> Any:
         **_prefixed(
             "actor_rollout_ref.rollout", {**read, "name": "vllm", "tensor_model_parallel_size": 1}
         ),
-        **({f"{each}.strategy": ORACLE for each in (actor, ref)} if fsdp else {}),
+        **({f"{each}.strategy": ORACLE for each in (actor, ref)} if case.engine == ORACLE else {}),
         **case.overrides,
     }
-    return _composed("ppo_trainer", [*groups, *_written(values)])
+    return [*groups[case.engine], *_written(values)]
+
+
+def critic_overrides(case: Case, model: Path) -> list[str]:
+    """The critic of a PPO trainer, in the actor's layout."""
+    engine = SECTIONS[case.engine].removesuffix("_config")
+    values = {
+        **_prefixed("critic.model", _model(case, model)),
+        **_prefixed(f"critic.{engine}", _engine(case)),
+        **_prefixed("critic.optim", _optimizer(case)),
+        "critic.ppo_micro_batch_size_per_gpu": case.rows,
+        "critic.ppo_max_token_len_per_gpu": case.tokens,
+        "critic.ppo_infer_max_token_len_per_gpu": case.tokens,
+        **({"critic.strategy": ORACLE} if case.engine == ORACLE else {}),
+    }
+    return _written(values)
 
 
 def _composed(name: str, overrides: list[str]) -> Any:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoModelForTokenClassification
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import CriticConfig
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import value_loss
 
+from tests.hosts.real.verl import value_models  # noqa: F401
 from tests.hosts.real.verl.configs import Case
 from tests.hosts.real.verl.rollouts import add_responses, rollouts
 from tests.hosts.real.verl.worker import (
@@ -31,21 +29,6 @@ from tests.hosts.real.verl.worker import (
 
 UPDATES, MINI_BATCH, EPOCHS = 2, 4, 2
 METRICS = ("loss", "grad_norm")
-
-
-@contextmanager
-def _on_the_cpu() -> Iterator[None]:
-    """verl's own engine asks for a kernel of GPUs when it loads a value model."""
-    load = AutoModelForTokenClassification.from_pretrained
-
-    def from_pretrained(*arguments: Any, **keywords: Any) -> Any:
-        return load(*arguments, **keywords | {"attn_implementation": "sdpa"})
-
-    AutoModelForTokenClassification.from_pretrained = from_pretrained
-    try:
-        yield
-    finally:
-        AutoModelForTokenClassification.from_pretrained = load
 
 
 @in_its_own_job
@@ -68,8 +51,7 @@ def train_beside_an_actor(case: Case, model: Path, critic: Path) -> tuple[Record
 
 def _made_critic(case: Case, model: Path) -> TrainingWorker:
     config = CriticConfig(strategy=case.engine, ppo_micro_batch_size_per_gpu=case.rows)
-    with _on_the_cpu():
-        return made_worker(case, model, partial(value_loss, config=config), "value_model")
+    return made_worker(case, model, partial(value_loss, config=config), "value_model")
 
 
 def _trained(worker: TrainingWorker, layout: str) -> Record:

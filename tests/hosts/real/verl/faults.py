@@ -1,4 +1,5 @@
-"""verl's SFT trainers with a loss that fails in its third call: `python -m ...faults TRAINER ...`.
+"""A loss that fails in its third call. verl's SFT trainers have it by `python -m ...faults TRAINER
+...`, its PPO trainer by `plugs.py`.
 
 The loss raises, or kills its process, on the rank that TESTS_FAULT names (`raise:1`, `kill:0`).
 """
@@ -16,12 +17,22 @@ import torch.distributed as dist
 from verl.workers.utils import losses
 
 MESSAGE = "a fault of the tests"
+GONE = ("ActorDiedError", "by peer")
+"""What ends a driver in Ray whose worker is killed: Ray's own error, or that of a rank that waits
+for the worker, whichever is first.
+"""
 _sound = losses.sft_loss
 _calls = 0
 
 
 def faulty_loss(*arguments: Any, fault: str, **keywords: Any) -> Any:
     """verl's own loss of SFT, up to the fault."""
+    fail_at(fault)
+    return _sound(*arguments, **keywords)
+
+
+def fail_at(fault: str) -> None:
+    """Called by a loss of this process: the third call fails where `fault` says."""
     global _calls
     _calls += 1
     kind, _, rank = fault.partition(":")
@@ -29,7 +40,6 @@ def faulty_loss(*arguments: Any, fault: str, **keywords: Any) -> Any:
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError(MESSAGE)
-    return _sound(*arguments, **keywords)
 
 
 def main() -> None:
