@@ -44,7 +44,7 @@ def main(
 ) -> None:
     """Megatron-Core policies for reinforcement learning, from and to Hugging Face checkpoints.
 
-    Exit codes: 0 all is well, 1 the data or the check failed, 2 the command is not understood.
+    Exit codes: 0 all is well, 1 what was found is wrong, 2 what was asked for cannot be.
     """
 
 

@@ -92,7 +92,7 @@ def convert(
     is complete. An interrupted run can simply be repeated.
     """
     _refuse_itself(source, destination)
-    with one_line_errors(as_json=as_json), arguments_as_options():
+    with one_line_errors(as_json), arguments_as_options():
         from megatron_policy.convert import convert, plan_conversion
 
         settings: _Settings = {

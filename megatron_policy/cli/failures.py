@@ -14,6 +14,7 @@ import typer
 from megatron_policy.cli.output import say, say_json
 
 FAILED, MISUNDERSTOOD, INTERRUPTED = 1, 2, 130
+"""What was found is wrong or broke; what was asked for cannot be; somebody stopped it."""
 SHOWN_ITEMS = 5
 """Items shown of a message that lists problems, so that it stays one line."""
 SHOWN_CHARACTERS = 4000
@@ -21,21 +22,22 @@ SHOWN_CHARACTERS = 4000
 
 
 @contextmanager
-def one_line_errors(code: int = FAILED, as_json: bool = False) -> Iterator[None]:
-    """End the command with `error: ...` on stderr, and `code`, for every error a user can cause;
+def one_line_errors(as_json: bool = False) -> Iterator[None]:
+    """End the command with `error: ...` on stderr, and a code, for every error a user can cause;
     `as_json` also with a document on stdout.
 
-    Other errors are bugs in this package and keep their traceback.
+    The code follows from the error, whatever the command: a ConfigError is of what was asked for,
+    as is a package that it would take; the others are of what was found. Other errors are bugs in
+    this package and keep their traceback.
     """
     from megatron_policy import errors
 
-    ours = (
+    asked = (errors.ConfigError, errors.MissingPackageError)
+    found = (
         errors.BatchError,
         errors.CheckpointError,
-        errors.ConfigError,
         errors.ConversionError,
         errors.ExportError,
-        errors.MissingPackageError,
         errors.WorkerError,
     )
     _quiet_libraries()
@@ -46,9 +48,11 @@ def one_line_errors(code: int = FAILED, as_json: bool = False) -> Iterator[None]
     except BrokenPipeError:
         raise  # the reader of our output closed it
     except MemoryError as error:
-        fail(f"out of memory {error}".strip(), code, as_json)
-    except (*ours, OSError) as error:
-        fail(str(error), code, as_json)
+        fail(f"out of memory {error}".strip(), FAILED, as_json)
+    except asked as error:
+        fail(str(error), MISUNDERSTOOD, as_json)
+    except (*found, OSError) as error:
+        fail(str(error), FAILED, as_json)
 
 
 def _quiet_libraries() -> None:

@@ -33,7 +33,7 @@ def inspect(
     Reads the config and the headers of files, no weights. From a config.json alone, it shows the
     tensors that the model has. Exits with 1 if anything is left over on either side.
     """
-    with one_line_errors(as_json=as_json):
+    with one_line_errors(as_json):
         inspection = _inspect(source, config)
     error = "; also: ".join(map(one_line, inspection.problems)) or None
     if as_json:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_policy.cli.failures import MISUNDERSTOOD, one_line_errors
+from megatron_policy.cli.failures import one_line_errors
 from megatron_policy.cli.options import AsJson, Overrides, PolicyFile
 from megatron_policy.cli.output import say_json
 
@@ -34,7 +34,7 @@ def inspect_config(
     """
     from megatron_policy.cli.config_report import as_data, tables
 
-    with one_line_errors(MISUNDERSTOOD, as_json):
+    with one_line_errors(as_json):
         checked = _checked(path, overrides or [], world_size)
         found = as_data(checked) if as_json else list(tables(checked, ignored))
     if as_json:

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,8 +18,26 @@ CONFIG_ONLY = "only config.json was read: the tensors are those that its model h
 
 
 def say(line: str, err: bool = False) -> None:
-    """Print a line."""
-    typer.echo(printable(line), err=err)
+    """Print a line. A terminal gets one that is wider in several, broken between words and indented
+    below the first; a file or a pipe gets it whole.
+    """
+    text = printable(line)
+    if (sys.stderr if err else sys.stdout).isatty():
+        text = _folded(text, shutil.get_terminal_size().columns)
+    typer.echo(text, err=err)
+
+
+def _folded(text: str, width: int) -> str:
+    below = " " * (len(text) - len(text.lstrip()) + 4)
+    if len(text) <= width or width <= 2 * len(below):
+        return text
+    return textwrap.fill(
+        text,
+        width,
+        subsequent_indent=below,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def printable(text: str) -> str:

@@ -54,7 +54,7 @@ def parity(
     Holds the model in memory, one side after the other; with --tp and --pp the ranks are processes
     on this machine, on its GPUs if there are any. Exits with 1 beyond the tolerance.
     """
-    with one_line_errors(as_json=as_json):
+    with one_line_errors(as_json):
         _be_quiet()
         from megatron_policy.parity import compare
 

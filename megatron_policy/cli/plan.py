@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_policy.cli.failures import MISUNDERSTOOD, one_line_errors
+from megatron_policy.cli.failures import one_line_errors
 from megatron_policy.cli.options import (
     AsJson,
     Dtype,
@@ -144,14 +144,14 @@ def plan(
     layout = {"tp": tp, "pp": pp, "vpp": vpp, "dp": dp, "cp": cp, "ep": ep, "etp": etp}
     uneven = {"first": first_layers, "last": last_layers}
     trained = precision or Precision.bfloat16
-    with one_line_errors(MISUNDERSTOOD, as_json):
+    with one_line_errors(as_json):
         _refuse_unread(given)
         check_files(picture, timeline)
     if refit is not None:
         said = (bucket_size, dtype, trained, tensors, as_json)
         _of_refit(refit, layout | uneven, gpus, *said, picture)
         return
-    with one_line_errors(MISUNDERSTOOD, as_json):
+    with one_line_errors(as_json):
         device = _device(gpu or "H100", gpu_memory)
         if config is not None:
             found: StepPlan | Found = _of_file(config, overrides, gpus, device, seq_len, as_json)
@@ -210,11 +210,11 @@ def _of_refit(
 ) -> None:
     sizes: dict[str, Any] = {axis: layout[axis] or 1 for axis in ("tp", "pp", "vpp", "cp", "ep")}
     sizes |= {"etp": layout["etp"] or sizes["tp"], "first": layout["first"], "last": layout["last"]}
-    with one_line_errors(MISUNDERSTOOD, as_json):
+    with one_line_errors(as_json):
         model_ranks = sizes["tp"] * sizes["pp"] * sizes["cp"]
         sizes["dp"] = _ranks(model_ranks, layout["dp"], gpus, model_ranks) // model_ranks
     with (
-        one_line_errors(as_json=as_json),
+        one_line_errors(as_json),
         keys_as_options(uneven=("--first-layers", "--last-layers")),
     ):
         bucket = parse_size("512MiB") if bucket_bytes is None else bucket_bytes
@@ -384,7 +384,7 @@ def _print(
         for line in found_lines(found, name) if isinstance(found, Found) else lines(found, name):
             say(line)
     if plans:
-        with one_line_errors(as_json=as_json):
+        with one_line_errors(as_json):
             draw_step(plans[0], name, picture, timeline, as_json)
     if not plans or not plans[0].fits:
         raise typer.Exit(1)

@@ -40,7 +40,7 @@ def verify(
     Two are compared tensor by tensor, in the Hugging Face names and shapes. Exits with 1 if a bit
     differs, and shows the first differences.
     """
-    with one_line_errors(as_json=as_json), arguments_as_options():
+    with one_line_errors(as_json), arguments_as_options():
         if b is not None:
             found = _compared(a, b, max_memory, config)
         else:

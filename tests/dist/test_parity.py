@@ -148,23 +148,23 @@ def test_what_a_rank_refuses_is_raised_as_it_was(checkpoints, tmp_path: Path) ->
 
 def test_a_layout_that_does_not_fit_is_one_line_before_any_rank_starts(checkpoints) -> None:
     result = CliRunner().invoke(app, ["parity", str(checkpoints[True]), "--tp", "3"])
-    assert result.exit_code == 1 and result.stderr.count("\n") == 1
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
     assert "--tp 3 does not divide" in result.stderr and not result.stdout
 
 
 def test_experts_that_do_not_split_name_the_option_that_fits(checkpoint) -> None:
     arguments = ["parity", str(checkpoint("gpt_oss")), "--tp", "2", "--sequence-parallel"]
     result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 1 and "--etp 2" in result.stderr and not result.stdout
+    assert result.exit_code == 2 and "--etp 2" in result.stderr and not result.stdout
     result = CliRunner().invoke(app, [*arguments, "--etp", "1", "--ep", "3"])
-    assert result.exit_code == 1 and "--ep 3 x 1" in result.stderr and not result.stdout
+    assert result.exit_code == 2 and "--ep 3 x 1" in result.stderr and not result.stdout
 
 
 def test_layers_that_do_not_split_over_stages_name_options_that_there_are(checkpoint) -> None:
     path = checkpoint("qwen2", layers=5)
     result = CliRunner().invoke(app, ["parity", str(path), "--pp", "2"])
     said = "error: 5 layers do not split evenly over --pp 2; use one of [1, 5]"
-    assert (result.exit_code, result.stderr.strip()) == (1, said)
+    assert (result.exit_code, result.stderr.strip()) == (2, said)
 
 
 def test_the_rank_that_died_is_blamed_rather_than_those_that_waited_for_it(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -61,7 +63,8 @@ def test_a_message_of_several_lines_becomes_one_with_the_first_of_its_list() -> 
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (errors.ConfigError("no:\n  such"), 1, "error: no: such\n"),
+        (errors.ConfigError("no:\n  such"), 2, "error: no: such\n"),
+        (errors.MissingPackageError("pip"), 2, "error: pip\n"),
         (errors.ConversionError("x"), 1, "error: x\n"),
         (errors.WorkerError("rank 1 died", 1), 1, "error: rank 1 died\n"),
         (OSError(errno.ENOSPC, "No space left on device", "/a"), 1, "error: [Errno 28] No space"),
@@ -112,6 +115,46 @@ def test_a_command_that_is_not_understood_exits_with_2(line: str) -> None:
     assert "Traceback" not in result.output and "Usage:" in result.output
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "inspect {}",
+        "convert {} out --to mcore",
+        "verify {}",
+        "verify {} {}",
+        "parity {}",
+        "plan --model {} --gpus 8",
+        "plan --refit {}",
+        "plan {}.yaml --gpus 8",
+        "inspect-config {}.yaml",
+    ],
+)
+@pytest.mark.parametrize("name", ["gone/there", "./gone/model"])
+def test_a_model_or_a_file_that_is_not_there_exits_with_2_whatever_the_command(
+    line: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").mkdir()
+    result = CliRunner().invoke(app, line.replace("{}", name).split())
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert "gone" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["inspect {}", "convert {} out --to mcore", "plan --model {} --gpus 8", "plan --refit {}"],
+)
+def test_a_model_of_a_family_that_nobody_knows_exits_with_1_whatever_the_command(
+    line: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
+    (tmp_path / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    result = CliRunner().invoke(app, line.replace("{}", str(tmp_path)).split())
+    assert result.exit_code == 1, result.output
+    assert "unheard_of" in result.stderr and result.stderr.count("\n") == 1
+
+
 def test_help_of_every_command_is_light(tmp_path: Path) -> None:
     code = (
         "from megatron_policy.cli import app\n"
@@ -130,6 +173,40 @@ def test_a_reader_that_has_seen_enough_is_no_error(checkpoint) -> None:
     assert "Traceback" not in done.stderr and "error" not in done.stderr
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "inspect {}",
+        "verify {} {}",
+        "plan --model {} --gpus 2 --seq-len 64",
+        "plan --model {} --tp 2 --seq-len 64",
+        "plan --refit {} --tp 2",
+        *(f"{name} --help" for name in COMMANDS),
+    ],
+)
+def test_a_terminal_of_80_columns_is_enough_and_a_pipe_gets_whole_lines(
+    line: str, checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "model").symlink_to(checkpoint("qwen2"))
+    words = line.replace("{}", "model").split()
+    shown = Terminal()
+    with contextlib.redirect_stdout(shown), pytest.raises(SystemExit) as ended:
+        app(words)
+    assert not ended.value.code
+    assert [each for each in shown.getvalue().splitlines() if len(each) > 80] == []
+    if "--help" not in words:
+        piped = CliRunner().invoke(app, words).stdout
+        assert piped.split() == shown.getvalue().split()
+        assert len(piped.splitlines()) <= len(shown.getvalue().splitlines())
+
+
 def test_numbers_are_shown_as_ranges() -> None:
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8" and ranges([]) == ""
 
@@ -143,5 +220,5 @@ def test_errors_of_a_command_name_its_options_and_no_arguments_of_functions(
     for out, to, said in [("there", "mcore", ": --overwrite\n"), ("new", "hf", "--to mcore ")]:
         line = ["convert", str(checkpoint("qwen2")), str(tmp_path / out), "--to", to]
         result = CliRunner().invoke(app, line)
-        assert result.exit_code == 1 and said in result.stderr, result.output
+        assert result.exit_code == 2 and said in result.stderr, result.output
         assert "overwrite=" not in result.stderr and "to=" not in result.stderr

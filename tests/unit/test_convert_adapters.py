@@ -341,9 +341,9 @@ def test_the_commands_say_what_they_did(checkpoint: Checkpoint, tmp_path: Path) 
     assert f"{back}: qwen2, peft, step 0" in run("verify", back)[1]
     assert "equal: 28 tensors" in run("verify", saved, back)[1]
     code, said, error = run("convert", peft, tmp_path / "out", "--to", "hf")
-    assert code == 1 and "--to mcore converts it to the other; --merge adds it" in error
+    assert code == 2 and "--to mcore converts it to the other; --merge adds it" in error
     code, said, error = run("convert", base, tmp_path / "out", "--to", "mcore", "--merge")
-    assert code == 1 and "leave out --base and --merge" in error.replace("\n", " ")
+    assert code == 2 and "leave out --base and --merge" in error.replace("\n", " ")
     code, said, _ = run("convert", saved, tmp_path / "out", "--to", "hf", "--merge", "--dry-run")
     assert code == 0 and f"merged with the adapters in {saved}" in said
     assert not (tmp_path / "out").exists()
@@ -372,7 +372,7 @@ def test_inspect_marks_what_is_wrong_with_adapters(checkpoint: Checkpoint, tmp_p
     changed(peft, use_dora=True, base_model_name_or_path="else/where")
     with_tensors(peft, lambda t: (t.pop(f"{Q0}.lora_A.weight"), head_adapter(t)))
     code, _, error = run("inspect", peft)
-    assert code == 1 and "give the directory with that model's config.json with --config" in error
+    assert code == 2 and "give the directory with that model's config.json with --config" in error
     code, said, error = run("inspect", peft, "--config", base)
     assert code == 1 and "refused     use_dora = True: DoRA is not supported" in said
     assert "<< missing" in said and f"{HEAD}.lora_B.weight  [250, 4]  float32: no linear" in said

@@ -242,7 +242,7 @@ def test_a_config_alone_is_no_checkpoint_to_convert_or_verify(
     config = tmp_path / "config.json"
     config.write_text(json.dumps(COMMON | PUBLISHED_EXPERTS["Mixtral-8x7B-v0.1"][1]))
     result = CliRunner().invoke(app, [each.format(config) for each in arguments])
-    assert result.exit_code == 1 and "config.json is a file" in result.stderr
+    assert result.exit_code == 2 and "config.json is a file" in result.stderr
 
 
 @pytest.mark.parametrize(
