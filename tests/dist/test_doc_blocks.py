@@ -74,6 +74,17 @@ def test_a_block_that_is_not_run_here_says_who_runs_it_or_why_nobody_does() -> N
     assert [problem for block in blocks for problem in problems(block)] == []
 
 
+def test_the_commands_and_programs_of_every_example_are_in_blocks_that_are_looked_at() -> None:
+    readmes = [page for page in pages() if page.startswith("examples/")]
+    assert len(readmes) == len(list((ROOT / "examples").rglob("README.md"))) > 5
+    for page in readmes:
+        text = (ROOT / page).read_text("utf-8")
+        assert list(blocks_of(page, text)), page
+        fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        plain = [block for kind, block in fenced if not kind]
+        assert [each for each in plain if re.match(r"(\$ )?(python|make) ", each)] == [], page
+
+
 @pytest.mark.parametrize(
     ("mark", "said"),
     [

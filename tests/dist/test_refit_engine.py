@@ -1,5 +1,5 @@
-"""The example's engine, a process of its own, follows a policy over every transport; and so does
-what vLLM's workers would be given.
+"""The engine of examples/refit, a process of its own, follows a policy over every transport; and so
+does what vLLM's workers would be given.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""The quickstart as a newcomer starts it, cut short: it does not wait for anything to be learnt."""
+"""The quickstart as examples/quickstart/README.md starts it, cut short: it does not wait for
+anything to be learnt.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +36,9 @@ def run(folder: Path, *options: str, **env: str) -> subprocess.CompletedProcess[
 def test_the_quickstart_leaves_a_policy_that_transformers_agrees_with(tmp_path: Path) -> None:
     done = run(tmp_path, "--sft-steps", "3", "--steps", "2")
     assert done.returncode == 0, done.stdout
+    ours = re.findall(r"^ +\d+ s  .*$", done.stdout, re.MULTILINE)
+    assert len(ours) > 5
+    assert [each for each in ours if len(each.replace(f"{tmp_path}/", "")) > 80] == []
     assert "check passed" in done.stdout
     output = tmp_path / "outputs" / "quickstart"
     summary = json.loads((output / "summary.json").read_text())

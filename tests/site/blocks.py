@@ -1,4 +1,5 @@
-"""The code blocks of the pages: which are run, by what, and why others are not.
+"""The code blocks of the pages and of the READMEs of examples: which are run, by what, and why
+others are not.
 
 A block of `python` or `console` is run by tests/dist/test_doc_blocks.py, together with those before
 it on the page, unless the line above says otherwise:
@@ -24,6 +25,7 @@ REASONS = (
     "needs NeMo RL",
     "needs verl",
     "needs a network",
+    "takes minutes",
     "part of a program",
 )
 """How a reason begins; more can follow."""
@@ -62,9 +64,9 @@ class Block:
 
 
 def pages() -> list[str]:
-    """The README and all pages, by their paths in the repository."""
-    below = sorted(each.relative_to(ROOT).as_posix() for each in (ROOT / "docs").rglob("*.md"))
-    return ["README.md", *below]
+    """The READMEs and all pages, by their paths in the repository."""
+    found = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("README.md")]
+    return ["README.md", *sorted(each.relative_to(ROOT).as_posix() for each in found)]
 
 
 def blocks_of(page: str, text: str) -> Iterator[Block]:
@@ -82,7 +84,8 @@ def problems(block: Block) -> Iterator[str]:
     """What is wrong with the mark of a block."""
     if block.run_by:
         test = ROOT / block.run_by
-        name = block.page.rpartition("/")[2]
+        folder = "/".join(block.page.split("/")[:2])  # of a README; a page goes by its name
+        name = folder if folder.startswith("examples/") else block.page.rpartition("/")[2]
         if not test.is_file():
             yield f"{block.place}: there is no {block.run_by}"
         elif name not in test.read_text(encoding="utf-8"):

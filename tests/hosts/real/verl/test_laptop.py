@@ -1,5 +1,5 @@
-"""`examples/verl/laptop.py`, shortened: verl's SFT and GRPO trainers from beginning to end, with
-our engine and with rollouts by transformers.
+"""The command of examples/verl/README.md, shortened: verl's SFT and GRPO trainers from beginning to
+end, with our engine and with rollouts by transformers.
 """
 
 from __future__ import annotations
