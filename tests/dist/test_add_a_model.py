@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import enum
 import json
 import os
 import re
@@ -11,11 +14,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from megatron_policy.cli import app
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.families.shared import dense
 from megatron_policy.converters.registry import family_of
 from megatron_policy.errors import ConversionError
 from tests.dist.test_docs import python_blocks
@@ -62,7 +65,7 @@ def package(folder: Path, name: str, source: str, entry: str) -> Path:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the package of the document is installed."""
     folder = tmp_path_factory.mktemp("external")
-    (source,) = python_blocks(DOCUMENT)
+    source, _ = python_blocks(DOCUMENT)
     entry = 'helium = "helium_family:FAMILY"'
     install(package(folder / "project", "helium-family", source, entry), folder / "site")
     assert list((folder / "site").glob("helium_family-*.dist-info/entry_points.txt"))
@@ -73,29 +76,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def helium(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny checkpoint `helium` in it."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    config = AutoConfig.for_model(
-        "helium",
-        vocab_size=200,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        attention_bias=True,
-        pad_token_id=None,
-        initializer_range=0.1,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(0.0, 0.1)
-            elif "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-    model.save_pretrained(folder / "helium")
+    _, making = python_blocks(DOCUMENT)
+    with contextlib.chdir(folder):
+        exec(compile(making, DOCUMENT, "exec"), {})
     return folder
 
 
@@ -151,7 +134,7 @@ def test_the_documents_package_inspects_converts_verifies_and_computes_like_hf(
 
 
 def test_a_row_that_is_left_out_is_named_as_the_document_says(helium: Path, tmp_path: Path) -> None:
-    (source,) = python_blocks(DOCUMENT)
+    source, _ = python_blocks(DOCUMENT)
     start, end = source.index("    Qkv("), source.index(")\n\n\ndef ")
     lacking = source[:start] + source[end:]
     project = package(tmp_path / "project", "lacking", lacking, 'helium = "lacking:FAMILY"')
@@ -160,6 +143,23 @@ def test_a_row_that_is_left_out_is_named_as_the_document_says(helium: Path, tmp_
     code, out, said = run([line], helium, tmp_path / "site", clean=True)[line]
     assert code == 1 and "no row of helium uses it" in out
     assert said.startswith(blocks("text")[1].strip()), said
+
+
+def test_the_document_lists_every_attribute_of_an_architecture_with_its_default() -> None:
+    text = (ROOT / DOCUMENT).read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| .+ \|$", text, re.MULTILINE)
+    listed = {name: default.strip("`") for name, default in rows}
+    for field in dataclasses.fields(Architecture):
+        default = field.default
+        required = default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        said = str(default) if isinstance(default, enum.Enum) else repr(default)
+        assert listed.pop(field.name) == ("none: has to be given" if required else said), field.name
+
+
+def test_the_document_lists_every_set_of_rows_that_families_can_join() -> None:
+    text = (ROOT / DOCUMENT).read_text()
+    sets = [name for name, value in vars(dense).items() if name.isupper() and len(name) > 1]
+    assert [name for name in sets if name != "ACTIVATIONS" and f"`dense.{name}`" not in text] == []
 
 
 def fake(site: Path, name: str, entries: str, source: str) -> None:
