@@ -49,6 +49,26 @@ def test_the_plan_of_a_recipe_is_what_the_command_prints_also_of_all_that_the_ho
     assert free > 20
 
 
+def test_the_command_for_7b_is_shown_with_its_plan_with_and_without_transformer_engine(
+    tmp_path: Path,
+) -> None:
+    folder = ROOT / "examples" / "recipes" / "qwen2.5_7b_grpo"
+    page, plan = (ROOT / "docs" / "nemo-rl.md").read_text(), (folder / "plan.txt").read_text()
+    assert f"```\n{plan}```\n" in page
+    assert "--config $MEGATRON_POLICY/examples/recipes/qwen2.5_7b_grpo/nemo_rl.yaml" in page
+    own = yaml.safe_load((folder / "policy.yaml").read_text())["policy"]
+    local = own | {"megatron_cfg": own["megatron_cfg"] | {"transformer_impl": "local"}}
+    with_te, without = (
+        float(re.findall(r"^fits: ([\d.]+) GiB", each, re.MULTILINE)[0])
+        for each in (plan, planned(local, 8, tmp_path))
+    )
+    assert (
+        f"the peak is {without} GiB" in page
+        and f"{with_te} GiB\non each" in (ROOT / "README.md").read_text()
+    )
+    assert f"{without - with_te:.1f} GiB more" in (ROOT / "docs" / "install.md").read_text()
+
+
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.parent.name)
 def test_the_page_of_a_recipe_says_first_that_it_has_not_run_then_its_plan_and_commands(
     file: Path,
