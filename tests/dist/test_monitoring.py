@@ -19,6 +19,7 @@ import yaml
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.monitoring import JsonlWriter
+from megatron_policy.monitoring.summary import expected_memory
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config
 from tests.dist.layouts import LENGTH, VOCAB
@@ -57,6 +58,7 @@ def watched(config: dict[str, Any], folder: str) -> dict[str, Any]:
         policy.write_metrics({"reward": torch.tensor(0.5)})
         policy.save_checkpoint(f"{folder}/saved", f"{folder}/saved")
         summary, report = policy.summary(), policy.report()
+        expected = expected_memory(policy.config, policy._engine, policy.topology)
     resumed = {"weights_path": f"{folder}/saved", "optimizer_path": f"{folder}/saved"}
     with open_policy(config, **resumed) as policy:
         part = own_share(policy, data.get_batch(0, GLOBAL_BATCH))
@@ -66,6 +68,7 @@ def watched(config: dict[str, Any], folder: str) -> dict[str, Any]:
         "steps of the failing writer": failing.steps,
         "summary": summary,
         "report": report,
+        "peak": None if expected is None else expected.peak,
     }
 
 
@@ -101,6 +104,9 @@ def test_rank_0_records_what_all_ranks_have_and_goes_on_without_a_writer_that_fa
     assert "2 ranks" in first["summary"] and str(checkpoints[True])[-20:] in first["summary"]
     report = first["report"]
     assert (report.step, report.speed.calls, report.ranks) == (2, 2, 1)
+    for each in filter(lambda rank: rank["peak"] is not None, (first, second)):
+        held = each["report"].memory
+        assert held.parameters + held.gradients + held.optimizer <= each["peak"]
     assert report.memory.parameters > 0 and report.memory.reference_on_host > 0
 
 
