@@ -145,6 +145,7 @@ def found_lines(found: Found, device: str) -> Iterator[str]:
     yield from lines(plans[0], device)
     yield f"to ask for it again: {_options(plans[0])}"
     yield "megatron_cfg:"
+    yield "  enabled: true"
     yield from (f"  {key}: {_yaml(value)}" for key, value in megatron_keys(plans[0]).items())
 
 
