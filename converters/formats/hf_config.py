@@ -108,8 +108,12 @@ def written_config(model: str | Path) -> dict[str, Any]:
     path = _file_of(model)
     if not path.exists():
         has = ", ".join(names_in(path.parent, directories=False)[:_SHOWN]) or "nothing"
+        made = ""
+        if any(any(path.parent.glob(where)) for where in ("*.distcp", "*/*.distcp")):
+            made = f". `megatron-policy convert {path.parent} OUT --to hf` makes one of it"
         raise ConfigError(
-            f"{path.parent} has no {CONFIG}: it is not a Hugging Face checkpoint, but has {has}"
+            f"{path.parent} has no {CONFIG}: it is not a Hugging Face checkpoint, but has "
+            f"{has}{made}"
         )
     try:
         config = strict_json.parse(read(path, MAX_BYTES), finite=False)

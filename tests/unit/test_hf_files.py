@@ -233,6 +233,16 @@ def test_a_config_that_cannot_be_read_is_refused(
     assert str(tmp_path) in str(caught.value)
 
 
+@pytest.mark.parametrize("place", [".", "iter_0000001"])
+def test_a_checkpoint_of_megatron_core_in_its_place_is_recognised(
+    tmp_path: Path, place: str
+) -> None:
+    (tmp_path / place).mkdir(exist_ok=True)
+    (tmp_path / place / "__0_0.distcp").write_text("")
+    with pytest.raises(ConfigError, match=r"convert .* OUT --to hf` makes one of it"):
+        read_config(tmp_path)
+
+
 def test_a_model_type_that_nobody_knows_is_refused_with_those_there_are(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of", "auto_map": {}}')
     with pytest.raises(ConversionError, match=r"no model family 'unheard-of'; .*llama.*models\.$"):
