@@ -17,7 +17,7 @@ from tests import oracle
 from tests.checkpoints import make_checkpoint
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_steps, policy_config
 from tests.dist.layouts import EXPERT_LAYOUTS, LAYOUTS
-from tests.dist.test_router_replay import routers
+from tests.router_oracle import routers
 
 VOCAB, LENGTH, FACTOR = 200, 24, 0.75
 SMALL = {"hidden": 48, "heads": 4, "layers": 2, "ffn": 40, "vocab": VOCAB}
