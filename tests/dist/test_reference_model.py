@@ -4,6 +4,7 @@ under every layout, before and after steps and loads; and what cannot be one.
 
 from __future__ import annotations
 
+import gc
 import shutil
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import ConfigError
+from megatron_policy.memory import host_copies
 from megatron_policy.memory.states import IDLE, LOGPROB, TRAIN
 from tests import oracle, peft_models, scalar_oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_steps, policy_config
@@ -257,3 +259,38 @@ def test_the_reference_of_a_value_model_is_a_value_model(ranks, checkpoint, tmp_
             exact = Exact.between(rounded, scalar_oracle.values(double, data))
     (seen,) = ranks.run(1, values_of, config, data)
     assert_equal("values of the reference", seen, exact)
+
+
+def exchanges(config: dict[str, Any], data: BatchedDataDict) -> tuple[list[int], int, int]:
+    """Bytes of each exchange of weights in one call as the reference and then two within its
+    context; those of the parameters on this rank, and those of the host's copy.
+    """
+    moved: list[int] = []
+    original = host_copies.swap
+
+    def counted(pairs: Any) -> None:
+        moved.append(sum(tensor.nbytes for tensor, _ in pairs))
+        original(pairs)
+
+    host_copies.swap = counted
+    try:
+        with open_policy(config) as policy:
+            policy.reference_logprobs(data)
+            with policy.reference():
+                policy.logprobs(data)
+                policy.entropy(data)
+            held = {id(each): each.nbytes for _, each in policy._engine.held}
+            copies = [o for o in gc.get_objects() if isinstance(o, host_copies.HostCopies)]
+            return moved, sum(held.values()), sum(each.nbytes for each in copies)
+    finally:
+        host_copies.swap = original
+
+
+@pytest.mark.parametrize("name", in_turns(["TP2+SP", "PP2"]))
+def test_a_reference_costs_a_copy_on_the_host_and_an_exchange_on_each_way(
+    ranks, checkpoints, name: str
+) -> None:
+    case = LAYOUTS[name]
+    config = policy_config(checkpoints[False], case.megatron)
+    for moved, held, copy in ranks.run(case.world, exchanges, config, read_of(batches(1))):
+        assert moved == [held] * 4 and copy == held

@@ -74,6 +74,11 @@ def translated(
         "optim.": plain(optimizer_config),
         "checkpoint.": plain(checkpoint_config),
     }
+    if "optimizer_impl" in sections["optim."]:
+        raise ConfigError(
+            "the section optim is that of verl's FSDP engines: choose verl's own for Megatron, "
+            "optim=megatron in SFT"
+        )
     problems, warnings = _checked(sections)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -169,6 +174,8 @@ def _contents(
     checkpoint: Mapping[str, Any], key: str, default: frozenset[str] = frozenset()
 ) -> frozenset[str]:
     given = checkpoint.get(key)
+    if isinstance(given, str):
+        raise ConfigError(f"checkpoint.{key} must be a list, as in [{given}], not {given!r:.100}")
     found = frozenset(map(str, given)) if given else default or frozenset({"model", "optimizer"})
     if found - _CONTENTS:
         raise ConfigError(
@@ -262,8 +269,9 @@ def _megatron(
         "virtual_pipeline_model_parallel_size": (
             engine.get("virtual_pipeline_model_parallel_size") or 1
         ),
+        # Something else than a whole number is refused by the policy's own configuration.
         "sequence_parallel": bool(engine.get("sequence_parallel", True))
-        and engine.get("tensor_model_parallel_size", 1) > 1,
+        and engine.get("tensor_model_parallel_size") not in (None, 1),
         "optimizer": _optimizer(engine, optim, precision),
         "scheduler": _scheduler(optim),
         "distributed_data_parallel_config": {

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,8 +14,11 @@ from pathlib import Path
 
 from megatron_policy.coordination.rendezvous import reserved_port
 from tests.fork_server import ADDRESS, START, ForkServer
+from tests.ranks import ROOT
 
 STOP_S = 60.0
+STARTS = 3
+WAIT = ROOT / "examples" / "cluster" / "wait_for_nodes.py"
 FORKING = """
 import sys
 from ray._private import ray_constants
@@ -42,17 +46,46 @@ def ray_head(
         *(f"--num-gpus={gpus}", f"--num-cpus={cpus}"),
         *("--include-dashboard=false", f"--temp-dir={folder}"),
     ]
-    ray = subprocess.Popen(command, env=dict(env), start_new_session=True)
+    address = f"127.0.0.1:{port}"
+    for _ in range(STARTS):
+        ray = subprocess.Popen(command, env=dict(env), start_new_session=True)
+        if _has_its_node(ray, address, env):
+            break
+        _end(ray)
+    else:
+        raise AssertionError(f"Ray has ended {STARTS} times while it started: see {folder}")
     try:
-        yield f"127.0.0.1:{port}"
+        yield address
     finally:
-        # Alone: it asks the others to drain first, and waits for them.
-        ray.terminate()
-        try:
-            ray.wait(STOP_S)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(ray.pid, signal.SIGKILL)
+        _end(ray)
+
+
+def _has_its_node(ray: subprocess.Popen[bytes], address: str, env: Mapping[str, str]) -> bool:
+    """Wait until the node has joined. False if Ray ends meanwhile: its node waits no more than 30
+    seconds for its own agents, which a busy machine needs.
+    """
+    waiting = subprocess.Popen(
+        [sys.executable, str(WAIT), address, "1"], env=dict(env), stdout=subprocess.DEVNULL
+    )
+    try:
+        while waiting.poll() is None:
+            if ray.poll() is not None:
+                return False
+            time.sleep(0.2)
+        return waiting.returncode == 0
+    finally:
+        waiting.kill()
+        waiting.wait()
+
+
+def _end(ray: subprocess.Popen[bytes]) -> None:
+    # Alone: it asks the others to drain first, and waits for them.
+    ray.terminate()
+    try:
+        ray.wait(STOP_S)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(ray.pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True)

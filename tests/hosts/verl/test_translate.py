@@ -168,6 +168,20 @@ def test_other_coefficients_are_refused_by_verls_name(betas: Any) -> None:
         parsed(o=optim(betas=betas))
 
 
+def test_mistakes_in_kind_are_refused_with_what_to_write() -> None:
+    with pytest.raises(ConfigError, match=r"save_contents must be a list, as in \[model\], not"):
+        told(c=checkpoint(save_contents="model"))
+    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size: .*, not 'many'"):
+        parsed(e=engine(tensor_model_parallel_size="many"))
+
+
+def test_an_optimizer_of_verls_fsdp_engines_is_answered_with_the_one_to_choose() -> None:
+    fsdp = {"optimizer": "AdamW", "optimizer_impl": "torch.optim", "lr": 1e-3}
+    with pytest.raises(ConfigError) as caught:
+        told(o=fsdp)
+    assert "optim=megatron" in str(caught.value) and "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("mode", ["R2", "R3"])
 def test_experts_are_replayed(mode: str) -> None:
     found = told(e=engine(router_replay={"mode": mode}))

@@ -14,7 +14,7 @@ TOLERANCE = 1e-5
 
 
 def differences(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> dict:
-    """The largest absolute difference of each kind of number."""
+    """The largest absolute difference of each kind of number; NaN where either has one."""
     assert set(found) == set(expected), set(found) ^ set(expected)
     largest: dict[str, float] = defaultdict(float)
     for name, array in expected.items():
@@ -22,7 +22,7 @@ def differences(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarr
         first, _, rest = name.partition("/")
         kind = first if first in ("weights", "received") else rest.rpartition("/")[2] or first
         apart = np.abs(found[name].astype(np.float64) - array).max(initial=0.0)
-        largest[kind] = max(largest[kind], float(apart))
+        largest[kind] = float(np.maximum(largest[kind], apart))
     return dict(largest)
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
+from importlib.metadata import entry_points
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +14,7 @@ import pytest
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.hosts.roles import check_alike
+from megatron_policy.hosts.verl.plugin import SWITCH
 from megatron_policy.hosts.verl.translate import translated
 
 SEARCHED = "hydra.searchpath=[pkg://megatron_policy.hosts.verl.conf]"
@@ -104,3 +109,32 @@ def test_supervised_training_takes_the_engine_and_a_policys_own_keys() -> None:
     assert document["engine"]["_target_"] == OURS
     assert document["engine"]["policy"] == {"megatron_cfg": {"moe_per_layer_logging": True}}
     assert document["optim"]["_target_"].endswith("McoreOptimizerConfig")
+
+
+def imported(asked: str) -> subprocess.CompletedProcess[str]:
+    """What a process finds as verl's engine for Megatron on GPUs, with nothing but the switch set:
+    by the entry point of the installed package.
+    """
+    program = (
+        "from verl.workers.engine import EngineRegistry;"
+        "print(EngineRegistry.get_engine_cls('language_model', 'megatron').__module__)"
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("VERL_USE")}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        env=env | {SWITCH: asked, "VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": "nvidia"},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.skipif(
+    not any(each.name == "megatron_policy" for each in entry_points(group="verl.plugins")),
+    reason="megatron-policy is not installed here",
+)
+def test_the_switch_takes_effect_where_verl_is_imported() -> None:
+    taken = imported("megatron")
+    assert taken.stdout.strip() == "megatron_policy.hosts.verl.engine", taken.stderr
+    assert "megatron_policy" not in imported("").stdout
+    misspelt = imported("megatrn")
+    assert misspelt.returncode != 0 and "legal: 'megatron'" in misspelt.stderr

@@ -62,5 +62,10 @@ def test_a_comparison_sees_one_weight_that_differs(run: Callable[..., Any]) -> N
     other[3] += 3e-5
     with margins.apart(), pytest.raises(AssertionError, match="verl: weights"):
         check_same({**expected, name: other}, expected)
+    for key in (name, "grad_norm"):
+        other = expected[key].copy()
+        other[1] = np.nan
+        with margins.apart(), pytest.raises(AssertionError, match="nan is more"):
+            check_same({**expected, key: other}, expected)
     with pytest.raises(AssertionError, match=name):
         check_same({key: each for key, each in expected.items() if key != name}, expected)

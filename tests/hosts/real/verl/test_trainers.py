@@ -124,11 +124,14 @@ def test_a_loss_that_raises_on_one_rank_ends_the_trainer_with_our_message(
     assert "LossError" in ended.said and MESSAGE in ended.said
 
 
-@pytest.mark.parametrize("way", ["torchrun", "ray"])
+@pytest.mark.parametrize(
+    ("way", "layout"),
+    [("torchrun", "dp2"), ("torchrun", "tp2_sp"), ("ray", "dp2"), ("ray", "pp2")],
+)
 def test_a_worker_that_is_killed_ends_the_trainer(
-    way: str, trainers: Trainers, tmp_path: Path
+    way: str, layout: str, trainers: Trainers, tmp_path: Path
 ) -> None:
-    ended = trainers.run(way, Case(layout="dp2"), tmp_path, fault="kill:1", limit_s=FAILS_S)
+    ended = trainers.run(way, Case(layout=layout), tmp_path, fault="kill:1", limit_s=FAILS_S)
     assert ended.code != 0
     said = ("SIGKILL",) if way == "torchrun" else GONE
     assert any(each in ended.said for each in said), ended.said[-4000:]
