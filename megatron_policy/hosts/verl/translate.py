@@ -75,10 +75,7 @@ def translated(
         "checkpoint.": plain(checkpoint_config),
     }
     if "optimizer_impl" in sections["optim."]:
-        raise ConfigError(
-            "the section optim is that of verl's FSDP engines: choose verl's own for Megatron, "
-            "optim=megatron in SFT"
-        )
+        raise ConfigError("optim has the keys of verl's FSDP engines: choose optim=megatron")
     problems, warnings = _checked(sections)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -269,7 +266,6 @@ def _megatron(
         "virtual_pipeline_model_parallel_size": (
             engine.get("virtual_pipeline_model_parallel_size") or 1
         ),
-        # Something else than a whole number is refused by the policy's own configuration.
         "sequence_parallel": bool(engine.get("sequence_parallel", True))
         and engine.get("tensor_model_parallel_size") not in (None, 1),
         "optimizer": _optimizer(engine, optim, precision),
