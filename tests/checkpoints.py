@@ -50,7 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 not.
 """
 ALL_FAMILIES = FAMILIES | EXPERTS
-_EPSILON = {"cohere": "layer_norm_eps", "starcoder2": "norm_epsilon"}
+EPSILON = {"cohere": "layer_norm_eps", "starcoder2": "norm_epsilon"}
 HEAD_DIM = ("ernie4_5", "gemma2", "gemma3_text", "glm4", "hunyuan_v1_dense", "llama")
 HEAD_DIM += ("ministral3", "mistral", "qwen3", "seed_oss")
 HEAD_DIM += ("ernie4_5_moe", "glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_moe")
@@ -134,7 +134,7 @@ def make_checkpoint(
         "max_position_embeddings": max_position,
         "tie_word_embeddings": tied,
         "rope_theta": rope_theta,
-        _EPSILON.get(family, "rms_norm_eps"): 1e-6,
+        EPSILON.get(family, "rms_norm_eps"): 1e-6,
         # Large enough that attention is far from uniform and the layers matter.
         "initializer_range": 0.1,
         # With a padding token torch's embedding would keep that row from learning.

@@ -13,23 +13,11 @@ from tests.checkpoints import FAMILIES, HEAD_DIM, make_checkpoint
 from tests.dist.cases import logits_of, open_policy, policy_config
 from tests.exact import Exact, assert_equal
 from tests.turns import in_turns
+from tests.unit.test_table import switches
 
 LENGTH, MODELS = 20, 6
-BIASED = (
-    "apertus",
-    "cohere",
-    "gemma2",
-    "gemma3_text",
-    "glm4",
-    "granite",
-    "hunyuan_v1_dense",
-    "llama",
-    "olmo2",
-    "olmo3",
-    "qwen3",
-)
-BIASED += ("seed_oss", "smollm3")
-BIASED_MLP = ("granite", "llama", "seed_oss", "smollm3")
+FIXED = {"mimo": ("attention_bias",)}
+"""Switches that a family has in one position only."""
 WINDOWED = (
     "exaone4",
     "gemma2",
@@ -75,18 +63,13 @@ def draw(family: str, random: Random) -> dict[str, Any]:
     }
     if family in HEAD_DIM:
         sizes |= {"head_dim": head_dim, "hidden": heads * random.choice([8, 10])}
-    if family in BIASED:
-        sizes["attention_bias"] = random.random() < 0.5
-    if family in BIASED_MLP:
-        sizes["mlp_bias"] = random.random() < 0.5
+    for switch in switches(family):
+        if switch not in FIXED.get(family, ()):
+            sizes[switch] = random.random() < 0.5
     if family in WINDOWED and random.random() < 0.7:
         sizes["window"] = random.choice([3, 9])
-    if family in ("ernie4_5", "starcoder2"):
-        sizes["use_bias"] = random.random() < 0.5
     if family == "seed_oss":
-        sizes["attention_out_bias"] = sizes["attention_bias"] and random.random() < 0.5
-    if family == "cohere":
-        sizes["use_qk_norm"] = random.random() < 0.5
+        sizes["attention_out_bias"] &= sizes["attention_bias"]
     rope = draw_rope(family, head_dim, random)
     if (rope.get("rope_scaling") or {}).get("rope_type") == "dynamic":
         sizes["max_position"] = 16  # fewer than tokens: only then does it differ

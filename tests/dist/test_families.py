@@ -47,6 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama with llama 3 rope scaling": {"family": "llama", "rope_scaling": LLAMA3, "tied": True},
     "llama with biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
     "llama with one head per group": {"family": "llama", "groups": 4, "head_dim": 32},
+    "mimo": {"family": "mimo"},
     "ministral3 with growing queries": {"family": "ministral3", "rope_scaling": GROWING},
     "mistral with a window": {"family": "mistral", "window": 7},
     "mistral without one": {"family": "mistral"},

@@ -25,6 +25,7 @@ from tests.dist.resuming import paths, replaced, resumed
 from tests.dist.test_export import tensors_of
 from tests.exact import assert_equal
 from tests.turns import in_turns
+from tests.unit.test_table import switches
 
 VOCAB = 131
 STRONG = 0.3
@@ -33,18 +34,6 @@ DECAYED = {
     "optimizer": {"weight_decay": STRONG},
     "scheduler": {"start_weight_decay": STRONG, "end_weight_decay": STRONG},
 }
-EVERYTHING = {
-    "apertus": {"attention_bias": True},
-    "cohere": {"use_qk_norm": True, "attention_bias": True},
-    "ernie4_5": {"use_bias": True},
-    "granite": {"attention_bias": True, "mlp_bias": True},
-    "hunyuan_v1_dense": {"attention_bias": True},
-    "llama": {"attention_bias": True, "mlp_bias": True},
-    "seed_oss": {"attention_out_bias": True, "mlp_bias": True},
-    "smollm3": {"attention_bias": True, "mlp_bias": True},
-    "starcoder2": {"use_bias": True},
-}
-"""Fields with which a family has all kinds of weights that it can have."""
 SMALL = {"hidden": 32, "heads": 4, "groups": 2, "layers": 2, "ffn": 40, "vocab": VOCAB}
 SHARDED = {"optimizer": DECAYED["optimizer"] | {"use_distributed_optimizer": True}}
 TRAINED = {
@@ -96,7 +85,7 @@ def decays(model: PreTrainedModel, name: str) -> bool:
 def test_a_step_without_gradient_shrinks_just_the_matrices_of_every_family(
     ranks, checkpoint, tmp_path: Path, family: str
 ) -> None:
-    path = checkpoint(family, **SMALL, **EVERYTHING.get(family, {}))
+    path = checkpoint(family, **SMALL, **switches(family))
     ranks.run(1, step_without_gradient, policy_config(path, DECAYED), tmp_path / "stepped")
     model = oracle.load_hf(path)
     before, after = tensors_of(path), tensors_of(tmp_path / "stepped")
@@ -125,7 +114,7 @@ LEARNING += [("apertus", "TP2 distributed optimizer"), ("apertus", "TP2+SP")]
 def test_norms_of_each_head_and_activations_learn_like_transformers_under_strong_decay(
     ranks, checkpoint, family: str, name: str
 ) -> None:
-    path = checkpoint(family, **SMALL, **EVERYTHING[family])
+    path = checkpoint(family, **SMALL, **switches(family))
     data = oracle.make_batch(STEPS * GLOBAL_BATCH, LENGTH, VOCAB)
     hf = oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level, weight_decay=STRONG)
     expected = hf.read(partial(oracle.hf_logprobs, tokens=data["input_ids"]))

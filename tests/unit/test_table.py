@@ -54,7 +54,7 @@ FULL: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "no_rope_layers": [1] * 3,
     },
-    "starcoder2": {"norm_epsilon": 1e-5, "rms_norm_eps": None},
+    "starcoder2": {"norm_epsilon": 1e-5, "rms_norm_eps": None, "use_bias": True},
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mimo": {"attention_bias": True, "num_nextn_predict_layers": 1},
     "ministral3": {},
@@ -66,6 +66,7 @@ FULL: dict[str, dict[str, Any]] = {
         family: EXPERTS[family] | {"num_nextn_predict_layers": 1}
         for family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
     },
+    **{family: EXPERTS[family] | {"attention_bias": True} for family in ("olmoe", "qwen3_moe")},
 }
 """Settings under which every row of a family's table applies, but for the one choice of tying."""
 
@@ -73,9 +74,18 @@ BY_LAYER = ("exaone4", "gemma2", "gemma3_text", "gpt_oss", "olmo3", "qwen2", "qw
 BY_LAYER += ("smollm3", "mimo")
 
 
+def full(family: str) -> dict[str, Any]:
+    assert family in FULL, f"give {family} an entry in FULL: settings under which all rows apply"
+    return FULL[family]
+
+
+def switches(family: str) -> dict[str, bool]:
+    """The fields that are true or false of those under which every row of the family applies."""
+    return {name: value for name, value in full(family).items() if isinstance(value, bool)}
+
+
 def raw(family: str, layers: int = 3, **changes: Any) -> dict[str, Any]:
     """The fields of a small config."""
-    assert family in FULL, f"give {family} an entry in FULL: settings under which all rows apply"
     return {
         "model_type": family,
         "architectures": list(FAMILIES[family].hf_architectures),
@@ -92,7 +102,7 @@ def raw(family: str, layers: int = 3, **changes: Any) -> dict[str, Any]:
         "rope_theta": 1e4,
         "tie_word_embeddings": False,
         **({"layer_types": ["full_attention"] * layers} if family in BY_LAYER else {}),
-        **FULL[family],
+        **full(family),
         **changes,
     }
 
