@@ -145,7 +145,6 @@ def found_lines(found: Found, device: str) -> Iterator[str]:
     yield from lines(plans[0], device)
     yield f"to ask for it again: {_options(plans[0])}"
     yield "megatron_cfg:"
-    yield "  enabled: true"
     yield from (f"  {key}: {_yaml(value)}" for key, value in megatron_keys(plans[0]).items())
 
 
@@ -233,6 +232,7 @@ def megatron_keys(plan: StepPlan) -> dict[str, Any]:
     )
     experts = {"expert_model_parallel_size": at.ep, "expert_tensor_parallel_size": at.expert_tp}
     return {
+        "enabled": True,
         "tensor_model_parallel_size": at.tp,
         "sequence_parallel": megatron.sequence_parallel,
         "pipeline_model_parallel_size": at.pp,
