@@ -111,7 +111,9 @@ def as_data(checked: CheckedConfig) -> dict[str, Any]:
 def _ignored(keys: Mapping[str, str]) -> Table:
     from rich.table import Table
 
-    table = Table("key without effect", "why")
+    table = Table()
+    table.add_column("key without effect", overflow="fold")
+    table.add_column("why" if keys else "every key has an effect")
     for path, why in sorted(keys.items()):
         table.add_row(printable(path), printable(why))
     return table

@@ -199,7 +199,7 @@ def _naming(file: Path) -> Iterator[None]:
         what, *more = str(error).splitlines() or [""]
         keys = [line.partition(":")[2] for line in more if line.strip().startswith("full_key:")]
         if "Environment variable" in what:
-            what += ": set it before"
+            what += ". Set it first: export NAME=VALUE"
         where = "".join(f"{key}:" for key in keys if key.strip())
         raise ConfigError(f"{file}:{where} {what}") from error
     except RecursionError as error:

@@ -29,6 +29,8 @@ _OF_STEPS = (
     # fp32 parameters of its optimizer are views of the model's, whose `grad` it looks at.
     (r"The \.grad attribute of a Tensor that is not a leaf", UserWarning),
 )
+_WITHIN = r"(megatron(_policy)?|torch\.distributed)\."
+"""Where these are raised; torch's wrappers of collectives stand between the two."""
 # Without a GPU this advice about CUDA's queues is for nobody.
 _OF_GPUS = (r"(?s).*CUDA_DEVICE_MAX_CONNECTIONS", UserWarning)
 
@@ -66,9 +68,7 @@ def collected_warnings() -> Iterator[None]:
             _log.log(level, "%s", one_line(of_libraries))
         for message, category in (*_OF_STEPS, *(() if is_accelerated() else (_OF_GPUS,))):
             # Last: filters of the caller's own come first.
-            warnings.filterwarnings(
-                "ignore", message, category, module=r"megatron(_policy)?\.", append=True
-            )
+            warnings.filterwarnings("ignore", message, category, module=_WITHIN, append=True)
 
 
 def one_line(found: Sequence[warnings.WarningMessage]) -> str:

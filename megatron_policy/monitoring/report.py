@@ -138,7 +138,8 @@ class PolicyReport:
 
     def _lines(self) -> Iterator[str]:
         several = self.ranks > 1
-        yield f"after {self.step} steps, on {self.ranks} rank{'s' * several}"
+        steps = f"{self.step} step{'s' * (self.step != 1)}"
+        yield f"after {steps}, on {self.ranks} rank{'s' * several}"
         yield _row("memory", "most", "least") if several else "memory"
         for name, label in _MEMORY.items():
             most, least = getattr(self.memory, name), getattr(self.memory_least, name)
@@ -155,7 +156,7 @@ _MEMORY = {
     "gradients": "gradients",
     "optimizer": "optimizer",
     "activations_expected": "activations, expected",
-    "peak": "peak",
+    "peak": "peak of the process",
     "reference_on_host": "reference, on the host",
     "offloaded_on_host": "offloaded, on the host",
 }

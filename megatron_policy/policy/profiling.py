@@ -161,9 +161,11 @@ def _summary(
 
 def _lines(summary: Mapping[str, Any]) -> Iterator[str]:
     layout = " x ".join(f"{axis} {size}" for axis, size in summary["layout"].items() if size > 1)
-    yield f"{summary['steps']} steps on {summary['ranks']} ranks" + (
-        f": {layout}" if layout else ""
+    steps, ranks = (
+        f"{number} {what}{'s' * (number != 1)}"
+        for number, what in ((summary["steps"], "step"), (summary["ranks"], "rank"))
     )
+    yield f"{steps} on {ranks}" + (f": {layout}" if layout else "")
     last = summary["last_step"]
     yield "seconds, on the rank where each takes longest: of all, of the last step"
     for name, seconds in summary["seconds"].items():
