@@ -22,7 +22,7 @@ def compute_score(data_source, solution_str, ground_truth, **_):
     return sum(a == b for a, b in zip(found, wanted)) / len(wanted)
 """
 """A reward that tells responses apart of a model that is never right yet."""
-LIMIT_S = 400.0
+LIMIT_S = 1200.0
 LOGPROB_TOLERANCE = 1e-5
 """Of probabilities in fp32, as everywhere else."""
 
