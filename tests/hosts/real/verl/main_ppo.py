@@ -27,7 +27,7 @@ VOCAB, ENDS = 256, ["<|im_end|>", "\n"]
 MODULES = ("examples.verl.cpu_platform", "examples.verl.cpu_rollout")
 VALUE_MODELS = "tests.hosts.real.verl.value_models"
 PLUGS = "tests.hosts.real.verl.plugs"
-LIMIT_S = 400.0
+LIMIT_S = 1200.0
 
 
 def write_prompts(path: Path) -> Path:
