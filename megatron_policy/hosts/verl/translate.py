@@ -6,17 +6,15 @@ Sections are verl's dataclasses, OmegaConf's nodes or plain mappings; verl is no
 from __future__ import annotations
 
 import ast
-import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.keys import KEYS
-from megatron_policy.config.rules import Applied, Ignored, Rejected, asks_for_nothing
+from megatron_policy.config.rules import asks_for_nothing
 from megatron_policy.errors import ConfigError
-from megatron_policy.hosts.verl.keys import SAME_AS, SECTIONS, rule_of
+from megatron_policy.hosts.verl.sections import applied, checked, plain
 
 _DTYPES = {
     **dict.fromkeys(("bfloat16", "bf16", "torch.bfloat16"), "bfloat16"),
@@ -76,7 +74,7 @@ def translated(
     }
     if "optimizer_impl" in sections["optim."]:
         raise ConfigError("optim has the keys of verl's FSDP engines: choose optim=megatron")
-    problems, warnings = _checked(sections)
+    problems, warnings = checked(sections)
     if problems:
         raise ConfigError("\n".join(problems))
     model, engine, optim, checkpoint = sections.values()
@@ -95,76 +93,6 @@ def translated(
         names_latest=bool(checkpoint.get("async_save")),
         warnings=tuple(warnings),
     )
-
-
-def plain(section: Any) -> dict[str, Any]:
-    """A section's keys and values, with nested sections as dicts; empty for None."""
-    if section is None:
-        return {}
-    if is_dataclass(section):
-        pairs = [(each.name, getattr(section, each.name)) for each in fields(section)]
-    elif isinstance(section, Mapping):
-        pairs = list(section.items())
-    else:
-        raise ConfigError(f"a section of verl's configuration is a {type(section).__name__}")
-    nested = ("lora", "mtp", "qat", "router_replay", "override_config", "policy")
-    return {
-        str(name): plain(value)
-        if isinstance(value, Mapping)
-        or (is_dataclass(value) and name in nested)
-        or (value is None and (name in nested or str(name).startswith("override_")))
-        else value
-        for name, value in pairs
-        if not str(name).startswith("_")
-    }
-
-
-def _checked(sections: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[str]]:
-    """What is refused, and what is not done but harmless."""
-    problems: list[str] = []
-    warnings: list[str] = []
-    for prefix, section in _walk(sections):
-        for name, value in section.items():
-            rule = rule_of(prefix, name)
-            if rule is None:
-                problems.append(_unknown(prefix, name))
-            elif isinstance(rule, Rejected) and not _harmless(rule, value, sections):
-                problems.append(
-                    f"{prefix}{name}={value!r:.60} would change {rule.changes} and is not "
-                    f"supported: {rule.why}"
-                )
-            elif isinstance(rule, Ignored) and rule.warned and not asks_for_nothing(value):
-                warnings.append(f"{prefix}{name} is ignored: {rule.why}")
-    return problems, warnings
-
-
-def _walk(
-    sections: Mapping[str, Mapping[str, Any]],
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for prefix, section in sections.items():
-        yield prefix, section
-        for path in SECTIONS:
-            name = path.removeprefix(prefix).rstrip(".")
-            if path != prefix and path.startswith(prefix) and section.get(name):
-                yield path, section[name]
-
-
-def _harmless(rule: Rejected, value: Any, sections: Mapping[str, Mapping[str, Any]]) -> bool:
-    if rule.same_as:
-        section, _, name = rule.same_as.rpartition(".")
-        return value is None or value == sections[f"{section}."].get(name)
-    return asks_for_nothing(value) or value in rule.only
-
-
-def _unknown(prefix: str, name: str) -> str:
-    """Suggest the nearest key of the section."""
-    shared = SAME_AS.get(prefix)
-    names = [*SECTIONS[prefix]]
-    if shared:
-        names += [k.removeprefix(shared) for k in KEYS if k.startswith(shared)]
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{prefix}{name} is unknown to this engine: {hint}leave it out"
 
 
 def _contents(
@@ -244,7 +172,7 @@ def _positions(model: Mapping[str, Any]) -> int:
 def _megatron(
     model: Mapping[str, Any], engine: Mapping[str, Any], optim: Mapping[str, Any], precision: str
 ) -> dict[str, Any]:
-    transformer = _applied(engine, "engine.", "override_transformer_config")
+    transformer = applied(engine, "engine.", "override_transformer_config")
     if transformer.pop("moe_enable_deepep", False):
         transformer["moe_token_dispatcher_type"] = "flex"
     recomputed = {
@@ -274,7 +202,7 @@ def _megatron(
             "grad_reduce_in_fp32": True,
             "overlap_grad_reduce": False,
         }
-        | _applied(engine, "engine.", "override_ddp_config"),
+        | applied(engine, "engine.", "override_ddp_config"),
         **transformer,
     }
     if recomputed.get("recompute_granularity"):
@@ -282,16 +210,6 @@ def _megatron(
             recomputed.pop("recompute_modules", None)
         found |= {"activation_checkpointing": True} | recomputed
     return found | _layers(model) | _adapters(model)
-
-
-def _applied(section: Mapping[str, Any], prefix: str, name: str) -> dict[str, Any]:
-    """The keys of overrides that have an effect."""
-    path = f"{prefix}{name}."
-    return {
-        key: value
-        for key, value in (section.get(name) or {}).items()
-        if isinstance(rule_of(path, key), Applied) and value is not None
-    }
 
 
 def _optimizer(
@@ -311,18 +229,7 @@ def _optimizer(
         found["use_distributed_optimizer"] = engine.get("use_distributed_optimizer", True)
     if precision == "float16":
         found["initial_loss_scale"] = _INITIAL_LOSS_SCALE
-    return found | _applied(optim, "optim.", "override_optimizer_config")
-
-
-def _betas(given: Any) -> list[Any]:
-    """Adam's two coefficients, which some of verl's scripts quote twice, so that they are text."""
-    found = given
-    if isinstance(given, str):
-        with suppress(ValueError, SyntaxError):
-            found = ast.literal_eval(given)
-    if isinstance(found, str) or not isinstance(found, Sequence) or len(found) != 2:
-        raise ConfigError(f"optim.betas must be two numbers, as in [0.9, 0.95], not {given!r:.100}")
-    return list(found)
+    return found | applied(optim, "optim.", "override_optimizer_config")
 
 
 def _scheduler(optim: Mapping[str, Any]) -> dict[str, Any]:
@@ -343,6 +250,17 @@ def _scheduler(optim: Mapping[str, Any]) -> dict[str, Any]:
         "end_weight_decay": decays,
         "weight_decay_incr_style": "constant",
     }
+
+
+def _betas(given: Any) -> list[Any]:
+    """Adam's two coefficients, which some of verl's scripts quote twice, so that they are text."""
+    found = given
+    if isinstance(given, str):
+        with suppress(ValueError, SyntaxError):
+            found = ast.literal_eval(given)
+    if isinstance(found, str) or not isinstance(found, Sequence) or len(found) != 2:
+        raise ConfigError(f"optim.betas must be two numbers, as in [0.9, 0.95], not {given!r:.100}")
+    return list(found)
 
 
 def _layers(model: Mapping[str, Any]) -> dict[str, Any]:
