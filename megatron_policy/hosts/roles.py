@@ -222,6 +222,6 @@ def _differing(
         if isinstance(one, Section) and isinstance(other, type(one)):
             yield from _differing(one, other, free, f"{key}.")
         elif name == "env_vars":  # values can be secrets
-            yield key
+            yield f"policy.{key}"
         else:
-            yield f"{key}: {one!r} and {other!r}"
+            yield f"policy.{key}: {one!r} and {other!r}"

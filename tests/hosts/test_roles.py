@@ -183,7 +183,7 @@ def test_keys_in_which_roles_may_differ_exist_once_and_all_others_have_to_agree(
         if any(".".join(parts[:count]) in FREE for count in range(1, len(parts) + 1)):
             check_alike(other, config())
         else:
-            with pytest.raises(ConfigError, match=rf"agree in {re.escape(key)}\b"):
+            with pytest.raises(ConfigError, match=rf"agree in policy\.{re.escape(key)}\b"):
                 check_alike(other, config())
 
 
@@ -201,7 +201,9 @@ def test_a_reference_may_lack_the_actors_adapters_but_not_have_its_own() -> None
 
 def test_a_refusal_does_not_show_environment_variables() -> None:
     secret = changed(config(), "megatron_cfg.env_vars", {"TOKEN": "secret"})
-    with pytest.raises(ConfigError, match=r"agree in megatron_cfg\.env_vars: give both") as found:
+    with pytest.raises(
+        ConfigError, match=r"agree in policy\.megatron_cfg\.env_vars: give both"
+    ) as found:
         check_alike(config(), secret)
     assert "secret" not in str(found.value)
 

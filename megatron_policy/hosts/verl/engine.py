@@ -44,6 +44,7 @@ from megatron_policy.hosts.verl.experts import (
     jagged_experts,
     mode_of,
 )
+from megatron_policy.hosts.verl.names import verls_names
 from megatron_policy.hosts.verl.state import KeepsState
 from megatron_policy.hosts.verl.translate import Translated, translated
 from megatron_policy.memory.states import Kind
@@ -80,7 +81,8 @@ class MegatronPolicyEngine(KeepsState):
         self._policy: MegatronPolicy | None = None
         self._folders = VerlFolders()
         rank, world = dist.get_rank(), dist.get_world_size()
-        self._topology = topology_of(self._translated(1).parsed(), world)
+        with verls_names():
+            self._topology = topology_of(self._translated(1).parsed(), world)
         self._coords = self._topology.coords(rank)
         told = self._translated(self._topology.dp)
         for warning in told.warnings if rank == 0 else ():
@@ -104,12 +106,16 @@ class MegatronPolicyEngine(KeepsState):
         verl's trainers set the number of steps between making the engine and this call.
         """
         self._told = self._translated(self._topology.dp)
-        config, offloads = self._told.parsed(), self._told.param_offload
-        if self._told.forward_only:
-            self.stage.enter_reference(config, offloads=offloads)
-            return
-        tokenizer = getattr(self.model_config, "tokenizer", None)
-        self._policy = self.stage.enter_trained(self, config, tokenizer, offloads=offloads)
+        offloads, tokenizer = (
+            self._told.param_offload,
+            getattr(self.model_config, "tokenizer", None),
+        )
+        with verls_names():
+            config = self._told.parsed()
+            if self._told.forward_only:
+                self.stage.enter_reference(config, offloads=offloads)
+                return
+            self._policy = self.stage.enter_trained(self, config, tokenizer, offloads=offloads)
         # Gradients too: a rollout may start before the first step ends.
         self._offload()
 
@@ -117,7 +123,8 @@ class MegatronPolicyEngine(KeepsState):
     def policy(self) -> MegatronPolicy:
         """The policy behind this engine; RuntimeError before `initialize`."""
         if self._told.forward_only:
-            return self.stage.policy_of_reference()
+            with verls_names():
+                return self.stage.policy_of_reference()
         if self._policy is None:
             raise RuntimeError("this engine is not initialized: verl calls reset() first")
         return self._policy

@@ -90,7 +90,7 @@ def test_a_configuration_counts_as_taken_only_if_its_engines_fit_in_one_process(
         "actor_rollout_ref.actor.use_kl_loss=true",
         "actor_rollout_ref.ref.megatron.sequence_parallel=false",
     )
-    assert "agree in megatron_cfg.sequence_parallel: True and False" in refusal(other)
+    assert "agree in policy.megatron_cfg.sequence_parallel: True and False" in refusal(other)
 
 
 def test_a_layout_is_tried_on_as_many_ranks_as_the_configuration_has() -> None:
