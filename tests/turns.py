@@ -40,7 +40,7 @@ def in_turns(cases: Iterable[Any], name: Callable[[Any], str] | None = None) -> 
     ]
 
 
-SHARED = ("tests/dist/", "tests/ray/", "tests/unit/")
+SHARED = ("tests/dist/", "tests/hosts/test_", "tests/hosts/verl/", "tests/ray/", "tests/unit/")
 ALONE = "tests/ray/"
 WHOLE = tuple(
     f"tests/unit/test_{name}.py"

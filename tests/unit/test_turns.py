@@ -42,7 +42,7 @@ def test_each_case_is_run_by_one_environment_and_each_test_by_both(monkeypatch) 
 @pytest.mark.parametrize("latest", [0, 1])
 def test_what_stands_alone_or_elsewhere_or_is_shared_out_already_stays(monkeypatch, latest) -> None:
     alone = [Item("tests/dist/test_a.py::test_alone"), Item("tests/unit/test_a.py::test_b[1]")]
-    elsewhere = [Item(f"tests/hosts/test_a.py::test_b[{i}]") for i in range(4)]
+    elsewhere = [Item(f"tests/hosts/real/test_a.py::test_b[{i}]") for i in range(4)]
     whole = [Item(f"{turns.WHOLE[0]}::test_b[{i}]") for i in range(4)]
     already = [Item(f"tests/dist/test_a.py::test_c[{i}]", swept=i % 2 == 0) for i in range(4)]
     left = kept(monkeypatch, latest, [*alone, *elsewhere, *whole, *already])

@@ -44,6 +44,7 @@ from megatron_policy.hosts.verl.experts import (
     jagged_experts,
     mode_of,
 )
+from megatron_policy.hosts.verl.lost_ranks import lost_ranks_named
 from megatron_policy.hosts.verl.names import verls_names
 from megatron_policy.hosts.verl.state import KeepsState
 from megatron_policy.hosts.verl.translate import Translated, translated
@@ -100,6 +101,7 @@ class MegatronPolicyEngine(KeepsState):
 
     # What verl asks before and after `initialize`.
 
+    @lost_ranks_named()
     def initialize(self) -> None:
         """Build the policy, or anew; a reference waits for the policy whose weights it shares.
 
@@ -161,6 +163,7 @@ class MegatronPolicyEngine(KeepsState):
         """Drop all gradients, also of a step that failed."""
         self.policy.pieces.zero_gradients()
 
+    @lost_ranks_named()
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
@@ -260,6 +263,7 @@ class MegatronPolicyEngine(KeepsState):
         prepared_together(lambda: add_experts(batch, data, mode), lambda _: 0, group)
         return Replay.REQUIRED
 
+    @lost_ranks_named()
     def optimizer_step(self) -> float:
         """Clip and update; returns the gradient's norm before clipping. LossError, on every rank,
         if it is not finite.

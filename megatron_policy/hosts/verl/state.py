@@ -13,6 +13,7 @@ from verl.workers.engine.base import BaseEngine
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.roles import Stage
 from megatron_policy.hosts.verl.checkpoints import VerlFolders
+from megatron_policy.hosts.verl.lost_ranks import lost_ranks_named
 from megatron_policy.hosts.verl.translate import Translated
 from megatron_policy.hosts.verl.weights import WeightStream, base_of_adapters, peft_config
 from megatron_policy.memory.states import Kind
@@ -85,6 +86,7 @@ class KeepsState(BaseEngine):  # type: ignore[misc]
             return base_of_adapters(policy), peft_config(policy)
         return WeightStream(policy, adapters=True), peft_config(policy)
 
+    @lost_ranks_named()
     def save_checkpoint(
         self,
         local_path: str,
@@ -113,6 +115,7 @@ class KeepsState(BaseEngine):  # type: ignore[misc]
         )
         self._offload()
 
+    @lost_ranks_named()
     def load_checkpoint(
         self,
         local_path: str | None,

@@ -17,10 +17,8 @@ import torch.distributed as dist
 from verl.workers.utils import losses
 
 MESSAGE = "a fault of the tests"
-GONE = ("ActorDiedError", "by peer")
-"""What ends a driver in Ray whose worker is killed: Ray's own error, or that of a rank that waits
-for the worker, whichever is first.
-"""
+GONE = "waited for another rank, which was killed, failed or hung"
+"""What a rank says of one that is killed, whichever error the driver then ends with."""
 _sound = losses.sft_loss
 _calls = 0
 
