@@ -2,21 +2,18 @@
 Only data.
 
 Overrides of Megatron-Core's own configurations have the names that `megatron_cfg` has for them, and
-so its rules; here are those that NeMo RL does not know. verl 0.9.1 and its main branch of August
-2026 were read.
+so its rules; those that NeMo RL does not know have theirs in `megatron_fields.py`. verl 0.9.1 and
+its main branch of August 2026 were read.
 """
 
 from __future__ import annotations
 
 from megatron_policy.config.keys import KEYS
 from megatron_policy.config.rules import Applied, Ignored, Rejected, Rule, Rules, each
+from megatron_policy.hosts.verl.megatron_fields import DCP, DDP, MODEL, TRANSFORMER
 
 _CONFIG = "the model is built from the config.json of model.path; model.override_config changes it"
-_DCP = "affects dynamic_context_parallel only, which is rejected"
-_FP8 = "affects fp8 training only, which is not supported"
 _FSDP = "read by verl's FSDP engines only"
-_KERNEL = "chooses a kernel only; the implementation picks its own"
-_MODEL = "the model's config.json decides; model.override_config can replace its fields"
 _MUON = "affects optimizer 'muon' only, which is rejected"
 _REPLAY = "affects router_replay.mode only"
 _ROLLOUT = "read by verl's rollout only"
@@ -73,7 +70,7 @@ _ENGINE: Rules = {
         "dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient",
     ),
     "dynamic_context_parallel": Rejected("all microbatches have context_parallel_size ranks"),
-    "max_seqlen_per_dp_cp_rank": Ignored(_DCP),
+    "max_seqlen_per_dp_cp_rank": Ignored(DCP),
     "use_megatron_fsdp": Ignored(
         "parameters are whole on each data-parallel rank, which takes more memory; "
         "use_distributed_optimizer spreads main parameters and moments",
@@ -215,48 +212,13 @@ _CHECKPOINT: Rules = {
     **each(Ignored(_TABLES), "mbridge_config"),
 }
 
-_TRANSFORMER: Rules = {
-    **each(
-        Ignored(_KERNEL),
-        """use_flash_attn attention_backend persist_layer_norm bias_dropout_fusion
-        masked_softmax_fusion deallocate_pipeline_outputs use_fused_swiglu use_fused_rmsnorm
-        use_naive_l2norm moe_grouped_gemm fused_single_qkv_rope cross_entropy_loss_fusion
-        cross_entropy_fusion_impl batch_p2p_comm moe_router_fusion""",
-    ),
-    **each(
-        Rejected(_MODEL),
-        """swiglu normalization multi_latent_attention hidden_size num_layers
-        num_attention_heads num_query_groups layernorm_epsilon rotary_base qk_layernorm""",
-    ),
-    **{
-        name: Rejected("set the engine's own key of this name", same_as=f"engine.{name}")
-        for name in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "context_parallel_size",
-            "sequence_parallel",
-            "use_distributed_optimizer",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-        )
-    },
-    **each(
-        Rejected("the model's config.json decides", only=(0, 0.0)),
-        "attention_dropout hidden_dropout",
-    ),
-    **each(Rejected("fp8 training is not supported"), "fp8 fp4"),
-    "fp8_recipe": Ignored(_FP8),
-    "moe_enable_deepep": Applied("with moe_token_dispatcher_type 'flex', which it asks for"),
-    "max_seqlen_per_dp_cp_rank": Ignored(_DCP),
-}
-
 SECTIONS: dict[str, Rules] = {
     "engine.": _ENGINE,
     "engine.router_replay.": _REPLAYS,
     "engine.qat.": _QAT,
-    "engine.override_transformer_config.": _TRANSFORMER,
-    "engine.override_ddp_config.": {},
-    "engine.override_mcore_model_config.": {"*": Rejected(_MODEL)},
+    "engine.override_transformer_config.": TRANSFORMER,
+    "engine.override_ddp_config.": DDP,
+    "engine.override_mcore_model_config.": {"*": Rejected(MODEL)},
     "optim.": _OPTIMIZER,
     "optim.override_optimizer_config.": {
         "optimizer_cpu_offload": Ignored(
