@@ -9,7 +9,7 @@ its main branch of August 2026 were read.
 from __future__ import annotations
 
 from megatron_policy.config.keys import KEYS
-from megatron_policy.config.rules import Applied, Ignored, Rejected, Rule, Rules, each
+from megatron_policy.config.rules import Applied, Ignored, Nested, Rejected, Rule, Rules, each
 from megatron_policy.hosts.verl.megatron_fields import DCP, DDP, MODEL, TRANSFORMER
 
 _CONFIG = "the model is built from the config.json of model.path; model.override_config changes it"
@@ -248,4 +248,6 @@ def rule_of(prefix: str, name: str) -> Rule | None:
     """The rule for a key of a section; None if it is unknown."""
     own = SECTIONS[prefix]
     shared = KEYS.get(SAME_AS[prefix] + name) if prefix in SAME_AS else None
+    if isinstance(shared, Nested):  # a section of megatron_cfg, no field of Megatron-Core's
+        shared = None
     return own.get(name) or shared or own.get("*")

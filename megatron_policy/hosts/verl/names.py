@@ -1,4 +1,4 @@
-"""Errors of a policy's configuration in verl's words: where each of its keys stands there."""
+"""Errors of a policy's configuration in verl's words: where each of its keys is there."""
 
 from __future__ import annotations
 

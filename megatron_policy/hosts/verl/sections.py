@@ -88,6 +88,7 @@ def _unknown(prefix: str, name: str) -> str:
     names = [*SECTIONS[prefix]]
     if shared:
         names += [k.removeprefix(shared) for k in KEYS if k.startswith(shared)]
+        names = [each for each in names if "." not in each and rule_of(prefix, each)]
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{prefix}{name} is unknown to this engine: {hint}leave it out"

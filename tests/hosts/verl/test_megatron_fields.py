@@ -166,3 +166,9 @@ def test_a_field_passes_that_repeats_the_engines_own_key() -> None:
 def test_a_name_that_no_megatron_core_has_stays_unknown() -> None:
     with pytest.raises(ConfigError, match="unknown to this engine: did you mean 'kv_channels'"):
         told("engine.override_transformer_config.", {"kv_chanels": 64})
+
+
+@pytest.mark.parametrize("section", ["optimizer", "peft", "distributed_data_parallel_config"])
+def test_a_section_of_a_policys_is_no_field_and_stays_unknown(section: str) -> None:
+    with pytest.raises(ConfigError, match=f"{section} is unknown to this engine: .*leave it out"):
+        told("engine.override_transformer_config.", {section: {"lr": 1.0}})
