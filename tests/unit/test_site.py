@@ -174,6 +174,16 @@ def test_a_picture_outside_the_pages_is_copied(tmp_path: Path, monkeypatch) -> N
     assert links.pages({"docs/plan.md": text}) == {"repository/examples/curve.png": b"\x89PNG"}
 
 
+def test_a_notebook_is_a_page_with_its_outputs_and_the_pages_that_it_links_to() -> None:
+    text = "[a notebook](../examples/tour.ipynb)\n"
+    made = links.pages({"docs/recipes.md": text})
+    page = made["repository/examples/tour.ipynb.md"]
+    assert isinstance(page, str) and page.startswith("# A tour\n\nLoad a small checkpoint")
+    assert "````python\nimport subprocess\n" in page and "````text\nfamily qwen2\n" in page
+    assert "](data:image/png;base64,iVBOR" in page and "](../../losses.md)" in page
+    assert "repository/README.md" in made
+
+
 def test_links_in_code_stay_as_they_are() -> None:
     text = "```python\nx[0](../configs/grpo_qwen2_cpu.yaml)\n```\n"
     assert links.rewritten(text, "docs/plan.md") == text
