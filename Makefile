@@ -33,7 +33,7 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-latest test-verl test-gpu sweep sweep-cpus soak invariance compatibility pictures lint format bench bench-gpu clean
+.PHONY: help demo docs test test-latest test-verl test-gpu sweep sweep-cpus soak invariance compatibility pictures tour lint format bench bench-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -76,6 +76,9 @@ compatibility: $(VENV)/.installed ## write the pages of keys, methods and comman
 
 pictures: $(VENV)/.installed ## draw docs/pictures again; the curves are those of the last `make demo`
 	$(BIN)/python -m examples.pictures.draw
+
+tour: $(VENV)/.installed ## run examples/tour.ipynb, and store it with what its cells print and draw
+	$(BIN)/python -m examples.pictures.tour
 
 lint: $(VENV)/.installed ## ruff, formatting, and mypy
 	$(BIN)/ruff check .

@@ -27,7 +27,7 @@ def locate(model: str | Path, files: list[str] | None = None) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise ConfigError(f"model {str(model)!r} is not a directory, but a file{_of(path)}")
+        raise ConfigError(f"model {str(model)!r} is not a directory, but a file{instead_of(path)}")
     is_name = _REPOSITORY.fullmatch(str(model)) is not None
     if not is_name:
         raise ConfigError(_not_here(model, path, is_name))
@@ -69,8 +69,10 @@ def _no_such_model(model: str | Path, error: Exception) -> ConfigError:
     return ConfigError(said)
 
 
-def _of(file: Path) -> str:
-    """What to give in place of a file."""
+def instead_of(file: Path) -> str:
+    """What to give in place of a file where a directory is asked for, after a colon; "" if that is
+    not clear.
+    """
     if file.suffix in (".yaml", ".yml"):
         return ": `megatron-policy inspect-config` reads configurations"
     beside = names_in(file.parent, directories=False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 
-from megatron_policy.cli.failures import one_line_errors
+from megatron_policy.cli.failures import FAILED, MISUNDERSTOOD, one_line, one_line_errors
 from megatron_policy.cli.options import (
     MAX_MEMORY,
     AsJson,
@@ -25,6 +25,7 @@ from megatron_policy.cli.sizes import parse_size, show_size
 
 if TYPE_CHECKING:
     from megatron_policy.convert import ConversionPlan, Report
+    from megatron_policy.convert.planned import PlannedTensor
 
 
 class Format(StrEnum):
@@ -43,6 +44,11 @@ Base = Annotated[
 ]
 Merge = Annotated[
     bool, typer.Option("--merge", help="Add adapters to their base: DST is a whole model.")
+]
+
+
+Tensors = Annotated[
+    bool, typer.Option("--tensors", help="With --dry-run: print a line for every file and tensor.")
 ]
 
 
@@ -78,6 +84,7 @@ def convert(
         bool,
         typer.Option("--dry-run", help="Check everything, show what would be written, and stop."),
     ] = False,
+    tensors: Tensors = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace DST if it is a checkpoint.")
     ] = False,
@@ -92,6 +99,8 @@ def convert(
     is complete. An interrupted run can simply be repeated.
     """
     _refuse_itself(source, destination)
+    if tensors and not dry_run:
+        raise typer.BadParameter("--tensors lists what --dry-run would write: add it")
     with one_line_errors(as_json), arguments_as_options():
         from megatron_policy.convert import convert, plan_conversion
 
@@ -105,11 +114,9 @@ def convert(
             "merge": merge,
         }
         if dry_run:
-            plan = plan_conversion(source, destination, **settings)
-            if as_json:
-                say_json(_plan_as_data(plan) | {"dry_run": True})
-            for line in () if as_json else plan.describe():
-                say(line)
+            _tell_plan(
+                plan_conversion(source, destination, **settings), overwrite, tensors, as_json
+            )
             return
         with transfer("converted") as tell:
             report = convert(source, destination, overwrite=overwrite, progress=tell, **settings)
@@ -117,6 +124,34 @@ def convert(
             say_json(_plan_as_data(report.plan) | {"dry_run": False, "digest": report.digest})
         for line in () if as_json else _lines(report):
             say(line)
+
+
+def _tell_plan(plan: ConversionPlan, overwrite: bool, tensors: bool, as_json: bool) -> None:
+    """Print the plan; first, and with the exit code, what a conversion would fail with."""
+    error, code = _problem(plan, overwrite)
+    if error is not None:
+        say(f"error: {error}", err=True)
+    if as_json:
+        listed = {"written": list(map(_tensor_as_data, plan.tensors))} if tensors else {}
+        say_json(_plan_as_data(plan) | {"dry_run": True, "error": error} | listed)
+    for line in () if as_json else plan.describe(tensors):
+        say(line)
+    if error is not None:
+        raise typer.Exit(code)
+
+
+def _problem(plan: ConversionPlan, overwrite: bool) -> tuple[str | None, int]:
+    from megatron_policy.convert.convert import check_destination
+    from megatron_policy.errors import ConfigError, ExportError
+
+    try:
+        with arguments_as_options():
+            check_destination(plan, overwrite)
+    except ConfigError as error:
+        return one_line(str(error)), MISUNDERSTOOD
+    except ExportError as error:
+        return one_line(str(error)), FAILED
+    return None, 0
 
 
 def _lines(report: Report) -> Iterator[str]:
@@ -148,6 +183,10 @@ def _plan_as_data(plan: ConversionPlan) -> dict[str, Any]:
         "tensors": len(plan.tensors),
         "cast": sum(each.dtype != each.source_dtype for each in plan.tensors),
         "bytes": plan.bytes_written,
+        "kinds": [
+            {"name": k.name, "tensors": k.tensors, "bytes": k.nbytes, "dtypes": list(k.dtypes)}
+            for k in plan.kinds
+        ],
         "files": dict(plan.files),
         "side_files": plan.side_files,
         "skipped": plan.dropped,
@@ -155,6 +194,19 @@ def _plan_as_data(plan: ConversionPlan) -> dict[str, Any]:
         "adapters": plan.adapters or None,
         "resume_with": plan.resumed_with or None,
         "dequantised": plan.dequantised or None,
+    }
+
+
+def _tensor_as_data(tensor: PlannedTensor) -> dict[str, Any]:
+    from megatron_policy.convert.planned import short
+
+    return {
+        "name": tensor.name,
+        "shape": list(tensor.shape),
+        "dtype": short(tensor.dtype),
+        "source_dtype": short(tensor.source_dtype),
+        "bytes": tensor.nbytes,
+        "keys": list(tensor.keys),
     }
 
 

@@ -61,6 +61,11 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> Composed:
 
 
 def _without_policy(path: Path, document: Mapping[str, Any]) -> str:
+    if "model_type" in document or "architectures" in document:
+        return (
+            f"{path} is a model's config, not a configuration file: a configuration has the model "
+            "as `model_name`, and `megatron-policy plan` takes its directory after --model"
+        )
     names = [f"{name!s:.40}" for name in document]
     has = ", ".join(names[:_SHOWN]) + " and others" * (len(names) > _SHOWN) if names else "nothing"
     return (

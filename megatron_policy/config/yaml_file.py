@@ -66,7 +66,9 @@ def _missing(path: Path) -> str:
         has = f"it has {', '.join(found[:_SHOWN])}" if found else "it has no YAML files"
         return f"{path} is a directory, not a configuration file: {has}"
     near = nearest(path, directory=False)
-    hint = "" if near == path else f": did you mean {near}?"
+    if near != path:
+        return f"there is no configuration file {path}: did you mean {near}?"
+    hint = "" if path.suffix in _ENDINGS else "; `megatron-policy plan` takes a model after --model"
     return f"there is no configuration file {path}{hint}"
 
 

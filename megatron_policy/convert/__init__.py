@@ -8,7 +8,8 @@ PEFT and training checkpoints; needs no GPU and no process group. Read `plan.py`
 from megatron_policy.convert.check import Check, check
 from megatron_policy.convert.compare import Comparison, Difference, verify
 from megatron_policy.convert.convert import Report, convert
-from megatron_policy.convert.plan import ConversionPlan, plan_conversion
+from megatron_policy.convert.plan import plan_conversion
+from megatron_policy.convert.planned import ConversionPlan
 
 __all__ = [
     "Check",

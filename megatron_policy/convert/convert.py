@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections.abc import Callable
@@ -18,11 +17,11 @@ from megatron_policy.convert.open_checkpoint import HF, PEFT, OpenCheckpoint, da
 from megatron_policy.convert.plan import (
     DEFAULT_MAX_MEMORY,
     DEFAULT_MAX_SHARD_SIZE,
-    ConversionPlan,
     Prepared,
     prepared,
     side_path,
 )
+from megatron_policy.convert.planned import ConversionPlan
 from megatron_policy.convert.training_checkpoint import CHECKPOINT, check_bytes, encoded_manifest
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.publishing import check_replaceable, new_directory
@@ -85,10 +84,9 @@ def convert(
     """
     sizes = max_memory, max_shard_size
     with prepared(source, destination, to, dtype, *sizes, config, base, merge) as ready:
-        final = check_replaceable(destination, overwrite)
+        final = check_destination(ready.plan, overwrite)
         for root in filter(None, (ready.source.root, ready.source.merged)):
             check_bytes(root)
-        _check_room(final, ready.plan.bytes_written)
         try:
             with new_directory(final, overwrite) as partial:
                 ready.writer.root = partial
@@ -100,6 +98,18 @@ def convert(
                 + (f" ({error.filename})" if error.filename else "")
             ) from error
         return Report(ready.plan, content_digest(manifest))
+
+
+def check_destination(plan: ConversionPlan, overwrite: bool) -> Path:
+    """The absolute path that a conversion will make; ConfigError if something else is there that
+    `overwrite` does not replace, ExportError if the disk is too full.
+    """
+    final, needed = check_replaceable(plan.destination, overwrite), plan.bytes_written
+    there = next(parent for parent in final.parents if parent.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise ExportError(f"{final} needs {needed:,} bytes, but {there} has {free:,} left")
+    return final
 
 
 def content_digest(manifest: DirectoryManifest) -> str:
@@ -259,15 +269,6 @@ def _origin(ready: Prepared, content: str) -> dict[str, Any]:
         "family": ready.plan.family,
         "config": config,
     }
-
-
-def _check_room(final: Path, needed: int) -> None:
-    there = next(parent for parent in final.parents if parent.exists())
-    free = shutil.disk_usage(there).free
-    if free < needed:
-        raise ExportError(
-            f"{final} needs {needed:,} bytes, but {there} has {math.floor(free):,} left"
-        )
 
 
 def check_copies(checkpoint: OpenCheckpoint, table: Table) -> None:

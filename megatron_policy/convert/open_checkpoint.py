@@ -20,6 +20,7 @@ from megatron_policy.converters.formats import dist_files, dist_metadata, hf_fil
 from megatron_policy.converters.formats.dequantising import QuantisedTensor
 from megatron_policy.converters.formats.dist_keys import readable
 from megatron_policy.converters.formats.hf_config import read_config
+from megatron_policy.converters.formats.hf_location import instead_of
 from megatron_policy.converters.formats.peft_files import (
     ADAPTER_CONFIG,
     ADAPTER_MODEL,
@@ -131,7 +132,7 @@ def _refuse_others(path: str | Path) -> None:
     """Raise ConfigError for a directory that is not a checkpoint."""
     root = expanded(path)
     if root.is_file():
-        raise ConfigError(f"{root} is a file; a checkpoint is a directory")
+        raise ConfigError(f"{root} is a file; a checkpoint is a directory{instead_of(root)}")
     if root.is_dir() and not any((root / name).is_file() for name in _HF_MARKS):
         raise ConfigError(
             f"{root} is not a checkpoint: it has neither {', '.join(_HF_MARKS)} (Hugging Face) "

@@ -1,4 +1,4 @@
-"""The plan of a conversion, made before any tensor is read; it can be printed."""
+"""Plans a conversion, before any tensor is read."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megatron_policy.convert.open_checkpoint import (
     OpenCheckpoint,
     open_checkpoint,
 )
+from megatron_policy.convert.planned import ConversionPlan, PlannedTensor
 from megatron_policy.convert.target import Target, hf_target, mcore_target, peft_target
 from megatron_policy.convert.training_checkpoint import is_saved, state_of_adapters
-from megatron_policy.converters.config_fields.quantisation import SECTION
 from megatron_policy.converters.files.contained import expanded
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dequantising import QuantisedTensor
@@ -37,70 +37,6 @@ DEFAULT_MAX_SHARD_SIZE = 5 * 10**9
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in WEIGHT_DTYPES}
 _DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class PlannedTensor:
-    """One HF tensor, the dtype in which it is written, and its keys in Megatron-Core."""
-
-    name: str
-    shape: tuple[int, ...]
-    source_dtype: torch.dtype
-    dtype: torch.dtype
-    keys: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class ConversionPlan:
-    """What is read, written and cast. Sizes are in bytes; `files` have their sizes."""
-
-    source: Path
-    destination: Path
-    to: str
-    family: str
-    tensors: tuple[PlannedTensor, ...]
-    dropped: tuple[str, ...]
-    """HF tensors of the source that feed nothing."""
-    files: tuple[tuple[str, int], ...]
-    side_files: tuple[str, ...]
-    bytes_read: int
-    bytes_written: int
-    buffer_bytes: int
-    has_digests: bool
-    """Whether the source has digests of its bytes."""
-    dequantised: str = ""
-    """How many tensors are read as bfloat16 and how they are stored, in words; "" if none is."""
-    adapters: str = ""
-    """What the adapters that are converted or merged are, in words; "" for whole models."""
-    resumed_with: str = ""
-    """The keys of `megatron_cfg.peft` with which a policy resumes from what is written."""
-
-    def describe(self) -> Iterator[str]:
-        """The plan as lines of text, ending with one line per tensor."""
-        formats = {HF: "Hugging Face", MCORE: "Megatron-Core (torch_dist)"}
-        cast = [tensor for tensor in self.tensors if tensor.dtype != tensor.source_dtype]
-        yield f"{self.family}: {self.source} -> {self.destination} ({formats[self.to]})"
-        if self.adapters:
-            yield self.adapters
-        yield f"reads {len(self.tensors)} tensors, {self.bytes_read:,} bytes; " + (
-            "compares them with the source's digests"
-            if self.has_digests
-            else "the source has no digests to compare them with"
-        )
-        yield f"writes {self.bytes_written:,} bytes, {len(self.files)} files of tensors, " + (
-            f"{len(self.side_files)} others: {', '.join(self.side_files) or 'none'}"
-        )
-        yield f"casts {len(cast)} tensors; uses a buffer of {self.buffer_bytes:,} bytes"
-        if self.dequantised:
-            yield f"dequantises {self.dequantised}; config.json loses its {SECTION}"
-        if self.dropped:
-            yield f"leaves out {len(self.dropped)} tensors: {', '.join(self.dropped)}"
-        for file, size in self.files:
-            yield f"file {file}: {size:,} bytes"
-        for tensor in self.tensors:
-            to = "" if tensor.dtype == tensor.source_dtype else f" -> {_short(tensor.dtype)}"
-            keys = f": {', '.join(tensor.keys)}" if tensor.keys else ""
-            yield f"{tensor.name} {list(tensor.shape)} {_short(tensor.source_dtype)}{to}{keys}"
 
 
 @dataclass(frozen=True)
@@ -332,7 +268,3 @@ def _keys_by_tensor(table: Table, keys: Mapping[str, str]) -> dict[str, tuple[st
 def side_path(name: str, to: str) -> str:
     """The path of a file that only Hugging Face has, in a checkpoint of format `to`."""
     return name if to == HF else f"{SIDE}/{name}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -38,6 +38,11 @@ def find(program: Program) -> None:
     """Set this process's import path and arguments for the program; ConfigError if not found."""
     if not program.is_module and not os.path.exists(program.target):
         raise ConfigError(f"there is no script {program.target!r} in {os.getcwd()}")
+    if not program.is_module and program.target.endswith((".yaml", ".yml")):
+        raise ConfigError(
+            f"{program.target} is a configuration, not a script: give the host's script, and the "
+            f"configuration to that, as in `examples/run_grpo.py --config {program.target}`"
+        )
     sys.argv[:] = [program.target, *program.arguments]
     if not sys.flags.safe_path:
         sys.path[0] = _path_entry(program)

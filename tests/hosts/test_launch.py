@@ -18,6 +18,7 @@ LAUNCHERS = {
     "module": ("-m", "megatron_policy.hosts.nemo_rl"),
     "command": ("-m", "megatron_policy", "run"),
 }
+CONFIGURATION = str(ROOT / "configs" / "grpo_qwen2_cpu.yaml")
 THEIRS = redirect.THEIR_WORKERS[0]
 HOST = {
     "__init__.py": "",
@@ -178,6 +179,7 @@ def test_another_host_can_be_named(programs: Path) -> None:
     [
         (("module", "nowhere.py"), {}, 2, "there is no script 'nowhere.py'"),
         (("command", "nowhere.py"), {}, 2, "there is no script 'nowhere.py'"),
+        (("command", CONFIGURATION), {}, 2, "is a configuration, not a script: give the host's"),
         (("module", "-m", "no.where"), {}, 2, "there is no module 'no.where'"),
         (("module",), {}, 2, "name a script, or a module after -m"),
         (("command", "--host", "verl", __file__), {}, 2, "there is no host 'verl'; known hosts:"),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = "docs"
 FOLDER = "repository"
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
-LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".toml": "toml", ".ipynb": "json"}
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".toml": "toml"}
+NOTEBOOK = ".ipynb"
 IMAGES = (".png", ".svg", ".jpg", ".gif")
 
 
@@ -76,13 +79,15 @@ def pages(texts: Mapping[str, str]) -> dict[str, str | bytes]:
             else:
                 shown = content(file)
                 found[page_of(file)] = rewritten(shown, file)
-                if file.endswith(".md"):
+                if file.endswith((".md", NOTEBOOK)):
                     waiting[file] = shown
     return found
 
 
 def content(file: str) -> str:
-    """A page's text: Markdown as it is, other files as code, folders as a list."""
+    """A page's text: Markdown as it is, a notebook with its outputs, other files as code, folders
+    as a list.
+    """
     path = ROOT / file
     if path.is_dir():
         names = sorted(each.name + "/" * each.is_dir() for each in path.iterdir())
@@ -91,5 +96,23 @@ def content(file: str) -> str:
     text = path.read_text(encoding="utf-8")
     if file.endswith(".md"):
         return text
+    if file.endswith(NOTEBOOK):
+        return "\n\n".join(_cell(cell) for cell in json.loads(text)["cells"]) + "\n"
+    return f"# {file}\n\n{_fenced(text, LANGUAGES.get(path.suffix, 'text'))}\n"
+
+
+def _fenced(text: str, language: str) -> str:
     fence = "````"
-    return f"# {file}\n\n{fence}{LANGUAGES.get(path.suffix, 'text')}\n{text.rstrip()}\n{fence}\n"
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
+
+
+def _cell(cell: Mapping[str, Any]) -> str:
+    source = "".join(cell["source"])
+    if cell["cell_type"] != "code":
+        return source
+    parts = [_fenced(source, "python")]
+    for output in cell["outputs"]:
+        picture = output.get("data", {}).get("image/png")
+        shown = f"![what the cell draws](data:image/png;base64,{picture})"
+        parts.append(shown if picture else _fenced("".join(output["text"]), "text"))
+    return "\n\n".join(parts)

@@ -66,11 +66,56 @@ def test_there_and_back_prints_results_on_stdout_and_the_transfer_on_stderr(
 
 
 def test_a_dry_run_says_what_it_would_write_and_writes_nothing(checkpoint, tmp_path: Path) -> None:
-    code, said, noise = run(
-        "convert", checkpoint("qwen3"), tmp_path / "new", "--to", "mcore", "--dry-run"
-    )
+    arguments = ("convert", checkpoint("qwen3"), tmp_path / "new", "--to", "mcore", "--dry-run")
+    code, said, noise = run(*arguments, "--tensors")
     assert (code, noise, list(tmp_path.iterdir())) == (0, "", [])
     assert NAME in said and "decoder.layers.self_attention.linear_qkv.weight" in said
+    code, short, noise = run(*arguments)
+    assert (code, noise) == (0, "") and said.startswith(short) and NAME not in short
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "gpt_oss"])
+def test_a_dry_run_of_many_layers_files_and_experts_fits_a_screen(
+    checkpoint, tmp_path: Path, family: str
+) -> None:
+    source = checkpoint(family, layers=12)
+    code, said, _ = run(
+        *("convert", source, tmp_path / "new", "--to", "mcore", "--dry-run"),
+        *("--dtype", "bfloat16", "--max-shard-size", "100kB"),
+    )
+    first, *rest = said.splitlines()
+    assert code == 0 and first.startswith(f"{family}: {source} -> {tmp_path / 'new'} (")
+    assert len(rest) < 24 and max(map(len, rest)) <= 80
+    files = re.search(r"in (\d+) files .*\n  __0_0\.distcp to __0_(\d+)\.distcp\n", said)
+    assert files is not None and int(files[1]) == int(files[2]) + 1 > 5
+    held = load_file(source / "model.safetensors")
+    rows = dict(re.findall(r"^  (\S+) +(\d+) +\S+ k?M?B  (?:bfloat16|float32)$", said, re.M))
+    assert sum(map(int, rows.values())) == len(held)
+    attention = [name for name in held if re.match(r"model\.layers\.\d+\.self_attn\.", name)]
+    assert int(rows["model.layers.*.self_attn"]) == len(attention)
+
+
+def test_a_dry_run_says_first_what_is_in_the_way(
+    checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("convert", checkpoint("qwen3"), tmp_path / "new", "--to", "mcore", "--dry-run")
+    free = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    code, said, noise = run(*arguments)
+    assert code == 1 and said.startswith("qwen3: ")
+    assert noise.startswith("error: ") and noise.endswith(f", but {tmp_path} has 1,000 left\n")
+    monkeypatch.undo()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "thesis").write_text("x")
+    code, said, noise = run(*arguments)
+    assert code == 2 and said.startswith("qwen3: ") and "is not a checkpoint" in noise
+
+
+def test_a_list_of_tensors_belongs_to_a_dry_run(checkpoint, tmp_path: Path) -> None:
+    code, said, noise = run(
+        "convert", checkpoint("qwen3"), tmp_path / "new", "--to", "mcore", "--tensors"
+    )
+    assert (code, said, list(tmp_path.iterdir())) == (2, "", []) and "--dry-run" in noise
 
 
 def test_options_reach_the_conversion(checkpoint, there: Path, tmp_path: Path) -> None:

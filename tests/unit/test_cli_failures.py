@@ -116,6 +116,29 @@ def test_a_command_that_is_not_understood_exits_with_2(line: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("verify {}/policy.yaml", ": `megatron-policy inspect-config` reads configurations\n"),
+        ("convert {}/policy.yaml out --to mcore", ": `megatron-policy inspect-config` reads"),
+        ("convert {}/config.json out --to mcore", ": give its directory, {}\n"),
+        ("inspect {}/policy.yaml", ": `megatron-policy inspect-config` reads configurations\n"),
+        ("parity {}/config.json", ": give its directory, {}\n"),
+        ("inspect-config {}", "`megatron-policy plan` takes it after --model\n"),
+        ("plan {}/config.json", "`megatron-policy plan` takes its directory after --model\n"),
+        ("plan Qwen/Qwen2.5-7B", "`megatron-policy plan` takes a model after --model\n"),
+    ],
+)
+def test_a_file_of_another_kind_is_answered_with_what_to_give(
+    tmp_path: Path, line: str, fix: str
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "policy.yaml").write_text("policy: {}")
+    result = CliRunner().invoke(app, line.format(tmp_path).split())
+    assert result.exit_code == 2 and result.stderr.startswith("error: ")
+    assert fix.format(tmp_path) in result.stderr
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "inspect {}",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from megatron_policy.cli import app
@@ -21,6 +22,7 @@ from megatron_policy.parity.result import Deviation, Job, Parity
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 SMALL = {"layers": 2, "vocab": 250, "hidden": 32, "heads": 2, "groups": 1, "ffn": 48}
 JOB = Job("m", 8, 2, 2, 1, False, "float32", 2, 64, 0, True, 60.0)
+DRY_RUN = ("--dry-run", "--tensors")
 CLOSE = Deviation(1e-6, 1e-7, 1.0)
 
 
@@ -63,10 +65,17 @@ def test_convert_and_verify_have_the_documented_keys(
 ) -> None:
     model, made = checkpoint("qwen2", **SMALL), tmp_path / "made"
     other = checkpoint("qwen2", **SMALL, seed=3)
-    _, planned, _ = run("convert", model, made, "--to", "mcore", "--dry-run", "--json")
+    _, planned, _ = run("convert", model, made, "--to", "mcore", *DRY_RUN, "--json")
     code, done, _ = run("convert", model, made, "--to", "mcore", "--json")
     assert code == 0 and done["tensors"] == planned["tensors"] and planned["dry_run"]
     assert keys([planned, done]) == documented("convert")
+    kinds, written = planned["kinds"], planned["written"]
+    assert done["kinds"] == kinds and len(written) == sum(kind["tensors"] for kind in kinds)
+    assert sum(each["bytes"] for each in written) == sum(kind["bytes"] for kind in kinds)
+    assert {each["name"] for each in written} == set(load_file(model / "model.safetensors"))
+    code, again, said = run("convert", model, made, "--to", "mcore", "--dry-run", "--json")
+    assert code == 2 and f"error: {again['error']}\n" == said and "--overwrite" in said
+    assert again | {"error": None, "written": written} == planned
     code, alone, _ = run("verify", made, "--json")
     assert code == 0 and alone["complete"] and alone["error"] is None
     code, two, said = run("verify", made, other, "--json")

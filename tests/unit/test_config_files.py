@@ -56,6 +56,7 @@ def test_every_shipped_configuration_fits_its_model_and_ranks(file: str) -> None
     [
         ("grpo: {}", "no section `policy`, .* nor a `model_name` at its top, .*: it has grpo"),
         ("", "it has nothing"),
+        ("model_type: qwen2", "is a model's config, .* `model_name`, .* after --model"),
         ("[1]", "has no section `policy`: it is a list"),
         ("policy: [1]", "has no section `policy`"),
         ("policy: {a: [", "is not valid YAML"),
@@ -77,6 +78,10 @@ def test_a_missing_file_is_named_with_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "grpo.yaml").write_text("")
     with pytest.raises(ConfigError, match=r"no configuration file .*grop\.yaml: .*grpo\.yaml\?"):
         PolicyConfig.from_yaml(tmp_path / "grop.yaml")
+    with pytest.raises(ConfigError, match=r"no configuration file x/Qwen2\.5-7B; .* after --model"):
+        PolicyConfig.from_yaml("x/Qwen2.5-7B")
+    with pytest.raises(ConfigError, match=r"no configuration file .*missing\.yaml$"):
+        PolicyConfig.from_yaml(tmp_path / "missing.yaml")
     with pytest.raises(ConfigError, match=r"is a directory, .*: it has grpo\.yaml"):
         PolicyConfig.from_yaml(tmp_path)
     (tmp_path / "config.json").write_text("")

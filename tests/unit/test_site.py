@@ -174,6 +174,47 @@ def test_a_picture_outside_the_pages_is_copied(tmp_path: Path, monkeypatch) -> N
     assert links.pages({"docs/plan.md": text}) == {"repository/examples/curve.png": b"\x89PNG"}
 
 
+def test_a_notebook_is_a_page_with_its_outputs_and_the_pages_that_it_links_to() -> None:
+    text = "[a notebook](../examples/tour.ipynb)\n"
+    made = links.pages({"docs/recipes.md": text})
+    page = made["repository/examples/tour.ipynb.md"]
+    assert isinstance(page, str) and page.startswith("# A tour\n\nLoad a small checkpoint")
+    assert "````python\nimport subprocess\n" in page and "````text\nfamily qwen2\n" in page
+    assert "](data:image/png;base64,iVBOR" in page and "](../../losses.md)" in page
+    assert "repository/README.md" in made
+
+
+def anchors(page: Path) -> set[str]:
+    """Those of a page's titles, as GitHub and the site make them."""
+    titles = re.findall(r"^#+ (.*)$", links.FENCE.sub("", page.read_text()), re.MULTILINE)
+    words = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).strip().lower() for title in titles]
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", each)) for each in words}
+
+
+def lost(page: Path) -> list[str]:
+    """Links of a page to files or titles that are not in the checkout."""
+    found = []
+    for target, anchor in re.findall(
+        r"\]\((?![a-z]+:)([^)\s#]*)(#[^)\s]*)?\)", links.FENCE.sub("", page.read_text())
+    ):
+        file = page.parent / target if target else page
+        titled = not anchor or file.suffix != ".md" or anchor[1:] in anchors(file)
+        found += [] if file.exists() and titled else [f"{target}{anchor}"]
+    return found
+
+
+def test_every_link_of_a_page_leads_to_a_file_and_a_title_of_the_checkout(tmp_path: Path) -> None:
+    outside = [*ROOT.glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    pages = [*DOCS.rglob("*.md"), *outside]
+    assert ROOT / "README.md" in pages and len(pages) > 40
+    assert {str(page): wrong for page in pages if (wrong := lost(page))} == {}
+    made = tmp_path / "page.md"
+    made.write_text(
+        "# A `title`\n[a](#a-title) [b](#b) [c](c.md) [d](page.md#d) [e](https://x#y)\n"
+    )
+    assert lost(made) == ["#b", "c.md", "page.md#d"]
+
+
 def test_links_in_code_stay_as_they_are() -> None:
     text = "```python\nx[0](../configs/grpo_qwen2_cpu.yaml)\n```\n"
     assert links.rewritten(text, "docs/plan.md") == text
