@@ -162,7 +162,10 @@ _EXPERTS: Rules = {
         "'alltoall', 'allgather' or 'flex', with the same results; 'alltoall' where replicas share "
         "experts or stages exchange different lengths ('allgather'), or nothing is sent ('flex')"
     ),
-    "moe_flex_dispatcher_backend": Applied("of 'flex': 'deepep' (by default) or 'hybridep'"),
+    "moe_flex_dispatcher_backend": Applied(
+        "of 'flex': 'deepep' (by default) or 'hybridep', which pads where replicas share experts; "
+        "before Megatron-Core 0.19 'alltoall' takes its place there"
+    ),
     "moe_permute_fusion": Applied("where the implementation has the fused kernel"),
     "moe_shared_expert_overlap": Applied("on GPUs, with moe_token_dispatcher_type 'alltoall'"),
     "moe_expert_capacity_factor": Applied(

@@ -25,6 +25,7 @@ from megatron_policy.packing.microbatch import (
 from megatron_policy.packing.multiples import Multiples
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.training.losses import ValidCounts, own_counts, row_shares
+from tests.unit.test_rows import model
 
 LENGTHS, WIDTH, RANKS = (5, 2, 4), 6, 2
 MULTIPLES = Multiples(row=8, sequence=4, context_ranks=RANKS)
@@ -117,4 +118,22 @@ def test_flex_is_refused_by_name_where_its_kernels_are_not_installed(
     with pytest.raises(ConfigError, match=rf"'{name}' needs .*deep_ep.*or use 'alltoall'"):
         dispatcher_of(settings, topology, True)
     monkeypatch.setitem(experts._FLEX_INSTALLED, name, True)
-    assert dispatcher_of(settings, topology, True) == "flex"
+    assert dispatcher_of(settings, Topology(tp=2, ep=2, etp=1), True) == "flex"
+
+
+@pytest.mark.parametrize("pads", [True, False])
+def test_hybrid_ep_gets_as_many_tokens_from_every_rank_or_gives_way(
+    monkeypatch, pads: bool
+) -> None:
+    """It does not compare how many tokens ranks send, and replicas have different numbers."""
+    monkeypatch.setitem(experts._FLEX_INSTALLED, "hybridep", True)
+    monkeypatch.setattr(experts, "_CAN_PAD", pads)
+    moe = Moe(experts=4, chosen=2, ffn_hidden_size=8, scoring=Scoring.SOFTMAX)
+    architecture = model(moe=moe)
+    settings = MegatronConfig(
+        moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep"
+    )
+    for topology, uneven in ((Topology(ep=2, dp=2), True), (Topology(tp=2, ep=2, etp=1), False)):
+        found = experts.expert_fields(architecture, settings, topology, False, True)
+        assert found["moe_token_dispatcher_type"] == ("flex" if pads or not uneven else "alltoall")
+        assert found.get(experts._PAD) == (uneven if pads else None)

@@ -268,9 +268,7 @@ _TRAINING: Rules = {
         Ignored("affects moe_flex_dispatcher_backend 'ncclep' only, which is not among its values"),
         "moe_ncclep_static_shape moe_ncclep_zero_copy",
     ),
-    "moe_hybridep_pad_uneven_dispatch_inputs": Rejected(
-        "ranks send the tokens that they have; moe_token_dispatcher_type 'alltoall' needs no more"
-    ),
+    "moe_hybridep_pad_uneven_dispatch_inputs": Ignored("done wherever replicas share experts"),
     **each(
         Rejected("gates and linear units are the two halves of a weight, as in checkpoints"),
         "moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size",

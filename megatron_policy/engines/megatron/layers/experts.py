@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.moe import fused_a2a, moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.config import MegatronConfig
 from megatron_policy.converters.architecture import Architecture
@@ -30,6 +32,11 @@ _FLEX_INSTALLED = {
     DEEP_EP: getattr(fused_a2a, "HAVE_DEEP_EP", False),
     HYBRID_EP: getattr(fused_a2a, "HAVE_HYBRIDEP", False),
 }
+_PAD = "moe_hybridep_pad_uneven_dispatch_inputs"
+_CAN_PAD = _PAD in {field.name for field in fields(TransformerConfig)}
+"""Whether this Megatron-Core can pad what ranks send by HybridEP, which takes the same number of
+tokens from each and does not compare them.
+"""
 
 
 def expert_fields(
@@ -76,6 +83,7 @@ def expert_fields(
         "moe_router_load_balancing_type": settings.moe_router_load_balancing_type or "none",
         "moe_aux_loss_coeff": balancing_coefficient(settings, moe),
         "moe_z_loss_coeff": settings.moe_z_loss_coeff,
+        **({_PAD: topology.joins_replicas} if _CAN_PAD else {}),
         **_capacity(settings),
     }
 
@@ -105,7 +113,8 @@ def dispatcher_of(settings: MegatronConfig, topology: Topology, variable_lengths
     results, where that one cannot work. ConfigError if its kernels are not installed.
 
     `allgather` needs the same number of tokens on all ranks that share experts, and the same length
-    of all microbatches; `flex` needs at least two ranks that share experts.
+    of all microbatches; `flex` needs at least two ranks that share experts, and with HybridEP the
+    same number of tokens on all of them, which Megatron-Core has from 0.19 on by padding.
     """
     asked = settings.moe_token_dispatcher_type or ALL_TO_ALL
     if asked == ALL_GATHER and (topology.joins_replicas or (variable_lengths and topology.pp > 1)):
@@ -119,7 +128,8 @@ def dispatcher_of(settings: MegatronConfig, topology: Topology, variable_lengths
             f"moe_flex_dispatcher_backend '{backend}' needs the package deep_ep with that backend, "
             "which is not installed: install it, or use 'alltoall', whose results are the same"
         )
-    return asked
+    uneven = backend == HYBRID_EP and topology.joins_replicas
+    return ALL_TO_ALL if uneven and not _CAN_PAD else asked
 
 
 def _fused_permutation() -> bool:
