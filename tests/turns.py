@@ -2,7 +2,7 @@
 environment leaves to the other are sweeps there.
 
 In `SHARED` the cases of every test are shared out that has not done so itself; in `ALONE`, where
-Megatron-Core is in the background, so are tests with one case.
+processes are started, so are tests with one case.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def in_turns(cases: Iterable[Any], name: Callable[[Any], str] | None = None) -> 
 
 
 SHARED = ("tests/dist/", "tests/hosts/test_", "tests/hosts/verl/", "tests/ray/", "tests/unit/")
-ALONE = "tests/ray/"
+ALONE = ("tests/dist/", "tests/hosts/test_", "tests/ray/")
 WHOLE = tuple(
     f"tests/unit/test_{name}.py"
     for name in ("fake_device", "triton_tiles", "varlen_attention", "norm", "english", "turns")
