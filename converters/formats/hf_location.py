@@ -10,7 +10,9 @@ from megatron_policy.converters.files.nearby import names_in, nearest
 from megatron_policy.errors import ConfigError
 
 _REPOSITORY = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)?", re.ASCII)
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+"""Patterns of the files without weights."""
+_HUB_FILES = ["*.safetensors", *SIDE_FILES]
 _SHOWN = 10
 
 

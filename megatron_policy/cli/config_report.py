@@ -148,6 +148,8 @@ def _summary(checked: CheckedConfig) -> Table:
     if not config.megatron_cfg.enabled:
         copies, way = model_copies(config, topology.world_size), engine_of(config).name
         table.add_row("engine", f"transformers under {way}, {copies} x the whole model in shards")
+        if config.dtensor_cfg.enabled and checked.sections_not_read:
+            table.add_row("", "NeMo RL's own worker trains it, except under `run --workers all`")
     table.add_row("ranks", f"{topology.world_size} = {axes}")
     if (moe := architecture.moe) is not None:
         table.add_row(

@@ -59,7 +59,7 @@ class _Settings(TypedDict):
     dtype: str | None
     max_memory: int
     max_shard_size: int
-    config: Path | None
+    config: str | None
     base: str | None
     merge: bool
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -46,7 +45,7 @@ def inspect(
         fail(error)
 
 
-def _inspect(source: str, config: Path | None) -> Inspection:
+def _inspect(source: str, config: str | None) -> Inspection:
     from dataclasses import replace
 
     from megatron_policy.convert.headers import read_adapter_headers, read_headers

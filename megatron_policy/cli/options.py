@@ -47,9 +47,11 @@ MaxMemory = Annotated[
     ),
 ]
 Config = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
-        help="A Hugging Face directory with the config.json of a Megatron checkpoint that has none."
+        metavar="MODEL",
+        help="The model of a Megatron checkpoint without config.json: name, directory, or that "
+        "file.",
     ),
 ]
 

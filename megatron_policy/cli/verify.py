@@ -63,7 +63,7 @@ class Verified:
     error: str | None = None
 
 
-def _compared(a: str, b: str, max_memory: int, config: Path | None) -> Verified:
+def _compared(a: str, b: str, max_memory: int, config: str | None) -> Verified:
     from megatron_policy.convert import verify
 
     saved = [_saved_at(path) for path in (a, b)]
@@ -150,7 +150,7 @@ def _saved(root: Path) -> Verified:
     return Verified((*lines, COMPLETE), data)
 
 
-def _converted(path: str, max_memory: int, config: Path | None) -> Verified:
+def _converted(path: str, max_memory: int, config: str | None) -> Verified:
     from megatron_policy.convert import check
 
     with transfer("checked") as tell:

@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from megatron_policy.config.keys import KEYS
 from megatron_policy.config.rules import Ignored, Nested, Rejected, Rule, asks_for_nothing
 from megatron_policy.config.section import Section
+from megatron_policy.config.sections import MegatronOptimizerConfig
 from megatron_policy.errors import ConfigError
 
 _OWN_ENGINES = (None, "megatron")
@@ -26,7 +27,7 @@ _NULL_IS_A_VALUE = ("max_grad_norm", "megatron_cfg.optimizer.clip_grad")
 @dataclass
 class Classified:
     """`kept` is for the typed sections, `ignored` has path and reason of keys without effect, and
-    `warned` those of them that ask for what would save memory.
+    `warned` those of them that whoever asks for them should be told of.
     """
 
     kept: dict[str, Any] = field(default_factory=dict)
@@ -46,6 +47,7 @@ def classify(raw: Mapping[str, Any], root: type[Section]) -> Classified:
     if problems:
         raise ConfigError("\n".join(problems))
     result.ignored |= _of_other_engines(raw)
+    result.warned |= _other_learning_rate(raw)
     return result
 
 
@@ -64,6 +66,20 @@ def _of_other_engines(raw: Mapping[str, Any]) -> dict[str, str]:
         for name in ("optimizer", "scheduler")
         if raw.get(name)
     }
+
+
+def _other_learning_rate(raw: Mapping[str, Any]) -> dict[str, str]:
+    """The learning rate of a host's other engines, if Megatron-Core trains with another one."""
+    info = MegatronOptimizerConfig.model_fields["lr"]
+    megatron = _section_of(raw, "megatron_cfg")
+    given = _section_of(_section_of(raw, "optimizer"), "kwargs").get("lr")
+    own = _section_of(megatron, "optimizer").get("lr")
+    counts = raw.get("learning_rate") if own is None else own
+    if not megatron.get("enabled") or given is None or _typed(info, given) == _typed(info, counts):
+        return {}
+    path = "megatron_cfg.optimizer.lr" if own is not None or counts is None else "learning_rate"
+    said = "not given" if counts is None else f"{counts!r:.40}"
+    return {"optimizer.kwargs.lr": f"it is {given!r:.40}; Megatron-Core takes {path}, {said}"}
 
 
 def _section_of(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -40,7 +40,8 @@ class Composed:
 
 def compose(path: Path, overrides: Sequence[str] = ()) -> Composed:
     """The section `policy` of the file, or all of a file that has the policy's keys at its top,
-    with `overrides` such as "megatron_cfg.tensor_model_parallel_size=2".
+    with `overrides` such as "megatron_cfg.tensor_model_parallel_size=2", or "~metrics", which takes
+    a key out.
 
     ConfigError for a file that has neither, or that needs OmegaConf where it is not installed.
     """
@@ -114,13 +115,16 @@ def _parents(file: Path, document: Mapping[str, Any]) -> list[Path]:
 
 
 def _override(document: dict[str, Any], text: str) -> None:
-    """Set what `KEY=VALUE` says, in the section `policy` unless KEY begins with another's name."""
+    """Set what `KEY=VALUE` says, or take out the KEY of `~KEY`; in the section `policy` unless KEY
+    begins with another's name.
+    """
+    removes = text.startswith("~")
     key, equals, value = text.partition("=")
-    parts = key.strip().lstrip("+").split(".")
-    if not equals or not all(parts):
+    parts = key.strip().lstrip("~" if removes else "+").split(".")
+    if bool(equals) == removes or not all(parts):
         raise ConfigError(
             f"the override {text!r} is not KEY=VALUE, as in "
-            "megatron_cfg.tensor_model_parallel_size=2"
+            "megatron_cfg.tensor_model_parallel_size=2, nor ~KEY"
         )
     if parts[0] in KEYS or parts[0] not in document:
         parts.insert(0, POLICY)
@@ -134,6 +138,11 @@ def _override(document: dict[str, Any], text: str) -> None:
             )
         section[part] = dict(below or {})  # an alias in YAML is one object in two places
         section = section[part]
+    if removes:
+        if parts[-1] not in section:
+            raise ConfigError(f"the override {text!r}: there is no {'.'.join(parts)} to take out")
+        del section[parts[-1]]
+        return
     try:
         section[parts[-1]] = yaml.safe_load(value)
     except yaml.YAMLError as error:

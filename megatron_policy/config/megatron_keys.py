@@ -67,7 +67,10 @@ _COMPUTATION: Rules = {
     "activation_checkpointing": Applied(),
     **each(
         Applied("used where activation_checkpointing is on"),
-        "recompute_granularity recompute_method recompute_num_layers recompute_modules",
+        "recompute_granularity recompute_method recompute_num_layers",
+    ),
+    "recompute_modules": Applied(
+        "some of 'core_attn', 'layernorm' and 'mlp'; with recompute_granularity 'selective'"
     ),
     "optimizer_offload": Rejected(
         "the optimizer's state leaves the device for log-probabilities and refits anyhow; within a "

@@ -42,7 +42,7 @@ def check(
     if (root := find(path)) is not None and read_manifest(root) is None:
         raise _without_digests(root)
     with RawFiles() as files:
-        checkpoint = open_checkpoint(path, files, None if config is None else Path(config))
+        checkpoint = open_checkpoint(path, files, config)
         if checkpoint.manifest is None:
             raise _without_digests(checkpoint.root)
         problems = [*checkpoint.problems.values()]

@@ -86,10 +86,12 @@ def verify(
         return _Comparing(left, right, max_memory, progress or (lambda done, total: None)).all()
 
 
-def _config_for(path: str | Path, other: str | Path, config: str | Path | None) -> Path | None:
+def _config_for(
+    path: str | Path, other: str | Path, config: str | Path | None
+) -> str | Path | None:
     """The config for the checkpoint at `path`, if it has to be given."""
     if config is not None:
-        return Path(config)
+        return config
     if find(path) is not None and find(other) is None and (Path(other) / "config.json").is_file():
         return Path(other)
     return None

@@ -76,11 +76,11 @@ def convert(
     At most `max_memory` bytes of tensors are held. `dtype` casts all tensors except those that
     keep their own. `destination` appears when it is complete and on the disk, or not at all; an
     existing one is replaced only if `overwrite`, and only once the new one is complete. `config`
-    is the config.json, or its directory, for a Megatron-Core checkpoint that does not have its
-    own. `base` is the model that adapters were trained on, a directory or a name on the hub; None:
-    the directory that they name. `progress` gets bytes done and in total. ConfigError for a request
-    that cannot be met, ConversionError for a source that is damaged or not a model as its config
-    says, ExportError when the destination cannot be written.
+    is the config.json for a Megatron-Core checkpoint that does not have its own, its directory, or
+    the model's name on the hub. `base` is the model that adapters were trained on, a directory or a
+    name on the hub; None: the directory that they name. `progress` gets bytes done and in total.
+    ConfigError for a request that cannot be met, ConversionError for a source that is damaged or
+    not a model as its config says, ExportError when the destination cannot be written.
     """
     sizes = max_memory, max_shard_size
     with prepared(source, destination, to, dtype, *sizes, config, base, merge) as ready:

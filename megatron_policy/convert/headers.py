@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_policy.convert.adapters import saved_adapters
-from megatron_policy.convert.open_checkpoint import SIDE
+from megatron_policy.convert.open_checkpoint import SIDE, config_place
 from megatron_policy.convert.training_checkpoint import is_saved, saved_state
 from megatron_policy.converters.adapters import (
     PREFIX,
@@ -137,11 +137,13 @@ def read_adapter_headers(
 def _config_of(folder: Path, fields: Mapping[str, Any], config: str | Path | None) -> Path:
     """The config.json of the model that adapters are of, or its directory."""
     named = fields.get("base_model_name_or_path")
-    place = config or (named if isinstance(named, str) else None)
+    if config is not None:
+        return config_place(config, [CONFIG])
+    place = named if isinstance(named, str) else None
     if place is None or not expanded(place).exists():
         raise ConfigError(
-            f"{folder} has adapters of {named!r:.200}: give the directory with that model's "
-            "config.json with --config"
+            f"{folder} has adapters of {named!r:.200}: give that model, its directory or its name "
+            "on the hub, with --config"
         )
     return expanded(place)
 
@@ -191,7 +193,7 @@ def _named_dtype(written: Mapping[str, Any]) -> torch.dtype:
 
 
 def _dist_headers(root: Path, config: str | Path | None) -> Headers:
-    place = expanded(config) if config else inside(root, SIDE)
+    place = config_place(config, [CONFIG]) if config else inside(root, SIDE)
     if not place.exists():
         raise ConfigError(
             f"{root} does not say which model it belongs to; give its config.json with --config"

@@ -20,7 +20,7 @@ from megatron_policy.converters.formats import dist_files, dist_metadata, hf_fil
 from megatron_policy.converters.formats.dequantising import QuantisedTensor
 from megatron_policy.converters.formats.dist_keys import readable
 from megatron_policy.converters.formats.hf_config import read_config
-from megatron_policy.converters.formats.hf_location import instead_of
+from megatron_policy.converters.formats.hf_location import SIDE_FILES, instead_of, locate
 from megatron_policy.converters.formats.peft_files import (
     ADAPTER_CONFIG,
     ADAPTER_MODEL,
@@ -97,15 +97,17 @@ class OpenCheckpoint:
 
 
 def open_checkpoint(
-    path: str | Path, files: RawFiles, config: Path | None = None
+    path: str | Path, files: RawFiles, config: str | Path | None = None
 ) -> OpenCheckpoint:
     """Open the checkpoint at `path`, or of that name on the HF hub.
 
     ConfigError when there is none, ConversionError when it is too damaged to read. `config` is the
-    config.json, or its directory, of a Megatron-Core checkpoint that does not have its own.
+    config.json of a Megatron-Core checkpoint that does not have its own, its directory, or the
+    model's name on the hub.
     """
     if (found := dist_files.find(path)) is not None:
-        return _opened(found, files, lambda manifest: _open_mcore(found, files, manifest, config))
+        given = None if config is None else config_place(config)
+        return _opened(found, files, lambda manifest: _open_mcore(found, files, manifest, given))
     if is_peft(folder := expanded(path)):
         return _opened(folder, files, lambda manifest: _open_peft(folder, files, manifest))
     _refuse_others(path)
@@ -320,8 +322,16 @@ def _damaged(
     return problems
 
 
+def config_place(config: str | Path, files: Sequence[str] = SIDE_FILES) -> Path:
+    """The config.json that was given with --config, or the directory it is in; of a model on the
+    hub, these `files` are fetched if needed.
+    """
+    given = expanded(config)
+    return given if given.exists() else locate(config, list(files))
+
+
 def _side_files(root: Path, config: Path | None) -> dict[str, Path]:
-    given = expanded(config) if config else inside(root, SIDE)
+    given = config or inside(root, SIDE)
     if given.is_dir():
         return {path.name: path for path in hf_files.side_files(given)}
     return {"config.json": given} if config else {}
@@ -330,13 +340,10 @@ def _side_files(root: Path, config: Path | None) -> dict[str, Path]:
 def _config_of(root: Path, config: Path | None) -> Path:
     """The argument for `read_config`."""
     if config is not None:
-        given = expanded(config)
-        if not given.exists():
-            raise ConfigError(f"the model's config cannot be read: there is no {given}")
-        return given
+        return config
     if (root / SIDE / "config.json").is_file():
         return inside(root, SIDE)
     raise ConfigError(
         f"{root} has no {SIDE}/config.json: Megatron-Core wrote it, and it does not say which "
-        "model this is; give the model's config.json (or HF directory) with --config"
+        "model this is; give the model (its name, HF directory or config.json) with --config"
     )

@@ -79,7 +79,7 @@ def prepared(
     if max_shard_size < 1:
         raise ConfigError(f"max_shard_size is {max_shard_size}; it must be a number of bytes")
     with RawFiles() as reader, RawFiles(writable=True) as writer:
-        checkpoint = open_checkpoint(source, reader, Path(config) if config else None)
+        checkpoint = open_checkpoint(source, reader, config or None)
         _check_directions(checkpoint, Path(destination), to, merge)
         if config and checkpoint.kind == HF:
             raise ConfigError(f"{checkpoint.root} has a config.json of its own: leave --config out")

@@ -123,6 +123,21 @@ def test_of_many_ranks_that_fit_only_the_first_are_looked_for() -> None:
     assert next(asked) == 32
 
 
+def test_a_hosts_file_for_dtensor_is_said_to_be_its_own_workers(checkpoint, tmp_path) -> None:
+    file = Path(write(tmp_path, checkpoint("qwen2")))
+    policy = yaml.safe_load(file.read_text())["policy"]
+    said_of: dict[str, str] = {}
+    for chosen in ("megatron_cfg", "dtensor_cfg"):
+        sections = {name: {"enabled": name == chosen} for name in ("megatron_cfg", "dtensor_cfg")}
+        for other in ({}, {"grpo": {}}):
+            file.write_text(yaml.safe_dump({"policy": policy | sections} | other))
+            code, said = run("inspect-config", str(file))
+            assert code == 0, said
+            said_of[f"{chosen}{len(other)}"] = said
+    told = "NeMo RL's own worker trains it, except under `run --workers all`"
+    assert [key for key, said in said_of.items() if told in said] == ["dtensor_cfg1"]
+
+
 def test_overrides_change_what_is_inspected_and_planned(checkpoint, tmp_path) -> None:
     file = write(tmp_path, checkpoint("qwen2"))
     code, said = run("inspect-config", file, "megatron_cfg.tensor_model_parallel_size=2")

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from megatron_policy.cli import app
 from megatron_policy.cli.sizes import show_size
+from megatron_policy.formats.manifest import MANIFEST
 from tests.unit.test_package import ROOT
 from tests.unit.training_checkpoints import flip, make_save
 
@@ -335,3 +336,33 @@ def test_a_terminal_sees_a_bar_and_its_end(checkpoint, tmp_path: Path) -> None:
     os.close(outer)
     assert done.wait() == 0
     assert "━".encode() in seen and b"converted: " in seen
+
+
+def test_the_config_of_a_checkpoint_without_one_can_be_that_of_a_model_on_the_hub(
+    checkpoint, there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    source, mcore = checkpoint("qwen3"), tmp_path / "mcore"
+    shutil.copytree(there, mcore)
+    shutil.rmtree(mcore / "hf")
+    (mcore / MANIFEST).unlink()
+    fetched: list[list[str]] = []
+
+    def fetch(name: str, *, allow_patterns: list[str], **how: object) -> str:
+        assert name == "an-owner/a-model"
+        fetched.append(allow_patterns)
+        return str(source)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, timeout: None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    named = ("--config", "an-owner/a-model")
+    assert run("convert", mcore, tmp_path / "back", "--to", "hf", *named)[0] == 0
+    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (
+        source / "tokenizer.json"
+    ).read_bytes()
+    assert run("verify", source, tmp_path / "back")[0] == 0
+    assert run("verify", mcore, source, *named)[0] == run("inspect", mcore, *named)[0] == 0
+    assert "config.json" in fetched[-1] and "*.json" in fetched[0]
+    assert not any("safetensors" in pattern for patterns in fetched for pattern in patterns)
+    assert "is not a directory" in refused("inspect", mcore, "--config", tmp_path / "a", code=2)

@@ -467,6 +467,30 @@ def test_who_asks_for_what_would_save_memory_is_told_that_it_does_not(
     assert all(f"policy.{key} has no effect: results are the same" in each for each in said)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {OPTIMIZER + "lr": 5e-6},
+            "it is 3e-07; Megatron-Core takes megatron_cfg.optimizer.lr, 5e-06",
+        ),
+        ({"learning_rate": 5e-6}, "it is 3e-07; Megatron-Core takes learning_rate, 5e-06"),
+        ({}, "it is 3e-07; Megatron-Core takes megatron_cfg.optimizer.lr, not given"),
+        ({OPTIMIZER + "lr": "3e-7"}, None),
+        ({OPTIMIZER + "lr": 3e-7, "learning_rate": 5e-6}, None),
+        ({OPTIMIZER + "lr": 5e-6, "optimizer": None}, None),
+        ({OPTIMIZER + "lr": 5e-6, MEGATRON + "enabled": False, "dtensor_cfg": FSDP}, None),
+    ],
+)
+def test_a_learning_rate_for_another_engine_is_told_where_megatron_core_trains_with_another(
+    caplog: pytest.LogCaptureFixture, changes: dict[str, Any], said: str | None
+) -> None:
+    given = {"optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 3e-7}}}
+    PolicyConfig.parse(minimal(**given | changes))
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warned == ([f"policy.optimizer.kwargs.lr has no effect: {said}"] if said else [])
+
+
 def test_everything_wrong_is_said_at_once() -> None:
     with pytest.raises(ConfigError) as raised:
         PolicyConfig.parse(minimal(foo=1, **{MEGATRON + "bar": 1, MEGATRON + "is_vlm": True}))

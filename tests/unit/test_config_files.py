@@ -141,6 +141,24 @@ def test_overrides_name_keys_of_the_policy_or_of_another_section(tmp_path: Path)
             PolicyConfig.from_yaml(file, [*given, wrong])
 
 
+def test_an_override_takes_a_key_out_as_hydra_does(tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text(
+        "policy: {model_name: m, seed: 1, metrics: {jsonl: a, tensorboard: b}}\ngrpo: {x: 1}"
+    )
+    taken = compose(file, ["~policy.metrics.jsonl", "~seed", "~grpo.x"])
+    assert taken.policy == {"model_name": "m", "metrics": {"tensorboard": "b"}}
+    assert compose(file, ["~policy.metrics"]).policy == {"model_name": "m", "seed": 1}
+    for wrong, said in (
+        ("~metric", "there is no policy.metric to take out"),
+        ("~seed=1", "nor ~KEY"),
+        ("~", "nor ~KEY"),
+        ("~model_name.x", "policy.model_name is 'm', not a section"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            compose(file, [wrong])
+
+
 def test_an_override_of_one_place_of_an_alias_leaves_the_other(tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
     file.write_text("policy: {a: &one {x: 1}, b: *one}")

@@ -372,7 +372,7 @@ def test_inspect_marks_what_is_wrong_with_adapters(checkpoint: Checkpoint, tmp_p
     changed(peft, use_dora=True, base_model_name_or_path="else/where")
     with_tensors(peft, lambda t: (t.pop(f"{Q0}.lora_A.weight"), head_adapter(t)))
     code, _, error = run("inspect", peft)
-    assert code == 2 and "give the directory with that model's config.json with --config" in error
+    assert code == 2 and "its directory or its name on the hub, with --config" in error
     code, said, error = run("inspect", peft, "--config", base)
     assert code == 1 and "refused     use_dora = True: DoRA is not supported" in said
     assert "<< missing" in said and f"{HEAD}.lora_B.weight  [250, 4]  float32: no linear" in said
