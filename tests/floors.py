@@ -102,6 +102,7 @@ NAMES_MEGATRON = {
     ("monitoring.library_warnings", "megatron"): "a package whose warnings are collected",
     ("hosts.nemo_rl.redirect", "megatron"): "a value of MEGATRON_POLICY_WORKERS",
     ("hosts.verl.plugin", "megatron"): "a value of MEGATRON_POLICY_VERL, and verl's name",
+    ("hosts.verl.check", "megatron"): "verl's name of an engine, and of its section",
     ("converters.formats.dist_metadata", "megatron"): "a package that older files pickled",
     ("device.random_states", "megatron."): "a prefix fixed by existing files",
 }

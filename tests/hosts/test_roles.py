@@ -118,6 +118,15 @@ def test_a_reference_of_other_weights_is_read_into_the_same_policy(stage: Stage)
     stage.enter_reference(config("older"), offloads=False)
 
 
+def test_a_reference_that_both_roles_name_is_the_policys(stage: Stage) -> None:
+    both = config("newer", reference_model_name="older")
+    stage.enter_reference(both, offloads=False)
+    policy = stage.enter_trained(Engine(), both, offloads=False)
+    assert policy.config.reference_model_name == "older" and policy.options["init_reference_model"]
+    with stage.as_reference() as found:
+        assert found is policy and policy.in_reference
+
+
 def test_a_repeated_reset_of_either_role_leaves_one_policy(stage: Stage) -> None:
     engine = Engine()
     stage.enter_reference(config(), offloads=False)

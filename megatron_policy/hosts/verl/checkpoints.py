@@ -77,7 +77,9 @@ class VerlFolders:
         if not (path / WEIGHTS).is_dir():
             raise CheckpointError(
                 f"{path} has no folder {WEIGHTS!r}: it is not a checkpoint of this engine. Another "
-                "engine of verl cannot be gone on with: start from its huggingface/ by model.path"
+                "engine's cannot be gone on with: start from its model by model.path, with a new "
+                "trainer.default_local_dir. The model is in model/huggingface/ (Megatron), or what "
+                "`python -m verl.model_merger merge` makes (FSDP, use_dist_checkpointing)"
             )
         if "optimizer" not in contents:
             policy.load_checkpoint(path / WEIGHTS, fresh_optimizer=True)

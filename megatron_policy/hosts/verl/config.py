@@ -20,8 +20,8 @@ ENGINES = {"language_model": MegatronPolicyEngine, "value_model": MegatronPolicy
 @dataclass
 class MegatronPolicyEngineConfig(McoreEngineConfig):  # type: ignore[misc]
     """verl's keys of a Megatron engine, of which docs/verl-keys.md says what becomes, with dtype
-    float32 as well, `grad_offload`, which not every release of verl has, and `policy`: keys of a
-    policy's own configuration, which come last.
+    float32 as well, `grad_offload`, which verl's own section lacks in 0.9.1, and `policy`: keys of
+    a policy's own configuration, which come last.
     """
 
     strategy: str = NAME

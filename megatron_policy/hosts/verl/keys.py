@@ -39,8 +39,8 @@ _ENGINE: Rules = {
     ),
     "optimizer_offload": Applied("the optimizer's state leaves the device between calls"),
     "grad_offload": Applied(
-        "gradients leave the device between calls, as with param_offload; verl's own Megatron "
-        "engine does not use it"
+        'of this engine\'s section alone, not of "megatron" in verl 0.9.1 (add it with `+`): '
+        "gradients leave the device between calls, as with param_offload"
     ),
     "use_remove_padding": Applied("microbatches are packed; false: padded to their longest row"),
     **each(

@@ -158,7 +158,7 @@ def test_a_load_reads_what_it_is_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("saved", "loaded", "kind", "words"),
     [
-        (("hf_model",), ("model",), CheckpointError, "start from its huggingface/ by model.path"),
+        (("hf_model",), ("model",), CheckpointError, r"model/huggingface/ \(Megatron\)"),
         (("model",), ("model", "optimizer"), CheckpointError, r"load_contents to \[model\]"),
         (ALL, ("hf_model",), ConfigError, r"load_contents is \['hf_model'\]: add 'model'"),
     ],

@@ -44,6 +44,18 @@ def test_ppo_is_that_of_verls_own_engine(case: Case, run: Callable[..., Any]) ->
     assert np.array_equal(found["end/ref_log_prob"], found["0/ref_log_prob"])
 
 
+def test_a_reference_of_another_checkpoint_reads_what_an_actor_of_it_reads(
+    run: Callable[..., Any], checkpoint: Callable[..., Path]
+) -> None:
+    other = checkpoint("qwen2", seed=3)
+    named = {"actor_rollout_ref.actor.engine.policy.reference_model_name": other}
+    found = run(train_ppo, Case(packed=True, overrides=named), "v1")
+    alone = run(read_alone, Case(packed=True), "actor", model=other)["log_probs"]
+    for name in ("0/ref_log_prob", "end/ref_log_prob"):
+        assert np.array_equal(found[name], alone)
+    assert np.abs(found["0/log_probs"] - alone).max() > 100 * TOLERANCE
+
+
 @pytest.mark.parametrize("temperature", [1.3, None])
 @pytest.mark.parametrize("case", HEATED, ids=lambda case: case.id)
 def test_ppo_at_another_temperature_or_at_one_for_each_row_is_that_of_verls_own_engine(
