@@ -16,7 +16,7 @@ from megatron_policy.config.model_table import model_table
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.hosts.roles import check_alike
-from megatron_policy.hosts.verl.names import verls_names
+from megatron_policy.hosts.verl.names import with_verl_names
 from megatron_policy.hosts.verl.translate import translated
 from megatron_policy.parallel.topology import Topology
 
@@ -63,7 +63,7 @@ def report(document: Mapping[str, Any]) -> Iterator[str]:
     for role, (model, engine, optim, checkpoint) in roles(document).items():
         model["hf_config"] = SimpleNamespace(**read_config(model["path"]))
         engine["use_remove_padding"] = model["use_remove_padding"]
-        with verls_names():
+        with with_verl_names():
             told = translated(model, engine, optim, checkpoint)
             config = told.parsed()
             topology = topology_of(config, ranks)
@@ -74,7 +74,8 @@ def report(document: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"  {warning}" for warning in told.warnings)
     (trained, layout), *_ = made.values()
     if "ref" in made:
-        check_alike(trained, made["ref"][0])
+        with with_verl_names():
+            check_alike(trained, made["ref"][0])
     if "critic" in made and made["critic"][1] != layout:
         raise ConfigError("actor and critic differ in their layouts: give both the same sizes")
 

@@ -45,7 +45,7 @@ from megatron_policy.hosts.verl.experts import (
     mode_of,
 )
 from megatron_policy.hosts.verl.lost_ranks import lost_ranks_named
-from megatron_policy.hosts.verl.names import verls_names
+from megatron_policy.hosts.verl.names import with_verl_names
 from megatron_policy.hosts.verl.state import KeepsState
 from megatron_policy.hosts.verl.translate import Translated, translated
 from megatron_policy.memory.states import Kind
@@ -82,7 +82,7 @@ class MegatronPolicyEngine(KeepsState):
         self._policy: MegatronPolicy | None = None
         self._folders = VerlFolders()
         rank, world = dist.get_rank(), dist.get_world_size()
-        with verls_names():
+        with with_verl_names():
             self._topology = topology_of(self._translated(1).parsed(), world)
         self._coords = self._topology.coords(rank)
         told = self._translated(self._topology.dp)
@@ -112,7 +112,7 @@ class MegatronPolicyEngine(KeepsState):
             self._told.param_offload,
             getattr(self.model_config, "tokenizer", None),
         )
-        with verls_names():
+        with with_verl_names():
             config = self._told.parsed()
             if self._told.forward_only:
                 self.stage.enter_reference(config, offloads=offloads)
@@ -125,7 +125,7 @@ class MegatronPolicyEngine(KeepsState):
     def policy(self) -> MegatronPolicy:
         """The policy behind this engine; RuntimeError before `initialize`."""
         if self._told.forward_only:
-            with verls_names():
+            with with_verl_names():
                 return self.stage.policy_of_reference()
         if self._policy is None:
             raise RuntimeError("this engine is not initialized: verl calls reset() first")

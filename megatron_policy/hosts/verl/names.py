@@ -1,4 +1,4 @@
-"""Errors of a policy's configuration in verl's words: where each of its keys is there."""
+"""Adds the keys of verl's configuration to errors that name those of a policy."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ _SECTIONS = {
 
 
 @contextmanager
-def verls_names() -> Iterator[None]:
-    """Add to a ConfigError that is raised in this context where verl has the keys that it names."""
+def with_verl_names() -> Iterator[None]:
+    """Add verl's names of the policy's keys to the message of a ConfigError of this context."""
     try:
         yield
     except ConfigError as error:
         said = str(error)
-        known = {path: verls(path) for path in _PATH.findall(said) if _is_key(path)}
+        known = {path: name_in_verl(path) for path in _PATH.findall(said) if _is_key(path)}
         if not known:
             raise
         places = ", ".join(f"policy.{path} is {name}" for path, name in known.items())
         raise ConfigError(f"{said}\nIn verl's configuration, {places}") from error
 
 
-def verls(path: str) -> str:
-    """Where verl's configuration has the key of a policy with this path below `policy`."""
+def name_in_verl(path: str) -> str:
+    """The key of verl's configuration that sets the one at this path below `policy`."""
     if path in _NAMES:
         return _NAMES[path]
     for section, theirs in _SECTIONS.items():

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_policy.config.layout import topology_of
 from megatron_policy.errors import BatchError, ConfigError
-from megatron_policy.hosts.verl.names import verls, verls_names
+from megatron_policy.hosts.verl.names import name_in_verl, with_verl_names
 from megatron_policy.hosts.verl.translate import translated
 from tests.hosts.verl.sections import engine, model, optim
 
@@ -78,18 +78,18 @@ def leaves(section: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]
 def test_what_a_key_of_verls_changes_is_known_by_that_name(key: str) -> None:
     before, after = values_of("engine.seed", 42), values_of(key, CHANGED[key])
     paths = {path for path, value in after.items() if before.get(path, ...) != value}
-    assert paths and key in {verls(path) for path in paths}
+    assert paths and key in {name_in_verl(path) for path in paths}
 
 
 def test_an_error_of_a_policy_says_where_verl_has_its_keys() -> None:
     told = translated(model(), engine(expert_model_parallel_size=3), optim(lr=-1.0), replicas=1)
     place = r"policy\.megatron_cfg\.optimizer\.lr is optim\.lr$"
-    with pytest.raises(ConfigError, match=place), verls_names():
+    with pytest.raises(ConfigError, match=place), with_verl_names():
         told.parsed()
     told = translated(model(), engine(expert_model_parallel_size=3), optim(), replicas=1)
     key = "expert_model_parallel_size"
     place = rf"policy\.megatron_cfg\.{key} is engine\.{key}$"
-    with pytest.raises(ConfigError, match=place), verls_names():
+    with pytest.raises(ConfigError, match=place), with_verl_names():
         topology_of(told.parsed(), 2)
 
 
@@ -98,6 +98,6 @@ def test_errors_that_name_no_key_of_a_policy_stay_as_they_are() -> None:
         ConfigError("see policy.py and policy.memory.onload()"),
         BatchError("policy.seed"),
     ):
-        with pytest.raises(type(error)) as found, verls_names():
+        with pytest.raises(type(error)) as found, with_verl_names():
             raise error
         assert found.value is error
