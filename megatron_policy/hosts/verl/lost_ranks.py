@@ -1,6 +1,5 @@
-"""What the ranks that are left say when another one is gone.
-
-A collective of theirs then fails in gloo or NCCL, whose message has an address and no reason.
+"""Explains a collective that fails because another rank is gone: the message of gloo or NCCL has an
+address and no reason.
 """
 
 from __future__ import annotations
@@ -15,14 +14,17 @@ from megatron_policy.errors import WorkerError
 
 _log = logging.getLogger(__name__)
 
-_OF_GLOO = ("by peer", "Broken pipe", "caused pair closure", "Timed out waiting")
+_SAID = (
+    *("by peer", "Broken pipe", "caused pair closure", "Timed out waiting"),  # by gloo
+    "remote process exited",  # by NCCL
+)
 
 
 @contextmanager
 def lost_ranks_named() -> Iterator[None]:
-    """WorkerError, also logged, where a collective in this context fails for another rank's sake.
+    """Raise WorkerError for a collective of this context that fails because of another rank.
 
-    A driver may report the end of a rank first; the log says what it means in any case.
+    The message is logged too, since a driver can end with its own report of the lost rank.
     """
     try:
         yield
@@ -35,9 +37,10 @@ def lost_ranks_named() -> Iterator[None]:
             f"Start again from the last checkpoint. ({type(error).__name__}: {error})"
         )
         _log.error("%s", said)
-        raise WorkerError(said) from error
+        raise WorkerError(said, cause=str(error)) from error
 
 
 def _of_another_rank(error: RuntimeError) -> bool:
-    known = isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError)
-    return known or any(each in str(error) for each in _OF_GLOO)
+    # Errors of NCCL itself share a type with those of this rank's own device.
+    in_store = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
+    return in_store or any(each in str(error) for each in _SAID)
