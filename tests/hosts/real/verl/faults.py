@@ -17,8 +17,13 @@ import torch.distributed as dist
 from verl.workers.utils import losses
 
 MESSAGE = "a fault of the tests"
-GONE = "waited for another rank, which was killed, failed or hung"
-"""What a rank says of one that is killed, whichever error the driver then ends with."""
+GONE = {
+    "torchrun": ("SIGKILL",),
+    "ray": ("ActorDiedError", "waited for another rank, which was killed, failed or hung"),
+}
+"""What a trainer that is started in these ways ends with when a worker is killed: the launcher's
+report, or that of a rank that waits for the worker, which torchrun may end before it says so.
+"""
 _sound = losses.sft_loss
 _calls = 0
 
