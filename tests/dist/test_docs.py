@@ -50,8 +50,8 @@ def test_the_readmes_program_trains_on_the_ranks_of_torchrun(train: str, tmp_pat
         pass
     where = ("--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}")
     printed = run(tmp_path, "-m", "torch.distributed.run", *where, "train.py")
-    # One step of all rows on both ranks.
-    assert len(re.findall(r"^tensor\(\[\d+\.\d+\]\)$", printed, re.MULTILINE)) == 2
+    # One step of all rows on both ranks, whose lines can run into one another.
+    assert len(re.findall(r"tensor\(\[\d+\.\d+\]\)", printed)) == 2, printed
     assert (tmp_path / "trained" / "model.safetensors").is_file()
 
 
@@ -66,4 +66,4 @@ def test_the_readmes_programs_train_alone_and_under_ray_with_the_loss_of_the_los
     program = train + "policy.shutdown()\nfrom my_losses import NLL\n" + under_ray
     (tmp_path / "ray_train.py").write_text(program)
     printed = run(tmp_path, "ray_train.py")
-    assert printed.count("tensor([") == 2 and "torch.Size([2, 32])" in printed
+    assert printed.count("tensor([") == 2 and "torch.Size([2, 16])" in printed
