@@ -87,6 +87,7 @@ def _leave() -> bytes:
     if saving is not None:
         saving._results_queue = None
     gc.collect()
+    gc.freeze()  # imports and caches: later collections need not look at them again
     for child in mp.active_children():
         child.terminate()
     return b""
