@@ -1,13 +1,14 @@
-"""Cases that `make test` and `make test-latest` share out: every second one each. The cases that an
-environment leaves to the other are sweeps there.
+"""Cases that `make test` and `make test-latest` share out. What an environment does not run of a
+test is a sweep there: `make sweep` runs it.
 
 In `SHARED` the cases of every test are shared out that has not done so itself; in `ALONE`, where
-processes are started, so are tests with one case.
+processes are started, so are tests with one case. Of a test that starts processes each environment
+runs every fourth case; the sweeps of both are the rest. Of others each runs every second one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from importlib.metadata import version
 from typing import Any, TypeVar
 from zlib import crc32
@@ -16,7 +17,7 @@ import pytest
 from packaging.version import Version
 
 _LATEST = int(Version(version("megatron-core")) >= Version("0.17"))
-
+_PARTS = 4
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
@@ -28,13 +29,19 @@ def in_turn(number: int) -> Callable[[Test], Test]:
     return pytest.mark.in_turn if number % 2 == _LATEST else pytest.mark.sweep
 
 
-def in_turns(cases: Iterable[Any], name: Callable[[Any], str] | None = None) -> list[Any]:
-    """The cases as parameters of a test, a tuple as several; `name` makes their ids."""
+def in_turns(
+    cases: Iterable[Any], name: Callable[[Any], str] | None = None, parts: int = _PARTS
+) -> list[Any]:
+    """The cases as parameters of a test, a tuple as several; `name` makes their ids. Each
+    environment runs one of so many parts; where there are fewer cases, one of them.
+    """
+    cases = list(cases)
+    parts = _parts(cases, parts)
     return [
         pytest.param(
             *_values(case),
             id=name(case) if name else getattr(case, "id", None),
-            marks=[*getattr(case, "marks", ()), *[pytest.mark.sweep] * (number % 2 != _LATEST)],
+            marks=[*getattr(case, "marks", ()), *[pytest.mark.sweep] * (number % parts != _LATEST)],
         )
         for number, case in enumerate(cases)
     ]
@@ -60,13 +67,19 @@ def share_out(items: Iterable[pytest.Item]) -> None:
             continue
         # In an order of their own: every second one in the order of a table with two columns is one
         # column.
+        parts = _parts(cases, _PARTS if nodeid.startswith(ALONE) else 2)
         for number, case in enumerate(sorted(cases, key=lambda each: crc32(each.nodeid.encode()))):
             if nodeid.startswith(ALONE) and len(cases) == 1:
                 number = crc32(nodeid.encode())
             elif len(cases) == 1:
                 continue
-            if number % 2 != _LATEST:
+            if number % parts != _LATEST:
                 case.add_marker(pytest.mark.sweep)
+
+
+def _parts(cases: Sized, at_most: int) -> int:
+    """Two at least: a single case is run by one environment."""
+    return max(2, min(at_most, len(cases)))
 
 
 def _values(case: Any) -> tuple[Any, ...]:

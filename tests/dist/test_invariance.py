@@ -53,7 +53,7 @@ def measured() -> Iterator[dict[Cell, dict[str, page.Found]]]:
 @pytest.mark.parametrize(
     "cell",
     [
-        *in_turns(CELLS, lambda cell: cell.name),
+        *in_turns(CELLS, lambda cell: cell.name, parts=2),
         *(
             pytest.param(cell, id=cell.name, marks=pytest.mark.sweep)
             for cell in (*FURTHER_FSDP2_CELLS, *FURTHER_FSDP1_CELLS, *FURTHER_TENSOR_PARALLEL_CELLS)

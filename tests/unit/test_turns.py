@@ -30,13 +30,34 @@ def kept(monkeypatch: pytest.MonkeyPatch, latest: int, items: list[Item]) -> lis
     return [item.nodeid for item in items if not item.swept]
 
 
-def test_each_case_is_run_by_one_environment_and_each_test_by_both(monkeypatch) -> None:
-    table = [f"tests/dist/test_a.py::test_b[{i}-{k}]" for i in range(6) for k in "xy"]
+@pytest.mark.parametrize(("folder", "share"), [("dist", 4), ("hosts/verl", 2), ("unit", 2)])
+def test_each_environment_runs_other_cases_and_both_run_each_test(
+    monkeypatch, folder: str, share: int
+) -> None:
+    table = [f"tests/{folder}/test_a.py::test_b[{i}-{k}]" for i in range(12) for k in "xy"]
     first = kept(monkeypatch, 0, [Item(name) for name in table])
     second = kept(monkeypatch, 1, [Item(name) for name in table])
-    assert sorted(first + second) == sorted(table)
-    assert len(first) == len(second) == 6
+    assert {*first, *second} <= {*table} and not {*first} & {*second}
+    assert len(first) == len(second) == len(table) / share
     assert {name[-2] for name in first} == {name[-2] for name in second} == {"x", "y"}
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_of_few_cases_each_environment_runs_one_or_two(monkeypatch, count: int) -> None:
+    table = [f"tests/dist/test_a.py::test_b[{i}]" for i in range(count)]
+    ran = [kept(monkeypatch, latest, [Item(name) for name in table]) for latest in (0, 1)]
+    assert [len(names) for names in ran] == [1 + (count > 4), 1]
+    assert not {*ran[0]} & {*ran[1]}
+
+
+@pytest.mark.parametrize(("parts", "expected"), [(2, "aceg"), (4, "ae")])
+def test_a_table_in_turns_is_shared_out_in_its_order(
+    monkeypatch, parts: int, expected: str
+) -> None:
+    monkeypatch.setattr(turns, "_LATEST", 0)
+    params = turns.in_turns("abcdefgh", str, parts=parts)
+    assert "".join(param.id for param in params if not param.marks) == expected
+    assert [param.values for param in params] == [(each,) for each in "abcdefgh"]
 
 
 @pytest.mark.parametrize("latest", [0, 1])
