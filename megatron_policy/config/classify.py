@@ -203,13 +203,13 @@ def _rejection(rule: Rejected, path: str, value: Any) -> str:
 
 
 def _unknown(prefix: str, name: str) -> str:
-    """Suggest the same key elsewhere, the nearest of the section, or all that have an effect; and
-    say what to do with a key from a newer host.
+    """Suggest a key of the section that is almost the same, the same key elsewhere, the nearest of
+    the section, or all that have an effect; and say what to do with a key from a newer host.
     """
     siblings = [path.removeprefix(prefix) for path in KEYS if _section(path) == prefix]
     elsewhere = [path for path in KEYS if path.rsplit(".", 1)[-1] == name]
     near = difflib.get_close_matches(name, siblings, n=1)
-    if elsewhere:
+    if elsewhere and not difflib.get_close_matches(name, siblings, n=1, cutoff=0.8):
         hint = f"did you mean policy.{elsewhere[0]}?"
     elif near:
         hint = f"did you mean {near[0]!r}?"

@@ -55,8 +55,9 @@ def topology_of(config: PolicyConfig, world_size: int) -> Topology:
             factors["pipeline_model_parallel_size"] = pp
         else:
             factors["dp_replicate_size"] = sizes.replicas
+        ranks = "1 rank does" if world_size == 1 else f"{world_size} ranks do"
         raise ConfigError(
-            f"{world_size} ranks do not hold whole replicas of the model, each "
+            f"{ranks} not hold whole replicas of the model, each "
             f"{' x '.join(f'{key}={size}' for key, size in factors.items())} = {replica} ranks: "
             f"start {replica}, {2 * replica}, {3 * replica}, ... ranks, or make these sizes smaller"
         )

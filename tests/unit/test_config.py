@@ -248,6 +248,7 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
     [
         ({MEGATRON + "tensor_model_paralel_size": 2}, "did you mean 'tensor_model_parallel_size'"),
         ({"tensor_model_parallel_size": 2}, "did you mean policy.megatron_cfg.tensor_model_par"),
+        ({MEGATRON + "tensor_parallel_size": 2}, "did you mean 'tensor_model_parallel_size'"),
         ({"colour": 1}, r"policy.colour is unknown: its keys are model_name, "),
         ({"precision": "float64"}, "policy.precision: .*'bfloat16' or 'float16', not 'float64'"),
         (
