@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,9 +42,14 @@ CHECKS = (
 )
 
 
+@cache
+def modules_of_the_package() -> list[Module]:
+    return package_modules(ROOT)
+
+
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_package_keeps_the_house_rules(check) -> None:
-    modules = package_modules(ROOT)
+    modules = modules_of_the_package()
     assert {"", "policy", "device", "converters.rows"} <= {module.name for module in modules}
     problems = check(modules)
     assert not problems, "\n" + "\n".join(problems)
