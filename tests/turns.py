@@ -3,7 +3,7 @@ test is a sweep there: `make sweep` runs it.
 
 In `SHARED` the cases of every test are shared out that has not done so itself; in `ALONE`, where
 processes are started, so are tests with one case. Of a test that starts processes each environment
-runs every sixth case; the sweeps of both are the rest. Of others each runs every second one.
+runs every eighth case; the sweeps of both are the rest. Of others each runs every second one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from packaging.version import Version
 
 _LATEST = int(Version(version("megatron-core")) >= Version("0.17"))
-_PARTS = 6
+_PARTS = 8
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
